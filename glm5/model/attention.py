@@ -1,0 +1,68 @@
+"""Latent attention (MLA) that reads only the keys an indexer picks (DSA). Model spec, section 3.3.
+
+    q_lat = norm(x Wqa)    latent = [norm(x Wkva), rope(x Wkr)]    keys = indexer(x, q_lat)
+    out   = concat_h( softmax(q_h . latent[keys] X^-1/2) latent[keys] Wv_h ) Wo
+
+One class serves training, prefill and decode, in absorbed form: kv_b_proj is folded into the query and the output, so
+a key is one latent row for all heads. What differs (where the latents live, which kernel reads them) is the `KVView`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from glm5.config.model import ModelConfig
+from glm5.model.indexer import Indexer
+from glm5.model.linear import Linear
+from glm5.model.norm import RMSNorm
+from glm5.model.seams import KVView, Rope, Selection
+
+
+class SparseLatentAttention(nn.Module):
+    """Attention of one layer; has an `indexer` unless the layer shares an earlier layer's selection."""
+
+    def __init__(self, cfg: ModelConfig, layer_idx: int):
+        super().__init__()
+        heads, rope_dim = cfg.num_attention_heads, cfg.qk_rope_head_dim
+        self.cfg, self.layer_idx = cfg, layer_idx
+        self.q_a_proj = Linear(cfg.hidden_size, cfg.q_lora_rank)
+        self.q_a_layernorm = RMSNorm(cfg.q_lora_rank, cfg.lora_norm_eps)
+        self.q_b_proj = Linear(cfg.q_lora_rank, heads * cfg.qk_head_dim)
+        self.kv_a_proj_with_mqa = Linear(cfg.hidden_size, cfg.kv_lora_rank + rope_dim)
+        self.kv_a_layernorm = RMSNorm(cfg.kv_lora_rank, cfg.lora_norm_eps)
+        self.kv_b_proj = Linear(cfg.kv_lora_rank, heads * (cfg.qk_nope_head_dim + cfg.v_head_dim))
+        self.o_proj = Linear(heads * cfg.v_head_dim, cfg.hidden_size)
+        self.indexer = Indexer(cfg, layer_idx) if cfg.has_indexer(layer_idx) else None
+
+    def forward(
+        self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
+    ) -> tuple[Tensor, Selection]:
+        """Output [T, D] and the selection used: the given one, or, when it is None, the indexer's."""
+        cfg, heads = self.cfg, self.cfg.num_attention_heads
+        q_lat_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
+        q_THX = self.q_b_proj(q_lat_TQ).unflatten(-1, (heads, cfg.qk_head_dim))
+        q_nope_THN, q_rope_THR = q_THX.split([cfg.qk_nope_head_dim, cfg.qk_rope_head_dim], dim=-1)
+        kv_TC, k_rope_TR = self.kv_a_proj_with_mqa(x_TD).split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
+
+        w_k_HNC, w_v_HVC = self._key_and_value_weights(x_TD.dtype)
+        q_THL = torch.cat([_per_head(q_nope_THN, w_k_HNC), rope(q_rope_THR)], dim=-1)
+        latent_TL = torch.cat([self.kv_a_layernorm(kv_TC), rope(k_rope_TR)], dim=-1)
+
+        view.append_latent(self.layer_idx, latent_TL)
+        if selection is None:
+            selection = self.indexer(x_TD, q_lat_TQ, rope, view)
+        # The scale belongs to the head width before absorption (X), not to the latent row.
+        out_THC = view.attend(
+            self.layer_idx, q_THL, selection, scale=cfg.qk_head_dim**-0.5, value_dim=cfg.kv_lora_rank
+        )
+        return self.o_proj(_per_head(out_THC, w_v_HVC.transpose(1, 2)).flatten(1)), selection
+
+    def _key_and_value_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """kv_b_proj by heads: [H, N, C] for keys, [H, V, C] for values."""
+        cfg = self.cfg
+        kv_b_HOC = self.kv_b_proj.dense(dtype).unflatten(0, (cfg.num_attention_heads, -1))
+        return kv_b_HOC.split([cfg.qk_nope_head_dim, cfg.v_head_dim], dim=1)
+
+
+def _per_head(x_THI: Tensor, w_HIO: Tensor) -> Tensor:
+    """One matrix per head: [T, H, I] by [H, I, O] to [T, H, O]."""
+    return torch.bmm(x_THI.transpose(0, 1), w_HIO).transpose(0, 1)

@@ -1,0 +1,46 @@
+"""Linear layers: the seam through which weight formats enter the model. None has a bias."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from glm5.kernels.block_scaled import BLOCK, BlockScaled
+from glm5.kernels.fp8_linear import fp8_linear
+
+
+class Linear(nn.Module):
+    """y = x W^T with `weight` [O, I] in the model's dtype."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight [O, I] as a plain tensor, for math that folds it (absorbed attention)."""
+        return self.weight.to(dtype)
+
+
+class BlockScaledLinear(nn.Module):
+    """y = x W^T with an FP8 weight in 128x128 blocks and activations quantized per token and 128 inputs.
+
+    Parameters as in the checkpoint: `weight` [O, I] e4m3 and `weight_scale_inv` [ceil(O/128), ceil(I/128)] float32;
+    the weight is their product (model spec, section 3.8).
+    """
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        grid = (-(-out_features // BLOCK), -(-in_features // BLOCK))
+        self.weight = nn.Parameter(
+            torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn), requires_grad=False
+        )
+        self.weight_scale_inv = nn.Parameter(torch.empty(grid, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8_linear(x, BlockScaled(self.weight, self.weight_scale_inv))
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The dequantized weight [O, I], rounded once to `dtype`."""
+        return BlockScaled(self.weight, self.weight_scale_inv).dequantize(dtype)

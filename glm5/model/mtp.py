@@ -1,0 +1,46 @@
+"""Multi-token prediction: one more decoder layer that guesses the token after the next (model spec, section 3.10).
+
+    z_p = Weh [ norm_e(embed(t_{p+1})) ; norm_h(H_p) ]    H'_p = norm(layer(z_p))    logits = head(H'_p) -> t_{p+2}
+
+H is the target's hidden state after its final norm. To draft further, the same layer is applied again with the
+drafted token, its own H' and the next position; embedding and head are the main model's.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from glm5.config.model import ModelConfig
+from glm5.model.block import DecoderLayer
+from glm5.model.linear import Linear
+from glm5.model.norm import RMSNorm
+from glm5.model.seams import KVView, Rope, Selection
+
+
+class SharedHead(nn.Module):
+    """Holds `shared_head.norm`; the projection itself is the main model's lm_head."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+
+
+class MTPLayer(DecoderLayer):
+    """Layer `num_hidden_layers` of the checkpoint: a decoder layer behind a merge of embedding and hidden state."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__(cfg, cfg.num_hidden_layers)
+        self.enorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.hnorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.eh_proj = Linear(2 * cfg.hidden_size, cfg.hidden_size)
+        self.shared_head = SharedHead(cfg)
+
+    def merge(self, embed_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+        """Embedding first, hidden state second: [T, 2D] to [T, D]."""
+        return self.eh_proj(torch.cat([self.enorm(embed_TD), self.hnorm(hidden_TD)], dim=-1))
+
+    def draft(
+        self, embed_TD: Tensor, hidden_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
+    ) -> tuple[Tensor, Selection]:
+        """H' [T, D] and the selection used. A given selection is reused and the indexer not run."""
+        x_TD, selection = self(self.merge(embed_TD, hidden_TD), rope, view, selection)
+        return self.shared_head.norm(x_TD), selection

@@ -1,0 +1,63 @@
+"""What the model asks of its surroundings: where keys live, and the rotation and selection that layers hand on.
+
+The other seams are modules that can be swapped in place: `Linear` (linear.py), `Experts` (experts.py) and the head.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from glm5.kernels.rope import rope, rope_table
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotation of the queries of one forward pass: one table for MLA and indexer (model spec, section 3.2)."""
+
+    cos_TR2: Tensor
+    sin_TR2: Tensor
+
+    @classmethod
+    def at(cls, positions_T: Tensor, dim: int, theta: float, like: Tensor) -> "Rope":
+        return cls(*rope_table(positions_T, dim, theta, like.dtype))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate [T, R] or [T, heads, R]; interleaved pairs in and out."""
+        return rope(x, self.cos_TR2, self.sin_TR2)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Keys that an indexer picked; layers without an indexer reuse the nearest earlier one (IndexShare).
+
+    `keys_TK` int32 positions within the request, ascending, then -1; None stands for every visible key.
+    """
+
+    keys_TK: Tensor | None
+
+
+class KVView(Protocol):
+    """The keys that the packed queries of one forward pass may see, and the kernel that reads them.
+
+    Training hands in packed tensors (`PackedView`), inference pages of a cache. `append_*` come before `select` and
+    `attend` of the same layer, so a query sees itself.
+    """
+
+    positions_T: Tensor
+
+    def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
+        """Store one row (normed latent, rotated key part) per query."""
+        ...
+
+    def append_index_key(self, layer_idx: int, key_TI: Tensor) -> None:
+        """Store one indexer key per query (after LayerNorm and rotation)."""
+        ...
+
+    def select(self, layer_idx: int, q_TJI: Tensor, w_TJ: Tensor, top_k: int, scale: float) -> Selection:
+        """The `top_k` visible keys of largest index score for each query; ties go to the smaller position."""
+        ...
+
+    def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
+        """Attention of absorbed queries over the selected latents: [T, H, value_dim]."""
+        ...
