@@ -1,0 +1,31 @@
+"""GLM-5 (`glm_moe_dsa`): the architecture, its checkpoints, chat format, engine and server.
+
+    glm5.load(PATH_OR_ID)                 a model with .logits(token_ids)
+    glm5.LLM(PATH_OR_ID).generate(...)    text from prompts, with glm5.SamplingParams
+    glm5.AsyncEngine                      the same under asyncio
+
+Importing this does no work and imports no torch: each name below is fetched when it is first used.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "load": "glm5.checkpoint",
+    "LLM": "glm5.engine",
+    "SamplingParams": "glm5.engine",
+    "AsyncEngine": "glm5.engine",
+}
+__all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'glm5' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,40 @@
+"""Every error that glm5 raises on purpose.
+
+    GlmError
+        ConfigError       (ValueError)   a model or command configuration that cannot be honoured
+        CheckpointError                  files that are missing, damaged or do not fit the model
+        RequestError      (ValueError)   a bad prompt, message or sampling parameter; `param` names it
+        MissingExtra      (ImportError)  an optional dependency is not installed
+        UsageError                       a wrong command line (exit code 2)
+
+A message says what was got, what is allowed and what to do, on one line. The command line prints it
+as `glm5: error: ...` and ends with exit code 1, or 2 for `UsageError`.
+"""
+
+
+class GlmError(Exception):
+    """Base of all errors that are the user's to mend; anything else that escapes is a bug of ours."""
+
+
+class ConfigError(GlmError, ValueError):
+    """A configuration that cannot be honoured: names the key, its value and what is allowed."""
+
+
+class CheckpointError(GlmError):
+    """Checkpoint files that are missing, truncated, corrupt or of the wrong shape."""
+
+
+class RequestError(GlmError, ValueError):
+    """A request that cannot be served. `param` is the offending field, or None."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class MissingExtra(GlmError, ImportError):
+    """A feature needs a package of an extra that is not installed; the message names the pip command."""
+
+
+class UsageError(GlmError):
+    """A command line that cannot be understood or honoured."""
