@@ -1,0 +1,39 @@
+"""One torch thread, as many processes share the machine; every randomised test prints its seed."""
+
+import random
+import zlib
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_torch_thread():
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def seed(request) -> int:
+    """A seed of the test's own: the same in every run, and shown when the test fails."""
+    value = zlib.crc32(request.node.nodeid.encode()) % 2**31
+    print(f"seed {value} of {request.node.nodeid}")
+    return value
+
+
+@pytest.fixture
+def rng(seed) -> random.Random:
+    return random.Random(seed)
+
+
+def pytest_collection_modifyitems(items):
+    """GPU tests are skipped, with the reason, where there is no GPU."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
