@@ -1,0 +1,15 @@
+"""Dynamic FP8 quantization of activations."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.kernels.act_quant.reference import act_quant as _reference
+from glm5.kernels.dispatch import unknown_impl
+
+
+def act_quant(x_TD: Tensor, *, impl: Literal["auto", "reference"] = "auto") -> tuple[Tensor, Tensor]:
+    """(x_fp8 [T, D] float8_e4m3fn, scale [T, ceil(D/128)] float32): scale = max(amax, 1e-4) / 448 per 128 values."""
+    if impl in ("auto", "reference"):
+        return _reference(x_TD)
+    raise unknown_impl("act_quant", impl, ("reference",))

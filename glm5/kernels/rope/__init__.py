@@ -1,0 +1,26 @@
+"""Rotary position embedding, interleaved pairs."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.rope import reference as _reference
+
+
+def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of each position's angles, [T, dim/2] each, rounded to `dtype` (model spec 3.2).
+
+    Raises ValueError for an odd `dim`: dimensions rotate in pairs.
+    """
+    if dim % 2:
+        raise ValueError(f"rope_table: dimensions rotate in pairs, got dim={dim}; give an even number")
+    return _reference.rope_table(positions_T, dim, theta, dtype)
+
+
+def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, *, impl: Literal["auto", "reference"] = "auto") -> Tensor:
+    """`x` [T, R] or [T, H, R] rotated pair by pair (x[2j], x[2j+1]), pairs kept in place, in x.dtype."""
+    if impl in ("auto", "reference"):
+        return _reference.rope(x, cos_TR2, sin_TR2)
+    raise unknown_impl("rope", impl, ("reference",))

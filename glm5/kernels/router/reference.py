@@ -1,0 +1,41 @@
+"""Which experts a token visits, and with what weight (model spec 3.6). All in float32.
+
+    p = sigmoid(x W^T);   chosen = top_k of p + bias, within the topk_group best of n_group groups of experts
+    weight = p[chosen] / (sum p[chosen] + 1e-20) * scaling_factor          (the division only with norm_topk_prob)
+
+The bias steers the choice and stays out of the weight. A group is as good as the sum of its two best experts. Ties at
+both steps: larger first, then smaller index.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.kernels.top_k import top_k as best
+
+
+def router(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor,
+    *,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """(weight [T, A] float32, expert [T, A] int32 in ascending order); float64 stays float64."""
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    p_TE = F.linear(x_TD.to(wide), weight_ED.to(wide)).sigmoid()
+    choice_TE = p_TE.detach() + bias_E.to(wide)
+    if n_group > 1:
+        choice_TGE = choice_TE.unflatten(-1, (n_group, -1))
+        group_TG = best(choice_TGE.topk(2, dim=-1).values.sum(dim=-1), topk_group).long()
+        out_TG = torch.ones_like(choice_TGE[..., 0], dtype=torch.bool).scatter_(1, group_TG, value=0)
+        choice_TE = choice_TGE.masked_fill(out_TG[..., None], float("-inf")).flatten(-2)
+    expert_TA = best(choice_TE, top_k)
+    weight_TA = p_TE.gather(1, expert_TA.long())
+    if norm_topk_prob:
+        weight_TA = weight_TA / (weight_TA.sum(dim=-1, keepdim=True) + 1e-20)
+    return weight_TA * scaling_factor, expert_TA

@@ -1,0 +1,38 @@
+"""Latent attention over the keys that an indexer picked."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
+from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
+
+
+def sparse_mla(
+    q_THL: Tensor,
+    latent_PZL: Tensor,
+    keys_TK: Tensor | None,
+    page_table_BN: Tensor,
+    row_T: Tensor,
+    end_T: Tensor,
+    *,
+    scale: float,
+    value_dim: int,
+    impl: Literal["auto", "gather", "masked"] = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of each query over its selected visible keys (None: over all visible keys).
+
+    `keys_TK`: logical keys, distinct within a row; -1 and keys >= end_T are ignored. Returns (out [T, H, value_dim] in
+    q's dtype, lse [T, H] float32, natural log), differentiable in q and latent; a row with nothing to read gives
+    zeros and -inf. `gather` (the reference) reads K latents per query, `masked` multiplies with the whole context.
+    """
+    if impl == "auto":
+        impl = "masked" if keys_TK is None else "gather"
+    if impl == "gather":
+        run = _gather
+    elif impl == "masked":
+        run = _masked
+    else:
+        raise unknown_impl("sparse_mla", impl, ("gather", "masked"))
+    return run(q_THL, latent_PZL, keys_TK, page_table_BN, row_T, end_T, scale=scale, value_dim=value_dim)

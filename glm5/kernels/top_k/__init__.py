@@ -1,0 +1,21 @@
+"""Deterministic selection of the k best keys."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.top_k.reference import top_k as _reference
+
+
+def top_k(score_TS: Tensor, k: int, *, impl: Literal["auto", "reference"] = "auto") -> Tensor:
+    """The k best columns of each row by (larger score, then smaller index), int32 [T, k].
+
+    They come in ascending index order, then -1 where fewer than k scores are above -inf; k may pass S. A NaN counts as
+    larger than any number. No gradient passes. Raises ValueError for k < 1.
+    """
+    if k < 1:
+        raise ValueError(f"top_k: k must be at least 1, got {k}")
+    if impl in ("auto", "reference"):
+        return _reference(score_TS, k)
+    raise unknown_impl("top_k", impl, ("reference",))
