@@ -1,0 +1,194 @@
+"""Model in memory -> checkpoint directory in the published layout, whole or not at all.
+
+Everything is written into a directory beside the target, which takes the target's name only when complete. Tensors
+are split, cast or quantized one by one, so memory stays at the model plus one tensor.
+"""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.checkpoint.dtypes import cast, dtype_name, parse_dtype
+from glm5.checkpoint.index import counted
+from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
+from glm5.checkpoint.shard import CODES
+from glm5.checkpoint.writer import INDEX_NAME, TensorLayout, write_shards
+from glm5.common.atomic import atomic_dir
+from glm5.common.errors import CheckpointError
+from glm5.config.model import ModelConfig
+from glm5.config.tensors import TensorSpec, tensor_specs
+from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks, quantize_blocks
+from glm5.model.glm5 import Glm5
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARD_BYTES = 5_000_000_000
+ASSET_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
+
+def save(
+    model: Glm5,
+    out_dir: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    assets: str | Path | None = None,
+) -> Path:
+    """Write `model` as a checkpoint at `out_dir`, replacing one that is there; returns the directory.
+
+    `dtype` "auto" stores what is in memory, FP8 weights as FP8; "fp8" quantizes what published FP8 checkpoints
+    quantize (128x128 blocks) and stores the rest as bfloat16; a name or torch.dtype dequantizes and casts. `assets` is
+    a directory whose tokenizer files, chat template and generation config are copied along.
+
+    Raises `CheckpointError` when `out_dir` holds anything that is no checkpoint, or writing fails; nothing is left
+    behind then.
+    """
+    quantize = dtype == "fp8"
+    target = torch.bfloat16 if quantize else None if dtype == "auto" else parse_dtype(dtype, special=("auto", "fp8"))
+    parts = [_Part(spec, model, target, quantize) for spec in tensor_specs(model.cfg)]
+    layout = [planned for part in parts for planned in part.layout()]
+    scaled = any(part.scaled for part in parts)
+    config = config_dict(model.cfg, target or model.dtype, fp8=scaled)
+    tensors = (tensor for part in parts for tensor in part.tensors())
+    add_assets = partial(copy_assets, Path(assets)) if assets is not None else None
+    return write_checkpoint(Path(out_dir), config, layout, tensors, add_assets, max_shard_bytes)
+
+
+class _Part:
+    """One tensor of the published inventory: how it is stored, and its bytes when their turn comes."""
+
+    def __init__(self, spec: TensorSpec, model: Glm5, dtype: torch.dtype | None, quantize: bool) -> None:
+        slot = slot_of(spec.name)
+        module = model.get_submodule(slot.module)
+        leaf = slot.parameter.rpartition(".")[2]
+        self.spec = spec
+        self.weight = slot.view(getattr(module, leaf).detach())
+        self.scale: Tensor | None = None
+        if self.weight.dtype == FP8:
+            self.scale = slot.view(getattr(module, leaf + SCALE_SUFFIX).detach())
+        self.scaled = (dtype is None or quantize) if self.weight.dtype == FP8 else quantize and spec.fp8
+        self.dtype = torch.float32 if spec.dtype == "f32" else dtype or self.weight.dtype
+
+    def layout(self) -> list[TensorLayout]:
+        name, shape = self.spec.name, self.spec.shape
+        if self.scaled:
+            grid = tuple(num_blocks(size) for size in shape)
+            return [TensorLayout(name, CODES[FP8], shape), TensorLayout(name + SCALE_SUFFIX, "F32", grid)]
+        return [TensorLayout(name, CODES[self.dtype], shape)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        if self.scaled:
+            yield from quantize_blocks(self.weight) if self.scale is None else (self.weight, self.scale)
+        elif self.scale is not None:
+            yield BlockScaled(self.weight, self.scale).dequantize(self.dtype)
+        else:
+            yield cast(self.weight, self.dtype)
+
+
+def write_checkpoint(
+    out_dir: Path,
+    config: dict[str, Any],
+    layout: Sequence[TensorLayout],
+    tensors: Iterable[Tensor],
+    add_assets: Callable[[Path], None] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Weights, config.json and generation_config.json at `out_dir`, all or nothing; `tensors` in `layout`'s order.
+
+    `add_assets` is called with the unfinished directory to put further files there.
+    """
+    out_dir = out_dir.expanduser().resolve()
+    check_target(out_dir, sum(tensor.num_bytes for tensor in layout))
+    try:
+        with atomic_dir(out_dir) as building:
+            if add_assets is not None:
+                add_assets(building)
+            _write_json(building / "config.json", config)
+            if not (building / "generation_config.json").exists():
+                _write_json(building / "generation_config.json", generation_config(config))
+            write_shards(building, layout, tensors, max_shard_bytes, desc=f"saving {out_dir.name}")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{out_dir}: saving failed: {reason}; what was there before is unchanged") from error
+    return out_dir
+
+
+def check_target(out_dir: Path, num_bytes: int) -> None:
+    """Raise `CheckpointError` unless a checkpoint of `num_bytes` may and can be written at `out_dir`."""
+    if out_dir.exists():
+        if not out_dir.is_dir():
+            raise CheckpointError(f"{out_dir} is a file; give a directory")
+        other = sorted(path.name for path in out_dir.iterdir() if not _is_ours(path))
+        if other:
+            raise CheckpointError(
+                f"{out_dir} holds {counted(other, 'other file')} that no "
+                "checkpoint has and that would be lost; give another directory"
+            )
+    existing = next(path for path in (out_dir, *out_dir.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if num_bytes > free:
+        raise CheckpointError(f"{out_dir}: needs {num_bytes:,} bytes, and {free:,} are free there")
+    if leftovers := sorted(path.name for path in out_dir.parent.glob(f".{out_dir.name}.*.part")):
+        logger.warning(
+            "%s: left by a save that was killed (or is still running): %s", out_dir.parent, counted(leftovers, "folder")
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    ours = (*ASSET_FILES, "config.json", INDEX_NAME)
+    return path.is_file() and (path.name in ours or _SHARD_FILE.fullmatch(path.name) is not None)
+
+
+def config_dict(cfg: ModelConfig, dtype: torch.dtype, fp8: bool) -> dict[str, Any]:
+    """config.json for weights in `dtype`, or for FP8 weights with the rest in `dtype`."""
+    config = cfg.to_dict()
+    config["dtype"] = dtype_name(dtype)
+    config.pop("quantization_config", None)
+    if fp8:
+        config["quantization_config"] = cfg.quantization_config or {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": sorted(
+                spec.name.removesuffix(".weight") for spec in tensor_specs(cfg) if not spec.fp8
+            ),
+        }
+    return config
+
+
+def generation_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The published sampling defaults, with the config's own token ids."""
+    ids = {key: config[key] for key in ("eos_token_id", "pad_token_id") if key in config}
+    return {**ids, "do_sample": True, "temperature": 1.0, "top_p": 0.95}
+
+
+def copy_assets(source: Path, target: Path) -> None:
+    """Copy the tokenizer files, chat template and generation config that `source` has."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: no such directory to copy tokenizer files from")
+    for name in ASSET_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,158 @@
+"""One safetensors file: its header, checked before anything is read, and its tensors.
+
+    file = u64 little-endian header length | JSON header | tensor bytes, back to back, no holes
+    header = {"__metadata__": {str: str}, name: {"dtype": "BF16", "shape": [...], "data_offsets": [start, stop]}}
+
+Reading goes straight into the tensor that will hold the weight, so loading needs no second copy of a shard.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.common.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+MAX_READ_BYTES = 1 << 30  # Linux reads at most 2**31 - 4096 bytes a call
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor is stored. `start` and `stop` are byte offsets in the file; `dtype` is safetensors' code."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+def read_header(path: Path) -> list[TensorEntry]:
+    """All tensors of one file, in the order of their bytes. Reads the header only.
+
+    Raises `CheckpointError` naming the file when it is absent, truncated, no safetensors file, or its header
+    contradicts itself or the file's size.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if prefix.startswith(b"version "):
+                raise CheckpointError(f"{path}: is a Git LFS pointer, not the file itself; run: git lfs pull")
+            if len(prefix) < 8 or 8 + length > size:
+                raise CheckpointError(
+                    f"{path}: truncated: its header alone needs {8 + length} bytes, the file has {size}; fetch it again"
+                )
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path}: not a safetensors file (a header of {length} bytes is beyond the format)"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    entries = parse_header(raw, path.name, 8 + length, path)
+    needed = max((entry.stop for entry in entries), default=8 + length)
+    if needed > size:
+        raise CheckpointError(
+            f"{path}: truncated: its header promises {needed} bytes, the file has {size}; fetch it again"
+        )
+    if needed < size:
+        raise CheckpointError(f"{path}: corrupt: {size - needed} bytes follow the last tensor; fetch it again")
+    return entries
+
+
+def parse_header(raw: bytes, file: str, data_start: int, where: object) -> list[TensorEntry]:
+    """The entries of a JSON header, checked against each other; `where` names the file in errors."""
+    try:
+        header = json.loads(raw, object_pairs_hook=unique_keys)
+        if not isinstance(header, dict):
+            raise ValueError("it is no JSON object")
+        header.pop("__metadata__", None)
+        entries = [_entry(name, value, file, data_start) for name, value in header.items()]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{where}: corrupt: the header cannot be understood ({error}); fetch it again") from None
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    position = data_start
+    for entry in entries:
+        if entry.start != position:
+            raise CheckpointError(
+                f"{where}: corrupt: tensor {entry.name} leaves a hole or overlaps another; fetch it again"
+            )
+        position = entry.stop
+    return entries
+
+
+def _entry(name: str, value: Any, file: str, data_start: int) -> TensorEntry:
+    code, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)):
+        raise ValueError(f"{name}: shape and offsets must be whole numbers")
+    if code in ITEM_BYTES and stop - start != math.prod(shape) * ITEM_BYTES[code]:
+        raise ValueError(f"{name}: {stop - start} bytes for {code} of shape {list(shape)}")
+    return TensorEntry(name, code, shape, file, data_start + start, data_start + stop)
+
+
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=)`: an object in which no key appears twice, else ValueError."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} appears twice")
+        found[key] = value
+    return found
+
+
+def read_tensor(directory: Path, entry: TensorEntry) -> Tensor:
+    """The tensor in a new host buffer, in its stored dtype."""
+    out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    read_into(directory, entry, out)
+    return out
+
+
+def read_into(directory: Path, entry: TensorEntry, out: Tensor, first_byte: int = 0) -> None:
+    """Fill the contiguous host tensor `out` with the bytes of `entry` from `first_byte` on."""
+    assert out.is_contiguous(), f"{out.stride()=}"
+    bytes_out = out.detach().reshape(-1).view(torch.uint8).numpy().data
+    assert first_byte + len(bytes_out) <= entry.num_bytes, f"{entry=} {first_byte=} {len(bytes_out)=}"
+    position = 0
+    try:
+        with (directory / entry.file).open("rb", buffering=0) as file:
+            file.seek(entry.start + first_byte)
+            while position < len(bytes_out):
+                num_read = file.readinto(bytes_out[position : position + MAX_READ_BYTES])
+                if not num_read:
+                    raise CheckpointError(f"{directory / entry.file}: ended inside tensor {entry.name}; fetch it again")
+                position += num_read
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory / entry.file}: reading {entry.name} failed: {os.strerror(error.errno or 0)}"
+        ) from None
