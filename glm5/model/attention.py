@@ -33,9 +33,7 @@ class SparseLatentAttention(nn.Module):
         self.o_proj = Linear(heads * cfg.v_head_dim, cfg.hidden_size)
         self.indexer = Indexer(cfg, layer_idx) if cfg.has_indexer(layer_idx) else None
 
-    def forward(
-        self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
-    ) -> tuple[Tensor, Selection]:
+    def forward(self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None) -> tuple[Tensor, Selection]:
         """Output [T, D] and the selection used: the given one, or, when it is None, the indexer's."""
         cfg, heads = self.cfg, self.cfg.num_attention_heads
         q_lat_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
@@ -51,9 +49,7 @@ class SparseLatentAttention(nn.Module):
         if selection is None:
             selection = self.indexer(x_TD, q_lat_TQ, rope, view)
         # The scale belongs to the head width before absorption (X), not to the latent row.
-        out_THC = view.attend(
-            self.layer_idx, q_THL, selection, scale=cfg.qk_head_dim**-0.5, value_dim=cfg.kv_lora_rank
-        )
+        out_THC = view.attend(self.layer_idx, q_THL, selection, scale=cfg.qk_head_dim**-0.5, value_dim=cfg.kv_lora_rank)
         return self.o_proj(_per_head(out_THC, w_v_HVC.transpose(1, 2)).flatten(1)), selection
 
     def _key_and_value_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -20,9 +20,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = MoE(cfg) if cfg.is_moe(layer_idx) else MLP(cfg.hidden_size, cfg.intermediate_size)
 
-    def forward(
-        self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
-    ) -> tuple[Tensor, Selection]:
+    def forward(self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None) -> tuple[Tensor, Selection]:
         attn_TD, selection = self.self_attn(self.input_layernorm(x_TD), rope, view, selection)
         x_TD = x_TD + attn_TD
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD)), selection

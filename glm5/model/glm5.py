@@ -86,7 +86,9 @@ class Glm5(nn.Module):
         """The MTP layer; `ValueError` when the config has none."""
         if not self.cfg.num_nextn_predict_layers:
             raise ValueError("this model has no MTP layer (num_nextn_predict_layers is 0), so it cannot draft")
-        return self.model.layers[self.cfg.num_hidden_layers]
+        layer = self.model.layers[self.cfg.num_hidden_layers]
+        assert isinstance(layer, MTPLayer), f"{type(layer)=}"
+        return layer
 
     def logits(self, token_ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
         """Logits [..., T, W] for token ids [T] or [B, T]: a list, equally long nested lists, or a tensor."""

@@ -42,6 +42,7 @@ def _kl(record: IndexRecord) -> Tensor:
     if record.keys_TK is not None:
         hidden = record.keys_TK < 0
         score = score.gather(1, record.keys_TK.clamp_min(0).long())
+    assert record.target is not None, "select without attend"
     target = record.target.to(score.dtype) / record.num_served
     log_q = score.masked_fill(hidden, float("-inf")).log_softmax(dim=-1).masked_fill(hidden, 0.0)
     return (torch.special.xlogy(target, target) - target * log_q).sum(dim=-1).mean()

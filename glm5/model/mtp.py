@@ -42,5 +42,5 @@ class MTPLayer(DecoderLayer):
         self, embed_TD: Tensor, hidden_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
     ) -> tuple[Tensor, Selection]:
         """H' [T, D] and the selection used. A given selection is reused and the indexer not run."""
-        x_TD, selection = self(self.merge(embed_TD, hidden_TD), rope, view, selection)
-        return self.shared_head.norm(x_TD), selection
+        x_TD, used = self(self.merge(embed_TD, hidden_TD), rope, view, selection)
+        return self.shared_head.norm(x_TD), used

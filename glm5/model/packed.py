@@ -27,7 +27,12 @@ class PackedView:
     """
 
     def __init__(
-        self, lengths: list[int], device: torch.device | str = "cpu", *, stage: Stage = "sparse", learn_index: bool = False
+        self,
+        lengths: list[int],
+        device: torch.device | str = "cpu",
+        *,
+        stage: Stage = "sparse",
+        learn_index: bool = False,
     ):
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a packed batch needs sequences of at least one token, got {lengths=}")
