@@ -7,14 +7,14 @@ flushed to disk, then renamed. A failure or Ctrl-C leaves what was there before.
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
+def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Generator[IO[Any], None, None]:
     """A file handle ("w" = UTF-8 text, "wb" = bytes) whose content replaces `path` when the block ends well."""
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write: got mode {mode!r}, allowed: 'w' or 'wb'")
@@ -32,7 +32,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[A
 
 
 @contextmanager
-def atomic_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_dir(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
     """An empty folder beside `path` that becomes `path` when the block ends well.
 
     A folder that is already there is replaced as a whole; the old one is deleted only after the new

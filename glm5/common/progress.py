@@ -24,7 +24,7 @@ class Progress:
         self.num_done = 0
         self._stream = sys.stderr if stream is None else stream
         self._figures: dict[str, object] = {}
-        self._bar: tqdm | None = None
+        self._bar: "tqdm[None] | None" = None
         self._start = self._last_line = time.monotonic()
 
     def __enter__(self) -> "Progress":

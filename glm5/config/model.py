@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from glm5.common.errors import ConfigError
 from glm5.config import resolve
-from glm5.config.resolve import refuse
+from glm5.config.refusal import first_error, refuse
 
 Size = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -94,7 +94,7 @@ class ModelConfig(BaseModel):
         try:
             return cls.model_validate(_fields(cls, raw))
         except ValidationError as err:
-            raise _first_error(err) from None
+            raise _one_error(err) from None
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
@@ -208,26 +208,12 @@ def _fields(cls: type[ModelConfig], raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **special, "extra": {key: value for key, value in raw.items() if key not in known}}
 
 
-_ALLOWED = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "dict_type": "an object",
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "above {gt}",
-    "less_than_equal": "at most {le}",
-    "finite_number": "a finite number",
-}
-
-
-def _first_error(err: ValidationError) -> ConfigError:
+def _one_error(err: ValidationError) -> ConfigError:
     """pydantic's first complaint as one line of ours; all missing keys at once."""
     errors = err.errors(include_url=False)
     if missing := [str(e["loc"][0]) for e in errors if e["type"] == "missing"]:
         return ConfigError(f"{', '.join(missing)}: missing; allowed: a value as in the checkpoint's own config.json")
-    first = errors[0]
-    if isinstance(cause := first.get("ctx", {}).get("error"), ConfigError):
+    if isinstance(cause := errors[0].get("ctx", {}).get("error"), ConfigError):
         return cause
-    key = ".".join(str(part) for part in first["loc"])
-    allowed = _ALLOWED.get(first["type"])
-    return refuse(key, first["input"], allowed.format(**first.get("ctx", {})) if allowed else first["msg"])
+    path, value, allowed = first_error(err)
+    return refuse(".".join(path), value, allowed)

@@ -8,7 +8,7 @@ hidden and expert widths are multiples of 128 and its low ranks and value width 
 quantization scheme fits.
 """
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
@@ -111,8 +111,9 @@ _TINY: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 
-_PRESETS: dict[str, dict[str, Any]] = {"glm-5": _GLM_5, "glm-5.2": _GLM_5_2, "nano": _NANO, "tiny": _TINY}
-PRESET_NAMES = tuple(_PRESETS)
+PresetName = Literal["glm-5", "glm-5.2", "nano", "tiny"]
+PRESET_NAMES: tuple[str, ...] = get_args(PresetName)
+_PRESETS = dict(zip(PRESET_NAMES, (_GLM_5, _GLM_5_2, _NANO, _TINY), strict=True))
 
 
 def preset(name: str) -> ModelConfig:

@@ -7,11 +7,11 @@
 Sources: transformers' GlmMoeDsaConfig for the orders, the published GLM-5, 5.1, 5.2 and 5.3 files for the keys.
 """
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5.common.errors import ConfigError
+from glm5.config.refusal import refuse
 
 MODEL_TYPE = "glm_moe_dsa"
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
@@ -37,14 +37,6 @@ UNUSED = ("use_cache", "pretraining_tp", "ep_size", "transformers_version", "out
 DERIVED = ("num_key_value_heads", "qk_head_dim", "head_dim", "layer_types", "moe_layer_freq", "num_experts")
 LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 60
-
-
-def refuse(key: str, value: Any, allowed: str) -> ConfigError:
-    """The one form of a configuration error: key, value, what is allowed; one line."""
-    return ConfigError(f"{key}: got {_SHORT.repr(value)}; allowed: {allowed}")
 
 
 def check_architecture(raw: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
-from math import prod
+from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from glm5.config.model import ModelConfig
@@ -18,6 +18,7 @@ Dtype = Literal["bf16", "f32"]
 Part = Literal[
     "embedding", "attention", "indexer", "dense mlp", "experts", "shared experts", "router", "norms", "mtp", "lm_head"
 ]
+FP8_BLOCK = 128  # one float32 scale for each 128 x 128 of an FP8 weight; the last ones are ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,9 @@ def tensor_specs(cfg: ModelConfig, mtp: bool = True) -> list[TensorSpec]:
 
 def count_parameters(cfg: ModelConfig) -> ParameterCount:
     """The numbers behind `tensor_specs(cfg)`, without listing the tensors."""
-    kinds = Counter(
-        (cfg.has_indexer(i), cfg.is_moe(i), i == cfg.num_hidden_layers) for i in range(cfg.num_layers_with_mtp)
-    )
-    rows = [(row, 1) for row in _global_rows(cfg)]
-    rows += [(row, times) for kind, times in kinds.items() for row in _layer_rows(cfg, *kind)]
     by_part: Counter[str] = Counter()
     active = biases = 0
-    for row, times in rows:
+    for row, times in _counted_rows(cfg):
         size = prod(row.shape) * times
         if row.dtype == "f32":
             biases += size * row.copies
@@ -88,6 +84,29 @@ def count_parameters(cfg: ModelConfig) -> ParameterCount:
             active += size * row.used
     with_mtp = by_part.total()
     return ParameterCount(with_mtp - by_part["mtp"], with_mtp, active, biases, dict(by_part))
+
+
+def count_bytes(cfg: ModelConfig, fp8: bool) -> Counter[tuple[str, Part]]:
+    """Bytes on disk by (safetensors dtype, part) of a BF16 checkpoint, or of an FP8 one, block scales included."""
+    num_bytes: Counter[tuple[str, Part]] = Counter()
+    for row, times in _counted_rows(cfg):
+        size, copies = prod(row.shape), row.copies * times
+        if fp8 and row.fp8:
+            num_blocks = prod(ceil(dim / FP8_BLOCK) for dim in row.shape)
+            num_bytes["F8_E4M3", row.part] += copies * size
+            num_bytes["F32", row.part] += copies * 4 * num_blocks
+        else:
+            num_bytes[row.dtype.upper(), row.part] += copies * size * (4 if row.dtype == "f32" else 2)
+    return num_bytes
+
+
+def _counted_rows(cfg: ModelConfig) -> list[tuple[_Row, int]]:
+    """Every kind of tensor with the number of layers that have it."""
+    kinds = Counter(
+        (cfg.has_indexer(i), cfg.is_moe(i), i == cfg.num_hidden_layers) for i in range(cfg.num_layers_with_mtp)
+    )
+    rows = [(row, 1) for row in _global_rows(cfg)]
+    return rows + [(row, times) for kind, times in kinds.items() for row in _layer_rows(cfg, *kind)]
 
 
 def _expand(prefix: str, rows: list[_Row]) -> Iterator[TensorSpec]:

@@ -1,0 +1,164 @@
+"""Flags from config classes, and config objects from flags: what a flag is called, takes and means is written once.
+
+    add_flags(parser, ServeConfig)         max_model_len becomes --max-model-len, its docstring the help
+    settings = read(ServeConfig, args)     checked; a bad value is a UsageError naming the flag
+    for line in notes(settings): ...       one for each given flag that has no effect
+
+A field that is itself a settings class takes JSON, or dotted flags (--speculative-config.method mtp).
+"""
+
+import argparse
+import difflib
+import json
+import re
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from glm5.common.errors import UsageError
+from glm5.config.command import Command, NoEffect, Positional
+from glm5.config.refusal import first_error, refuse
+
+C = TypeVar("C", bound=Command)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises `UsageError` instead of printing its usage, and never guesses from a prefix."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see  {self.prog} --help")
+
+    def check_names(self, argv: Sequence[str]) -> None:
+        """Refuse unknown flags, with the nearest known one, before their values are taken for something else."""
+        for token in argv:
+            if token == "--":
+                return
+            name = token.partition("=")[0]
+            if not re.match(r"--?[A-Za-z]", name) or " " in name or name in self._option_string_actions:
+                continue
+            near = difflib.get_close_matches(name, list(self._option_string_actions), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"see  {self.prog} --help"
+            raise UsageError(f"{self.prog} has no flag {name}; {hint}")
+
+
+class _Flag(NamedTuple):
+    """One field as the command line sees it; `path` leads to it from the config class."""
+
+    path: tuple[str, ...]
+    field: FieldInfo
+    kind: Any
+
+    @property
+    def name(self) -> str:
+        return "--" + ".".join([self.path[0].replace("_", "-"), *self.path[1:]])
+
+    def mark(self, kind: type) -> Any:
+        return next((mark for mark in self.field.metadata if isinstance(mark, kind)), None)
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type[Command]) -> None:
+    """One argument for each field. Values stay text here: the config class is what checks them."""
+    for flag in _flags(config):
+        dest, text = ".".join(flag.path), _help(flag)
+        if flag.mark(Positional):
+            number = "*" if get_origin(flag.kind) is tuple else None if flag.field.is_required() else "?"
+            parser.add_argument(dest, metavar=dest.upper(), nargs=number, default=argparse.SUPPRESS, help=text)
+        elif flag.kind is bool:
+            action = argparse.BooleanOptionalAction if flag.field.default else "store_true"
+            parser.add_argument(flag.name, dest=dest, action=action, default=argparse.SUPPRESS, help=text)
+        elif get_origin(flag.kind) is tuple:
+            parser.add_argument(
+                flag.name, dest=dest, nargs="+", action="extend", default=argparse.SUPPRESS, help=text, metavar="X"
+            )
+        else:
+            parser.add_argument(
+                flag.name,
+                dest=dest,
+                default=argparse.SUPPRESS,
+                help=text,
+                required=flag.field.is_required() and len(flag.path) == 1,
+                metavar=_metavar(flag.kind),
+            )
+
+
+def read(config: type[C], args: argparse.Namespace) -> C:
+    """The settings that were given, checked. Raises UsageError naming the first flag that cannot be honoured."""
+    given: dict[str, Any] = {}
+    known = {flag.path: flag for flag in _flags(config)}
+    for path, flag in sorted(known.items()):
+        value = getattr(args, ".".join(path), None)
+        if value is None or (value == [] and flag.mark(Positional)):
+            continue
+        if len(path) == 2:
+            given.setdefault(path[0], {})[path[1]] = value
+        else:
+            given[path[0]] = _from_json(flag, value) if _is_config(flag.kind) else value
+    try:
+        return config.model_validate(given)
+    except ValidationError as err:
+        path, value, allowed = first_error(err)
+        flag = known.get(path[:2]) or known.get(path[:1])
+        if flag is None:
+            raise UsageError(f"allowed: {allowed}") from None
+        name = flag.path[0].upper() if flag.mark(Positional) else flag.name
+        raise UsageError(str(refuse(name, value, allowed))) from None
+
+
+def notes(settings: Command) -> list[str]:
+    """One line for each flag that was given and has no effect."""
+    lines: list[str] = []
+    for flag in _flags(type(settings)):
+        mark = flag.mark(NoEffect)
+        if mark is not None and len(flag.path) == 1 and flag.path[0] in settings.model_fields_set:
+            lines.append(f"{flag.name} has no effect: {mark.why}")
+    return lines
+
+
+def _flags(config: type[Command], path: tuple[str, ...] = ()) -> Iterator[_Flag]:
+    for name, field in config.model_fields.items():
+        kind = _without_none(field.annotation)
+        flag = _Flag((*path, field.alias or name), field, kind)
+        yield flag
+        if _is_config(kind):
+            yield from _flags(kind, flag.path)
+
+
+def _help(flag: _Flag) -> str:
+    text = " ".join((flag.field.description or "").split())
+    if get_origin(flag.kind) is Literal:
+        text += f" One of: {', '.join(map(str, get_args(flag.kind)))}."
+    default = flag.field.default
+    if not flag.field.is_required() and default not in (None, (), False):
+        text += f" Default: {default}."
+    if mark := flag.mark(NoEffect):
+        text += f" No effect: {mark.why}."
+    return text.replace("%", "%%")
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "NAME"
+    return {int: "N", float: "X", str: "TEXT"}.get(kind, "JSON")
+
+
+def _from_json(flag: _Flag, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise UsageError(str(refuse(flag.name, text, "a JSON object"))) from None
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (kind for kind in get_args(annotation) if kind is not type(None))
+    return get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+
+
+def _is_config(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Command)

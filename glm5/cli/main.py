@@ -1,0 +1,97 @@
+"""`glm5 COMMAND ...`: finds the command's file, parses its flags, turns errors into one line and an exit code.
+
+Exit codes: 0 done, 1 an error of files, models or requests, 2 a wrong command line, 130 Ctrl-C.
+Only the command that is run is imported, and no command imports torch before its `run`.
+"""
+
+import difflib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from glm5 import __version__
+from glm5.cli.flags import Parser
+from glm5.common import log
+from glm5.common.console import out
+from glm5.common.errors import GlmError, UsageError
+
+# Each file has `add(subparsers)`, which adds its parser, and `run(args) -> exit code`.
+COMMANDS = {
+    "demo": "glm5.cli.demo",
+    "serve": "glm5.cli.serve",
+    "chat": "glm5.cli.chat",
+    "generate": "glm5.cli.generate",
+    "inspect": "glm5.cli.inspect",
+    "init": "glm5.cli.init",
+}
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (without the program's name) and return the exit code."""
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except UsageError as err:
+        return _report(err, 2)
+    except (GlmError, OSError) as err:
+        if isinstance(err, BrokenPipeError):  # the reader of our output, such as `head`, has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        return _report(err, 1)
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return 130
+
+
+def parser_of(*commands: str) -> Parser:
+    """The command line's parser with these commands in it."""
+    parser = Parser(
+        prog="glm5", description="GLM-5: model, checkpoints, chat, server. `glm5 COMMAND --help` tells more."
+    )
+    parser.add_argument("--version", action="version", version=f"glm5 {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)
+    for name in commands:
+        module = importlib.import_module(COMMANDS[name])
+        module.add(subparsers)
+        command: Parser = subparsers.choices[name]
+        command.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="What to log. Default: info.")
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _run(argv: list[str]) -> int:
+    name = argv[0] if argv else "--help"
+    if name in COMMANDS:
+        parser = parser_of(name)
+        _command_parser(parser, name).check_names(argv[1:])
+    elif name.startswith("-"):
+        parser = parser_of(*COMMANDS)
+        parser.check_names([name])
+    else:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(COMMANDS)}"
+        raise UsageError(f"no command {name!r}; {hint}")
+    if not argv:
+        out(parser.format_help(), end="")
+        return 2
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # --help and --version
+        return int(stop.code or 0)
+    log.configure(args.log_level)
+    return args.run(args)
+
+
+def _command_parser(parser: Parser, name: str) -> Parser:
+    assert parser._subparsers is not None
+    return parser._subparsers._group_actions[0].choices[name]  # type: ignore[index]
+
+
+def _report(err: Exception, code: int) -> int:
+    logger.debug("traceback", exc_info=err)
+    sys.stderr.write(f"glm5: error: {err}\n")
+    return code

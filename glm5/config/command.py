@@ -1,0 +1,68 @@
+"""What a command can be told: base of the classes whose fields become flags (`glm5.cli.flags` makes them).
+
+The field `max_model_len` is the flag `--max-model-len`; the string under it is its help. Two marks refine it:
+
+    model: Annotated[str, Positional()]             given by place, not by name
+    block_size: Annotated[int, NoEffect("why")]     understood, checked, and without effect; said at start
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+@dataclass(frozen=True)
+class Positional:
+    """The field is an argument by place."""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """The flag is accepted because deployment guides use it; `why` it changes nothing here."""
+
+    why: str
+
+
+class Command(BaseModel):
+    """Base of all commands' settings: frozen, nothing unknown, documented by the strings under the fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSource(Command):
+    """Which model, and how it is held: shared by the commands that run one."""
+
+    model: Annotated[str, Positional()]
+    """Checkpoint folder, or a Hugging Face id such as zai-org/GLM-5-FP8."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Element type of the weights. auto keeps what the checkpoint holds, FP8 included; a name dequantizes."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """auto (the GPU if there is one), cpu, cuda or cuda:N."""
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    """Longest context in tokens, prompt and answer together. Default: what the checkpoint and the memory allow."""
+    generation_config: str = "auto"
+    """Sampling defaults: auto (the checkpoint's generation_config.json), a folder that holds one, or vllm (none)."""
+    chat_template: str | None = None
+    """glm-5, 5.1, 5.2, 5.3 or a file. Default: the checkpoint's own, else 5.2 where it shares indices, else 5.1."""
+    seed: int = 0
+    """Seed of requests that bring none of their own."""
+    lora_norm_eps: Annotated[float, Field(gt=0)] | None = None
+    """Epsilon of the low-rank norms: 1e-6 gives transformers' numbers, 1e-5 SGLang's. Default: the checkpoint's."""
+
+
+class Sampling(Command):
+    """How the next token is drawn. What is not given comes from the model's generation_config.json."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest answer in tokens. Default: up to the end of the context."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """0 always takes the likeliest token."""
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """Draw among this many likeliest tokens; 0 and -1: all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Draw among the likeliest tokens that together have this probability."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Draw among tokens at least this likely, relative to the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer."""

@@ -1,0 +1,36 @@
+"""`glm5 inspect` and `glm5 init`: looking at checkpoints and writing random ones."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from glm5.config.command import Command, Positional
+from glm5.config.presets import PresetName
+
+
+class InspectConfig(Command):
+    """What a checkpoint or a preset holds. Reads headers only; a preset reads nothing at all."""
+
+    source: Annotated[str | None, Positional()] = None
+    """Checkpoint folder or Hugging Face id."""
+    preset: PresetName | None = None
+    """An architecture by name, in place of a checkpoint."""
+    json_: Annotated[bool, Field(alias="json")] = False
+    """Print one JSON object."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.source is None) == (self.preset is None):
+            raise ValueError("either a checkpoint (folder or id) or --preset, not both")
+        return self
+
+
+class InitConfig(Command):
+    """Write a checkpoint with random weights."""
+
+    preset: PresetName
+    """The architecture."""
+    out: str
+    """Folder to write; it must not exist, or be empty."""
+    seed: int = 0
+    """The same seed gives the same weights."""

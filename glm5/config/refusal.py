@@ -1,0 +1,45 @@
+"""How a configuration says no: key, value, what is allowed; one line."""
+
+import reprlib
+from typing import Any
+
+from pydantic import ValidationError
+
+from glm5.common.errors import ConfigError
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+_ALLOWED = {
+    "missing": "it must be given",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a text",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "below {lt}",
+    "extra_forbidden": "no such key",
+    "value_error": "{error}",
+}
+
+
+def refuse(key: str, value: Any, allowed: str) -> ConfigError:
+    """The one form of a configuration error. Long values are cut."""
+    return ConfigError(f"{key}: got {_SHORT.repr(value)}; allowed: {allowed}")
+
+
+def first_error(err: ValidationError) -> tuple[tuple[str, ...], Any, str]:
+    """(path of the field, value, what is allowed) of pydantic's first complaint, in our words."""
+    first = err.errors(include_url=False)[0]
+    text = _ALLOWED.get(first["type"])
+    allowed = first["msg"] if text is None else text.format(**first.get("ctx", {}))
+    return tuple(str(part) for part in first["loc"]), first["input"], allowed
