@@ -81,7 +81,7 @@ def randomize(model: nn.Module, seed: int) -> None:
         noise = torch.randn(tensor.shape, generator=gen, dtype=torch.float32).to(tensor.dtype)
         if name.endswith("norm.weight"):
             tensor.copy_(1 + 0.2 * noise)
-        elif name.endswith(("norm.bias", "e_score_correction_bias")) or name.endswith("embed_tokens.weight"):
+        elif name.endswith(("norm.bias", "e_score_correction_bias", "embed_tokens.weight")):
             tensor.copy_(0.1 * noise)
         elif name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight")):
             tensor.copy_(0.1 * noise * tensor.shape[-1] ** -0.5)

@@ -113,9 +113,8 @@ def test_logits_equal_transformers(case, feed):
 def test_batch_of_different_lengths(case):
     pair, sequences = case
     lengths = [len(ids) for ids in sequences]
-    packed = pair.ours.head(
-        pair.ours(torch.tensor([token for ids in sequences for token in ids]), PackedView(lengths))
-    ).split(lengths)
+    ids_T = torch.tensor([token for ids in sequences for token in ids])
+    packed = pair.ours.head(pair.ours(ids_T, PackedView(lengths))).split(lengths)
     batched = {tuple(ids): logits for ids, logits in zip(sequences, packed, strict=True)}
     assert max(differences(pair, sequences, lambda _, ids: batched[tuple(ids)])) < BUDGET
 
