@@ -3,7 +3,7 @@
 import sys
 import time
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -24,7 +24,7 @@ class Progress:
         self.num_done = 0
         self._stream = sys.stderr if stream is None else stream
         self._figures: dict[str, object] = {}
-        self._bar: "tqdm[None] | None" = None
+        self._bar: tqdm[Any] | None = None
         self._start = self._last_line = time.monotonic()
 
     def __enter__(self) -> "Progress":
