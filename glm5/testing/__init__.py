@@ -1,0 +1,1 @@
+"""Numbers for tests and gates."""

@@ -1,0 +1,152 @@
+"""Both implementations of sparse_mla against a loop over queries in float64, and against each other."""
+
+import numpy as np
+import pytest
+import torch
+
+from glm5.kernels.sparse_mla import sparse_mla
+from glm5.testing.numerics import rel_rms
+from tests.support.floats import BF16, round_array
+from tests.support.paged import CASES, Where, make_keys, make_pool, make_where
+
+IMPLS = ["gather", "masked", "auto"]
+H, L, C, K, SCALE = 3, 6, 4, 5, 0.3
+# Inputs are rounded before both runs. Measured: float32 3e-7, float64 4e-16. In bfloat16 the oracle rounds p and out as
+# the definition does, so what is left are values that land on the other side of a midpoint: measured up to 1e-3.
+BUDGET = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-3}
+LSE_BUDGET = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-6}
+# Backward in float32 against float64 autograd of the definition. Measured 5e-7.
+GRAD_BUDGET = 5e-6
+SELECTIONS = ["selected", "all"]
+
+
+def make_case(name, selection, gen, dtype=torch.float64):
+    where = make_where(name, gen)
+    q = torch.randn(where.num_queries, H, L, generator=gen).to(dtype)
+    keys = make_keys(where, K, gen) if selection == "selected" else None
+    return where, q, make_pool(where, L, gen, dtype), keys
+
+
+def oracle(where: Where, q, pool, keys, scale=SCALE, rounds=lambda x: x) -> tuple[torch.Tensor, torch.Tensor]:
+    latents = where.logical(pool)
+    out, lse = np.zeros((where.num_queries, H, C)), np.full((where.num_queries, H), -np.inf)
+    for t, (row, end) in enumerate(zip(where.row_T.tolist(), where.end_T.tolist(), strict=True)):
+        chosen = [s for s in (range(end) if keys is None else keys[t].tolist()) if 0 <= s < end]
+        if not chosen:
+            continue
+        latent = latents[row][chosen]
+        logits = q[t].double().numpy() @ latent.T * scale
+        total = np.exp(logits).sum(-1)
+        lse[t] = np.log(total)
+        out[t] = rounds(rounds(np.exp(logits) / total[:, None]) @ latent[:, :C])
+    return torch.from_numpy(out), torch.from_numpy(lse)
+
+
+def run(where, q, pool, keys, impl, **changed):
+    return sparse_mla(q, pool, keys, *where.args, **{"scale": SCALE, "value_dim": C, "impl": impl, **changed})
+
+
+def errors(got, want) -> tuple[float, float]:
+    out, lse = got
+    assert torch.equal(lse.isneginf(), want[1].isneginf())
+    assert not out.isnan().any()
+    assert (out[want[1].isneginf()] == 0).all()
+    seen = want[1].isfinite()
+    return rel_rms(out, want[0]), rel_rms(lse[seen], want[1][seen])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_float64(name, selection, dtype, impl, gen):
+    where, q, pool, keys = make_case(name, selection, gen, dtype)
+    out, lse = run(where, q, pool, keys, impl)
+    assert out.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    rounds = (lambda x: round_array(x, BF16)) if dtype == torch.bfloat16 else (lambda x: x)
+    out_error, lse_error = errors((out, lse), oracle(where, q, pool, keys, rounds=rounds))
+    assert out_error < BUDGET[dtype]
+    assert lse_error < LSE_BUDGET[dtype]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_budget_notices_one_percent_of_scale_and_one_key(impl, gen):
+    where, q, pool, keys = make_case("ragged packed", "selected", gen, torch.float32)
+    want = oracle(where, q, pool, keys)
+    assert errors(run(where, q, pool, keys, impl, scale=1.01 * SCALE), want)[0] > 10 * BUDGET[torch.float32]
+    fewer = keys.clone()
+    fewer[-1, 0] = -1
+    assert errors(run(where, q, pool, fewer, impl), want)[0] > 10 * BUDGET[torch.bfloat16]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_paged_equals_contiguous(name, selection, impl, gen):
+    where, q, pool, keys = make_case(name, selection, gen, torch.float32)
+    plain, plain_pool = where.contiguous(pool)
+    got, want = run(plain, q, plain_pool, keys, impl), run(where, q, pool, keys, impl)
+    assert max(errors(got, want)) < BUDGET[torch.float32]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize(
+    "name", ["equal requests", "ragged packed", "chunked prefill beside decode", "decode with padding"]
+)
+def test_gradients(name, selection, impl, gen):
+    where, q, pool, keys = make_case(name, selection, gen)
+    pool = pool.nan_to_num(0.5)  # gradcheck cannot perturb a NaN
+
+    def finite(q, pool):
+        out, lse = run(where, q, pool, keys, impl)
+        return out, lse[lse.isfinite()]
+
+    assert torch.autograd.gradcheck(finite, (q.requires_grad_(), pool.requires_grad_()))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_agree_with_float64(dtype, selection, impl, gen):
+    where, q, pool, keys = make_case("ragged packed", selection, gen, dtype)
+    grad = torch.randn(where.num_queries, H, C, generator=gen).to(dtype)
+    got = [t.clone().requires_grad_() for t in (q, pool)]
+    want = [t.double().requires_grad_() for t in (q, pool)]
+    run(where, *got, keys, impl)[0].backward(grad)
+    run(where, *want, keys, "gather")[0].backward(grad.double())
+    budget = GRAD_BUDGET if dtype == torch.float32 else 1e-2  # bfloat16: p and both gradients are rounded to 2^-9
+    for g, w in zip(got, want, strict=True):
+        assert g.grad.dtype == dtype
+        assert rel_rms(g.grad, w.grad.nan_to_num()) < budget
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("name", ["decode with padding", "only padding", "chunked prefill beside decode"])
+def test_nothing_visible_gives_zeros_and_no_nan_backward(name, selection, impl, gen):
+    where, q, pool, keys = make_case(name, selection, gen)
+    q.requires_grad_(), pool.requires_grad_()
+    out, lse = run(where, q, pool, keys, impl)
+    empty = where.end_T == 0
+    assert (out[empty] == 0).all()
+    assert lse[empty].isneginf().all()
+    (out.sum() + lse[~empty].sum()).backward()
+    assert not q.grad.isnan().any()
+    assert (q.grad[empty] == 0).all()
+    assert (pool.grad[pool.isnan()] == 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_large_logits_do_not_overflow(impl, gen):
+    where, q, pool, keys = make_case("ragged packed", "selected", gen, torch.float32)
+    out, lse = run(where, q * 1000, pool, keys, impl)
+    assert out.isfinite().all()
+    assert lse.abs().max() > 100
+
+
+def test_unknown_implementation(gen):
+    where, q, pool, keys = make_case("one query, one key", "selected", gen)
+    with pytest.raises(ValueError, match="sparse_mla: unknown impl 'reference', expected one of auto, gather, masked"):
+        run(where, q, pool, keys, "reference")
