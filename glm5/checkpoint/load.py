@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,9 @@ def load(
 
     kept = found.kept if wanted is None else frozenset()
     compute = wanted or _common_dtype(found, index)
-    changes = {"dtype": dtype_name(compute), "lora_norm_eps": lora_norm_eps or cfg.lora_norm_eps}
+    changes: dict[str, Any] = {"dtype": dtype_name(compute)}
+    if lora_norm_eps is not None:
+        changes["lora_norm_eps"] = lora_norm_eps
     if not kept:
         changes["quantization_config"] = None
     model = _empty_model(found.cfg.replace(**changes), kept, compute, target)
