@@ -1,0 +1,45 @@
+"""How long a context may be and how many pages the cache gets.
+
+Every one of `max_num_seqs` requests gets room for a whole context where memory allows, and one request must.
+"""
+
+import os
+
+import torch
+
+from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
+from glm5.engine.cache import PAGE_SIZE, PagedCache
+
+# The rest is for activations on a GPU, and for everything else that runs on a machine without one.
+_GPU_SHARE, _CPU_SHARE = 0.8, 0.5
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory on `device` that a cache may take now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
+
+
+def plan_cache(
+    cfg: ModelConfig, dtype: torch.dtype, *, max_model_len: int | None, max_num_seqs: int, memory: int
+) -> tuple[int, int]:
+    """(max_model_len, number of pages) for a cache of at most `memory` bytes.
+
+    Without a `max_model_len`, the model's longest or what fits. Raises ConfigError when a given one is longer than
+    the model was made for or does not fit.
+    """
+    per_page = PagedCache.bytes_per_page(cfg, dtype)
+    fits = memory // per_page * PAGE_SIZE
+    if max_model_len is not None and max_model_len > cfg.max_position_embeddings:
+        longest = cfg.max_position_embeddings
+        raise ConfigError(f"max_model_len: got {max_model_len}; allowed: up to {longest}, the model's longest context")
+    length = max_model_len or min(cfg.max_position_embeddings, fits)
+    if not 0 < length <= fits:
+        need, gib = -(-length // PAGE_SIZE) * per_page, 2**30
+        raise ConfigError(
+            f"max_model_len: {length} tokens take {need / gib:.2f} GiB of cache and {memory / gib:.2f} GiB are free "
+            f"for it; allowed here: up to {fits}"
+        )
+    return length, min(-(-length // PAGE_SIZE) * max_num_seqs, fits // PAGE_SIZE)

@@ -1,0 +1,165 @@
+"""AsyncEngine: requests of many coroutines share steps, leaving aborts, and a failure reaches everyone."""
+
+import asyncio
+import threading
+
+import pytest
+
+from glm5.common.errors import RequestError
+from glm5.engine.async_engine import AsyncEngine, EngineStopped
+from glm5.engine.params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+ENDLESS = GREEDY.but(max_tokens=None)
+
+
+async def answer(engine, prompt, params=GREEDY) -> list[int]:
+    async with engine.generate(prompt, params) as deltas:
+        return [token async for delta in deltas for token in delta.token_ids]
+
+
+class Gate:
+    """Replaces `model.head`: each call waits until the test lets it pass, so the test decides when a step happens."""
+
+    def __init__(self, model):
+        self.head, self.permits, self.error = model.head, threading.Semaphore(0), None
+
+    def __call__(self, hidden):
+        self.permits.acquire()
+        if self.error is not None:
+            raise self.error
+        return self.head(hidden)
+
+    def open(self):
+        self.permits.release(10_000)
+
+
+@pytest.fixture
+def llm(make_llm):
+    return make_llm()
+
+
+@pytest.fixture
+def gate(llm, monkeypatch):
+    gate = Gate(llm.model)
+    monkeypatch.setattr(llm.model, "head", gate)
+    return gate
+
+
+def test_concurrent_requests_get_their_own_answers(make_llm):
+    prompts = [[i + 1] * (3 + 7 * i) for i in range(7)]
+    want = [out.outputs[0].token_ids for out in make_llm().generate(prompts, GREEDY, use_tqdm=False)]
+
+    async def main(engine):
+        return await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+
+    with AsyncEngine(make_llm()) as engine:
+        assert asyncio.run(main(engine)) == want
+        assert asyncio.run(main(engine)) == want  # from another event loop
+
+
+def test_a_request_joins_while_another_runs(make_llm):
+    async def main(engine):
+        async with engine.generate([1, 2, 3], ENDLESS) as endless:
+            await anext(endless)
+            joined = await answer(engine, [4, 5])  # would never come if it had to wait
+            return joined, await anext(endless)
+
+    with AsyncEngine(make_llm(max_model_len=1024)) as engine:
+        joined, delta = asyncio.run(main(engine))
+    assert len(joined) == 12
+    assert delta.finish_reason is None
+
+
+def test_leaving_the_block_aborts(llm):
+    """One seat: the second request can only run because the first one, which has no end, gave its seat up."""
+    llm.loop.max_num_seqs = 1
+
+    async def main(engine):
+        for _ in range(3):
+            async with engine.generate([1, 2, 3], ENDLESS) as deltas:
+                await anext(deltas)
+        return await answer(engine, [4, 5])
+
+    with AsyncEngine(llm) as engine:
+        assert len(asyncio.run(main(engine))) == 12
+    assert llm.loop.cache.num_free == llm.loop.cache.num_pages
+
+
+def test_cancelling_the_waiting_task_aborts(llm, gate):
+    async def main(engine):
+        task = asyncio.create_task(answer(engine, [1, 2], ENDLESS))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.open()
+        return await answer(engine, [4, 5])
+
+    with AsyncEngine(llm) as engine:
+        assert len(asyncio.run(main(engine))) == 12
+    assert not llm.loop.has_work
+
+
+def test_a_failure_in_the_loop_reaches_all_that_wait_and_all_that_come(llm, gate, caplog):
+    gate.error = MemoryError("no room")
+
+    async def main(engine):
+        tasks = [asyncio.create_task(answer(engine, [i + 1] * 3)) for i in range(6)]  # more than there are seats
+        await asyncio.sleep(0)
+        gate.open()
+        return [*await asyncio.gather(*tasks, return_exceptions=True),
+                *await asyncio.gather(answer(engine, [1]), return_exceptions=True)]  # fmt: skip
+
+    engine = AsyncEngine(llm)
+    with engine:
+        failures = asyncio.run(main(engine))
+        assert [type(failure) for failure in failures] == [EngineStopped] * 7
+        assert all("MemoryError: no room" in str(failure) for failure in failures)
+        assert not engine.is_ready
+        assert engine.stopped_because == "MemoryError: no room"
+    assert "the engine stopped" in caplog.text
+    assert llm.loop.cache.num_free == llm.loop.cache.num_pages
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes(llm, gate):
+    async def main(engine):
+        async with engine.generate([1, 2, 3], ENDLESS) as running, engine.generate([4], ENDLESS) as waiting:
+            closing = asyncio.create_task(asyncio.to_thread(engine.close))
+            while not closing.done():  # one step after another, until the thread has read that it is to close
+                gate.permits.release()
+                await asyncio.wait([closing], timeout=0.01)
+            reasons = [[delta.finish_reason async for delta in deltas][-1] for deltas in (running, waiting)]
+        with pytest.raises(EngineStopped, match="the engine is not running: it was closed"):
+            await answer(engine, [1])
+        return reasons
+
+    llm.loop.max_num_seqs = 1
+    with AsyncEngine(llm) as engine:
+        assert asyncio.run(main(engine)) == ["abort", "abort"]
+    assert llm.loop.cache.num_free == llm.loop.cache.num_pages
+
+
+def test_not_started(llm):
+    engine = AsyncEngine(llm)
+    assert not engine.is_ready
+    with pytest.raises(EngineStopped, match="it was not started"):
+        asyncio.run(answer(engine, [1]))
+    engine.close()
+
+
+def test_bad_requests_are_refused_at_the_door(llm):
+    with AsyncEngine(llm) as engine, pytest.raises(RequestError, match="the prompt has 64 tokens"):
+        asyncio.run(answer(engine, [1] * 64))
+
+
+def test_an_event_loop_that_is_gone_does_not_stop_the_engine(llm, gate):
+    """Its coroutine never left the block, so nobody aborts; the engine finds out when it delivers."""
+    llm.loop.max_num_seqs = 1
+    with AsyncEngine(llm) as engine:
+        event_loop = asyncio.new_event_loop()
+        scope = engine.generate([1, 2], ENDLESS)
+        event_loop.run_until_complete(scope.__aenter__())
+        event_loop.close()
+        gate.open()
+        assert len(asyncio.run(answer(engine, [4, 5]))) == 12
