@@ -7,11 +7,14 @@
 Sources: transformers' GlmMoeDsaConfig for the orders, the published GLM-5, 5.1, 5.2 and 5.3 files for the keys.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5.common.errors import ConfigError
 from glm5.config.refusal import refuse
+
+logger = logging.getLogger(__name__)
 
 MODEL_TYPE = "glm_moe_dsa"
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
@@ -139,6 +142,8 @@ def rope_theta(raw: Mapping[str, Any]) -> float:
         raise ConfigError("rope_parameters.rope_theta: missing; allowed: a number above 0 (there is no default)")
     if type(theta) not in (int, float) or not theta > 0:
         raise refuse(key, theta, "a number above 0")
+    if raw.get("rope_theta") not in (None, theta):
+        logger.warning("rope_theta %s is not read: rope_parameters.rope_theta is %s", raw["rope_theta"], theta)
     return float(theta)
 
 
