@@ -63,7 +63,7 @@ class Tokenizer:
             )
         try:
             backend = Backend.from_file(str(file))
-        except Exception as error:  # noqa: BLE001 - the Rust library raises bare Exception
+        except Exception as error:
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
         sources = (_read_json(folder / name) for name in ("generation_config.json", "config.json"))
         eos = next((ids for source in sources if (ids := _as_ids(source.get("eos_token_id")))), None)

@@ -1,0 +1,210 @@
+"""Conversations as prompts: a checkpoint's own chat template, or a bundled one.
+
+Which template: `--chat-template` (a bundled name or a file), else the checkpoint's `chat_template.jinja`,
+else `chat_template` in its `tokenizer_config.json`, else a bundled one: GLM-5.2's where the
+configuration shares indices between layers, else GLM-5.1's.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Self
+
+import jinja2
+
+from glm5.chat.guard import encode_guarded, guard
+from glm5.chat.jinja import compile_template
+from glm5.chat.message import MEDIA_PARTS, Message, normalize_messages, normalize_tools
+from glm5.chat.tokenizer import Tokenizer
+from glm5.common.errors import CheckpointError, ConfigError, RequestError
+
+BUNDLED = ("glm-5", "glm-5.1", "glm-5.2", "glm-5.3")
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token")
+_SWITCHES = ("enable_thinking", "clear_thinking")
+
+
+class ChatTemplate:
+    """A template and the tokenizer that its prompts are encoded with.
+
+    `name`: what to print at start. `source`: the jinja text, to be saved with a checkpoint. `always_thinks`:
+    the template cannot switch thinking off (GLM-5.3).
+    """
+
+    def __init__(self, source: str, name: str, tokenizer: Tokenizer | None = None) -> None:
+        """Raises CheckpointError naming the line when `source` is not a template."""
+        self.source, self.name, self.tokenizer = source, name, tokenizer
+        try:
+            self._template = compile_template(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"chat template {name}, line {error.lineno}: {error.message}") from error
+        self.always_thinks = "Reasoning Effort:" in source and "enable_thinking" not in source
+
+    @classmethod
+    def bundled(cls, name: str, tokenizer: Tokenizer | None = None) -> Self:
+        """A bundled template: "glm-5", "glm-5.1", "glm-5.2" or "glm-5.3"."""
+        source = (files("glm5.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+        return cls(source, name, tokenizer)
+
+    @classmethod
+    def for_checkpoint(
+        cls,
+        path: str | os.PathLike[str] | None,
+        cfg_shares_indices: bool = False,
+        override: str | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> Self:
+        """The template for a checkpoint folder (None: a model without files). The module says which.
+
+        The tokenizer is read from the folder if it is not given. `override` is a bundled name, with or
+        without "glm-", or a file; anything else is a ConfigError.
+        """
+        if tokenizer is None and path is not None:
+            tokenizer = Tokenizer.from_dir(path)
+        if override is not None:
+            return cls._override(override, tokenizer)
+        own = _own_template(Path(path)) if path is not None else None
+        if own is not None:
+            return cls(*own, tokenizer)
+        return cls.bundled("glm-5.2" if cfg_shares_indices else "glm-5.1", tokenizer)
+
+    @classmethod
+    def _override(cls, override: str, tokenizer: Tokenizer | None) -> Self:
+        name = override if override.startswith("glm-") else f"glm-{override}"
+        if name in BUNDLED:
+            return cls.bundled(name, tokenizer)
+        if not Path(override).is_file():
+            raise ConfigError(
+                f"chat template {override!r} is neither a bundled one ({', '.join(BUNDLED)}) nor a file that exists"
+            )
+        return cls(Path(override).read_text(encoding="utf-8"), override, tokenizer)
+
+    def render(
+        self,
+        messages: Any,
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt of a conversation, as text.
+
+        `kwargs` are what a request may say to the template (`chat_template_kwargs`): `enable_thinking`
+        (or `thinking`), `clear_thinking`, `reasoning_effort`, and whatever else the template reads; one
+        that is None counts as not given. Raises RequestError with the offending `param`.
+        """
+        chat = normalize_messages(messages)
+        options = self._options(kwargs)
+        self._check_media(chat)
+        if self.always_thinks and options.get("enable_thinking") is False:
+            raise RequestError(
+                f"enable_thinking=false: the chat template {self.name} always thinks; "
+                'ask for less with reasoning_effort="low"',
+                "enable_thinking",
+            )
+        return self._render(chat, normalize_tools(tools), add_generation_prompt, options)
+
+    def encode(
+        self,
+        messages: Any,
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = True,
+        literal_content: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The prompt of a conversation, as token ids.
+
+        Special tokens are recognised wherever they are spelled in the prompt, contents included: that is
+        what other engines do and what the model has seen. With `literal_content` those spelled in user and
+        tool contents are encoded as the text that they are, so that nobody forges a turn with them.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(f"chat template {self.name} has no tokenizer to encode with: give one")
+        if not literal_content:
+            prompt = self.render(messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
+            return self.tokenizer.encode(prompt)
+        guarded = guard(normalize_messages(messages), self.tokenizer.special_tokens)
+        prompt = self.render(guarded, tools, add_generation_prompt=add_generation_prompt, **kwargs)
+        return encode_guarded(self.tokenizer, prompt)
+
+    def starts_in_reasoning(self, prompt: str | Sequence[int] | None = None, **kwargs: Any) -> bool:
+        """Whether the answer to `prompt` (text or ids) begins inside reasoning: its last think tag opens.
+
+        Without a prompt: what requests with these keywords get. A template that always thinks does so
+        whatever they say.
+        """
+        if prompt is None:
+            options = self._options(kwargs)
+            prompt = self._render([{"role": "user", "content": ""}], None, True, options)  # noqa: FBT003
+        return ends_in_reasoning(prompt, self.tokenizer)
+
+    def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        options = {key: value for key, value in kwargs.items() if value is not None}
+        if "thinking" in options:
+            options.setdefault("enable_thinking", options["thinking"])
+        for key in _SWITCHES:
+            if key in options and not isinstance(options[key], bool):
+                raise RequestError(f"{key} must be true or false, got {options[key]!r}", key)
+        effort = options.get("reasoning_effort", "")
+        if not isinstance(effort, str):
+            raise RequestError(f"reasoning_effort must be text such as 'high', got {effort!r}", "reasoning_effort")
+        if taken := sorted({"messages", "tools", "add_generation_prompt"} & options.keys()):
+            raise RequestError(f"chat_template_kwargs may not hold {taken[0]}: it has a field of its own", taken[0])
+        return options
+
+    def _check_media(self, chat: list[Message]) -> None:
+        """GLM-5 reads text only. GLM-5.3's template tells the model of other parts, the others drop them."""
+        if "image" in self.source:
+            return
+        for i, message in enumerate(chat):
+            kinds = [part.get("type") for part in message["content"] if isinstance(part, dict)]
+            if media := [kind for kind in kinds if kind in MEDIA_PARTS]:
+                raise RequestError(
+                    f"messages[{i}].content has a part of type {media[0]}: this model reads text only",
+                    f"messages[{i}].content",
+                )
+
+    def _render(
+        self, chat: list[Message], tools: list[dict[str, Any]] | None, generate: bool, options: dict[str, Any]
+    ) -> str:
+        names = {} if self.tokenizer is None else self.tokenizer.settings
+        special = {
+            key: names[key] for key in ("bos_token", "eos_token", "pad_token") if isinstance(names.get(key), str)
+        }
+        variables = special | options | {"messages": chat, "tools": tools, "add_generation_prompt": generate}
+        try:
+            return self._template.render(variables)
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template refused this conversation: {error}", "messages") from error
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise RequestError(
+                f"the chat template {self.name} cannot render this conversation: {error}", "messages"
+            ) from error
+
+
+def ends_in_reasoning(prompt: str | Sequence[int], tokenizer: Tokenizer | None = None) -> bool:
+    """Whether the last think tag of `prompt` opens. Ids need the tokenizer. Without a tag there is no reasoning."""
+    if isinstance(prompt, str):
+        return prompt.rfind("<think>") > prompt.rfind("</think>")
+    if tokenizer is None:
+        raise ValueError("token ids cannot be searched for think tags without their tokenizer: give one")
+    opening, closing = tokenizer.id_of("<think>"), tokenizer.id_of("</think>")
+    if opening is None or closing is None:
+        return ends_in_reasoning(tokenizer.decode(prompt))
+    return next((token_id == opening for token_id in reversed(prompt) if token_id in (opening, closing)), False)
+
+
+def _own_template(folder: Path) -> tuple[str, str] | None:
+    """Source and name of the template that a checkpoint brings, or None."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8"), file.name
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():
+        return None
+    template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return (template, settings.name) if isinstance(template, str) else None
