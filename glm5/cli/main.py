@@ -69,7 +69,7 @@ def _run(argv: list[str]) -> int:
         parser = parser_of(name)
         _command_parser(parser, name).check_names(argv[1:])
     elif name.startswith("-"):
-        parser = parser_of(*COMMANDS)
+        parser = parser_of(*(COMMANDS if name in ("-h", "--help") else ()))
         parser.check_names([name])
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -1,0 +1,97 @@
+"""The command line as a person meets it: exit codes and one-line errors."""
+
+import subprocess
+import sys
+
+import pytest
+
+from glm5 import __version__
+from glm5.cli import main as module
+from glm5.cli.main import COMMANDS, main
+from glm5.common.errors import GlmError
+
+GUIDE = (
+    "serve zai-org/GLM-5-FP8 --tensor-parallel-size 8 --max-model-len 32768 "
+    "--gpu-memory-utilization 0.90 --trust-remote-code"
+)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"glm5 {__version__}\n"
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"    {name} " in text for name in COMMANDS)
+
+
+def test_no_command_shows_the_help_and_fails(capsys):
+    assert main([]) == 2
+    assert "usage: glm5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert main([name, "--help"]) == 0
+    assert f"usage: glm5 {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("inspekt x", "no command 'inspekt'; did you mean inspect?"),
+        ("xyz", f"no command 'xyz'; allowed: {', '.join(COMMANDS)}"),
+        ("--verzion", "glm5 has no flag --verzion; did you mean --version?"),
+        ("init --preset nano", "the following arguments are required: --out; see  glm5 init --help"),
+        ("init --preset huge --out x", "--preset: got 'huge'; allowed: 'glm-5', 'glm-5.2', 'nano' or 'tiny'"),
+        ("inspect", "allowed: either a checkpoint (folder or id) or --preset, not both"),
+        ("inspect x --preset nano", "allowed: either a checkpoint (folder or id) or --preset, not both"),
+        (GUIDE, "--tensor-parallel-size: got '8'; allowed: 1 (this version runs a model on one device)"),
+        ("serve m --max-model-length 1", "glm5 serve has no flag --max-model-length; did you mean --max-model-len?"),
+        ("serve m --kv-cache-dtype fp8", "--kv-cache-dtype: got 'fp8'; allowed: 'auto' or 'bfloat16'"),
+        ("serve m --tool-call-parser hermes", "--tool-call-parser: got 'hermes'; allowed: 'glm45' or 'glm47'"),
+        ("serve m --port 99999", "--port: got '99999'; allowed: at most 65535"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_exit_code_2_and_one_line(argv, message, capsys):
+    assert main(argv.split()) == 2
+    assert capsys.readouterr().err == f"glm5: error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (GlmError("it is broken"), 1, "glm5: error: it is broken\n"),
+        (FileNotFoundError(2, "No such file", "x"), 1, "glm5: error: [Errno 2] No such file: 'x'\n"),
+        (KeyboardInterrupt(), 130, "\n"),
+    ],
+)
+def test_errors_of_a_command(monkeypatch, capsys, error, code, line):
+    def fail(_argv):
+        raise error
+
+    monkeypatch.setattr(module, "_run", fail)
+    assert main(["init"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_bug_is_not_hidden(monkeypatch):
+    def fail(_argv):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "_run", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["init"])
+
+
+def test_a_reader_that_leaves_is_no_error_message():
+    pipe = f"{sys.executable} -m glm5 inspect --preset glm-5 | true"
+    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_python_m_glm5_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "glm5", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"glm5 {__version__}\n"
