@@ -9,6 +9,7 @@ through a buffer of a few megabytes. So host memory stays at the model plus buff
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from glm5.model.lowering import use_block_scaled
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 1 << 20  # elements cast or dequantized at a time; float64 and its like take some 50 bytes of each
+CHUNK = 1 << 18  # elements that a reader casts or dequantizes at a time, which takes some 20 bytes of each
+NUM_READERS = 4  # one alone waits for page faults half of the time
 
 
 def load(
@@ -120,15 +122,20 @@ def _fill(model: Glm5, directory: Path, index: ShardIndex, found: Fit, kept: fro
     entries = [index.entries[name] for name in found.specs]
     entries += [index.entries[name + SCALE_SUFFIX] for name in kept]
     entries.sort(key=lambda entry: (entry.file, entry.start))
+    dequantized = found.scaled - kept
     total = sum(entry.num_bytes for entry in entries)
-    with Progress(total=total, unit="B", desc=f"loading {directory.name}") as progress:
-        for entry in entries:
-            slot = slot_of(entry.name)
-            target = slot.view(parameters[slot.parameter])
-            if entry.name in found.scaled - kept:
-                _dequantize_into(directory, entry, index.entries, target)
-            else:
-                _read_or_cast_into(directory, entry, target)
+
+    def place(entry: TensorEntry) -> None:
+        slot = slot_of(entry.name)
+        target = slot.view(parameters[slot.parameter])
+        if entry.name in dequantized:
+            _dequantize_into(directory, entry, index.entries, target)
+        else:
+            _read_or_cast_into(directory, entry, target)
+
+    title = f"loading {directory.name}"
+    with ThreadPoolExecutor(NUM_READERS) as readers, Progress(total=total, unit="B", desc=title) as progress:
+        for entry, _ in zip(entries, readers.map(place, entries), strict=True):  # an error cancels what has not begun
             progress.update(entry.num_bytes, shard=entry.file)
 
 
@@ -140,16 +147,16 @@ def _read_or_cast_into(directory: Path, entry: TensorEntry, target: Tensor) -> N
     for start, stop in _row_ranges(entry.shape, multiple_of=1):
         rows = torch.empty((stop - start, *entry.shape[1:]), dtype=stored)
         read_into(directory, entry, rows, first_byte=start * (entry.num_bytes // entry.shape[0]))
-        target[start:stop].copy_(cast(rows, target.dtype))
+        target[start:stop].copy_(cast(rows.to(target.device), target.dtype))
 
 
 def _dequantize_into(directory: Path, entry: TensorEntry, entries: Mapping[str, TensorEntry], target: Tensor) -> None:
     """Weight times scale, which may be in another shard. Ragged edges: the last scale is cut, not stretched."""
-    scale = read_tensor(directory, entries[entry.name + SCALE_SUFFIX])
+    scale = read_tensor(directory, entries[entry.name + SCALE_SUFFIX]).to(target.device)
     for start, stop in _row_ranges(entry.shape, multiple_of=BLOCK):
         rows = torch.empty((stop - start, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
         read_into(directory, entry, rows, first_byte=start * entry.shape[1])
-        part = BlockScaled(rows, scale[start // BLOCK : -(-stop // BLOCK)])
+        part = BlockScaled(rows.to(target.device), scale[start // BLOCK : -(-stop // BLOCK)])
         target[start:stop].copy_(part.dequantize(target.dtype))
 
 

@@ -52,7 +52,7 @@ class BlockScaled(NamedTuple):
             for row in range(0, rows, step):
                 part = data[row : row + step]
                 scale_OI = expand_scale(scale[row // BLOCK : (row + step) // BLOCK], part.shape[0], cols)
-                into[row : row + step] = round_once(part.double() * scale_OI.double(), dtype)
+                into[row : row + step] = _rounded_product(part, scale_OI, dtype)
         return out
 
     def split_gate_up(self) -> tuple["BlockScaled", "BlockScaled"]:
@@ -66,6 +66,24 @@ class BlockScaled(NamedTuple):
 def expand_scale(scale: Tensor, rows: int, cols: int) -> Tensor:
     """Scale of every element, [rows, cols]: each of [ceil(rows/128), ceil(cols/128)] repeated, the last cut."""
     return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
+
+
+def _rounded_product(data: Tensor, scale_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    """data * scale rounded once to `dtype`, like `round_once` of the float64 product and several times faster.
+
+    Both factors are exact in float32, so a float32 product is rounded once. Casting that to bfloat16 goes wrong only
+    from the midpoint of two bfloat16 values, which the exact product may have been a little beside.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        return round_once(data.double() * scale_OI.double(), dtype)
+    wide = data.float()
+    product = wide * scale_OI
+    if dtype == torch.float32:
+        return product
+    rounded = product.to(dtype)
+    midpoint = (product.view(torch.int32) & 0xFFFF) == 0x8000
+    rounded[midpoint] = round_once(wide[midpoint].double() * scale_OI[midpoint].double(), dtype)
+    return rounded
 
 
 def round_once(exact_f64: Tensor, dtype: torch.dtype) -> Tensor:
