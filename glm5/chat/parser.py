@@ -1,0 +1,332 @@
+"""Reasoning, text and tool calls of an answer, while it is being written: one state machine.
+
+    answer   = [<think>] reasoning </think> (text | call)*
+    call     = <tool_call> name (<arg_key> key </arg_key> <arg_value> value </arg_value>)* </tool_call>
+
+White space around name, keys and pairs does not count (GLM-4.5 puts line breaks there); values are kept
+as they are. A tag is the tag's own token. Its spelling counts only where the tokenizer has no such
+token, so text that spells a tag is text. A tag in a place where it means nothing is text, too.
+
+What has been handed out is final: an answer can be cut anywhere and gives the same events but for where
+the deltas are divided. Each character is looked at once.
+"""
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from glm5.chat.arguments import Arguments, dump
+from glm5.chat.events import (
+    ContentDelta,
+    Event,
+    Parsed,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    collect,
+)
+from glm5.chat.message import normalize_tools
+from glm5.chat.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+THINK, THINK_END = "<think>", "</think>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+KEY, KEY_END = "<arg_key>", "</arg_key>"
+VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+TAGS = (THINK, THINK_END, CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
+_LONGEST_TAG = max(map(len, TAGS))
+
+
+class HasTokens(Protocol):
+    """All that is needed of a tokenizer: the id of a tag's token, or None."""
+
+    def id_of(self, token: str, /) -> int | None: ...
+
+
+class _At(Enum):
+    """Where in the answer we are."""
+
+    START = auto()
+    REASONING = auto()
+    CONTENT = auto()
+    NAME = auto()
+    PAIRS = auto()
+    KEY = auto()
+    AFTER_KEY = auto()
+    VALUE = auto()
+
+
+@dataclass
+class _Call:
+    """The call being read. Its `index` is None, and none of it is handed out, if its function is unknown."""
+
+    index: int | None
+    arguments: Arguments
+    is_open: bool = False
+    num_pairs: int = 0
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+
+
+class OutputParser:
+    """Parser of one answer. Feed it the tokens in order, then `finish`; gather with `collect`.
+
+    `reasoning`: the answer begins inside reasoning (`ChatTemplate.starts_in_reasoning`); otherwise all
+    of it is content. `parse_tools`: calls are looked for; otherwise their tags are text. Calls of
+    functions that are not among `tools` are dropped with a warning; without `tools` every name will do.
+    """
+
+    def __init__(
+        self, tokenizer: HasTokens | None, tools: Any = None, *, reasoning: bool, parse_tools: bool = True
+    ) -> None:
+        functions = [tool["function"] for tool in normalize_tools(tools) or []]
+        self._functions = {function["name"]: Arguments(function.get("parameters")) for function in functions}
+        self._moves = self._plan_moves(reasoning=reasoning, parse_tools=parse_tools)
+        ids = {tag: tokenizer.id_of(tag) if tokenizer else None for tag in TAGS}
+        self._tag_of_id = {token_id: tag for tag, token_id in ids.items() if token_id is not None}
+        self._spelled = {at: [tag for place, tag in self._moves if place is at and ids[tag] is None] for at in _At}
+        self._spelling = {
+            at: re.compile("|".join(map(re.escape, tags))) if tags else None for at, tags in self._spelled.items()
+        }
+        self._at = _At.START if reasoning else _At.CONTENT
+        self._tail = ""  # the end of the text so far, where it may become a spelled tag
+        self._blank: list[str] | None = []  # white space before any other content; None once there was some
+        self._buffer: list[str] = []  # name, key or value being read
+        self._key = ""
+        self._sends_value = False  # the value is a string for certain, so its pieces go out as they come
+        self._call = _Call(None, Arguments(None))
+        self._num_calls = 0
+        self._events: list[Event] = []
+
+    def _plan_moves(self, *, reasoning: bool, parse_tools: bool) -> dict[tuple[_At, str], Callable[[], None]]:
+        """What each tag does in each place where it means something."""
+        moves: dict[tuple[_At, str], Callable[[], None]] = {}
+        if reasoning:
+            for at in (_At.START, _At.REASONING):
+                moves[at, THINK_END] = self._enter_content
+                moves[at, CALL] = self._open_call if parse_tools else self._enter_content_with_call_tag
+            moves[_At.START, THINK] = self._enter_reasoning
+            moves[_At.CONTENT, THINK_END] = self._ignore
+        if parse_tools:
+            moves[_At.CONTENT, CALL] = self._open_call
+            moves[_At.CONTENT, CALL_END] = self._ignore
+            moves[_At.NAME, CALL] = self._reopen_call
+            moves[_At.NAME, CALL_END] = self._close_named_call
+            moves[_At.NAME, KEY] = self._open_first_key
+            for at in (_At.PAIRS, _At.KEY, _At.AFTER_KEY):
+                moves[at, CALL] = self._close_and_open_call
+                moves[at, CALL_END] = self._close_call
+                moves[at, KEY] = self._open_key
+            moves[_At.KEY, KEY_END] = self._close_key
+            moves[_At.KEY, VALUE] = self._open_value_of_open_key
+            moves[_At.AFTER_KEY, VALUE] = self._open_value
+            moves[_At.VALUE, VALUE_END] = self._close_value
+        return moves
+
+    def feed(self, token_id: int | None, text: str) -> list[Event]:
+        """Events of one more token and the text that it completed, or of text that came without tokens.
+
+        The text of a tag's token may hold what earlier tokens had left unfinished before it, and may lack
+        the tag itself (where special tokens are not shown).
+        """
+        tag = None if token_id is None else self._tag_of_id.get(token_id)
+        self._read(text if tag is None else text.removesuffix(tag))
+        if tag is not None:
+            self._release_tail()
+            self._read_tag(tag)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """Events of the end: text that might have become a tag, and a call whose name was never confirmed."""
+        self._release_tail()
+        if self._at is _At.NAME:
+            self._give_back_call()
+            self._at = _At.CONTENT
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _release_tail(self) -> None:
+        tail, self._tail = self._tail, ""
+        self._read_plain(tail)
+
+    def _read(self, text: str) -> None:
+        """Text that may spell tags, after what was held back of the text before."""
+        text, self._tail = self._tail + text, ""
+        start = 0
+        while start < len(text):
+            spelling = self._spelling[self._at]
+            found = spelling.search(text, start) if spelling else None
+            if found is None:
+                end = self._possible_tag(text, start)
+                self._tail = text[end:]
+                self._read_plain(text[start:end])
+                return
+            self._read_plain(text[start : found.start()])
+            self._read_tag(found[0])
+            start = found.end()
+
+    def _possible_tag(self, text: str, start: int) -> int:
+        """Where the tail of `text` begins that may become a spelled tag; its end if there is none."""
+        at = text.rfind("<", max(start, len(text) - _LONGEST_TAG))
+        return at if at >= 0 and any(tag.startswith(text[at:]) for tag in self._spelled[self._at]) else len(text)
+
+    def _read_tag(self, tag: str) -> None:
+        move = self._moves.get((self._at, tag))
+        if move is None:
+            self._read_plain(tag)
+        else:
+            move()
+
+    def _read_plain(self, text: str) -> None:
+        """Text without tags, in any place."""
+        if not text:
+            return
+        match self._at:
+            case _At.START | _At.REASONING:
+                self._at = _At.REASONING
+                self._events.append(ReasoningDelta(text))
+            case _At.CONTENT:
+                self._add_content(text)
+            case _At.NAME | _At.KEY:
+                self._buffer.append(text)
+            case _At.PAIRS | _At.AFTER_KEY:
+                pass
+            case _At.VALUE:
+                if self._sends_value:
+                    self._send(dump(text)[1:-1])
+                else:
+                    self._buffer.append(text)
+
+    def _add_content(self, text: str) -> None:
+        """Content that is nothing but white space is none."""
+        if self._blank is not None:
+            self._blank.append(text)
+            if text.isspace():
+                return
+            text, self._blank = "".join(self._blank), None
+        self._events.append(ContentDelta(text))
+
+    def _ignore(self) -> None:
+        pass
+
+    def _enter_reasoning(self) -> None:
+        self._at = _At.REASONING
+
+    def _enter_content(self) -> None:
+        self._at = _At.CONTENT
+
+    def _enter_content_with_call_tag(self) -> None:
+        self._at = _At.CONTENT
+        self._add_content(CALL)
+
+    def _open_call(self) -> None:
+        self._at = _At.NAME
+        self._buffer = []
+
+    def _reopen_call(self) -> None:
+        self._give_back_call()
+        self._open_call()
+
+    def _give_back_call(self) -> None:
+        """What followed a <tool_call> was no name: it is content."""
+        self._add_content(CALL + "".join(self._buffer))
+
+    def _name_call(self) -> None:
+        """The name is whole. Begin the call, or a call that is dropped."""
+        name = "".join(self._buffer).strip()
+        arguments = self._functions.get(name)
+        if not name or (arguments is None and self._functions):
+            logger.warning("dropped a call of %r, which is not one of the tools", name[:100])
+            self._call = _Call(None, Arguments(None))
+            return
+        self._call = _Call(self._num_calls, arguments or Arguments(None))
+        self._num_calls += 1
+        self._events.append(ToolCallStart(self._num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name))
+
+    def _close_named_call(self) -> None:
+        self._name_call()
+        self._close_call()
+
+    def _open_first_key(self) -> None:
+        self._name_call()
+        self._open_key()
+
+    def _open_key(self) -> None:
+        """A key begins. One that got no value before it is forgotten."""
+        self._at = _At.KEY
+        self._buffer = []
+        if not self._call.is_open and not self._call.arguments.depend_on_each_other:
+            self._call.is_open = True
+            self._send("{")
+
+    def _close_key(self) -> None:
+        self._at = _At.AFTER_KEY
+        self._key = "".join(self._buffer).strip()
+
+    def _open_value_of_open_key(self) -> None:
+        self._close_key()
+        self._open_value()
+
+    def _open_value(self) -> None:
+        self._at = _At.VALUE
+        self._buffer = []
+        arguments = self._call.arguments
+        self._sends_value = not arguments.depend_on_each_other and arguments.is_text(self._key)
+        if self._sends_value:
+            self._send(self._key_text() + '"')
+
+    def _close_value(self) -> None:
+        self._at = _At.PAIRS
+        call, text = self._call, "".join(self._buffer)
+        if call.arguments.depend_on_each_other:
+            call.pairs.append((self._key, text))
+        elif self._sends_value:
+            self._send('"')
+        elif call.index is not None:
+            self._send(self._key_text() + call.arguments.read(self._key, text))
+
+    def _key_text(self) -> str:
+        """The key with the comma before it, as the next part of the object."""
+        self._call.num_pairs += 1
+        return f"{', ' if self._call.num_pairs > 1 else ''}{dump(self._key)}: "
+
+    def _close_call(self) -> None:
+        self._at = _At.CONTENT
+        call = self._call
+        if call.pairs:
+            values = call.arguments.read_all(call.pairs)
+            members = [f"{dump(key)}: {value}" for (key, _), value in zip(call.pairs, values, strict=True)]
+            self._send(f"{{{', '.join(members)}}}")
+        else:
+            self._send("}" if call.is_open else "{}")
+        if call.index is not None:
+            self._events.append(ToolCallEnd(call.index))
+
+    def _close_and_open_call(self) -> None:
+        """A call that was never closed ends where the next one begins."""
+        self._close_call()
+        self._open_call()
+
+    def _send(self, delta: str) -> None:
+        if self._call.index is not None and delta:
+            self._events.append(ToolCallArguments(self._call.index, delta))
+
+
+def parse_ids(
+    tokenizer: Tokenizer, ids: Sequence[int], tools: Any = None, *, reasoning: bool, parse_tools: bool = True
+) -> Parsed:
+    """A whole answer from its token ids, without those that ended it."""
+    parser, stream = OutputParser(tokenizer, tools, reasoning=reasoning, parse_tools=parse_tools), tokenizer.stream()
+    end = len(ids)
+    while end and ids[end - 1] in tokenizer.eos_ids:
+        end -= 1
+    events = [event for token_id in ids[:end] for event in parser.feed(token_id, stream.feed(token_id))]
+    return collect([*events, *parser.feed(None, stream.finish()), *parser.finish()])
