@@ -17,6 +17,8 @@ def act_quant(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     num_values = x_TD.shape[-1]
     groups = torch.nn.functional.pad(x_TD.float(), (0, num_blocks(num_values) * BLOCK - num_values))
     groups = groups.unflatten(-1, (-1, BLOCK))
-    scale = groups.abs().amax(dim=-1).clamp_min(MIN_AMAX) / FP8_MAX
+    amax = groups.abs().amax(dim=-1).clamp_min(MIN_AMAX)
+    # A tensor as divisor: by a plain number, torch on CUDA multiplies with the rounded reciprocal instead.
+    scale = amax / torch.full_like(amax, FP8_MAX)
     x_fp8 = (groups / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return x_fp8.flatten(-2)[..., :num_values].contiguous(), scale
