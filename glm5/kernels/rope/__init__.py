@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.rope import complex as _complex
 from glm5.kernels.rope import reference as _reference
 
 
@@ -19,8 +20,14 @@ def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) 
     return _reference.rope_table(positions_T, dim, theta, dtype)
 
 
-def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, *, impl: Literal["auto", "reference"] = "auto") -> Tensor:
+def rope(
+    x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, *, impl: Literal["auto", "reference", "complex"] = "auto"
+) -> Tensor:
     """`x` [T, R] or [T, H, R] rotated pair by pair (x[2j], x[2j+1]), pairs kept in place, in x.dtype."""
-    if impl in ("auto", "reference"):
+    if impl == "auto":
+        impl = "complex" if x.dtype in (torch.float32, torch.float64) else "reference"
+    if impl == "reference":
         return _reference.rope(x, cos_TR2, sin_TR2)
-    raise unknown_impl("rope", impl, ("reference",))
+    if impl == "complex":
+        return _complex.rope(x, cos_TR2, sin_TR2)
+    raise unknown_impl("rope", impl, ("reference", "complex"))
