@@ -48,7 +48,7 @@ def hub_errors(repo_id: str) -> Iterator[None]:
 
 def explain_hub_error(repo_id: str, error: Exception) -> str | None:
     """One line for the user, or None for an error that is not the hub's."""
-    import httpx
+    import httpx2
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{repo_id}"
@@ -64,7 +64,7 @@ def explain_hub_error(repo_id: str, error: Exception) -> str | None:
             return f"{repo_id} holds no safetensors weights; only those are read"
         case errors.SafetensorsParsingError():
             return f"{repo_id}: a shard on the hub has a damaged header: {_first_line(error)}"
-        case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled() | httpx.TransportError():
+        case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled() | httpx2.TransportError():
             return (
                 f"{repo_id} is not complete on this machine and the hub cannot be reached; "
                 "connect, or give the path of a local copy"

@@ -34,6 +34,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see  {self.prog} --help")
 
+    def flags(self) -> list[str]:
+        """Every argument: flags by their names, positional ones in capitals."""
+        names = [action.option_strings or [str(action.metavar)] for action in self._actions]
+        return [name for group in names for name in group]
+
     def check_names(self, argv: Sequence[str]) -> None:
         """Refuse unknown flags, with the nearest known one, before their values are taken for something else."""
         for token in argv:

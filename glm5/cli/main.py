@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 an error of files, models or requests, 2 a wrong command l
 Only the command that is run is imported, and no command imports torch before its `run`.
 """
 
+import argparse
 import difflib
 import importlib
 import logging
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from glm5 import __version__
 from glm5.cli.flags import Parser
 from glm5.common import log
-from glm5.common.console import out
 from glm5.common.errors import GlmError, UsageError
 
 # Each file has `add(subparsers)`, which adds its parser, and `run(args) -> exit code`.
@@ -47,48 +47,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parser_of(*commands: str) -> Parser:
-    """The command line's parser with these commands in it."""
-    parser = Parser(
-        prog="glm5", description="GLM-5: model, checkpoints, chat, server. `glm5 COMMAND --help` tells more."
-    )
-    parser.add_argument("--version", action="version", version=f"glm5 {__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)
-    for name in commands:
-        module = importlib.import_module(COMMANDS[name])
-        module.add(subparsers)
-        command: Parser = subparsers.choices[name]
-        command.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="What to log. Default: info.")
-        command.set_defaults(run=module.run)
-    return parser
-
-
-def _run(argv: list[str]) -> int:
-    name = argv[0] if argv else "--help"
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The parsed line; `run` in it is the command. Raises UsageError, or SystemExit after --help and --version."""
+    name = argv[0] if argv else ""
     if name in COMMANDS:
-        parser = parser_of(name)
-        _command_parser(parser, name).check_names(argv[1:])
+        root, commands = parsers(name)
+        commands[name].check_names(argv[1:])
     elif name.startswith("-"):
-        parser = parser_of(*(COMMANDS if name in ("-h", "--help") else ()))
-        parser.check_names([name])
+        root, _ = parsers(*(COMMANDS if name in ("-h", "--help") else ()))
+        root.check_names([name])
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(COMMANDS)}"
         raise UsageError(f"no command {name!r}; {hint}")
-    if not argv:
-        out(parser.format_help(), end="")
-        return 2
+    return root.parse_args(argv)
+
+
+def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command line with these commands in it, and the commands' own by name."""
+    root = Parser(prog="glm5", description="GLM-5: model, checkpoints, chat, server. `glm5 COMMAND --help` tells more.")
+    root.add_argument("--version", action="version", version=f"glm5 {__version__}")
+    subparsers = root.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)
+    commands: dict[str, Parser] = {}
+    for name in names:
+        module = importlib.import_module(COMMANDS[name])
+        module.add(subparsers)
+        commands[name] = subparsers.choices[name]
+        commands[name].add_argument(
+            "--log-level", choices=LOG_LEVELS, default="info", help="What to log. Default: info."
+        )
+        commands[name].set_defaults(run=module.run)
+    return root, commands
+
+
+def _run(argv: list[str]) -> int:
     try:
-        args = parser.parse_args(argv)
-    except SystemExit as stop:  # --help and --version
-        return int(stop.code or 0)
+        args = parse(argv or ["--help"])
+    except SystemExit as stop:  # after --help or --version; bare `glm5` shows the help and fails
+        return int(stop.code or 0) if argv else 2
     log.configure(args.log_level)
     return args.run(args)
-
-
-def _command_parser(parser: Parser, name: str) -> Parser:
-    assert parser._subparsers is not None
-    return parser._subparsers._group_actions[0].choices[name]  # type: ignore[index]
 
 
 def _report(err: Exception, code: int) -> int:

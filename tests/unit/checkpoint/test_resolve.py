@@ -1,6 +1,6 @@
 """Paths and hub ids: what is downloaded, and what a user reads when it cannot be."""
 
-import httpx
+import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
@@ -14,7 +14,7 @@ REPO = "zai-org/GLM-5-FP8"
 
 
 def response(status):
-    return httpx.Response(status, request=httpx.Request("GET", f"https://huggingface.co/{REPO}"))
+    return httpx2.Response(status, request=httpx2.Request("GET", f"https://huggingface.co/{REPO}"))
 
 
 def test_a_directory_is_itself(tmp_path):
@@ -62,7 +62,7 @@ FAILURES = {
     "unknown": (errors.RepositoryNotFoundError("404", response=response(404)), "no such model on the hub .*spelling"),
     "offline": (errors.LocalEntryNotFoundError("not cached"), "is not complete on this machine and the hub cannot be"),
     "offline mode": (errors.OfflineModeIsEnabled("offline"), "connect, or give the path of a local copy"),
-    "no network": (httpx.ConnectError("no route"), "the hub cannot be reached"),
+    "no network": (httpx2.ConnectError("no route"), "the hub cannot be reached"),
     "bad id": (errors.HFValidationError("bad\nid"), "the hub answered: bad; an interrupted download resumes"),
     "server": (errors.HfHubHTTPError("500 Server Error", response=response(500)), "the hub answered: 500 Server Error"),
     "disk full": (OSError(28, "No space left on device"), r"download failed: .*No space left on device; it resumes"),

@@ -1,0 +1,90 @@
+"""Documents name only what exists: paths, make targets and `glm5` command lines."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from glm5.cli.main import COMMANDS, parse
+from glm5.common.errors import UsageError
+
+REPO = Path(__file__).parents[2]
+DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+TOP = {"glm5", "tests", "docs", "bench", "recipes", "scripts", ".ci"}
+FOLDERS = {path.name for path in (REPO / "glm5").iterdir() if path.is_dir() and not path.name.startswith("_")}
+FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+AFTER_COMMAND = re.compile(r"\s(?:\||>|2>|&&|&|;)(?:\s|$).*")
+NOT_RUN = ("--help", "--version", "COMMAND")
+
+
+def code_pieces(text: str) -> list[str]:
+    """Lines of fenced blocks, continued ones joined, and what stands between backticks."""
+    lines = [line for block in FENCED.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    return [piece.strip().removeprefix("$ ") for piece in lines + re.findall(r"`([^`]+)`", FENCED.sub("", text))]
+
+
+def missing_paths(text: str) -> list[str]:
+    """Paths that do not exist. `<op>` stands for any name, and `model/moe` for glm5/model/moe.py."""
+    words = [word for piece in code_pieces(text) for word in piece.split()]
+    missing: list[str] = []
+    for word in words + re.findall(r"\]\(([^)#:]+)", text):
+        path = word.strip("'\",.;:()").removeprefix("./").rstrip("/")
+        first = path.partition("/")[0]
+        if (
+            first not in TOP | FOLDERS
+            or ("/" not in path and first not in TOP)
+            or not re.fullmatch(r"[\w./<>*-]+", path)
+        ):
+            continue
+        pattern = re.sub(r"<\w+>", "*", path)
+        homes = (REPO,) if first in TOP else (REPO / "glm5",)
+        if not any([*home.glob(pattern), *home.glob(pattern + ".py")] for home in homes):
+            missing.append(path)
+    return missing
+
+
+def wrong_commands(text: str) -> list[str]:
+    """Command lines that do not parse: `glm5 ...` and `make TARGET`."""
+    return [piece for piece in code_pieces(text) if re.match(r"(glm5|make)\s", piece) and not parses(piece)]
+
+
+def parses(line: str) -> bool:
+    program, *words = shlex.split(AFTER_COMMAND.sub("", line), comments=True)
+    words = [word.strip("[]") for word in words if word not in ("...", "…")]
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), flags=re.MULTILINE)
+        return all(word in targets or "=" in word for word in words)
+    if words[0] in NOT_RUN or (words[0] in COMMANDS and words[1:] in ([], ["--help"])):
+        return True
+    try:
+        return callable(parse(words).run)
+    except UsageError:
+        return False
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_exists(document):
+    assert not missing_paths(document.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_parses(document):
+    assert not wrong_commands(document.read_text(encoding="utf-8"))
+
+
+def test_the_tests_notice():
+    text = """
+See `glm5/nowhere.py`, `model/nothing`, [map](docs/no.md) and `glm5/cli/main.py`, `config/model`, `runs/demo/x`.
+
+```sh
+$ glm5 inspect \\
+    --prezet nano | head   # twice
+glm5 inspect --preset nano --json > x.json
+glm5 init [--seed 3] --preset nano --out x
+make everything
+make test PIP_ARGS="-q"
+```
+"""
+    assert missing_paths(text) == ["glm5/nowhere.py", "model/nothing", "docs/no.md"]
+    assert wrong_commands(text) == ["glm5 inspect      --prezet nano | head   # twice", "make everything"]
