@@ -8,7 +8,11 @@ Importing this does no work and imports no torch: each name below is fetched whe
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from glm5.checkpoint import load
+    from glm5.engine import LLM, AsyncEngine, SamplingParams
 
 __version__ = "0.1.0"
 

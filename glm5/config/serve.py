@@ -4,7 +4,7 @@ A flag that changes nothing here is marked NoEffect and says so at start. A valu
 honour is refused before anything is downloaded.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -60,7 +60,7 @@ class ServeConfig(ModelSource):
 
     @field_validator("tensor_parallel_size")
     @classmethod
-    def _one_device(cls, value: Any) -> Any:
+    def _one_device(cls, value: int) -> int:
         if value != 1:
             raise ValueError("1 (this version runs a model on one device)")
         return value
