@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def save(
 
     `dtype` "auto" stores what is in memory, FP8 weights as FP8; "fp8" quantizes what published FP8 checkpoints
     quantize (128x128 blocks) and stores the rest as bfloat16; a name or torch.dtype dequantizes and casts. `assets` is
-    a directory whose tokenizer files, chat template and generation config are copied along.
+    a directory whose tokenizer files, chat template and generation config are copied along; without it, those of a
+    checkpoint that is replaced stay.
 
     Raises `CheckpointError` when `out_dir` holds anything that is no checkpoint, or writing fails; nothing is left
     behind then.
@@ -68,7 +70,8 @@ def save(
     scaled = any(part.scaled for part in parts)
     config = config_dict(model.cfg, target or model.dtype, fp8=scaled)
     tensors = (tensor for part in parts for tensor in part.tensors())
-    add_assets = partial(copy_assets, Path(assets)) if assets is not None else None
+    source = Path(assets if assets is not None else out_dir)
+    add_assets = partial(copy_assets, source) if assets is not None or source.is_dir() else None
     return write_checkpoint(Path(out_dir), config, layout, tensors, add_assets, max_shard_bytes)
 
 
@@ -146,7 +149,7 @@ def check_target(out_dir: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if num_bytes > free:
         raise CheckpointError(f"{out_dir}: needs {num_bytes:,} bytes, and {free:,} are free there")
-    if leftovers := sorted(path.name for path in out_dir.parent.glob(f".{out_dir.name}.*.part")):
+    if leftovers := sorted(path.name for path in out_dir.parent.glob(f".{escape(out_dir.name)}.*.part")):
         logger.warning(
             "%s: left by a save that was killed (or is still running): %s", out_dir.parent, counted(leftovers, "folder")
         )

@@ -138,6 +138,16 @@ def test_a_checkpoint_is_replaced_whole(model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_replacing_keeps_the_tokenizer_that_was_there(model, tmp_path):
+    save(model, tmp_path / "out")
+    (tmp_path / "out/tokenizer.json").write_text("{}")
+    (tmp_path / "out/generation_config.json").write_text('{"top_k": 7}')
+    save(model, tmp_path / "out", dtype="bfloat16")
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out/generation_config.json").read_text() == '{"top_k": 7}'
+    assert load(tmp_path / "out").dtype == torch.bfloat16
+
+
 def test_an_empty_directory_is_filled(model, tmp_path):
     (tmp_path / "out").mkdir()
     assert save(model, tmp_path / "out") == tmp_path / "out"
