@@ -16,6 +16,8 @@ from glm5.config.tensors import ParameterCount, count_bytes, count_parameters
 if TYPE_CHECKING:
     from glm5.checkpoint.inspect import CheckpointReport
 
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
 
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -122,7 +124,8 @@ def _bytes(title: str, by_dtype: Counter[str], by_part: Counter[str]) -> list[st
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes:,} bytes ({num_bytes / 1e9:,.2f} GB)"
+    unit, name = next((unit for unit in UNITS if num_bytes >= unit[0]), UNITS[-1])
+    return f"{num_bytes:,} bytes ({num_bytes / unit:.4g} {name})"
 
 
 def _sums(num_bytes: Counter[Any]) -> tuple[Counter[str], Counter[str]]:

@@ -31,6 +31,6 @@ class InitConfig(Command):
     preset: PresetName
     """The architecture."""
     out: str
-    """Folder to write; it must not exist, or be empty."""
+    """Folder to write. A checkpoint that is there is replaced; a folder with other files is refused."""
     seed: int = 0
     """The same seed gives the same weights."""
