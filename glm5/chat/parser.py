@@ -109,7 +109,7 @@ class OutputParser:
         if reasoning:
             for at in (_At.START, _At.REASONING):
                 moves[at, THINK_END] = self._enter_content
-                moves[at, CALL] = self._open_call if parse_tools else self._enter_content_with_call_tag
+                moves[at, CALL] = self._enter_content_at_call
             moves[_At.START, THINK] = self._enter_reasoning
             moves[_At.CONTENT, THINK_END] = self._ignore
         if parse_tools:
@@ -132,13 +132,15 @@ class OutputParser:
         """Events of one more token and the text that it completed, or of text that came without tokens.
 
         The text of a tag's token may hold what earlier tokens had left unfinished before it, and may lack
-        the tag itself (where special tokens are not shown).
+        the tag itself where special tokens are not shown: then it is not shown in the content either.
         """
         tag = None if token_id is None else self._tag_of_id.get(token_id)
-        self._read(text if tag is None else text.removesuffix(tag))
-        if tag is not None:
+        if tag is None:
+            self._read(text)
+        else:
+            self._read(text.removesuffix(tag))
             self._release_tail()
-            self._read_tag(tag)
+            self._read_tag(tag, shown=text.endswith(tag))
         return self._take()
 
     def finish(self) -> list[Event]:
@@ -170,7 +172,7 @@ class OutputParser:
                 self._read_plain(text[start:end])
                 return
             self._read_plain(text[start : found.start()])
-            self._read_tag(found[0])
+            self._read_tag(found[0], shown=True)
             start = found.end()
 
     def _possible_tag(self, text: str, start: int) -> int:
@@ -178,12 +180,13 @@ class OutputParser:
         at = text.rfind("<", max(start, len(text) - _LONGEST_TAG))
         return at if at >= 0 and any(tag.startswith(text[at:]) for tag in self._spelled[self._at]) else len(text)
 
-    def _read_tag(self, tag: str) -> None:
+    def _read_tag(self, tag: str, *, shown: bool) -> None:
+        """A tag: what it does here, or else text. Within a call it is data, shown or not."""
         move = self._moves.get((self._at, tag))
-        if move is None:
-            self._read_plain(tag)
-        else:
+        if move is not None:
             move()
+        elif shown or self._at not in (_At.START, _At.REASONING, _At.CONTENT):
+            self._read_plain(tag)
 
     def _read_plain(self, text: str) -> None:
         """Text without tags, in any place."""
@@ -223,9 +226,10 @@ class OutputParser:
     def _enter_content(self) -> None:
         self._at = _At.CONTENT
 
-    def _enter_content_with_call_tag(self) -> None:
+    def _enter_content_at_call(self) -> None:
+        """A call ends the reasoning, and is read like any other in the content."""
         self._at = _At.CONTENT
-        self._add_content(CALL)
+        self._read_tag(CALL, shown=True)
 
     def _open_call(self) -> None:
         self._at = _At.NAME
