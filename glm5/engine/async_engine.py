@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
+from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.llm import LLM
 from glm5.engine.outputs import Delta
 from glm5.engine.params import SamplingParams
@@ -97,6 +98,11 @@ class AsyncEngine:
         return self.llm.max_model_len
 
     @property
+    def defaults(self) -> GenerationDefaults:
+        """The checkpoint's sampling defaults."""
+        return self.llm.defaults
+
+    @property
     def is_ready(self) -> bool:
         """Whether requests are being served."""
         return self._stopped is None
@@ -125,6 +131,11 @@ class AsyncEngine:
     ) -> None:
         self.close()
 
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """What `generate` would refuse at once: RequestError for a bad request, EngineStopped when not running."""
+        self._loop.check(prompt_ids, params)
+        self._check_running()
+
     @asynccontextmanager
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
@@ -135,14 +146,17 @@ class AsyncEngine:
         """
         request, stream = self._loop.prepare(prompt_ids, params, request_id), _Stream()
         with self._lock:
-            if self._stopped is not None:
-                raise EngineStopped(f"the engine is not running: {self._stopped}")
+            self._check_running()
             self._inbox.put(_Submit(request, stream))
         try:
             yield stream
         finally:
             if request.finish_reason is None:
                 self._inbox.put(_Abort(request))
+
+    def _check_running(self) -> None:
+        if self._stopped is not None:
+            raise EngineStopped(f"the engine is not running: {self._stopped}")
 
     def _run(self) -> None:
         failure = None

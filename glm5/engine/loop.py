@@ -29,7 +29,7 @@ from glm5.model.glm5 import Glm5
 class GenerationLoop:
     """Owns a model's cache and the requests in it. One thread calls `submit`, `step` and `abort`.
 
-    `seed` draws the seeds of requests that bring none. Any thread may call `prepare`, which only checks.
+    `seed` draws the seeds of requests that bring none. Any thread may call `check` and `prepare`.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class GenerationLoop:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def prepare(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> Request:
-        """A request for `submit`, or RequestError if it cannot be served."""
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """RequestError for a request that cannot be served."""
         vocab, room = self.model.cfg.vocab_size, self.max_model_len - len(prompt_ids)
         if not prompt_ids:
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
@@ -75,6 +75,11 @@ class GenerationLoop:
             raise RequestError(f"stop_token_ids holds {bad}; allowed: 0 to {vocab - 1}", param="stop_token_ids")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
+
+    def prepare(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> Request:
+        """A checked request for `submit`."""
+        self.check(prompt_ids, params)
+        room = self.max_model_len - len(prompt_ids)
         return Request(
             request_id=request_id if request_id is not None else str(next(self._numbers)),
             prompt_ids=prompt_ids,

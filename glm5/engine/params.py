@@ -37,19 +37,21 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop = _as_tuple([self.stop] if isinstance(self.stop, str) else self.stop)
+        stop_token_ids = _as_tuple(self.stop_token_ids)
         _check("n", self.n, _is_int(self.n) and self.n == 1, "1 (send the request several times for more)")
         _check("temperature", self.temperature, _within(self.temperature, 0.0, 100.0), "0 (greedy) to 100")
         _check("top_p", self.top_p, _within(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0, at most 1")
         _check("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= -1, "-1 or 0 (all), or at least 1")
         _check("min_p", self.min_p, _within(self.min_p, 0.0, 1.0), "0 to 1")
         _check("seed", self.seed, self.seed is None or _fits_64_bits(self.seed), "a 64-bit integer")
-        texts = all(isinstance(s, str) and s for s in stop)
-        _check("stop", stop, texts and len(stop) <= MAX_STOP_STRINGS, f"up to {MAX_STOP_STRINGS} non-empty strings")
-        ids = all(_is_int(i) and i >= 0 for i in self.stop_token_ids)
-        _check("stop_token_ids", self.stop_token_ids, ids, "token ids of at least 0")
+        texts = isinstance(stop, tuple) and all(isinstance(text, str) and text for text in stop)
+        few = texts and len(stop) <= MAX_STOP_STRINGS
+        _check("stop", self.stop, few, f"a non-empty text, or up to {MAX_STOP_STRINGS} of them")
+        ids = isinstance(stop_token_ids, tuple) and all(_is_int(i) and i >= 0 for i in stop_token_ids)
+        _check("stop_token_ids", self.stop_token_ids, ids, "a list of token ids of at least 0")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         whole = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
         _check("max_tokens", self.max_tokens, whole, "at least 1, or None for up to the end of the context")
         limit = self.max_tokens if self.max_tokens is not None else float("inf")
@@ -65,6 +67,11 @@ class SamplingParams:
     def but(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
         return replace(self, **changes)
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list as a tuple, None as an empty one; anything else as it is, to be refused."""
+    return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else value
 
 
 def _check(param: str, got: object, good: bool, allowed: str) -> None:

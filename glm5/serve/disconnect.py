@@ -1,0 +1,52 @@
+"""A client that leaves takes its request along, streaming or not, waiting or running.
+
+FastAPI tells a handler of a lost connection only when it next reads or writes. This middleware listens all the
+time and cancels the handler at once; leaving `engine.generate` is then what aborts.
+"""
+
+import asyncio
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+
+class CancelOnDisconnect:
+    """ASGI middleware around a whole application."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # One message at most, so that a large body is not read faster than the handler asks for it.
+        inbox: asyncio.Queue[Message] = asyncio.Queue(maxsize=1)
+        answered = False
+
+        async def listen() -> None:
+            while (message := await receive())["type"] != "http.disconnect":
+                await inbox.put(message)
+
+        async def watched_send(message: Message) -> None:
+            nonlocal answered
+            await send(message)
+            answered = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        handler = asyncio.ensure_future(self.app(scope, inbox.get, watched_send))
+        listener = asyncio.ensure_future(listen())
+        try:
+            await asyncio.wait({handler, listener}, return_when=asyncio.FIRST_COMPLETED)
+            # Servers report a disconnect after a complete answer too; the handler may then finish in peace.
+            if not handler.done() and not answered:
+                logger.info("%s %s: the client left", scope["method"], scope["path"])
+                handler.cancel()
+            await asyncio.wait({handler})
+        finally:
+            listener.cancel()
+            handler.cancel()
+            await asyncio.wait({handler, listener})
+        if not handler.cancelled():
+            handler.result()

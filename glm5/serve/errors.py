@@ -1,0 +1,53 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from glm5.common.errors import RequestError
+from glm5.engine.async_engine import EngineStopped
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` is the offending field of the body, `code` a word that programs can test."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What a client is told about an exception. A bug of ours is for the log, not for the client."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), param=error.param)
+        case EngineStopped():
+            return ApiError(503, str(error), code="engine_stopped")
+        case HTTPException():
+            code = HTTPStatus(error.status_code).name.lower()
+            return ApiError(error.status_code, str(error.detail), code=code)
+        case _:
+            return ApiError(500, "internal error; the server's log has the details", code="internal_error")
+
+
+def envelope(error: ApiError) -> dict[str, Any]:
+    """The body of an error."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def install(app: FastAPI) -> None:
+    """Every error of every route leaves in the envelope; uvicorn logs those that nobody expected."""
+
+    async def respond(_: Request, error: Exception) -> JSONResponse:
+        told = to_api_error(error)
+        headers = error.headers if isinstance(error, HTTPException) else None
+        return JSONResponse(envelope(told), told.status, headers=dict(headers or {}))
+
+    for kind in (ApiError, RequestError, EngineStopped, HTTPException, Exception):
+        app.add_exception_handler(kind, respond)

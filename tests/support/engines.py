@@ -1,0 +1,57 @@
+"""An engine that says what a test wrote down, for what a random model would never say."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.engine.defaults import NO_DEFAULTS
+from glm5.engine.outputs import Delta, Piece
+
+
+class ScriptedEngine:
+    """Answers `script` to every request, `tokens_per_step` tokens at a time.
+
+    `hangs` True: never goes on after the script's first token; `left` is set when a request is left. `fails`:
+    raised after the first token.
+    """
+
+    max_model_len = 512
+    defaults = NO_DEFAULTS
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.script, self.finish_reason, self.tokens_per_step = "", "stop", 1
+        self.hangs, self.fails, self.stopped_because = False, None, None
+        self.left = threading.Event()
+        self.started = threading.Event()
+        self.prompt_ids, self.params = None, None
+
+    def check(self, prompt_ids, params) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    @asynccontextmanager
+    async def generate(self, prompt_ids: Sequence[int], params, *, request_id=None) -> AsyncIterator:
+        self.prompt_ids, self.params = list(prompt_ids), params
+        try:
+            yield self._deltas()
+        finally:
+            self.left.set()
+
+    async def _deltas(self):
+        ids, detokenizer = self.tokenizer.encode(self.script), self.tokenizer.stream()
+        steps = [ids[i : i + self.tokens_per_step] for i in range(0, len(ids), self.tokens_per_step)]
+        for number, step in enumerate(steps):
+            last = number == len(steps) - 1
+            shown = [token_id for token_id in step if token_id not in self.tokenizer.eos_ids]
+            pieces = tuple(Piece(token_id, detokenizer.feed(token_id)) for token_id in shown)
+            yield Delta(tuple(step), pieces, self.finish_reason if last else None)
+            self.started.set()
+            if self.hangs:
+                await asyncio.Event().wait()
+            if self.fails is not None:
+                raise self.fails

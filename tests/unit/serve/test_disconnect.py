@@ -1,0 +1,84 @@
+"""A client that leaves aborts its request: while it waits, while it streams, and when it asked for one piece."""
+
+import asyncio
+import queue
+
+import httpx
+import pytest
+
+from glm5.serve.disconnect import CancelOnDisconnect
+
+ASK = [{"role": "user", "content": "hi"}]
+SECONDS = 20  # an upper limit for what takes milliseconds; passing never waits for it
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_a_scripted_answer_aborts(scripted_server, engine, stream):
+    engine.script, engine.hangs = "abc", True
+
+    async def main():
+        async with httpx.AsyncClient(base_url=scripted_server[0], timeout=SECONDS) as client:
+            body = {"messages": ASK, "stream": stream}
+            task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            assert await asyncio.to_thread(engine.started.wait, SECONDS)
+            assert not engine.left.is_set()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert await asyncio.to_thread(engine.left.wait, SECONDS)
+
+    asyncio.run(main())
+
+
+def test_leaving_a_real_answer_aborts(model_server, monkeypatch):
+    """An answer that would fill the context ends soon after its client has left."""
+    url, engine = model_server
+    aborted, abort = queue.Queue(), engine.llm.loop.abort
+    monkeypatch.setattr(engine.llm.loop, "abort", lambda request: (aborted.put(request.num_new), abort(request)))
+    body = {"messages": ASK, "stream": True, "ignore_eos": True}
+    with httpx.Client(base_url=url, timeout=SECONDS) as client:
+        for _ in range(3):
+            with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                assert next(answer.iter_lines()).startswith("data: ")
+            assert aborted.get(timeout=SECONDS) < engine.max_model_len - 100
+
+
+def test_an_answer_that_is_complete_is_not_cancelled():
+    """Servers report a disconnect after every answer; what the handler does after its answer must still happen."""
+    done = []
+
+    async def app(scope, receive, send):
+        assert (await receive())["type"] == "http.request"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": False})
+        for _ in range(5):
+            await asyncio.sleep(0)
+        done.append("cleaned up")
+
+    async def main():
+        messages = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+        answered = asyncio.Event()
+
+        async def receive():
+            if len(messages) == 1:
+                await answered.wait()
+            return messages.pop(0)
+
+        async def send(message):
+            if message["type"] == "http.response.body":
+                answered.set()
+
+        await CancelOnDisconnect(app)({"type": "http", "method": "GET", "path": "/"}, receive, send)
+
+    asyncio.run(main())
+    assert done == ["cleaned up"]
+
+
+def test_an_error_of_the_application_comes_through():
+    async def app(scope, receive, send):
+        raise KeyError("bug")
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyError):
+        asyncio.run(CancelOnDisconnect(app)({"type": "http", "method": "GET", "path": "/"}, receive, None))

@@ -1,0 +1,183 @@
+"""Each bad request with its status, its message, the field and the code."""
+
+import json
+
+import httpx
+import pytest
+
+from glm5.engine.async_engine import EngineStopped
+from glm5.serve import request as request_module
+
+ASK = [{"role": "user", "content": "hi"}]
+
+
+def post(http, body, **options):
+    return http.post("/v1/chat/completions", json=body, **options)
+
+
+def error_of(answer) -> dict:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if answer.status_code < 500 else "server_error")
+    return error
+
+
+# fields of the body, message, param
+BAD = [
+    ({"messages": ...}, "messages is missing", "messages"),
+    ({"messages": "hi"}, "messages is 'hi'; allowed: ", "messages"),
+    ({"messages": []}, "messages must be a list of at least one message, got []", "messages"),
+    ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role is 'judge'; allowed are", "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0] has no content", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "this model reads text only",
+     "messages[0].content"),
+    ({"temperature": -1}, "temperature is -1.0; allowed: 0 (greedy) to 100", "temperature"),
+    ({"temperature": "hot"}, "temperature is 'hot'; allowed: ", "temperature"),
+    ({"top_p": 0}, "top_p is 0.0; allowed: above 0, at most 1", "top_p"),
+    ({"top_k": -5}, "top_k is -5; allowed: -1 or 0 (all), or at least 1", "top_k"),
+    ({"min_p": 1.5}, "min_p is 1.5; allowed: 0 to 1", "min_p"),
+    ({"seed": 2**70}, "seed is ", "seed"),
+    ({"stop": 5}, "stop is 5; allowed: a non-empty text, or up to 64 of them", "stop"),
+    ({"stop": [""]}, "stop is ['']; allowed: ", "stop"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids is ['a']; allowed: a list of token ids", "stop_token_ids"),
+    ({"max_tokens": 0}, "max_tokens is 0; allowed: at least 1", "max_tokens"),
+    ({"max_completion_tokens": -3}, "max_completion_tokens is -3; allowed: at least 1", "max_completion_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens is 1.5; allowed: an integer", "max_tokens"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens is 6; allowed: 0 to max_tokens (5)", "min_tokens"),
+    ({"n": 2}, "n is not supported by this server: leave it out; allowed: 1", "n"),
+    ({"logprobs": True}, "logprobs is not supported by this server: leave it out; allowed: false", "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs is not supported", "top_logprobs"),
+    ({"logit_bias": {"5": 1}}, "logit_bias is not supported", "logit_bias"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty is not supported", "frequency_penalty"),
+    ({"response_format": {"type": "json_object"}}, "response_format is not supported", "response_format"),
+    ({"tool_choice": "required"}, 'tool_choice is "required"; allowed: auto, none', "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 'tool_choice is {"type"', "tool_choice"),
+    ({"tools": {}}, "tools is {}; allowed: ", "tools"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name must be the name",
+     "tools[0].function.name"),
+    ({"stream": "yes"}, "stream is 'yes'; allowed: ", "stream"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage is 1; allowed: ",
+     "stream_options.include_usage"),
+    ({"chat_template_kwargs": {"enable_thinking": "no"}}, "enable_thinking must be true or false", "enable_thinking"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages is not for chat_template_kwargs",
+     "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"literal_content": True}}, "chat_template_kwargs.literal_content is not for",
+     "chat_template_kwargs.literal_content"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message", "param"), BAD, ids=lambda value: json.dumps(value, default=str)[:40])
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_400_by_name(http, fields, message, param, stream):
+    body = {"messages": ASK, "stream": stream} | fields
+    answer = post(http, {name: value for name, value in body.items() if value is not ...})
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+def test_neutral_values_of_what_is_not_supported_are_fine(http, engine):
+    engine.script = "</think>x"
+    neutral = {"n": 1, "logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+               "response_format": {"type": "text"}, "parallel_tool_calls": True, "logit_bias": None}  # fmt: skip
+    assert post(http, {"messages": ASK} | neutral).status_code == 200
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"{", "the body is not JSON"), (b"[1]", "expected an object"),
+                                                  (b"\xff", "the body is not JSON")])  # fmt: skip
+def test_bodies_that_are_no_object(http, content, message):
+    answer = http.post("/v1/chat/completions", content=content)
+    assert answer.status_code == 400
+    assert message in error_of(answer)["message"]
+
+
+def test_the_model_must_be_one_of_the_served_names(http, engine):
+    engine.script = "x"
+    answer = post(http, {"model": "gpt-5", "messages": ASK})
+    assert answer.status_code == 404
+    error = error_of(answer)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert error["message"] == "the model 'gpt-5' does not exist; allowed: tiny, alias"
+    assert post(http, {"model": "alias", "messages": ASK}).json()["model"] == "alias"
+
+
+def test_prompt_and_answer_must_fit_the_context(http, engine):
+    answer = post(http, {"messages": ASK, "max_tokens": engine.max_model_len})
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "max_tokens")
+    assert "the context holds 512 tokens" in error["message"]
+    assert f"max_tokens is {engine.max_model_len}" in error["message"]
+    answer = post(http, {"messages": [{"role": "user", "content": "x" * 600}]})
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert "the prompt has 6" in error["message"]
+
+
+@pytest.mark.parametrize("known_length", [True, False])
+def test_a_body_too_large(http, monkeypatch, known_length):
+    monkeypatch.setattr(request_module, "MAX_BODY_BYTES", 1000)
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}).encode()
+    answer = http.post("/v1/chat/completions", content=body if known_length else iter([body[:500], body[500:]]))
+    assert answer.status_code == 413
+    error = error_of(answer)
+    assert error["code"] == "request_too_large"
+    assert error["message"] == "the body is larger than 1000 bytes"
+
+
+def test_a_long_conversation_is_not_too_large(http):
+    """More than a megabyte arrives whole; what does not fit is the prompt, not the body."""
+    answer = post(http, {"messages": [{"role": "user", "content": "word " * 210_000}]})
+    assert error_of(answer)["code"] == "context_length_exceeded"
+
+
+def test_unknown_paths_and_methods(http):
+    answer = http.get("/v1/nothing")
+    assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
+    answer = http.get("/v1/chat/completions")
+    assert (answer.status_code, error_of(answer)["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bugs_are_not_told(scripted_server, engine, caplog, stream):
+    engine.script, engine.fails = "ab", RuntimeError("secret")
+    answer = httpx.post(scripted_server[0] + "/v1/chat/completions", json={"messages": ASK, "stream": stream})
+    assert answer.status_code == (200 if stream else 500)  # a stream has begun, and can only end with the error
+    told = answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
+    assert json.loads(told)["error"]["message"] == "internal error; the server's log has the details"
+    assert "secret" not in answer.text
+    assert not stream or "secret" in caplog.text  # uvicorn logs the other after it has answered
+
+
+def test_an_engine_that_died(http, engine, monkeypatch):
+    def check(*_):
+        raise EngineStopped("the engine is not running: MemoryError: no room")
+
+    monkeypatch.setattr(engine, "check", check)
+    for stream in (False, True):
+        answer = post(http, {"messages": ASK, "stream": stream})
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_stopped")
+        assert "MemoryError: no room" in error_of(answer)["message"]
+
+
+def test_health(http, engine):
+    assert http.get("/health").status_code == 200
+    engine.stopped_because = "it was not started"
+    answer = http.get("/health")
+    assert answer.status_code == 503
+    assert error_of(answer)["message"] == "the engine is not running: it was not started"
+
+
+def test_models(http, engine):
+    cards = http.get("/v1/models").json()
+    assert cards["object"] == "list"
+    assert [card["id"] for card in cards["data"]] == ["tiny", "alias"]
+    assert {(card["object"], card["root"], card["max_model_len"]) for card in cards["data"]} == {
+        ("model", "org/tiny", 512)
+    }
+
+
+def test_no_other_origin_is_let_in(http, engine):
+    engine.script = "x"
+    answer = post(http, {"messages": ASK}, headers={"origin": "https://elsewhere.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
