@@ -9,10 +9,10 @@ from glm5.kernels.sparse_mla import sparse_mla
 from glm5.testing.numerics import rel_rms
 from tests.support.paged import CASES, Where, make_keys, make_pool, make_where
 
-IMPLS = ["reference", "auto"]
+IMPLS = ["reference", "tiled"]
 H, L, C, K, SCALE = 3, 6, 4, 5, 0.3
-# Inputs are rounded before both runs. Measured 3e-7 in float32 (and bfloat16, widened first), 1e-15 in float64.
-BUDGET = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 3e-6}
+# Inputs are rounded before both runs. Measured: float64 2e-16, others 8e-8.
+BUDGET = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 
 
 def make_case(name, selection, gen, dtype=torch.float64):

@@ -8,10 +8,10 @@ from glm5.kernels.index_score import index_score
 from glm5.testing.numerics import rel_rms
 from tests.support.paged import CASES, Where, make_pool, make_where
 
-IMPLS = ["reference", "auto"]
+IMPLS = ["reference", "tiled"]
 J, I, SCALE = 3, 6, 6**-0.5
-# Inputs are rounded before both runs and all arithmetic is float32 or better. Measured: 2e-7 and 4e-16.
-BUDGET = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-6}
+# Inputs are rounded before both runs and all arithmetic is float32 or better. Measured: float64 1.6e-16, others 1.3e-7.
+BUDGET = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 
 
 def make_case(name, gen, dtype=torch.float64):

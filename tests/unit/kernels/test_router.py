@@ -7,7 +7,7 @@ import torch
 from glm5.kernels.router import router
 from glm5.testing.numerics import rel_rms
 
-# Inputs are rounded before both runs, all arithmetic is float32 or better. Measured: 1e-7 and 2e-16.
+# Inputs are rounded before both runs, all arithmetic is float32 or better. Measured: float64 1.2e-16, others 8e-8.
 BUDGET = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 # (experts, top_k, n_group, topk_group)
 SHAPES = [(2, 1, 1, 1), (8, 2, 1, 1), (8, 8, 1, 1), (12, 3, 3, 2), (16, 4, 4, 1), (16, 4, 8, 2), (64, 8, 1, 1)]
