@@ -301,6 +301,17 @@ def test_work_grows_with_the_text(beginning, hard):
     assert many < WORK_RATIO * few
 
 
+def test_control_reading_all_again_with_each_piece_fails_the_ratio():
+    def run(times):
+        text = BEIJING * times
+        for end in range(0, len(text), 10):
+            parser = OutputParser(None, TOOLS, reasoning=False)
+            for i in range(0, end, 10):
+                parser.feed(None, text[i : i + 10])
+
+    assert executed_lines(lambda: run(8)) > WORK_RATIO * executed_lines(lambda: run(4))
+
+
 def test_whole_text_is_read_once():
     """In one piece: the searches for tags start where the last one ended, and cover the text once."""
 
