@@ -1,15 +1,15 @@
 """`glm5 generate` and `glm5 chat`: one model in the process, answers on the terminal."""
 
-from typing import Annotated
-
-from glm5.config.command import ModelSource, Positional, Sampling
+from glm5.config.command import ModelSource, Sampling
 
 
 class GenerateConfig(Sampling, ModelSource):
-    """Continue prompts as they are, without a chat template."""
+    """Continue texts, or answer them."""
 
-    prompts: Annotated[tuple[str, ...], Positional()] = ()
-    """Texts to continue; without any, standard input is one."""
+    prompt: tuple[str, ...] = ()
+    """Texts to continue, as they are. Default: what standard input holds."""
+    chat: bool = False
+    """Take each text for a user's message and answer it, through the chat template."""
 
 
 class ChatConfig(Sampling, ModelSource):

@@ -4,7 +4,7 @@ LLM("path/or/id").generate(["Once upon a time"], SamplingParams(max_tokens=50))[
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.checkpoint.load import load
+from glm5.checkpoint.load import load, parse_device
 from glm5.checkpoint.resolve import resolve
 from glm5.common.errors import RequestError
 from glm5.common.progress import Progress
@@ -53,12 +53,13 @@ class LLM:
     ):
         self.path: Path | None = None
         if not isinstance(model, Glm5):
-            self.path = resolve(model)
             if device == "auto":
                 device = "cuda" if torch.cuda.is_available() else "cpu"
+            target = parse_device(device)  # before anything is downloaded
+            self.path = resolve(model)
             if tokenizer is None:
-                tokenizer = self.path
-            model = load(self.path, dtype=dtype, device=device, lora_norm_eps=lora_norm_eps)
+                tokenizer = Tokenizer.from_dir(self.path)  # before the weights are read
+            model = load(self.path, dtype=dtype, device=target, lora_norm_eps=lora_norm_eps)
         self.model = model
         self.tokenizer: Tokenizer | None = (
             Tokenizer.from_dir(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
@@ -118,7 +119,7 @@ class LLM:
             for request, (text, ids) in zip(requests, pairs, strict=True)
         ]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """One answer as it grows, a delta per token. Closing the iterator aborts."""
         params = sampling_params or self.get_default_sampling_params()
         request = self._prepare(self._read(prompt, "the prompt")[1], params, "the prompt")
