@@ -1,14 +1,12 @@
 # Needs python3 (3.11 or newer) with venv and pip, and make. Each target sets up .venv by itself, once.
 #   make run     train, serve and question a small model       make test   unit tests
 #   make check   lint, format, types                           make soak   long tests and the demo
-# Options for pip go in PIP_ARGS, for example  make test PIP_ARGS="--index-url https://my.mirror/simple"
+# Options for pip go in PIP_ARGS: a mirror, or PyTorch's index of CPU builds, a tenth of the default download.
 
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
-# Without an NVIDIA GPU the CPU build of torch will do; it is a tenth of the default download.
-CPU_TORCH := https://download.pytorch.org/whl/cpu
 
 .PHONY: run test check soak
 
@@ -30,9 +28,7 @@ soak: .venv/.ready-dev
 .venv/.ready-torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "glm5 needs Python 3.11 or newer; try  make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	@if test -z "$(PIP_ARGS)" && ! command -v nvidia-smi >/dev/null && \
-		$(BIN)/python -c 'from urllib.request import urlopen; urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; \
-		then set -x; $(PIP) --extra-index-url $(CPU_TORCH) torch; else set -x; $(PIP) torch; fi
+	$(PIP) torch
 	touch $@
 
 .venv/.ready-%: .venv/.ready-torch pyproject.toml
