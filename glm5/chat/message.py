@@ -48,13 +48,15 @@ def _message(message: Any, where: str) -> Message:
             f"{where}.role",
         )
     if role != "assistant" and "content" not in message:
-        raise RequestError(f"{where} has no content; a {role} message needs some", f"{where}.content")
+        raise RequestError(f"{where}.content is missing; a {role} message needs some", f"{where}.content")
     known = {"role", "content", "reasoning", "reasoning_content", "tool_calls", "function_call"}
     result: Message = {"role": role, "content": _content(message.get("content"), f"{where}.content", role)}
     if role == "assistant":
         result |= _assistant_fields(message, where)
     elif message.get("tool_calls"):
-        raise RequestError(f"{where} is a {role} message; only the assistant calls tools", f"{where}.tool_calls")
+        raise RequestError(
+            f"{where}.tool_calls in a {role} message: only the assistant calls tools", f"{where}.tool_calls"
+        )
     return result | {key: value for key, value in message.items() if key not in known and value is not None}
 
 
