@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     from glm5.serve.server import bind, serve, url_of
 
     for line in notes(settings):
-        out(line)
+        out(line, flush=True)
     # Before the model is loaded: an address that is taken should not cost minutes to find out.
     with bind(settings.host, settings.port) as listener:
         from glm5.engine.async_engine import AsyncEngine

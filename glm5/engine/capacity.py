@@ -4,6 +4,8 @@ Every one of `max_num_seqs` requests gets room for a whole context where memory 
 """
 
 import os
+import re
+from pathlib import Path
 
 import torch
 
@@ -19,7 +21,11 @@ def free_bytes(device: torch.device) -> int:
     """Memory on `device` that a cache may take now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
+    # Linux counts what its file cache would give back; elsewhere all memory must do.
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    available = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(available * _CPU_SHARE)
 
 
 def plan_cache(

@@ -115,7 +115,10 @@ async def _events(chunks: AsyncGenerator[Chunk, None], job: _Job, *, include_usa
             yield _event({**head, "choices": [], "usage": job.usage.to_dict()})
     except Exception as error:
         told = to_api_error(error)
-        logger.error("%s: %s", job.head.id, told.message, exc_info=error if told.code == "internal_error" else None)
+        if told.code == "internal_error":
+            logger.exception("%s: a bug", job.head.id)
+        else:
+            logger.warning("%s: %s", job.head.id, told.message)
         yield _event(envelope(told))
     yield "data: [DONE]\n\n"
 

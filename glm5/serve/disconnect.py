@@ -32,8 +32,8 @@ class CancelOnDisconnect:
 
         async def watched_send(message: Message) -> None:
             nonlocal answered
-            await send(message)
             answered = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
 
         handler = asyncio.ensure_future(self.app(scope, inbox.get, watched_send))
         listener = asyncio.ensure_future(listen())

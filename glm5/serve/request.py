@@ -143,9 +143,13 @@ class ChatRequest(BaseModel):
 async def read_chat_request(request: Request) -> ChatRequest:
     """FastAPI dependency: the body, checked as far as it can be without a model."""
     service: Service = request.app.state.service
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Also keeps web pages of other origins out: browsers ask before they send this type, and are not let in.
+        raise ApiError(415, f"content-type is {kind!r:.60}; allowed: application/json", code="unsupported_media_type")
     try:
         raw = json.loads(await _read_body(request))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body is a JSON {type(raw).__name__}; expected an object", code="invalid_json")
