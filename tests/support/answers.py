@@ -177,6 +177,12 @@ TOOL_CASES = [
         [("get_weather", {"city": "Beijing"})] * 2,
     ),
     Case(
+        "a call begins in a pair",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>a</arg_value><arg_key>date" + BEIJING,
+        None,
+        [("get_weather", {"city": "a"}), ("get_weather", {"city": "Beijing"})],
+    ),
+    Case(
         "malformed pair",
         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Seattle</arg_value>\n<arg_key>incomplete_arg\n"
         "<arg_value>value</arg_value>\n</tool_call>",

@@ -218,11 +218,25 @@ def test_spelled_tags_in_values_are_text(tokenizer):
     assert parsed.content is None
 
 
-def test_half_spelled_tag_and_a_token_do_not_join(tokenizer):
-    """<tool_ from text and call> after a tag's token: no piece of text completes another across a tag."""
-    ids = [*tokenizer.encode("a<tool_", allow_special=False), *tokenizer.encode("</tool_call>")]
-    ids += tokenizer.encode("call>get_weather", allow_special=False)
-    assert parse_ids(tokenizer, ids, TOOLS, reasoning=False).content == "a<tool_call>get_weather"
+class SomeTags:
+    """A tokenizer that has tokens for the ends of calls and values only."""
+
+    def id_of(self, token):
+        return {"</tool_call>": 1, "</arg_value>": 2}.get(token)
+
+
+def test_tokens_for_some_tags_only():
+    parser = OutputParser(SomeTags(), TOOLS, reasoning=False)
+    pieces = [(7, "a<tool_call>get_weather<arg_"), (8, "key>city</arg_key><arg_value>x</arg_value>y"), (2, ""), (1, "")]
+    parsed = collect([event for piece in pieces for event in parser.feed(*piece)] + parser.finish())
+    assert plain(parsed) == (None, "a", [("get_weather", '{"city": "x</arg_value>y"}', True)])
+
+
+def test_text_on_either_side_of_a_tag_does_not_join():
+    parser = OutputParser(SomeTags(), TOOLS, reasoning=False)
+    pieces = [(7, "a<tool_"), (1, "</tool_call>"), (8, "call>get_weather</tool_call>")]
+    parsed = collect([event for piece in pieces for event in parser.feed(*piece)] + parser.finish())
+    assert plain(parsed) == (None, "a<tool_call>get_weather</tool_call>", [])
 
 
 def test_text_without_tokens_forges_nothing(tokenizer):

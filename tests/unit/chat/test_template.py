@@ -124,6 +124,8 @@ CASES = [
      START + "<|user|>u1<|assistant|><think>\nr1\n</think>a1<|user|>u2<|assistant|><think>x</think>z" + ASK),
     ("glm-5.2", EMBEDDED, {},
      MAX + "<|user|>u1<|assistant|><think></think>a1<|user|>u2<|assistant|><think>x</think>z" + ASK),
+    ("glm-5", [user("u"), assistant("<think>\n</think>z")], {"add_generation_prompt": False},
+     START + "<|user|>u<|assistant|></think>z"),
     # Only GLM-5 strips reasoning.
     ("glm-5", [user("u"), assistant("a", " r \n")], {"add_generation_prompt": False},
      START + "<|user|>u<|assistant|><think>r</think>a"),
