@@ -206,10 +206,11 @@ SHOWN = {"1": "<tool_response>one</tool_response>", "2": "<tool_response>two</to
         (ONE, [("two", "1"), ("one", "1")], ["2", "1"]),
         (TWO, [("two", "1"), ("one", "2")], ["2", "1"]),
         ([called("f"), called("f", "2")], [("two", "2"), ("one", "1")], ["2", "1"]),
+        ([called("f"), called("f", "2")], [("two", "2"), ("one", None)], ["2", "1"]),
         ([], [("two", "2"), ("one", "1")], ["2", "1"]),
     ],
     ids=["sorted", "in order", "some", "a result without id", "an unknown id", "results share an id",
-         "calls share an id", "a call without id", "no calls"],
+         "calls share an id", "a call without id", "neither has one", "no calls"],
 )  # fmt: skip
 def test_order_of_results_in_5_3(calls, results, order):
     """Sorted only where every id is there, unique, and a call's."""
