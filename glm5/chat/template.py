@@ -5,7 +5,6 @@ else `chat_template` in its `tokenizer_config.json`, else a bundled one: GLM-5.2
 configuration shares indices between layers, else GLM-5.1's.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from importlib.resources import files
@@ -17,7 +16,7 @@ import jinja2
 from glm5.chat.guard import encode_guarded, guard
 from glm5.chat.jinja import compile_template
 from glm5.chat.message import MEDIA_PARTS, Message, normalize_messages, normalize_tools
-from glm5.chat.tokenizer import Tokenizer
+from glm5.chat.tokenizer import Tokenizer, read_json
 from glm5.common.errors import CheckpointError, ConfigError, RequestError
 
 BUNDLED = ("glm-5", "glm-5.1", "glm-5.2", "glm-5.3")
@@ -202,9 +201,7 @@ def _own_template(folder: Path) -> tuple[str, str] | None:
     if file.is_file():
         return file.read_text(encoding="utf-8"), file.name
     settings = folder / "tokenizer_config.json"
-    if not settings.is_file():
-        return None
-    template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+    template = read_json(settings).get("chat_template")
     if isinstance(template, list):  # several by name
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     return (template, settings.name) if isinstance(template, str) else None

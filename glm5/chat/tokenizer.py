@@ -65,9 +65,9 @@ class Tokenizer:
             backend = Backend.from_file(str(file))
         except Exception as error:
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
-        sources = (_read_json(folder / name) for name in ("generation_config.json", "config.json"))
+        sources = (read_json(folder / name) for name in ("generation_config.json", "config.json"))
         eos = next((ids for source in sources if (ids := _as_ids(source.get("eos_token_id")))), None)
-        return cls(backend, _read_json(folder / "tokenizer_config.json"), eos)
+        return cls(backend, read_json(folder / "tokenizer_config.json"), eos)
 
     def save(self, path: str | os.PathLike[str], chat_template: str | None = None) -> None:
         """Write the files from which this class and transformers' AutoTokenizer load the same tokenizer."""
@@ -196,7 +196,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, settings)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where there is no file. Raises CheckpointError for anything else."""
     if not file.is_file():
         return {}
     try:
