@@ -12,7 +12,7 @@ from torch import Tensor
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-_CHUNK = 1 << 22  # elements widened to float64 at a time: a stack of experts would not fit in memory whole
+_CHUNK = 1 << 22  # elements widened at a time: a stack of experts would not fit in memory whole
 
 
 def num_blocks(size: int) -> int:
@@ -106,7 +106,9 @@ def quantize_blocks(weight: Tensor) -> BlockScaled:
     rows, cols = weight.shape[-2:]
     pad = (0, num_blocks(cols) * BLOCK - cols, 0, num_blocks(rows) * BLOCK - rows)
     blocks = torch.nn.functional.pad(weight.float(), pad).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
-    scale = blocks.abs().amax(dim=(-3, -1)) / FP8_MAX
+    amax = blocks.abs().amax(dim=(-3, -1))
+    # A tensor as divisor: by a plain number, torch on CUDA multiplies with the rounded reciprocal instead.
+    scale = amax / torch.full_like(amax, FP8_MAX)
     scale = scale.masked_fill(scale == 0, 1.0)
     data = (blocks / scale[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     data = data.flatten(-4, -3).flatten(-2)[..., :rows, :cols]

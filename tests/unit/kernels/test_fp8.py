@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from glm5.kernels import block_scaled
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks, round_once
 from glm5.kernels.fp8_linear import fp8_linear
@@ -63,6 +64,28 @@ def test_act_quant_is_exact(T, D, dtype, gen):
             assert x_fp8[t, span].double().tolist() == values.tolist()
 
 
+def beside_midpoints(gen: torch.Generator) -> torch.Tensor:
+    """[200, 120] of which each quotient by the row's scale is an e4m3 midpoint or a float32 step beside one.
+
+    A scale or a quotient one step off (a multiplication by a rounded reciprocal, say) ends on the wrong side.
+    """
+    midpoints = torch.tensor([(2 * m + 1) * 2.0**e for m in range(8, 16) for e in range(-10, 4)][:119])
+    amax = torch.rand(200, 1, generator=gen) + 0.5
+    return torch.cat([amax, amax / 448 * midpoints], dim=1)
+
+
+def test_quotients_beside_midpoints(gen):
+    x = beside_midpoints(gen)
+    x_fp8, scale = act_quant(x)
+    blocks = [quantize_blocks(row[None]) for row in x]
+    for t, row in enumerate(x.double().numpy()):
+        values, want_scale = quantize_group(row, 1e-4)
+        assert scale[t].item() == blocks[t].scale.item() == want_scale
+        assert x_fp8[t].double().tolist() == blocks[t].data[0].double().tolist() == values.tolist()
+    by_reciprocal = (x * (1 / scale)).to(FP8)
+    assert (by_reciprocal.double() != x_fp8.double()).sum() > 100  # the control: the cases are hard
+
+
 def test_act_quant_oracle_rounds_ties_to_even():
     assert [quantized_value(v, f32(1.0)) for v in (17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, 460.0)] == [
         16.0, 20.0, -16.0, 0.0, 2.0**-8, 448.0
@@ -107,6 +130,13 @@ def test_dequantize_is_the_exact_product_rounded_once(shape, dtype, gen):
     want = [float(round_exactly(Fraction(v), FORMATS[dtype])) for v in exact.flatten()[sample].tolist()]
     assert got.flatten()[sample].double().tolist() == want
     assert torch.equal(weight.dequantize(torch.float64), exact)
+
+
+def test_dequantize_in_pieces_is_the_same(gen, monkeypatch):
+    weight = BlockScaled(random_fp8((2, 576, 130), gen), torch.rand(2, 5, 2, generator=gen))
+    whole = weight.dequantize(torch.bfloat16)
+    monkeypatch.setattr(block_scaled, "_CHUNK", 1)  # a row of blocks at a time
+    assert torch.equal(weight.dequantize(torch.bfloat16), whole)
 
 
 def test_dequantize_where_rounding_twice_goes_wrong(gen):

@@ -11,8 +11,8 @@ from tests.support.paged import CASES, Where, make_keys, make_pool, make_where
 
 IMPLS = ["gather", "masked"]
 H, L, C, K, SCALE = 3, 6, 4, 5, 0.3
-# Inputs are rounded before both runs. Measured: float64 3e-16, float32 1.4e-7. In bfloat16 the oracle rounds p and out as
-# the definition does: measured 0, but a p that lies on a midpoint may fall to either side, 2^-8 of one output.
+# Inputs are rounded before both runs. Measured: float64 3e-16, float32 1.4e-7. In bfloat16 the oracle rounds p and out
+# as the definition does: measured 0, but a p that lies on a midpoint may fall to either side, 2^-8 of one output.
 BUDGET = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-3}
 LSE_BUDGET = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 # Backward in float32 against float64 autograd of the definition. Measured 1.3e-7.

@@ -81,6 +81,13 @@ def test_reading_and_adding_back(table, ends, is_view, gen):
     assert torch.equal(total, one_by_one)
 
 
+def test_reads_a_pool_that_is_part_of_a_larger_one(gen):
+    layers = torch.randn(3, 10, PAGE_SIZE, 3, generator=gen)
+    reader = TileReader(torch.tensor([[1, 2], [5, 6]]), PAGE_SIZE)
+    (tile,) = plan_tiles(torch.arange(2), torch.tensor([8, 8]), num_heads=1)
+    assert torch.equal(reader.read(layers[2], tile), layers[2, [1, 2, 5, 6]].view(2, 8, 3))
+
+
 @pytest.mark.usefixtures("tile_size")
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("name", CASES)
