@@ -19,7 +19,7 @@ from tests.support.paged import CASES, make_keys, make_pool, make_where
 
 pytestmark = pytest.mark.gpu
 
-# Inputs are rounded before both runs. Measured on an H100: float32 2e-7, bfloat16 5e-3 (rounded results and gradients).
+# Inputs are rounded before both runs. Measured on an H200: float32 7e-7, bfloat16 5e-3 (rounded results and gradients).
 BUDGET = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 
 
@@ -89,7 +89,7 @@ def test_elementwise_ops(dtype, gen):
 
 def test_experts(gen):
     x, weight_ED, gate_up, down = (
-        torch.randn(*s, generator=gen) for s in [(50, 64), (8, 64), (8, 2 * 48, 64), (8, 64, 48)]
+        torch.randn(*s, generator=gen) * s[-1] ** -0.5 for s in [(50, 64), (8, 64), (8, 2 * 48, 64), (8, 64, 48)]
     )
     opts = {"top_k": 2, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "scaling_factor": 2.5}
     weight_TA, expert_TA = router(x, weight_ED, torch.zeros(8), **opts)
