@@ -38,10 +38,12 @@ def sparse_mla(
     return run(q_THL, latent_PZL, keys_TK, page_table_BN, row_T, end_T, scale=scale, value_dim=value_dim)
 
 
-def _cheaper(q_THL: Tensor, latent_PZL: Tensor, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor) -> str:
+def _cheaper(
+    q_THL: Tensor, latent_PZL: Tensor, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor
+) -> Literal["gather", "masked"]:
     """Which implementation is faster, from shapes; on a CPU also from the longest context.
 
-    Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, `masked` wins up to 14
+    Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, `masked` wins up to 11
     keys in context per key selected; with one query a request, up to 3.
     """
     if keys_TK is None:
@@ -50,4 +52,4 @@ def _cheaper(q_THL: Tensor, latent_PZL: Tensor, keys_TK: Tensor | None, page_tab
     if q_THL.device.type == "cpu" and len(end_T):
         num_keys = min(num_keys, int(end_T.max()))
     crowded = q_THL.shape[0] >= 16 * page_table_BN.shape[0]
-    return "masked" if num_keys <= (12 if crowded else 3) * keys_TK.shape[1] else "gather"
+    return "masked" if num_keys <= (10 if crowded else 3) * keys_TK.shape[1] else "gather"

