@@ -1,0 +1,222 @@
+"""Pages in files of a folder that outlives the process and may be shared by several.
+
+Reading never fails: a file that is missing, truncated, damaged or of another layout is a miss, and it is removed, as
+nothing but a page of ours may lie under such a name. Writing makes room first, least recently used first. A write
+that the operating system refuses (full, read-only, over quota) switches writing off for good, with one warning.
+
+Total size: never above `capacity_bytes` as far as this process knows. It notices files of others before it has
+written 1/16 of the capacity, so each further process may add about that much for a while.
+"""
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from pathlib import Path
+
+from torch import Tensor
+
+from glm5.common.errors import ConfigError
+from glm5.engine.tiers.folder import PageFolder
+from glm5.engine.tiers.host import MAX_DROPPED
+from glm5.engine.tiers.key import PageKey
+from glm5.engine.tiers.layout import PageLayout
+from glm5.engine.tiers.pagefile import BadPageFile, file_bytes, read_page_file, write_page_file
+
+logger = logging.getLogger(__name__)
+
+# Looks at the whole folder in the time in which this process writes its capacity.
+ROUNDS_PER_CAPACITY = 32
+
+
+class DiskTier:
+    """At most `capacity_bytes` of page files under `directory`, which is made. Safe to use from several threads."""
+
+    def __init__(self, directory: str | Path, capacity_bytes: int, layout: PageLayout):
+        self.layout, self.capacity_bytes = layout, capacity_bytes
+        self.directory = Path(directory)
+        self.num_evicted = self.num_damaged = 0
+        # Digests of pages that went since somebody last looked; the oldest are lost if nobody does.
+        self.dropped: deque[bytes] = deque(maxlen=MAX_DROPPED)
+        self.is_writable = True
+        self._file_bytes, self._fingerprint = file_bytes(layout), layout.fingerprint.hex()
+        self._writer = uuid.uuid4().hex[:8]
+        self._folder = PageFolder(self.directory, self._writer)
+        self._reserved = self._last_stamp = 0
+        self._warned_of_reading = False
+        # `_lock` guards the bookkeeping; `_making_room` lets one thread at a time delete files.
+        self._lock, self._making_room = threading.Lock(), threading.Lock()
+        if capacity_bytes < self._file_bytes:
+            raise ConfigError(
+                f"disk tier: got {capacity_bytes} bytes, but the file of one page takes {self._file_bytes}; "
+                "give more or none"
+            )
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.scan()
+        except OSError as error:
+            raise ConfigError(f"disk tier: cannot use {self.directory}: {error}; name another directory") from error
+        self._reserve(0)
+
+    def __len__(self) -> int:
+        """Files of all layouts."""
+        with self._lock:
+            return len(self._folder)
+
+    @property
+    def num_bytes(self) -> int:
+        with self._lock:
+            return self._folder.num_bytes
+
+    def __contains__(self, key: PageKey) -> bool:
+        """Whether a file of that name exists, this process's or another's. It may still turn out to be damaged."""
+        if self.holds(key.digest):
+            return True
+        name = self._name(key.digest)
+        try:
+            found = (self.directory / name).lstat()
+        except OSError:
+            return False
+        with self._lock:
+            self._folder.used(name, found.st_size, found.st_mtime_ns)
+        return True
+
+    def holds(self, digest: bytes) -> bool:
+        """The same from memory alone, without those that others wrote since the last look."""
+        with self._lock:
+            return self._name(digest) in self._folder
+
+    def read(self, key: PageKey, content: Tensor) -> int | None:
+        """Fill `content` (uint8 [num_bytes]) with the page and return its CRC-32. None: a miss, and garbage there."""
+        name = self._name(key.digest)
+        try:
+            checksum = read_page_file(self.directory / name, self.layout, key, content)
+        except FileNotFoundError:
+            self._forget(name)
+            return None
+        except BadPageFile as reason:
+            logger.warning("disk tier: %s is a miss and deleted: %s", name, reason)
+            self.num_damaged += 1
+            self._delete(name)
+            return None
+        except OSError as error:
+            if not self._warned_of_reading:
+                logger.warning("disk tier: reading %s: %s (a miss; said once)", name, error)
+            self._warned_of_reading = True
+            return None
+        self._touch(name)
+        return checksum
+
+    def write(self, key: PageKey, content: Tensor, checksum: int) -> bool:
+        """Whether the page is on disk now (or was)."""
+        if not self.is_writable:
+            return False
+        if key in self:
+            self._touch(self._name(key.digest))
+            return True
+        self._refresh(self._file_bytes)
+        if not self._reserve(self._file_bytes):
+            return False
+        name, stamp = self._name(key.digest), self._stamp()
+        try:
+            self._write(name, key, content, checksum, stamp)
+        except OSError as error:
+            self._stop_writing(error)
+            return False
+        finally:
+            with self._lock:
+                self._reserved -= self._file_bytes
+        with self._lock:
+            self._folder.used(name, self._file_bytes, stamp)
+        return True
+
+    def _write(self, name: str, key: PageKey, content: Tensor, checksum: int, stamp: int) -> None:
+        path = self.directory / name
+        for attempt in range(2):
+            try:
+                write_page_file(path, self.layout, key, content, checksum, writer=self._writer, stamp_ns=stamp)
+                return
+            except FileNotFoundError:
+                # The subfolder is new, or somebody emptied the directory.
+                if attempt:
+                    raise
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _reserve(self, size: int) -> bool:
+        """Delete files until `size` more bytes fit; the caller gives them back. False when they never will."""
+        with self._making_room:
+            while True:
+                with self._lock:
+                    if self._folder.num_bytes + self._reserved + size <= self.capacity_bytes:
+                        self._reserved += size
+                        return True
+                    oldest = self._folder.oldest()
+                if oldest is None or not self._delete(oldest):
+                    return False
+                self.num_evicted += 1
+
+    def _refresh(self, num_bytes: int) -> None:
+        """Learn what other processes did, a part of the folder that goes with writing `num_bytes`."""
+        with self._making_room:
+            with self._lock:
+                due = self._folder.due(num_bytes * ROUNDS_PER_CAPACITY / self.capacity_bytes)
+            for where in due:
+                listing = self._folder.listing(where)
+                with self._lock:
+                    missing = self._folder.missing(listing)
+                vanished = [name for name in missing if not os.path.lexists(self.directory / name)]
+                with self._lock:
+                    self._folder.merge(listing, vanished)
+                for name in vanished:
+                    self._dropped(name)
+
+    def _touch(self, name: str) -> None:
+        """Note the use, also for other processes and for the time after a restart."""
+        stamp = self._stamp()
+        with self._lock:
+            self._folder.used(name, self._file_bytes, stamp)
+        try:
+            os.utime(self.directory / name, ns=(stamp, stamp), follow_symlinks=False)
+        except FileNotFoundError:
+            self._forget(name)
+        except OSError:
+            # Not ours to touch: the order among processes is a little off then.
+            return
+
+    def _delete(self, name: str) -> bool:
+        try:
+            (self.directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            self._stop_writing(error)
+            return False
+        self._forget(name)
+        return True
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            if name not in self._folder:
+                return
+            self._folder.forget(name)
+        self._dropped(name)
+
+    def _dropped(self, name: str) -> None:
+        fingerprint, _, rest = name.partition("/")
+        if fingerprint == self._fingerprint:
+            self.dropped.append(bytes.fromhex(rest.rpartition("/")[2].removesuffix(".page")))
+
+    def _stop_writing(self, error: OSError) -> None:
+        with self._lock:
+            was_writable, self.is_writable = self.is_writable, False
+        if was_writable:
+            logger.warning("disk tier: %s; no more pages are written to %s, reading goes on", error, self.directory)
+
+    def _name(self, digest: bytes) -> str:
+        return f"{self._fingerprint}/{digest[:1].hex()}/{digest.hex()}.page"
+
+    def _stamp(self) -> int:
+        """Now in nanoseconds, but always later than the last time."""
+        with self._lock:
+            self._last_stamp = max(time.time_ns(), self._last_stamp + 1)
+            return self._last_stamp

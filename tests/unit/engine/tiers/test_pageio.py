@@ -1,0 +1,86 @@
+"""Pages of a real cache survive the way through memory and files bit for bit, all layers together."""
+
+import pytest
+import torch
+
+from glm5.config.presets import preset
+from glm5.engine.cache import PagedCache
+from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io, page_key
+from tests.unit.engine.tiers.pages import PATIENCE_S
+
+CFG = preset("tiny")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def parts_of(cache: PagedCache) -> dict[str, torch.Tensor]:
+    latents = {f"latent.{layer_idx}": part for layer_idx, part in enumerate(cache.latent_PZL)}
+    return latents | {f"index_key.{layer_idx}": part for layer_idx, part in cache.index_key_PZI.items()}
+
+
+def random_cache(dtype: torch.dtype, device: str, seed: int) -> PagedCache:
+    cache = PagedCache(CFG, 12, dtype=dtype, device=device, mtp=True)
+    gen = torch.Generator().manual_seed(seed)
+    for part in parts_of(cache).values():
+        part.copy_(torch.randn(part.shape, generator=gen))
+    return cache
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_page_survives_memory_and_disk(tmp_path, dtype, device, seed):
+    cache = random_cache(dtype, device, seed)
+    parts = parts_of(cache)
+    layout = layout_of(parts, {"weights": "x"})
+    assert layout.num_bytes == PagedCache.bytes_per_page(CFG, dtype, mtp=True)
+    before = {name: part.clone() for name, part in parts.items()}
+    keys = [page_key(None, [i] * cache.page_size, b"") for i in range(12)]
+    for expected in ("host", "disk"):
+        host = HostTier(16 * layout.num_bytes, layout, pin=device == "cuda")
+        with CopyQueue(page_io(parts), host, DiskTier(tmp_path, 1 << 26, layout)) as queue:
+            if expected == "host":
+                assert all(queue.store(key, i) for i, key in enumerate(keys))
+                assert queue.flush(PATIENCE_S)
+                queue.done()
+            for part in parts.values():
+                part.zero_()
+            # Each page comes back as its neighbour.
+            assert all(queue.load(key, (i + 1) % 12) for i, key in enumerate(keys))
+            assert queue.flush(PATIENCE_S)
+            assert {copy.tier for copy in queue.done()} == {expected}
+        for name, part in parts.items():
+            assert torch.equal(part, before[name].roll(1, 0))
+            part.copy_(before[name])
+
+
+def test_pages_of_a_pool_whose_rows_are_apart():
+    """A page may be a piece of a larger row, as in a pool that keeps the layers of a page together."""
+    pool = torch.arange(5 * 4 * 6, dtype=torch.float32).view(5, 24)
+    parts = {"a": pool[:, :16].unflatten(1, (4, 4)), "b": pool[:, 16:].unflatten(1, (4, 2))}
+    layout = layout_of(parts, {})
+    block = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    page_io(parts).read_page(3, block, None)
+    assert torch.equal(block.view(torch.float32), pool[3])
+    page_io(parts).write_page(1, block, None)
+    assert torch.equal(pool[1], pool[3])
+
+
+def test_pages_that_were_made_in_inference_mode_can_be_written():
+    with torch.inference_mode():
+        parts = {"a": torch.zeros(3, 4, 2)}
+    block = torch.ones(32, dtype=torch.uint8)
+    page_io(parts).write_page(1, block, None)
+    assert parts["a"].view(torch.uint8)[1].eq(1).all()
+    assert parts["a"][0].eq(0).all()
+
+
+def test_layouts_of_different_dtypes_and_shapes_have_different_fingerprints():
+    shapes = [
+        ((3, 4, 2), torch.float32),
+        ((3, 4, 4), torch.bfloat16),
+        ((3, 4, 2), torch.int32),
+        ((3, 8, 1), torch.float32),
+    ]
+    layouts = [layout_of({"a": torch.zeros(shape, dtype=dtype)}, {}) for shape, dtype in shapes]
+    assert len({layout.fingerprint for layout in layouts}) == len(layouts)
+    # The number of pages is no part of what a page means.
+    assert layout_of({"a": torch.zeros(9, 4, 2)}, {}) == layouts[0]
