@@ -8,8 +8,10 @@ Total size: never above `capacity_bytes` as far as this process knows. It notice
 written 1/16 of the capacity, so each further process may add about that much for a while.
 """
 
+import itertools
 import logging
 import os
+import stat
 import threading
 import time
 import uuid
@@ -44,6 +46,7 @@ class DiskTier:
         self._file_bytes, self._fingerprint = file_bytes(layout), layout.fingerprint.hex()
         self._writer = uuid.uuid4().hex[:8]
         self._folder = PageFolder(self.directory, self._writer)
+        self._num_writes = itertools.count()
         self._reserved = self._last_stamp = 0
         self._warned_of_reading = False
         # `_lock` guards the bookkeeping; `_making_room` lets one thread at a time delete files.
@@ -79,6 +82,8 @@ class DiskTier:
             found = (self.directory / name).lstat()
         except OSError:
             return False
+        if not stat.S_ISREG(found.st_mode):
+            return False
         with self._lock:
             self._folder.used(name, found.st_size, found.st_mtime_ns)
         return True
@@ -91,10 +96,11 @@ class DiskTier:
     def read(self, key: PageKey, content: Tensor) -> int | None:
         """Fill `content` (uint8 [num_bytes]) with the page and return its CRC-32. None: a miss, and garbage there."""
         name = self._name(key.digest)
+        last_use = self._last_use(name)
         try:
             checksum = read_page_file(self.directory / name, self.layout, key, content)
         except FileNotFoundError:
-            self._forget(name)
+            self._forget(name, last_use)
             return None
         except BadPageFile as reason:
             logger.warning("disk tier: %s is a miss and deleted: %s", name, reason)
@@ -122,21 +128,23 @@ class DiskTier:
         name, stamp = self._name(key.digest), self._stamp()
         try:
             self._write(name, key, content, checksum, stamp)
+            is_written = True
         except OSError as error:
             self._stop_writing(error)
-            return False
-        finally:
-            with self._lock:
-                self._reserved -= self._file_bytes
+            is_written = False
         with self._lock:
-            self._folder.used(name, self._file_bytes, stamp)
-        return True
+            self._reserved -= self._file_bytes
+            if is_written:
+                self._folder.used(name, self._file_bytes, stamp)
+        return is_written
 
     def _write(self, name: str, key: PageKey, content: Tensor, checksum: int, stamp: int) -> None:
         path = self.directory / name
+        # Two threads may write the same page: the names of unfinished files differ.
+        writer = f"{self._writer}{next(self._num_writes):x}"
         for attempt in range(2):
             try:
-                write_page_file(path, self.layout, key, content, checksum, writer=self._writer, stamp_ns=stamp)
+                write_page_file(path, self.layout, key, content, checksum, writer=writer, stamp_ns=stamp)
                 return
             except FileNotFoundError:
                 # The subfolder is new, or somebody emptied the directory.
@@ -166,44 +174,44 @@ class DiskTier:
                 listing = self._folder.listing(where)
                 with self._lock:
                     missing = self._folder.missing(listing)
-                vanished = [name for name in missing if not os.path.lexists(self.directory / name)]
-                with self._lock:
-                    self._folder.merge(listing, vanished)
-                for name in vanished:
-                    self._dropped(name)
+                    self._folder.merge(listing)
+                for name, last_use in missing.items():
+                    if not os.path.lexists(self.directory / name):
+                        self._forget(name, last_use)
 
     def _touch(self, name: str) -> None:
         """Note the use, also for other processes and for the time after a restart."""
         stamp = self._stamp()
         with self._lock:
-            self._folder.used(name, self._file_bytes, stamp)
+            if name in self._folder:  # not if it was deleted meanwhile
+                self._folder.used(name, self._file_bytes, stamp)
         try:
             os.utime(self.directory / name, ns=(stamp, stamp), follow_symlinks=False)
         except FileNotFoundError:
-            self._forget(name)
+            self._forget(name, stamp)
         except OSError:
             # Not ours to touch: the order among processes is a little off then.
             return
 
     def _delete(self, name: str) -> bool:
+        last_use = self._last_use(name)
         try:
             (self.directory / name).unlink(missing_ok=True)
         except OSError as error:
             self._stop_writing(error)
             return False
-        self._forget(name)
+        self._forget(name, last_use)
         return True
 
-    def _forget(self, name: str) -> None:
+    def _last_use(self, name: str) -> int | None:
         with self._lock:
-            if name not in self._folder:
-                return
-            self._folder.forget(name)
-        self._dropped(name)
+            return self._folder.last_use(name)
 
-    def _dropped(self, name: str) -> None:
+    def _forget(self, name: str, last_use: int | None) -> None:
+        with self._lock:
+            is_gone = self._folder.forget(name, last_use)
         fingerprint, _, rest = name.partition("/")
-        if fingerprint == self._fingerprint:
+        if is_gone and fingerprint == self._fingerprint:
             self.dropped.append(bytes.fromhex(rest.rpartition("/")[2].removesuffix(".page")))
 
     def _stop_writing(self, error: OSError) -> None:

@@ -12,7 +12,6 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +46,7 @@ class Listing:
 
 
 class PageFolder:
-    """Bookkeeping of one folder; `writer` marks the unfinished files that are this process's own.
+    """Bookkeeping of one folder; `writer` begins the marks of unfinished files that are this process's own.
 
     Names are relative to the folder. Only `listing` may run beside the other methods.
     """
@@ -80,18 +79,24 @@ class PageFolder:
             self._ages = [(file.used_ns, name) for shard in self._shards.values() for name, file in shard.files.items()]
             heapq.heapify(self._ages)
 
-    def forget(self, name: str) -> None:
-        """The file is gone."""
-        gone = self._files(name).pop(name, None)
-        if gone is not None:
-            self.num_bytes -= gone.size
+    def last_use(self, name: str) -> int | None:
+        """When the file was used, as far as known; None if there is none."""
+        file = self._files(name).get(name)
+        return None if file is None else file.used_ns
+
+    def forget(self, name: str, last_use: int | None) -> bool:
+        """The file that was last used then is gone; one that has taken its place meanwhile is not."""
+        file = self._files(name).get(name)
+        if file is None or file.used_ns != last_use:
+            return False
+        self.num_bytes -= self._files(name).pop(name).size
+        return True
 
     def oldest(self) -> str | None:
         """The file not used for longest; it stays until it is forgotten."""
         while self._ages:
             used_ns, name = self._ages[0]
-            file = self._files(name).get(name)
-            if file is not None and file.used_ns == used_ns:
+            if self.last_use(name) == used_ns:
                 return name
             heapq.heappop(self._ages)
         return None
@@ -100,7 +105,7 @@ class PageFolder:
         """Take in the whole folder. Raises OSError when it cannot be listed."""
         os.listdir(self.root)
         for where in self._all_shards():
-            self.merge(self.listing(where), vanished=[])
+            self.merge(self.listing(where))
 
     def due(self, share: float) -> list[str]:
         """The subfolders to look at again now, in turn: at least one, at least this share of all."""
@@ -109,16 +114,16 @@ class PageFolder:
         count = min(len(self._due), 1 + int(share * len(self._shards)))
         return [self._due.popleft() for _ in range(count)]
 
-    def missing(self, listing: Listing) -> list[str]:
-        """Files that the listing should have shown. They are gone, or came after it began: look by name."""
-        return [name for name in self._shard(listing.where).files if name not in listing.files]
+    def missing(self, listing: Listing) -> dict[str, int]:
+        """Files that the listing should have shown, and their last use. Gone, or come after it began: look by name."""
+        files = self._shard(listing.where).files
+        return {name: file.used_ns for name, file in files.items() if name not in listing.files}
 
-    def merge(self, listing: Listing, vanished: Iterable[str]) -> None:
+    def merge(self, listing: Listing) -> None:
+        """Take in what the listing shows."""
         shard = self._shard(listing.where)
         self.num_bytes += listing.parts - shard.parts
         shard.parts = listing.parts
-        for name in vanished:
-            self.forget(name)
         for name, file in listing.files.items():
             if shard.files.get(name) != file:
                 self.used(name, file.size, file.used_ns)
@@ -152,7 +157,7 @@ class PageFolder:
                     found.files[f"{where}/{entry.name}"] = _File(status.st_size, status.st_mtime_ns)
                 elif time.time_ns() - status.st_mtime_ns > PART_LIFETIME_NS:
                     os.unlink(entry.path)
-                elif not entry.name.endswith(f".{self.writer}.part"):
+                elif not entry.name.split(".")[3].startswith(self.writer):
                     found.parts += status.st_size
         return found
 

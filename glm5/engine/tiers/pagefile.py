@@ -42,12 +42,12 @@ def checksum_of(block: Tensor) -> int:
 def write_page_file(
     path: Path, layout: PageLayout, key: PageKey, block: Tensor, checksum: int, *, writer: str, stamp_ns: int
 ) -> None:
-    """Write the page beside `path`, then rename it. `writer` makes the name unique; `stamp_ns` becomes its mtime.
+    """Write the page beside `path`, then rename it. `writer` is used once, ever; `stamp_ns` becomes the mtime.
 
     Raises OSError, and then leaves what was there before.
     """
     building = path.with_name(f".{path.name}.{writer}.part")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         descriptor = os.open(building, flags, 0o600)
         try:

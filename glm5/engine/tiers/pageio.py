@@ -43,8 +43,21 @@ def layout_of(parts: Mapping[str, Tensor], facts: Mapping[str, object]) -> PageL
 def page_io(parts: Mapping[str, Tensor]) -> PageIO:
     """Pages of tensors [P, Z, ...], all on one device, whose rows are contiguous."""
     device = next(iter(parts.values())).device
-    rows = [part.view(part.shape[0], -1).view(torch.uint8) for part in parts.values()]
+    rows = _joined([part.view(part.shape[0], -1).view(torch.uint8) for part in parts.values()])
     return _CudaPages(rows, device) if device.type == "cuda" else _HostPages(rows)
+
+
+def _joined(rows: list[Tensor]) -> list[Tensor]:
+    """The same bytes, neighbours in memory made one: where a cache keeps a page's layers together, one copy does."""
+    joined = rows[:1]
+    for row in rows[1:]:
+        last = joined[-1]
+        end = last.data_ptr() + last.shape[1]
+        if end == row.data_ptr() and last.stride(0) == row.stride(0) >= last.shape[1] + row.shape[1]:
+            joined[-1] = last.as_strided((last.shape[0], last.shape[1] + row.shape[1]), last.stride())
+        else:
+            joined.append(row)
+    return joined
 
 
 class _HostPages:
@@ -75,7 +88,11 @@ class _HostPages:
 
 
 class _CudaPages:
-    """Pages on a GPU. Each thread has a stream and a block on the device: one copy crosses the bus per page."""
+    """Pages on a GPU. Each thread has a stream, and a block on the device if pages have several parts.
+
+    Launches hold the interpreter lock, so parts cost the engine's thread time too. A page of 4 MB on an H200, four
+    threads: 1.0 ms in 158 parts, 0.4 ms in one piece.
+    """
 
     def __init__(self, rows: list[Tensor], device: torch.device):
         self._rows, self._device = rows, device
@@ -89,25 +106,33 @@ class _CudaPages:
 
     @torch.inference_mode()
     def read_page(self, page_id: int, block: Tensor, fence: Any) -> None:
-        stream, staging = self._own()
-        with torch.cuda.stream(stream):
-            stream.wait_event(fence)
-            torch.cat([part[page_id] for part in self._rows], out=staging)
-            block.copy_(staging, non_blocking=True)
-        stream.synchronize()
+        with torch.cuda.stream(self._stream()):
+            self._stream().wait_event(fence)
+            parts = [part[page_id] for part in self._rows]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, out=self._staging())
+            block.copy_(whole, non_blocking=True)
+        self._stream().synchronize()
 
     @torch.inference_mode()
     def write_page(self, page_id: int, block: Tensor, fence: Any) -> None:
-        stream, staging = self._own()
-        with torch.cuda.stream(stream):
-            staging.copy_(block, non_blocking=True)
-            stream.wait_event(fence)
-            for part, content in zip(self._rows, staging.split(self._sizes), strict=True):
-                part[page_id].copy_(content)
-        stream.synchronize()
+        with torch.cuda.stream(self._stream()):
+            self._stream().wait_event(fence)
+            parts = [part[page_id] for part in self._rows]
+            if len(parts) == 1:
+                parts[0].copy_(block, non_blocking=True)
+            else:
+                whole = self._staging().copy_(block, non_blocking=True)
+                # One launch for all parts; a loop takes twice as long. torch has no public name for it.
+                foreach_copy = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                foreach_copy(parts, whole.split(self._sizes))
+        self._stream().synchronize()
 
-    def _own(self) -> tuple[torch.cuda.Stream, Tensor]:
+    def _stream(self) -> torch.cuda.Stream:
         if not hasattr(self._local, "stream"):
             self._local.stream = torch.cuda.Stream(self._device)
+        return self._local.stream
+
+    def _staging(self) -> Tensor:
+        if not hasattr(self._local, "staging"):
             self._local.staging = torch.empty(sum(self._sizes), dtype=torch.uint8, device=self._device)
-        return self._local.stream, self._local.staging
+        return self._local.staging

@@ -278,14 +278,29 @@ def test_closing_reports_what_had_not_begun_and_ends_the_threads(make, device):
     device.gate.clear()
     handles = [queue.store(key_of(i), i) for i in range(4)]
     assert device.arrived.wait(PATIENCE_S)
-    opener = threading.Timer(0, device.gate.set)
-    opener.start()
+    queue.close(timeout_s=0)
+    assert {copy.handle: copy.tier for copy in queue.done()} == dict.fromkeys(handles[1:])
+    device.gate.set()
     queue.close(PATIENCE_S)
-    opener.join(PATIENCE_S)
     assert not queue._workers[0].is_alive()
-    tiers = {copy.handle: copy.tier for copy in queue.done()}
-    assert tiers == {handles[0]: "host"} | dict.fromkeys(handles[1:])
-    queue.close()
+    assert {copy.handle: copy.tier for copy in queue.done()} == {handles[0]: "host"}
+
+
+def test_closing_gives_up_files_that_wait_and_the_blocks_that_they_hold(make, monkeypatch):
+    queue, gate = make(num_files=10), threading.Event()
+    write_all = pagefile._write_all
+
+    def slow(*args):
+        assert gate.wait(PATIENCE_S)
+        write_all(*args)
+
+    monkeypatch.setattr(pagefile, "_write_all", slow)
+    assert [copy(queue, "store", i, i) for i in range(4)] == ["host"] * 4
+    queue.close(timeout_s=0)
+    gate.set()
+    queue.close(PATIENCE_S)
+    assert len(queue.disk) <= 1
+    assert queue.counts.unwritten == 4 - len(queue.disk)
 
 
 def test_a_thread_that_hangs_is_left_behind(make, device, caplog):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from glm5.engine.tiers import pagefile
 from glm5.engine.tiers.disk import DiskTier
-from glm5.engine.tiers.pagefile import file_bytes
-from tests.unit.engine.tiers.pages import LAYOUT, PATIENCE_S, has, key_of, put
+from glm5.engine.tiers.pagefile import checksum_of, file_bytes
+from tests.unit.engine.tiers.pages import LAYOUT, PATIENCE_S, content_of, has, key_of, put
 
 REPO = Path(__file__).parents[4]
 FILE_BYTES = file_bytes(LAYOUT)
@@ -141,6 +142,50 @@ def test_the_other_ones_files_count_and_are_evicted_in_order_of_use(tmp_path):
     assert size(tmp_path) == 6 * FILE_BYTES
     assert [i for i in range(9) if has(theirs, i)] == [0, 4, 5, 6, 7, 8]
     assert theirs.num_damaged == 0
+
+
+def test_a_file_that_comes_while_its_folder_is_listed_is_not_forgotten(tmp_path, monkeypatch):
+    disk = tier(tmp_path, 10)
+    assert put(disk, 0)
+    number = next(i for i in range(1, 9999) if key_of(i).digest[0] == key_of(0).digest[0])
+    listing, name, content = disk._folder.listing, disk._name(key_of(number).digest), content_of(number)
+
+    def finish_a_write_after_listing(where):
+        found = listing(where)
+        disk._write(name, key_of(number), content, checksum_of(content), disk._stamp())
+        disk._folder.used(name, FILE_BYTES, disk._stamp())
+        return found
+
+    monkeypatch.setattr(disk._folder, "listing", finish_a_write_after_listing)
+    disk._refresh(FILE_BYTES)
+    assert disk.holds(key_of(number).digest)
+    assert disk.num_bytes == size(tmp_path) == 2 * FILE_BYTES
+
+
+def test_two_threads_write_the_same_page(tmp_path, monkeypatch):
+    disk, results = tier(tmp_path, 10), []
+    write_all, gate, arrived = pagefile._write_all, threading.Event(), threading.Event()
+
+    def slow(descriptor, pieces):
+        header, content = pieces
+        write_all(descriptor, (header, content[:100]))
+        arrived.set()
+        assert gate.wait(PATIENCE_S)
+        write_all(descriptor, (content[100:],))
+
+    monkeypatch.setattr(pagefile, "_write_all", slow)
+    first = threading.Thread(target=lambda: results.append(put(disk, 0)))
+    first.start()
+    assert arrived.wait(PATIENCE_S)
+    monkeypatch.undo()
+    assert put(disk, 0)
+    assert has(disk, 0)
+    gate.set()
+    first.join(PATIENCE_S)
+    assert results == [True]
+    assert has(disk, 0)
+    assert disk.is_writable
+    assert disk.num_bytes == size(tmp_path) == FILE_BYTES
 
 
 @pytest.mark.parametrize("num_tiers", [1, 3])

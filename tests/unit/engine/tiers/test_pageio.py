@@ -52,16 +52,22 @@ def test_a_page_survives_memory_and_disk(tmp_path, dtype, device, seed):
             part.copy_(before[name])
 
 
-def test_pages_of_a_pool_whose_rows_are_apart():
-    """A page may be a piece of a larger row, as in a pool that keeps the layers of a page together."""
-    pool = torch.arange(5 * 4 * 6, dtype=torch.float32).view(5, 24)
-    parts = {"a": pool[:, :16].unflatten(1, (4, 4)), "b": pool[:, 16:].unflatten(1, (4, 2))}
-    layout = layout_of(parts, {})
-    block = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    page_io(parts).read_page(3, block, None)
-    assert torch.equal(block.view(torch.float32), pool[3])
-    page_io(parts).write_page(1, block, None)
-    assert torch.equal(pool[1], pool[3])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("names", ["ab", "abc", "ba", "ac", "cab"])
+def test_pages_of_a_pool_that_keeps_the_layers_of_a_page_together(names, device):
+    """Parts may be pieces of larger rows; neighbours among them travel as one."""
+    pool = torch.arange(5 * 4 * 9, dtype=torch.float32, device=device).view(5, 36)
+    ends = {"a": (0, 16), "b": (16, 24), "c": (24, 32)}
+    parts = {name: pool[:, start:end].unflatten(1, (4, -1)) for name, (start, end) in ends.items()}
+    parts = {name: parts[name] for name in names}
+    before, layout = pool.clone(), layout_of(parts, {})
+    io, block = page_io(parts), torch.empty(layout.num_bytes, dtype=torch.uint8)
+    io.read_page(3, block, io.fence())
+    assert torch.equal(block.view(torch.float32), torch.cat([parts[name][3].flatten() for name in names]).cpu())
+    io.write_page(1, block, io.fence())
+    for name, (start, end) in ends.items():
+        before[1, start:end] = before[3, start:end] if name in names else before[1, start:end]
+    assert torch.equal(pool, before)
 
 
 def test_pages_that_were_made_in_inference_mode_can_be_written():
