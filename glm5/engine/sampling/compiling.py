@@ -1,0 +1,224 @@
+"""Grammars compiled off the step's path: a few threads, a cache, a bound on size and one on time.
+
+A request asks (`Compiler.compile`) and polls (`Compilation.ready`) until it has a grammar or a reason why not. Threads
+are the compiler's own and daemons: one that is stuck in a hostile grammar keeps nobody waiting, neither a request,
+which is refused after `timeout_s`, nor the process's end.
+"""
+
+import json
+import queue
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from glm5.common.errors import RequestError
+from glm5.common.extras import require
+from glm5.engine.sampling.params import StructuredOutputsParams
+from glm5.engine.sampling.schema import refuse_unenforced
+
+MAX_CHARS = 1 << 17
+MAX_NESTING = 128
+_MAX_GRAMMARS = 1024  # in the cache
+_MAX_WHITESPACE = 64  # between two JSON tokens: enough to indent, and a model cannot go on for ever
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+_BOUNDED = re.compile('"(min|max)Length"')
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What tokens spell: `bytes_of(id)` for ids below `size`, empty for control tokens, which no grammar lets through.
+
+    `size` is the model's, `eos_ids` are the tokens that end an answer once its grammar is complete.
+    """
+
+    size: int
+    eos_ids: Sequence[int]
+    bytes_of: Callable[[int], bytes]
+
+
+class Compilation:
+    """A grammar on its way."""
+
+    def __init__(self, future: Future[Any], timeout_s: float) -> None:
+        self._future, self._timeout_s = future, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    def ready(self) -> bool:
+        """Whether `result` answers at once."""
+        return self._future.done() or time.monotonic() >= self._deadline
+
+    def result(self) -> Any:
+        """xgrammar's CompiledGrammar; waits for it. Raises RequestError, or MissingExtra without xgrammar."""
+        try:
+            return self._future.result(max(0.0, self._deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise _refusal(f"did not compile within {self._timeout_s:g} s; simplify it") from error
+
+
+class Compiler:
+    """Compiles for one vocabulary. Compiled grammars are kept up to `cache_bytes`, the least recently used go first."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, *, num_threads: int = 2, timeout_s: float = 60.0, cache_bytes: int = 1 << 28
+    ) -> None:
+        self._vocabulary, self._timeout_s, self._cache_bytes = vocabulary, timeout_s, cache_bytes
+        self._jobs: queue.SimpleQueue[tuple[StructuredOutputsParams, Future[Any]] | None] = queue.SimpleQueue()
+        self._grammars: OrderedDict[tuple[str, str, bool], Future[Any]] = OrderedDict()
+        self._num_threads, self._threads = num_threads, list[threading.Thread]()
+        self._tokenizer_infos: dict[bool, Any] = {}
+        self._lock = threading.Lock()
+
+    def compile(self, wanted: StructuredOutputsParams) -> Compilation:
+        """Start compiling, or join whoever does. Raises RequestError for a text that is too long."""
+        if len(wanted.text) > MAX_CHARS:
+            raise _refusal(f"has {len(wanted.text)} characters; allowed: {MAX_CHARS}")
+        key = wanted.kind, wanted.text, wanted.disable_any_whitespace
+        future = self._grammars.get(key)
+        if future is None or (future.done() and future.exception() is not None):
+            future = self._grammars[key] = Future()
+            self._start_threads()
+            self._jobs.put((wanted, future))
+        self._grammars.move_to_end(key)
+        self._evict()
+        return Compilation(future, self._timeout_s)
+
+    def close(self) -> None:
+        """Ends the threads once they are done with what they have."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _start_threads(self) -> None:
+        while len(self._threads) < self._num_threads:
+            thread = threading.Thread(target=self._work, name=f"grammar-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _evict(self) -> None:
+        """Forget what failed, then the least recently used, down to the limits. Who holds a Compilation keeps it."""
+        done = [(key, future) for key, future in self._grammars.items() if future.done()]
+        sizes: dict[tuple[str, str, bool], int] = {}
+        for key, future in done:
+            if future.exception() is None:
+                sizes[key] = len(key[1]) + future.result().memory_size_bytes
+            else:
+                del self._grammars[key]
+        total = sum(sizes.values())
+        for key, size in sizes.items():
+            if total <= self._cache_bytes and len(self._grammars) <= _MAX_GRAMMARS:
+                break
+            total -= size
+            del self._grammars[key]
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            wanted, future = job
+            try:
+                future.set_result(self._compiled(wanted))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the request's to hear
+                future.set_exception(error)
+
+    def _compiled(self, wanted: StructuredOutputsParams) -> Any:
+        xgrammar = require("xgrammar", "grammar")
+        escaping = wanted.kind == "json" or _BOUNDED.search(wanted.text) is not None
+        with self._lock:
+            if escaping not in self._tokenizer_infos:
+                self._tokenizer_infos[escaping] = _tokenizer_info(xgrammar, self._vocabulary, escaping=escaping)
+        compiler = xgrammar.GrammarCompiler(self._tokenizer_infos[escaping], max_threads=1, cache_enabled=False)
+        try:
+            compiled = _compile(compiler, wanted)
+        except RuntimeError as error:  # all that xgrammar raises for what it cannot understand
+            raise _refusal(f"is not understood: {_reason(error)}") from error
+        _refuse_empty(xgrammar, compiled, self._vocabulary.size, json_wanted=wanted.kind in ("json", "json_object"))
+        return compiled
+
+
+def _compile(compiler: Any, wanted: StructuredOutputsParams) -> Any:
+    whitespace: dict[str, Any] = {"any_whitespace": False}
+    if not wanted.disable_any_whitespace:
+        whitespace = {"any_whitespace": True, "max_whitespace_cnt": _MAX_WHITESPACE}
+    if wanted.kind == "json":
+        refuse_unenforced(_parsed(wanted.text))
+        return compiler.compile_json_schema(wanted.text, **whitespace)
+    if wanted.kind == "json_object":
+        return compiler.compile_json_schema('{"type": "object"}', **whitespace)
+    if wanted.kind == "regex":
+        return compiler.compile_regex(wanted.text)
+    if wanted.kind == "grammar":
+        return compiler.compile_grammar(wanted.text)
+    if wanted.kind == "choice":
+        texts = [{"type": "const_string", "value": text} for text in json.loads(wanted.text)]
+        form = {"type": "or", "elements": texts}
+        return compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": form}))
+    for schema in _schemas_within(_parsed(wanted.text)):
+        refuse_unenforced(schema)
+    return compiler.compile_structural_tag(wanted.text)
+
+
+def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, *, escaping: bool) -> Any:
+    """The vocabulary as xgrammar takes it. `escaping`: without tokens that hold a control character but line ends.
+
+    xgrammar (0.2.8) lets strings of bounded length hold tabs and other control characters, all but line ends, as they
+    are. No JSON may. Without the tokens it cannot be said; the price are tabs between JSON's tokens.
+    """
+    if not vocabulary.eos_ids:
+        raise _refusal("needs a model with an end token: nothing could follow a complete answer")
+    spelled = [vocabulary.bytes_of(token_id) for token_id in range(vocabulary.size)]
+    if escaping:
+        spelled = [b"" if _CONTROL.search(spelling) else spelling for spelling in spelled]
+    return xgrammar.TokenizerInfo(
+        spelled, xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.eos_ids)
+    )
+
+
+def _refuse_empty(xgrammar: ModuleType, compiled: Any, vocab_size: int, *, json_wanted: bool) -> None:
+    """A grammar without a first token, or JSON that may be nothing: xgrammar compiles some contradictions to these."""
+    matcher, mask = xgrammar.GrammarMatcher(compiled), xgrammar.allocate_token_bitmask(1, vocab_size)
+    matcher.fill_next_token_bitmask(mask)
+    if not mask.any() or (json_wanted and matcher.is_completed()):
+        raise _refusal("matches no text")
+
+
+def _parsed(text: str) -> Any:
+    """JSON of bounded nesting."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(f"is not JSON: {error}") from error
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise _refusal(f"is nested more than {MAX_NESTING} deep")
+        level = [child for one in level for child in _within(one)]
+    return value
+
+
+def _within(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def _schemas_within(tag: Any) -> list[Any]:
+    """The JSON schemas of a structural tag."""
+    waiting, schemas = [tag], []
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, dict) and here.get("type") == "json_schema" and "json_schema" in here:
+            schemas.append(here["json_schema"])
+        else:
+            waiting += _within(here)
+    return schemas
+
+
+def _reason(error: RuntimeError) -> str:
+    """xgrammar's message without clock and file."""
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?", "", str(error)).strip()[:300]
+
+
+def _refusal(why: str) -> RequestError:
+    return RequestError(f"structured_outputs {why}", param="structured_outputs")

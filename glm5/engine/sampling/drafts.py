@@ -1,0 +1,35 @@
+"""Which drafted tokens stand. A draft does when it is the very token that its row drew: output cannot depend on depth.
+
+row 0 of a slot draws t0; row j draws tj assuming drafts d1 .. dj;  d1 stands if t0 == d1, d2 if also t1 == d2 ...
+new tokens = t0 .. ta, a = number of drafts that stand
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Accepted(NamedTuple):
+    """Per slot: new tokens int64 [S, J] and how many of them count, int64 [S]; 0 for slots without rows."""
+
+    token_SJ: Tensor
+    count_S: Tensor
+
+
+def accept(token_R: Tensor, slot_R: Tensor, offset_R: Tensor, draft_SK: Tensor) -> Accepted:
+    """Tokens that each slot gains in a step. `offset_R`: how many drafts row r assumes, each of 0 .. offset has a row.
+
+    `draft_SK`: the step's drafts [S, K], anything after a slot's own. Padding rows belong to the last slot, which
+    gains nothing.
+    """
+    num_slots, depth = draft_SK.shape
+    token_SJ = token_R.new_zeros(num_slots, depth + 1)
+    drawn_SJ = torch.zeros(num_slots, depth + 1, dtype=torch.bool, device=token_R.device)
+    token_SJ[slot_R, offset_R] = token_R
+    drawn_SJ[slot_R, offset_R] = True
+    drawn_SJ[-1] = False
+    stands_SK = token_SJ[:, :-1] == draft_SK
+    alive_SJ = drawn_SJ.clone()
+    alive_SJ[:, 1:] &= stands_SK
+    return Accepted(token_SJ, alive_SJ.int().cumprod(dim=1).sum(dim=1))

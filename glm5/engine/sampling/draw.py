@@ -1,0 +1,99 @@
+"""One token a row out of its edited logits.
+
+    z     = (logits - max) / temperature
+    keep  = z >= log(min_p), then the top_k largest, then the shortest head of those with mass >= top_p
+    token = argmax over kept w of  z[w] - log(e[w])        (exponential race, see `noise`)
+
+Equal values rank by smaller token id. Masses are integers, exp(z) * 2**40: their sums are the same in any order, so a
+row keeps the same tokens whether its head or the whole of it was sorted, on any device and in any batch. A row is
+greedy where its temperature is 0.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.engine.sampling.noise import log_exponential
+
+_ONE = 2.0**40  # the mass of the likeliest token; 2**18 of them still fit 63 bits
+_ALL = torch.iinfo(torch.int64).max
+_HEAD = 1024  # tokens of a row that a CPU sorts before it sorts all
+
+
+@dataclass
+class DrawParams:
+    """Per row: temperature (0: greedy), log of min_p, top_p in float32; top_k (0: all) and seed in int64."""
+
+    temperature_R: Tensor
+    log_min_p_R: Tensor
+    top_p_R: Tensor
+    top_k_R: Tensor
+    seed_R: Tensor
+
+
+def draw(logits_RW: Tensor, position_R: Tensor, params: DrawParams, *, min_p: bool, head: bool) -> Tensor:
+    """Token ids [R]. `min_p`, `head`: whether any row has a min_p, or a top_k or top_p: else that work is skipped."""
+    greedy_R = params.temperature_R == 0
+    z_RW = logits_RW - logits_RW.amax(dim=-1, keepdim=True)
+    z_RW /= torch.where(greedy_R, 1.0, params.temperature_R)[:, None]
+    if min_p:
+        z_RW.masked_fill_(z_RW < params.log_min_p_R[:, None], -torch.inf)
+    if head:
+        z_RW.masked_fill_(_dropped(z_RW, params.top_k_R, params.top_p_R), -torch.inf)
+    z_RW -= log_exponential(params.seed_R, position_R, logits_RW.shape[1])
+    return torch.where(greedy_R, logits_RW.argmax(dim=-1), z_RW.argmax(dim=-1))
+
+
+def _dropped(z_RW: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+    """Mask [R, W] of the tokens that top_k and then top_p leave out."""
+    vocab_size = z_RW.shape[1]
+    rank_R = torch.where(top_k_R > 0, top_k_R, vocab_size).clamp_max_(vocab_size)
+    limited_R = (rank_R < vocab_size) | (top_p_R < 1)
+    # The largest z is 0, so its probability is one over the sum of all exp(z).
+    mass_R = (_ONE / z_RW.softmax(dim=-1).amax(dim=-1).double()).long()
+    cut: _Cut | None = None
+    if z_RW.device.type == "cpu" and vocab_size > _HEAD:
+        cut = _find_cut(z_RW.topk(_HEAD, dim=-1).values, rank_R, top_p_R, mass_R, vocab_size)
+        cut = cut if (cut.certain_R | ~limited_R).all() else None
+    if cut is None:
+        cut = _find_cut(_descending(z_RW), rank_R, top_p_R, mass_R, vocab_size)
+    last_R1 = torch.where(limited_R, cut.last_R, -torch.inf)[:, None]
+    num_ties_R1 = torch.where(limited_R, cut.num_ties_R, vocab_size)[:, None]
+    tied_RW = z_RW == last_R1
+    return (z_RW < last_R1) | (tied_RW & (tied_RW.cumsum(dim=-1, dtype=torch.int32) > num_ties_R1))
+
+
+class _Cut(NamedTuple):
+    """Per row: the smallest value kept, how many of those equal to it are kept, and whether that is certain."""
+
+    last_R: Tensor
+    num_ties_R: Tensor
+    certain_R: Tensor
+
+
+def _find_cut(z_RU: Tensor, rank_R: Tensor, top_p_R: Tensor, mass_R: Tensor, vocab_size: int) -> _Cut:
+    """The cut of rows of which z_RU are the U largest values, descending, and `mass_R` the mass of all."""
+    num_sorted = z_RU.shape[1]
+    heads_RU = (z_RU.exp() * _ONE).long().cumsum(dim=-1)
+    ranked_R = heads_RU.gather(1, (rank_R.clamp_max(num_sorted) - 1)[:, None])[:, 0]
+    mass_R = torch.where(rank_R < vocab_size, ranked_R, mass_R)
+    # top_p 1 keeps all: rounding may bring the sum to the whole before the last token.
+    target_R = torch.where(top_p_R < 1, (top_p_R.double() * mass_R).ceil().long(), _ALL)
+    rank_U = torch.arange(num_sorted, device=z_RU.device)
+    dropped_RU = (rank_U[1:] >= rank_R[:, None]) | (heads_RU[:, :-1] >= target_R[:, None])
+    num_kept_R = num_sorted - dropped_RU.sum(dim=-1)
+    last_R1 = z_RU.gather(1, (num_kept_R - 1)[:, None])
+    num_ties_R = num_kept_R - (z_RU > last_R1).sum(dim=-1)
+    certain_R = torch.where(rank_R < vocab_size, rank_R <= num_sorted, heads_RU[:, -1] >= target_R)
+    return _Cut(last_R1[:, 0], num_ties_R, certain_R)
+
+
+def _descending(z_RW: Tensor) -> Tensor:
+    """Values of each row, largest first."""
+    if z_RW.device.type != "cpu":
+        return z_RW.sort(dim=-1, descending=True).values
+    # Which of equals comes first is nobody's business here, and NumPy's vector sort of values is 25 times faster.
+    return torch.from_numpy(np.sort(-z_RW.numpy(), axis=-1)).neg_()

@@ -1,0 +1,240 @@
+"""What a request asks of the sampler and of its ending. Field names, defaults and meanings are vLLM's.
+
+`temperature=0` is greedy. `max_tokens=None` means up to the end of the context. All values are checked here, once;
+only what needs a model (`check_token_ids`) or a compiler (a grammar's text) is checked later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from glm5.common.errors import RequestError
+
+GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: dividing by it would overflow
+MAX_N = 128
+MAX_TOP_K = 2**31 - 1
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_BIAS = 100.0  # larger ones are clamped, as in vLLM and OpenAI's definition
+# Sizes of the sampler's tables, per sequence.
+MAX_STOP_IDS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256  # token sequences: a word has up to two spellings, at the start of a text and within one
+MAX_BAD_WORD_LEN = 32  # tokens
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the answer must look like: exactly one of the first six. Raises RequestError.
+
+    `json`: a JSON schema, as text or parsed. `regex`: a pattern of the whole answer. `choice`: one of these texts.
+    `grammar`: EBNF as llama.cpp writes it, beginning at `root`. `json_object`: any JSON object.
+    `structural_tag`: xgrammar's structural tag, as text or parsed.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: str | Mapping[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    kind: str = field(init=False, repr=False)
+    text: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        asked = {
+            "json": self.json,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+            "json_object": self.json_object or None,
+            "structural_tag": self.structural_tag,
+        }
+        kinds = [kind for kind, value in asked.items() if value is not None]
+        if len(kinds) != 1:
+            raise RequestError(
+                f"structured_outputs has {kinds or 'no constraint'}; allowed: exactly one of {list(asked)}",
+                param="structured_outputs",
+            )
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise _refusal("structured_outputs.disable_any_whitespace", self.disable_any_whitespace, "true or false")
+        kind = kinds[0]
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "text", _as_text(kind, asked[kind]))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue one prompt. Raises RequestError naming the field, the value and what is allowed."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1: all tokens
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None  # 0: of the sampled token alone; k: of the k likeliest besides
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, the first of which has none
+    skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, _as_tuple([value] if isinstance(value, str) else value))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        for name, good, allowed in (*self._numbers(), *self._lists(), *self._ending()):
+            if not good:
+                raise _refusal(name, getattr(self, name), allowed)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalized(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    def but(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, checked again."""
+        return replace(self, **changes)
+
+    def sequences(self) -> list[SamplingParams]:
+        """One set of parameters for each of the n answers: their seeds count up from `seed`, as in vLLM."""
+        seeds = [None if self.seed is None else _wrapped(self.seed + index) for index in range(self.n)]
+        return [self.but(n=1, seed=seed) for seed in seeds]
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises RequestError where a field names a token that the model does not have."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            beyond = [token_id for token_id in getattr(self, name) or () if token_id >= vocab_size]
+            if beyond:
+                raise RequestError(
+                    f"{name} holds {beyond[0]}; allowed: token ids below the vocabulary's {vocab_size}", param=name
+                )
+
+    def _numbers(self) -> Iterator[tuple[str, bool, str]]:
+        yield "n", _is_int(self.n, 1, MAX_N), f"1 to {MAX_N}"
+        yield "presence_penalty", _within(self.presence_penalty, -2.0, 2.0), "-2 to 2"
+        yield "frequency_penalty", _within(self.frequency_penalty, -2.0, 2.0), "-2 to 2"
+        yield "repetition_penalty", _within(self.repetition_penalty, 1e-2, 1e2), "0.01 to 100 (1: none)"
+        yield "temperature", _within(self.temperature, 0.0, 100.0), "0 (greedy) to 100"
+        yield "top_p", _within(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0, at most 1"
+        yield "top_k", _is_int(self.top_k, -1, MAX_TOP_K), f"-1 or 0 (all), or 1 to {MAX_TOP_K}"
+        yield "min_p", _within(self.min_p, 0.0, 1.0), "0 to 1"
+        yield "seed", self.seed is None or _is_int(self.seed, -(2**63), 2**64 - 1), "a 64-bit integer"
+        yield "n", self.n == 1 or not self.greedy, "1 with temperature 0: all answers would be the same"
+
+    def _lists(self) -> Iterator[tuple[str, bool, str]]:
+        few = _all(self.stop, _is_text) and len(self.stop) <= MAX_STOP_STRINGS
+        yield "stop", few, f"a non-empty text, or up to {MAX_STOP_STRINGS} of them"
+        few = _all(self.stop_token_ids, _is_int) and len(self.stop_token_ids) <= MAX_STOP_IDS
+        yield "stop_token_ids", few, f"a list of up to {MAX_STOP_IDS} token ids of at least 0"
+        few = _all(self.bad_words, _is_text) and len(self.bad_words) <= MAX_BAD_WORDS // 2
+        yield "bad_words", few, f"a list of up to {MAX_BAD_WORDS // 2} non-empty texts"
+        biases = self.logit_bias
+        few = biases is None or (_all(biases, _is_int) and len(biases) <= MAX_LOGIT_BIASES)
+        yield "logit_bias", few, f"a mapping of up to {MAX_LOGIT_BIASES} token ids to numbers"
+        allowed = self.allowed_token_ids
+        yield "allowed_token_ids", allowed is None or (_all(allowed, _is_int) and len(allowed) > 0), "some token ids"
+        grammar = self.structured_outputs
+        right = grammar is None or isinstance(grammar, StructuredOutputsParams)
+        yield "structured_outputs", right, "a StructuredOutputsParams"
+
+    def _ending(self) -> Iterator[tuple[str, bool, str]]:
+        yield (
+            "max_tokens",
+            self.max_tokens is None or _is_int(self.max_tokens, 1),
+            ("at least 1, or None for up to the end of the context"),
+        )
+        most = self.max_tokens if self.max_tokens is not None else self.min_tokens
+        yield "min_tokens", _is_int(self.min_tokens, 0, most), f"0 to max_tokens ({self.max_tokens})"
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            yield name, value is None or _is_int(value, 0, MAX_LOGPROBS), f"None, or 0 to {MAX_LOGPROBS}"
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            yield name, isinstance(getattr(self, name), bool), "true or false"
+
+
+def _as_text(kind: str, value: Any) -> str:
+    """The constraint as one text: what is compiled, and what a compiled grammar is known by."""
+    param = f"structured_outputs.{kind}"
+    if kind == "json_object":
+        if value is not True:
+            raise _refusal(param, value, "true or false")
+        return ""
+    if kind == "choice":
+        if not _all(_as_tuple(value), _is_text) or not value:
+            raise _refusal(param, value, "a list of non-empty texts")
+        return json.dumps(list(value))
+    if kind in ("json", "structural_tag") and isinstance(value, Mapping):
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"{param} cannot be written as JSON: {error}", param="structured_outputs") from error
+    if not _is_text(value):
+        raise _refusal(param, value, "a non-empty text")
+    return value
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list as a tuple, None as an empty one; anything else as it is, to be refused."""
+    return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else value
+
+
+def _as_biases(value: Any) -> dict[int, float]:
+    """Token id to a bias within the limits. Ids may come as text: JSON has no other keys."""
+    try:
+        biases = {int(key): float(bias) for key, bias in value.items()}
+        if any(bias != bias for bias in biases.values()) or any(isinstance(key, float) for key in value):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _refusal("logit_bias", value, "a mapping of token ids to numbers") from error
+    return {key: max(-MAX_BIAS, min(MAX_BIAS, bias)) for key, bias in biases.items()}
+
+
+def _refusal(param: str, got: object, allowed: str) -> RequestError:
+    shown = repr(got)
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+    return RequestError(f"{param} is {shown}; allowed: {allowed}", param=param.partition(".")[0])
+
+
+def _all(values: Any, good: Any) -> bool:
+    return isinstance(values, (tuple, dict)) and all(good(value) for value in values)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_int(value: object, low: int = 0, high: float = float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _within(value: object, low: float, high: float) -> bool:
+    """A number in [low, high]; NaN is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _wrapped(seed: int) -> int:
+    """The 64-bit seed after the last one is the first."""
+    return seed if seed < 2**64 else seed - 2**64

@@ -1,0 +1,113 @@
+"""Logits in, tokens out, by the tables of the slots that the rows belong to.
+
+A batch does the work that any of its rows needs, and no Python runs per request. A wide vocabulary is worked through
+in a few rows at a time on a CPU, so that intermediates stay in cache and each part does only its own rows' work.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glm5.engine.sampling.drafts import Accepted
+from glm5.engine.sampling.draw import DrawParams, draw
+from glm5.engine.sampling.edits import Rows, edited
+from glm5.engine.sampling.logprobs import Logprobs, logprobs
+from glm5.engine.sampling.slots import Feature, Placement, SlotTables
+
+_CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's L2
+
+
+@dataclass
+class Sampled:
+    """Tokens int64 [R]; rows where no token was possible (all barred, or NaN), bool [R]; log-probabilities if asked."""
+
+    token_R: Tensor
+    stuck_R: Tensor
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Sampling state of `num_slots` sequences with up to `max_drafts` drafts each.
+
+    `place` and `permit` write the slots' tables between steps, `sample` reads them, `record` keeps them up to date;
+    all work is enqueued in that order and none of it waits for the device.
+    """
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, *, max_drafts: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
+        self.tables = SlotTables(num_slots, vocab_size, 1 + max_drafts, torch.device(device))
+
+    def place(self, placements: list[Placement]) -> None:
+        """Sequences take slots; nothing of those who sat there remains."""
+        self.tables.place(placements)
+
+    def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
+        """Masks of the next step's rows for sequences with a grammar: int32 on the host [len(slots), J, ceil(W / 32)].
+
+        A mask holds until the next one; masks_BJM is overwritten where a slot has allowed_token_ids as well.
+        """
+        self.tables.permit(slots, masks_BJM)
+
+    def sample(self, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None = None) -> Sampled:
+        """One token a row. The logits are left alone. `draft_SK`: drafts [S, K], None where every offset is 0."""
+        num_rows, vocab_size = logits_RW.shape
+        assert vocab_size == self.tables.vocab_size, f"{vocab_size=} {self.tables.vocab_size=}"
+        assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
+        features = self.tables.features_of(rows.slots)
+        num_likeliest = self.tables.num_likeliest_of(rows.slots)
+        step = max(1, _CACHED // vocab_size) if logits_RW.device.type == "cpu" else num_rows
+        if num_rows <= step:
+            return self._sample(logits_RW, rows, draft_SK, features & Feature.LOGPROBS, num_likeliest)
+        spans = [slice(first, first + step) for first in range(0, num_rows, step)]
+        return _joined(
+            self._sample(logits_RW[span], rows[span], draft_SK, features & Feature.LOGPROBS, num_likeliest)
+            for span in spans
+        )
+
+    def record(self, accepted: Accepted, slots: NDArray[np.int64]) -> None:
+        """Count the tokens that sequences gained: later rows are penalized for them. `slots`: the step's `Rows.slots`.
+
+        Not called for drafts: rows that assume them count them by themselves.
+        """
+        self.tables.record(accepted.token_SJ, accepted.count_S, self.tables.features_of(slots))
+
+    def _sample(
+        self, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, shown: Feature, num_likeliest: int
+    ) -> Sampled:
+        features = self.tables.features_of(rows.slots)
+        edited_RW = edited(logits_RW, rows, draft_SK, self.tables)
+        token_R = self._draw(edited_RW, rows, features)
+        temperature_R = self.tables.temperature_S.index_select(0, rows.slot_R) if features & Feature.TEMPERED else None
+        found = logprobs(logits_RW, token_R, temperature_R, num_likeliest) if shown else None
+        return Sampled(token_R, ~edited_RW.amax(dim=-1).isfinite(), found)
+
+    def _draw(self, logits_RW: Tensor, rows: Rows, features: Feature) -> Tensor:
+        if not features & Feature.RANDOM:
+            return logits_RW.argmax(dim=-1)
+        tables, slot_R = self.tables, rows.slot_R
+        params = DrawParams(
+            temperature_R=tables.temperature_S.index_select(0, slot_R),
+            log_min_p_R=tables.log_min_p_S.index_select(0, slot_R),
+            top_p_R=tables.top_p_S.index_select(0, slot_R),
+            top_k_R=tables.top_k_S.index_select(0, slot_R),
+            seed_R=tables.seed_S.index_select(0, slot_R),
+        )
+        min_p, head = bool(features & Feature.MIN_P), bool(features & Feature.HEAD)
+        return draw(logits_RW, rows.position_R, params, min_p=min_p, head=head)
+
+
+def _joined(parts: Any) -> Sampled:
+    """One Sampled of several, in order."""
+    parts = list(parts)
+    found = [part.logprobs for part in parts]
+    joined = None
+    if found[0] is not None:
+        names = ("logprob_R", "tempered_R", "rank_R", "likeliest_RN", "likeliest_logprob_RN")
+        joined = Logprobs(*(torch.cat([getattr(one, name) for one in found]) for name in names))
+    tokens, stuck = (torch.cat([getattr(part, name) for part in parts]) for name in ("token_R", "stuck_R"))
+    return Sampled(tokens, stuck, joined)

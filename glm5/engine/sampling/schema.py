@@ -1,0 +1,261 @@
+"""JSON schemas that xgrammar would not enforce, refused by keyword and place.
+
+xgrammar (0.2.8 checked) drops what it does not understand, some of it with a line on stderr and some in silence: its
+grammar then lets invalid answers through. Each rule here stands for a case that was seen to. What passes is enforced,
+except that a key may come twice, that `format` is a pattern (April 31 is a date), and that bytes of half a surrogate
+pair count as one character of a bounded string, though they decode as three. Only what the root reaches is looked at.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from glm5.common.errors import RequestError
+
+MAX_DEPTH = 64  # compiling a schema of depth 1000 takes minutes
+
+_UNENFORCED = (
+    "not", "if", "contains", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+_FOR_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_FOR_STRINGS = ("minLength", "maxLength", "pattern", "format")
+_FOR_ARRAYS = ("minItems", "maxItems", "uniqueItems", "items", "prefixItems", "unevaluatedItems")
+_FOR_OBJECTS = (
+    "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+    "maxProperties", "unevaluatedProperties",
+)  # fmt: skip
+_ASSERTIONS = (*_FOR_NUMBERS, *_FOR_STRINGS, *_FOR_ARRAYS, *_FOR_OBJECTS)
+_CHOOSERS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # each decides alone: its neighbours are dropped
+# Type a schema is taken for when it names none but has one of these.
+_IMPLIES = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
+_BROKEN_FORMATS = ("json-pointer", "relative-json-pointer")  # their patterns let bare quotes through
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "boolean": bool,
+    "null": type(None),
+}  # fmt: skip
+# In a JSON string a pattern is matched against the text as written: these would have to be escaped there.
+_UNWRITABLE = re.compile(r'"|\\(?:\\|[nrtfvb0c]|x[01]|x22|x5[cC]|u00[01]|u0022|u005[cC]|u\{)')
+_MAX_REPEATS = 128  # beyond, the compiler fails on an assertion of its own
+_COUNT = re.compile(r"(?<=[{,])\d+(?=[,}])")
+_STRAY_ANCHOR = re.compile(r"(?<=[^|])\^|\$(?=[^|])")
+_NOT_ANCHORS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)  # escapes and classes
+
+
+def refuse_unenforced(schema: Any) -> None:
+    """Raises RequestError naming the first keyword of `schema` (parsed) that a grammar would not honour."""
+    seen: set[str] = set()
+    waiting = [("#", schema, 0)]
+    while waiting:
+        place, here, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise _refusal(place, f"is nested more than {MAX_DEPTH} deep; flatten it or use $ref")
+        if place in seen or isinstance(here, bool):
+            continue
+        seen.add(place)
+        if not isinstance(here, Mapping):
+            raise _refusal(place, f"is {json.dumps(here)[:80]}; allowed: an object, true or false")
+        try:
+            for keyword, why in _complaints(here, schema):
+                raise _refusal(f"{place}/{keyword}", why)
+            waiting += [(f"{place}/{step}", child, depth + 1) for step, child in _children(here)]
+        except (TypeError, AttributeError, KeyError) as error:
+            raise _refusal(place, f"has a keyword whose value is of a wrong type ({error})") from error
+        if "$ref" in here:
+            target_place, target = _target(here, schema)
+            waiting.append((target_place, target, depth))
+
+
+def _complaints(here: Mapping[str, Any], root: Any) -> Iterator[tuple[str, str]]:
+    """(keyword, what is wrong with it) for one schema, its subschemas apart."""
+    for keyword in _UNENFORCED:
+        if keyword in here:
+            yield keyword, "cannot be enforced; remove it, or check it on the answer"
+    if "$id" in here and here is not root:
+        yield "$id", "changes what $ref means; only the outermost schema may have one"
+    choosers = _chooses(here)
+    if choosers:
+        yield from _choice_complaints(here, choosers, root)
+        return
+    kinds = _kinds(here)
+    for owners, keywords in _OWNERS.items():
+        stray = [keyword for keyword in keywords if keyword in here and "type" not in here and not owners & kinds]
+        if stray:
+            yield stray[0], f'is only enforced where "type" says {" or ".join(sorted(owners))}; add the type'
+    yield from _number_complaints(here, kinds)
+    yield from _string_complaints(here)
+    if here.get("uniqueItems") and here.get("maxItems", 2) > 1:
+        yield "uniqueItems", "cannot be enforced; remove it, or set maxItems to 1"
+    if "object" in kinds:
+        yield from _object_complaints(here)
+
+
+def _choice_complaints(here: Mapping[str, Any], choosers: list[str], root: Any) -> Iterator[tuple[str, str]]:
+    chooser = choosers[0]
+    stray = [*choosers[1:], *(keyword for keyword in _ASSERTIONS if keyword in here)]
+    if chooser not in ("const", "enum") and "type" in here:
+        stray.append("type")
+    if stray:
+        yield stray[0], f"is not enforced beside {chooser}; move it into the schema there"
+    if chooser == "allOf" and len(here["allOf"]) != 1:
+        yield "allOf", f"has {len(here['allOf'])} schemas; allowed: 1, merge them"
+    if chooser == "oneOf" and not _disjoint([_resolved(one, root) for one in here["oneOf"]]):
+        yield (
+            "oneOf",
+            "has alternatives that may both hold; write anyOf, or tell them apart by type or const",
+        )
+    if chooser in ("const", "enum") and "type" in here:
+        values = here["enum"] if chooser == "enum" else [here["const"]]
+        wrong = [value for value in values if not any(_is_a(value, kind) for kind in _kinds(here))]
+        if wrong:
+            yield chooser, f"holds {json.dumps(wrong[0])[:80]}, which is not of type {json.dumps(here['type'])}"
+
+
+def _number_complaints(here: Mapping[str, Any], kinds: set[str]) -> Iterator[tuple[str, str]]:
+    step = here.get("multipleOf")
+    if step is not None:
+        bounded = ["minimum" in here or "exclusiveMinimum" in here, "maximum" in here or "exclusiveMaximum" in here]
+        if "number" in kinds or not isinstance(step, int):
+            yield "multipleOf", "is only enforced for integers"
+        elif len(set(bounded)) > 1:
+            yield "multipleOf", "is only enforced with both bounds or none"
+    for bound in _FOR_NUMBERS[:4]:
+        value = here.get(bound)
+        if isinstance(value, float) and 0 < abs(value) < 1e-6:
+            yield bound, f"is {value}: bounds closer to 0 than 1e-6 are not enforced"
+
+
+def _string_complaints(here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    pattern, described = here.get("pattern"), [key for key in ("pattern", "format") if key in here]
+    if here.get("format") in _BROKEN_FORMATS:
+        yield "format", f"{here['format']!r} lets invalid JSON through; use a pattern"
+    if len(described) > 1 or (described and ("minLength" in here or "maxLength" in here)):
+        dropped = next(key for key in _FOR_STRINGS if key in here and key != described[-1])
+        yield dropped, f"is not enforced beside {described[-1]}; say it in one pattern"
+    if isinstance(pattern, str) and (found := _UNWRITABLE.search(pattern)):
+        yield "pattern", f"{pattern!r} holds {found[0]!r}: quotes, backslashes and control characters are not escaped"
+    elif isinstance(pattern, str) and any(int(count) > _MAX_REPEATS for count in _COUNT.findall(pattern)):
+        yield "pattern", f"{pattern!r} repeats something more than {_MAX_REPEATS} times; use *, + or maxLength"
+    elif isinstance(pattern, str) and _STRAY_ANCHOR.search(_NOT_ANCHORS.sub("x", pattern)):
+        yield "pattern", f"{pattern!r} has an anchor inside; allowed: ^ first and $ last"
+
+
+def _object_complaints(here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    names, patterns = here.get("properties", {}), here.get("patternProperties", {})
+    missing = [name for name in here.get("required", ()) if name not in names]
+    if missing:
+        yield "required", f"names {missing[0]!r}, which properties does not describe; describe it there"
+    open_ended = bool(patterns) or "propertyNames" in here or here.get("additionalProperties", False) is not False
+    if open_ended and here.get("minProperties", 0) > max(1, len(here.get("required", ()))):
+        yield "minProperties", "is not enforced for keys that the schema does not name: one key may come twice"
+    if patterns:
+        if len(patterns) > 1 or here.get("additionalProperties", False) is not False or "propertyNames" in here:
+            yield (
+                "patternProperties",
+                "is only enforced with one pattern and additionalProperties false",
+            )
+        elif any(_may_match(pattern, name) for pattern in patterns for name in names):
+            yield "patternProperties", "has a pattern that a name in properties matches"
+    if "propertyNames" in here and names:
+        yield "propertyNames", "is not enforced beside properties"
+
+
+def _children(here: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(step, schema) of the schemas that this one applies. Definitions are looked at where they are used."""
+    names = here.get("propertyNames", True)
+    # Names are strings, whether their schema says so or not.
+    yield "propertyNames", {"type": "string", **names} if isinstance(names, Mapping) and not _chooses(names) else names
+    for keyword in ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"):
+        if keyword in here and not isinstance(here[keyword], list):  # a list of items is refused by the compiler
+            yield keyword, here[keyword]
+    for keyword in ("prefixItems", "anyOf", "oneOf", "allOf"):
+        for index, child in enumerate(here.get(keyword, ())):
+            yield f"{keyword}/{index}", child
+    for keyword in ("properties", "patternProperties"):
+        for name, child in here.get(keyword, {}).items():
+            yield f"{keyword}/{name}", child
+
+
+def _target(here: Mapping[str, Any], root: Any) -> tuple[str, Any]:
+    """What a $ref stands for, and where that is; a chain of nothing but $refs is followed to its end."""
+    seen: set[str] = set()
+    reference = here["$ref"]
+    while True:
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise _refusal("$ref", f"is {reference!r}; allowed: # and #/..., within this schema")
+        if reference in seen:
+            raise _refusal(reference, "refers to itself and nothing else")
+        seen.add(reference)
+        target = root
+        for name in reference.split("/")[1:]:
+            if not isinstance(target, Mapping) or name not in target:
+                raise _refusal(reference, "is referred to, but not there")
+            target = target[name]
+        if not isinstance(target, Mapping) or "$ref" not in target:
+            return reference, target
+        reference = target["$ref"]
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    return _target(schema, root)[1] if isinstance(schema, Mapping) and "$ref" in schema else schema
+
+
+def _kinds(here: Mapping[str, Any]) -> set[str]:
+    """Types that a schema names, or is taken for."""
+    kinds = here.get("type", [kind for keyword, kind in _IMPLIES.items() if keyword in here])
+    return set(kinds) if isinstance(kinds, list) else {kinds}
+
+
+def _chooses(here: Mapping[str, Any]) -> list[str]:
+    return [keyword for keyword in _CHOOSERS if keyword in here]
+
+
+def _disjoint(alternatives: Any) -> bool:
+    """Whether no value can be of two of the alternatives, as far as one can see."""
+    return all(
+        _apart(first, second) for index, first in enumerate(alternatives) for second in alternatives[index + 1 :]
+    )
+
+
+def _apart(first: Any, second: Any) -> bool:
+    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
+        return False
+    kinds = [_kinds(side) | ({"integer"} if "number" in _kinds(side) else set()) for side in (first, second)]
+    if all(kinds) and not kinds[0] & kinds[1]:
+        return True
+    ours, theirs = _values(first), _values(second)
+    if ours is not None and theirs is not None:
+        return not any(value in theirs for value in ours)
+    if not kinds[0] == kinds[1] == {"object"}:
+        return False
+    shared = set(first.get("required", ())) & set(second.get("required", ()))
+    return any(_apart(*(side.get("properties", {}).get(name) for side in (first, second))) for name in shared)
+
+
+def _values(here: Mapping[str, Any]) -> list[Any] | None:
+    return here["enum"] if "enum" in here else [here["const"]] if "const" in here else None
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _TYPES.get(kind, ()))
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
+
+
+def _refusal(place: str, why: str) -> RequestError:
+    return RequestError(f"structured_outputs.json: {place} {why}", param="structured_outputs")
+
+
+_OWNERS = {
+    frozenset({"integer", "number"}): _FOR_NUMBERS,
+    frozenset({"string"}): _FOR_STRINGS,
+    frozenset({"array"}): _FOR_ARRAYS,
+    frozenset({"object"}): _FOR_OBJECTS,
+}

@@ -1,0 +1,250 @@
+"""Per-slot tables: what each sequence asks of the sampler, and what it has written so far.
+
+A sequence takes a slot (`place`): tables that its parameters use are written anew, the others made neutral, since a
+batch that needs some work does it for all of its rows. So nothing of the slot's last sequence shows. On the host only
+flags are kept: they say which work a batch needs. Tables have one slot more than there are sequences, for padding rows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glm5.engine.sampling.params import (
+    GREEDY_BELOW,
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_IDS,
+    SamplingParams,
+)
+
+NO_TOKEN = -1  # before the first output token
+ANY_TOKEN = -2  # in front of a bad word shorter than the longest
+_FOREVER = torch.iinfo(torch.int64).max
+
+
+class Feature(IntFlag):
+    """Work that a sequence's parameters need."""
+
+    RANDOM = 1
+    MIN_P = 2
+    HEAD = 4  # top_k or top_p
+    PENALTIES = 8
+    BIASES = 16  # logit_bias, or stop tokens barred by min_tokens
+    BAD_WORDS = 32
+    PERMITTED = 64  # a grammar or allowed_token_ids
+    LOGPROBS = 128
+    TEMPERED = 256  # log-probabilities at a temperature other than 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A sequence that takes a slot.
+
+    `seed`: of 64 bits, signed or not. `output_ids`: what it has written already, when it comes back from preemption.
+    `stop_ids`: tokens that would end it, barred until min_tokens. `bad_words`: token sequences (`words.bad_word_ids`).
+    """
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int] = ()
+    stop_ids: Sequence[int] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+
+    @property
+    def features(self) -> Feature:
+        params, none = self.params, Feature(0)
+        random = none if params.greedy else Feature.RANDOM
+        if random:
+            random |= Feature.MIN_P if params.min_p > 0 else none
+            random |= Feature.HEAD if params.top_k > 0 or params.top_p < 1 else none
+        shown = none if params.logprobs is None else Feature.LOGPROBS
+        if shown and random and params.temperature != 1:
+            shown |= Feature.TEMPERED
+        permitted = params.allowed_token_ids is not None or params.structured_outputs is not None
+        edited = Feature.PENALTIES if params.penalized else none
+        edited |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else none
+        edited |= Feature.BAD_WORDS if self.bad_words else none
+        return random | shown | edited | (Feature.PERMITTED if permitted else none)
+
+
+class SlotTables:
+    """Tables [S, ...] on `device`, S = num_slots + 1. `num_rows`: rows of logits a sequence may have, 1 + drafts."""
+
+    def __init__(self, num_slots: int, vocab_size: int, num_rows: int, device: torch.device) -> None:
+        S, tail_len = num_slots + 1, MAX_BAD_WORD_LEN - 1
+        self.num_slots, self.vocab_size, self.num_rows, self.device = num_slots, vocab_size, num_rows, device
+
+        def table(*shape: int, dtype: torch.dtype, fill: float = 0) -> Tensor:
+            # Zeros of a CPU take no memory before they are written: only penalized sequences pay for counts.
+            if fill == 0:
+                return torch.zeros(S, *shape, dtype=dtype, device=device)
+            return torch.full((S, *shape), fill, dtype=dtype, device=device)
+
+        self._floats = table(6, dtype=torch.float32)
+        self._ints = table(3, dtype=torch.int64)
+        self.temperature_S, self.log_min_p_S, self.top_p_S = self._floats[:, :3].unbind(dim=1)
+        self.presence_S, self.frequency_S, self.repetition_S = self._floats[:, 3:].unbind(dim=1)
+        self.top_k_S, self.seed_S, self.prompt_len_S = self._ints.unbind(dim=1)
+        self.counts_SW = table(vocab_size, dtype=torch.int32)
+        self.in_prompt_SW = table(vocab_size, dtype=torch.bool)
+        self.bias_ids_SU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.int64)
+        self.biases_SU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.float32)
+        self.bias_ends_SU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.int64)
+        self.bad_last_SU = table(MAX_BAD_WORDS, dtype=torch.int64)
+        self.bad_heads_SUL = table(MAX_BAD_WORDS, tail_len, dtype=torch.int32)
+        self.is_bad_word_SU = table(MAX_BAD_WORDS, dtype=torch.bool)
+        self.tail_SL = table(tail_len, dtype=torch.int32, fill=NO_TOKEN)
+        self.permitted_SJM = table(num_rows, -(-vocab_size // 32), dtype=torch.int32, fill=-1)
+        self._features = np.zeros(S, dtype=np.int64)
+        self._num_biases = np.zeros(S, dtype=np.int64)
+        self._num_bad_words = np.zeros(S, dtype=np.int64)
+        self._bad_word_len = np.zeros(S, dtype=np.int64)
+        self._num_likeliest = np.zeros(S, dtype=np.int64)
+        self._allowed: dict[int, NDArray[np.int32]] = {}
+
+    def features_of(self, slots: NDArray[np.int64]) -> Feature:
+        """Work that any of the slots needs."""
+        return Feature(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
+
+    def num_likeliest_of(self, slots: NDArray[np.int64]) -> int:
+        return int(self._num_likeliest[slots].max(initial=0))
+
+    def num_biases_of(self, slots: NDArray[np.int64]) -> int:
+        return int(self._num_biases[slots].max(initial=0))
+
+    def bad_words_of(self, slots: NDArray[np.int64]) -> tuple[int, int]:
+        """Most bad words of any of the slots, and the length of their longest."""
+        return int(self._num_bad_words[slots].max(initial=0)), int(self._bad_word_len[slots].max(initial=0))
+
+    def place(self, placements: Sequence[Placement]) -> None:
+        """Sequences take their slots. What they need is copied to the device; work enqueued before is unaffected."""
+        if not placements:
+            return
+        slots = np.array([placement.slot for placement in placements])
+        assert len(set(slots.tolist())) == len(slots), f"{slots=}"
+        assert ((slots >= 0) & (slots < self.num_slots)).all(), f"{slots=} {self.num_slots=}"
+        for placement in placements:
+            self._neutralize(placement.slot)
+        self._features[slots] = [placement.features for placement in placements]
+        self._num_likeliest[slots] = [placement.params.logprobs or 0 for placement in placements]
+        index = self._upload(slots)
+        floats = np.array([_floats(placement.params) for placement in placements], dtype=np.float32)
+        self._floats.index_copy_(0, index, self._upload(floats))
+        ints = np.array([_ints(placement) for placement in placements], dtype=np.int64)
+        self._ints.index_copy_(0, index, self._upload(ints))
+        for placement in placements:
+            if placement.features & Feature.PENALTIES:
+                self._write_counts(placement)
+            if placement.features & Feature.BIASES:
+                self._write_biases(placement)
+            if placement.features & Feature.BAD_WORDS:
+                self._write_bad_words(placement)
+            if placement.features & Feature.PERMITTED:
+                self._write_permitted(placement)
+
+    def permit(self, slots: Sequence[int], masks_BJM: Tensor) -> None:
+        """What grammars leave for the next step's rows: one bit a token, int32 [len(slots), J, ceil(W / 32)]."""
+        masks = masks_BJM.numpy()
+        for row, slot in enumerate(slots):
+            if slot in self._allowed:
+                masks[row] &= self._allowed[slot]
+        self.permitted_SJM.index_copy_(0, self._upload(np.asarray(slots, dtype=np.int64)), self._upload(masks))
+
+    def record(self, token_SJ: Tensor, count_S: Tensor, features: Feature) -> None:
+        """The first `count_S[s]` of slot s's new tokens are its own now."""
+        num_new = token_SJ.shape[1]
+        if features & Feature.PENALTIES:
+            new_SJ = torch.arange(num_new, device=self.device) < count_S[:, None]
+            slot_S1 = torch.arange(self.num_slots + 1, device=self.device)[:, None]
+            place_SJ = slot_S1 * self.vocab_size + token_SJ.clamp_min(0)
+            self.counts_SW.view(-1).index_add_(0, place_SJ.flatten(), new_SJ.flatten().int())
+        if features & Feature.BAD_WORDS:
+            tail_len = self.tail_SL.shape[1]
+            both = torch.cat([self.tail_SL, token_SJ.int()], dim=1)
+            self.tail_SL.copy_(both.gather(1, count_S[:, None] + torch.arange(tail_len, device=self.device)))
+
+    def _neutralize(self, slot: int) -> None:
+        """Undo what the slot's last sequence wrote, except numbers that every sequence writes and counts: penalties
+        that are neutral do not see them."""
+        if self._num_biases[slot]:
+            self.bias_ends_SU[slot] = 0
+        if self._num_bad_words[slot]:
+            self.is_bad_word_SU[slot] = False
+        if self._features[slot] & Feature.PERMITTED:
+            self.permitted_SJM[slot] = -1
+        self._num_biases[slot] = self._num_bad_words[slot] = self._bad_word_len[slot] = 0
+        self._allowed.pop(slot, None)
+
+    def _write_counts(self, placement: Placement) -> None:
+        slot, vocab_size = placement.slot, self.vocab_size
+        counts = np.bincount(np.asarray(placement.output_ids, dtype=np.int64), minlength=vocab_size)
+        self.counts_SW[slot] = self._upload(counts.astype(np.int32))
+        in_prompt = np.zeros(vocab_size, dtype=bool)
+        in_prompt[np.asarray(placement.prompt_ids, dtype=np.int64)] = True
+        self.in_prompt_SW[slot] = self._upload(in_prompt)
+
+    def _write_biases(self, placement: Placement) -> None:
+        slot, params = placement.slot, placement.params
+        barred_until = len(placement.prompt_ids) + params.min_tokens
+        entries = [(token_id, bias, _FOREVER) for token_id, bias in (params.logit_bias or {}).items()]
+        if params.min_tokens > 0:
+            entries += [(token_id, -math.inf, barred_until) for token_id in dict.fromkeys(placement.stop_ids)]
+        ids, biases, ends = zip(*entries, strict=True)
+        self._num_biases[slot] = n = len(entries)
+        assert n <= self.bias_ids_SU.shape[1], f"{n} biases and stop tokens"
+        self.bias_ids_SU[slot, :n] = self._upload(np.array(ids, dtype=np.int64))
+        self.biases_SU[slot, :n] = self._upload(np.array(biases, dtype=np.float32))
+        self.bias_ends_SU[slot, :n] = self._upload(np.array(ends, dtype=np.int64))
+
+    def _write_bad_words(self, placement: Placement) -> None:
+        slot, words, tail_len = placement.slot, placement.bad_words, self.tail_SL.shape[1]
+        self._num_bad_words[slot] = n = len(words)
+        self._bad_word_len[slot] = longest = max(map(len, words))
+        assert n <= MAX_BAD_WORDS, f"{n} bad words"
+        assert longest <= MAX_BAD_WORD_LEN, f"a bad word of {longest} tokens"
+        heads = np.full((n, tail_len), ANY_TOKEN, dtype=np.int32)
+        for row, word in enumerate(words):
+            if len(word) > 1:
+                heads[row, -len(word) + 1 :] = word[:-1]
+        self.bad_heads_SUL[slot, :n] = self._upload(heads)
+        self.bad_last_SU[slot, :n] = self._upload(np.array([word[-1] for word in words], dtype=np.int64))
+        self.is_bad_word_SU[slot, :n] = True
+        written = list(placement.output_ids[-tail_len:])
+        tail = [NO_TOKEN] * (tail_len - len(written)) + written
+        self.tail_SL[slot] = self._upload(np.array(tail, dtype=np.int32))
+
+    def _write_permitted(self, placement: Placement) -> None:
+        allowed = placement.params.allowed_token_ids
+        if allowed is None:  # a grammar: its first mask is yet to come
+            return
+        bits = np.zeros(self.permitted_SJM.shape[2] * 32, dtype=bool)
+        bits[list(allowed)] = True
+        mask = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+        self._allowed[placement.slot] = mask
+        self.permitted_SJM[placement.slot] = self._upload(mask)
+
+    def _upload(self, array: NDArray[np.generic]) -> Tensor:
+        """On the device, without waiting for it."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+def _floats(params: SamplingParams) -> tuple[float, ...]:
+    temperature = 0.0 if params.temperature < GREEDY_BELOW else params.temperature
+    log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+    return temperature, log_min_p, params.top_p, *penalties
+
+
+def _ints(placement: Placement) -> tuple[int, ...]:
+    seed = placement.seed % 2**64
+    return max(placement.params.top_k, 0), seed - 2**64 if seed >> 63 else seed, len(placement.prompt_ids)

@@ -1,0 +1,215 @@
+"""Grammars compile aside, within bounds; what cannot be honoured is refused with its reason."""
+
+import sys
+import threading
+
+import pytest
+
+from glm5.common.errors import MissingExtra, RequestError
+from glm5.engine.sampling import StructuredOutputsParams
+from glm5.engine.sampling.compiling import MAX_CHARS, Compiler, Vocabulary
+from tests.unit.engine.sampling.schemas import compiler, vocabulary
+
+PATIENCE_S = 60.0
+
+
+def refusal(**fields) -> str:
+    with pytest.raises(RequestError) as caught:
+        compiler().compile(StructuredOutputsParams(**fields)).result()
+    assert caught.value.param == "structured_outputs"
+    assert "/cpp/" not in str(caught.value)
+    return str(caught.value)
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+UNENFORCED = [
+    ({"type": "number", "multipleOf": 0.5}, "#/multipleOf"),
+    ({"type": "integer", "multipleOf": 7, "maximum": -3}, "#/multipleOf"),
+    ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, "#/minimum"),
+    ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, "#/uniqueItems"),
+    ({"type": "array", "contains": {"const": 5}}, "#/contains"),
+    ({"type": "string", "pattern": "^[ab]*$", "minLength": 3}, "#/minLength"),
+    ({"type": "string", "format": "date", "maxLength": 3}, "#/maxLength"),
+    ({"type": "string", "pattern": "^a$", "format": "date"}, "#/pattern"),
+    ({"type": "string", "format": "json-pointer"}, "#/format"),
+    ({"type": "string", "pattern": 'a"b'}, "#/pattern"),
+    ({"type": "string", "pattern": r"\\d"}, "#/pattern"),
+    ({"type": "string", "pattern": r"a\nb"}, "#/pattern"),
+    ({"type": "string", "pattern": r"\x22"}, "#/pattern"),
+    ({"type": "string", "pattern": "a^b"}, "#/pattern"),
+    ({"type": "string", "pattern": "^[a-z]{3,200}$"}, "#/pattern"),
+    ({"type": "string", "pattern": "^(ab){129}$"}, "#/pattern"),
+    ({"type": "string", "pattern": "a$b"}, "#/pattern"),
+    (OBJECT | {"dependentRequired": {"a": ["b"]}}, "#/dependentRequired"),
+    (OBJECT | {"dependentSchemas": {"a": {"required": ["b"]}}}, "#/dependentSchemas"),
+    (OBJECT | {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, "#/if"),
+    ({"type": "integer", "not": {"const": 5}}, "#/not"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf"),
+    ({"oneOf": [OBJECT, OBJECT | {"required": ["a"]}]}, "#/oneOf"),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "#/allOf"),
+    (OBJECT | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, "#/properties"),
+    ({"type": "integer", "anyOf": [{"minimum": 5}, {"maximum": -5}]}, "#/type"),
+    ({"$defs": {"x": {"type": "integer"}}, "$ref": "#/$defs/x", "minimum": 5}, "#/minimum"),
+    ({"type": "string", "enum": ["a", 1]}, "#/enum"),
+    ({"enum": [1, 2, 3], "minimum": 2}, "#/minimum"),
+    ({"type": "string", "const": 1}, "#/const"),
+    ({"type": "integer", "const": True}, "#/const"),
+    ({"minimum": 3}, "#/minimum"),
+    ({"pattern": "^a$"}, "#/pattern"),
+    ({"minItems": 2}, "#/minItems"),
+    ({"required": ["a"]}, "#/required"),
+    ({"type": "object", "required": ["z"], "additionalProperties": True}, "#/required"),
+    ({"type": "object", "additionalProperties": {}, "minProperties": 2}, "#/minProperties"),
+    ({"type": "object", "patternProperties": {"^x": {}, "y$": {}}}, "#/patternProperties"),
+    ({"type": "object", "patternProperties": {"^x": {}}, "additionalProperties": {}}, "#/patternProperties"),
+    (OBJECT | {"patternProperties": {"^a": {"type": "string"}}}, "#/patternProperties"),
+    (OBJECT | {"propertyNames": {"pattern": "^[xy]$"}}, "#/propertyNames"),
+    ({"$ref": "#foo", "$defs": {"n": {"$anchor": "foo"}}}, "$ref"),
+    ({"$ref": "http://example.com/x"}, "$ref"),
+    ({"$ref": "#/$defs/x"}, "#/$defs/x"),
+    ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "refers to itself"),
+    ({"type": "array", "items": {"$id": "http://a/b", "type": "integer"}}, "#/items/$id"),
+    ({"type": "array", "items": {"anyOf": [{"type": "null"}, {"not": {}}]}}, "#/items/anyOf/1/not"),
+    ({"$defs": {"x": {"not": {}}}, "type": "array", "items": {"$ref": "#/$defs/x"}}, "#/$defs/x/not"),
+]
+
+
+@pytest.mark.parametrize(("schema", "place"), UNENFORCED, ids=str)
+def test_what_a_grammar_would_not_enforce_is_refused_by_its_place(schema, place):
+    assert place in refusal(json=schema)
+    inside = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    assert place in refusal(structural_tag=inside)
+
+
+GOOD = [
+    {}, True, {"type": "integer", "minimum": 3, "description": "minimum of 3"}, {"enum": ["not", "if"]},
+    {"type": "string", "pattern": r"^\w+[$^\]]?\$\d$", "title": "a^b"}, {"type": "string", "pattern": r"^a|b$"},
+    {"type": "string", "format": "color", "default": "red"}, {"type": "string", "enum": ["a"]},
+    {"type": "object", "properties": {"not": {"type": "string"}, "if": {"$ref": "#/properties/not"}}},
+    {"allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": {"type": "integer"}, "unused": {"not": {}}}, "title": "t"},
+    {"type": "object", "propertyNames": {"maxLength": 3}, "additionalProperties": {"type": "integer"}},
+    {"oneOf": [{"$ref": "#/$defs/p"}, {"$ref": "#/$defs/q"}], "discriminator": {"propertyName": "t"},
+     "$defs": {name: {"type": "object", "properties": {"t": {"const": name}}, "required": ["t"]} for name in "pq"}},
+    {"type": "array", "items": {"$ref": "#"}}, {"type": ["object", "null"], "properties": {}, "required": []},
+    {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "x", "type": "integer", "nullable": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", GOOD, ids=str)
+def test_what_people_write_is_not_refused(schema):
+    assert compiler().compile(StructuredOutputsParams(json=schema if isinstance(schema, dict) else "true")).result()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"json": "{bad"}, "not JSON"),
+        ({"json": "[" * 100_000}, "not JSON"),
+        ({"json": "[1]"}, "allowed: an object"),
+        ({"json": {"type": "object", "properties": []}}, "wrong type"),
+        ({"json": {"type": "object", "required": 5}}, "wrong type"),
+        ({"json": {"type": "foo"}}, 'Unsupported type "foo"'),
+        ({"json": "false"}, "cannot accept any value"),
+        ({"json": {"$ref": "#"}}, "refers to itself"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum greater than maximum"),
+        ({"regex": "(a"}, "parenthesis is not closed"),
+        ({"regex": "(?=a)b"}, "Lookahead is not supported"),
+        ({"regex": "a" * (MAX_CHARS + 1)}, f"{MAX_CHARS + 1} characters; allowed: {MAX_CHARS}"),
+        ({"grammar": "start ::= 'a'"}, "structured_outputs is not understood"),
+        ({"grammar": "root ::= nothing"}, '"nothing" is not defined'),
+        ({"grammar": "root ::= root"}, "matches no text"),
+        ({"structural_tag": {"format": {}}}, "not understood"),
+        ({"structural_tag": "nope"}, "not JSON"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_grammars_are_refused_with_the_reason(fields, reason):
+    assert reason in refusal(**fields)
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_nesting_is_bounded():
+    assert compiler().compile(StructuredOutputsParams(json=nested(60))).result()
+    assert "nested more than" in refusal(json=nested(65))
+    assert "nested more than" in refusal(json=nested(200))
+
+
+def test_without_xgrammar_the_request_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    lone = Compiler(vocabulary())
+    with pytest.raises(MissingExtra, match=r"pip install 'glm5\[grammar\]'"):
+        lone.compile(StructuredOutputsParams(regex="a")).result()
+    lone.close()
+
+
+def test_a_model_without_an_end_token_has_no_grammars():
+    lone = Compiler(Vocabulary(10, (), lambda token_id: bytes([97 + token_id])))
+    with pytest.raises(RequestError, match="end token"):
+        lone.compile(StructuredOutputsParams(regex="a")).result()
+    lone.close()
+
+
+class Gated(Compiler):
+    """Compiles nothing before it may."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(vocabulary(), **options)
+        self.gate = threading.Event()
+
+    def _compiled(self, wanted):
+        assert self.gate.wait(PATIENCE_S)
+        return super()._compiled(wanted)
+
+
+def test_nobody_waits_for_a_compilation():
+    gated = Gated(num_threads=1)
+    first, second = (gated.compile(StructuredOutputsParams(regex=regex)) for regex in ("a+", "b+"))
+    assert not first.ready()
+    assert not second.ready()
+    gated.gate.set()
+    assert second.result()
+    assert first.ready()
+    gated.close()
+
+
+def test_one_that_takes_too_long_is_refused():
+    gated = Gated(timeout_s=0.01)
+    slow = gated.compile(StructuredOutputsParams(regex="a+"))
+    with pytest.raises(RequestError, match=r"did not compile within 0\.01 s"):
+        slow.result()
+    assert slow.ready()
+    gated.gate.set()
+    gated.close()
+
+
+def test_the_same_grammar_is_compiled_once():
+    again = [compiler().compile(StructuredOutputsParams(regex="abc+")).result() for _ in range(2)]
+    assert again[0] is again[1]
+    other = compiler().compile(StructuredOutputsParams(json_object=True, disable_any_whitespace=True)).result()
+    assert other is not compiler().compile(StructuredOutputsParams(json_object=True)).result()
+
+
+def test_the_cache_is_bounded():
+    small = Compiler(vocabulary(), cache_bytes=1)
+    first = small.compile(StructuredOutputsParams(regex="a"))
+    kept = first.result()
+    small.compile(StructuredOutputsParams(regex="b")).result()
+    assert first.result() is kept  # who has it keeps it
+    assert small.compile(StructuredOutputsParams(regex="a")).result() is not kept
+    small.close()
+
+
+def test_closing_ends_the_threads():
+    lone = Compiler(vocabulary(), num_threads=2)
+    lone.compile(StructuredOutputsParams(regex="a")).result()
+    threads = list(lone._threads)
+    lone.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
