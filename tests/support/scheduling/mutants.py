@@ -1,0 +1,200 @@
+"""Schedulers with one rule broken: the controls of every invariant. Each is a change of a line or two of the source.
+
+A mutant that `World` does not notice means that an invariant is not checked, or never at stake.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import glm5.engine.scheduler
+from glm5.engine.scheduler import Scheduler
+
+# In the order of their imports: each is executed anew, against those before.
+MODULES = ("pages", "prefix", "scheduler_config", "sequence", "transfers", "holdings", "scheduler")
+FOLDER = Path(glm5.engine.scheduler.__file__).parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`rule`: what is broken. `old` stands once in the module's source and becomes `new`."""
+
+    rule: str
+    module: str
+    old: str
+    new: str
+
+    def scheduler(self) -> type[Scheduler]:
+        """The broken class; the real modules stay as they are."""
+        names = [f"glm5.engine.{module}" for module in MODULES]
+        real = {name: sys.modules[name] for name in names}
+        try:
+            for module, name in zip(MODULES, names, strict=True):
+                source = (FOLDER / f"{module}.py").read_text(encoding="utf-8")
+                if module == self.module:
+                    assert source.count(self.old) == 1, f"{self.rule}: {self.old!r} is not in {module}.py once"
+                    source = source.replace(self.old, self.new)
+                # dataclasses look their module up while it is executed.
+                sys.modules[name] = broken = ModuleType(name)
+                exec(compile(source, f"{name} with {self.rule}", "exec"), broken.__dict__)
+            return sys.modules["glm5.engine.scheduler"].Scheduler
+        finally:
+            sys.modules.update(real)
+
+
+MUTANTS = [
+    # Budget and shares
+    Mutant(
+        "budget forgets drafts",
+        "scheduler",
+        "num_tokens += 1 + drafts\n            if",
+        "num_tokens += 1\n            if",
+    ),
+    Mutant("budget is not used up", "scheduler", "budget -= shares[-1][1]\n        while", "pass\n        while"),
+    Mutant(
+        "drafts may fill more than a step",
+        "scheduler",
+        "return max(0, min(self.depth, budget // len(self.decoding) - 1))",
+        "return self.depth",
+    ),
+    Mutant("one prompt takes it all", "scheduler", "half = min(chunk, max(1,", "half = max(chunk, max(1,"),
+    Mutant("the rest goes to one while others wait", "scheduler", " and not self.waiting:", ":"),
+    Mutant("chunks of any size", "scheduler", "min(seq.goal - seq.computed, max(count, chunk), ", "min(10**6, "),
+    # Order
+    Mutant(
+        "last come, first served",
+        "scheduler",
+        "rank = (submit.priority, self._num_arrived)",
+        "rank = (submit.priority, -self._num_arrived)",
+    ),
+    Mutant("priority is ignored", "scheduler", "rank = (submit.priority,", "rank = (0,"),
+    Mutant(
+        "preempted ones queue up at the end",
+        "scheduler",
+        "insort(self.waiting, seq, key=_rank)\n        plan.preempted",
+        "self.waiting.append(seq)\n        plan.preempted",
+    ),
+    Mutant("the oldest is preempted", "scheduler", "return max((queue[-1] for", "return min((queue[0] for"),
+    Mutant(
+        "short ones overtake",
+        "scheduler",
+        "            if found.num_short:\n",
+        "            if found.num_short:\n                self.waiting.append(self.waiting.pop(0))\n",
+    ),
+    # Pages
+    Mutant("a page is not given back", "holdings", "reversed(seq.pages)", "reversed(seq.pages[1:])"),
+    Mutant(
+        "shared pages take no reference",
+        "holdings",
+        "            for page in seq.pages:\n                self.pool.ref(page)\n            seq.node",
+        "            seq.node",
+    ),
+    Mutant(
+        "pages for the least, not the most",
+        "holdings",
+        "need = self.config.pages_for(num_positions) - first",
+        "need = self.config.pages_for(num_positions - 1) - first",
+    ),
+    Mutant("certain lengths only", "scheduler", "seq.high = high + 1 + drafts", "seq.high = high + 1"),
+    Mutant("accepted tokens are not counted", "scheduler", "seq.low += len(sampled) - 1", "pass"),
+    Mutant("bounds never tighten", "scheduler", "seq.high += len(sampled) - gain", "pass"),
+    Mutant(
+        "no need to hold back while pages are short",
+        "holdings",
+        "if need > self.pool.num_available:\n            return False",
+        "if need > self.pool.num_available:\n            return True",
+    ),
+    Mutant("matched idle pages are counted twice", "holdings", "available -= sum(", "_ = sum("),
+    Mutant("page tables are not told of new pages", "holdings", "self._changed += [", "_ = ["),
+    Mutant("page tables are not told of swaps", "holdings", "self._changed.append((seq, index))", "pass"),
+    Mutant(
+        "a swapped page is not given back", "holdings", "self.pool.unref(page)\n                self._ch", "self._ch"
+    ),
+    # Sharing
+    Mutant(
+        "unconfirmed pages are shared",
+        "holdings",
+        "range(seq.num_in_tree, seq.confirmed // size)",
+        "range(seq.num_in_tree, min(seq.covered, len(seq.tokens)) // size)",
+    ),
+    Mutant("salts are ignored", "prefix", 'return b"%d:%b" % (version, salt)', 'return b"%d:" % version'),
+    Mutant("versions are ignored", "prefix", 'return b"%d:%b" % (version, salt)', 'return b"0:%b" % salt'),
+    Mutant(
+        "pages of mixed weights are shared",
+        "scheduler",
+        "forget_prefixes(self.running, pure=False)\n            case",
+        "forget_prefixes(self.running, pure=True)\n            case",
+    ),
+    Mutant("the last partial page is shared, not copied", "holdings", "plan.page_copies.append(", "_ = ("),
+    Mutant(
+        "a prompt is shared before it is computed",
+        "scheduler",
+        "if other.decodes and other.is_pure",
+        "if other.slot is not None",
+    ),
+    Mutant(
+        "all of a prompt matches",
+        "holdings",
+        "(len(seq.tokens) - 1) // self.config.page_size, seq.path)",
+        "len(seq.tokens) // self.config.page_size, seq.path)",
+    ),
+    Mutant("a match that was evicted is believed", "prefix", "while path and not path[-1].is_kept:", "while False:"),
+    Mutant(
+        "pages in use are evicted",
+        "pages",
+        "return next(iter(self._idle))",
+        "return next(p for p in range(self.num_pages) if self._kept[p])",
+    ),
+    # Launch-ahead
+    Mutant("grammars run ahead", "scheduler", "(seq.needs_last_token and seq.in_flight)", "False"),
+    Mutant("certain ends are planned past", "scheduler", "if low >= cap or", "if"),
+    Mutant("a preempted one comes back before its step is read", "scheduler", "if seq.in_flight or not", "if not"),
+    Mutant(
+        "tokens of a preempted one are lost",
+        "scheduler",
+        "sampled = results[seq.seq_id]\n",
+        "sampled = results[seq.seq_id]\n            if seq.slot is None:\n                continue\n",
+    ),
+    Mutant("answers go on after a stop id", "sequence", 'token_ids, reason = token_ids[:number], "stop"', "pass"),
+    Mutant("tokens after the end are delivered", "sequence", "token_ids, reason = token_ids[:room], ", "reason = "),
+    Mutant("min_tokens is ignored", "sequence", "if number >= first and", "if"),
+    # Tiers
+    Mutant(
+        "a load does not hold its page", "transfers", "        self.pool.ref(page)\n        copy =", "        copy ="
+    ),
+    Mutant("a failed load is believed", "transfers", "restore.num_good = min(restore.num_good, load.index)", "pass"),
+    Mutant(
+        "computing does not wait for loads",
+        "scheduler",
+        "for seq in self.prompting:\n            if budget and seq.restore is None:",
+        "for seq in self.prompting:\n            if budget:",
+    ),
+    Mutant("loads of who left go on", "holdings", "self.transfers.cancel(seq.restore)", "pass"),
+    Mutant("an ended copy keeps its page", "transfers", "self.pool.unref(store.page)", "pass"),
+    # Progress
+    Mutant("room is kept even when nobody runs", "scheduler", " if self.prompting or self.decoding else 0", " + 1"),
+    Mutant("who waits for a prompt is forgotten", "scheduler", "self._to_wake.append(seq.group)", "pass"),
+    Mutant(
+        "who waits for a lost prompt is forgotten",
+        "scheduler",
+        "seq.slot, seq.decodes = None, False\n        self._wake(seq.group)",
+        "seq.slot, seq.decodes = None, False",
+    ),
+    Mutant("prompts of old weights are shared", "scheduler", "if other.decodes and other.is_pure", "if other.decodes"),
+    Mutant("new weights, old keys", "scheduler", "if recompute:", "if False:"),
+    Mutant("a pause keeps the pages", "scheduler", "if release:", "if False:"),
+    Mutant("the tree outlives its pages", "prefix", "for node in list(self._node_of.values()):", "for node in []:"),
+    Mutant(
+        "a prompt that must be computed is not", "holdings", "not (seq.submit.computes_prompt and seq.is_fresh)", "True"
+    ),
+    Mutant("slots are lost", "scheduler", "heappush(self._free_slots, seq.slot)", "pass"),
+    Mutant("a pause is ignored", "scheduler", "self.is_paused = True", "pass"),
+    Mutant("aborts of waiting ones leave them in the queue", "scheduler", "self.waiting.remove(seq)", "pass"),
+    Mutant(
+        "plans depend on more than messages",
+        "scheduler",
+        "depth = self._common_depth()",
+        "depth = min(self._common_depth(), id(self) // 64 % 5)",
+    ),
+]
