@@ -27,8 +27,9 @@ def accept(token_R: Tensor, slot_R: Tensor, offset_R: Tensor, draft_SK: Tensor) 
     token_SJ = token_R.new_zeros(num_slots, depth + 1)
     drawn_SJ = torch.zeros(num_slots, depth + 1, dtype=torch.bool, device=token_R.device)
     token_SJ[slot_R, offset_R] = token_R
-    drawn_SJ[slot_R, offset_R] = True
-    drawn_SJ[-1] = False
+    # Not `= True`: that would copy a scalar from the host, which no CUDA graph can hold.
+    drawn_SJ[slot_R, offset_R] = torch.ones_like(slot_R, dtype=torch.bool)
+    drawn_SJ[-1].fill_(False)  # noqa: FBT003
     stands_SK = token_SJ[:, :-1] == draft_SK
     alive_SJ = drawn_SJ.clone()
     alive_SJ[:, 1:] &= stands_SK
