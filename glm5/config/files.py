@@ -1,4 +1,4 @@
-"""`glm5 inspect` and `glm5 init`: looking at checkpoints and writing random ones."""
+"""`glm5 inspect`, `glm5 init` and `glm5 demo`: commands about folders of checkpoints."""
 
 from typing import Annotated, Self
 
@@ -34,3 +34,10 @@ class InitConfig(Command):
     """Folder to write. A checkpoint that is there is replaced; a folder with other files is refused."""
     seed: int = 0
     """The same seed gives the same weights."""
+
+
+class DemoConfig(Command):
+    """Train a small GLM-5 in minutes, score it, serve it and question it. Ctrl-C stops; the same command goes on."""
+
+    out: str = "runs/demo"
+    """Folder for the run; the checkpoint ends in its folder model."""
