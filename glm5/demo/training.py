@@ -64,11 +64,11 @@ class Trainer:
         self.model, self.recipe = model, recipe
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         named = dict(model.named_parameters())
-        indexers = {name for name in named if ".indexer." in name}
-        matrices = {name for name, weight in named.items() if _is_matrix(name, weight)} - indexers
-        self.indexers = [named[name] for name in indexers]
-        self.trunk = [weight for name, weight in named.items() if name not in indexers]
-        self.muon = _muon(model, [named[name] for name in matrices], recipe)
+        # In the order of the model: a saved optimizer state is matched by place.
+        self.indexers = [weight for name, weight in named.items() if ".indexer." in name]
+        self.trunk = [weight for name, weight in named.items() if ".indexer." not in name]
+        matrices = {name: weight for name, weight in named.items() if _is_matrix(name, weight)}
+        self.muon = _muon(model, list(matrices.values()), recipe)
         self.adam = _adam({name: weight for name, weight in named.items() if name not in matrices}, recipe)
 
     def step(self, step: int, batch: Packed) -> dict[str, float]:
@@ -120,8 +120,9 @@ class Trainer:
 
 
 def _is_matrix(name: str, weight: Tensor) -> bool:
-    """What Muon trains: projections and experts, not embedding, head or router."""
-    return weight.dim() > 1 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight"))
+    """What Muon trains: projections and experts, not embedding, head, router or indexer."""
+    others = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
+    return weight.dim() > 1 and not name.endswith(others) and ".indexer." not in name
 
 
 def _muon(model: Glm5, matrices: list[Tensor], recipe: Recipe) -> Muon:
