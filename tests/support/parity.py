@@ -66,7 +66,7 @@ def build_pair(changes: dict[str, Any], seed: int, reference_changes: dict[str, 
     """Both models with one set of random weights. `reference_changes`: keys that transformers must read differently."""
     ours = Glm5(ModelConfig.from_dict(BASE | changes)).eval()
     theirs_cfg = GlmMoeDsaConfig(**(BASE | changes | (reference_changes or {})))
-    theirs_cfg._attn_implementation = "eager"
+    theirs_cfg._attn_implementation = theirs_cfg._experts_implementation = "eager"
     theirs = GlmMoeDsaForCausalLM(theirs_cfg).eval()
     randomize(theirs, seed)
     ours.load_state_dict(theirs.state_dict())
