@@ -21,6 +21,7 @@ _ALLOWED = {
     "bool_parsing": "true or false",
     "string_type": "a text",
     "dict_type": "an object",
+    "list_type": "a list",
     "finite_number": "a finite number",
     "literal_error": "{expected}",
     "greater_than_equal": "at least {ge:g}",
