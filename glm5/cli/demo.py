@@ -1,6 +1,8 @@
 """`glm5 demo`: from nothing to a small model that answers over the OpenAI API."""
 
 import argparse
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,4 +21,11 @@ def run(args: argparse.Namespace) -> int:
     settings = read(DemoConfig, args)
     from glm5.demo.tour import run_demo
 
-    return run_demo(Path(settings.out))
+    return run_demo(Path(settings.out), program=_program())
+
+
+def _program() -> str:
+    """What to type for glm5 in the shell that started this: `make run` uses a script that is not on its path."""
+    if shutil.which("glm5"):
+        return "glm5"
+    return sys.argv[0] if Path(sys.argv[0]).name == "glm5" else f"{sys.executable} -m glm5"

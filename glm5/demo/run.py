@@ -61,8 +61,10 @@ def train(out: Path, recipe: Recipe, seed: int, cfg: ModelConfig | None = None) 
             if interrupted or (step + 1) % SAVE_EVERY == 0:
                 _save_state(state_file, trainer, run_id, step + 1)
             if interrupted:
-                logger.warning("stopped after step %d; the same command goes on from there", step + 1)
-                raise KeyboardInterrupt
+                break
+    if interrupted:  # said after the bar has ended, on a line of its own
+        logger.warning("stopped; the same command goes on from step %d", first + progress.num_done)
+        raise KeyboardInterrupt
     path = _save_checkpoint(out, trainer.model, template)
     state_file.unlink(missing_ok=True)
     return path

@@ -18,8 +18,11 @@ from glm5.engine.llm import LLM
 REQUIRED = 0.9
 
 
-def run_demo(out: Path, seed: int = 0) -> int:
-    """Do all of it in `out`; returns 0 if every kind of question is at least REQUIRED right, else 1."""
+def run_demo(out: Path, seed: int = 0, program: str = "glm5") -> int:
+    """Do all of it in `out`; returns 0 if every kind of question is at least REQUIRED right, else 1.
+
+    `program` is how the caller's shell finds glm5, for the commands that are suggested at the end.
+    """
     for package, extra in (("openai", "demo"), ("fastapi", "serve"), ("uvicorn", "serve")):
         require(package, extra)
     torch.set_num_threads(1)  # on shapes as small as these a second thread costs more than it brings
@@ -43,11 +46,11 @@ def run_demo(out: Path, seed: int = 0) -> int:
     with server(model, out / "server.log") as url:
         show(url, say)
     shown = time.monotonic()
-    _sum_up(out, scores, {"training": trained - start, "scoring": scored - trained, "serving": shown - scored})
+    _sum_up(out, program, scores, {"training": trained - start, "scoring": scored - trained, "serving": shown - scored})
     return 0 if all(score.accuracy >= REQUIRED for score in scores.values()) else 1
 
 
-def _sum_up(out: Path, scores: Mapping[str, Score], seconds: Mapping[str, float]) -> None:
+def _sum_up(out: Path, program: str, scores: Mapping[str, Score], seconds: Mapping[str, float]) -> None:
     model = out / "model"
     say("\nheld-out questions answered right")
     for kind, score in scores.items():
@@ -58,6 +61,6 @@ def _sum_up(out: Path, scores: Mapping[str, Score], seconds: Mapping[str, float]
     say(f"\nspeed       {rate:,.0f} tokens/s generated in batches")
     say("time        " + ", ".join(f"{phase} {duration:.0f} s" for phase, duration in seconds.items()))
     say(f"files       {model} (a Hugging Face checkpoint), {out / 'server.log'}")
-    say("\ntry next")
-    for command in ("glm5 chat", "glm5 serve", "glm5 inspect"):
-        say(f"  {command} {model}")
+    say("\ntry next; it knows questions like those above, with other letters, and no others")
+    for command in ("chat", "serve", "inspect"):
+        say(f"  {program} {command} {model}")
