@@ -21,7 +21,8 @@ class InspectConfig(Command):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.source is None) == (self.preset is None):
-            raise ValueError("either a checkpoint (folder or id) or --preset, not both")
+            got = "neither" if self.source is None else "both"
+            raise ValueError(f"either a checkpoint (folder or id) or --preset; got {got}")
         return self
 
 
