@@ -57,10 +57,15 @@ def test_a_file_is_answered_with_its_directory(originals):
         resolve(originals["bf16"] / "config.json")
 
 
+def test_a_name_too_long_for_the_system():
+    with pytest.raises(CheckpointError, match=r"x{200}: cannot be read: File name too long"):
+        resolve("x" * 5000)
+
+
 FAILURES = {
     "gated": (errors.GatedRepoError("403", response=response(403)), "is gated: accept its conditions at https://hug"),
     "unknown": (errors.RepositoryNotFoundError("404", response=response(404)), "no such model on the hub .*spelling"),
-    "offline": (errors.LocalEntryNotFoundError("not cached"), "is not complete on this machine and the hub cannot be"),
+    "offline": (errors.LocalEntryNotFoundError("not cached"), "no such directory here, no complete download of that"),
     "offline mode": (errors.OfflineModeIsEnabled("offline"), "connect, or give the path of a local copy"),
     "no network": (httpx2.ConnectError("no route"), "the hub cannot be reached"),
     "bad id": (errors.HFValidationError("bad\nid"), "the hub answered: bad; an interrupted download resumes"),
