@@ -20,6 +20,8 @@ _ALLOWED = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_type": "a text",
+    "string_unicode": "a text in valid Unicode",
+    "string_too_short": "a text that is not empty",
     "dict_type": "an object",
     "list_type": "a list",
     "finite_number": "a finite number",
