@@ -46,7 +46,9 @@ def test_a_directory_wins_over_a_hub_id(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["./models/x", "/models/x", "~/models/x", "models", "a/b/c", "../x", "org/"])
-def test_paths_are_not_taken_for_hub_ids(path):
+def test_paths_are_not_taken_for_hub_ids(path, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # so that ../x is not what someone else has put there
     assert not is_hub_id(path)
     with pytest.raises(CheckpointError, match="no such directory, and not a hub id of the form org/name"):
         resolve(path)
