@@ -22,6 +22,10 @@ from glm5.common.errors import CheckpointError, ConfigError, RequestError
 BUNDLED = ("glm-5", "glm-5.1", "glm-5.2", "glm-5.3")
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token")
 _SWITCHES = ("enable_thinking", "clear_thinking")
+# What Python raises for a template's own mistakes: missing keys, 1 / 0, endless recursion, ranges and texts too large.
+_PYTHON_ERRORS = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError
+)  # fmt: skip
 
 
 class ChatTemplate:
@@ -38,11 +42,15 @@ class ChatTemplate:
             self._template = compile_template(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"chat template {name}, line {error.lineno}: {error.message}") from error
+        except _PYTHON_ERRORS as error:  # jinja computes constants such as 1 / 0 while it compiles
+            raise CheckpointError(f"chat template {name} cannot be compiled: {_kind(error)}") from error
         self.always_thinks = "Reasoning Effort:" in source and "enable_thinking" not in source
 
     @classmethod
     def bundled(cls, name: str, tokenizer: Tokenizer | None = None) -> Self:
         """A bundled template: "glm-5", "glm-5.1", "glm-5.2" or "glm-5.3"."""
+        if name not in BUNDLED:
+            raise ConfigError(f"chat template {name!r}: allowed: {', '.join(BUNDLED)}")
         source = (files("glm5.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
         return cls(source, name, tokenizer)
 
@@ -77,10 +85,11 @@ class ChatTemplate:
             raise ConfigError(
                 f"chat template {override!r} is neither a bundled one ({', '.join(BUNDLED)}) nor a file that exists"
             )
-        return cls(Path(override).read_text(encoding="utf-8"), override, tokenizer)
+        return cls(_read(Path(override)), override, tokenizer)
 
     def render(
         self,
+        /,  # `self` is a name that a request may give its own keyword, too
         messages: Any,
         tools: Any = None,
         *,
@@ -106,6 +115,7 @@ class ChatTemplate:
 
     def encode(
         self,
+        /,
         messages: Any,
         tools: Any = None,
         *,
@@ -128,7 +138,7 @@ class ChatTemplate:
         prompt = self.render(guarded, tools, add_generation_prompt=add_generation_prompt, **kwargs)
         return encode_guarded(self.tokenizer, prompt)
 
-    def starts_in_reasoning(self, prompt: str | Sequence[int] | None = None, **kwargs: Any) -> bool:
+    def starts_in_reasoning(self, /, prompt: str | Sequence[int] | None = None, **kwargs: Any) -> bool:
         """Whether the answer to `prompt` (text or ids) begins inside reasoning: its last think tag opens.
 
         Without a prompt: what requests with these keywords get. A template that always thinks does so
@@ -177,9 +187,9 @@ class ChatTemplate:
             return self._template.render(variables)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused this conversation: {error}", "messages") from error
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+        except _PYTHON_ERRORS as error:
             raise RequestError(
-                f"the chat template {self.name} cannot render this conversation: {error}", "messages"
+                f"the chat template {self.name} cannot render this conversation: {_kind(error)}", "messages"
             ) from error
 
 
@@ -199,9 +209,22 @@ def _own_template(folder: Path) -> tuple[str, str] | None:
     """Source and name of the template that a checkpoint brings, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8"), file.name
+        return _read(file), file.name
     settings = folder / "tokenizer_config.json"
     template = read_json(settings).get("chat_template")
     if isinstance(template, list):  # several by name
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
     return (template, settings.name) if isinstance(template, str) else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"chat template {file} cannot be read: {error}") from error
+
+
+def _kind(error: Exception) -> str:
+    """An exception of Python's in one line; some, such as MemoryError, say nothing but their name."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -65,6 +65,9 @@ class Tokenizer:
             backend = Backend.from_file(str(file))
         except Exception as error:
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
+        # Left over from training in many a file; a prompt is never cut or filled up unasked.
+        backend.no_truncation()
+        backend.no_padding()
         sources = (read_json(folder / name) for name in ("generation_config.json", "config.json"))
         eos = next((ids for source in sources if (ids := _as_ids(source.get("eos_token_id")))), None)
         return cls(backend, read_json(folder / "tokenizer_config.json"), eos)
@@ -112,7 +115,12 @@ class Tokenizer:
                 f"the text holds an unpaired surrogate {text[error.start]!r} at character {error.start}: "
                 "it is not valid Unicode, remove it"
             ) from error
-        return backend.encode(text, add_special_tokens=False).ids
+        # The batch call, unlike the single one, lets other threads run: a server goes on meanwhile.
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of `len(encode(text))` that takes no time: no token spells more than the longest one."""
+        return -(-len(text) // self._longest_token) if self._longest_token else 0
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of `ids`. `skip_special` leaves out the control tokens (roles, end of text), not the markup."""
@@ -139,6 +147,14 @@ class Tokenizer:
         if token in self._added or any(char not in self._alphabet for char in token):
             return token.encode()
         return bytes(self._alphabet[char] for char in token)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token; 0 where tokens may swallow more than they spell."""
+        added = self._backend.get_added_tokens_decoder().values()
+        if self._backend.normalizer is not None or any(token.lstrip or token.rstrip for token in added):
+            return 0
+        return max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
 
     @cached_property
     def _plain(self) -> Backend:
@@ -202,7 +218,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got {type(content).__name__}")

@@ -88,7 +88,7 @@ def parse_weight_map(text: str, where: object) -> dict[str, str]:
     """The `weight_map` of an index file's text; `where` names the file in errors."""
     try:
         index = json.loads(text, object_pairs_hook=unique_keys)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: corrupt: {error}; fetch it again") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

@@ -28,9 +28,13 @@ def resolve(path_or_id: str | Path) -> Path:
         with hub_errors(str(path_or_id)):
             return Path(huggingface_hub.snapshot_download(str(path_or_id), allow_patterns=PATTERNS))
     path = Path(path_or_id).expanduser()
-    if path.is_file():
+    try:
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{str(path)[:200]}: cannot be read: {error.strerror}") from None
+    if is_file:
         raise CheckpointError(f"{path} is a file; give the directory that holds config.json: {path.parent}")
-    if not path.is_dir():
+    if not is_dir:
         raise CheckpointError(f"{path_or_id}: no such directory, and not a hub id of the form org/name")
     return path
 
@@ -66,7 +70,7 @@ def explain_hub_error(repo_id: str, error: Exception) -> str | None:
             return f"{repo_id}: a shard on the hub has a damaged header: {_first_line(error)}"
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled() | httpx2.TransportError():
             return (
-                f"{repo_id} is not complete on this machine and the hub cannot be reached; "
+                f"{repo_id}: no such directory here, no complete download of that name, and the hub cannot be reached; "
                 "connect, or give the path of a local copy"
             )
         case errors.EntryNotFoundError():

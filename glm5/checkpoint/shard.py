@@ -99,7 +99,7 @@ def parse_header(raw: bytes, file: str, data_start: int, where: object) -> list[
             raise ValueError("it is no JSON object")
         header.pop("__metadata__", None)
         entries = [_entry(name, value, file, data_start) for name, value in header.items()]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{where}: corrupt: the header cannot be understood ({error}); fetch it again") from None
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     position = data_start
@@ -114,6 +114,8 @@ def parse_header(raw: bytes, file: str, data_start: int, where: object) -> list[
 
 def _entry(name: str, value: Any, file: str, data_start: int) -> TensorEntry:
     code, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    if not isinstance(code, str):
+        raise ValueError(f"{name}: the dtype must be a name, got {code!r:.60}")
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)):
         raise ValueError(f"{name}: shape and offsets must be whole numbers")
     if code in ITEM_BYTES and stop - start != math.prod(shape) * ITEM_BYTES[code]:

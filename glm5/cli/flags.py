@@ -155,7 +155,7 @@ def _metavar(kind: Any) -> str:
 def _from_json(flag: _Flag, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise UsageError(str(refuse(flag.name, text, "a JSON object"))) from None
 
 

@@ -70,7 +70,7 @@ def _preset_text(name: str, cfg: ModelConfig) -> str:
 
 
 def _report_text(report: "CheckpointReport") -> str:
-    title = f"bytes of {report.num_tensors:,} tensors in {report.num_files} files"
+    title = f"bytes of {report.num_tensors:,} tensors in {report.num_files} file{'s' * (report.num_files != 1)}"
     lines = [report.source, *_architecture(report.cfg), *_parameters(report.parameters)]
     lines += _bytes(title, Counter(report.bytes_by_dtype), Counter(report.bytes_by_part))
     if report.cfg.extra:

@@ -7,6 +7,7 @@ Only the command that is run is imported, and no command imports torch before it
 import argparse
 import difflib
 import importlib
+import io
 import logging
 import os
 import sys
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name) and return the exit code."""
+    _mend_streams()
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
     except UsageError as err:
@@ -78,6 +80,15 @@ def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
         )
         commands[name].set_defaults(run=module.run)
     return root, commands
+
+
+def _mend_streams() -> None:
+    """Streams that the caller closed lead nowhere; what standard output has no character for is written escaped."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(argv: list[str]) -> int:

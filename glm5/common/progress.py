@@ -1,5 +1,6 @@
 """Progress of something long: a bar with rate and ETA on a terminal, a plain line now and then in a log."""
 
+import os
 import sys
 import time
 from types import TracebackType
@@ -29,7 +30,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._start = self._last_line = time.monotonic()
-        if self._stream.isatty():
+        if self._stream.isatty() and _width(self._stream) != 0:
             self._bar = tqdm(
                 total=self.total,
                 unit=self.unit,
@@ -63,8 +64,7 @@ class Progress:
     def _write_line(self) -> None:
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = self.num_done / seconds
-        of_total = "" if self.total is None else f"/{self._amount(self.total)}"
-        parts = [f"{self.desc}: {self._amount(self.num_done)}{of_total}", f"{self._amount(rate)}/s"]
+        parts = [f"{self.desc}: {self._done()}", f"{self._amount(rate)}/s"]
         if self.total is not None and rate > 0 and self.num_done < self.total:
             parts.append(f"ETA {tqdm.format_interval((self.total - self.num_done) / rate)}")
         else:
@@ -73,6 +73,13 @@ class Progress:
             parts.append(self._figure_text())
         self._stream.write(", ".join(parts) + "\n")
         self._stream.flush()
+
+    def _done(self) -> str:
+        if self.total is None:
+            return self._amount(self.num_done)
+        if self.unit == "B":
+            return f"{self._amount(self.num_done)}/{self._amount(self.total)}"
+        return f"{self.num_done}/{self._amount(self.total)}"
 
     def _amount(self, number: float) -> str:
         if self.unit == "B":
@@ -84,3 +91,11 @@ class Progress:
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in self._figures.items()
         )
+
+
+def _width(stream: TextIO) -> int | None:
+    """Columns of a terminal: 0 if it does not know them (a pseudo-terminal nobody sized), None if it is not a file."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        return None

@@ -1,4 +1,4 @@
-"""`glm5 inspect` and `glm5 init`: looking at checkpoints and writing random ones."""
+"""`glm5 inspect`, `glm5 init` and `glm5 demo`: commands about folders of checkpoints."""
 
 from typing import Annotated, Self
 
@@ -21,7 +21,8 @@ class InspectConfig(Command):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.source is None) == (self.preset is None):
-            raise ValueError("either a checkpoint (folder or id) or --preset, not both")
+            got = "neither" if self.source is None else "both"
+            raise ValueError(f"either a checkpoint (folder or id) or --preset; got {got}")
         return self
 
 
@@ -34,3 +35,10 @@ class InitConfig(Command):
     """Folder to write. A checkpoint that is there is replaced; a folder with other files is refused."""
     seed: int = 0
     """The same seed gives the same weights."""
+
+
+class DemoConfig(Command):
+    """Train a small GLM-5 in minutes, score it, serve it and question it. Ctrl-C stops; the same command goes on."""
+
+    out: str = "runs/demo"
+    """Folder for the run; the checkpoint ends in its folder model."""

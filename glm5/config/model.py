@@ -22,6 +22,9 @@ Count = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 
+# Far beyond any model (GLM-5: 78 layers, 20 thousand experts); a damaged number would take all memory for names.
+MAX_LAYERS, MAX_EXPERTS = 4096, 2**18
+
 # A key of the first line given to `replace` invalidates the per-layer list on the second.
 _RESOLVED_FROM = {
     "indexer_types": ("num_hidden_layers", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
@@ -100,12 +103,16 @@ class ModelConfig(BaseModel):
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
         """Read `path`, a config.json or the folder that holds one."""
         path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file; a checkpoint folder holds a config.json") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as err:
+            path = path / "config.json" if path.is_dir() else path
+            text = path.read_text(encoding="utf-8") if path.is_file() else None
+        except (OSError, UnicodeDecodeError) as err:
+            raise ConfigError(f"{path}: cannot be read: {getattr(err, 'strerror', None) or err}") from None
+        if text is None:
+            raise ConfigError(f"{path}: no such file; a checkpoint folder holds a config.json")
+        try:
+            raw = json.loads(text)
+        except (ValueError, RecursionError) as err:
             raise ConfigError(f"{path}: not valid JSON ({err})") from None
         if not isinstance(raw, dict):
             raise ConfigError(f"{path}: got a JSON {type(raw).__name__}; allowed: an object")
@@ -165,6 +172,11 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
+        if self.num_hidden_layers * self.n_routed_experts > MAX_EXPERTS:
+            most = MAX_EXPERTS // self.num_hidden_layers
+            raise refuse(
+                "n_routed_experts", self.n_routed_experts, f"at most {most} in {self.num_hidden_layers} layers"
+            )
         if self.qk_rope_head_dim % 2:
             raise refuse("qk_rope_head_dim", self.qk_rope_head_dim, "an even number (rotary pairs)")
         if self.index_head_dim < self.qk_rope_head_dim:
@@ -189,8 +201,8 @@ def _fields(cls: type[ModelConfig], raw: Mapping[str, Any]) -> dict[str, Any]:
     if "n_routed_experts" not in raw and "num_experts" in raw:
         raw = {**raw, "n_routed_experts": raw["num_experts"]}
     num_layers = raw.get("num_hidden_layers")
-    if type(num_layers) is not int or num_layers < 1:
-        raise refuse("num_hidden_layers", num_layers, "an integer of at least 1")
+    if type(num_layers) is not int or not 1 <= num_layers <= MAX_LAYERS:
+        raise refuse("num_hidden_layers", num_layers, f"an integer of 1 to {MAX_LAYERS}")
     sharing_keys = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
     special = {
         "mlp_layer_types": (types := resolve.mlp_layer_types(raw, num_layers)),

@@ -63,12 +63,12 @@ _GLM_5_2: dict[str, Any] = {
 
 _NANO: dict[str, Any] = {
     **_COMMON,
-    "vocab_size": 512,
+    "vocab_size": 768,
     "hidden_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "q_lora_rank": 64,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 32,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,

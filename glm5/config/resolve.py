@@ -8,6 +8,7 @@ Sources: transformers' GlmMoeDsaConfig for the orders, the published GLM-5, 5.1,
 """
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ UNUSED = ("use_cache", "pretraining_tp", "ep_size", "transformers_version", "out
 # Follow from other keys, so they are checked or dropped when read and computed anew when written.
 DERIVED = ("num_key_value_heads", "qk_head_dim", "head_dim", "layer_types", "moe_layer_freq", "num_experts")
 LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")
+FP8_BLOCK = 128  # one float32 scale for each 128 x 128 of an FP8 weight; the last ones are ragged
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -60,9 +62,14 @@ def check_fixed(raw: Mapping[str, Any]) -> None:
             raise refuse(key, raw[key], " or ".join(repr(value) for value in values))
     if raw.get("moe_layer_freq", 1) != 1 and raw.get("mlp_layer_types") is None:
         raise refuse("moe_layer_freq", raw["moe_layer_freq"], "1, or any together with mlp_layer_types")
-    for kind in raw.get("layer_types") or ():
+    kinds = raw.get("layer_types") or ()
+    for kind in kinds if isinstance(kinds, list | tuple) else (kinds,):
         if kind not in LAYER_TYPES:
             raise refuse("layer_types", kind, " or ".join(repr(name) for name in LAYER_TYPES))
+    quantization = raw.get("quantization_config")
+    blocks = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    if blocks is not None and blocks != [FP8_BLOCK, FP8_BLOCK]:
+        raise refuse("quantization_config.weight_block_size", blocks, f"[{FP8_BLOCK}, {FP8_BLOCK}]")
 
 
 def check_duplicates(raw: Mapping[str, Any]) -> None:
@@ -140,7 +147,7 @@ def rope_theta(raw: Mapping[str, Any]) -> float:
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ConfigError("rope_parameters.rope_theta: missing; allowed: a number above 0 (there is no default)")
-    if type(theta) not in (int, float) or not theta > 0:
+    if type(theta) not in (int, float) or not 0 < theta <= sys.float_info.max:
         raise refuse(key, theta, "a number above 0")
     if raw.get("rope_theta") not in (None, theta):
         logger.warning("rope_theta %s is not read: rope_parameters.rope_theta is %s", raw["rope_theta"], theta)

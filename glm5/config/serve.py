@@ -23,7 +23,7 @@ class SpeculativeConfig(Command):
 class ServeConfig(ModelSource):
     """An OpenAI-compatible server for one model."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes a free one."""

@@ -13,12 +13,12 @@ from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from glm5.config.model import ModelConfig
+from glm5.config.resolve import FP8_BLOCK
 
 Dtype = Literal["bf16", "f32"]
 Part = Literal[
     "embedding", "attention", "indexer", "dense mlp", "experts", "shared experts", "router", "norms", "mtp", "lm_head"
 ]
-FP8_BLOCK = 128  # one float32 scale for each 128 x 128 of an FP8 weight; the last ones are ragged
 
 
 @dataclass(frozen=True, slots=True)

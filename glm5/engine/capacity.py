@@ -28,6 +28,15 @@ def free_bytes(device: torch.device) -> int:
     return int(available * _CPU_SHARE)
 
 
+def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:
+    """Raises ConfigError when a given length is none, or longer than the model was made for."""
+    longest = cfg.max_position_embeddings
+    if max_model_len is not None:
+        _check_count("max_model_len", max_model_len)
+    if max_model_len is not None and max_model_len > longest:
+        raise ConfigError(f"max_model_len: got {max_model_len}; allowed: up to {longest}, the model's longest context")
+
+
 def plan_cache(
     cfg: ModelConfig, dtype: torch.dtype, *, max_model_len: int | None, max_num_seqs: int, memory: int
 ) -> tuple[int, int]:
@@ -38,9 +47,8 @@ def plan_cache(
     """
     per_page = PagedCache.bytes_per_page(cfg, dtype)
     fits = memory // per_page * PAGE_SIZE
-    if max_model_len is not None and max_model_len > cfg.max_position_embeddings:
-        longest = cfg.max_position_embeddings
-        raise ConfigError(f"max_model_len: got {max_model_len}; allowed: up to {longest}, the model's longest context")
+    check_length(cfg, max_model_len)
+    _check_count("max_num_seqs", max_num_seqs)
     length = max_model_len or min(cfg.max_position_embeddings, fits)
     if not 0 < length <= fits:
         need, gib = -(-length // PAGE_SIZE) * per_page, 2**30
@@ -49,3 +57,8 @@ def plan_cache(
             f"for it; allowed here: up to {fits}"
         )
     return length, min(-(-length // PAGE_SIZE) * max_num_seqs, fits // PAGE_SIZE)
+
+
+def _check_count(name: str, number: object) -> None:
+    if type(number) is not int or number < 1:
+        raise ConfigError(f"{name}: got {number!r}; allowed: an integer of at least 1")

@@ -16,8 +16,9 @@ from glm5.checkpoint.load import load, parse_device
 from glm5.checkpoint.resolve import resolve
 from glm5.common.errors import RequestError
 from glm5.common.progress import Progress
+from glm5.config.model import ModelConfig
 from glm5.engine.cache import PagedCache
-from glm5.engine.capacity import free_bytes, plan_cache
+from glm5.engine.capacity import check_length, free_bytes, plan_cache
 from glm5.engine.defaults import read_defaults
 from glm5.engine.loop import GenerationLoop
 from glm5.engine.outputs import Delta, RequestOutput, join
@@ -57,8 +58,10 @@ class LLM:
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             target = parse_device(device)  # before anything is downloaded
             self.path = resolve(model)
+            # What can be refused is, before the weights are read.
+            check_length(ModelConfig.from_file(self.path), max_model_len)
             if tokenizer is None:
-                tokenizer = Tokenizer.from_dir(self.path)  # before the weights are read
+                tokenizer = Tokenizer.from_dir(self.path)
             model = load(self.path, dtype=dtype, device=target, lora_norm_eps=lora_norm_eps)
         self.model = model
         self.tokenizer: Tokenizer | None = (

@@ -68,11 +68,13 @@ class GenerationLoop:
                 "one more; shorten the prompt or raise max_model_len",
                 param="prompt",
             )
+        if not set(map(type, prompt_ids)) <= {int}:
+            raise RequestError(f"the prompt is {prompt_ids!r:.60}; allowed: token ids", param="prompt")
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocab:
             ids = f"{min(prompt_ids)} to {max(prompt_ids)}"
             raise RequestError(f"the prompt holds token ids {ids}; allowed: 0 to {vocab - 1}", param="prompt")
         if bad := [token_id for token_id in params.stop_token_ids if token_id >= vocab]:
-            raise RequestError(f"stop_token_ids holds {bad}; allowed: 0 to {vocab - 1}", param="stop_token_ids")
+            raise RequestError(f"stop_token_ids holds {bad!r:.200}; allowed: 0 to {vocab - 1}", param="stop_token_ids")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
 

@@ -76,7 +76,7 @@ def _as_tuple(value: Any) -> Any:
 
 def _check(param: str, got: object, good: bool, allowed: str) -> None:
     if not good:
-        raise RequestError(f"{param} is {got!r}; allowed: {allowed}", param=param)
+        raise RequestError(f"{param} is {got!r:.200}; allowed: {allowed}", param=param)
 
 
 def _is_int(value: object) -> bool:

@@ -15,12 +15,13 @@ from fastapi.responses import Response, StreamingResponse
 from glm5.chat.events import Event, ToolCallEnd
 from glm5.chat.message import normalize_tools
 from glm5.chat.parser import OutputParser
+from glm5.common.errors import RequestError
 from glm5.engine.async_engine import EngineStopped
 from glm5.engine.outputs import Delta
 from glm5.engine.params import SamplingParams
 from glm5.serve.answer import Chunk, Head, Usage, completion, delta_of
 from glm5.serve.errors import envelope, to_api_error
-from glm5.serve.request import ChatRequest, read_chat_request
+from glm5.serve.request import ChatRequest, context_exceeded, read_chat_request
 from glm5.serve.service import Service, get_service
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,14 @@ async def chat_completions(
 
 def _prepare(body: ChatRequest, service: Service) -> _Job:
     tools = normalize_tools(body.tools) if body.parses_tools else None
-    prompt_ids = service.template.encode(body.messages, tools, **body.template_kwargs())
-    engine = service.engine
+    engine, prompt = service.engine, service.template.render(body.messages, tools, **body.template_kwargs())
+    if (least := service.tokenizer.least_tokens(prompt)) > engine.max_model_len:
+        # A body of 32 MiB takes half a minute to encode, only to be refused then.
+        raise context_exceeded(engine.max_model_len, f"at least {least}", param="messages")
+    try:
+        prompt_ids = service.tokenizer.encode(prompt)
+    except RequestError as error:
+        raise RequestError(str(error), "messages") from None
     return _Job(
         head=Head(body.model or service.model_names[0]),
         prompt_ids=prompt_ids,

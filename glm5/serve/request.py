@@ -126,18 +126,23 @@ class ChatRequest(BaseModel):
             raise ApiError(400, f"{name} is {wanted}; allowed: at least 1", param=name)
         if room < 1 or (wanted or 0) > room:
             asked = "" if wanted is None else f" and {name} is {wanted}"
-            raise ApiError(
-                400,
-                f"the context holds {max_context} tokens, prompt and answer together; the prompt has {num_prompt}"
-                f"{asked}; shorten the conversation or ask for fewer tokens",
-                param="messages" if room < 1 else name,
-                code="context_length_exceeded",
-            )
+            raise context_exceeded(max_context, f"{num_prompt}{asked}", param="messages" if room < 1 else name)
         given = {field: value for field in _SAMPLING if (value := getattr(self, field)) is not None}
         # The parser finds tags in the text, so special tokens stay in it.
         params = defaults.params(**given, max_tokens=wanted, skip_special_tokens=False)
         longest = defaults.sampling.get("max_tokens", room)
         return params if wanted is not None else params.but(max_tokens=min(room, longest))
+
+
+def context_exceeded(max_context: int, found: str, *, param: str) -> ApiError:
+    """The refusal of a prompt that is too long, alone or with the answer that was asked for."""
+    return ApiError(
+        400,
+        f"the context holds {max_context} tokens, prompt and answer together; the prompt has {found}; "
+        "shorten the conversation or ask for fewer tokens",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 async def read_chat_request(request: Request) -> ChatRequest:
@@ -168,7 +173,7 @@ async def read_chat_request(request: Request) -> ChatRequest:
     _check_tools_and_template(body)
     if body.model is not None and body.model not in service.model_names:
         names = ", ".join(service.model_names)
-        message = f"the model {body.model!r} does not exist; allowed: {names}"
+        message = f"the model {body.model!r:.200} does not exist; allowed: {names}"
         raise ApiError(404, message, param="model", code="model_not_found")
     unknown = (body.model_extra or {}).keys() - _UNSUPPORTED.keys() - _MEANINGLESS
     for name in sorted(unknown - service.logged_fields)[: MAX_LOGGED_FIELDS - len(service.logged_fields)]:

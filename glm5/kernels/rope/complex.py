@@ -15,6 +15,7 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
     pairs = x.unflatten(-1, (-1, 2))
     *outer, last = pairs.stride()
     if last != 1 or any(stride % 2 for stride in outer) or pairs.storage_offset() % 2:
-        pairs = pairs.contiguous()  # a complex view needs whole pairs at even offsets
+        # A complex view needs whole pairs at even offsets. A slice of one row counts as contiguous: copy all the same.
+        pairs = pairs.clone(memory_format=torch.contiguous_format)
     turned = torch.view_as_complex(pairs) * (turn_TR2.unsqueeze(1) if x.dim() == 3 else turn_TR2)
     return torch.view_as_real(turned).flatten(-2)

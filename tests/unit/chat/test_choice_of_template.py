@@ -78,6 +78,43 @@ def test_what_a_template_cannot_do(source, message):
         ChatTemplate(source, "own").render(HELLO)
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ 1 / messages|length / 0 }}", "ZeroDivisionError"),
+        ("{% for i in range(10**9 * messages|length) %}x{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ ('x' * messages|length).ljust(10**18) }}", "MemoryError"),
+        ("{{ '%s' % (10 ** (5000 * messages|length)) }}", "Exceeds the limit"),
+    ],
+)
+def test_mistakes_of_a_template_are_the_requests(source, message):
+    with pytest.raises(RequestError, match=message):
+        ChatTemplate(source, "own").render(HELLO)
+
+
+@pytest.mark.parametrize("source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ 10 ** 5000 }}"])
+def test_templates_that_cannot_be_compiled(source):
+    with pytest.raises(CheckpointError, match="chat template own cannot be compiled: "):
+        ChatTemplate(source, "own")
+
+
+def test_templates_that_cannot_be_read(checkpoint):
+    (checkpoint / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat template \S+chat_template.jinja cannot be read: 'utf-8'"):
+        ChatTemplate.for_checkpoint(checkpoint)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ChatTemplate.for_checkpoint(None, override=str(checkpoint / "chat_template.jinja"))
+    with pytest.raises(ConfigError, match="chat template 'glm-4': allowed: glm-5, "):
+        ChatTemplate.bundled("glm-4")
+
+
+def test_lists_of_templates_with_odd_entries(checkpoint):
+    for entries in ([], [5], [{"name": "default"}], [{"name": "default", "template": 5}]):
+        (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
+        assert ChatTemplate.for_checkpoint(checkpoint).name == "glm-5.1"
+
+
 def test_what_a_template_can_use(tokenizer):
     source = (
         "{{ eos_token }}|{{ {'a': '<é>'} | tojson }}|{{ [1] | tojson(indent=1) }}|{{ extra }}|"

@@ -1,10 +1,13 @@
 """Tokenizers: special tokens by name, bytes whole, files that load again, text as it grows."""
 
 import json
+import sys
+import threading
+import time
 
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
 from glm5.chat import GLM_TOKENS, Tokenizer, train_bpe
 from glm5.chat.detokenizer import byte_alphabet
@@ -85,6 +88,57 @@ def test_spelled_tokens_as_text(tokenizer):
 def test_half_a_character_is_refused(tokenizer):
     with pytest.raises(RequestError, match=r"unpaired surrogate '\\ud83d' at character 1"):
         tokenizer.encode("a\ud83d")
+
+
+def test_other_threads_run_while_a_text_is_encoded(tokenizer):
+    interval, done, turns = sys.getswitchinterval(), threading.Event(), [0]
+
+    def count():
+        while not done.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    counter = threading.Thread(target=count)
+    sys.setswitchinterval(600)  # nobody is made to yield: what runs meanwhile was let
+    try:
+        counter.start()
+        before = turns[0]
+        for _ in range(50):  # a busy machine may not find the time at once
+            tokenizer.encode("x" * 100_000)
+            if turns[0] > before:
+                break
+        assert turns[0] > before
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        counter.join()
+
+
+def test_prompts_are_never_cut_or_filled_up(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=500)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_dir(tmp_path).encode(TEXT) == tokenizer.encode(TEXT)
+
+
+def test_least_tokens_is_a_lower_bound(tokenizer):
+    longest = max((f"{token}" for token in GLM_TOKENS), key=len)
+    for text in ("", "x", TEXT, "x" * 1000, longest * 100, " " * 999, "\U0001f389" * 50):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.least_tokens(longest * 100) == 100
+    assert tokenizer.least_tokens("") == 0
+
+
+def test_least_tokens_of_tokenizers_that_swallow_text(tokenizer):
+    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend.normalizer = normalizers.NFKC()
+    assert Tokenizer(backend).least_tokens("x" * 1000) == 0
+    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend.add_special_tokens([AddedToken("<strip>", lstrip=True)])
+    assert len(Tokenizer(backend).encode(" " * 1000 + "<strip>")) == 1
+    assert Tokenizer(backend).least_tokens("x" * 1000) == 0
 
 
 def test_skipping_special_tokens_keeps_the_markup(tokenizer):

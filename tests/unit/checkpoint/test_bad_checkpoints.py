@@ -53,6 +53,10 @@ def change_map(directory, change):
     (directory / INDEX).write_text(json.dumps(index))
 
 
+def deep_index(directory):
+    (directory / INDEX).write_text("[" * 100_000)
+
+
 def escape_directory(directory):
     change_map(directory, lambda names: names.update({WQ_B: "../other.safetensors"}))
 
@@ -148,6 +152,7 @@ KINDS = {
     remove_two_shards: ("bf16", r"2 shards \(model-00003-of-\d+\.safetensors, model-00004.*index\.json absent; fetch"),
     remove_index: ("bf16", r"holds neither model\.safetensors\.index\.json nor model\.safetensors; found \d+ other"),
     cut_index: ("bf16", r"index\.json: corrupt: .*; fetch it again"),
+    deep_index: ("bf16", r"index\.json: corrupt: maximum recursion depth exceeded"),
     empty_index: ("bf16", r"index\.json: has no weight_map"),
     escape_directory: ("bf16", r"is said to be in '\.\./other\.safetensors', allowed: a \.safetensors file beside it"),
     name_tensor_twice_in_index: ("bf16", r"index\.json: corrupt: 'a' appears twice"),

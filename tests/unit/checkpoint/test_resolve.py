@@ -46,7 +46,9 @@ def test_a_directory_wins_over_a_hub_id(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["./models/x", "/models/x", "~/models/x", "models", "a/b/c", "../x", "org/"])
-def test_paths_are_not_taken_for_hub_ids(path):
+def test_paths_are_not_taken_for_hub_ids(path, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # so that ../x is not what someone else has put there
     assert not is_hub_id(path)
     with pytest.raises(CheckpointError, match="no such directory, and not a hub id of the form org/name"):
         resolve(path)
@@ -57,10 +59,15 @@ def test_a_file_is_answered_with_its_directory(originals):
         resolve(originals["bf16"] / "config.json")
 
 
+def test_a_name_too_long_for_the_system():
+    with pytest.raises(CheckpointError, match=r"x{200}: cannot be read: File name too long"):
+        resolve("x" * 5000)
+
+
 FAILURES = {
     "gated": (errors.GatedRepoError("403", response=response(403)), "is gated: accept its conditions at https://hug"),
     "unknown": (errors.RepositoryNotFoundError("404", response=response(404)), "no such model on the hub .*spelling"),
-    "offline": (errors.LocalEntryNotFoundError("not cached"), "is not complete on this machine and the hub cannot be"),
+    "offline": (errors.LocalEntryNotFoundError("not cached"), "no such directory here, no complete download of that"),
     "offline mode": (errors.OfflineModeIsEnabled("offline"), "connect, or give the path of a local copy"),
     "no network": (httpx2.ConnectError("no route"), "the hub cannot be reached"),
     "bad id": (errors.HFValidationError("bad\nid"), "the hub answered: bad; an interrupted download resumes"),

@@ -86,6 +86,8 @@ DAMAGE = {
     "negative offset": (({"a": entry([1], -4, 0)}, 0), "must be whole numbers"),
     "overlap": (({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, 12), "leaves a hole or overlaps"),
     "hole": (({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, 12), "tensor b leaves a hole"),
+    "header too deep": ((b'{"a": ' + b"[" * 100_000, 0), "maximum recursion depth exceeded"),
+    "dtype of no kind": (({"a": entry([1], 0, 4, dtype=None)}, 4), "a: the dtype must be a name, got None"),
     "a name twice": ((b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": 3}', 1), "'a' appears twice"),
 }
 

@@ -32,7 +32,7 @@ def test_short_work_is_one_line():
     with Progress(total=3, unit="step", desc="train", stream=log) as progress:
         for _ in range(3):
             progress.update(1)
-    assert log.getvalue().startswith("train: 3 step/3 step, ")
+    assert log.getvalue().startswith("train: 3/3 step, ")
     assert log.getvalue().count("\n") == 1
 
 
@@ -52,9 +52,18 @@ def test_terminal_gets_a_bar():
     assert "loss 1.5" in terminal.getvalue()
 
 
+def test_a_terminal_of_unknown_width_gets_lines(monkeypatch):
+    monkeypatch.setattr(module.os, "get_terminal_size", lambda number: module.os.terminal_size((0, 0)))
+    terminal = Terminal()
+    monkeypatch.setattr(terminal, "fileno", lambda: 2)
+    with Progress(total=3, unit="step", desc="train", stream=terminal) as progress:
+        progress.update(3)
+    assert terminal.getvalue().startswith("train: 3/3 step, ")
+
+
 def test_an_error_passes_through():
     log = io.StringIO()
     with pytest.raises(KeyboardInterrupt), Progress(total=10, unit="step", desc="train", stream=log) as progress:
         progress.update(5)
         raise KeyboardInterrupt
-    assert log.getvalue().startswith("train: 5 step/10 step")
+    assert log.getvalue().startswith("train: 5/10 step")

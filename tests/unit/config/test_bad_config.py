@@ -1,6 +1,8 @@
 """Every kind of bad config.json gets one line that names the key, its value and what is allowed."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +31,9 @@ CASES = [
     ({"hidden_size": 64.0}, "hidden_size: got 64.0; allowed: an integer"),
     ({"vocab_size": True}, "vocab_size: got True; allowed: an integer"),
     ({"vocab_size": 0}, "vocab_size: got 0; allowed: at least 1"),
-    ({"num_hidden_layers": None}, "num_hidden_layers: got None; allowed: an integer of at least 1"),
+    ({"num_hidden_layers": None}, "num_hidden_layers: got None; allowed: an integer of 1 to 4096"),
+    ({"num_hidden_layers": 10**30}, f"num_hidden_layers: got {10**30}; allowed: an integer of 1 to 4096"),
+    ({"n_routed_experts": 2**31}, "n_routed_experts: got 2147483648; allowed: at most 65536 in 4 layers"),
     ({"rms_norm_eps": 0}, "rms_norm_eps: got 0; allowed: above 0"),
     ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: got '1e-5'; allowed: a number"),
     ({"lora_norm_eps": -1e-6}, "lora_norm_eps: got -1e-06; allowed: above 0"),
@@ -99,6 +103,10 @@ CASES = [
         "rope_parameters.partial_rotary_factor: got 0.5; allowed: 1.0 (the rotary width is qk_rope_head_dim)",
     ),
     ({"rope_parameters": {"rope_theta": -1}}, "rope_parameters.rope_theta: got -1; allowed: a number above 0"),
+    (
+        {"rope_parameters": {"rope_theta": 10**309}},
+        f"rope_parameters.rope_theta: got {str(10**309)[:18]}...{'0' * 19}; allowed: a number above 0",
+    ),
     ({"rope_parameters": 1e6}, "rope_parameters: got 1000000.0; allowed: a mapping with rope_theta and rope_type"),
     ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: got {'type': 'yarn'}; allowed: None"),
     ({"qk_rope_head_dim": 7}, "qk_rope_head_dim: got 7; allowed: an even number (rotary pairs)"),
@@ -123,6 +131,11 @@ CASES = [
     ({"rope_interleave": False}, "rope_interleave: got False; allowed: True"),
     ({"indexer_rope_interleave": False}, "indexer_rope_interleave: got False; allowed: True"),
     ({"moe_router_dtype": "bfloat16"}, "moe_router_dtype: got 'bfloat16'; allowed: 'float32' or 'fp32' or None"),
+    ({"layer_types": 5}, "layer_types: got 5; allowed: 'indexed_attention' or 'deepseek_sparse_attention'"),
+    (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+        "quantization_config.weight_block_size: got [64, 64]; allowed: [128, 128]",
+    ),
     (
         {"layer_types": ["full_attention"] * 4},
         "layer_types: got 'full_attention'; allowed: 'indexed_attention' or 'deepseek_sparse_attention'",
@@ -154,6 +167,9 @@ def test_long_values_are_cut():
     [
         (None, "{path}: no such file; a checkpoint folder holds a config.json"),
         ("{", "{path}: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        ('{"a": ' + "[" * 100_000, "{path}: not valid JSON (maximum recursion depth exceeded"),
+        (f'{{"a": {"9" * 5000}}}', "{path}: not valid JSON (Exceeds the limit (4300 digits)"),
+        (b"\xff", "{path}: cannot be read: 'utf-8' codec can't decode byte 0xff"),
         ("[1]", "{path}: got a JSON list; allowed: an object"),
         (
             json.dumps({**GOOD, "hidden_act": "gelu"}),
@@ -164,10 +180,22 @@ def test_long_values_are_cut():
 def test_file_is_named(tmp_path, content, message):
     path = tmp_path / "config.json"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as caught:
         ModelConfig.from_file(tmp_path)
-    assert str(caught.value) == message.format(path=path)
+    assert str(caught.value).startswith(message.format(path=path))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_what_is_no_file_is_not_read(tmp_path, make):
+    make(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
+        ModelConfig.from_file(tmp_path)
+
+
+def test_a_name_too_long_for_the_system():
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        ModelConfig.from_file("x" * 5000)
 
 
 def test_an_unknown_preset_is_refused_with_the_names():

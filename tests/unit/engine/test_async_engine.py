@@ -153,6 +153,14 @@ def test_bad_requests_are_refused_at_the_door(llm):
         asyncio.run(answer(engine, [1] * 64))
 
 
+@pytest.mark.parametrize("ids", [[1.5], [1, "a"], [True], [None]])
+def test_what_is_no_token_id_does_not_reach_the_model(llm, ids):
+    with AsyncEngine(llm) as engine:
+        with pytest.raises(RequestError, match="allowed: token ids"):
+            engine.check(ids, SamplingParams())
+        assert engine.stopped_because is None
+
+
 def test_an_event_loop_that_is_gone_does_not_stop_the_engine(llm, gate):
     """Its coroutine never left the block, so nobody aborts; the engine finds out when it delivers."""
     llm.loop.max_num_seqs = 1

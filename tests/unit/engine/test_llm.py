@@ -189,6 +189,12 @@ class TestSizes:
         with pytest.raises(ConfigError, match=f"max_model_len: got {longest + 1}; allowed: up to {longest}"):
             make_llm(max_model_len=longest + 1)
 
+    @pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs"])
+    @pytest.mark.parametrize("number", [0, -1, 1.5, "8", True])
+    def test_numbers_that_are_none(self, make_llm, name, number):
+        with pytest.raises(ConfigError, match=f"{name}: got {number!r}; allowed: an integer of at least 1"):
+            make_llm(**{name: number})
+
     def test_too_long_for_the_memory(self, make_llm, monkeypatch):
         monkeypatch.setattr("glm5.engine.llm.free_bytes", lambda device: 2**18)
         with pytest.raises(ConfigError, match=r"max_model_len: 1000 tokens take .* allowed here: up to \d+"):

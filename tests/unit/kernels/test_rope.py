@@ -92,6 +92,14 @@ def test_slices_at_odd_places(cut, gen):
     assert rel_rms(rope(x, *table, impl="complex"), rope(x, *table, impl="reference")) < BUDGET[torch.float32]
 
 
+@pytest.mark.parametrize("impl", ["reference", "complex"])
+def test_one_row_at_an_odd_place(impl, gen):
+    """Such a slice counts as contiguous although its pairs lie at odd offsets."""
+    row_1X = torch.randn(1, 7, generator=gen)
+    table = rope_table(torch.tensor([3]), 6, 1e4, torch.float32)
+    assert torch.equal(rope(row_1X[:, 1:], *table, impl=impl), rope(row_1X[:, 1:].clone(), *table, impl="reference"))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="got dim=7; give an even number"):
         rope_table(POSITIONS, 7, THETA, torch.float32)

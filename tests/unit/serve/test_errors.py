@@ -146,6 +146,32 @@ def test_a_long_conversation_is_not_too_large(http):
     assert error_of(answer)["code"] == "context_length_exceeded"
 
 
+def test_what_cannot_fit_is_refused_without_encoding_it(http, engine, monkeypatch):
+    monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *_: pytest.fail("encoded"))
+    answer = post(http, {"messages": [{"role": "user", "content": "word " * 210_000}]})
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert "the context holds 512 tokens, prompt and answer together; the prompt has at least " in error["message"]
+
+
+def test_half_a_character_in_a_conversation(http):
+    body = json.dumps({"messages": [{"role": "user", "content": "\ud83d"}]})
+    answer = http.post("/v1/chat/completions", content=body, headers=JSON)
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert (error["message"].split(" '")[0], error["param"]) == ("the text holds an unpaired surrogate", "messages")
+
+
+def test_any_name_may_be_a_templates_own(http, engine):
+    engine.script = "</think>x"
+    assert post(http, {"messages": ASK, "chat_template_kwargs": {"self": 1, "name": 2, "prompt": 3}}).status_code == 200
+
+
+def test_errors_stay_short(http):
+    for fields in ({"model": "x" * 100_000}, {"stop": ["x" * 1000] * 100}, {"stop_token_ids": ["x"] * 100_000}):
+        assert len(error_of(post(http, {"messages": ASK} | fields))["message"]) < 500
+
+
 def test_unknown_paths_and_methods(http):
     answer = http.get("/v1/nothing")
     assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")

@@ -1,0 +1,79 @@
+"""Conversations as token ids, with the assistant's tokens marked: those are what is learnt."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from glm5.chat.special import GLM_TOKENS
+from glm5.chat.template import ChatTemplate
+from glm5.chat.tokenizer import Tokenizer, train_bpe
+from glm5.demo.questions import KINDS, Conversation, Turn, conversation
+
+NEXT_TURN = "<|user|>"  # the token with which the model hands over after an answer
+CORPUS_PER_KIND = 100
+# Spelled-out letters and numbers stay one token each if the tokenizer never sees two of them together.
+_NOT_IN_CORPUS = re.compile("|".join(map(re.escape, GLM_TOKENS)) + r"|[A-Z]{2,}|\d")
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids, and for each whether the model is to produce it."""
+
+    ids: tuple[int, ...]
+    labelled: tuple[bool, ...]
+
+
+def messages(turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
+    """The turns as OpenAI messages."""
+    listed: list[dict[str, Any]] = []
+    for i, turn in enumerate(turns):
+        listed.append({"role": "user", "content": turn.user})
+        thought = {"reasoning_content": turn.thought} if turn.thought else {}
+        if turn.call is not None:
+            function = {"name": turn.call.name, "arguments": turn.call.arguments}
+            call = {"id": f"call_{i}", "type": "function", "function": function}
+            listed.append({"role": "assistant", "tool_calls": [call], **thought})
+            listed.append({"role": "tool", "tool_call_id": call["id"], "content": turn.call.result})
+            thought = {}
+        listed.append({"role": "assistant", "content": turn.answer, **thought})
+    return listed
+
+
+def example(template: ChatTemplate, chat: Conversation) -> Example:
+    """A conversation as the template renders it. Marked are the tokens after each generation prompt, up to and with
+    the one that hands over to the user or the tool."""
+    tokenizer = template.tokenizer
+    assert tokenizer is not None
+    text = template.render(
+        messages(chat.turns), list(chat.tools) or None, add_generation_prompt=False, enable_thinking=chat.thinking
+    )
+    ids = tokenizer.encode(text + NEXT_TURN)
+    opening = ("<|assistant|>", "<think>") if chat.thinking else ("<|assistant|>", "<think>", "</think>")
+    opening_ids = [tokenizer.id_of(tag) for tag in opening]
+    labelled: list[bool] = []
+    speaks = False
+    for i, token_id in enumerate(ids):
+        labelled.append(speaks)
+        opened = ids[max(0, i + 1 - len(opening)) : i + 1] == opening_ids
+        speaks = token_id not in tokenizer.eos_ids if speaks else opened
+    return Example(tuple(ids), tuple(labelled))
+
+
+def train_tokenizer(vocab_size: int) -> Tokenizer:
+    """A tokenizer for which each word of the questions is one token, and each spelled letter and each digit too."""
+    return train_bpe(_corpus(), vocab_size)
+
+
+def _corpus() -> Iterator[str]:
+    template = ChatTemplate.bundled("glm-5.2")
+    for kind in KINDS:
+        for i in range(CORPUS_PER_KIND):
+            chat = conversation(kind, "train", 0, i)
+            text = template.render(
+                messages(chat.turns),
+                list(chat.tools) or None,
+                add_generation_prompt=False,
+                enable_thinking=chat.thinking,
+            )
+            yield from _NOT_IN_CORPUS.split(text)

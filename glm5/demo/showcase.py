@@ -1,0 +1,98 @@
+"""The checkpoint behind a real server, asked a few held-out questions by the real `openai` client."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from glm5.common.errors import GlmError
+from glm5.common.extras import require
+from glm5.demo.examples import messages
+from glm5.demo.questions import KINDS, Conversation, conversation
+
+MODEL_NAME = "nano"
+QUESTIONS_PER_KIND = 2
+SHOWN_CHARACTERS = 70
+_SECONDS = 60
+
+Say = Callable[[str], None]
+
+
+@contextmanager
+def server(model: Path, log: Path) -> Iterator[str]:
+    """`glm5 serve` in a process of its own on a free port; gives its URL, and ends it with the block."""
+    command = [sys.executable, "-m", "glm5", "serve", str(model), "--port", "0", "--served-model-name", MODEL_NAME]
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    with process:
+        try:
+            yield _listening_on(process, log)
+        finally:
+            process.terminate()
+            process.wait(_SECONDS)
+
+
+def _listening_on(process: subprocess.Popen[str], log: Path) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("listening on "):
+            return line.removeprefix("listening on ").strip()
+    raise GlmError(f"the server ended before it listened; {log} says why")
+
+
+def show(url: str, say: Say) -> None:
+    """Ask questions of every kind at `url` and say what went to and fro, streaming."""
+    client = require("openai", "demo").OpenAI(base_url=f"{url}/v1", api_key="none", timeout=_SECONDS)
+    for kind in KINDS:
+        for index in range(QUESTIONS_PER_KIND):
+            chat = conversation(kind, "held-out", 1, index)
+            say(f"{kind}, thinking {'on' if chat.thinking else 'off'}")
+            _converse(client, chat, say)
+
+
+def _converse(client: Any, chat: Conversation, say: Say) -> None:
+    asked = messages(chat.turns)[:1]
+    say(f"  user       {_shortened(asked[0]['content'])}")
+    reply = _stream(client, chat, asked, say)
+    if reply["tool_calls"] and chat.turns[0].call is not None:
+        result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": chat.turns[0].call.result}
+        say(f"  result     {result['content']}")
+        _stream(client, chat, [*asked, reply, result], say)
+
+
+def _stream(client: Any, chat: Conversation, asked: list[dict[str, Any]], say: Say) -> dict[str, Any]:
+    """One answer, said as it is understood; returns it as a message."""
+    stream = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=asked,
+        tools=list(chat.tools) or None,
+        temperature=0,
+        stream=True,
+        extra_body={"chat_template_kwargs": {"enable_thinking": chat.thinking}},
+    )
+    reasoning, content, calls = "", "", {}
+    for chunk in stream:
+        delta = chunk.choices[0].delta
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        content += delta.content or ""
+        for part in delta.tool_calls or ():
+            call = calls.setdefault(part.index, {"id": part.id, "type": "function", "function": {"arguments": ""}})
+            if part.function.name:
+                call["function"]["name"] = part.function.name
+            call["function"]["arguments"] += part.function.arguments or ""
+    if reasoning:
+        say(f"  thinking   {reasoning}")
+    for call in calls.values():
+        say(f"  calls      {call['function']['name']} {call['function']['arguments']}")
+    if content:
+        say(f"  assistant  {content}")
+    return {"role": "assistant", "content": content, "tool_calls": list(calls.values()), "reasoning_content": reasoning}
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    half = SHOWN_CHARACTERS // 2
+    return f"{text[:half]} ... ({len(text.split())} words) ... {text[-half:]}"

@@ -1,0 +1,66 @@
+"""The demo from beginning to end: train or reuse, score, serve, ask, sum up."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from glm5.chat.template import ChatTemplate
+from glm5.common.console import out as say
+from glm5.common.extras import require
+from glm5.demo.recipe import Recipe
+from glm5.demo.run import train
+from glm5.demo.scoring import Score, score_all
+from glm5.demo.showcase import server, show
+from glm5.engine.llm import LLM
+
+REQUIRED = 0.9
+
+
+def run_demo(out: Path, seed: int = 0, program: str = "glm5") -> int:
+    """Do all of it in `out`; returns 0 if every kind of question is at least REQUIRED right, else 1.
+
+    `program` is how the caller's shell finds glm5, for the commands that are suggested at the end.
+    """
+    for package, extra in (("openai", "demo"), ("fastapi", "serve"), ("uvicorn", "serve")):
+        require(package, extra)
+    torch.set_num_threads(1)  # on shapes as small as these a second thread costs more than it brings
+    start = time.monotonic()
+    model = out / "model"
+    if (model / "config.json").exists():
+        say(f"using the model of an earlier run, {model}; delete {out} to train anew")
+    else:
+        say(f"training a small GLM-5 into {model}; Ctrl-C stops, the same command goes on", flush=True)
+        train(out, Recipe(), seed)
+    trained = time.monotonic()
+
+    llm = LLM(model, device="cpu", max_model_len=1024)
+    assert llm.tokenizer is not None
+    template = ChatTemplate.for_checkpoint(model, "shared" in llm.model.cfg.indexer_types, None, llm.tokenizer)
+    say("scoring held-out questions", flush=True)
+    scores = score_all(llm, template)
+    scored = time.monotonic()
+
+    say("serving it, and asking through the openai client\n", flush=True)
+    with server(model, out / "server.log") as url:
+        show(url, say)
+    shown = time.monotonic()
+    _sum_up(out, program, scores, {"training": trained - start, "scoring": scored - trained, "serving": shown - scored})
+    return 0 if all(score.accuracy >= REQUIRED for score in scores.values()) else 1
+
+
+def _sum_up(out: Path, program: str, scores: Mapping[str, Score], seconds: Mapping[str, float]) -> None:
+    model = out / "model"
+    say("\nheld-out questions answered right")
+    for kind, score in scores.items():
+        verdict = "" if score.accuracy >= REQUIRED else f"   below {REQUIRED:.0%}: the demo has failed"
+        say(f"  {kind:10} {score.accuracy:6.1%} of {score.num_asked}{verdict}")
+    num_tokens = sum(score.num_tokens for score in scores.values())
+    rate = num_tokens / sum(score.seconds for score in scores.values())
+    say(f"\nspeed       {rate:,.0f} tokens/s generated in batches")
+    say("time        " + ", ".join(f"{phase} {duration:.0f} s" for phase, duration in seconds.items()))
+    say(f"files       {model} (a Hugging Face checkpoint), {out / 'server.log'}")
+    say("\ntry next; it knows questions like those above, with other letters, and no others")
+    for command in ("chat", "serve", "inspect"):
+        say(f"  {program} {command} {model}")
