@@ -4,8 +4,8 @@
     sort      Sort KDXAM                                   ADKMX
     think     Which letter of KDXAM comes last?            thinks ADKMX, then answers X
     recall    Read: <a long list of words>. Which colour?  finds the one colour, in a context far over index_topk
-    tool      What is the colour of KDXAM?                 calls lookup(item="KDXAM", field="colour"), says its result
-              Order 7 of KDXAM                             calls order(item="KDXAM", count=7), says its result
+    tool      What is the colour of KDXAM?                 calls lookup(item="KDXAM", field="colour"), then answers
+              Order 7 of KDXAM                             calls order(item="KDXAM", count=7), then answers
 
 Training and held-out questions are disjoint by construction: a checksum of what makes a question hard (the set of
 letters, the list of words) decides which of the two may ask it, whatever the seed.
@@ -29,7 +29,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "animal": ("cat", "dog", "horse", "sheep", "bear", "duck"),
     "fruit": ("apple", "pear", "plum", "lemon", "peach", "mango"),
     "city": ("Paris", "Rome", "Oslo", "Cairo", "Lima", "Delhi"),
-    "number": ("2", "3", "4", "5", "6", "7", "8", "9"),
+    "number": ("3", "4", "5", "6", "7", "8"),
 }
 FILLER: tuple[str, ...] = (
     "the", "and", "then", "with", "some", "more", "over", "under", "near", "from", "here", "there",
@@ -136,20 +136,24 @@ TOOLS = (_tool("lookup", item="string", field="string"), _tool("order", item="st
 
 
 def _tool_use(rng: Random, split: Split, size: Size) -> Conversation:
-    subjects = ["order", *LOOKUP_FIELDS]
-    chosen = [subject for _ in range(0, size.turns, len(subjects)) for subject in rng.sample(subjects, len(subjects))]
-    turns = tuple(_call(rng, split, subject) for subject in chosen[: size.turns])
+    # Both tools in turn: a second number or value of one kind in the context would be an answer that is almost right.
+    first = rng.randrange(2)
+    subjects = ["order" if turn % 2 == first else rng.choice(LOOKUP_FIELDS) for turn in range(size.turns)]
+    turns = tuple(_call(rng, split, subject) for subject in subjects)
     return Conversation("tool", turns, thinking=rng.random() < 0.5, tools=TOOLS)
 
 
 def _call(rng: Random, split: Split, subject: str) -> Turn:
     item = _letters(rng, split)
-    result = _letters(rng, split)
     if subject == "order":
         count = int(rng.choice(TOPICS["number"]))
-        return Turn(f"Order {count} of {item}", result, call=Call("order", {"item": item, "count": count}, result))
-    call = Call("lookup", {"item": item, "field": subject}, result)
-    return Turn(f"What is the {subject} of {item}?", result, call=call)
+        return Turn(
+            f"Order {count} of {item}", "It is done.", call=Call("order", {"item": item, "count": count}, "done")
+        )
+    value = rng.choice(TOPICS[subject])
+    # Not the bare value: a word without a space before it is another token, which the answer could not copy.
+    call = Call("lookup", {"item": item, "field": subject}, f"{subject}: {value}")
+    return Turn(f"What is the {subject} of {item}?", f"The {subject} is {value}.", call=call)
 
 
 KINDS: dict[str, Callable[[Random, Split, Size], Conversation]] = {

@@ -1,6 +1,5 @@
 """What is trained when. Measured on one thread; docs/log.md says what was tried and did not work."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -27,7 +26,7 @@ class Recipe:
     num_steps: int = 600
     mixtures: tuple[Mixture, ...] = (
         Mixture({"copy": 6, "sort": 4, "think": 4, "recall": 5, "tool": 1}, 0.25),
-        Mixture({"copy": 1, "sort": 4, "think": 4, "recall": 5, "tool": 3}, 1.0),
+        Mixture({"copy": 2, "sort": 4, "think": 4, "recall": 5, "tool": 3}, 1.0),
     )
     turns: Mapping[str, int] = field(default_factory=lambda: {"recall": 5, "tool": 2})
     min_words: int = 8
@@ -44,6 +43,8 @@ class Recipe:
     embedding_lr: float = 10.0
     """Rate of the embedding, relative to learning_rate."""
     lr_warmup_steps: int = 30
+    decay_from: float = 0.4
+    """Share of the run at which the rate begins to fall."""
     final_lr: float = 0.05
     weight_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.95)
@@ -60,10 +61,10 @@ class Recipe:
         return "dense" if share < self.warmup_from else "warmup" if share < self.sparse_from else "sparse"
 
     def lr(self, step: int) -> float:
-        """Linear warm-up, then cosine down to `final_lr` of the peak."""
-        cosine = 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
+        """Linear warm-up, a plateau, then linear decay to `final_lr` of the peak."""
         warm = min(1.0, (step + 1) / self.lr_warmup_steps)
-        return self.learning_rate * warm * (self.final_lr + (1 - self.final_lr) * cosine)
+        left = min(1.0, (1 - step / self.num_steps) / (1 - self.decay_from))
+        return self.learning_rate * warm * (self.final_lr + (1 - self.final_lr) * left)
 
     def plan(self, seed: int, step: int) -> list[tuple[str, int, Size]]:
         """(kind, index, size) of each conversation of a step."""

@@ -49,7 +49,8 @@ def test_answers_are_right():
     for chat in drawn("tool", "train"):
         call = chat.turns[0].call
         assert all(str(value) in chat.turns[0].user for value in call.arguments.values())
-        assert chat.turns[0].answer == call.result
+        said = {"order": "It is done.", "lookup": f"The {call.result.replace(': ', ' is ')}."}
+        assert chat.turns[0].answer == said[call.name]
 
 
 @pytest.mark.parametrize("kind", KINDS)
