@@ -105,7 +105,8 @@ class StepPlan:
     """One step. With no `items` nothing is to be launched and no `apply` follows; `wait` says what to wait for.
 
     `ended`: sequences that messages ended in this plan. `left`: slots given up since the last plan, some of which
-    `entered` may use again. `depth`: the largest of all items. `version`: of the weights that compute the step.
+    `entered` may use again. `depth`: the largest of all items; `draft_depth`: how many tokens to draft for the next
+    step. `version`: of the weights that compute the step.
     """
 
     step: int
@@ -113,6 +114,7 @@ class StepPlan:
     items: list[Item] = field(default_factory=list)
     num_tokens: int = 0
     depth: int = 0
+    draft_depth: int = 0
     bucket: Bucket | None = None
     entered: list[Entered] = field(default_factory=list)
     left: list[int] = field(default_factory=list)

@@ -113,7 +113,7 @@ class Scheduler:
         plan = StepPlan(step, self.version)
         self._wake_held()
         self._take_messages(plan)
-        plan.version = self.version
+        plan.version, plan.draft_depth = self.version, self.depth
         if not self.is_paused:
             in_flight: list[InFlight] = []
             self._make_room_for_better(plan)

@@ -18,6 +18,8 @@ from glm5.engine.sampling.edits import Rows, edited
 from glm5.engine.sampling.logprobs import Logprobs, logprobs
 from glm5.engine.sampling.slots import Feature, Placement, SlotTables
 
+_UNKNOWN_AHEAD = Feature.PERMITTED | Feature.LOGPROBS
+_ALL = ~Feature(0)
 _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's L2
 
 
@@ -53,20 +55,26 @@ class Sampler:
         """
         self.tables.permit(slots, masks_BJM)
 
-    def sample(self, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None = None) -> Sampled:
-        """One token a row. The logits are left alone. `draft_SK`: drafts [S, K], None where every offset is 0."""
+    def sample(
+        self, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None = None, *, drafting: bool = False
+    ) -> Sampled:
+        """One token a row. The logits are left alone. `draft_SK`: drafts [S, K], None where every offset is 0.
+
+        `drafting`: the tokens are only guesses. Masks are not applied, as they are not known yet so far ahead, and
+        there are no log-probabilities.
+        """
         num_rows, vocab_size = logits_RW.shape
         assert vocab_size == self.tables.vocab_size, f"{vocab_size=} {self.tables.vocab_size=}"
         assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
-        features = self.tables.features_of(rows.slots)
+        wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
+        shown = self.tables.features_of(rows.slots) & wanted & Feature.LOGPROBS
         num_likeliest = self.tables.num_likeliest_of(rows.slots)
         step = max(1, _CACHED // vocab_size) if logits_RW.device.type == "cpu" else num_rows
         if num_rows <= step:
-            return self._sample(logits_RW, rows, draft_SK, features & Feature.LOGPROBS, num_likeliest)
+            return self._sample(logits_RW, rows, draft_SK, wanted, shown, num_likeliest)
         spans = [slice(first, first + step) for first in range(0, num_rows, step)]
         return _joined(
-            self._sample(logits_RW[span], rows[span], draft_SK, features & Feature.LOGPROBS, num_likeliest)
-            for span in spans
+            self._sample(logits_RW[span], rows[span], draft_SK, wanted, shown, num_likeliest) for span in spans
         )
 
     def record(self, accepted: Accepted, slots: NDArray[np.int64]) -> None:
@@ -77,10 +85,16 @@ class Sampler:
         self.tables.record(accepted.token_SJ, accepted.count_S, self.tables.features_of(slots))
 
     def _sample(
-        self, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, shown: Feature, num_likeliest: int
+        self,
+        logits_RW: Tensor,
+        rows: Rows,
+        draft_SK: Tensor | None,
+        wanted: Feature,
+        shown: Feature,
+        num_likeliest: int,
     ) -> Sampled:
-        features = self.tables.features_of(rows.slots)
-        edited_RW = edited(logits_RW, rows, draft_SK, self.tables)
+        features = self.tables.features_of(rows.slots) & wanted
+        edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features)
         token_R = self._draw(edited_RW, rows, features)
         temperature_R = self.tables.temperature_S.index_select(0, rows.slot_R) if features & Feature.TEMPERED else None
         found = logprobs(logits_RW, token_R, temperature_R, num_likeliest) if shown else None

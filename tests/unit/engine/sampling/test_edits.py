@@ -58,7 +58,7 @@ def test_edits_are_those_of_the_oracle(dtype, rng):
         before = logits.clone()
         draft_SK = torch.tensor([*drafts, [-1] * DEPTH])
         rows = rows_of([slot for slot, _ in which], positions, [offset for _, offset in which])
-        got = edited(logits, rows, draft_SK, sampler.tables)
+        got = edited(logits, rows, draft_SK, sampler.tables, sampler.tables.features_of(rows.slots))
         assert torch.equal(logits, before)
         for row, (slot, offset) in enumerate(which):
             want = oracle.edited(logits[row].float().numpy(), placements[slot], drafts[slot][:offset])
@@ -70,7 +70,9 @@ def test_control_a_penalty_that_is_slightly_off_is_noticed():
     other = Placement(0, SamplingParams(frequency_penalty=1.001), 0, [1], (2,))
     sampler = Sampler(1, VOCAB)
     sampler.place([placement])
-    got = edited(torch.zeros(1, VOCAB), rows_of([0], [2]), None, sampler.tables)[0].numpy()
+    rows = rows_of([0], [2])
+    features = sampler.tables.features_of(rows.slots)
+    got = edited(torch.zeros(1, VOCAB), rows, None, sampler.tables, features)[0].numpy()
     assert np.abs(got - oracle.edited(np.zeros(VOCAB), other)).max() > 5 * TOLERANCE
 
 

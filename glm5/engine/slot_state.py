@@ -1,0 +1,72 @@
+"""What the device knows of each slot: token ids, true length, drafts, and the row of the page table.
+
+A step reads and writes these tables in place, so the next one can be enqueued before anybody has read its tokens. The
+last slot is padding's. Beyond the true length the token table holds the drafts that the next step will try.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from glm5.engine.plan import Entered, TableEntry
+from glm5.engine.sampling.drafts import Accepted
+
+# Letters beside those of `glm5.model`: S slots, the last for padding; N columns of a table; C sequences that sample.
+
+
+class SlotState:
+    """Tables for `num_slots` sequences of up to `max_len` tokens and `max_depth` drafts a step."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_len: int,
+        max_depth: int,
+        *,
+        page_size: int,
+        dump_page: int,
+        device: torch.device,
+    ):
+        S = num_slots + 1
+        self.page_size, self.dump_page, self.max_depth, self.device = page_size, dump_page, max_depth, device
+        # Rows of sequences that have ended go on until that is known: a step's rows, and what is drafted behind them.
+        self.token_SN = torch.zeros(S, max_len + 4 * (1 + max_depth), dtype=torch.int64, device=device)
+        self.len_S = torch.ones(S, dtype=torch.int64, device=device)
+        self.draft_SK = torch.zeros(S, max_depth, dtype=torch.int64, device=device)
+        # The last column is never a sequence's: positions beyond its pages are looked up there.
+        self.num_columns = -(-max_len // page_size) + 1
+        self.table_SN = torch.full((S, self.num_columns), dump_page, dtype=torch.int32, device=device)
+
+    def enter(self, entered: Sequence[Entered]) -> None:
+        """Sequences take their slots with the tokens and pages that they have."""
+        for one in entered:
+            ids = torch.tensor(one.token_ids, dtype=torch.int64)
+            self.token_SN[one.slot, : len(ids)] = ids.to(self.device, non_blocking=True)
+            row = torch.full((self.num_columns,), self.dump_page, dtype=torch.int32)
+            row[: len(one.pages)] = torch.tensor(one.pages, dtype=torch.int32)
+            self.table_SN[one.slot] = row.to(self.device, non_blocking=True)
+        if entered:
+            slots, lengths = torch.tensor([(one.slot, len(one.token_ids)) for one in entered]).unbind(dim=1)
+            self.len_S.index_copy_(0, slots.to(self.device), lengths.to(self.device))
+
+    def change(self, table: Sequence[TableEntry]) -> None:
+        """Entries of page table rows are others from now on."""
+        if table:
+            slots, columns, pages = torch.tensor(table).to(self.device, non_blocking=True).unbind(dim=1)
+            self.table_SN[slots, columns] = pages.int()
+
+    def positions(self, slot_R: Tensor, start_R: Tensor, offset_R: Tensor) -> Tensor:
+        """Position of each row: `start` + offset, or, where start is -1, counted from the last known token."""
+        return torch.where(start_R < 0, self.len_S[slot_R] - 1, start_R) + offset_R
+
+    def take(self, token_R: Tensor, slot_R: Tensor, position_R: Tensor, accepted: Accepted) -> None:
+        """Sampled tokens take their places, and lengths grow by those that stand."""
+        self.token_SN[slot_R, position_R] = token_R
+        self.len_S += accepted.count_S
+
+    def assume(self, slot_C: Tensor) -> None:
+        """Put the drafts of these slots behind their tokens."""
+        if self.max_depth:
+            place_CK = self.len_S[slot_C][:, None] + torch.arange(self.max_depth, device=self.device)
+            self.token_SN[slot_C[:, None], place_CK] = self.draft_SK[slot_C]

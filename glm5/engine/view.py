@@ -1,0 +1,106 @@
+"""The keys of a step: a `KVView` over rows of many sequences, in static shapes.
+
+Rows name the sequence that they belong to (a row of `table_BN`) and their position. A row of padding sees no key, and
+writes to the dump page.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from glm5.engine.kv import KVCache
+from glm5.engine.slot_state import SlotState
+from glm5.kernels.top_k import top_k as top_k_keys
+from glm5.model.seams import Selection
+
+
+@dataclass(frozen=True)
+class StepView:
+    """`group_T` int32: row of the page table `table_BN`; `end_T` int32: keys that each token sees; `place_T`: the slot
+    of the pool that its own key goes to. No token sees more than `max_end` keys. `invariant`: results do not depend on
+    what else is in the batch, bit for bit; every token then selects keys, however few there are.
+    """
+
+    cache: KVCache
+    table_BN: Tensor
+    positions_T: Tensor
+    group_T: Tensor
+    end_T: Tensor
+    place_T: Tensor
+    max_end: int
+    invariant: bool
+
+    @classmethod
+    def of(
+        cls,
+        cache: KVCache,
+        slots: SlotState,
+        *,
+        slot_B: Tensor,
+        group_T: Tensor,
+        slot_T: Tensor,
+        positions_T: Tensor,
+        live_T: Tensor,
+        max_end: int,
+        invariant: bool,
+    ) -> "StepView":
+        """A view of tokens at these positions of the sequences in these slots; those that are not live are padding."""
+        size = cache.page_size
+        # Few widths, so that shapes stay few too.
+        num_pages = min(_round_up(-(-max_end // size)), slots.num_columns)
+        column_T = (positions_T // size).clamp_max_(slots.num_columns - 1)
+        page_T = torch.where(live_T > 0, slots.table_SN[slot_T, column_T].long(), cache.dump_page)
+        return cls(
+            cache=cache,
+            table_BN=slots.table_SN.index_select(0, slot_B)[:, :num_pages],
+            positions_T=positions_T,
+            group_T=group_T.int(),
+            end_T=((positions_T + 1) * live_T).int(),
+            place_T=page_T * size + positions_T % size,
+            max_end=max_end,
+            invariant=invariant,
+        )
+
+    def parts(self, num_rows: int) -> Iterator["StepView"]:
+        """Views of `num_rows` tokens each, which divides their number; to be run in order."""
+        for first in range(0, len(self.positions_T), num_rows):
+            span = slice(first, first + num_rows)
+            yield replace(
+                self,
+                positions_T=self.positions_T[span],
+                group_T=self.group_T[span],
+                end_T=self.end_T[span],
+                place_T=self.place_T[span],
+            )
+
+    def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
+        self.cache.append_latent(layer_idx, self.place_T, latent_TL)
+
+    def append_index_key(self, layer_idx: int, key_TI: Tensor) -> None:
+        self.cache.append_index_key(layer_idx, self.place_T, key_TI)
+
+    def select(self, layer_idx: int, q_TJI: Tensor, w_TJ: Tensor, top_k: int, scale: float) -> Selection:
+        # Where every token would select all that it sees. (With `invariant` the width of a selection is always the
+        # same, or sums would be taken in another order.)
+        if self.max_end <= top_k and not self.invariant:
+            return Selection(None)
+        where = (self.table_BN, self.group_T, self.end_T)
+        score_TS = self.cache.scores(layer_idx, q_TJI, w_TJ, *where, scale=scale, impl=self._impl)
+        return Selection(top_k_keys(score_TS, top_k))
+
+    def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
+        where = (self.table_BN, self.group_T, self.end_T)
+        keys_TK = selection.keys_TK
+        return self.cache.attend(layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self._impl)
+
+    @property
+    def _impl(self) -> Literal["auto", "invariant"]:
+        return "invariant" if self.invariant else "auto"
+
+
+def _round_up(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, count - 1).bit_length()
