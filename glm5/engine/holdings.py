@@ -27,10 +27,10 @@ class Found:
 
 
 class Holdings:
-    """The pool with all that refers to it. `version` of the weights is part of every salt."""
+    """The pool with all that refers to it. `weights`: identity of the weights, part of every salt."""
 
-    def __init__(self, config: SchedulerConfig, version: int):
-        self.config, self.version = config, version
+    def __init__(self, config: SchedulerConfig, weights: bytes):
+        self.config, self.weights = config, weights
         self.pool = PagePool(config.num_pages)
         self.tree = PrefixTree(self.pool, config.page_size)
         self.transfers = Transfers(self.pool, self.tree, max_loads=config.max_loads, max_stores=config.max_stores)
@@ -140,7 +140,7 @@ class Holdings:
         return self.config.prefix_cache and not (seq.submit.computes_prompt and seq.is_fresh)
 
     def _match(self, seq: Sequence) -> None:
-        seq.salt = cache_salt(self.version, seq.submit.salt)
+        seq.salt = cache_salt(self.weights, seq.submit.salt)
         if self._may_hit(seq):
             # At least one token is left to compute: the next one is sampled from its logits.
             self.tree.match(seq.salt, seq.tokens, (len(seq.tokens) - 1) // self.config.page_size, seq.path)

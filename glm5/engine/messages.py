@@ -94,12 +94,14 @@ class Resume:
 class SetWeights:
     """The model's weights are those of `version` from this step on. Pages computed before are never shared again.
 
+    `identity`: of the weights among all that ever were, for pages outlive the process (`prefix.cache_salt`).
     `recompute`: running sequences are computed anew; otherwise they go on with the pages that they have.
     (To abort them instead, send `Abort(None)` first.)
     """
 
     version: int
     recompute: bool
+    identity: bytes
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,13 @@ from glm5.engine.tiers.key import PageKey, page_key
 Salt = bytes
 
 
-def cache_salt(version: int, salt: bytes) -> Salt:
-    """Prompts share pages only within a tenant's salt, computed with one version of the weights."""
-    return b"%d:%b" % (version, salt)
+def cache_salt(weights: bytes, salt: bytes) -> Salt:
+    """Prompts share pages only within a tenant's salt, computed with the same weights.
+
+    `weights` identifies them among all that ever were: pages outlive the process, and a number that counts updates
+    would mean other weights in the next one.
+    """
+    return b"%d:%b%b" % (len(weights), weights, salt)
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: Salt) -> Iterator[PageKey]:

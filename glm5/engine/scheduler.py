@@ -59,12 +59,12 @@ class Scheduler:
     """`deliver` messages for a step, `plan` the step, `apply` what an earlier one sampled.
 
     Steps are numbered from 0. With `launch_ahead` one planned step may be unread when the next is planned, without it
-    none. Two schedulers that are told the same decide the same.
+    none. Two schedulers that are told the same decide the same. `version` and `identity` are those of the weights.
     """
 
-    def __init__(self, config: SchedulerConfig, *, version: int = 0):
+    def __init__(self, config: SchedulerConfig, *, version: int = 0, identity: bytes = b""):
         self.config, self.version = config, version
-        self.holdings = Holdings(config, version)
+        self.holdings = Holdings(config, identity)
         self.depth = config.max_depth
         self.next_step = 0
         self.is_paused = False
@@ -195,8 +195,8 @@ class Scheduler:
                     self._release_all(plan)
             case Resume():
                 self.is_paused = False
-            case SetWeights(version, recompute):
-                self.version = self.holdings.version = version
+            case SetWeights(version, recompute, identity):
+                self.version, self.holdings.weights = version, identity
                 if recompute:
                     self._release_all(plan)
                 else:

@@ -118,8 +118,8 @@ MUTANTS = [
         "range(seq.num_in_tree, seq.confirmed // size)",
         "range(seq.num_in_tree, min(seq.covered, len(seq.tokens)) // size)",
     ),
-    Mutant("salts are ignored", "prefix", 'return b"%d:%b" % (version, salt)', 'return b"%d:" % version'),
-    Mutant("versions are ignored", "prefix", 'return b"%d:%b" % (version, salt)', 'return b"0:%b" % salt'),
+    Mutant("salts are ignored", "prefix", "(len(weights), weights, salt)", '(len(weights), weights, b"")'),
+    Mutant("versions are ignored", "prefix", "(len(weights), weights, salt)", '(0, b"", salt)'),
     Mutant(
         "pages of mixed weights are shared",
         "scheduler",

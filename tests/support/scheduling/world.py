@@ -73,6 +73,11 @@ def random_config(rng: Random) -> SchedulerConfig:
     )
 
 
+def identity(version: int) -> bytes:
+    """Of the weights."""
+    return b"%d" % version if version else b""
+
+
 class World:
     """`make` builds the scheduler under test."""
 
@@ -185,10 +190,10 @@ class World:
         """What messages ask for has happened."""
         assert plan.version == self.version
         assert not (self.is_paused and plan.items), "a paused scheduler planned"
-        if Pause(release=True) in messages or SetWeights(self.version, recompute=True) in messages:
+        if Pause(release=True) in messages or SetWeights(self.version, True, identity(self.version)) in messages:
             gone = {*plan.preempted, *(output.seq_id for output in plan.ended)}
             assert gone >= before.running.keys(), "sequences go on with pages that are worth nothing"
-        if SetWeights(self.version, recompute=False) in messages:
+        if SetWeights(self.version, False, identity(self.version)) in messages:
             assert not any(entry.hit_device for entry in plan.entered), "the prefix tree was not emptied"
 
     def _check_wait(self, plan: StepPlan) -> None:
@@ -249,7 +254,7 @@ class World:
                 return Pause(release=rng.random() < 0.5)
             case 1:
                 self.version += 1
-                return SetWeights(self.version, recompute=rng.random() < 0.5)
+                return SetWeights(self.version, rng.random() < 0.5, identity(self.version))
             case 2:
                 return ResetCache()
             case 3 if rng.random() < 0.3:
@@ -288,7 +293,7 @@ class World:
         for seq_id in submit.seq_ids:
             answer = lone_run(submit, seq_id, limit)
             self.known[seq_id] = Known((submit.priority, seq_id), submit, answer, self.config.max_len(submit))
-        keys = page_keys(submit.prompt_ids, self.config.page_size, cache_salt(self.version, submit.salt))
+        keys = page_keys(submit.prompt_ids, self.config.page_size, cache_salt(identity(self.version), submit.salt))
         found = [(key.digest, self.device.tiers[key.digest][0]) for key in keys if key.digest in self.device.tiers]
         return [TierChange(tuple(found)), submit] if found and self.config.tiers else [submit]
 
@@ -299,7 +304,7 @@ class World:
             return
         for document in self.documents:
             values = hashes(document)
-            for number, key in enumerate(page_keys(document, size, cache_salt(0, b""))):
+            for number, key in enumerate(page_keys(document, size, cache_salt(b"", b""))):
                 if self.rng.random() < 0.9:
                     content = [(b"", value, 0) for value in values[number * size : (number + 1) * size]]
                     self.device.tiers[key.digest] = "disk", content

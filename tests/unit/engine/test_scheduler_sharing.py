@@ -8,9 +8,9 @@ from tests.support.scheduling.driver import TOKEN, Driver, prompt, rows, submit
 CHEAP = RestoreCost(host_page=0, disk_page=1, fixed=0)
 
 
-def known_pages(num_tokens: int, tier="disk", version: int = 0) -> TierChange:
+def known_pages(num_tokens: int, tier="disk", weights: bytes = b"") -> TierChange:
     """What a lower tier says it has of `prompt(num_tokens)`."""
-    keys = page_keys(prompt(num_tokens), 4, cache_salt(version, b""))
+    keys = page_keys(prompt(num_tokens), 4, cache_salt(weights, b""))
     return TierChange(tuple((key.digest, tier) for key in keys))
 
 
@@ -154,7 +154,7 @@ def test_full_pages_are_stored_once_and_loaded_when_that_is_cheaper():
     driver.tell(submit(0, 9, 1, prompt_ids=prompt(9)))
     plans = driver.run()
     stores = [copy for plan in plans for copy in plan.stores]
-    assert [copy.key for copy in stores] == list(page_keys(prompt(9), 4, cache_salt(0, b"")))
+    assert [copy.key for copy in stores] == list(page_keys(prompt(9), 4, cache_salt(b"", b"")))
     plan = driver.step(ResetCache(), submit(1, 9, 1, prompt_ids=prompt(9)))
     assert [copy.key for copy in plan.loads] == [copy.key for copy in stores]
     assert (plan.items, plan.wait, plan.entered[0].hit_lower) == ([], "copies", 8)
@@ -212,7 +212,7 @@ def test_stores_that_lag_lapse_with_their_pages():
     assert len(driver.scheduler.holdings.transfers._to_store) <= 2 * 4
     driver.tell(CopyDone(store.copy_id, "host"))
     (store,) = driver.step().stores
-    assert store.key in page_keys(prompt(9, 300 * 12), 4, cache_salt(0, b""))
+    assert store.key in page_keys(prompt(9, 300 * 12), 4, cache_salt(b"", b""))
 
 
 def test_a_pool_pinned_by_stores_waits_for_them():
@@ -229,7 +229,7 @@ def test_new_weights_never_share_old_pages():
         driver = Driver(tiers=True, restore_cost=CHEAP)
         driver.step(submit(0, 9, prompt_ids=prompt(9)))
         driver.end_copies(driver.step())
-        plan = driver.step(SetWeights(1, recompute), submit(1, 9, prompt_ids=prompt(9)))
+        plan = driver.step(SetWeights(1, recompute, b"1"), submit(1, 9, prompt_ids=prompt(9)))
         assert plan.version == 1
         assert rows(plan) == ({0: 11, 1: 9} if recompute else {0: 1, 1: 9})
         plan = driver.step(submit(2, 9, prompt_ids=prompt(9)))
