@@ -75,8 +75,7 @@ def pack(plan: StepPlan, *, padding_slot: int, rows_ahead: int, whole: Callable[
     live_R = group_R < num_groups
     offset_R *= live_R
 
-    stride = width if bucket.decodes_only else 0
-    first_rows = np.arange(len(items)) * stride if stride else np.cumsum(counts) - counts
+    first_rows = np.arange(len(items)) * (1 + bucket.depth) if bucket.decodes_only else np.cumsum(counts) - counts
     first_rows = np.where(decodes, first_rows, first_rows + counts - 1)[samples]
     num_sampled = np.where(decodes, counts, 1)[samples]
     if bucket.decodes_only:

@@ -5,6 +5,7 @@
 `tempered` is what a policy gradient of a sampled token needs; where temperature is 0 or 1 the two are equal.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,12 @@ class Logprobs:
     rank_R: Tensor
     likeliest_RN: Tensor
     likeliest_logprob_RN: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence["Logprobs"]) -> "Logprobs":
+        """The rows of all parts, in order."""
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return cls(*(torch.cat(column) for column in columns))
 
 
 def logprobs(logits_RW: Tensor, token_R: Tensor, temperature_R: Tensor | None, num_likeliest: int) -> Logprobs:

@@ -118,10 +118,6 @@ class Sampler:
 def _joined(parts: Any) -> Sampled:
     """One Sampled of several, in order."""
     parts = list(parts)
-    found = [part.logprobs for part in parts]
-    joined = None
-    if found[0] is not None:
-        names = ("logprob_R", "tempered_R", "rank_R", "likeliest_RN", "likeliest_logprob_RN")
-        joined = Logprobs(*(torch.cat([getattr(one, name) for one in found]) for name in names))
+    found = [part.logprobs for part in parts if part.logprobs is not None]
     tokens, stuck = (torch.cat([getattr(part, name) for part in parts]) for name in ("token_R", "stuck_R"))
-    return Sampled(tokens, stuck, joined)
+    return Sampled(tokens, stuck, Logprobs.joined(found) if found else None)

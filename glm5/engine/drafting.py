@@ -1,0 +1,89 @@
+"""Drafts from the MTP layer (model spec, section 3.10): guesses of the next tokens, for the next step to check.
+
+At position p the layer sees token p+1 and the target's hidden state, and guesses token p+2. A step first runs it over
+its own rows, now that the token after each is known: that makes the layer's keys final as far as the target's are, and
+the row before a sequence's last token gives its first draft. Each further draft is one row a sequence: the draft
+before it, with the layer's own hidden state. What those rows write is written again by the next step.
+
+With `index_share_for_mtp_iteration` further drafts read the keys that the first one's row selected.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glm5.engine.passes import Passes, rows_of
+from glm5.engine.sampling import Rows, Sampler
+from glm5.engine.slot_state import SlotState
+from glm5.engine.view import StepView
+from glm5.model.seams import Selection
+
+
+@dataclass(frozen=True)
+class Extended:
+    """What the layer made of the rows of a step."""
+
+    hidden_RD: Tensor
+    selection: Selection
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The sequences that sampled: their slots (on the host and on the device), the step's row with which each begins
+    to sample, and how many tokens it gained."""
+
+    slots: NDArray[np.int64]
+    slot_C: Tensor
+    first_C: Tensor
+    count_C: Tensor
+
+
+class Drafter:
+    """Writes `slots.draft_SK`, and the drafts behind the tokens of each slot."""
+
+    def __init__(self, passes: Passes, slots: SlotState, sampler: Sampler):
+        self.passes, self.slots, self.sampler = passes, slots, sampler
+        self.shares_selection = passes.model.cfg.index_share_for_mtp_iteration
+
+    def extend(self, view: StepView, slot_R: Tensor, hidden_RD: Tensor) -> Extended:
+        """Run the layer over the rows of a step whose tokens are in their places."""
+        next_R = self.slots.token_SN[slot_R, view.positions_T + 1]
+        hidden_RD, selection = self.passes.draft(next_R, hidden_RD, view)
+        return Extended(hidden_RD, selection)
+
+    def draft(self, extended: Extended, view: StepView, rows: DraftRows, depth: int) -> None:
+        """`depth` drafts for each sequence that gained tokens."""
+        last_C = rows.first_C + rows.count_C - 1
+        hidden_CD = extended.hidden_RD[last_C]
+        selection = rows_of(extended.selection, last_C) if self.shares_selection else None
+        for index in range(depth):
+            if index:
+                ahead = self._view(view, rows, self.slots.len_S[rows.slot_C] - 2 + index)
+                before_C = self.slots.draft_SK[rows.slot_C, index - 1]
+                hidden_CD, _ = self.passes.draft(before_C, hidden_CD, ahead, selection)
+            where = Rows(
+                rows.slots,
+                rows.slot_C,
+                position_R=self.slots.len_S[rows.slot_C] + index,
+                offset_R=torch.full_like(rows.slot_C, index),
+            )
+            assumed_SK = self.slots.draft_SK if index else None
+            guess = self.sampler.sample(self.passes.logits(hidden_CD), where, assumed_SK, drafting=True)
+            self.slots.draft_SK[rows.slot_C, index] = guess.token_R
+
+    def _view(self, step: StepView, rows: DraftRows, position_C: Tensor) -> StepView:
+        """One token of each sequence, at a position that lies ahead of the step's."""
+        return StepView.of(
+            step.cache,
+            self.slots,
+            slot_B=rows.slot_C,
+            group_T=torch.arange(len(rows.slot_C), device=self.slots.device),
+            slot_T=rows.slot_C,
+            positions_T=position_C,
+            live_T=(rows.count_C > 0).long(),
+            max_end=step.max_end,
+            invariant=step.invariant,
+        )

@@ -1,0 +1,55 @@
+"""The model as a runner calls it: on all rows of a step at once, or pass after pass of a fixed number of rows.
+
+In passes every operation has one shape whatever the batch, so that a row's result depends on nothing but the row.
+A pass runs through all layers before the next one begins: later rows of a sequence find the keys of earlier ones.
+"""
+
+import torch
+from torch import Tensor
+
+from glm5.engine.view import StepView
+from glm5.model.glm5 import Glm5
+from glm5.model.seams import Selection
+
+
+class Passes:
+    """`num_rows`: the rows of a pass; None runs everything in one."""
+
+    def __init__(self, model: Glm5, num_rows: int | None):
+        self.model, self.num_rows = model, num_rows
+
+    def whole(self, count: int) -> int:
+        """`count` rows rounded up to whole passes."""
+        return count if self.num_rows is None else -(-count // self.num_rows) * self.num_rows
+
+    def hidden(self, ids_R: Tensor, view: StepView) -> Tensor:
+        """`Glm5.forward`."""
+        if self.num_rows is None:
+            return self.model(ids_R, view)
+        pairs = zip(ids_R.split(self.num_rows), view.parts(self.num_rows), strict=True)
+        return torch.cat([self.model(ids, part) for ids, part in pairs])
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """`Glm5.head`."""
+        if self.num_rows is None:
+            return self.model.head(hidden_RD)
+        return torch.cat([self.model.head(part) for part in hidden_RD.split(self.num_rows)])
+
+    def draft(
+        self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None = None
+    ) -> tuple[Tensor, Selection]:
+        """`Glm5.draft`."""
+        if self.num_rows is None:
+            return self.model.draft(next_ids_R, hidden_RD, view, selection)
+        size, outs = self.num_rows, []
+        for index, part in enumerate(view.parts(size)):
+            span = slice(index * size, (index + 1) * size)
+            given = None if selection is None else rows_of(selection, span)
+            outs.append(self.model.draft(next_ids_R[span], hidden_RD[span], part, given))
+        keys = [used.keys_TK for _, used in outs if used.keys_TK is not None]
+        return torch.cat([hidden for hidden, _ in outs]), Selection(torch.cat(keys) if keys else None)
+
+
+def rows_of(selection: Selection, rows: slice | Tensor) -> Selection:
+    """The selection of some rows."""
+    return selection if selection.keys_TK is None else Selection(selection.keys_TK[rows])

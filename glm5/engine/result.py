@@ -1,0 +1,163 @@
+"""What a step brought, read back from the device: tokens, the next drafts, log-probabilities, experts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.engine.batch import Batch
+from glm5.engine.plan import Item
+from glm5.engine.sampling.logprobs import Logprobs
+from glm5.engine.wire import RoutedExperts, TokenLogprobs
+
+
+@dataclass
+class StepResult:
+    """By sequence id. `tokens`: what `Scheduler.apply` takes. `drafts`: what the next step of a sequence assumes.
+
+    `logprobs`: one entry a token, of those that ask; `prompt_logprobs`: of the prompt tokens behind each row of the
+    chunk. `stuck`: sequences for which no token was possible. `num_drafted` and `num_accepted` count by position.
+    """
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    routed: dict[int, RoutedExperts] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    num_drafted: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of the tokens that follow the rows of a chunk, with `num_likeliest` others each."""
+
+    token_N: Tensor
+    found: Logprobs
+    num_likeliest: int
+
+
+@dataclass
+class Pending:
+    """Tensors of a launched step that its result is made of. `shown`: sequence id to the likeliest it asks for."""
+
+    batch: Batch
+    max_depth: int
+    token_CJ: Tensor
+    count_C: Tensor
+    draft_CK: Tensor
+    stuck_Q: Tensor
+    logprobs: Logprobs | None = None
+    shown: dict[int, int] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    position_R: Tensor | None = None
+    expert_RLA: Tensor | None = None
+    routed: list[tuple[Item, int]] = field(default_factory=list)
+
+
+class Launched:
+    """A step on its way. Its tensors start for the host at once; `read` waits for them."""
+
+    def __init__(self, pending: Pending | None):
+        self._pending, self._arrived = pending, None
+        if pending is not None:
+            _each_tensor(pending, _to_host)
+            if pending.token_CJ.is_pinned():
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+
+    def read(self) -> StepResult:
+        """The step's result; empty for a plan without items."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return StepResult() if self._pending is None else _result(self._pending)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return out.copy_(tensor, non_blocking=True)
+
+
+def _each_tensor(owner: Any, change: Any) -> None:
+    """Replace every tensor that the dataclass `owner` and those within it hold."""
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, Tensor):
+            object.__setattr__(owner, name, change(value))
+        elif isinstance(value, Logprobs):
+            _each_tensor(value, change)
+        elif name == "prompt_logprobs":
+            for one in value.values():
+                _each_tensor(one, change)
+
+
+def _result(pending: Pending) -> StepResult:
+    batch, result = pending.batch, StepResult()
+    tokens, counts, drafts = pending.token_CJ.tolist(), pending.count_C.tolist(), pending.draft_CK.tolist()
+    any_stuck = bool(pending.stuck_Q.any())
+    drafted, accepted = [0] * pending.max_depth, [0] * pending.max_depth
+    rows = None if pending.logprobs is None else _entries(pending.logprobs)
+    for index, item in enumerate(batch.sampling):
+        seq_id, count = item.seq_id, counts[index]
+        result.tokens[seq_id] = tokens[index][:count]
+        result.drafts[seq_id] = drafts[index]
+        for position in range(item.depth):
+            drafted[position] += 1
+            accepted[position] += position < count - 1
+        place = int(batch.place_C[index])
+        if any_stuck and bool(pending.stuck_Q[place : place + count].any()):
+            result.stuck.add(seq_id)
+        if rows is not None and seq_id in pending.shown:
+            ids = result.tokens[seq_id]
+            result.logprobs[seq_id] = rows.of(ids, place, pending.shown[seq_id])
+    for seq_id, prompt in pending.prompt_logprobs.items():
+        entries = _entries(prompt.found)
+        result.prompt_logprobs[seq_id] = entries.of(prompt.token_N.tolist(), 0, prompt.num_likeliest)
+    if pending.expert_RLA is not None:
+        counts_of = dict(zip((item.seq_id for item in batch.sampling), counts, strict=False))
+        for item, first in pending.routed:
+            result.routed[item.seq_id] = _routed(pending, item, first, counts_of)
+    result.num_drafted, result.num_accepted = drafted, accepted
+    return result
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Columns of log-probabilities as lists."""
+
+    logprob: Sequence[float]
+    tempered: Sequence[float]
+    rank: Sequence[int]
+    likeliest: Sequence[list[int]]
+    likeliest_logprob: Sequence[list[float]]
+
+    def of(self, token_ids: list[int], first: int, num_likeliest: int) -> list[TokenLogprobs]:
+        """Entries of the rows from `first` on, one a token."""
+        entries: list[TokenLogprobs] = []
+        for row, token_id in enumerate(token_ids, start=first):
+            best = zip(self.likeliest[row][:num_likeliest], self.likeliest_logprob[row][:num_likeliest], strict=True)
+            entries.append(TokenLogprobs(token_id, self.logprob[row], self.tempered[row], self.rank[row], list(best)))
+        return entries
+
+
+def _entries(found: Logprobs) -> _Entries:
+    return _Entries(
+        found.logprob_R.tolist(),
+        found.tempered_R.tolist(),
+        found.rank_R.tolist(),
+        found.likeliest_RN.tolist(),
+        found.likeliest_logprob_RN.tolist(),
+    )
+
+
+def _routed(pending: Pending, item: Item, first: int, counts: dict[int, int]) -> RoutedExperts:
+    """Experts of the tokens that an item computed and that stand: of a decoding one, as many as it gained."""
+    assert pending.expert_RLA is not None and pending.position_R is not None  # noqa: PT018
+    num_rows = counts[item.seq_id] if item.kind == "decode" else item.num_rows
+    experts = pending.expert_RLA[first : first + num_rows].contiguous().numpy()
+    shape = (experts.shape[0], experts.shape[1], experts.shape[2])
+    return RoutedExperts(int(pending.position_R[first]), shape, experts.astype("<i2").tobytes())

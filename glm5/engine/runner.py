@@ -1,0 +1,233 @@
+"""Runs plans on a device: rows in, tokens out, without waiting for them. (What a plan means: plan.py.)
+
+    rows -> model -> logits -> sample -> which drafts stand -> token ids and lengths of the slots -> MTP layer -> drafts
+
+Every tensor of a step has a static shape, given by its bucket, and what the next step needs stays on the device. So
+steps can be enqueued ahead of what they find, and captured where there are graphs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.engine.batch import Batch, arrays, pack
+from glm5.engine.drafting import Drafter, DraftRows
+from glm5.engine.kv import KVCache
+from glm5.engine.passes import Passes
+from glm5.engine.plan import Item, StepPlan
+from glm5.engine.result import Launched, Pending, PromptLogprobs
+from glm5.engine.routing import RoutingRecord
+from glm5.engine.sampling import Accepted, Placement, Rows, Sampled, Sampler, SamplingParams, accept
+from glm5.engine.sampling.logprobs import Logprobs, logprobs
+from glm5.engine.slot_state import SlotState
+from glm5.engine.view import StepView
+from glm5.model.glm5 import Glm5
+
+_PROMPT_ROWS = 256  # rows of a prompt's logits that exist at a time
+
+
+@dataclass(frozen=True)
+class SeqSpec:
+    """What a runner must know of a sequence beside its plan. `params` has n = 1; `seed` is of 64 bits.
+
+    `stop_ids` end it, and are barred until min_tokens; `bad_words` are token sequences; `routed`: report its experts.
+    """
+
+    params: SamplingParams
+    seed: int
+    num_prompt: int
+    stop_ids: Sequence[int] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+    routed: bool = False
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """A batch's arrays, uploaded: the fields are `Batch`'s."""
+
+    slot_B: Tensor
+    group_R: Tensor
+    slot_R: Tensor
+    start_R: Tensor
+    offset_R: Tensor
+    live_R: Tensor
+    sample_Q: Tensor
+    sample_slot_Q: Tensor
+    sample_offset_Q: Tensor
+    slot_C: Tensor
+    first_C: Tensor
+    place_C: Tensor
+
+
+class Runner:
+    """A model with its cache, its slots and its sampler. `max_depth` > 0 needs a cache with the MTP layer's keys.
+
+    `pass_rows`: the rows of a pass in deterministic mode, None for the fastest shapes (passes.py). `record_routing`:
+    sequences may ask which experts computed them.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Glm5,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_depth: int = 0,
+        pass_rows: int | None = None,
+        record_routing: bool = False,
+    ):
+        assert not max_depth or cache.mtp, f"{max_depth=} {cache.mtp=}"
+        self.model, self.cache, self.max_depth = model, cache, max_depth
+        self.passes = Passes(model, pass_rows)
+        self.padding_slot = max_num_seqs
+        self.slots = SlotState(
+            max_num_seqs,
+            max_model_len,
+            max_depth,
+            page_size=cache.page_size,
+            dump_page=cache.dump_page,
+            device=cache.device,
+        )
+        self.sampler = Sampler(max_num_seqs, model.cfg.vocab_size, max_drafts=max_depth, device=cache.device)
+        self._drafter = Drafter(self.passes, self.slots, self.sampler) if max_depth else None
+        self._routing = RoutingRecord(model) if record_routing else None
+
+    @torch.inference_mode()
+    def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
+        """Masks of the next step's rows for sequences with a grammar (`Sampler.permit`)."""
+        self.sampler.permit(slots, masks_BJM)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
+        """Enqueue a step. `specs` has the sequences that enter or have rows. To be called for every plan, in order."""
+        self.slots.enter(plan.entered)
+        self.slots.change(plan.table)
+        self.cache.copy_pages(plan.page_copies)
+        self.sampler.place([_placement(one.slot, one.token_ids, specs[one.seq_id]) for one in plan.entered])
+        if not plan.items:
+            return Launched(None)
+        batch = pack(plan, padding_slot=self.padding_slot, rows_ahead=self.max_depth, whole=self.passes.whole)
+        return Launched(self._run(plan, batch, specs))
+
+    def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
+        on = self._upload(batch)
+        view = StepView.of(
+            self.cache,
+            self.slots,
+            slot_B=on.slot_B,
+            group_T=on.group_R,
+            slot_T=on.slot_R,
+            positions_T=self.slots.positions(on.slot_R, on.start_R, on.offset_R),
+            live_T=on.live_R,
+            max_end=batch.max_end,
+            invariant=self.passes.num_rows is not None,
+        )
+        hidden_RD = self.passes.hidden(self.slots.token_SN[on.slot_R, view.positions_T], view)
+        prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
+        sampled, accepted = self._sample(batch, on, view.positions_T, hidden_RD)
+        if self._drafter is not None:
+            extended = self._drafter.extend(view, on.slot_R, hidden_RD)
+            if batch.sampling:
+                rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
+                self._drafter.draft(extended, view, rows, plan.draft_depth)
+                self.slots.assume(on.slot_C)
+        pending = Pending(
+            batch,
+            max_depth=self.max_depth,
+            token_CJ=accepted.token_SJ[on.slot_C],
+            count_C=accepted.count_S[on.slot_C],
+            draft_CK=self.slots.draft_SK[on.slot_C],
+            stuck_Q=sampled.stuck_R,
+            logprobs=sampled.logprobs,
+            shown=_shown(batch.sampling, specs),
+            prompt_logprobs=prompt_logprobs,
+        )
+        if self._routing is not None:
+            expert_RLA = self._routing.take()
+            pending.routed = [(item, first) for item, first in _first_rows(plan) if specs[item.seq_id].routed]
+            if pending.routed:
+                pending.expert_RLA, pending.position_R = expert_RLA, view.positions_T
+        return pending
+
+    def _sample(self, batch: Batch, on: _OnDevice, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
+        """Tokens of the rows that sample, and which of them stand; the slots have them from then on."""
+        draft_SK = self.slots.draft_SK
+        if not batch.sampling:
+            none = torch.zeros(0, dtype=torch.int64, device=hidden_RD.device)
+            return Sampled(none, none.bool(), None), accept(none, none, none, draft_SK)
+        position_Q = position_R
+        if not batch.samples_all:
+            hidden_RD, position_Q = hidden_RD[on.sample_Q], position_R[on.sample_Q]
+        rows = Rows(batch.sample_slot_Q, on.sample_slot_Q, position_Q + 1, on.sample_offset_Q)
+        sampled = self.sampler.sample(self.passes.logits(hidden_RD), rows, draft_SK if self.max_depth else None)
+        accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
+        self.sampler.record(accepted, batch.sample_slot_Q)
+        self.slots.take(sampled.token_R, on.sample_slot_Q, position_Q + 1, accepted)
+        return sampled, accepted
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, specs: Mapping[int, SeqSpec], hidden_RD: Tensor
+    ) -> dict[int, PromptLogprobs]:
+        """Of the prompt tokens that follow the rows of prompt chunks, for sequences that ask for them."""
+        out: dict[int, PromptLogprobs] = {}
+        for item, first in _first_rows(plan):
+            wanted = specs[item.seq_id].params.prompt_logprobs
+            count = min(item.start + item.num_rows, specs[item.seq_id].num_prompt - 1) - item.start
+            if item.kind == "decode" or wanted is None or count < 1:
+                continue
+            next_N = self.slots.token_SN[item.slot, item.start + 1 : item.start + 1 + count]
+            parts: list[Logprobs] = []
+            for begin in range(0, count, _PROMPT_ROWS):
+                span = slice(first + begin, first + min(begin + _PROMPT_ROWS, count))
+                logits_NW = self.passes.logits(_filled(hidden_RD[span], self.passes))[: span.stop - span.start]
+                parts.append(logprobs(logits_NW, next_N[begin : begin + _PROMPT_ROWS], None, wanted))
+            out[item.seq_id] = PromptLogprobs(next_N, Logprobs.joined(parts), wanted)
+        return out
+
+    def _upload(self, batch: Batch) -> _OnDevice:
+        """All arrays in one copy."""
+        parts = arrays(batch)
+        packed = torch.from_numpy(np.concatenate(parts))
+        if self.cache.device.type != "cpu":
+            packed = packed.pin_memory().to(self.cache.device, non_blocking=True)
+        return _OnDevice(*packed.split([len(part) for part in parts]))
+
+
+def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:
+    return Placement(
+        slot,
+        spec.params,
+        spec.seed,
+        prompt_ids=token_ids[: spec.num_prompt],
+        output_ids=token_ids[spec.num_prompt :],
+        stop_ids=spec.stop_ids,
+        bad_words=spec.bad_words,
+    )
+
+
+def _shown(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> dict[int, int]:
+    """How many of the likeliest tokens the sequences want that want log-probabilities."""
+    wanted = {item.seq_id: specs[item.seq_id].params.logprobs for item in items}
+    return {seq_id: count for seq_id, count in wanted.items() if count is not None}
+
+
+def _first_rows(plan: StepPlan) -> list[tuple[Item, int]]:
+    """Each item with its first row in the batch."""
+    assert plan.bucket is not None, f"{plan.step=}"
+    if plan.bucket.decodes_only:
+        return [(item, index * (1 + plan.bucket.depth)) for index, item in enumerate(plan.items)]
+    first, out = 0, list[tuple[Item, int]]()
+    for item in plan.items:
+        out.append((item, first))
+        first += item.num_rows
+    return out
+
+
+def _filled(hidden_ND: Tensor, passes: Passes) -> Tensor:
+    """Rows of zeros behind, up to whole passes."""
+    return torch.nn.functional.pad(hidden_ND, (0, 0, 0, passes.whole(len(hidden_ND)) - len(hidden_ND)))
