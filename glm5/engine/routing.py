@@ -1,10 +1,17 @@
 """Which experts computed a token: taken down while the model runs."""
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from glm5.model.glm5 import Glm5
 from glm5.model.moe import MoE
+
+
+def _hear(heard: list[Tensor], _module: Any, _inputs: Any, out: tuple[Tensor, Tensor]) -> None:
+    heard.append(out[1])
 
 
 class RoutingRecord:
@@ -16,11 +23,13 @@ class RoutingRecord:
             if isinstance(layer.mlp, MoE):
                 heard: list[Tensor] = []
                 self._layers.append(heard)
-                layer.mlp.gate.register_forward_hook(lambda _, __, out, heard=heard: heard.append(out[1]))
+                layer.mlp.gate.register_forward_hook(partial(_hear, heard))
 
-    def take(self) -> Tensor:
-        """Experts of all rows since the last call, int16 [R, MoE layers, A]."""
-        experts = torch.stack([torch.cat(heard) for heard in self._layers], dim=1).short()
+    def clear(self) -> None:
+        """Forget what was heard: others may have run the model."""
         for heard in self._layers:
             heard.clear()
-        return experts
+
+    def take(self) -> Tensor:
+        """Experts of all rows since `clear`, int16 [R, MoE layers, A]."""
+        return torch.stack([torch.cat(heard) for heard in self._layers], dim=1).short()

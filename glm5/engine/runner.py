@@ -127,6 +127,8 @@ class Runner:
             max_end=batch.max_end,
             invariant=self.passes.num_rows is not None,
         )
+        if self._routing is not None:
+            self._routing.clear()
         hidden_RD = self.passes.hidden(self.slots.token_SN[on.slot_R, view.positions_T], view)
         prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
         sampled, accepted = self._sample(batch, on, view.positions_T, hidden_RD)

@@ -44,7 +44,10 @@ class KVView(Protocol):
     `attend` of the same layer, so a query sees itself.
     """
 
-    positions_T: Tensor
+    @property
+    def positions_T(self) -> Tensor:
+        """Position of each query within its sequence, int64."""
+        ...
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
         """Store one row (normed latent, rotated key part) per query."""
