@@ -8,7 +8,7 @@ through a buffer of a few megabytes. So host memory stays at the model plus buff
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,8 @@ def load(
     if not kept:
         changes["quantization_config"] = None
     model = _empty_model(found.cfg.replace(**changes), kept, compute, target)
-    _fill(model, directory, index, found, kept)
+    parameters = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    read_weights(parameters, directory, index, found.specs, scaled=found.scaled, kept=kept)
     return model.eval()
 
 
@@ -116,13 +117,23 @@ def _empty_model(cfg: ModelConfig, kept: frozenset[str], compute: torch.dtype, d
     return model
 
 
-def _fill(model: Glm5, directory: Path, index: ShardIndex, found: Fit, kept: frozenset[str]) -> None:
-    """Read every tensor that the model needs into its place, in the order of the files."""
-    parameters = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    entries = [index.entries[name] for name in found.specs]
-    entries += [index.entries[name + SCALE_SUFFIX] for name in kept]
+def read_weights(
+    parameters: Mapping[str, Tensor],
+    directory: Path,
+    index: ShardIndex,
+    names: Iterable[str],
+    *,
+    scaled: frozenset[str],
+    kept: frozenset[str],
+) -> None:
+    """Read the weights called `names` on disk into their places in `parameters`, in the order of the files.
+
+    `scaled`: those stored as FP8 with block scales; of them `kept` stay FP8, the others are dequantized.
+    """
+    entries = [index.entries[name] for name in names]
+    entries += [index.entries[entry.name + SCALE_SUFFIX] for entry in entries if entry.name in kept]
     entries.sort(key=lambda entry: (entry.file, entry.start))
-    dequantized = found.scaled - kept
+    dequantized = scaled - kept
     total = sum(entry.num_bytes for entry in entries)
 
     def place(entry: TensorEntry) -> None:
