@@ -1,0 +1,205 @@
+"""Steps on a real model: the tokens of computing everything anew, however the work was cut, batched and drafted."""
+
+import numpy as np
+import pytest
+import torch
+
+from glm5.config.presets import preset
+from glm5.engine.messages import SetDepth
+from glm5.engine.sampling import SamplingParams
+from glm5.model.moe import MoE
+from tests.support.models import random_model
+from tests.support.running import Bench, greedy, logprobs_of
+
+# float32 sums in another order, over layers of unit scale: differences stay below 1e-5 in a logarithm.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(11)
+
+
+@pytest.fixture(scope="module")
+def sharing():
+    """Layers and drafts that reuse an earlier selection, as in GLM-5.2."""
+    cfg = preset("tiny").model_copy(update={"index_share_for_mtp_iteration": True})
+    return random_model(12, cfg)
+
+
+def random_prompts(rng, count, longest=150):
+    return [[rng.randrange(320) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("chunk", [7, None], ids=["chunks of 7", "whole"])
+def test_greedy_answers_are_those_of_the_model(model, rng, launch_ahead, depth, chunk):
+    prompts = random_prompts(rng, 6)
+    bench = Bench(model, depth=depth, launch_ahead=launch_ahead, max_prompt_chunk=chunk)
+    got = bench.run(prompts, SamplingParams(temperature=0, max_tokens=12)).tokens
+    assert [got[i] for i in range(6)] == [greedy(model, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["model", "sharing"])
+def test_sampled_answers_do_not_depend_on_the_way(request, rng, name):
+    """Depth, launch-ahead, chunks, batch size, preemption, a warm cache: none of it shows in a seeded answer."""
+    model = request.getfixturevalue(name)
+    # Most answers outgrow the page that their prompt ends in.
+    prompts = [[rng.randrange(320) for _ in range(rng.choice([50, 55, 60]))] for _ in range(8)]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0.5, 1.0]),
+            top_k=rng.choice([0, 20]),
+            top_p=rng.choice([1.0, 0.9]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            seed=number,
+            max_tokens=rng.randint(16, 24),
+        )
+        for number in range(8)
+    ]
+    want = Bench(model, launch_ahead=False, max_num_seqs=1, max_tokens_per_step=256).run(prompts, params).tokens
+    for depth in (0, 2, 5):
+        bench = Bench(model, depth=depth)
+        assert bench.run(prompts, params).tokens == want, "cold"
+        assert bench.run(prompts, params).tokens == want, "warm"
+        scarce = Bench(model, depth=depth, num_pages=4, headroom=0.0)
+        run = scarce.run(prompts, params)
+        assert run.tokens == want, "preempted"
+        assert run.num_preempted > 0
+
+
+def test_drafts_are_accepted_and_answers_stay(model, rng):
+    """A model that repeats itself is easy to draft for: fewer steps, the same tokens."""
+    prompt = random_prompts(rng, 1)[0]
+    params = SamplingParams(temperature=0, max_tokens=60, logit_bias={5: 100.0})
+    plain, fast = Bench(model).run([prompt], params), Bench(model, depth=3).run([prompt], params)
+    assert fast.tokens == plain.tokens
+    assert fast.num_accepted == fast.num_drafted
+    assert len(fast.plans) < 0.35 * len(plain.plans)
+
+
+def test_drafts_that_are_not_what_the_rows_saw_would_show(model, rng):
+    """The control: were the token table not kept in step with the drafts, wrong tokens would stand."""
+    prompts = random_prompts(rng, 6)
+    # Few tokens to choose from: many drafts stand.
+    params = SamplingParams(temperature=0, max_tokens=40, logit_bias={5: 30, 6: 30, 7: 30})
+    bench = Bench(model, depth=3)
+    want = bench.run(prompts, params).tokens
+    bench.runner.slots.assume = lambda slot_C: None
+    assert bench.run(prompts, params).tokens != want
+
+
+def test_depth_may_change_at_any_step(model, rng):
+    """Drafts that were made for another depth, or not at all, are only guesses."""
+    prompts, params = random_prompts(rng, 6), SamplingParams(seed=3, max_tokens=30)
+    want = Bench(model).run(prompts, params).tokens
+    bench = Bench(model, depth=4)
+    plan = bench.scheduler.plan
+
+    def restless(step):
+        bench.scheduler.deliver(step, [SetDepth(rng.randint(0, 4))])
+        return plan(step)
+
+    bench.scheduler.plan = restless
+    assert bench.run(prompts, params).tokens == want
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_log_probabilities_are_the_models_own(model, rng, depth):
+    prompts = random_prompts(rng, 5, longest=60)
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=20, logprobs=3, prompt_logprobs=2)
+    run = Bench(model, depth=depth).run(prompts, params)
+    for number, prompt in enumerate(prompts):
+        logprob_TW = logprobs_of(model, prompt + run.tokens[number])
+        scaled_TW = (logprob_TW / 0.7).log_softmax(dim=-1)
+        shown = [*run.prompt_logprobs.get(number, []), *run.logprobs[number]]
+        assert [entry.token_id for entry in shown] == (prompt + run.tokens[number])[1:]
+        for position, entry in enumerate(shown):
+            row_W = logprob_TW[position]
+            assert abs(entry.logprob - row_W[entry.token_id]) < TOLERANCE
+            if position >= len(prompt) - 1:
+                assert abs(entry.tempered - scaled_TW[position, entry.token_id]) < TOLERANCE
+            assert entry.rank == 1 + int((row_W > row_W[entry.token_id]).sum())
+            best = row_W.topk(len(entry.likeliest))
+            assert [token_id for token_id, _ in entry.likeliest] == best.indices.tolist()
+            assert np.allclose([logprob for _, logprob in entry.likeliest], best.values, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_routed_experts_are_the_routers(model, rng, depth):
+    prompts = random_prompts(rng, 5, longest=90)
+    bench = Bench(model, depth=depth, routing=True)
+    run = bench.run(prompts, SamplingParams(temperature=0, max_tokens=15), routed=True)
+    for number, prompt in enumerate(prompts):
+        ids = prompt + run.tokens[number]
+        want_TLA = routed_by(model, ids)[:-1]
+        got_TLA = np.full(want_TLA.shape, -1)
+        for part in run.routed[number]:
+            experts = np.frombuffer(part.experts, dtype="<i2").reshape(part.shape)
+            got_TLA[part.start : part.start + len(experts)] = experts[: len(got_TLA) - part.start]
+        assert np.array_equal(got_TLA, want_TLA)
+
+
+def routed_by(model, ids):
+    """Experts [T, layers, A] of a pass over all tokens."""
+    heard: list[torch.Tensor] = []
+    moes = [layer.mlp for layer in model.model.layers[: model.cfg.num_hidden_layers] if isinstance(layer.mlp, MoE)]
+    hooks = [moe.gate.register_forward_hook(lambda _, __, out: heard.append(out[1])) for moe in moes]
+    logprobs_of(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(heard, dim=1).numpy()
+
+
+def test_answers_to_one_prompt_share_its_pages(model, rng):
+    prompt = random_prompts(rng, 1, longest=150)[0] + [1] * 70
+    alone = [Bench(model).run([prompt], SamplingParams(seed=40 + i, max_tokens=10)).tokens[0] for i in range(4)]
+    together = Bench(model, depth=2).run([prompt], SamplingParams(n=4, seed=40, max_tokens=10))
+    assert [together.tokens[i] for i in range(4)] == alone
+    computed = sum(item.num_rows for plan in together.plans for item in plan.items if item.kind == "prefill")
+    assert computed < len(prompt) + 4 * 64
+
+
+def test_shapes_are_few_and_static(model, rng):
+    """What the model is run with depends on the bucket alone: what a graph is captured for."""
+    bench = Bench(model, depth=2, batch_buckets=(1, 2, 4, 8))
+    shapes: dict[object, set[object]] = {}
+    forward = bench.runner.passes.hidden
+
+    def hidden(ids_R, view):
+        key = (plans[-1].bucket, view.table_BN.shape[1])
+        shape = (ids_R.shape, view.table_BN.shape, view.end_T.shape)
+        shapes.setdefault(key, set()).add(shape)
+        return forward(ids_R, view)
+
+    plans = []
+    plan = bench.scheduler.plan
+    bench.scheduler.plan = lambda step: plans.append(plan(step)) or plans[-1]
+    bench.runner.passes.hidden = hidden
+    bench.run(random_prompts(rng, 20), [SamplingParams(seed=i, max_tokens=rng.randint(1, 30)) for i in range(20)])
+    assert all(len(found) == 1 for found in shapes.values())
+    assert {bucket.num_seqs for bucket, _ in shapes} <= {1, 2, 4, 8}
+
+
+def test_padding_writes_to_the_dump_page_alone(model, rng):
+    """Pages of nobody keep what they hold, whatever is computed beside them."""
+    bench = Bench(model, depth=3, num_pages=32, prefix_cache=False)
+    parts = bench.runner.cache.parts()
+    for part in parts.values():
+        part.fill_(7)
+    prompts = random_prompts(rng, 3, longest=60)
+    used = set()
+    launch = bench.runner.launch
+
+    def spying(plan, specs):
+        used.update(page for one in plan.entered for page in one.pages)
+        used.update(entry.page for entry in plan.table)
+        return launch(plan, specs)
+
+    bench.runner.launch = spying
+    bench.run(prompts, SamplingParams(seed=1, max_tokens=20))
+    unused = [page for page in range(32) if page not in used]
+    assert used
+    assert unused
+    assert all(bool((part[unused] == 7).all()) for part in parts.values())
