@@ -86,7 +86,12 @@ def test_drafts_that_are_not_what_the_rows_saw_would_show(model, rng):
     params = SamplingParams(temperature=0, max_tokens=40, logit_bias={5: 30, 6: 30, 7: 30})
     bench = Bench(model, depth=3)
     want = bench.run(prompts, params).tokens
-    bench.runner.slots.assume = lambda slot_C: None
+    slots = bench.runner.slots
+
+    def wrong(slot_C):
+        slots.token_SN[slot_C, slots.len_S[slot_C]] = 9
+
+    slots.assume = wrong
     assert bench.run(prompts, params).tokens != want
 
 
