@@ -3,21 +3,37 @@
 A page holds `PAGE_SIZE` tokens of one sequence. Logical key s of a sequence lies in its page number s // PAGE_SIZE, at
 offset s % PAGE_SIZE; the slot of a row in the pool is page * PAGE_SIZE + offset. Which page is whose is the scheduler's
 business. The pool has one page more than the scheduler knows of: rows that belong nowhere are written there.
+
+    layout      latent row                        index key            bytes a token and layer (GLM-5, bfloat16)
+    auto        model's dtype                     model's dtype        1152 + 256
+    fp8_key     model's dtype                     FP8, one scale       1152 + 132
+    fp8         FP8, a scale for 128 values,      FP8, one scale        656 + 132
+                rope part in bfloat16
+
+The FP8 formats are defined in `kernels/fp8_pool.py`, whatever the model's dtype. Layers that share another's selection
+hold no index key; the MTP layer is one more layer. A page lies in one piece, layer after layer.
 """
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from glm5.config.model import ModelConfig
-from glm5.kernels.index_score import index_score
+from glm5.engine.memory import Memory
+from glm5.kernels.block_scaled import FP8
+from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
+from glm5.kernels.select_keys import select_keys
 from glm5.kernels.sparse_mla import sparse_mla
+from glm5.kernels.store_rows import store_rows
 
 PAGE_SIZE = 64
 
 Layout = Literal["auto", "fp8_key", "fp8"]
+Impl = Literal["auto", "invariant"]
+
+_ALIGNMENT = 16  # bytes, of every part of a page: what a GPU loads at once
 
 
 class KVCache:
@@ -36,26 +52,28 @@ class KVCache:
         mtp: bool = False,
     ):
         self.cfg, self.num_pages, self.dump_page, self.mtp = cfg, num_pages, num_pages, mtp
-        self.dtype, self.device, self.layout = dtype, torch.device(device), layout
-        self._latent_PZL: list[Tensor] = []
-        self._index_key_PZI: dict[int, Tensor] = {}
-        self.restore_memory()
+        self.dtype, self.device = dtype, torch.device(device)
+        self.layout: Layout = layout
+        # Zeros, not anything: a masked key has weight 0, and 0 times a stray NaN would still be NaN.
+        num_bytes = (num_pages + 1) * self.bytes_per_page(cfg, dtype, layout, mtp=mtp)
+        self._memory = Memory(num_bytes, self.device)
+        self._page_PB = self._memory.bytes.view(num_pages + 1, -1)
+        self._lay_out()
 
     @staticmethod
     def bytes_per_page(cfg: ModelConfig, dtype: torch.dtype, layout: Layout = "auto", *, mtp: bool = False) -> int:
         """Memory of one page over all layers."""
-        layers = range(_num_layers(cfg, mtp))
-        width = sum(_latent_dim(cfg) + cfg.index_head_dim * cfg.has_indexer(layer_idx) for layer_idx in layers)
-        return width * PAGE_SIZE * dtype.itemsize
+        return sum(part.num_bytes for part in _parts(cfg, dtype, layout, mtp))
 
     def append_latent(self, layer_idx: int, slot_T: Tensor, latent_TL: Tensor) -> None:
         """Write one latent row per token. Where several tokens have one slot (of the dump page), any may win."""
-        self._latent_PZL[layer_idx].flatten(0, 1).index_copy_(0, slot_T, latent_TL)
+        store_rows(self._latent_PZL[layer_idx], slot_T, latent_TL)
 
     def append_index_key(self, layer_idx: int, slot_T: Tensor, key_TI: Tensor) -> None:
-        self._index_key_PZI[layer_idx].flatten(0, 1).index_copy_(0, slot_T, key_TI)
+        """Write one index key per token; likewise."""
+        store_rows(self._index_key_PZI[layer_idx], slot_T, key_TI)
 
-    def scores(
+    def select_keys(
         self,
         layer_idx: int,
         q_TJI: Tensor,
@@ -64,12 +82,13 @@ class KVCache:
         row_T: Tensor,
         end_T: Tensor,
         *,
+        top_k: int,
         scale: float,
-        impl: Literal["auto", "invariant"] = "auto",
+        impl: Impl = "auto",
     ) -> Tensor:
-        """`kernels.index_score` over the index keys of a layer."""
+        """`kernels.select_keys` over the index keys of a layer: int32 [T, top_k]."""
         key_PZI = self._index_key_PZI[layer_idx]
-        return index_score(q_TJI, key_PZI, w_TJ, table_BN, row_T, end_T, scale=scale, impl=impl)
+        return select_keys(q_TJI, key_PZI, w_TJ, table_BN, row_T, end_T, top_k=top_k, scale=scale, impl=impl)
 
     def attend(
         self,
@@ -82,7 +101,7 @@ class KVCache:
         *,
         scale: float,
         value_dim: int,
-        impl: Literal["auto", "invariant"] = "auto",
+        impl: Impl = "auto",
     ) -> Tensor:
         """`kernels.sparse_mla` over the latents of a layer, [T, H, value_dim]."""
         latent_PZL, where = self._latent_PZL[layer_idx], (table_BN, row_T, end_T)
@@ -91,38 +110,79 @@ class KVCache:
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (source, target) each, in order."""
         for source, target in pairs:
-            for part in self.parts().values():
-                part[target].copy_(part[source])
+            self._page_PB[target].copy_(self._page_PB[source])
 
     def parts(self) -> dict[str, Tensor]:
-        """Every part of the pages, [P, Z, ...] each, by name: what the tiers behind this pool move."""
-        latents = {f"latent.{layer_idx}": part for layer_idx, part in enumerate(self._latent_PZL)}
-        return latents | {f"index_key.{layer_idx}": part for layer_idx, part in self._index_key_PZI.items()}
+        """Every part of the pages, [P, Z, ...] each, by name, in the order in which they lie in a page: what the tiers
+        behind this pool move. They stay the pool's through `release_memory` and `restore_memory`.
+        """
+        return dict(self._part_views())
 
     def release_memory(self) -> int:
         """Give the pool's memory back, and say how many bytes. Nothing may be read or written until it is restored."""
-        freed = sum(part.numel() * part.element_size() for part in self.parts().values())
+        assert self._latent_PZL, "released twice"
         self._latent_PZL, self._index_key_PZI = [], {}
-        return freed
+        self._memory.release()
+        return self._page_PB.nbytes
 
     def restore_memory(self) -> None:
-        """Take the memory; what pages hold then is nobody's."""
-        shape = {"dtype": self.dtype, "device": self.device}
-        num_layers = _num_layers(self.cfg, self.mtp)
-        # Zeros, not empty: a masked key has weight 0, and 0 times a stray NaN would still be NaN.
-        self._latent_PZL = [
-            torch.zeros(self.num_pages + 1, PAGE_SIZE, _latent_dim(self.cfg), **shape) for _ in range(num_layers)
-        ]
-        self._index_key_PZI = {
-            layer_idx: torch.zeros(self.num_pages + 1, PAGE_SIZE, self.cfg.index_head_dim, **shape)
-            for layer_idx in range(num_layers)
-            if self.cfg.has_indexer(layer_idx)
+        """Take the memory again, filled with zeros."""
+        assert not self._latent_PZL, "nothing was released"
+        self._memory.restore()
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        parts = self.parts()
+        layers = range(_num_layers(self.cfg, self.mtp))
+        form = _latent_format(self.cfg)
+        latents = [parts[f"latent.{i}"] for i in layers]
+        self._latent_PZL: list[Pool] = [Fp8Latents(part, form) if self.layout == "fp8" else part for part in latents]
+        self._index_key_PZI: dict[int, Pool] = {
+            i: parts[f"index_key.{i}"]
+            if self.layout == "auto"
+            else Fp8Keys(parts[f"index_key.{i}"], parts[f"index_scale.{i}"])
+            for i in layers
+            if self.cfg.has_indexer(i)
         }
+
+    def _part_views(self) -> Iterator[tuple[str, Tensor]]:
+        start = 0
+        for part in _parts(self.cfg, self.dtype, self.layout, self.mtp):
+            assert start % _ALIGNMENT == 0, f"{part=} {start=}"
+            rows_PB = self._page_PB[:, start : start + part.num_bytes]
+            yield part.name, rows_PB.view(part.dtype).unflatten(1, part.shape)
+            start += part.num_bytes
+
+
+class _Part(NamedTuple):
+    """A piece of a page: `shape` [Z, ...]."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _parts(cfg: ModelConfig, dtype: torch.dtype, layout: Layout, mtp: bool) -> Iterator[_Part]:
+    form = _latent_format(cfg)
+    for i in range(_num_layers(cfg, mtp)):
+        if layout == "fp8":
+            yield _Part(f"latent.{i}", (PAGE_SIZE, form.num_bytes), torch.uint8)
+        else:
+            yield _Part(f"latent.{i}", (PAGE_SIZE, form.num_values + form.rope_dim), dtype)
+        if not cfg.has_indexer(i):
+            continue
+        yield _Part(f"index_key.{i}", (PAGE_SIZE, cfg.index_head_dim), dtype if layout == "auto" else FP8)
+        if layout != "auto":
+            yield _Part(f"index_scale.{i}", (PAGE_SIZE,), torch.float32)
 
 
 def _num_layers(cfg: ModelConfig, mtp: bool) -> int:
     return cfg.num_layers_with_mtp if mtp else cfg.num_hidden_layers
 
 
-def _latent_dim(cfg: ModelConfig) -> int:
-    return cfg.kv_lora_rank + cfg.qk_rope_head_dim
+def _latent_format(cfg: ModelConfig) -> LatentFormat:
+    return LatentFormat(cfg.kv_lora_rank, cfg.qk_rope_head_dim)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from glm5.engine.kv import KVCache
 from glm5.engine.slot_state import SlotState
-from glm5.kernels.top_k import top_k as top_k_keys
 from glm5.model.seams import Selection
 
 
@@ -88,8 +87,9 @@ class StepView:
         if self.max_end <= top_k and not self.invariant:
             return Selection(None)
         where = (self.table_BN, self.group_T, self.end_T)
-        score_TS = self.cache.scores(layer_idx, q_TJI, w_TJ, *where, scale=scale, impl=self._impl)
-        return Selection(top_k_keys(score_TS, top_k))
+        return Selection(
+            self.cache.select_keys(layer_idx, q_TJI, w_TJ, *where, top_k=top_k, scale=scale, impl=self._impl)
+        )
 
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
         where = (self.table_BN, self.group_T, self.end_T)

@@ -1,12 +1,18 @@
 """Reading a page pool through a page table.
 
-    slot(b, s) = page_table_BN[b, s // Z] * Z + s % Z        a row of the pool seen as [P * Z, .]
+    slot(b, s) = page_table_BN[b, s // Z] * Z + s % Z        row slot % Z of page slot // Z
 
-Offsets are int64 before any product: a pool of 1M tokens x 576 values passes 2**31.
+Offsets are int64 before any product: a pool of 1M tokens x 576 values passes 2**31. A pool [P, Z, .] may be a strided
+piece of larger pages, and is never copied whole; FP8 rows are widened after they were gathered.
 """
+
+import math
 
 import torch
 from torch import Tensor
+
+from glm5.kernels.block_scaled import FP8
+from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool, dequantize_keys, dequantize_latents
 
 
 def query_runs(row_T: Tensor) -> list[tuple[int, int, int]]:
@@ -17,14 +23,55 @@ def query_runs(row_T: Tensor) -> list[tuple[int, int, int]]:
 
 
 def key_slots(keys_TK: Tensor, page_table_BN: Tensor, row_T: Tensor, page_size: int) -> Tensor:
-    """Pool row, int64 [T, K], of each logical key. Keys must be valid (>= 0)."""
+    """Slot, int64 [T, K], of each logical key. Keys must be valid (>= 0)."""
     keys_TK = keys_TK.long()
     pages_TK = page_table_BN[row_T.long()[:, None], keys_TK // page_size].long()
     return pages_TK * page_size + keys_TK % page_size
 
 
-def request_keys(pool_PZX: Tensor, pages_N: Tensor, end: int) -> Tensor:
+def read_pages(pool_PZX: Pool, pages_N: Tensor) -> Tensor:
+    """Pages [N, Z, X] in the pool's dtype, FP8 ones in float32."""
+    if isinstance(pool_PZX, Fp8Keys):
+        data, scale = _as_bytes(pool_PZX.data).index_select(0, pages_N), pool_PZX.scale.index_select(0, pages_N)
+        return dequantize_keys(data.view(FP8), scale)
+    if isinstance(pool_PZX, Fp8Latents):
+        return dequantize_latents(pool_PZX.row.index_select(0, pages_N), pool_PZX.format)
+    return pool_PZX.index_select(0, pages_N)
+
+
+def read_rows(pool_PZX: Pool, slots: Tensor) -> Tensor:
+    """Rows [*slots.shape, X] by int64 slot, in the pool's dtype, FP8 ones in float32."""
+    if isinstance(pool_PZX, Fp8Keys):
+        data, scale = _rows(_as_bytes(pool_PZX.data), slots), _rows(pool_PZX.scale.unsqueeze(-1), slots)
+        return dequantize_keys(data.view(FP8), scale.squeeze(-1))
+    if isinstance(pool_PZX, Fp8Latents):
+        return dequantize_latents(_rows(pool_PZX.row, slots), pool_PZX.format)
+    return _rows(pool_PZX, slots)
+
+
+def request_keys(pool_PZX: Pool, pages_N: Tensor, end: int) -> Tensor:
     """One request's keys in logical order, [S, X]; those at and after `end` are zeros, whatever the pool holds."""
-    keys_SX = pool_PZX[pages_N.long()].flatten(0, 1)
+    keys_SX = read_pages(pool_PZX, pages_N.long()).flatten(0, 1)
     hidden_S = torch.arange(keys_SX.shape[0], device=keys_SX.device) >= end
     return keys_SX.masked_fill(hidden_S[:, None], 0.0)
+
+
+def _rows(part_PZX: Tensor, slots: Tensor) -> Tensor:
+    if part_PZX.requires_grad:
+        return part_PZX.flatten(0, 1)[slots]
+    _, page_size, width = part_PZX.shape
+    # All rows at once, as overlapping views `step` apart: index_select takes whole rows (four times as fast on a CPU
+    # as indexing with slots) and only one index.
+    page_stride, row_stride, _ = part_PZX.stride()
+    step = math.gcd(page_stride, row_stride)
+    reach = sum((size - 1) * stride for size, stride in zip(part_PZX.shape[:2], (page_stride, row_stride), strict=True))
+    every_row = part_PZX.as_strided((reach // step + 1, width), (step, 1))
+    index = slots * (row_stride // step)
+    if page_stride != page_size * row_stride:
+        index += slots // page_size * ((page_stride - page_size * row_stride) // step)
+    return every_row.index_select(0, index.flatten()).view(*slots.shape, width)
+
+
+def _as_bytes(data_fp8: Tensor) -> Tensor:
+    """torch gathers bytes on every device."""
+    return data_fp8.view(torch.uint8)

@@ -5,14 +5,17 @@ as the tile's queries see. A long run of queries is cut into several tiles (the 
 short runs of equal length, such as decoding requests, share one. Planning happens on the host, over plain ints.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from glm5.kernels.paging import query_runs
+from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.paging import query_runs, read_pages
 
 _MIN_QUERIES = 32  # fewer rows starve the matmul
+_MIN_KEYS = 128  # likewise
 _MAX_QUERIES = 128  # of one request: with more, too many of them would be multiplied with keys they cannot see
 _CACHED = 1 << 18  # elements of a tile's largest intermediate on a CPU: 1 MB in float32, about one core's L2
 _BATCHED = 1 << 26  # the same elsewhere, where launches cost more than memory traffic
@@ -43,8 +46,8 @@ class Tile:
 
 def plan_tiles(row_T: Tensor, end_T: Tensor, num_heads: int) -> list[Tile]:
     """Tiles that cover every query once, in order, except queries that see no key."""
-    on_cpu = row_T.device.type == "cpu"
-    area, longest = (_CACHED if on_cpu else _BATCHED) // num_heads, _MAX_QUERIES if on_cpu else row_T.shape[0]
+    area = _area(row_T.device, num_heads)
+    longest = _MAX_QUERIES if row_T.device.type == "cpu" else row_T.shape[0]
     ends, tiles = end_T.tolist(), []
     for row, start, stop in query_runs(row_T):
         step = min(max(_MIN_QUERIES, area // max(1, *ends[start:stop])), longest)
@@ -55,6 +58,16 @@ def plan_tiles(row_T: Tensor, end_T: Tensor, num_heads: int) -> list[Tile]:
             if end and not (whole and tiles and _join(tiles[-1], first, last, row, end, area)):
                 tiles.append(Tile(first, last, [row], [end]))
     return tiles
+
+
+def block_length(tile: Tile, num_heads: int, device: torch.device) -> int:
+    """Keys to multiply the tile's queries with at a time, where that can be done in blocks."""
+    return max(_MIN_KEYS, _area(device, num_heads) // (tile.stop - tile.start))
+
+
+def _area(device: torch.device, num_heads: int) -> int:
+    """Queries times keys of a tile."""
+    return (_CACHED if device.type == "cpu" else _BATCHED) // num_heads
 
 
 def _join(tile: Tile, first: int, last: int, row: int, end: int, area: int) -> bool:
@@ -77,15 +90,26 @@ class TileReader:
         in_order = (self._table_BN.diff(dim=1) == 1).int().cumprod(dim=1).sum(dim=1) + 1
         self._in_order_B, self._first_B = in_order.tolist(), self._table_BN[:, :1].flatten().tolist()
 
-    def read(self, pool_PZX: Tensor, tile: Tile) -> Tensor:
+    def read(self, pool_PZX: Pool, tile: Tile) -> Tensor:
         """[G, num_keys, X]; keys at and after a request's own end are zeros, whatever the pool holds."""
+        return next(keys_GSX for _, keys_GSX in self.blocks(pool_PZX, tile, tile.num_keys))
+
+    def blocks(self, pool_PZX: Pool, tile: Tile, length: int) -> Iterator[tuple[slice, Tensor]]:
+        """As `read`, some `length` keys at a time: which they are, and [G, n, X]."""
         view = self._view(pool_PZX, tile)
-        if view is not None and min(tile.ends) == tile.num_keys:
-            return view
-        keys_GSX = view.clone() if view is not None else self._gather(pool_PZX, tile)
-        for keys_SX, end in zip(keys_GSX, tile.ends, strict=True):
-            keys_SX[end:] = 0.0
-        return keys_GSX
+        whole = view if min(tile.ends) == tile.num_keys else None
+        if whole is None:  # whole pages are gathered
+            length = -(-length // self.page_size) * self.page_size
+        for first in range(0, tile.num_keys, length):
+            last = min(first + length, tile.num_keys)
+            if whole is not None:
+                yield slice(first, last), whole[:, first:last]
+                continue
+            keys_GSX = self._gather(pool_PZX, tile, first, last) if view is None else view[:, first:last].clone()
+            for keys_SX, end in zip(keys_GSX, tile.ends, strict=True):
+                if end < last:
+                    keys_SX[max(0, end - first) :] = 0.0
+            yield slice(first, last), keys_GSX
 
     def add(self, pool_PZX: Tensor, tile: Tile, grad_GSX: Tensor) -> None:
         """pool[key] += grad[key]; rows at and after a request's own end must be zeros."""
@@ -95,19 +119,26 @@ class TileReader:
             return
         ragged = -tile.num_keys % self.page_size
         pages_GZX = torch.nn.functional.pad(grad_GSX, (0, 0, 0, ragged)).reshape(-1, *pool_PZX.shape[1:])
-        pool_PZX.index_add_(0, self._pages(tile), pages_GZX)
+        pool_PZX.index_add_(0, self._pages(tile, 0, tile.num_keys), pages_GZX)
 
-    def _pages(self, tile: Tile) -> Tensor:
+    def _pages(self, tile: Tile, first: int, last: int) -> Tensor:
+        """The pages of keys `first` (of a page) to `last`, of one request after the other."""
         rows = torch.tensor(tile.rows, device=self._table_BN.device)
-        return self._table_BN[rows, : -(-tile.num_keys // self.page_size)].flatten()
+        return self._table_BN[rows, first // self.page_size : -(-last // self.page_size)].flatten()
 
-    def _gather(self, pool_PZX: Tensor, tile: Tile) -> Tensor:
-        pages_GZX = pool_PZX.index_select(0, self._pages(tile))
-        return pages_GZX.view(len(tile.rows), -1, pool_PZX.shape[-1])[:, : tile.num_keys]
+    def _gather(self, pool_PZX: Pool, tile: Tile, first: int, last: int) -> Tensor:
+        pages_GZX = read_pages(pool_PZX, self._pages(tile, first, last))
+        return pages_GZX.view(len(tile.rows), -1, pool_PZX.shape[-1])[:, : last - first]
 
-    def _view(self, pool_PZX: Tensor, tile: Tile) -> Tensor | None:
+    def _view(self, pool_PZX: Pool, tile: Tile) -> Tensor | None:
         """The keys in place, if each request's pages are in order and the requests' first pages evenly spaced."""
+        if not isinstance(pool_PZX, Tensor):
+            return None
+        page_stride, row_stride, column_stride = pool_PZX.stride()
         num_pages = -(-tile.num_keys // self.page_size)
+        # In a pool that is strided by page, the keys of one page are in place, those of two are not.
+        if num_pages > 1 and page_stride != self.page_size * row_stride:
+            return None
         if min(self._in_order_B[row] for row in tile.rows) < num_pages:
             return None
         first = [self._first_B[row] for row in tile.rows]
@@ -115,10 +146,9 @@ class TileReader:
         # Closer together, requests would share pages, and an addition in place would lose one of two addends.
         if apart < num_pages or first != [first[0] + g * apart for g in range(len(first))]:
             return None
-        width = pool_PZX.shape[-1]
-        page = self.page_size * width
-        shape, strides = (len(first), tile.num_keys, width), (apart * page, width, 1)
-        return pool_PZX.as_strided(shape, strides, pool_PZX.storage_offset() + first[0] * page)
+        shape = (len(first), tile.num_keys, pool_PZX.shape[-1])
+        strides = (apart * page_stride, row_stride, column_stride)
+        return pool_PZX.as_strided(shape, strides, pool_PZX.storage_offset() + first[0] * page_stride)
 
 
 def dense_logits(q_THX: Tensor, keys_GSX: Tensor, scale: float) -> Tensor:

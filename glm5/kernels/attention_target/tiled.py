@@ -20,7 +20,7 @@ def head_mean_probs(
 ) -> Tensor:
     """As `reference.head_mean_probs`."""
     wide = torch.promote_types(q_THL.dtype, torch.float32)
-    latent_PZL, reader = latent_PZL.contiguous(), TileReader(page_table_BN, latent_PZL.shape[1])
+    reader = TileReader(page_table_BN, latent_PZL.shape[1])
     num_keys = page_table_BN.shape[1] * latent_PZL.shape[1]
     target = q_THL.new_zeros(q_THL.shape[0], num_keys if keys_TK is None else keys_TK.shape[1], dtype=wide)
     for tile in plan_tiles(row_T, end_T, q_THL.shape[1]):

@@ -5,13 +5,14 @@ from typing import Literal
 from torch import Tensor
 
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.index_score.reference import index_score as _reference
 from glm5.kernels.index_score.tiled import index_score as _tiled
 
 
 def index_score(
     q_TJI: Tensor,
-    key_PZI: Tensor,
+    key_PZI: Pool,
     w_TJ: Tensor,
     page_table_BN: Tensor,
     row_T: Tensor,
@@ -22,7 +23,7 @@ def index_score(
 ) -> Tensor:
     """score[t, s] = sum_j w[t, j] relu((q[t, j] . key[s]) scale), -inf where s >= end_T[t] (model spec 3.4).
 
-    Returns [T, S] in float32 (float64 for float64 queries), differentiable in q, key and w.
+    Returns [T, S] in float32 (float64 for float64 queries), differentiable in q, key and w, except over FP8 keys.
     """
     if impl in ("auto", "tiled"):
         run = _tiled

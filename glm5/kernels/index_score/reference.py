@@ -8,11 +8,12 @@ relu comes before the sum over heads, and w is signed. This file is the definiti
 import torch
 from torch import Tensor
 
+from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.paging import query_runs, request_keys
 
 
 def index_score(
-    q_TJI: Tensor, key_PZI: Tensor, w_TJ: Tensor, page_table_BN: Tensor, row_T: Tensor, end_T: Tensor, *, scale: float
+    q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, page_table_BN: Tensor, row_T: Tensor, end_T: Tensor, *, scale: float
 ) -> Tensor:
     """Scores [T, S] in float32 (float64 for float64 queries). One request at a time."""
     wide = torch.promote_types(q_TJI.dtype, torch.float32)

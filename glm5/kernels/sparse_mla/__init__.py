@@ -5,13 +5,14 @@ from typing import Literal
 from torch import Tensor
 
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
 from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
 
 
 def sparse_mla(
     q_THL: Tensor,
-    latent_PZL: Tensor,
+    latent_PZL: Pool,
     keys_TK: Tensor | None,
     page_table_BN: Tensor,
     row_T: Tensor,
@@ -24,8 +25,9 @@ def sparse_mla(
     """Softmax attention of each query over its selected visible keys (None: over all visible keys).
 
     `keys_TK`: logical keys, distinct within a row; -1 and keys >= end_T are ignored. Returns (out [T, H, value_dim] in
-    q's dtype, lse [T, H] float32, natural log), differentiable in q and latent; a row with nothing to read gives
-    zeros and -inf. `gather` (the reference) reads K latents per query, `masked` multiplies with the whole context.
+    q's dtype, lse [T, H] float32, natural log), differentiable in q and latent, except over FP8; a row with nothing to
+    read gives zeros and -inf. `gather` (the reference) reads K latents per query, `masked` multiplies with the whole
+    context.
     """
     if impl == "auto":
         impl = _cheaper(q_THL, latent_PZL, keys_TK, page_table_BN, end_T)
@@ -39,7 +41,7 @@ def sparse_mla(
 
 
 def _cheaper(
-    q_THL: Tensor, latent_PZL: Tensor, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor
+    q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor
 ) -> Literal["gather", "masked"]:
     """Which implementation is faster, from shapes; on a CPU also from the contexts' lengths.
 

@@ -10,6 +10,7 @@ prefill at short contexts. The probabilities live in cache; backward computes th
 import torch
 from torch import Tensor
 
+from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.tiles import Tile, TileReader, dense_logits, plan_tiles
 
 # Not -inf: a row with nothing visible must stay free of NaN. exp(_HIDDEN - max) is zero next to any visible key.
@@ -18,7 +19,7 @@ _HIDDEN = -1e30
 
 def sparse_mla(
     q_THL: Tensor,
-    latent_PZL: Tensor,
+    latent_PZL: Pool,
     keys_TK: Tensor | None,
     page_table_BN: Tensor,
     row_T: Tensor,
@@ -30,27 +31,15 @@ def sparse_mla(
     """As `reference.sparse_mla`. The keys of a query must be distinct."""
     reader = TileReader(page_table_BN, latent_PZL.shape[1])
     tiles = plan_tiles(row_T, end_T, q_THL.shape[1])
-    return _SparseMla.apply(q_THL, latent_PZL.contiguous(), keys_TK, end_T, scale, value_dim, tiles, reader)
+    if isinstance(latent_PZL, Tensor):
+        return _SparseMla.apply(q_THL, latent_PZL, keys_TK, end_T, scale, value_dim, tiles, reader)
+    return _attend(q_THL, latent_PZL, keys_TK, end_T, scale, value_dim, tiles, reader)
 
 
 class _SparseMla(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_THL, latent_PZL, keys_TK, end_T, scale, value_dim, tiles: list[Tile], reader: TileReader):
-        wide = torch.promote_types(q_THL.dtype, torch.float32)
-        num_queries, num_heads, _ = q_THL.shape
-        out_THC = q_THL.new_zeros(num_queries, num_heads, value_dim)
-        lse_TH = q_THL.new_full((num_queries, num_heads), float("-inf"), dtype=wide)
-        for tile in tiles:
-            latent_GSL = reader.read(latent_PZL, tile).to(wide)
-            logits_THS = _biased_logits(q_THL[tile.queries].to(wide), latent_GSL, keys_TK, end_T, tile, scale)
-            p_THS = logits_THS.softmax(dim=-1)
-            top_TH = logits_THS.amax(dim=-1)
-            empty_T1 = top_TH[:, :1] < _HIDDEN / 2
-            # log-sum-exp from the largest term: e^top / sum = p at the top.
-            lse_TH[tile.queries] = (top_TH - p_THS.amax(dim=-1).log()).masked_fill_(empty_T1, float("-inf"))
-            p_GQS = p_THS.view(len(tile.rows), -1, tile.num_keys).to(q_THL.dtype).to(wide)
-            tile_THC = torch.bmm(p_GQS, latent_GSL[..., :value_dim]).view(-1, num_heads, value_dim)
-            out_THC[tile.queries] = tile_THC.masked_fill_(empty_T1.unsqueeze(-1), 0.0)
+        out_THC, lse_TH = _attend(q_THL, latent_PZL, keys_TK, end_T, scale, value_dim, tiles, reader)
         ctx.save_for_backward(q_THL, latent_PZL, keys_TK, end_T, lse_TH)
         ctx.scale, ctx.tiles, ctx.reader = scale, tiles, reader
         ctx.set_materialize_grads(False)
@@ -87,6 +76,34 @@ class _SparseMla(torch.autograd.Function):
                 grad_GSL[..., : grad_values.shape[-1]] += grad_values
             ctx.reader.add(grad_latent, tile, grad_GSL)
         return grad_q, grad_latent.to(latent_PZL.dtype), None, None, None, None, None, None
+
+
+def _attend(
+    q_THL: Tensor,
+    latent_PZL: Pool,
+    keys_TK: Tensor | None,
+    end_T: Tensor,
+    scale: float,
+    value_dim: int,
+    tiles: list[Tile],
+    reader: TileReader,
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q_THL.dtype, torch.float32)
+    num_queries, num_heads, _ = q_THL.shape
+    out_THC = q_THL.new_zeros(num_queries, num_heads, value_dim)
+    lse_TH = q_THL.new_full((num_queries, num_heads), float("-inf"), dtype=wide)
+    for tile in tiles:
+        latent_GSL = reader.read(latent_PZL, tile).to(wide)
+        logits_THS = _biased_logits(q_THL[tile.queries].to(wide), latent_GSL, keys_TK, end_T, tile, scale)
+        p_THS = logits_THS.softmax(dim=-1)
+        top_TH = logits_THS.amax(dim=-1)
+        empty_T1 = top_TH[:, :1] < _HIDDEN / 2
+        # log-sum-exp from the largest term: e^top / sum = p at the top.
+        lse_TH[tile.queries] = (top_TH - p_THS.amax(dim=-1).log()).masked_fill_(empty_T1, float("-inf"))
+        p_GQS = p_THS.view(len(tile.rows), -1, tile.num_keys).to(q_THL.dtype).to(wide)
+        tile_THC = torch.bmm(p_GQS, latent_GSL[..., :value_dim]).view(-1, num_heads, value_dim)
+        out_THC[tile.queries] = tile_THC.masked_fill_(empty_T1.unsqueeze(-1), 0.0)
+    return out_THC, lse_TH
 
 
 def _biased_logits(

@@ -12,7 +12,8 @@ on a CPU a piece that stays in cache is gathered 2.5 times faster.
 import torch
 from torch import Tensor
 
-from glm5.kernels.paging import key_slots
+from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.paging import key_slots, read_rows
 
 # Latent values gathered at a time: 4 MB in float32 on a CPU, 128 MB elsewhere.
 _GATHERED_CPU, _GATHERED = 1 << 20, 1 << 25
@@ -20,7 +21,7 @@ _GATHERED_CPU, _GATHERED = 1 << 20, 1 << 25
 
 def sparse_mla(
     q_THL: Tensor,
-    latent_PZL: Tensor,
+    latent_PZL: Pool,
     keys_TK: Tensor | None,
     page_table_BN: Tensor,
     row_T: Tensor,
@@ -46,10 +47,10 @@ def sparse_mla(
 
 
 def _attend(
-    q_THL: Tensor, latent_PZL: Tensor, slots_TK: Tensor, hidden_TK: Tensor, scale: float, value_dim: int
+    q_THL: Tensor, latent_PZL: Pool, slots_TK: Tensor, hidden_TK: Tensor, scale: float, value_dim: int
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q_THL.dtype, torch.float32)
-    latent_TKL = latent_PZL.flatten(0, 1)[slots_TK].masked_fill(hidden_TK[..., None], 0.0).to(wide)
+    latent_TKL = read_rows(latent_PZL, slots_TK).masked_fill(hidden_TK[..., None], 0.0).to(wide)
     logits_THK = torch.einsum("thl,tkl->thk", q_THL.to(wide), latent_TKL) * scale
     hidden_T1K = hidden_TK[:, None]
     # A finite stand-in for "nothing visible": exp(-inf - -inf) would be NaN, forward and backward.

@@ -1,0 +1,45 @@
+"""keys[t] = top_k(index_score[t]), some queries at a time.
+
+A chunk of 2,048 queries in a context of 64k tokens has 512 MB of scores. In pieces of 16 MB, what they, a copy of them
+and the search take stays below 64 MB.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.index_score import index_score
+from glm5.kernels.top_k import top_k as best_keys
+
+# Scores of a piece: 16 MB in float32 on a CPU, 256 MB elsewhere, where launches cost more.
+_SCORES_CPU, _SCORES = 1 << 22, 1 << 26
+
+
+@torch.no_grad()
+def select_keys(
+    q_TJI: Tensor,
+    key_PZI: Pool,
+    w_TJ: Tensor,
+    page_table_BN: Tensor,
+    row_T: Tensor,
+    end_T: Tensor,
+    *,
+    top_k: int,
+    scale: float,
+    impl: Literal["auto", "reference", "tiled", "invariant"] = "auto",
+) -> Tensor:
+    """int32 [T, top_k], ascending, then -1 where a query sees fewer keys."""
+    on_cpu, page_size = q_TJI.device.type == "cpu", key_PZI.shape[1]
+    if on_cpu and len(end_T):  # what no query sees is never taken; elsewhere, asking would wait for the device
+        page_table_BN = page_table_BN[:, : -(-int(end_T.max()) // page_size)]
+    num_keys = page_table_BN.shape[1] * page_size
+    step = max(1, (_SCORES_CPU if on_cpu else _SCORES) // max(1, num_keys))
+    pieces = zip(*(t.split(step) for t in (q_TJI, w_TJ, row_T, end_T)), strict=True)
+    return torch.cat(
+        [
+            best_keys(index_score(q, key_PZI, w, page_table_BN, row, end, scale=scale, impl=impl), top_k)
+            for q, w, row, end in pieces
+        ]
+    )
