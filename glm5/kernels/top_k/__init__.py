@@ -5,10 +5,11 @@ from typing import Literal
 from torch import Tensor
 
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.top_k.partition import top_k as _partition
 from glm5.kernels.top_k.reference import top_k as _reference
 
 
-def top_k(score_TS: Tensor, k: int, *, impl: Literal["auto", "reference"] = "auto") -> Tensor:
+def top_k(score_TS: Tensor, k: int, *, impl: Literal["auto", "reference", "partition"] = "auto") -> Tensor:
     """The k best columns of each row by (larger score, then smaller index), int32 [T, k].
 
     They come in ascending index order, then -1 where fewer than k scores are above -inf; k may pass S. A NaN counts as
@@ -16,6 +17,10 @@ def top_k(score_TS: Tensor, k: int, *, impl: Literal["auto", "reference"] = "aut
     """
     if k < 1:
         raise ValueError(f"top_k: k must be at least 1, got {k}")
-    if impl in ("auto", "reference"):
+    if impl == "auto":
+        impl = "partition" if score_TS.device.type == "cpu" else "reference"
+    if impl == "reference":
         return _reference(score_TS, k)
-    raise unknown_impl("top_k", impl, ("reference",))
+    if impl == "partition":
+        return _partition(score_TS, k)
+    raise unknown_impl("top_k", impl, ("reference", "partition"))

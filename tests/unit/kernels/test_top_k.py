@@ -8,6 +8,7 @@ import torch
 from glm5.kernels.top_k import top_k
 
 INF = math.inf
+IMPLS = ["reference", "partition"]
 
 
 def oracle(score: torch.Tensor, k: int) -> torch.Tensor:
@@ -19,19 +20,21 @@ def oracle(score: torch.Tensor, k: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32).view(len(rows), k)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("T", "S", "k"), [(1, 1, 1), (1, 1, 4), (5, 7, 3), (6, 8, 8), (4, 8, 20), (33, 130, 32), (0, 9, 4)]
 )
 @pytest.mark.parametrize("levels", [2, 5, 10**6])
-def test_equals_sorting(T, S, k, levels, dtype, gen):
+def test_equals_sorting(T, S, k, levels, dtype, impl, gen):
     score = (torch.randint(levels, (T, S), generator=gen) - levels // 2).to(dtype)
     score[torch.rand(T, S, generator=gen) < 0.2] = -INF
-    got = top_k(score, k)
+    got = top_k(score, k, impl=impl)
     assert got.dtype == torch.int32
     assert torch.equal(got, oracle(score, k))
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("row", "k", "want"),
     [
@@ -45,28 +48,32 @@ def test_equals_sorting(T, S, k, levels, dtype, gen):
         ([1.0, 2.0], 4, [0, 1, -1, -1]),
     ],
 )
-def test_by_hand(row, k, want):
-    assert top_k(torch.tensor([row]), k).tolist() == [want]
+def test_by_hand(row, k, want, impl):
+    assert top_k(torch.tensor([row]), k, impl=impl).tolist() == [want]
 
 
-def test_row_length_does_not_matter(gen):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_row_length_does_not_matter(impl, gen):
     """Prefill and decode see the same scores in rows of other lengths; torch.topk alone would pick other keys."""
     score = torch.randint(3, (40, 60), generator=gen).float()
     longer = torch.nn.functional.pad(score, (0, 500), value=-INF)
-    assert torch.equal(top_k(score, 16), top_k(longer, 16))
+    assert torch.equal(top_k(score, 16, impl=impl), top_k(longer, 16, impl=impl))
     assert not torch.equal(
         score.topk(16).indices.sort().values, longer.topk(16).indices.sort().values
     )  # the control: these ties do trip torch.topk
 
 
-def test_a_nan_is_chosen_and_never_an_index_error():
-    assert top_k(torch.tensor([[1.0, float("nan"), 2.0]]), 2).tolist() == [[1, 2]]
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("k", "want"), [(1, [1]), (2, [1, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, -1])])
+def test_a_nan_is_chosen_and_never_an_index_error(k, want, impl):
+    assert top_k(torch.tensor([[1.0, float("nan"), 2.0]]), k, impl=impl).tolist() == [want]
 
 
-def test_input_is_left_alone_and_no_gradient_passes(gen):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_input_is_left_alone_and_no_gradient_passes(impl, gen):
     score = torch.randint(3, (4, 9), generator=gen).float().requires_grad_()
     before = score.detach().clone()
-    assert not top_k(score, 3).requires_grad
+    assert not top_k(score, 3, impl=impl).requires_grad
     assert torch.equal(score, before)
 
 
