@@ -5,6 +5,7 @@
         CheckpointError                  files that are missing, damaged or do not fit the model
         RequestError      (ValueError)   a bad prompt, message or sampling parameter; `param` names it
         MissingExtra      (ImportError)  an optional dependency is not installed
+        EngineDead                       the engine was closed or died; `reason` says why
         UsageError                       a wrong command line (exit code 2)
 
 A message says what was got, what is allowed and what to do, on one line. The command line prints it
@@ -36,5 +37,23 @@ class MissingExtra(GlmError, ImportError):
     """A feature needs a package of an extra that is not installed; the message names the pip command."""
 
 
+class EngineDead(GlmError):
+    """The engine was closed or died, and generates nothing any more. `reason`: why, without these words around it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the engine is not running: {reason}")
+        self.reason = reason
+
+
 class UsageError(GlmError):
     """A command line that cannot be understood or honoured."""
+
+
+_BY_NAME: dict[str, type[GlmError]] = {
+    kind.__name__: kind for kind in (ConfigError, CheckpointError, RequestError, MissingExtra, EngineDead, UsageError)
+}
+
+
+def named(kind: str, message: str) -> GlmError:
+    """The error of the class called `kind`, as another process raised it."""
+    return _BY_NAME.get(kind, GlmError)(message)

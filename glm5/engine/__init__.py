@@ -1,16 +1,43 @@
 """Requests to tokens.
 
-llm       prompts in, answers out: `LLM`                 async_engine   the same under asyncio, on a thread of its own
-loop      which requests run in the next step            request, text, stop   one answer as it grows
-sampler   logits to tokens                               cache          pages of keys, and the model's view of them
-defaults  what generation_config.json asks for           capacity       how many pages fit
+llm, async_engine    what programs call: `LLM`, and `AsyncEngine` under asyncio
+client               requests out, updates in: what both share       link       to the process, or to a core in this one
+asking, growing      a request checked and written; an answer's text text, stop detokenizer and stop strings
+process              the child: `python -m glm5.engine.process`      core       its turns: messages, schedule, steps
+scheduler            which rows the next step computes               runner     a plan computed: tokens
+kv, pages, prefix    the cache, its pages, who shares them           tiers      pages in host memory and on disk
+sampling             logits to tokens                                wire       what client and process say
 
-`params` and `outputs` are what callers write and read; names are vLLM's.
+`outputs` and `sampling.params` are what callers write and read; names are vLLM's.
 """
 
-from glm5.engine.async_engine import AsyncEngine, EngineStopped
-from glm5.engine.llm import LLM
-from glm5.engine.outputs import CompletionOutput, Delta, RequestOutput
-from glm5.engine.params import SamplingParams
+from typing import TYPE_CHECKING
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Delta", "EngineStopped", "RequestOutput", "SamplingParams"]
+from glm5.common.lazy import exports
+
+if TYPE_CHECKING:
+    from glm5.engine.async_engine import AsyncEngine
+    from glm5.engine.llm import LLM
+    from glm5.engine.outputs import CompletionOutput, Delta, RequestOutput
+    from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "Delta",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
+# The engine process imports torch, a program that talks with it does not.
+_HOMES = {
+    "LLM": "llm",
+    "AsyncEngine": "async_engine",
+    "CompletionOutput": "outputs",
+    "Delta": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling.params",
+    "StructuredOutputsParams": "sampling.params",
+}
+__getattr__ = exports(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})

@@ -14,6 +14,24 @@ from glm5.engine.sampling.params import SamplingParams
 Policy = Literal["keep", "recompute", "abort"]
 
 
+class Start(msgspec.Struct, tag=True):
+    """The first message to an engine process: what it is to load, and how.
+
+    `config`: fields of EngineConfig. `tokenizer`: the folder of the one that clients use, for grammars. `log_level`:
+    the client's. `builder`: "module:function", called with this message and a callback for progress, for a core that
+    is no `EngineCore`.
+    """
+
+    path: str
+    config: dict[str, Any]
+    dtype: str
+    device: str
+    lora_norm_eps: float | None
+    tokenizer: str | None
+    log_level: str = "WARNING"
+    builder: str | None = None
+
+
 class Ask(msgspec.Struct, tag=True):
     """A request for `len(seq_ids)` answers to one prompt; ids are never used twice.
 
@@ -204,9 +222,11 @@ class Beat(msgspec.Struct, tag=True):
 
 
 class Dead(msgspec.Struct, tag=True):
-    """The engine ends, for this reason. Nothing follows."""
+    """The engine ends, for this reason. Nothing follows. `kind`: name of the GlmError subclass to raise for it, which
+    is another one only while the engine starts."""
 
     reason: str
+    kind: str = "EngineDead"
 
 
 ToClient = Updates | Answer | Ready | Loading | Beat | Dead

@@ -28,7 +28,19 @@ LAYERS = """
 """
 RANK = {folder: rank for rank, line in enumerate(LAYERS.split("\n")) for folder in line.split()}
 TORCH_FREE = ("common", "config", "chat", "cli")
-CORE = {"torch", "safetensors", "tokenizers", "jinja2", "pydantic", "huggingface_hub", "httpx2", "tqdm", "numpy"}
+CORE = {
+    "torch",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "pydantic",
+    "huggingface_hub",
+    "httpx2",
+    "tqdm",
+    "numpy",
+    "msgspec",
+    "zmq",
+}
 # Packages of extras, and the folders that may import them. pyproject.toml says which extra brings what.
 EXTRAS = {"serve": {"fastapi", "uvicorn", "starlette"}, "demo": {"openai"}}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80

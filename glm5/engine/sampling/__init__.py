@@ -17,11 +17,16 @@ Letters in this folder, beside those of `glm5.model`:
     W vocabulary                                       N likeliest tokens               U entries of a table
 """
 
-from glm5.engine.sampling.drafts import Accepted, accept
-from glm5.engine.sampling.edits import Rows
-from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
-from glm5.engine.sampling.sampler import Sampled, Sampler
-from glm5.engine.sampling.slots import Placement
+from typing import TYPE_CHECKING
+
+from glm5.common.lazy import exports
+
+if TYPE_CHECKING:
+    from glm5.engine.sampling.drafts import Accepted, accept
+    from glm5.engine.sampling.edits import Rows
+    from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
+    from glm5.engine.sampling.sampler import Sampled, Sampler
+    from glm5.engine.sampling.slots import Placement
 
 __all__ = [
     "Accepted",
@@ -33,3 +38,12 @@ __all__ = [
     "StructuredOutputsParams",
     "accept",
 ]
+# Clients need the parameters alone, and no torch.
+_PARTS = {
+    "drafts": ("Accepted", "accept"),
+    "edits": ("Rows",),
+    "params": ("SamplingParams", "StructuredOutputsParams"),
+    "sampler": ("Sampled", "Sampler"),
+    "slots": ("Placement",),
+}
+__getattr__ = exports(__name__, {name: f"{__name__}.{part}" for part, names in _PARTS.items() for name in names})

@@ -1,0 +1,29 @@
+"""Why an engine ended, in words for the person who runs it."""
+
+import signal
+
+ORPHANED, HUNG = 70, 71
+"""Exit codes of the engine process: its parent ended; a step took longer than the watchdog allows."""
+
+_MEMORY = (
+    "; out of memory: lower gpu_memory_utilization or kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs"
+)
+
+
+def reason_of(error: BaseException) -> str:
+    """Type and message of an exception, and what to do where memory ran out."""
+    reason = f"{type(error).__name__}: {error}".rstrip(": ")
+    # By name and text: clients do not import torch, which on the CPU says it in a RuntimeError.
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return reason + _MEMORY if is_memory or "can't allocate memory" in str(error) else reason
+
+
+def reason_of_exit(code: int) -> str:
+    """What an exit code says, negative for a signal as `subprocess` has it."""
+    if code == HUNG:
+        return f"its process ended itself, as a step hung (exit code {code})"
+    if code >= 0:
+        return f"its process ended with exit code {code}; its last lines on stderr may say why"
+    name = signal.Signals(-code).name if -code in {one.value for one in signal.Signals} else f"signal {-code}"
+    cause = " (by hand, or by the system for lack of memory)" if -code == signal.SIGKILL else ""
+    return f"its process was killed by {name}{cause}"

@@ -1,0 +1,282 @@
+"""The way to an engine core: in a process of its own, or in this one. Both have the same few methods.
+
+    send(message)          from any thread; without effect once the engine has ended
+    receive(timeout)       messages that came, after `timeout` seconds at most; the last of all is one `Dead`
+    kill()                 end it now, without waiting for anything
+
+One thread receives. What ends the engine is a message like any other, so nobody waits for something that cannot come.
+"""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from glm5.engine.failure import reason_of, reason_of_exit
+from glm5.engine.process import INBOX, OUTBOX
+from glm5.engine.wire import Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
+
+logger = logging.getLogger(__name__)
+
+CLOSED = "it was closed"
+START_SECONDS = 60.0  # a process may take this long to say its first word, if the machine is busy
+CLOSE_SECONDS = 20.0  # to write to disk what is to be found again
+_QUIET_MS = 200  # after its end, nothing more of a process is on its way
+_MAX_FOLDER = 70  # characters; the path of a socket may have 107
+
+
+class Core(Protocol):
+    """The part of `EngineCore` that a link needs."""
+
+    @property
+    def facts(self) -> Facts: ...
+    @property
+    def has_work(self) -> bool: ...
+    def receive(self, message: ToEngine) -> None: ...
+    def step(self) -> list[ToClient]: ...
+    def close(self) -> None: ...
+
+
+class Link(Protocol):
+    """What a client needs of its engine. `ended`: `Dead` has been given out, nothing follows."""
+
+    ended: bool
+
+    def send(self, message: ToEngine) -> None: ...
+    def receive(self, timeout: float) -> list[ToClient]: ...
+    def kill(self) -> None: ...
+
+
+class InlineLink:
+    """A core in this process: it computes while somebody receives, in that thread."""
+
+    def __init__(self, core: Core):
+        self.core, self.ended = core, False
+        self._inbox: SimpleQueue[ToEngine] = SimpleQueue()
+        self._is_ready = False
+
+    def send(self, message: ToEngine) -> None:
+        if not self.ended:
+            self._inbox.put(message)
+
+    def receive(self, timeout: float) -> list[ToClient]:
+        """One step of the core, if it has work; else what changes while waiting for a message."""
+        if self.ended:
+            return []
+        if not self._is_ready:
+            self._is_ready = True
+            return [Ready(self.core.facts)]
+        try:
+            with suppress(Empty):
+                wait = 0.0 if self.core.has_work else timeout
+                while True:
+                    message = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+                    wait = 0.0
+                    if isinstance(message, Close):
+                        return [self._end(CLOSED)]
+                    self.core.receive(message)
+            return self.core.step() if self.core.has_work else []
+        except Exception as error:
+            # Whatever it was, those who wait must learn of it.
+            logger.exception("the engine stopped")
+            return [self._end(reason_of(error))]
+
+    def kill(self) -> None:
+        if not self.ended:
+            self._end(CLOSED)
+
+    def _end(self, reason: str) -> Dead:
+        self.ended = True
+        try:
+            self.core.close()
+        except Exception:
+            logger.exception("the engine could not be closed")
+        return Dead(reason)
+
+
+class ProcessLink:
+    """A child process with a core in it. Raises OSError where none can be started.
+
+    The child is killed when it is silent for longer than `watchdog_timeout`, and when it does not end in order within
+    CLOSE_SECONDS. It ends by itself when this process does.
+    """
+
+    def __init__(self, start: Start):
+        self.ended = False
+        self.watchdog_timeout: float = start.config["watchdog_timeout"]
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToClient)
+        self._lock = threading.Lock()  # a socket belongs to one thread at a time
+        self._folder = _private_folder()
+        self._context = zmq.Context()
+        self._outbox, self._inbox = self._bind(zmq.PUSH, INBOX), self._bind(zmq.PULL, OUTBOX)
+        self.process = _spawn(self._folder)
+        assert self.process.stdout is not None
+        self._pipe, self._half_line = self.process.stdout, b""
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._pipe.fileno(), zmq.POLLIN)
+        self._silent, self._allowed = 0.0, max(START_SECONDS, self.watchdog_timeout)
+        self._closing_since: float | None = None
+        self._last_words: Dead | None = None
+        # For callers that never close: at the latest when the interpreter ends.
+        self._finalizer = weakref.finalize(
+            self, _release, os.getpid(), self.process, self._context, self._outbox, self._folder, CLOSE_SECONDS
+        )
+        self._outbox.send(self._encoder.encode(start))
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def send(self, message: ToEngine) -> None:
+        with self._lock:
+            if self.ended:
+                return
+            self._outbox.send(self._encoder.encode(message))
+            if isinstance(message, Close) and self._closing_since is None:
+                self._closing_since = time.monotonic()
+
+    def receive(self, timeout: float) -> list[ToClient]:
+        if self.ended:
+            return []
+        began = time.monotonic()
+        events = dict(self._poller.poll(round(timeout * 1000)))
+        messages = self._drain()
+        if messages:
+            shutil.rmtree(self._folder, ignore_errors=True)  # both ends are connected: names are needed no more
+        if self._pipe.fileno() in events and not self._listen():
+            return messages + self._end()
+        if events:
+            self._silent, self._allowed = 0.0, self.watchdog_timeout
+        else:
+            # Not by the clock alone: this process may have been stopped too, and for longer.
+            self._silent += min(time.monotonic() - began, timeout)
+        if self._silent > self._allowed:
+            return messages + self._kill(
+                f"its process said nothing for {self._silent:.1f} s (watchdog_timeout is {self.watchdog_timeout:g} s); "
+                "it was stopped or hangs, and has been killed"
+            )
+        if self._closing_since is not None and time.monotonic() - self._closing_since > CLOSE_SECONDS:
+            return messages + self._kill(f"{CLOSED}, and killed as it did not end within {CLOSE_SECONDS:g} s")
+        return messages
+
+    def kill(self) -> None:
+        if not self.ended:
+            self._kill(CLOSED)
+
+    def _drain(self) -> list[ToClient]:
+        messages: list[ToClient] = []
+        with suppress(zmq.Again):
+            while True:
+                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+        return messages
+
+    def _listen(self) -> bool:
+        """Read the signs of life; False at their end."""
+        read = os.read(self._pipe.fileno(), 1 << 16)
+        *lines, self._half_line = (self._half_line + read).split(b"\n")
+        for line in lines:
+            with suppress(msgspec.DecodeError):  # what a library wrote before stdout was taken from it
+                if isinstance(word := msgspec.json.decode(line, type=Beat | Dead), Dead):
+                    self._last_words = word
+        return bool(read)
+
+    def _end(self) -> list[ToClient]:
+        """The process has ended: what it still said, and why."""
+        messages: list[ToClient] = []
+        while self._inbox.poll(_QUIET_MS):
+            messages += self._drain()
+        try:
+            code = self.process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:  # it has closed its pipe and lives on
+            return messages + self._kill("its process closed its pipe; it has been killed")
+        if code == 0 and self._closing_since is not None:
+            self._last_words = Dead(CLOSED)
+        elif self._last_words is None:
+            self._last_words = Dead(reason_of_exit(code))
+        elif self._last_words.kind == "EngineDead":
+            self._last_words.reason += f" (exit code {code})"
+        self._release()
+        return [*messages, self._last_words]
+
+    def _kill(self, reason: str) -> list[ToClient]:
+        self.process.kill()
+        self.process.wait()
+        self._release()
+        return [Dead(reason)]
+
+    def _release(self) -> None:
+        with self._lock:
+            self.ended = True
+            self._inbox.close(linger=0)
+            self._finalizer()
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set(zmq.SNDHWM, 0)  # how much may be under way is the scheduler's business
+        socket.set(zmq.RCVHWM, 0)
+        socket.bind(f"ipc://{self._folder}/{name}")
+        return socket
+
+
+def _private_folder() -> str:
+    """A folder that no other user can look into, with a path short enough for the sockets in it."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="glm5-", dir=base if len(base) <= _MAX_FOLDER else "/tmp")
+
+
+def _spawn(folder: str) -> subprocess.Popen[bytes]:
+    """The child, in a process group of its own: Ctrl-C in the terminal is for this process.
+
+    It starts in the folder that holds the package, so that nothing in the current one is imported by mistake.
+    """
+    home = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "glm5.engine.process", folder, os.getcwd()]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe, stderr=_stderr(), process_group=0, bufsize=0)
+
+
+def _stderr() -> int | None:
+    """This process's standard error as a file, None for whatever the child inherits."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _release(
+    owner: int,
+    process: subprocess.Popen[bytes],
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    outbox: zmq.Socket[bytes],
+    folder: str,
+    patience: float,
+) -> None:
+    """End a process that still runs, and give back what led to it. In a fork of the owner, nothing."""
+    if os.getpid() != owner:
+        return
+    if process.poll() is None:
+        with suppress(zmq.ZMQError):
+            outbox.send(msgspec.msgpack.encode(Close()))
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    context.destroy(linger=0)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    shutil.rmtree(folder, ignore_errors=True)

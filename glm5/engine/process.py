@@ -1,0 +1,211 @@
+"""The engine process: `python -m glm5.engine.process FOLDER CWD`, started by `link.ProcessLink` and by nobody else.
+
+    FOLDER    two ZMQ sockets, MessagePack: what to do comes in, what was computed goes out
+    stdin     a pipe that is never written to: when it ends, the parent has ended, and so does this process
+    stdout    a pipe for signs of life and last words, JSON lines: no socket has to be flushed for them to arrive
+    stderr    the parent's
+
+It ends with code 0 when it is told to close, 1 after an exception, and those of `failure` otherwise.
+"""
+
+import gc
+import importlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import msgspec
+import zmq
+
+from glm5.common import log
+from glm5.common.errors import GlmError
+from glm5.engine.failure import HUNG, ORPHANED, reason_of
+from glm5.engine.wire import Beat, Close, Dead, Loading, Ready, Start, ToEngine
+
+logger = logging.getLogger(__name__)
+
+INBOX, OUTBOX = "to-engine", "to-client"
+BEAT_SECONDS = 1.0
+_MAX_REASON = 2000  # characters; what is shorter than a page is written to a pipe as a whole or not at all
+_FLUSH_MS = 5000  # for the last answers, once told to close
+
+Progress = Callable[[str, float], None]
+
+
+def main(folder: str, cwd: str) -> NoReturn:
+    """Serve until told to close. Ends the process in every case."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    pulse = _Pulse(_take_stdout())
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    with suppress(OSError):  # started elsewhere so that nothing there is imported by mistake
+        os.chdir(cwd)
+    started = False
+    try:
+        context = zmq.Context()
+        inbox, outbox = _Inbox(context, folder), _Outbox(context, folder)
+        start = inbox.start()
+        log.configure(start.log_level)
+        pulse.start(start.config["watchdog_timeout"])
+        core = _build(start, lambda phase, share: outbox.send(Loading(phase, share)))
+        gc.collect()
+        gc.freeze()  # what was loaded stays; no collection needs to look at it again
+        outbox.send(Ready(core.facts))
+        started = True
+        _serve(core, inbox, outbox, pulse)
+        inbox.close()
+        outbox.close()
+        context.term()
+    except BaseException as error:  # the clients that wait must learn of it, whatever it was
+        mine = isinstance(error, GlmError) and not started
+        if not mine:
+            logger.exception("the engine process ends")
+        reason = str(error) if mine else reason_of(error)
+        pulse.end(Dead(reason, type(error).__name__ if mine else "EngineDead"), code=1)
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter's own end takes torch a while, and there is nothing left to save
+
+
+def _build(start: Start, on_progress: Progress) -> Any:
+    """The core. A test may name another builder."""
+    if start.builder is None:
+        from glm5.engine.build import build_for
+
+        return build_for(start, on_progress)
+    module, _, name = start.builder.partition(":")
+    return getattr(importlib.import_module(module), name)(start, on_progress)
+
+
+def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", pulse: "_Pulse") -> None:
+    """Turn after turn; without work, asleep on the inbox."""
+    while True:
+        for message in inbox.take(wait=not core.has_work):
+            if isinstance(message, Close):
+                core.close()
+                return
+            core.receive(message)
+        pulse.busy_since = time.monotonic()
+        for message in core.step():
+            outbox.send(message)
+        pulse.busy_since = None
+        pulse.num_steps += 1
+
+
+class _Inbox:
+    def __init__(self, context: zmq.Context[Any], folder: str):
+        self._socket = _connect(context, zmq.PULL, folder, INBOX)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def start(self) -> Start:
+        return msgspec.msgpack.decode(self._socket.recv(), type=Start)
+
+    def take(self, *, wait: bool) -> list[ToEngine]:
+        """All messages that are there; with `wait`, at least one."""
+        messages: list[ToEngine] = []
+        if wait:
+            self._socket.poll()
+        with suppress(zmq.Again):
+            while True:
+                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        return messages
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class _Outbox:
+    def __init__(self, context: zmq.Context[Any], folder: str):
+        self._socket = _connect(context, zmq.PUSH, folder, OUTBOX)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: Any) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        self._socket.close(linger=_FLUSH_MS)
+
+
+def _connect(context: zmq.Context[Any], kind: int, folder: str, name: str) -> zmq.Socket[Any]:
+    socket = context.socket(kind)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.connect(f"ipc://{folder}/{name}")
+    return socket
+
+
+class _Pulse:
+    """Says now and then that the process lives, and ends it when a step takes too long.
+
+    `busy_since`: start of the step that runs, None between steps.
+    """
+
+    def __init__(self, pipe: int):
+        self.num_steps: int = 0
+        self.busy_since: float | None = None
+        self._pipe, self._parent, self._lock = pipe, os.getppid(), threading.Lock()
+        self._watchdog = float("inf")
+
+    def start(self, watchdog_timeout: float) -> None:
+        self._watchdog = watchdog_timeout
+        threading.Thread(target=self._run, daemon=True, name="glm5-pulse").start()
+
+    def end(self, last_words: Dead, code: int) -> NoReturn:
+        last_words.reason = last_words.reason[:_MAX_REASON]
+        self._say(last_words)
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(code)
+
+    def _run(self) -> None:
+        interval = threading.Event()
+        while not interval.wait(min(BEAT_SECONDS, self._watchdog / 4)):
+            if os.getppid() != self._parent:  # its end of stdin may live on in a process that it forked
+                os._exit(ORPHANED)
+            since = self.busy_since
+            busy = 0.0 if since is None else time.monotonic() - since
+            if busy > self._watchdog:
+                _dump_stacks()
+                self.end(Dead(_hung(busy, self._watchdog)), HUNG)
+            self._say(Beat(self.num_steps, busy))
+
+    def _say(self, message: Beat | Dead) -> None:
+        with self._lock, suppress(OSError):  # the parent has gone, or has not listened until the pipe was full
+            os.write(self._pipe, msgspec.json.encode(message) + b"\n")
+
+
+def _hung(busy: float, allowed: float) -> str:
+    return f"a step hung for {busy:.1f} s; watchdog_timeout allows {allowed:g} s, and stderr shows where it stands"
+
+
+def _dump_stacks() -> None:
+    import faulthandler
+
+    with suppress(OSError, ValueError, RuntimeError):  # stderr may be closed
+        faulthandler.dump_traceback(all_threads=True)
+
+
+def _take_stdout() -> int:
+    """The pipe that stdout is. What others print from now on goes to stderr."""
+    pipe = os.dup(1)  # not inherited: it ends when this process does, whatever it started
+    os.set_blocking(pipe, False)
+    with suppress(OSError):
+        os.dup2(2, 1)
+    return pipe
+
+
+def _end_with_parent(folder: str) -> NoReturn:
+    with suppress(OSError):
+        while os.read(0, 1):
+            pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
