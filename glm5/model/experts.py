@@ -1,4 +1,9 @@
-"""Routed experts, stacked: the seam through which expert formats and expert dispatch enter the model."""
+"""Routed experts, stacked: the seam through which expert formats and expert dispatch enter the model.
+
+`impl` names the implementation of `grouped_experts` that they run (lowering.py sets it).
+"""
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +15,8 @@ from glm5.kernels.grouped_experts import grouped_experts
 class Experts(nn.Module):
     """`gate_up_proj` [E, 2F, D] (gate rows first) and `down_proj` [E, D, F] in the model's dtype."""
 
+    impl: Literal["auto", "invariant"] = "auto"
+
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
@@ -17,7 +24,7 @@ class Experts(nn.Module):
 
     def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
         """Sum over the chosen experts of weight * expert(x): [T, D]."""
-        return grouped_experts(x_TD, self.gate_up_proj, self.down_proj, weight_TA, expert_TA)
+        return grouped_experts(x_TD, self.gate_up_proj, self.down_proj, weight_TA, expert_TA, impl=self.impl)
 
 
 class BlockScaledExperts(nn.Module):
@@ -26,6 +33,8 @@ class BlockScaledExperts(nn.Module):
     Gate and up keep the block grids they have on disk, one above the other: `gate_up_proj_scale_inv`
     [E, 2 ceil(F/128), ceil(D/128)], `down_proj_scale_inv` [E, ceil(D/128), ceil(F/128)], float32.
     """
+
+    impl: Literal["auto", "invariant"] = "auto"
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -43,4 +52,4 @@ class BlockScaledExperts(nn.Module):
     def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
         gate_up = BlockScaled(self.gate_up_proj, self.gate_up_proj_scale_inv)
         down = BlockScaled(self.down_proj, self.down_proj_scale_inv)
-        return grouped_experts(x_TD, gate_up, down, weight_TA, expert_TA)
+        return grouped_experts(x_TD, gate_up, down, weight_TA, expert_TA, impl=self.impl)

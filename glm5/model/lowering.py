@@ -1,4 +1,4 @@
-"""Swaps modules of a model for the same layer in another weight format, before the weights are loaded."""
+"""What is decided after a model's structure: weight formats, before the weights are loaded, and implementations."""
 
 from collections.abc import Iterable
 
@@ -7,6 +7,8 @@ import torch
 from glm5.model.experts import BlockScaledExperts, Experts
 from glm5.model.glm5 import Glm5
 from glm5.model.linear import BlockScaledLinear, Linear
+from glm5.model.mlp import MLP
+from glm5.model.moe import Router
 
 
 def use_block_scaled(model: Glm5, module_names: Iterable[str]) -> None:
@@ -31,3 +33,14 @@ def _block_scaled_form(name: str, module: torch.nn.Module) -> BlockScaledLinear 
             return BlockScaledExperts(num_experts, hidden_size, intermediate_size)
         case _:
             raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts have an FP8 form")
+
+
+def use_invariant(model: Glm5) -> None:
+    """Make rows of `model` independent of each other, bit for bit, in calls with exactly PASS_ROWS rows; in place.
+
+    The view has to do its part: keys selected and read by the kernels' `invariant` implementations. Forward only from
+    then on. (What it rests on: kernels/invariant.py.)
+    """
+    for module in model.modules():
+        if isinstance(module, Experts | BlockScaledExperts | Router | MLP):
+            module.impl = "invariant"

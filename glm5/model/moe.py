@@ -7,7 +7,7 @@ The bias moves the choice only; the shared expert is not scaled.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from glm5.model.mlp import MLP
 
 
 class Router(nn.Module):
-    """Weights [T, A] float32 and expert ids [T, A] int32 for tokens [T, D]."""
+    """Weights [T, A] float32 and expert ids [T, A] int32 for tokens [T, D]. `impl`: of `kernels.router`."""
+
+    impl: Literal["auto", "invariant"] = "auto"
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -38,6 +40,7 @@ class Router(nn.Module):
             topk_group=cfg.topk_group,
             norm_topk_prob=cfg.norm_topk_prob,
             scaling_factor=cfg.routed_scaling_factor,
+            impl=self.impl,
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -2,10 +2,13 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.grouped_experts.grouped_mm import grouped_experts as _grouped_mm
+from glm5.kernels.grouped_experts.invariant import grouped_experts as _invariant
 from glm5.kernels.grouped_experts.reference import grouped_experts as _reference
 
 
@@ -16,14 +19,27 @@ def grouped_experts(
     weight_TA: Tensor,
     expert_TA: Tensor,
     *,
-    impl: Literal["auto", "reference"] = "auto",
+    impl: Literal["auto", "reference", "grouped_mm", "invariant"] = "auto",
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
     `gate_up_proj` [E, 2F, D] holds gate rows first, `down_proj` [E, D, F]; either may be BlockScaled (then through
     fp8_linear, no gradient; the gate_up scale has 2 * ceil(F/128) rows, gate's first). Each term is rounded to x's
     dtype and summed in it, in expert order (model spec 3.6). Differentiable in x, both weights and weight_TA.
+
+    `invariant`: a row's result does not depend on the others, bit for bit; no gradient. `grouped_mm`: on a CPU, plain
+    weights; no gradient.
     """
-    if impl in ("auto", "reference"):
-        return _reference(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
-    raise unknown_impl("grouped_experts", impl, ("reference",))
+    if impl == "auto":
+        plain = isinstance(gate_up_proj, Tensor) and isinstance(down_proj, Tensor)
+        frozen = plain and x_TD.device.type == "cpu" and not torch.is_grad_enabled()
+        impl = "grouped_mm" if frozen else "reference"
+    if impl == "reference":
+        run = _reference
+    elif impl == "grouped_mm":
+        run = _grouped_mm
+    elif impl == "invariant":
+        run = _invariant
+    else:
+        raise unknown_impl("grouped_experts", impl, ("reference", "grouped_mm", "invariant"))
+    return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)

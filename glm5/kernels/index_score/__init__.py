@@ -6,6 +6,7 @@ from torch import Tensor
 
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.index_score.invariant import index_score as _invariant
 from glm5.kernels.index_score.reference import index_score as _reference
 from glm5.kernels.index_score.tiled import index_score as _tiled
 
@@ -19,16 +20,19 @@ def index_score(
     end_T: Tensor,
     *,
     scale: float,
-    impl: Literal["auto", "reference", "tiled"] = "auto",
+    impl: Literal["auto", "reference", "tiled", "invariant"] = "auto",
 ) -> Tensor:
     """score[t, s] = sum_j w[t, j] relu((q[t, j] . key[s]) scale), -inf where s >= end_T[t] (model spec 3.4).
 
     Returns [T, S] in float32 (float64 for float64 queries), differentiable in q, key and w, except over FP8 keys.
+    `invariant`: a score depends on its query and key alone, bit for bit; no gradient.
     """
     if impl in ("auto", "tiled"):
         run = _tiled
     elif impl == "reference":
         run = _reference
+    elif impl == "invariant":
+        run = _invariant
     else:
-        raise unknown_impl("index_score", impl, ("reference", "tiled"))
+        raise unknown_impl("index_score", impl, ("reference", "tiled", "invariant"))
     return run(q_TJI, key_PZI, w_TJ, page_table_BN, row_T, end_T, scale=scale)

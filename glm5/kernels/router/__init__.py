@@ -5,6 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.router.invariant import router as _invariant
 from glm5.kernels.router.reference import router as _reference
 
 
@@ -18,12 +19,13 @@ def router(
     topk_group: int,
     norm_topk_prob: bool,
     scaling_factor: float,
-    impl: Literal["auto", "reference"] = "auto",
+    impl: Literal["auto", "reference", "invariant"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(weight [T, A] float32, expert [T, A] int32, ascending) of the A = top_k experts of each token (model spec 3.6).
 
     Differentiable in x and weight through the chosen sigmoid scores; the choice itself and the bias get no gradient.
-    Raises ValueError where groups and experts do not fit each other.
+    `invariant`: for one T, a row's result does not depend on the others, bit for bit; no gradient at all. Raises
+    ValueError where groups and experts do not fit each other.
     """
     num_experts = weight_ED.shape[0]
     per_group = num_experts // n_group
@@ -36,9 +38,13 @@ def router(
         raise ValueError(
             f"router: got {top_k=}, but {topk_group} groups of {per_group} experts allow 1 to {per_group * topk_group}"
         )
-    if impl not in ("auto", "reference"):
-        raise unknown_impl("router", impl, ("reference",))
-    return _reference(
+    if impl in ("auto", "reference"):
+        run = _reference
+    elif impl == "invariant":
+        run = _invariant
+    else:
+        raise unknown_impl("router", impl, ("reference", "invariant"))
+    return run(
         x_TD,
         weight_ED,
         bias_E,

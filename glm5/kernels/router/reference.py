@@ -28,7 +28,29 @@ def router(
     """(weight [T, A] float32, expert [T, A] int32 in ascending order); float64 stays float64."""
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     p_TE = F.linear(x_TD.to(wide), weight_ED.to(wide)).sigmoid()
-    choice_TE = p_TE.detach() + bias_E.to(wide)
+    return choose(
+        p_TE,
+        bias_E,
+        top_k=top_k,
+        n_group=n_group,
+        topk_group=topk_group,
+        norm_topk_prob=norm_topk_prob,
+        scaling_factor=scaling_factor,
+    )
+
+
+def choose(
+    p_TE: Tensor,
+    bias_E: Tensor,
+    *,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """What follows from the scores p."""
+    choice_TE = p_TE.detach() + bias_E.to(p_TE.dtype)
     if n_group > 1:
         choice_TGE = choice_TE.unflatten(-1, (n_group, -1))
         group_TG = best(choice_TGE.topk(2, dim=-1).values.sum(dim=-1), topk_group).long()

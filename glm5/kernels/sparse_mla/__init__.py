@@ -6,6 +6,7 @@ from torch import Tensor
 
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.sparse_mla.invariant import sparse_mla as _invariant
 from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
 from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
 
@@ -20,14 +21,15 @@ def sparse_mla(
     *,
     scale: float,
     value_dim: int,
-    impl: Literal["auto", "gather", "masked"] = "auto",
+    impl: Literal["auto", "gather", "masked", "invariant"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query over its selected visible keys (None: over all visible keys).
 
     `keys_TK`: logical keys, distinct within a row; -1 and keys >= end_T are ignored. Returns (out [T, H, value_dim] in
     q's dtype, lse [T, H] float32, natural log), differentiable in q and latent, except over FP8; a row with nothing to
     read gives zeros and -inf. `gather` (the reference) reads K latents per query, `masked` multiplies with the whole
-    context.
+    context. `invariant`: gathers, for one T and K a row's result depends on its query and keys alone, bit for bit; no
+    gradient, and `keys_TK` must be given.
     """
     if impl == "auto":
         impl = _cheaper(q_THL, latent_PZL, keys_TK, page_table_BN, end_T)
@@ -35,8 +37,10 @@ def sparse_mla(
         run = _gather
     elif impl == "masked":
         run = _masked
+    elif impl == "invariant":
+        run = _invariant
     else:
-        raise unknown_impl("sparse_mla", impl, ("gather", "masked"))
+        raise unknown_impl("sparse_mla", impl, ("gather", "masked", "invariant"))
     return run(q_THL, latent_PZL, keys_TK, page_table_BN, row_T, end_T, scale=scale, value_dim=value_dim)
 
 

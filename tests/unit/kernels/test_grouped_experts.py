@@ -9,6 +9,7 @@ from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.testing.numerics import rel_rms
 
+IMPLS = ["reference", "grouped_mm", "invariant"]
 # (tokens, experts, active, D, F)
 SHAPES = [(1, 2, 1, 8, 4), (1, 8, 2, 6, 2), (13, 4, 4, 16, 12), (40, 8, 2, 24, 20), (3, 32, 3, 8, 8), (0, 4, 2, 8, 4)]
 # Inputs are rounded before both runs. Measured: float64 3e-16, float32 1.8e-7. bfloat16 rounds gate and up, their
@@ -42,9 +43,10 @@ def oracle(x, gate_up, down, weight, expert) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_agrees_with_float64(shape, dtype, gen):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_agrees_with_float64(impl, shape, dtype, gen):
     case = make_case(*shape, gen, dtype)
-    got = grouped_experts(*case)
+    got = grouped_experts(*case, impl=impl)
     assert got.dtype == dtype
     assert rel_rms(got, oracle(*case)) < BUDGET[dtype]
 
@@ -57,12 +59,14 @@ def test_budget_notices_one_percent_of_one_expert(gen):
     assert rel_rms(got, oracle(x, gate_up, down, weight, expert)) > 10 * BUDGET[torch.float32]
 
 
-def test_rounds_each_term_and_sums_in_expert_order(gen):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rounds_each_term_and_sums_in_expert_order(impl, gen):
     """bfloat16 addition is not associative: with the experts of a token shuffled, the sum must not change by a bit."""
     x, gate_up, down, weight, expert = make_case(32, 8, 5, 16, 12, gen, torch.bfloat16)
     order = expert.argsort(dim=-1)
-    got = grouped_experts(x, gate_up, down, weight, expert)
-    assert torch.equal(got, grouped_experts(x, gate_up, down, weight.gather(1, order), expert.gather(1, order)))
+    got = grouped_experts(x, gate_up, down, weight, expert, impl=impl)
+    ordered = weight.gather(1, order), expert.gather(1, order)
+    assert torch.equal(got, grouped_experts(x, gate_up, down, *ordered, impl=impl))
     every = torch.stack([expert_of(x, gate_up[e], down[e]) for e in range(8)], dim=1).float()
     want, backwards = torch.zeros_like(x), torch.zeros_like(x)
     for e in range(8):
@@ -110,7 +114,8 @@ def test_float32_gradients_agree_with_float64(gen):
 
 
 @pytest.mark.parametrize(("D", "ffn"), [(256, 128), (200, 72)])
-def test_block_scaled_weights(D, ffn, gen):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_block_scaled_weights(impl, D, ffn, gen):
     """Expert by expert through fp8_linear; with 72 rows gate and up have a block grid each, one above the other."""
     x, gate_up, down, weight, expert = make_case(9, 4, 2, D, ffn, gen, torch.float32)
     gates, ups, downs = (quantize_blocks(w) for w in (gate_up[:, :ffn], gate_up[:, ffn:], down))
@@ -120,7 +125,7 @@ def test_block_scaled_weights(D, ffn, gen):
         gate, up, out = (BlockScaled(w.data[e], w.scale[e]) for w in (gates, ups, downs))
         term = fp8_linear(F.silu(fp8_linear(x, gate)) * fp8_linear(x, up), out)
         want += term * torch.where(expert == e, weight, 0.0).sum(-1, keepdim=True)
-    assert rel_rms(grouped_experts(x, stacked, downs, weight, expert), want) < BUDGET[torch.float32]
+    assert rel_rms(grouped_experts(x, stacked, downs, weight, expert, impl=impl), want) < BUDGET[torch.float32]
 
 
 def test_unknown_implementation(gen):

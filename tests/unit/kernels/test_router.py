@@ -57,10 +57,11 @@ def oracle(x, weight, bias, *, top_k, n_group, topk_group, norm_topk_prob, scali
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize(("E", "top_k", "n_group", "topk_group"), SHAPES)
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_agrees_with_float64(E, top_k, n_group, topk_group, norm_topk_prob, dtype, gen):
+@pytest.mark.parametrize("impl", ["reference", "invariant"])
+def test_agrees_with_float64(impl, E, top_k, n_group, topk_group, norm_topk_prob, dtype, gen):
     x, weight, bias = make_case(40, E, gen, dtype)
     opts = options(top_k, n_group, topk_group, norm_topk_prob)
-    weight_TA, expert_TA = router(x, weight, bias, **opts)
+    weight_TA, expert_TA = router(x, weight, bias, **opts, impl=impl)
     want_weight, want_expert, gap = oracle(x, weight, bias, **opts)
     sure = gap > MIN_GAP
     assert sure.sum() >= 38

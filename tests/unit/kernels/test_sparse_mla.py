@@ -1,4 +1,4 @@
-"""Both implementations of sparse_mla against a loop over queries in float64, and against each other."""
+"""Every implementation of sparse_mla against a loop over queries in float64, and against each other."""
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from tests.support.floats import BF16, round_array
 from tests.support.paged import CASES, Where, make_keys, make_pool, make_where
 
 IMPLS = ["gather", "masked"]
+FORWARD = [*IMPLS, "invariant"]
 H, L, C, K, SCALE = 3, 6, 4, 5, 0.3
 # Inputs are rounded before both runs. Measured: float64 3e-16, float32 1.4e-7. In bfloat16 the oracle rounds p and out
 # as the definition does: measured 0, but a p that lies on a midpoint may fall to either side, 2^-8 of one output.
@@ -46,6 +47,11 @@ def run(where, q, pool, keys, impl, **changed):
     return sparse_mla(q, pool, keys, *where.args, **{"scale": SCALE, "value_dim": C, "impl": impl, **changed})
 
 
+def whole(where, keys, impl) -> torch.Tensor | None:
+    """`keys`, or all of them for an implementation that wants them named."""
+    return torch.arange(where.num_keys).expand(where.num_queries, -1) if keys is None and impl == "invariant" else keys
+
+
 def errors(got, want) -> tuple[float, float]:
     out, lse = got
     assert torch.equal(lse.isneginf(), want[1].isneginf())
@@ -55,13 +61,13 @@ def errors(got, want) -> tuple[float, float]:
     return rel_rms(out, want[0]), rel_rms(lse[seen], want[1][seen])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", FORWARD)
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name, selection, dtype, impl, gen):
     where, q, pool, keys = make_case(name, selection, gen, dtype)
-    out, lse = run(where, q, pool, keys, impl)
+    out, lse = run(where, q, pool, whole(where, keys, impl), impl)
     assert out.dtype == dtype
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     rounds = (lambda x: round_array(x, BF16)) if dtype == torch.bfloat16 else (lambda x: x)
@@ -70,7 +76,7 @@ def test_agrees_with_float64(name, selection, dtype, impl, gen):
     assert lse_error < LSE_BUDGET[dtype]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", FORWARD)
 def test_budget_notices_one_percent_of_scale_and_one_key(impl, gen):
     where, q, pool, keys = make_case("ragged packed", "selected", gen, torch.float32)
     want = oracle(where, q, pool, keys)
@@ -80,12 +86,13 @@ def test_budget_notices_one_percent_of_scale_and_one_key(impl, gen):
     assert errors(run(where, q, pool, fewer, impl), want)[0] > 10 * BUDGET[torch.bfloat16]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", FORWARD)
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_paged_equals_contiguous(name, selection, impl, gen):
     where, q, pool, keys = make_case(name, selection, gen, torch.float32)
     plain, plain_pool = where.contiguous(pool)
+    keys = whole(where, keys, impl)
     got, want = run(plain, q, plain_pool, keys, impl), run(where, q, pool, keys, impl)
     assert max(errors(got, want)) < BUDGET[torch.float32]
 
@@ -138,7 +145,7 @@ def test_nothing_visible_gives_zeros_and_no_nan_backward(name, selection, impl, 
     assert (pool.grad[pool.isnan()] == 0).all()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", FORWARD)
 def test_large_logits_do_not_overflow(impl, gen):
     where, q, pool, keys = make_case("ragged packed", "selected", gen, torch.float32)
     out, lse = run(where, q * 1000, pool, keys, impl)
@@ -179,3 +186,9 @@ def test_unknown_implementation(gen):
     where, q, pool, keys = make_case("one query, one key", "selected", gen)
     with pytest.raises(ValueError, match="sparse_mla: unknown impl 'reference', expected one of auto, gather, masked"):
         run(where, q, pool, keys, "reference")
+
+
+def test_invariant_wants_its_keys_named(gen):
+    where, q, pool, _ = make_case("one query, one key", "all", gen)
+    with pytest.raises(ValueError, match=r"sparse_mla\[invariant\] .* give keys_TK, padded with -1; got None"):
+        run(where, q, pool, None, "invariant")

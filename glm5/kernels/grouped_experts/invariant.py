@@ -1,0 +1,68 @@
+"""The routed experts' sum with a fixed number of rows per matmul: what an expert makes of a row is its own.
+
+An expert's rows are cut into tiles of _ROWS, the last one filled up with zeros. Terms, rounding and order of the sum
+are the reference's. Forward only.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.fp8_linear import fp8_linear
+from glm5.kernels.invariant import silu
+
+_ROWS = 8
+
+
+@torch.no_grad()
+def grouped_experts(
+    x_TD: Tensor,
+    gate_up_proj: Tensor | BlockScaled,
+    down_proj: Tensor | BlockScaled,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+) -> Tensor:
+    """[T, D] in x's dtype. Experts that no token chose are not touched."""
+    if not len(x_TD):
+        return torch.zeros_like(x_TD)
+    expert_TA, column_TA = expert_TA.long().sort(dim=-1, stable=True)
+    weight_TA = weight_TA.gather(1, column_TA)
+    gate_ups, downs = _unstack(gate_up_proj), _unstack(down_proj)
+    place_G, experts = _tiles(expert_TA.flatten(), len(gate_ups))
+
+    x_UD = x_TD.new_zeros(len(experts) * _ROWS, x_TD.shape[1])
+    x_UD.index_copy_(0, place_G, x_TD.repeat_interleave(expert_TA.shape[1], dim=0))
+    if isinstance(gate_up_proj, BlockScaled):
+        gate_UF, up_UF = (_project(x_UD, _unstack(half), experts) for half in gate_up_proj.split_gate_up())
+    else:
+        gate_UF, up_UF = _project(x_UD, gate_ups, experts).chunk(2, dim=-1)
+    y_UD = _project(silu(gate_UF) * up_UF, downs, experts)
+    y_TAD = y_UD.index_select(0, place_G).unflatten(0, expert_TA.shape)
+    terms = (y_TAD * weight_TA[..., None]).to(x_TD.dtype).unbind(1)
+    return sum(terms[1:], start=terms[0])
+
+
+def _tiles(expert_G: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
+    """Where each (token, choice) pair goes among the rows of all tiles, [G], and the expert of each tile."""
+    order_G = expert_G.argsort(stable=True)
+    count_E = expert_G.bincount(minlength=num_experts)
+    num_tiles_E = (count_E + _ROWS - 1) // _ROWS
+    moved_E = (num_tiles_E * _ROWS - count_E).cumsum(0) - (num_tiles_E * _ROWS - count_E)  # by filling before
+    place_G = torch.arange(len(expert_G), device=expert_G.device) + moved_E[expert_G[order_G]]
+    experts = [expert for expert, count in enumerate(num_tiles_E.tolist()) for _ in range(count)]
+    return torch.empty_like(order_G).scatter_(0, order_G, place_G), experts
+
+
+def _project(x_UI: Tensor, weights: Sequence[Tensor] | Sequence[BlockScaled], experts: list[int]) -> Tensor:
+    """Each tile of rows times the transpose of its expert's weight, [U, O]."""
+    tiles = zip(x_UI.split(_ROWS), (weights[expert] for expert in experts), strict=True)
+    return torch.cat([fp8_linear(x, w) if isinstance(w, BlockScaled) else F.linear(x, w) for x, w in tiles])
+
+
+def _unstack(weight: Tensor | BlockScaled) -> Sequence[Tensor] | Sequence[BlockScaled]:
+    if isinstance(weight, BlockScaled):
+        return [BlockScaled(*pair) for pair in zip(*weight, strict=True)]
+    return weight.unbind(0)
