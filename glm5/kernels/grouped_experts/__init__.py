@@ -8,6 +8,7 @@ from torch import Tensor
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.grouped_experts.grouped_mm import grouped_experts as _grouped_mm
+from glm5.kernels.grouped_experts.grouped_mm import refusal
 from glm5.kernels.grouped_experts.invariant import grouped_experts as _invariant
 from glm5.kernels.grouped_experts.reference import grouped_experts as _reference
 
@@ -27,12 +28,11 @@ def grouped_experts(
     fp8_linear, no gradient; the gate_up scale has 2 * ceil(F/128) rows, gate's first). Each term is rounded to x's
     dtype and summed in it, in expert order (model spec 3.6). Differentiable in x, both weights and weight_TA.
 
-    `invariant`: a row's result does not depend on the others, bit for bit; no gradient. `grouped_mm`: on a CPU, plain
-    weights; no gradient.
+    `invariant`: a row's result does not depend on the others, bit for bit; no gradient. `grouped_mm`: on a CPU, with
+    plain weights; no gradient.
     """
     if impl == "auto":
-        plain = isinstance(gate_up_proj, Tensor) and isinstance(down_proj, Tensor)
-        frozen = plain and x_TD.device.type == "cpu" and not torch.is_grad_enabled()
+        frozen = not torch.is_grad_enabled() and refusal(x_TD, gate_up_proj, down_proj) is None
         impl = "grouped_mm" if frozen else "reference"
     if impl == "reference":
         run = _reference
