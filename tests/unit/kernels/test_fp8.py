@@ -11,31 +11,12 @@ from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks, round_once
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.testing.numerics import rel_rms
-from tests.support.floats import BF16, E4M3, FP16, FP32, round_array, round_exactly
+from tests.support.floats import BF16, FP16, FP32, f32, quantize_group, quantized_value, round_array, round_exactly
 
 FORMATS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 FP8 = torch.float8_e4m3fn
 # e4m3 keeps 4 significant bits and these activations and weights are spread over a few octaves: measured 0.036.
 FP8_LINEAR_BUDGET = 0.06
-
-
-def f32(value: float) -> np.float32:
-    return np.float32(
-        value
-    )  # a float64 quotient of two float32 rounds to the same float32 as the exact one (53 >= 2*24+2)
-
-
-def quantized_value(value: float, scale: np.float32) -> float:
-    quotient = float(np.clip(f32(float(value) / float(scale)), f32(-448), f32(448)))
-    return float(round_exactly(Fraction(quotient), E4M3))
-
-
-def quantize_group(group: np.ndarray, least: float) -> tuple[np.ndarray, np.float32]:
-    """Values after e4m3, and the scale: the definition, number by number."""
-    amax = max((abs(float(v)) for v in group.ravel()), default=0.0)
-    scale = f32(max(amax, float(f32(least))) / 448.0)
-    scale = scale or f32(1.0)
-    return np.array([quantized_value(v, scale) for v in group.ravel()]).reshape(group.shape), scale
 
 
 def hard_rows(gen: torch.Generator, T: int, D: int) -> torch.Tensor:
