@@ -79,6 +79,16 @@ def replace(model: Glm5, staged: Staged) -> None:
         current[name].copy_(tensor)
 
 
+def read_all(model: Glm5, directory: Path) -> None:
+    """Read the whole checkpoint that the model was loaded from into its parameters again; errors as from `load`."""
+    current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    index = scan(directory)
+    found = fit(index, model.cfg)
+    found.check()
+    kept = frozenset(name for name in found.specs if current[slot_of(name).parameter].dtype == FP8)
+    read_weights(current, directory, index, found.specs, scaled=found.scaled, kept=kept)
+
+
 def identity_of(directory: Path) -> bytes:
     """Tells the weights of a directory from any others, by names, sizes and times of its files: 16 bytes."""
     digest = blake2b(digest_size=16, person=b"glm5 weights")

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -52,6 +52,10 @@ class Compilation:
     def ready(self) -> bool:
         """Whether `result` answers at once."""
         return self._future.done() or time.monotonic() >= self._deadline
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is ready, at most `timeout_s`."""
+        wait([self._future], timeout_s)
 
     def result(self) -> Any:
         """xgrammar's CompiledGrammar; waits for it. Raises RequestError, or MissingExtra without xgrammar."""

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Tier = Literal["host", "disk"]
 # Blocks of the host tier that may wait for their file: a bound on what an exit has to flush.
 MAX_WAITING_WRITES = 256
+# How long a clearance waits for files being written; those of a disk that hangs longer may come after it.
+CLEAR_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class _Copy:
 
 
 class CopyQueue:
-    """Moves pages between `io` and the tiers. The caller's side (all public methods) is for one thread.
+    """Moves pages between `io` and the tiers. The caller's side is for one thread; `lookup` and `clear`, which may wait
+    for the disk, are for any.
 
     At most `max_in_flight` copies hold pages at a time. An exception of `io` is raised by the next `done`.
     """
@@ -141,7 +144,7 @@ class CopyQueue:
             ended, self._done = self._done, []
             return ended
 
-    def lookup(self, keys: Sequence[PageKey]) -> list[Tier]:
+    def lookup(self, keys: Iterable[PageKey]) -> list[Tier]:
         """Where the pages of a chain of keys can be loaded from, up to the first that cannot."""
         found: list[Tier] = []
         for key in keys:
@@ -152,6 +155,15 @@ class CopyQueue:
             else:
                 break
         return found
+
+    def clear(self) -> None:
+        """Forget all pages that nobody copies this instant; files of this layout are deleted, whoever wrote them."""
+        with self._changed:
+            self._drop_writes()
+            self._changed.wait_for(lambda: not self._num_writing, CLEAR_PATIENCE_S)
+        self.host.clear()
+        if self.disk is not None:
+            self.disk.clear()
 
     def moved(self) -> list[tuple[bytes, Tier | None]]:
         """Digests of pages that left a tier since the last call, and where they can still be loaded from."""

@@ -138,6 +138,18 @@ class DiskTier:
                 self._folder.used(name, self._file_bytes, stamp)
         return is_written
 
+    def clear(self) -> None:
+        """Delete the pages of this layout, also those that other processes wrote."""
+        with self._making_room:
+            for number in range(256):
+                where = f"{self._fingerprint}/{number:02x}"
+                listing = self._folder.listing(where)
+                with self._lock:
+                    self._folder.merge(listing)
+                for name in listing.files:
+                    if not self._delete(name):
+                        return
+
     def _write(self, name: str, key: PageKey, content: Tensor, checksum: int, stamp: int) -> None:
         path = self.directory / name
         # Two threads may write the same page: the names of unfinished files differ.

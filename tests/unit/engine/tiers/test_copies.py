@@ -365,3 +365,15 @@ def test_random_traffic_never_gives_a_wrong_page(make, device, rng, num_workers,
     assert counts.loaded_from_disk > 20 or num_files is None
     assert counts.missed > 20
     assert counts.damaged == 0
+
+
+def test_clearing_forgets_host_and_disk(make, device):
+    queue = make(num_files=10)
+    for number in (1, 2):
+        assert copy(queue, "store", number, number) == "host"
+    assert queue.flush(PATIENCE_S)
+    queue.clear()
+    assert queue.lookup([key_of(1)]) == []
+    assert dict(queue.moved()) == {key_of(1).digest: None, key_of(2).digest: None}
+    assert copy(queue, "load", 1, 0) is None
+    assert copy(queue, "store", 1, 1) == "host"

@@ -279,3 +279,17 @@ def test_many_files_and_uses_keep_the_books_small(tmp_path, rng):
     got = empty()
     assert disk.read(key_of(3), got) is not None
     assert (got == expected).all()
+
+
+def test_clearing_deletes_the_pages_of_this_layout_alone(tmp_path):
+    disk, other = tier(tmp_path), tier(tmp_path, layout=OTHER_LAYOUT)
+    second = tier(tmp_path)
+    for number in range(6):
+        put(disk if number % 2 else second, number)
+    put(other, 0)
+    disk.clear()
+    assert not any(has(disk, number) or key_of(number) in disk for number in range(6))
+    assert {bytes(digest) for digest in disk.dropped} == {key_of(number).digest for number in range(6)}
+    assert has(other, 0)
+    assert put(disk, 1)
+    assert has(disk, 1)

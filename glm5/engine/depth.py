@@ -1,0 +1,116 @@
+"""How many tokens to draft, from what was accepted and how many sequences decode.
+
+    tokens a step   = B (1 + r_1 + ... + r_k)          r_j: how often the j-th draft stands (all before too)
+    time of a step  = L t + bytes(n) / bandwidth + n flops / rate + k (t + B flops_draft / rate),   n = B (1 + k) rows
+    bytes(n)        = dense + experts (1 - (1 - A/E)^n)                                  weights that some row needs
+
+Rows are nearly free until a step computes for longer than it reads weights and launches kernels: k falls with the
+load, and to 0 where drafts do not stand. The depth with the most tokens a time is taken, if it is better than the
+present one by a margin. What is not drafted is not measured, so now and then a few steps draft as deep as possible.
+
+Nothing here looks at a clock: the same steps give the same depths. Tokens never depend on the depth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from glm5.config.model import ModelConfig
+from glm5.config.tensors import count_parameters
+
+MARGIN = 0.03  # of tokens a time, so that noise in the counts does not move the depth
+WINDOW = 256.0  # drafts at a position after which earlier ones count for 1/e
+PRIOR, PRIOR_DRAFTS = 0.7, 10.0  # conditional acceptance before anything is known, and how many drafts it counts for
+PROBE_EVERY, PROBE_STEPS = 1000, 8  # steps; also those after which a position that is not drafted counts for 1/e
+RECONSIDER_EVERY = 8  # steps
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds that a layer takes however few its rows are, bytes a second of weights, and multiply-adds a second x 2.
+
+    Orders of magnitude: a depth that is off by one costs a few percent.
+    """
+
+    layer_s: float
+    bytes_per_s: float
+    flops_per_s: float
+
+
+MACHINES = {"cpu": Machine(4e-4, 1e10, 4e10), "cuda": Machine(1.5e-4, 3.5e12, 5e14)}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step by the formula above."""
+
+    machine: Machine
+    num_layers: int
+    dense_bytes: float
+    expert_bytes: float
+    active_share: float
+    row_flops: float
+    draft_flops: float
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, weight_bytes: float, device_type: str) -> "StepCost":
+        """`weight_bytes`: of one weight."""
+        count = count_parameters(cfg)
+        experts = count.by_part.get("experts", 0)
+        return cls(
+            machine=MACHINES.get(device_type, MACHINES["cpu"]),
+            num_layers=cfg.num_hidden_layers,
+            dense_bytes=(count.total - experts) * weight_bytes,
+            expert_bytes=experts * weight_bytes,
+            active_share=cfg.num_experts_per_tok / cfg.n_routed_experts,
+            row_flops=2.0 * count.active,
+            # One layer, and the head again.
+            draft_flops=2.0 * (count.active / cfg.num_hidden_layers + cfg.vocab_size * cfg.hidden_size),
+        )
+
+    def seconds(self, num_seqs: int, depth: int) -> float:
+        num_rows, machine = num_seqs * (1 + depth), self.machine
+        num_bytes = self.dense_bytes + self.expert_bytes * (1 - (1 - self.active_share) ** num_rows)
+        target = self.num_layers * machine.layer_s + num_bytes / machine.bytes_per_s
+        target += num_rows * self.row_flops / machine.flops_per_s
+        return target + depth * (machine.layer_s + num_seqs * self.draft_flops / machine.flops_per_s)
+
+
+class AdaptiveDepth:
+    """Tell it what each step drafted and what stood (`observe`), ask before each step (`choose`)."""
+
+    def __init__(self, max_depth: int, cost: StepCost):
+        self.max_depth, self.cost, self.depth = max_depth, cost, max_depth
+        self._drafted = [PRIOR_DRAFTS] * max_depth
+        self._accepted = [PRIOR_DRAFTS * PRIOR ** (j + 1) for j in range(max_depth)]
+        self._num_steps = 0
+
+    def observe(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Counts of a step by position. Old ones fade, also where nothing is drafted: the next probe then says more."""
+        for position, (drafted, accepted) in enumerate(zip(num_drafted, num_accepted, strict=True)):
+            kept = max(0.0, 1 - drafted / WINDOW) if drafted else 1 - 1 / PROBE_EVERY
+            self._drafted[position] = self._drafted[position] * kept + drafted
+            self._accepted[position] = self._accepted[position] * kept + accepted
+
+    def choose(self, num_seqs: int) -> int:
+        """The depth of the next step, with `num_seqs` sequences decoding."""
+        self._num_steps += 1
+        phase = self._num_steps % PROBE_EVERY
+        if phase < PROBE_STEPS <= self._num_steps:
+            return self.max_depth
+        if num_seqs and phase % RECONSIDER_EVERY == 0:
+            rates = self._rates(num_seqs)
+            best = max(range(len(rates)), key=rates.__getitem__)
+            if rates[best] > rates[self.depth] * (1 + MARGIN):
+                self.depth = best
+        return self.depth
+
+    def _rates(self, num_seqs: int) -> list[float]:
+        """Tokens a second for each depth."""
+        num_tokens, share, rates = 1.0, 1.0, [num_seqs / self.cost.seconds(num_seqs, 0)]
+        for position in range(self.max_depth):
+            # A draft stands only if those before it do.
+            share = min(share, self._accepted[position] / self._drafted[position])
+            num_tokens += share
+            depth = position + 1
+            rates.append(num_seqs * num_tokens / self.cost.seconds(num_seqs, depth))
+        return rates

@@ -1,0 +1,138 @@
+"""The weights in use: their version and identity, how they are replaced, given back and brought back.
+
+New ones are read and checked beside the model, on a thread, while requests go on; replacing them is a copy between
+two launches. `version` counts for clients. `identity` tells weights from all others, in any process: pages of keys
+outlive this one, so it is random for weights that no file holds.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
+from glm5.common.errors import GlmError, RequestError
+from glm5.model.glm5 import Glm5
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class WeightSource(Protocol):
+    """What the engine core asks of the owner of the weights."""
+
+    version: int
+    identity: bytes
+
+    def stage(self, folder: Path) -> "Future[Any]":
+        """Weights read and checked, on their way. The future may raise anything; nothing is replaced yet."""
+        ...
+
+    def swap(self, staged: Any, version: int) -> None:
+        """Replace the weights by staged ones. No step may run that was not launched before."""
+        ...
+
+    def check_source(self) -> None:
+        """RequestError where weights that were dropped could not be read again."""
+        ...
+
+    def release(self, level: int) -> int:
+        """Give memory back, as far as the level of sleep says; bytes."""
+        ...
+
+    def restore(self) -> bool:
+        """Bring them back. Whether they are other weights than before (`version` and `identity` say which). A GlmError
+        leaves them given back."""
+        ...
+
+
+class Weights:
+    """The weights of `model`. `source`: the folder that they were loaded from, None if they came from memory."""
+
+    def __init__(self, model: Glm5, source: Path | None):
+        self.model, self.source = model, source
+        self.version = 0
+        self.identity = uuid4().bytes if source is None else identity_of(source)
+        # Tensors given back: their shapes, and their content on the host unless that was dropped too.
+        self._shapes: dict[str, torch.Size] = {}
+        self._on_host: dict[str, Tensor] = {}
+
+    def stage(self, folder: Path) -> "Future[Staged]":
+        """See `WeightSource`. Raises CheckpointError or ConfigError for what is damaged or does not fit."""
+        return in_background(lambda: stage(self.model, folder), "glm5-weights")
+
+    def swap(self, staged: Staged, version: int) -> None:
+        replace(self.model, staged)
+        self.version, self.identity = version, uuid4().bytes
+
+    def check_source(self) -> None:
+        if self.source is None:
+            raise RequestError(
+                "sleep level 2 drops the weights, and these came from memory: they could not be read again; use level 1"
+            )
+
+    def release(self, level: int) -> int:
+        """Level 1 moves weights on a GPU to host memory, level 2 drops them to be read from their folder again."""
+        num_bytes = 0
+        if level == 1 and self.model.device.type == "cpu":
+            return num_bytes
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if name not in self._shapes:
+                num_bytes += tensor.numel() * tensor.element_size()
+                self._shapes[name] = tensor.shape
+                if level == 1:
+                    self._on_host[name] = tensor.detach().cpu()
+                tensor.data = tensor.data.new_empty(0)
+        if level == 2:
+            num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in self._on_host.values())
+            self._on_host.clear()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()  # else torch would keep it for itself
+        return num_bytes
+
+    def restore(self) -> bool:
+        """What was dropped is read from the first checkpoint: updates since then are lost, and the version says so."""
+        if not self._shapes:
+            return False
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            tensor.data = tensor.data.new_empty(self._shapes[name])
+            if name in self._on_host:
+                tensor.data.copy_(self._on_host[name])
+        is_kept = bool(self._on_host)
+        self._shapes, self._on_host = {}, {}
+        return False if is_kept else self._read_again()
+
+    def _read_again(self) -> bool:
+        assert self.source is not None
+        identity = identity_of(self.source)
+        try:
+            read_all(self.model, self.source)
+        except GlmError:
+            self.release(2)
+            raise
+        if self.version:
+            logger.warning("weights of version %d were dropped by sleep; now those of %s", self.version, self.source)
+        is_other = (self.version, self.identity) != (0, identity)
+        self.version, self.identity = 0, identity
+        return is_other
+
+
+def in_background(job: Callable[[], Result], name: str) -> "Future[Result]":
+    """Run `job` on a daemon thread of its own: one that hangs keeps nobody from ending."""
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
