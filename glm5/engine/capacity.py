@@ -11,7 +11,7 @@ import torch
 
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
-from glm5.engine.cache import PAGE_SIZE, PagedCache
+from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
 
 # The rest is for activations on a GPU, and for everything else that runs on a machine without one.
 _GPU_SHARE, _CPU_SHARE = 0.8, 0.5
@@ -38,20 +38,27 @@ def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:
 
 
 def plan_cache(
-    cfg: ModelConfig, dtype: torch.dtype, *, max_model_len: int | None, max_num_seqs: int, memory: int
+    cfg: ModelConfig,
+    dtype: torch.dtype,
+    layout: Layout = "auto",
+    *,
+    mtp: bool = False,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    memory: int,
 ) -> tuple[int, int]:
-    """(max_model_len, number of pages) for a cache of at most `memory` bytes.
+    """(max_model_len, number of pages) for a `KVCache` that takes at most `memory` bytes, its dump page included.
 
     Without a `max_model_len`, the model's longest or what fits. Raises ConfigError when a given one is longer than
     the model was made for or does not fit.
     """
-    per_page = PagedCache.bytes_per_page(cfg, dtype)
-    fits = memory // per_page * PAGE_SIZE
+    per_page = KVCache.bytes_per_page(cfg, dtype, layout, mtp=mtp)
+    fits = max(0, memory // per_page - 1) * PAGE_SIZE
     check_length(cfg, max_model_len)
     _check_count("max_num_seqs", max_num_seqs)
     length = max_model_len or min(cfg.max_position_embeddings, fits)
     if not 0 < length <= fits:
-        need, gib = -(-length // PAGE_SIZE) * per_page, 2**30
+        need, gib = (-(-length // PAGE_SIZE) + 1) * per_page, 2**30
         raise ConfigError(
             f"max_model_len: {length} tokens take {need / gib:.2f} GiB of cache and {memory / gib:.2f} GiB are free "
             f"for it; allowed here: up to {fits}"

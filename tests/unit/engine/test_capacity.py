@@ -1,0 +1,56 @@
+"""The cache that is planned is the cache that fits."""
+
+import pytest
+import torch
+
+from glm5.common.errors import ConfigError
+from glm5.config.presets import preset
+from glm5.engine.capacity import plan_cache
+from glm5.engine.kv import PAGE_SIZE, KVCache
+
+CFG = preset("tiny")
+LAYOUTS = ["auto", "fp8_key", "fp8"]
+
+
+def plan(pages: float, layout: str = "auto", *, mtp: bool = False, length: int | None = None, num_seqs: int = 64):
+    """The plan for memory of so many pages."""
+    memory = int(pages * KVCache.bytes_per_page(CFG, torch.float32, layout, mtp=mtp))
+    return plan_cache(CFG, torch.float32, layout, mtp=mtp, max_model_len=length, max_num_seqs=num_seqs, memory=memory)
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cache_fits_in_memory_to_the_page(layout, mtp):
+    for pages in (2, 5, 5.999):
+        length, num_pages = plan(pages, layout, mtp=mtp)
+        assert num_pages == int(pages) - 1  # the dump page is one more
+        assert length == num_pages * PAGE_SIZE
+
+
+def test_no_more_pages_than_sequences_can_fill():
+    assert plan(10**6, length=100, num_seqs=3) == (100, 6)
+    assert plan(10**6, num_seqs=2) == (CFG.max_position_embeddings, 2 * CFG.max_position_embeddings // PAGE_SIZE)
+
+
+def test_fp8_holds_more():
+    memory = 10**6
+    pages = [
+        plan_cache(CFG, torch.float32, layout, max_model_len=64, max_num_seqs=10**6, memory=memory)[1]
+        for layout in LAYOUTS
+    ]
+    assert pages == sorted(set(pages))
+
+
+@pytest.mark.parametrize(("pages", "length"), [(0, None), (1.5, None), (3, 129), (0.5, 1)])
+def test_what_does_not_fit_is_refused_with_the_numbers(pages, length):
+    fits = max(0, int(pages) - 1) * PAGE_SIZE
+    with pytest.raises(ConfigError, match=rf"max_model_len: {length or 0} tokens take .* allowed here: up to {fits}$"):
+        plan(pages, length=length)
+
+
+def test_lengths_and_counts_that_are_none():
+    with pytest.raises(ConfigError, match="max_model_len: got 2000; allowed: up to 1024"):
+        plan(100, length=2000)
+    for bad in (0, True, 2.0):
+        with pytest.raises(ConfigError, match="max_num_seqs: got"):
+            plan(100, num_seqs=bad)
