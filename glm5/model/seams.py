@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from glm5.kernels.rope import rope, rope_table
+from glm5.kernels.rope import rope, rope_table, rope_turn
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,16 @@ class Rope:
 
     cos_TR2: Tensor
     sin_TR2: Tensor
+    turn_TR2: Tensor | None
 
     @classmethod
     def at(cls, positions_T: Tensor, dim: int, theta: float, like: Tensor) -> "Rope":
-        return cls(*rope_table(positions_T, dim, theta, like.dtype))
+        cos_TR2, sin_TR2 = rope_table(positions_T, dim, theta, like.dtype)
+        return cls(cos_TR2, sin_TR2, rope_turn(cos_TR2, sin_TR2))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate [T, R] or [T, heads, R]; interleaved pairs in and out."""
-        return rope(x, self.cos_TR2, self.sin_TR2)
+        return rope(x, self.cos_TR2, self.sin_TR2, self.turn_TR2)
 
 
 @dataclass(frozen=True)

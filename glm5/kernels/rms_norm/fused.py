@@ -1,25 +1,28 @@
-"""rms_norm with its backward written out: a third of the passes over memory that autograd makes.
+"""rms_norm with few operations forward, and its backward written out: a third of the passes that autograd makes.
 
 n = x / rms(x)      y = n * weight      dn = dy * weight
 dx = (dn - n * mean(n * dn)) / rms(x)           dweight = sum over rows of dy * n
 """
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `reference.rms_norm`, bit for bit."""
-    return _RmsNorm.apply(x, weight, eps)
+    """As `reference.rms_norm`."""
+    if torch.is_grad_enabled():
+        return _RmsNorm.apply(x, weight, eps)
+    return _forward(x, weight, eps)[0]
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        out, inverse = _forward(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return weight * (wide * inverse).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -29,3 +32,18 @@ class _RmsNorm(torch.autograd.Function):
         grad_normed = grad * weight
         grad_x = grad_normed.addcmul_(normed, (normed * grad_normed).mean(-1, keepdim=True), value=-1).mul_(inverse)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and one over the root mean square, in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = torch.addcmul(_scalar(eps, wide.dtype, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * inverse).to(x.dtype).mul_(weight), inverse
+
+
+@lru_cache(maxsize=64)
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a tensor: on a CPU, an operation with a plain number takes twice as long where rows are few."""
+    with torch.inference_mode(mode=False):
+        return torch.full((), value, dtype=dtype, device=device)

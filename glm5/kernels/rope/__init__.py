@@ -20,14 +20,27 @@ def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) 
     return _reference.rope_table(positions_T, dim, theta, dtype)
 
 
+def rope_turn(cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor | None:
+    """cos + i sin in one tensor, where torch has complex numbers of the dtype: `rope` saves making it."""
+    return torch.complex(cos_TR2, sin_TR2) if cos_TR2.dtype in (torch.float32, torch.float64) else None
+
+
 def rope(
-    x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, *, impl: Literal["auto", "reference", "complex"] = "auto"
+    x: Tensor,
+    cos_TR2: Tensor,
+    sin_TR2: Tensor,
+    turn_TR2: Tensor | None = None,
+    *,
+    impl: Literal["auto", "reference", "complex"] = "auto",
 ) -> Tensor:
-    """`x` [T, R] or [T, H, R] rotated pair by pair (x[2j], x[2j+1]), pairs kept in place, in x.dtype."""
+    """`x` [T, R] or [T, H, R] rotated pair by pair (x[2j], x[2j+1]), pairs kept in place, in x.dtype.
+
+    `turn_TR2`: `rope_turn` of the same table, for those who rotate by it more than once.
+    """
     if impl == "auto":
         impl = "complex" if x.dtype in (torch.float32, torch.float64) else "reference"
     if impl == "reference":
         return _reference.rope(x, cos_TR2, sin_TR2)
     if impl == "complex":
-        return _complex.rope(x, cos_TR2, sin_TR2)
+        return _complex.rope(x, cos_TR2, sin_TR2, turn_TR2)
     raise unknown_impl("rope", impl, ("reference", "complex"))

@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 
-def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
-    """As `reference.rope`. Raises ValueError for other dtypes than float32 and float64."""
+def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None = None) -> Tensor:
+    """As `reference.rope`. `turn_TR2`: cos + i sin. Raises ValueError for other dtypes than float32 and float64."""
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"rope[complex] needs float32 or float64, got {x.dtype}; use impl='reference'")
-    turn_TR2 = torch.complex(cos_TR2, sin_TR2)
-    pairs = x.unflatten(-1, (-1, 2))
-    *outer, last = pairs.stride()
-    if last != 1 or any(stride % 2 for stride in outer) or pairs.storage_offset() % 2:
-        # A complex view needs whole pairs at even offsets. A slice of one row counts as contiguous: copy all the same.
-        pairs = pairs.clone(memory_format=torch.contiguous_format)
-    turned = torch.view_as_complex(pairs) * (turn_TR2.unsqueeze(1) if x.dim() == 3 else turn_TR2)
-    return torch.view_as_real(turned).flatten(-2)
+    if turn_TR2 is None:
+        turn_TR2 = torch.complex(cos_TR2, sin_TR2)
+    if x.dim() == 3:
+        turn_TR2 = turn_TR2.unsqueeze(1)
+    *outer, last = x.stride()
+    # A complex view needs whole pairs at even offsets. A slice of one row counts as contiguous: copy all the same.
+    if last != 1 or x.storage_offset() % 2 or any(stride % 2 for stride in outer):
+        x = x.clone(memory_format=torch.contiguous_format)
+    if torch.is_grad_enabled():
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn_TR2).flatten(-2)
+    return (x.view(turn_TR2.dtype) * turn_TR2).view(x.dtype)

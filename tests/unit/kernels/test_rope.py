@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from glm5.kernels.rope import rope, rope_table
+from glm5.kernels.rope import rope, rope_table, rope_turn
 from glm5.testing.numerics import rel_rms
 
 THETA = 10000.0
@@ -107,3 +107,12 @@ def test_errors():
         rope(torch.ones(5, 2).bfloat16(), torch.ones(5, 1), torch.ones(5, 1), impl="complex")
     with pytest.raises(ValueError, match="unknown impl 'fast'"):
         rope(torch.ones(5, 2), torch.ones(5, 1), torch.ones(5, 1), impl="fast")
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (5, 3, 16)], ids=str)
+def test_without_a_gradient_and_with_the_turn_at_hand_the_bits_are_the_same(shape, gen):
+    x, table = torch.randn(shape, generator=gen), rope_table(POSITIONS, 16, THETA, torch.float32)
+    want = rope(x, *table)
+    with torch.inference_mode():
+        assert torch.equal(rope(x, *table, rope_turn(*table)), want)
+    assert rope_turn(*rope_table(POSITIONS, 16, THETA, torch.bfloat16)) is None
