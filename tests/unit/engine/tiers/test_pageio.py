@@ -1,10 +1,11 @@
 """Pages of a real cache survive the way through memory and files bit for bit, all layers together."""
 
+import numpy as np
 import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine.cache import PagedCache
+from glm5.engine.kv import KVCache
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io, page_key
 from tests.unit.engine.tiers.pages import PATIENCE_S
 
@@ -12,31 +13,30 @@ CFG = preset("tiny")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def parts_of(cache: PagedCache) -> dict[str, torch.Tensor]:
-    latents = {f"latent.{layer_idx}": part for layer_idx, part in enumerate(cache.latent_PZL)}
-    return latents | {f"index_key.{layer_idx}": part for layer_idx, part in cache.index_key_PZI.items()}
+LAYOUTS = ["auto", "fp8_key", "fp8"]
 
 
-def random_cache(dtype: torch.dtype, device: str, seed: int) -> PagedCache:
-    cache = PagedCache(CFG, 12, dtype=dtype, device=device, mtp=True)
+def random_cache(dtype: torch.dtype, device: str, layout: str, seed: int) -> KVCache:
+    cache = KVCache(CFG, 11, dtype=dtype, device=device, layout=layout, mtp=True)
     gen = torch.Generator().manual_seed(seed)
-    for part in parts_of(cache).values():
+    for part in cache.parts().values():
         part.copy_(torch.randn(part.shape, generator=gen))
     return cache
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_page_survives_memory_and_disk(tmp_path, dtype, device, seed):
-    cache = random_cache(dtype, device, seed)
-    parts = parts_of(cache)
-    layout = layout_of(parts, {"weights": "x"})
-    assert layout.num_bytes == PagedCache.bytes_per_page(CFG, dtype, mtp=True)
+def test_a_page_survives_memory_and_disk(tmp_path, dtype, kv_layout, device, seed):
+    cache = random_cache(dtype, device, kv_layout, seed)
+    parts = {name: part.view(torch.uint8) for name, part in cache.parts().items()}
+    layout = layout_of(cache.parts(), {"weights": "x"})
+    assert layout.num_bytes == KVCache.bytes_per_page(CFG, dtype, kv_layout, mtp=True)
     before = {name: part.clone() for name, part in parts.items()}
     keys = [page_key(None, [i] * cache.page_size, b"") for i in range(12)]
     for expected in ("host", "disk"):
         host = HostTier(16 * layout.num_bytes, layout, pin=device == "cuda")
-        with CopyQueue(page_io(parts), host, DiskTier(tmp_path, 1 << 26, layout)) as queue:
+        with CopyQueue(page_io(cache.parts()), host, DiskTier(tmp_path, 1 << 26, layout)) as queue:
             if expected == "host":
                 assert all(queue.store(key, i) for i, key in enumerate(keys))
                 assert queue.flush(PATIENCE_S)
@@ -50,6 +50,19 @@ def test_a_page_survives_memory_and_disk(tmp_path, dtype, device, seed):
         for name, part in parts.items():
             assert torch.equal(part, before[name].roll(1, 0))
             part.copy_(before[name])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_page_of_the_cache_is_one_copy(layout, monkeypatch, seed):
+    cache = random_cache(torch.float32, "cpu", layout, seed)
+    io, block = page_io(cache.parts()), torch.empty(layout_of(cache.parts(), {}).num_bytes, dtype=torch.uint8)
+    copies, copyto = [], np.copyto
+    monkeypatch.setattr(np, "copyto", lambda *args: copies.append(1) or copyto(*args))
+    io.read_page(3, block, io.fence())
+    io.write_page(5, block, io.fence())
+    assert len(copies) == 2
+    for part in cache.parts().values():
+        assert torch.equal(part[5].view(torch.uint8), part[3].view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
