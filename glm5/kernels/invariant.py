@@ -1,24 +1,29 @@
 """Results that do not depend on the batch, bit for bit: what the `invariant` implementations rest on.
 
-In deterministic mode a model runs on passes of exactly PASS_ROWS rows, so that nearly every operation has one shape
-whatever the batch. A matmul of one shape computes its rows alike: measured with MKL and oneDNN (float32, bfloat16,
-float64; one and two threads; every width of tiny, nano and GLM-5) and on an H100, under the one condition that rows
-begin at multiples of 16 bytes. So do norms, softmax and sums over the last dimension, and arithmetic and exp of single
-elements. Three things remain, and have a fixed form of their own:
+In deterministic mode a model runs on passes of exactly PASS_ROWS rows, so nearly every operation has one shape whatever
+the batch. Then a matmul computes all of its rows alike, as long as they begin at multiples of 16 bytes (measured with
+MKL and oneDNN on AVX-512, with cuBLAS on an H100, and tested in test_invariance.py). So do norms, softmax, sums over
+the last dimension, and arithmetic and exp of single elements. What remains has a form of its own:
 
-    sums over keys and rows per expert, whose number varies     `impl="invariant"` of index_score, sparse_mla,
-                                                                grouped_experts: tiles of one shape
-    sigmoid and silu on a CPU                                   here: torch rounds the last elements of a piece of
-                                                                memory otherwise than those before them
+    sums over keys, rows of an expert     tiles of one shape: `impl="invariant"` of index_score, sparse_mla,
+                                          grouped_experts
+    sigmoid, silu on a CPU                below: torch computes the last elements of a piece of memory, or of a
+                                          thread's share of it, otherwise than those before them
+
+All of it holds for one number of threads; with another, MKL may divide a product otherwise.
 """
 
 import torch
 from torch import Tensor
 
-# Microseconds for a decoding pass of nano in float32 on one core, MTP layer and head included, by rows of a pass:
-#     rows     8    16    32    64
-PASS_ROWS = 16
-ALIGNMENT = 16  # bytes: the width of a row has to be a multiple, or rows of one matmul go different ways on a CPU
+# Rows of a pass. Milliseconds of a step of nano (all layers, head, MTP layer; float32, one core, contexts of 200):
+#
+#     rows of a pass             8     16     32     64      one pass of any size, default implementations
+#     1 row                      7.0    7.2    8.1    9.9        5.3
+#     32 rows                   27.2   15.4    9.8   11.0        9.3
+#     a prompt of 256          198.0  104.8   59.5   38.8       21.1
+PASS_ROWS = 32
+WIDTH_UNIT = 4  # values: 16 bytes in float32
 
 
 def sigmoid(x: Tensor) -> Tensor:

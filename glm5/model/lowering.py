@@ -4,11 +4,26 @@ from collections.abc import Iterable
 
 import torch
 
+from glm5.common.errors import ConfigError
+from glm5.kernels.invariant import WIDTH_UNIT
 from glm5.model.experts import BlockScaledExperts, Experts
 from glm5.model.glm5 import Glm5
 from glm5.model.linear import BlockScaledLinear, Linear
 from glm5.model.mlp import MLP
 from glm5.model.moe import Router
+
+# Widths of rows that are multiplied with something.
+_WIDTHS = (
+    "hidden_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "index_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+)
 
 
 def use_block_scaled(model: Glm5, module_names: Iterable[str]) -> None:
@@ -39,8 +54,14 @@ def use_invariant(model: Glm5) -> None:
     """Make rows of `model` independent of each other, bit for bit, in calls with exactly PASS_ROWS rows; in place.
 
     The view has to do its part: keys selected and read by the kernels' `invariant` implementations. Forward only from
-    then on. (What it rests on: kernels/invariant.py.)
+    then on. Raises ConfigError for widths that cannot give that. (What it rests on: kernels/invariant.py.)
     """
+    wrong = {name: width for name in _WIDTHS if (width := getattr(model.cfg, name)) % WIDTH_UNIT}
+    if wrong:
+        got = ", ".join(f"{name} {width}" for name, width in wrong.items())
+        raise ConfigError(
+            f"deterministic mode needs widths that are multiples of {WIDTH_UNIT}, this model has {got}; run without it"
+        )
     for module in model.modules():
         if isinstance(module, Experts | BlockScaledExperts | Router | MLP):
             module.impl = "invariant"

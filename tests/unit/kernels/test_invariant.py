@@ -1,0 +1,185 @@
+"""`invariant` implementations: a row's result is its own, bit for bit; and what that rests on holds on this machine."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.config.presets import preset
+from glm5.kernels import invariant
+from glm5.kernels.grouped_experts import grouped_experts
+from glm5.kernels.index_score import index_score
+from glm5.kernels.invariant import PASS_ROWS
+from glm5.kernels.sparse_mla import sparse_mla
+from glm5.kernels.top_k import top_k
+
+PAGE, NUM_REQUESTS, MOST_PAGES = 64, 5, 4
+J, I, H, L, C, K = 5, 12, 3, 20, 12, 50
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+# Relative difference of two values that are a few units in the last place apart.
+LAST_PLACES = {torch.float32: 5e-7, torch.bfloat16: 8e-3, torch.float64: 1e-15}
+
+
+class Paged:
+    """Keys of requests in pages anywhere; queries of any of them, each seeing any number of keys."""
+
+    def __init__(self, gen: torch.Generator, dtype: torch.dtype):
+        self.gen, self.dtype = gen, dtype
+        self.keys = torch.randn(NUM_REQUESTS, MOST_PAGES * PAGE, L, generator=gen).to(dtype)
+        self.request_T = torch.randint(NUM_REQUESTS, (PASS_ROWS,), generator=gen)
+        self.end_T = torch.randint(MOST_PAGES * PAGE + 1, (PASS_ROWS,), generator=gen).int()
+        self.q_TJI, self.w_TJ, self.q_THL = (
+            torch.randn(PASS_ROWS, *shape, generator=gen).to(dtype) for shape in [(J, I), (J,), (H, L)]
+        )
+
+    def arranged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A pool, a page table into it and the row of that table of each request; other values each time."""
+        gen, width = self.gen, MOST_PAGES + int(torch.randint(3, (), generator=self.gen))
+        num_pages = NUM_REQUESTS * MOST_PAGES + 3
+        order_P, row_B = torch.randperm(num_pages, generator=gen), torch.randperm(NUM_REQUESTS, generator=gen)
+        table_BN = torch.randint(num_pages, (NUM_REQUESTS, width), generator=gen).int()
+        pool_PZL = torch.full((num_pages, PAGE, L), float("nan"), dtype=self.dtype)
+        for request, row in enumerate(row_B.tolist()):
+            pages = order_P[request * MOST_PAGES : (request + 1) * MOST_PAGES]
+            pool_PZL[pages] = self.keys[request].unflatten(0, (MOST_PAGES, PAGE))
+            table_BN[row, :MOST_PAGES] = pages.int()
+        return pool_PZL, table_BN, row_B.int()
+
+    def scores(self, order_T: Tensor, impl) -> Tensor:
+        """Scores [T, keys] of the queries in some order, in some arrangement; back in their own order."""
+        pool, table, row_B = self.arranged()
+        args = self.q_TJI[order_T], pool[..., :I], self.w_TJ[order_T], table, row_B[self.request_T[order_T]]
+        score = index_score(*args, self.end_T[order_T], scale=0.3, impl=impl)
+        return back(score[:, : MOST_PAGES * PAGE], order_T)
+
+    def attention(self, keys_TK: Tensor, order_T: Tensor, impl) -> tuple[Tensor, Tensor]:
+        pool, table, row_B = self.arranged()
+        args = self.q_THL[order_T], pool, keys_TK[order_T], table, row_B[self.request_T[order_T]]
+        out, lse = sparse_mla(*args, self.end_T[order_T], scale=0.3, value_dim=C, impl=impl)
+        return back(out, order_T), back(lse, order_T)
+
+
+def back(rows: Tensor, order_T: Tensor) -> Tensor:
+    return rows[order_T.argsort()]
+
+
+def shuffled(gen: torch.Generator, count: int = PASS_ROWS) -> Tensor:
+    return torch.randperm(count, generator=gen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_score_is_of_its_query_and_key(dtype, gen):
+    case = Paged(gen, dtype)
+    want = case.scores(torch.arange(PASS_ROWS), "invariant")
+    for _ in range(4):
+        assert torch.equal(case.scores(shuffled(gen), "invariant"), want)
+    some = shuffled(gen)[:7]
+    whole = case.scores(some, "invariant")
+    assert torch.equal(whole, want[some.sort().values])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_is_of_its_query_and_keys(dtype, gen):
+    case = Paged(gen, dtype)
+    keys = top_k(case.scores(torch.arange(PASS_ROWS), "invariant"), K)
+    want = case.attention(keys, torch.arange(PASS_ROWS), "invariant")
+    for _ in range(4):
+        got = case.attention(keys, shuffled(gen), "invariant")
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_of_a_row_are_its_own(dtype, gen):
+    """Of rows in any number, of which many or few share an expert."""
+    D, ffn, E, A = 20, 12, 6, 3
+    x, gate_up, down = (torch.randn(*s, generator=gen).to(dtype) for s in [(70, D), (E, 2 * ffn, D), (E, D, ffn)])
+    weight = torch.rand(70, A, generator=gen)
+    expert = torch.stack([torch.randperm(E, generator=gen)[:A] for _ in range(70)]).int()
+    want = grouped_experts(x, gate_up, down, weight, expert, impl="invariant")
+    for count in (1, 2, 8, 9, 31, 70):
+        some = shuffled(gen, 70)[:count]
+        got = grouped_experts(x[some], gate_up, down, weight[some], expert[some], impl="invariant")
+        assert torch.equal(got, want[some])
+
+
+def test_the_usual_implementations_do_show_their_batch(gen):
+    """The control: how many results change when the queries are shuffled, or fewer."""
+    case, every = Paged(gen, torch.float32), torch.arange(PASS_ROWS)
+    keys = top_k(case.scores(every, "auto"), K)
+    out, other = (case.attention(keys, order, "masked")[0] for order in (every, shuffled(gen)))
+    x, gate_up, down = (torch.randn(*s, generator=gen) for s in [(70, 20), (6, 24, 20), (6, 20, 12)])
+    weight, expert = torch.rand(70, 1, generator=gen), torch.randint(6, (70, 1), generator=gen).int()
+    whole = grouped_experts(x, gate_up, down, weight, expert)
+    rows = ((t[i : i + 1] for t in (x, weight, expert)) for i in range(70))
+    alone = torch.cat([grouped_experts(one, gate_up, down, w, e) for one, w, e in rows])
+    case.q_TJI, case.w_TJ = case.q_TJI[:, :1], case.w_TJ[:, :1]  # with several heads, MKL happens to compute alike
+    scores = case.scores(every, "auto")
+    lone_scores = torch.cat([case.scores(every[i : i + 1], "auto") for i in range(PASS_ROWS)])
+    counts = [int((a != b).sum()) for a, b in [(scores, lone_scores), (out, other), (whole, alone)]]
+    print("scores, attention, experts that differ:", counts)
+    assert min(counts) > 0
+
+
+@pytest.mark.parametrize("name", ["silu", "sigmoid"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_element_is_its_own(name, dtype, gen):
+    ours, torchs = getattr(invariant, name), getattr(F, name)
+    x = (torch.randn(5000, generator=gen) * 3).to(dtype)
+    want, theirs = ours(x), torchs(x)
+    pieces = [(first, first + n) for first in range(0, 40, 3) for n in (1, 5, 17, 33, 63, 100)]
+    assert all(torch.equal(ours(x[a:b]), want[a:b]) for a, b in pieces)
+    assert torch.equal(ours(x[::3]), want[::3])
+    assert torch.allclose(want, theirs, rtol=LAST_PLACES[dtype], atol=0)
+    if dtype == torch.float32:
+        num_unlike = sum(int((torchs(x[a:b]) != theirs[a:b]).sum()) for a, b in pieces)
+        print(f"elements that torch's {name} computes otherwise in a piece: {num_unlike}")
+        assert num_unlike > 0
+
+
+def widths() -> list[tuple[int, int]]:
+    """(inputs, outputs) of the linear layers of tiny and nano, some of GLM-5's, and odd ones."""
+    found = {(12, 36), (260, 8), (2048, 6144), (6144, 576), (6144, 32)}
+    for cfg in (preset("tiny"), preset("nano")):
+        D, heads = cfg.hidden_size, cfg.num_attention_heads
+        found |= {(D, cfg.q_lora_rank), (cfg.q_lora_rank, heads * cfg.qk_head_dim), (D, cfg.index_head_dim)}
+        found |= {(D, cfg.kv_lora_rank + cfg.qk_rope_head_dim), (heads * cfg.v_head_dim, D), (D, cfg.vocab_size)}
+        found |= {(D, cfg.n_routed_experts), (D, cfg.intermediate_size), (cfg.intermediate_size, D), (2 * D, D)}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_matmul_of_one_shape_computes_its_rows_alike(dtype, gen):
+    """One row at every position of a pass, also of the 8 rows of an expert's tile."""
+    for inputs, outputs in widths():
+        weight = torch.randn(outputs, inputs, generator=gen).to(dtype)
+        for num_rows in (8, PASS_ROWS):
+            x = torch.randn(num_rows, inputs, generator=gen).to(dtype)
+            alike = F.linear(x[:1].expand(num_rows, -1).contiguous(), weight)
+            assert (alike == alike[0]).all(), f"{inputs=} {outputs=} {num_rows=}"
+            assert torch.equal(F.linear(x, weight)[0], alike[0]), f"{inputs=} {outputs=} {num_rows=}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_works_on_rows_does_so_in_any_number(dtype, gen):
+    """Norms, sums and softmax: what a row's are does not depend on how many there are."""
+    ops = [lambda x: x.softmax(-1), lambda x: x.log_softmax(-1), lambda x: x.sum(-1), lambda x: x.pow(2).mean(-1)]
+    ops.append(lambda x: F.layer_norm(x, x.shape[-1:]))
+    for width in (1, 2, 3, 7, 12, 20, 31, 32, 50, 64, 128, 320, 1000, 6144):
+        x = (torch.randn(70, width, generator=gen) * 3).to(dtype)
+        for op in ops:
+            want = op(x)
+            assert all(torch.equal(op(x[a : a + n]), want[a : a + n]) for a, n in [(0, 1), (5, 2), (3, 7), (1, 33)])
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_top_k_does_not_see_columns_that_nobody_sees_nor_other_rows(impl, gen):
+    """Scores with many ties, in tables of several widths."""
+    score = torch.randn(PASS_ROWS, 100, generator=gen).mul(2).round()
+    score[torch.rand(score.shape, generator=gen) < 0.2] = float("-inf")
+    for k in (1, 8, 99, 100, 130):
+        want = top_k(score, k, impl=impl)
+        for width in (101, 128, 640):
+            wide = F.pad(score, (0, width - 100), value=float("-inf"))
+            order = shuffled(gen)[:9]
+            assert torch.equal(top_k(wide[order], k, impl=impl), want[order])
