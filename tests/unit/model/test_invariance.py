@@ -101,7 +101,8 @@ class World:
         tables = [self.pages[seq] + [rng.randrange(cache.num_pages) for _ in range(width)] for seq in order]
         table_BN = torch.tensor(tables, dtype=torch.int32)[:, :width]
         live = [at is not None for at in where]
-        groups, positions = zip(*((order.index(at[0]), at[1]) if at else (0, rng.randrange(9)) for at in where))
+        groups = [order.index(at[0]) if at else 0 for at in where]
+        positions = [at[1] if at else rng.randrange(9) for at in where]
         places = [
             self.pages[at[0]][at[1] // 64] * 64 + at[1] % 64 if at else cache.dump_page * 64 + rng.randrange(64)
             for at in where
