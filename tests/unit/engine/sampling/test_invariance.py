@@ -166,3 +166,25 @@ def test_a_slot_keeps_nothing_of_its_last_sequence(next_ones, seed):
 
 def no_drafts() -> torch.Tensor:
     return torch.zeros(NUM_SLOTS + 1, 0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [320, 512, 4096, 154_880])
+def test_rows_do_not_see_how_many_they_are(vocab_size, dtype, seed):
+    """From 1 to 70 rows of any sequences, against each row alone."""
+    most, counts = (70, [2, 3, 7, 16, 33, 64, 70]) if vocab_size < 5000 else (12, [2, 5, 12])
+    kinds = all_kinds(seed, vocab_size)
+    placements = [dataclasses.replace(kinds[slot % NUM_SLOTS], slot=slot, seed=seed + slot) for slot in range(most)]
+    sampler = Sampler(most, vocab_size)
+    sampler.place(placements)
+    gen = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(most, vocab_size, generator=gen) * 3).to(dtype)
+
+    def results(slots: list[int]) -> list[list[float]]:
+        sampled = sampler.sample(logits[slots], rows_of(slots, [20] * len(slots)))
+        return [flat(sampled, row, placements[slot].params.logprobs) for row, slot in enumerate(slots)]
+
+    alone = [results([slot])[0] for slot in range(most)]
+    for count in counts:
+        slots = torch.randperm(most, generator=gen)[:count].tolist()
+        assert results(slots) == [alone[slot] for slot in slots]
