@@ -1,97 +1,82 @@
-"""The loop under asyncio: a thread owns model and cache, coroutines get their deltas from it.
+"""The engine under asyncio: a thread listens to it, coroutines get their deltas from there.
 
     async with engine.generate(prompt_ids, params) as deltas:      # leaving the block aborts
         async for delta in deltas: ...
 
-Requests of all coroutines are decoded together; a new one joins between two steps. Everything that the thread is
-told goes through one inbox, on which it sleeps when it has no work. When the loop raises, every request that waits
-gets that reason as `EngineStopped`, and so does every later one.
+Requests of all coroutines, of any event loop, are computed together. When the engine ends, every request that waits
+gets the reason as `EngineDead`, and so does every later one.
 """
+
+from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from queue import SimpleQueue
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from glm5.common.errors import EngineDead, GlmError
+from glm5.engine.asking import Options
+from glm5.engine.calls import Called, Calls
+from glm5.engine.client import Request
 from glm5.engine.defaults import GenerationDefaults
+from glm5.engine.failure import reason_of
 from glm5.engine.llm import LLM
 from glm5.engine.outputs import Delta
-from glm5.engine.params import SamplingParams
-from glm5.engine.request import Request
+from glm5.engine.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glm5.engine.wire import Policy
 
 logger = logging.getLogger(__name__)
 
+_POLL_SECONDS = 1.0
 
-class EngineStopped(RuntimeError):
-    """The engine was closed or died; the message says why. Nothing will be generated any more."""
-
-
-@dataclass(frozen=True)
-class _Submit:
-    request: Request
-    stream: "_Stream"
-
-
-@dataclass(frozen=True)
-class _Abort:
-    request: Request
-
-
-@dataclass(frozen=True)
-class _Close:
-    pass
+Item = Delta | GlmError
 
 
 class _Stream:
-    """The way of a request's deltas from the engine's thread to the event loop that waits for them."""
+    """The way of a request's deltas from the pump to the coroutine that waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_answers: int) -> None:
         self.event_loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[Delta | EngineStopped] = asyncio.Queue()
-
-        self._ended = False
-
-    def put(self, item: Delta | EngineStopped) -> bool:
-        """From the engine's thread. False when the event loop is closed: nobody will ever read."""
-        try:
-            self.event_loop.call_soon_threadsafe(self.items.put_nowait, item)
-        except RuntimeError:
-            return False
-        return True
+        self.items: asyncio.Queue[Item] = asyncio.Queue()
+        self._num_left = num_answers
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._ended:
+        if not self._num_left:
             raise StopAsyncIteration
         item = await self.items.get()
-        if isinstance(item, EngineStopped):
+        if isinstance(item, GlmError):
+            self._num_left = 0
             raise item
-        self._ended = item.finish_reason is not None
+        self._num_left -= item.finish_reason is not None
         return item
 
 
 class AsyncEngine:
     """Generates for many coroutines at once. `start` and `close` it, or use it as a context manager.
 
-    It takes over the loop of `llm`, which must not be used directly from then on.
+    Takes what `LLM` takes, or an `LLM`, which must not be used directly from then on and is closed with it.
     """
 
-    def __init__(self, llm: LLM):
-        self.llm = llm
-        self._loop = llm.loop
-        self._inbox: SimpleQueue[_Submit | _Abort | _Close] = SimpleQueue()
-        self._streams: dict[Request, _Stream] = {}
-        # Guards `_stopped` against a submission slipping in behind the last look at the inbox.
+    def __init__(self, llm: LLM | Any, *args: Any, **kwargs: Any):
+        self.llm = llm if isinstance(llm, LLM) else LLM(llm, *args, **kwargs)
+        self._client = self.llm.hand_over()
+        self._calls = Calls(self._client)
+        # What a turn of the pump brought; each event loop is woken once for all of it.
+        self._arrived: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Request, Item]]] = {}
         self._lock = threading.Lock()
-        self._stopped: str | None = "it was not started"
-        self._thread = threading.Thread(target=self._run, name="glm5-engine")
+        self._is_started = False
+        self._thread = threading.Thread(target=self._run, name="glm5-engine", daemon=True)
 
     @property
     def max_model_len(self) -> int:
@@ -105,22 +90,26 @@ class AsyncEngine:
     @property
     def is_ready(self) -> bool:
         """Whether requests are being served."""
-        return self._stopped is None
+        return self.stopped_because is None
 
     @property
     def stopped_because(self) -> str | None:
         """Why requests are not being served, or None while they are."""
-        return self._stopped
+        return self._client.dead_because if self._is_started else "it was not started"
 
     def start(self) -> None:
-        self._stopped = None
+        self._is_started = True
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Requests still running end with finish_reason "abort". Closing again does nothing."""
-        if self._thread.is_alive():
-            self._inbox.put(_Close())
+        """End the engine and the thread. Requests still running end with finish_reason "abort". Closing again does
+        nothing."""
+        self._client.close()
+        self._wake()
+        if self._is_started:
             self._thread.join()
+        else:
+            self._run()
 
     def __enter__(self) -> Self:
         self.start()
@@ -132,73 +121,100 @@ class AsyncEngine:
         self.close()
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """What `generate` would refuse at once: RequestError for a bad request, EngineStopped when not running."""
-        self._loop.check(prompt_ids, params)
+        """What `generate` would refuse at once: RequestError for a bad request, EngineDead when not running."""
+        self._client.check(prompt_ids, params, Options())
         self._check_running()
 
     @asynccontextmanager
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        **options: Any,
     ) -> AsyncIterator[AsyncIterator[Delta]]:
-        """Deltas of one answer; the last has a finish_reason. Leaving the block early aborts the request.
+        """Deltas of the answers to one prompt; the last of each `index` has a finish_reason. Leaving the block early
+        aborts the request. `options`: fields of `Options`, such as priority.
 
-        Raises RequestError for a request that cannot be served and EngineStopped when the engine is not running.
+        Raises RequestError for a request that cannot be served and EngineDead when the engine is not running.
         """
-        request, stream = self._loop.prepare(prompt_ids, params, request_id), _Stream()
-        with self._lock:
-            self._check_running()
-            self._inbox.put(_Submit(request, stream))
+        self._check_running()
+        stream = _Stream(params.n)
+
+        def deliver(request: Request, item: Item) -> None:
+            with self._lock:
+                self._arrived.setdefault(stream.event_loop, []).append((stream, request, item))
+
+        request = self._client.submit(prompt_ids, params, Options(**options), deliver, request_id)
         try:
             yield stream
         finally:
-            if request.finish_reason is None:
-                self._inbox.put(_Abort(request))
+            self._client.abort(request)
+
+    async def pause(self) -> None:
+        """See `LLM`, as for the following."""
+        await self._wait(self._calls.pause())
+
+    async def resume(self) -> None:
+        await self._wait(self._calls.resume())
+
+    async def abort_all(self) -> None:
+        """End every request; their streams end with finish_reason "abort"."""
+        self._check_running()
+        self._client.abort_all()
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> int:
+        return (await self._wait(self._calls.sleep(level)))["freed_bytes"]
+
+    async def wake_up(self) -> None:
+        await self._wait(self._calls.wake_up())
+
+    async def update_weights(
+        self, source: str | Path | Mapping[str, Tensor], *, policy: Policy = "recompute", version: int | None = None
+    ) -> int:
+        self._check_running()
+        # Tensors are written to files first.
+        future = await asyncio.to_thread(self._calls.update_weights, source, policy, version)
+        return (await self._wait(future))["version"]
+
+    async def reset_prefix_cache(self) -> None:
+        await self._wait(self._calls.reset_prefix_cache())
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._wait(self._calls.stats())
+
+    async def _wait(self, future: Called) -> dict[str, Any]:
+        self._check_running()
+        return await asyncio.wrap_future(future)
 
     def _check_running(self) -> None:
-        if self._stopped is not None:
-            raise EngineStopped(f"the engine is not running: {self._stopped}")
+        if (reason := self.stopped_because) is not None:
+            raise EngineDead(reason)
 
     def _run(self) -> None:
-        failure = None
         try:
-            while self._read_inbox():
-                self._deliver(self._loop.step())
+            while self._client.dead_because is None:
+                self._client.pump(_POLL_SECONDS)
+                self._wake()
         except Exception as error:
-            # Whatever it was, the requests that wait must learn of it; nothing else would tell them.
-            logger.exception("the engine stopped")
-            failure = f"{type(error).__name__}: {error}"
-        self._stop(failure)
+            # A bug of this side; those who wait must learn of it all the same.
+            logger.exception("the engine is ended, as its messages cannot be read")
+            self._client.fail(reason_of(error))
+            self._wake()
 
-    def _read_inbox(self) -> bool:
-        """Do what the inbox says, sleeping on it while there is no work. False when the engine is to close."""
-        while not self._inbox.empty() or not self._loop.has_work:
-            match self._inbox.get():
-                case _Submit(request, stream):
-                    self._streams[request] = stream
-                    self._loop.submit(request)
-                case _Abort(request):
-                    if self._streams.pop(request, None) is not None:
-                        self._loop.abort(request)
-                case _Close():
-                    return False
-        return True
-
-    def _deliver(self, gained: Sequence[tuple[Request, Delta]]) -> None:
-        for request, delta in gained:
-            stream = self._streams[request]
-            heard = stream.put(delta)
-            if request.finish_reason is not None or not heard:
-                del self._streams[request]
-                self._loop.abort(request)
-
-    def _stop(self, failure: str | None) -> None:
-        """Refuse new requests, and end those that run or still lie in the inbox."""
+    def _wake(self) -> None:
+        """Hand over what has arrived. An event loop that is closed will never read it: its requests are aborted."""
         with self._lock:
-            self._stopped = failure or "it was closed"
-        while not self._inbox.empty():
-            if isinstance(command := self._inbox.get(), _Submit):
-                self._streams[command.request] = command.stream
-        for request, stream in self._streams.items():
-            self._loop.abort(request)
-            stream.put(Delta((), (), "abort") if failure is None else EngineStopped(f"the engine stopped: {failure}"))
-        self._streams.clear()
+            arrived, self._arrived = self._arrived, {}
+        for event_loop, items in arrived.items():
+            try:
+                event_loop.call_soon_threadsafe(_put, items)
+            except RuntimeError:
+                for _, request, _ in items:
+                    self._client.abort(request)
+
+
+def _put(items: Sequence[tuple[_Stream, Request, Item]]) -> None:
+    for stream, _, item in items:
+        stream.items.put_nowait(item)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.common.errors import ConfigError, RequestError
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 CLOSED = "it was closed"
 START_SECONDS = 60.0  # a process may take this long to say its first word, if the machine is busy
-CLOSE_SECONDS = 20.0  # to write to disk what is to be found again
+CLOSE_SECONDS = 45.0  # to write to disk what is to be found again, for which the core takes up to 30
+_RECONNECT_MS = 5  # until the process has opened its end
 _QUIET_MS = 200  # after its end, nothing more of a process is on its way
 _MAX_FOLDER = 70  # characters; the path of a socket may have 107
 
@@ -120,7 +121,12 @@ class ProcessLink:
         self._lock = threading.Lock()  # a socket belongs to one thread at a time
         self._folder = _private_folder()
         self._context = zmq.Context()
-        self._outbox, self._inbox = self._bind(zmq.PUSH, INBOX), self._bind(zmq.PULL, OUTBOX)
+        # Senders connect and receivers bind: what is sent then waits for a process that is not there yet, or has gone,
+        # where a bound sender would wait itself.
+        self._inbox, self._outbox = self._socket(zmq.PULL), self._socket(zmq.PUSH)
+        self._inbox.bind(f"ipc://{self._folder}/{OUTBOX}")
+        self._outbox.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._outbox.connect(f"ipc://{self._folder}/{INBOX}")
         self.process = _spawn(self._folder)
         assert self.process.stdout is not None
         self._pipe, self._half_line = self.process.stdout, b""
@@ -142,7 +148,7 @@ class ProcessLink:
 
     def send(self, message: ToEngine) -> None:
         with self._lock:
-            if self.ended:
+            if self.ended or not self._finalizer.alive:  # not alive: the interpreter is ending
                 return
             self._outbox.send(self._encoder.encode(message))
             if isinstance(message, Close) and self._closing_since is None:
@@ -223,11 +229,10 @@ class ProcessLink:
             self._inbox.close(linger=0)
             self._finalizer()
 
-    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set(zmq.SNDHWM, 0)  # how much may be under way is the scheduler's business
         socket.set(zmq.RCVHWM, 0)
-        socket.bind(f"ipc://{self._folder}/{name}")
         return socket
 
 

@@ -3,39 +3,59 @@
 LLM("path/or/id").generate(["Once upon a time"], SamplingParams(max_tokens=50))[0].outputs[0].text
 """
 
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-import torch
+import logging
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import ValidationError
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.checkpoint.load import load, parse_device
-from glm5.checkpoint.resolve import resolve
-from glm5.common.errors import RequestError
+from glm5.common.errors import GlmError, RequestError
+from glm5.common.interrupt import held_interrupt
 from glm5.common.progress import Progress
+from glm5.config.engine import EngineConfig
 from glm5.config.model import ModelConfig
-from glm5.engine.cache import PagedCache
-from glm5.engine.capacity import check_length, free_bytes, plan_cache
+from glm5.config.refusal import first_error, refuse
+from glm5.engine.asking import Options, Prompt, ReadPrompt, read_prompt
+from glm5.engine.calls import Calls
+from glm5.engine.client import Client, Request
 from glm5.engine.defaults import read_defaults
-from glm5.engine.loop import GenerationLoop
-from glm5.engine.outputs import Delta, RequestOutput, join
-from glm5.engine.params import SamplingParams
-from glm5.engine.request import Request
-from glm5.model.glm5 import Glm5
+from glm5.engine.link import Core, InlineLink, Link, ProcessLink
+from glm5.engine.outputs import Delta, RequestOutput, head, join
+from glm5.engine.sampling.params import SamplingParams
+from glm5.engine.wire import RoutedExperts, Start
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from glm5.engine.wire import Policy
+    from glm5.model.glm5 import Glm5
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1  # how long Ctrl-C may have to wait
 
 
 class LLM:
-    """A model with its tokenizer, its cache and the loop that runs them. Use it from one thread.
+    """A model with its tokenizer and the engine that runs them. Use it from one thread, and `close` it at the end.
 
-    `model` is a checkpoint folder, a hub id, or a model in memory; the latter works without a tokenizer too, on token
-    ids alone. `tokenizer` replaces the checkpoint's. `dtype` and `device` are for loading ("auto": what the
-    checkpoint holds, on the GPU if there is one). `generation_config` has vLLM's meaning (defaults.py), `seed` is for
-    requests that bring none.
+    `model` is a checkpoint folder or a hub id, run by a process of its own; or a model in memory, run by this one,
+    which works without a tokenizer too, on token ids alone. `tokenizer` replaces the checkpoint's. `dtype` and `device`
+    are for loading ("auto": what the checkpoint holds, on the GPU if there is one), `generation_config` has vLLM's
+    meaning (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len.
+
+    `table` lists what was resolved, to show. Raises ConfigError and CheckpointError for what cannot be honoured or
+    read, and from then on EngineDead, here and in every method, once the engine has died or was closed.
     """
 
     def __init__(
@@ -45,46 +65,48 @@ class LLM:
         *,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
         generation_config: str | Path = "auto",
-        seed: int | None = 0,
         lora_norm_eps: float | None = None,
+        **engine: Any,
     ):
-        self.path: Path | None = None
-        if not isinstance(model, Glm5):
-            if device == "auto":
-                device = "cuda" if torch.cuda.is_available() else "cpu"
-            target = parse_device(device)  # before anything is downloaded
-            self.path = resolve(model)
-            # What can be refused is, before the weights are read.
-            check_length(ModelConfig.from_file(self.path), max_model_len)
-            if tokenizer is None:
-                tokenizer = Tokenizer.from_dir(self.path)
-            model = load(self.path, dtype=dtype, device=target, lora_norm_eps=lora_norm_eps)
-        self.model = model
-        self.tokenizer: Tokenizer | None = (
-            Tokenizer.from_dir(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
-        )
+        self.config = _engine_config(engine)
+        self._is_mine = True
+        if isinstance(model, (str, Path)):
+            self.path: Path | None = _locate(model)
+            self.cfg = ModelConfig.from_file(self.path)
+        else:
+            self.path, self.cfg = None, model.cfg
         self.defaults = read_defaults(generation_config, self.path)
-        self.max_model_len, num_pages = plan_cache(
-            model.cfg,
-            model.dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            memory=free_bytes(model.device),
-        )
-        self.loop = GenerationLoop(
-            model,
-            PagedCache(model.cfg, num_pages, dtype=model.dtype, device=model.device),
-            self.tokenizer,
-            eos_ids=model.cfg.eos_token_id if self.defaults.eos_ids is None else self.defaults.eos_ids,
-            max_model_len=self.max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            seed=seed,
-        )
+        self.tokenizer: Tokenizer | None
+        link: Link
+        if isinstance(model, (str, Path)):
+            link = ProcessLink(
+                Start(
+                    path=str(self.path),
+                    config=self.config.model_dump(),
+                    dtype=str(dtype).removeprefix("torch."),
+                    device=str(device),
+                    lora_norm_eps=lora_norm_eps,
+                    tokenizer=str(tokenizer) if isinstance(tokenizer, (str, Path)) else None,
+                    log_level=logging.getLevelName(logging.getLogger("glm5").getEffectiveLevel()),
+                )
+            )
+            try:  # while the process loads the model
+                self.tokenizer = _tokenizer(tokenizer, self.path)
+            except BaseException:
+                link.kill()
+                raise
+        else:
+            self.tokenizer = _tokenizer(tokenizer, None)
+            link = InlineLink(_core_of(model, self.config, self.tokenizer))
+        eos_ids = self.cfg.eos_token_id if self.defaults.eos_ids is None else self.defaults.eos_ids
+        self.client = Client(link, self.tokenizer, eos_ids=eos_ids, seed=self.config.seed)
+        self.max_model_len = self.client.facts.max_model_len
+        sampling = ", ".join(f"{name} {value}" for name, value in self.defaults.sampling.items()) or "temperature 1.0"
+        self.table = [*self.client.facts.table, ("sampling", sampling)]
+        for name, choice in self.table:
+            logger.debug("%s: %s", name, choice)
+        self._calls = Calls(self.client)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The checkpoint's generation defaults."""
@@ -96,49 +118,150 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        routed_experts: bool = False,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts: texts, token id lists, or {"prompt": ...} / {"prompt_token_ids": ...}.
 
-        One set of parameters for all, one for each, or None for the checkpoint's defaults. Raises RequestError for a
-        prompt or parameter that cannot be served, before anything is computed.
+        One set of parameters for all, one for each, or None for the checkpoint's defaults. `priority`: one for each,
+        lower is served first. `routed_experts`: report them for every computed token.
+
+        Raises RequestError for a prompt or parameter that cannot be served, before anything is computed; for a grammar
+        that cannot be compiled, when that is found. Ctrl-C, like any error, aborts what is under way.
         """
         listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         params = self._params_for(sampling_params, len(listed))
-        pairs = [self._read(prompt, f"prompt {i}") for i, prompt in enumerate(listed)]
-        requests = [
-            self._prepare(ids, p, f"prompt {i}") for i, ((_, ids), p) in enumerate(zip(pairs, params, strict=True))
-        ]
-        deltas: dict[Request, list[Delta]] = {request: [] for request in requests}
-        bar = Progress(total=len(requests), unit="request", desc="generate") if use_tqdm else None
+        if priority is not None and len(priority) != len(listed):
+            raise RequestError(f"{len(priority)} priorities for {len(listed)} prompts; give one for each prompt")
+        asked: list[_Asked] = []
+        for i, (prompt, each) in enumerate(zip(listed, params, strict=True)):
+            options = Options(priority=priority[i] if priority else 0, routed_experts=routed_experts)
+            asked.append(self._read(prompt, each, options, f"prompt {i}"))
+        gained: dict[Request, list[Delta]] = {}
+        num_answers = sum(one.params.n for one in asked)
+        bar = Progress(total=num_answers, unit="answer", desc="generate") if use_tqdm else None
         start, num_tokens = time.monotonic(), 0
         with bar or nullcontext():
-            for request, delta in self._run(requests):
-                deltas[request].append(delta)
+            for request, delta in self._run(asked, gained):
+                gained[request].append(delta)
                 num_tokens += len(delta.token_ids)
-                if bar is not None and delta.finish_reason is not None:
+                if delta.finish_reason is not None and bar is not None:
                     bar.update(1, **{"tokens/s": num_tokens / (time.monotonic() - start)})
-        return [
-            RequestOutput(request.request_id, text, ids, [join(deltas[request])], finished=True)
-            for request, (text, ids) in zip(requests, pairs, strict=True)
-        ]
+        return [_output(request, one.prompt.text, gained[request]) for request, one in zip(gained, asked, strict=True)]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[Delta, None, None]:
-        """One answer as it grows, a delta per token. Closing the iterator aborts."""
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, routed_experts: bool = False
+    ) -> Generator[Delta, None, None]:
+        """The answers to one prompt as they grow, a delta for each step. Closing the iterator aborts."""
         params = sampling_params or self.get_default_sampling_params()
-        request = self._prepare(self._read(prompt, "the prompt")[1], params, "the prompt")
-        for _, delta in self._run([request]):
+        asked = self._read(prompt, params, Options(routed_experts=routed_experts), "the prompt")
+        for _, delta in self._run([asked], {}):
             yield delta
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Delta]]:
-        """Runs the loop until these are done; whatever is left of them when it is cut short, is aborted."""
-        for request in requests:
-            self.loop.submit(request)
+    def pause(self) -> None:
+        """Compute nothing more until `resume`; returns when no step is under way. Requests wait, new ones too."""
+        self._wait(self._calls.pause())
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._wait(self._calls.resume())
+
+    def abort_all(self) -> None:
+        """End every request; their streams end with finish_reason "abort"."""
+        self._check_mine()
+        self.client.abort_all()
+        while self.client.num_unfinished:
+            self._pump()
+
+    def sleep(self, level: Literal[1, 2] = 1) -> int:
+        """Give memory back: the cache, on a GPU the weights to host memory; at level 2 the weights, to be read again.
+        Returns how many bytes. Requests wait and are computed anew after `wake_up`."""
+        return self._wait(self._calls.sleep(level))["freed_bytes"]
+
+    def wake_up(self) -> None:
+        """Take back the memory that `sleep` gave."""
+        self._wait(self._calls.wake_up())
+
+    def update_weights(
+        self, source: str | Path | Mapping[str, Tensor], *, policy: Policy = "recompute", version: int | None = None
+    ) -> int:
+        """Replace all or some weights, by those of a checkpoint folder or by tensors under its names or the model's.
+
+        All are checked before the first is replaced, between two steps. `policy` for running requests: "keep" what
+        they have computed, "recompute" it, or "abort" them. Returns the version that tokens carry from then on.
+        """
+        return self._wait(self._calls.update_weights(source, policy, version))["version"]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes that no running request uses, in every tier."""
+        self._wait(self._calls.reset_prefix_cache())
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the engine: requests, cache, speculation."""
+        return self._wait(self._calls.stats())
+
+    def close(self) -> None:
+        """End the engine and its process. Closing again does nothing."""
+        self._check_mine()
+        self.client.close()
+        while self.client.dead_because is None:
+            self._pump()
+
+    def hand_over(self) -> Client:
+        """The client, for another's thread to pump. From then on nothing of this may be called."""
+        self._check_mine()
+        self._is_mine = False
+        return self.client
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, asked: Sequence[_Asked], requests: dict[Request, list[Delta]]) -> Iterator[tuple[Request, Delta]]:
+        """Runs these until they are done, noting each in `requests`; what is left when it is cut short, is aborted."""
+        self._check_mine()
+        arrived: deque[tuple[Request, Delta | GlmError]] = deque()
+        names: dict[Request, str] = {}
         try:
-            while self.loop.has_work:
-                yield from self.loop.step()
+            for one in asked:
+                with held_interrupt():
+                    request = self.client.submit(
+                        one.prompt.token_ids, one.params, one.options, lambda *item: arrived.append(item)
+                    )
+                    requests[request], names[request] = [], one.name
+            num_left = sum(one.params.n for one in asked)
+            while num_left:
+                while not arrived:
+                    self._pump()
+                request, item = arrived.popleft()
+                if isinstance(item, RequestError):
+                    raise RequestError(f"{names[request]}: {item}", param=item.param)
+                if isinstance(item, GlmError):
+                    raise item
+                num_left -= item.finish_reason is not None
+                yield request, item
         finally:
-            for request in requests:
-                self.loop.abort(request)
+            with held_interrupt():
+                for request in names:
+                    self.client.abort(request)
+
+    def _pump(self) -> None:
+        with held_interrupt():
+            self.client.pump(_POLL_SECONDS)
+
+    def _wait(self, future: Future[dict[str, Any]]) -> dict[str, Any]:
+        self._check_mine()
+        while not future.done():
+            self._pump()
+        return future.result()
+
+    def _check_mine(self) -> None:
+        if not self._is_mine:
+            raise GlmError("this LLM was handed to an AsyncEngine: call that")
 
     def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
@@ -147,26 +270,86 @@ class LLM:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; give one, or one for each prompt")
         return list(given)
 
-    def _read(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt in any of its forms; special tokens spelled in a text are special tokens."""
-        if isinstance(prompt, Mapping):
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", ())
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(f"{name} is text and there is no tokenizer; give token ids", param="prompt")
-            return prompt, self.tokenizer.encode(prompt)
-        ids = [token_id for token_id in prompt if isinstance(token_id, int)]
-        if len(ids) < len(prompt):
-            raise RequestError(f"{name} is {prompt!r:.60}; allowed: a text or a list of token ids", param="prompt")
-        return None, ids
-
-    def _prepare(self, ids: list[int], params: SamplingParams, name: str) -> Request:
+    def _read(self, prompt: Prompt, params: SamplingParams, options: Options, name: str) -> _Asked:
+        read = read_prompt(prompt, self.tokenizer, name)
+        options = replace(options, cache_salt=read.cache_salt)
         try:
-            return self.loop.prepare(ids, params)
+            self.client.check(read.token_ids, params, options)
         except RequestError as error:
             raise RequestError(f"{name}: {error}", param=error.param) from None
+        return _Asked(read, params, options, name)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One prompt, checked; `name` is for messages."""
+
+    prompt: ReadPrompt
+    params: SamplingParams
+    options: Options
+    name: str
+
+
+def _output(request: Request, text: str | None, deltas: Sequence[Delta]) -> RequestOutput:
+    """What all deltas of a request come to."""
+    num_prompt, n = len(request.prompt_ids), request.params.n
+    of_index: list[list[Delta]] = [[] for _ in range(n)]
+    routed: list[list[RoutedExperts]] = [[] for _ in range(n)]
+    for delta in deltas:
+        of_index[delta.index].append(delta)
+        run = delta.routed_experts
+        for index in range(n):
+            # The prompt's are computed once, and reported with whichever answer came first.
+            if run is not None and (index == delta.index or run.start < num_prompt - 1):
+                routed[index].append(run if index == delta.index else head(run, num_prompt - 1 - run.start))
+    prompt_logprobs = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None)
+    cached = [delta.num_cached_tokens for delta in deltas if delta.num_cached_tokens is not None]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=text,
+        prompt_token_ids=list(request.prompt_ids),
+        outputs=[join(of_index[i], routed[i], num_prompt) for i in range(n)],
+        finished=True,
+        prompt_logprobs=None if prompt_logprobs is None else [None, *prompt_logprobs],
+        num_cached_tokens=cached[0] if cached else None,
+        metrics=request.metrics,
+    )
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     """A single prompt rather than a list of them."""
     return isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _engine_config(given: dict[str, Any]) -> EngineConfig:
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    try:
+        return EngineConfig.model_validate(plain, strict=True)
+    except ValidationError as error:
+        path, value, allowed = first_error(error)
+        raise refuse(".".join(path), value, allowed) from None
+
+
+def _locate(model: str | Path) -> Path:
+    """The checkpoint's folder, absolute: the process runs elsewhere. Hub ids are downloaded."""
+    try:
+        if (folder := Path(model).expanduser()).is_dir():
+            return folder.absolute()
+    except OSError:  # no path can be as long as this
+        pass
+    from glm5.checkpoint.resolve import resolve  # and torch with it
+
+    return resolve(model).absolute()
+
+
+def _tokenizer(given: Tokenizer | str | Path | None, checkpoint: Path | None) -> Tokenizer | None:
+    if isinstance(given, Tokenizer):
+        return given
+    folder = checkpoint if given is None else given
+    return None if folder is None else Tokenizer.from_dir(folder)
+
+
+def _core_of(model: Glm5, config: EngineConfig, tokenizer: Tokenizer | None) -> Core:
+    from glm5.engine.build import build_core
+
+    return build_core(model, config, tokenizer=tokenizer)

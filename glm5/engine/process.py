@@ -99,7 +99,9 @@ def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", pulse: "_Pulse") -> No
 
 class _Inbox:
     def __init__(self, context: zmq.Context[Any], folder: str):
-        self._socket = _connect(context, zmq.PULL, folder, INBOX)
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.bind(f"ipc://{folder}/{INBOX}")
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def start(self) -> Start:
@@ -121,7 +123,9 @@ class _Inbox:
 
 class _Outbox:
     def __init__(self, context: zmq.Context[Any], folder: str):
-        self._socket = _connect(context, zmq.PUSH, folder, OUTBOX)
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.connect(f"ipc://{folder}/{OUTBOX}")
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: Any) -> None:
@@ -129,14 +133,6 @@ class _Outbox:
 
     def close(self) -> None:
         self._socket.close(linger=_FLUSH_MS)
-
-
-def _connect(context: zmq.Context[Any], kind: int, folder: str, name: str) -> zmq.Socket[Any]:
-    socket = context.socket(kind)
-    socket.set(zmq.SNDHWM, 0)
-    socket.set(zmq.RCVHWM, 0)
-    socket.connect(f"ipc://{folder}/{name}")
-    return socket
 
 
 class _Pulse:

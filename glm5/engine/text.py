@@ -2,7 +2,7 @@
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.outputs import Piece
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.stop import StopStrings
 
 

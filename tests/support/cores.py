@@ -93,6 +93,8 @@ class ScriptedCore:
 
     def close(self) -> None:
         self.is_closed = True
+        if self.script == "hang-at-close@0":
+            threading.Event().wait()
 
     def _updated(self, call: wire.UpdateWeightsCall) -> Answer:
         if not os.path.isdir(call.path):
@@ -149,3 +151,8 @@ def build(start: Start, on_progress: Any) -> ScriptedCore:
             raise ValueError("a bug at the start")
     on_progress("loading", 1.0)
     return ScriptedCore("" if "@" not in script else script)
+
+
+def scripted_start(script: str, **fields: Any) -> Start:
+    """In the place of `Start`: has a process build the core of a script."""
+    return Start(**fields | {"path": script, "builder": "tests.support.cores:build"})

@@ -1,0 +1,128 @@
+"""What a caller asks becomes a request for the engine: every mistake is found here, before anything is sent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.common.errors import MissingExtra, RequestError
+from glm5.engine.messages import Submit
+from glm5.engine.sampling.params import MAX_STOP_IDS, SamplingParams
+from glm5.engine.sampling.words import bad_word_ids
+from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.wire import Ask, Facts
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_SEEDS = 2**64
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a request may ask beside its sampling parameters.
+
+    `priority`: lower is served first. `cache_salt`: prompts share what is cached only with those of the same salt.
+    `num_speculative_tokens`: the most drafts a step, None for the engine's. `routed_experts`: report which experts
+    computed its tokens. `starts_after`: structured output holds from the token after this one on.
+    """
+
+    priority: int = 0
+    cache_salt: str = ""
+    num_speculative_tokens: int | None = None
+    routed_experts: bool = False
+    starts_after: int | None = None
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt in its one form. `text` is None where token ids were given."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str = ""
+
+
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> ReadPrompt:
+    """A prompt in any of its forms: text, token ids, or vLLM's {"prompt": ...} and {"prompt_token_ids": ...}, with
+    "cache_salt". Special tokens spelled in a text are special tokens."""
+    salt = ""
+    if isinstance(prompt, Mapping):
+        salt = prompt.get("cache_salt") or ""
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", ())
+    if not isinstance(salt, str):
+        raise RequestError(f"{name}: cache_salt is {salt!r:.60}; allowed: a text", param="cache_salt")
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(f"{name} is text and there is no tokenizer; give token ids", param="prompt")
+        return ReadPrompt(prompt, tokenizer.encode(prompt), salt)
+    ids = list(prompt) if isinstance(prompt, Sequence) else []
+    if not isinstance(prompt, Sequence) or not set(map(type, ids)) <= {int}:
+        raise RequestError(f"{name} is {prompt!r:.60}; allowed: a text or a list of token ids", param="prompt")
+    return ReadPrompt(None, ids, salt)
+
+
+class Asker:
+    """Checks requests against an engine's facts, and writes them. Any thread may use it."""
+
+    def __init__(self, facts: Facts, tokenizer: Tokenizer | None, eos_ids: Sequence[int]):
+        self.facts, self.tokenizer, self.eos_ids = facts, tokenizer, frozenset(eos_ids)
+        self._limits = SchedulerConfig(
+            page_size=facts.page_size,
+            num_pages=facts.num_pages,
+            max_num_seqs=facts.max_num_seqs,
+            max_tokens_per_step=facts.max_num_batched_tokens,
+            max_model_len=facts.max_model_len,
+            max_depth=facts.max_depth,
+        )
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> None:
+        """RequestError, or MissingExtra for a grammar, for a request that cannot be served."""
+        vocab_size = self.facts.vocab_size
+        if not set(map(type, prompt_ids)) <= {int}:
+            raise RequestError(f"the prompt is {prompt_ids!r:.60}; allowed: token ids", param="prompt")
+        num_new, depth = self._max_tokens(prompt_ids, params), options.num_speculative_tokens
+        self._limits.check(Submit((), prompt_ids, num_new, max_depth=depth))
+        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+            ids = f"{min(prompt_ids)} to {max(prompt_ids)}"
+            raise RequestError(f"the prompt holds token ids {ids}; allowed: 0 to {vocab_size - 1}", param="prompt")
+        params.check_token_ids(vocab_size)
+        if (count := len(self._stop_ids(params))) > MAX_STOP_IDS:
+            allowed = f"{MAX_STOP_IDS}, the model's end tokens included"
+            raise RequestError(f"stop_token_ids are {count} tokens; allowed: {allowed}", param="stop_token_ids")
+        for name, what in (("stop", "stop strings"), ("bad_words", "bad words"), ("structured_outputs", "grammars")):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError(f"{what} need a tokenizer, and this engine has none", param=name)
+        if params.structured_outputs is not None and find_spec("xgrammar") is None:
+            raise MissingExtra("structured_outputs need the package 'xgrammar': run  pip install 'glm5[grammar]'")
+        if options.routed_experts and not self.facts.routed_experts:
+            raise RequestError(
+                "routed_experts are not recorded by this engine; start it with enable_return_routed_experts",
+                param="routed_experts",
+            )
+
+    def write(
+        self, seq_ids: tuple[int, ...], seed: int, prompt_ids: Sequence[int], params: SamplingParams, options: Options
+    ) -> Ask:
+        """The message for a request that was checked. `seed` is the first answer's; those of the others count up."""
+        encode = None if self.tokenizer is None else self.tokenizer.encode
+        return Ask(
+            seq_ids=seq_ids,
+            prompt_ids=list(prompt_ids),
+            params=params.but(n=1) if params.n > 1 else params,
+            seeds=tuple((seed + i) % _SEEDS for i in range(params.n)),
+            max_tokens=self._max_tokens(prompt_ids, params),
+            stop_ids=tuple(sorted(self._stop_ids(params))),
+            bad_words=bad_word_ids(params.bad_words, encode) if params.bad_words and encode is not None else (),
+            starts_after=options.starts_after,
+            priority=options.priority,
+            salt=options.cache_salt.encode(errors="surrogatepass"),
+            max_depth=options.num_speculative_tokens,
+            routed_experts=options.routed_experts,
+        )
+
+    def _max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        room = max(1, self.facts.max_model_len - len(prompt_ids))
+        return min(room, params.max_tokens or room)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_ids)

@@ -1,0 +1,80 @@
+"""Calls that change the engine as a whole, for training loops: each is sent at once and answered by a future."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from glm5.common.errors import RequestError
+from glm5.engine.client import Client
+from glm5.engine.wire import (
+    PauseCall,
+    Policy,
+    ResetCacheCall,
+    ResumeCall,
+    SleepCall,
+    StatsCall,
+    UpdateWeightsCall,
+    WakeCall,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Called = Future[dict[str, Any]]
+
+
+class Calls:
+    """What `LLM` waits for and `AsyncEngine` awaits. Raises EngineDead at once when the engine has ended."""
+
+    def __init__(self, client: Client):
+        self.client = client
+
+    def pause(self) -> Called:
+        return self.client.call(PauseCall)
+
+    def resume(self) -> Called:
+        return self.client.call(ResumeCall)
+
+    def sleep(self, level: Literal[1, 2]) -> Called:
+        if level not in (1, 2):
+            raise RequestError(f"level is {level!r}; allowed: 1 or 2", param="level")
+        return self.client.call(lambda call_id: SleepCall(call_id, level))
+
+    def wake_up(self) -> Called:
+        return self.client.call(WakeCall)
+
+    def reset_prefix_cache(self) -> Called:
+        return self.client.call(ResetCacheCall)
+
+    def stats(self) -> Called:
+        return self.client.call(StatsCall)
+
+    def update_weights(self, source: str | Path | Mapping[str, Tensor], policy: Policy, version: int | None) -> Called:
+        """Tensors are written to a folder first, which is removed when the engine has read it or has ended."""
+        if policy not in ("keep", "recompute", "abort"):
+            raise RequestError(f"policy is {policy!r}; allowed: keep, recompute or abort", param="policy")
+        self.client.check_alive()
+        if isinstance(source, Mapping):
+            from glm5.checkpoint.handover import hand_over  # and torch with it
+
+            folder = hand_over(source)
+        else:
+            folder = Path(source).expanduser().absolute()
+        is_ours = isinstance(source, Mapping)
+
+        def make(call_id: int) -> UpdateWeightsCall:
+            return UpdateWeightsCall(call_id, str(folder), policy, version, remove=is_ours)
+
+        try:
+            future = self.client.call(make)
+        except BaseException:
+            if is_ours:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if is_ours:
+            future.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+        return future
