@@ -129,9 +129,10 @@ class Tokenizer:
 
     def stream(self, *, skip_special: bool = False) -> TextStream:
         """An incremental `decode`: feed it ids one by one."""
-        return TextStream(self._bytes_unless_special if skip_special else self._bytes_of)
+        return TextStream(self.bytes_unless_special if skip_special else self._bytes_of)
 
-    def _bytes_unless_special(self, token_id: int) -> bytes:
+    def bytes_unless_special(self, token_id: int) -> bytes:
+        """What a token spells; nothing for control tokens and for ids that are none."""
         return b"" if token_id in self._special_ids else self._bytes_of(token_id)
 
     def _bytes_of(self, token_id: int) -> bytes:

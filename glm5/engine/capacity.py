@@ -13,19 +13,20 @@ from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
 
-# The rest is for activations on a GPU, and for everything else that runs on a machine without one.
-_GPU_SHARE, _CPU_SHARE = 0.8, 0.5
+# Of what is free on a machine without a GPU: the rest is for everything else that runs there.
+_CPU_SHARE = 0.5
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory on `device` that a cache may take now."""
+def free_bytes(device: torch.device, utilization: float) -> int:
+    """Memory on `device` that a cache may take now, if that share of a GPU's whole memory may be in use."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * utilization) - (total - free))
     # Linux counts what its file cache would give back; elsewhere all memory must do.
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     available = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(available * _CPU_SHARE)
+    return int(available * _CPU_SHARE * utilization)
 
 
 def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:

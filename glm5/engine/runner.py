@@ -102,6 +102,9 @@ class Runner:
         """Masks of the next step's rows for sequences with a grammar (`Sampler.permit`)."""
         self.sampler.permit(slots, masks_BJM)
 
+    def weights_changed(self) -> None:
+        """Other weights lie in the model. (Nothing here is derived from them.)"""
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
         """Enqueue a step. `specs` has the sequences that enter or have rows. To be called for every plan, in order."""

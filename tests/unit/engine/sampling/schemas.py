@@ -127,7 +127,7 @@ class SchemaMaker:
 def vocabulary() -> Vocabulary:
     """Of the tiny tokenizer, for a model with a few more rows than it has tokens."""
     tokenizer = tiny_tokenizer()
-    stream = tokenizer._bytes_unless_special
+    stream = tokenizer.bytes_unless_special
     return Vocabulary(tokenizer.vocab_size + 5, tokenizer.eos_ids, stream)
 
 

@@ -1,0 +1,240 @@
+"""From a model and settings to an `EngineCore`: every choice that settings leave open is made here, and listed."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.checkpoint.load import load, parse_device
+from glm5.common.errors import ConfigError
+from glm5.config.engine import EngineConfig
+from glm5.config.model import ModelConfig
+from glm5.config.tensors import count_parameters
+from glm5.engine.capacity import check_length, free_bytes, plan_cache
+from glm5.engine.core import EngineCore
+from glm5.engine.defaults import read_defaults
+from glm5.engine.depth import AdaptiveDepth, StepCost
+from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
+from glm5.engine.runner import Runner
+from glm5.engine.sampling.compiling import Compiler, Vocabulary
+from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
+from glm5.engine.weights import Weights
+from glm5.engine.wire import Facts, Start
+from glm5.kernels.invariant import PASS_ROWS
+from glm5.model.glm5 import Glm5
+from glm5.model.lowering import use_invariant
+
+AUTO_DEPTH = 3
+# Below this many active parameters a second thread costs more than it brings (the demo's model: 1.1 M).
+_ONE_THREAD = 50e6
+_GIB = 2**30
+# Pages that pass through host memory on their way to disk, where no more of it is given.
+_STAGED_PAGES = 64
+_COPY_WORKERS = 2
+# A mixed step computes at most a third more rows than it needs.
+_TOKEN_BUCKETS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
+
+Progress = Callable[[str, float], None]
+
+
+def build_for(start: Start, on_progress: Progress) -> EngineCore:
+    """The core of an engine process. Raises ConfigError and CheckpointError."""
+    config, path = EngineConfig(**start.config), Path(start.path)
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if start.device == "auto" else start.device
+    device = parse_device(name)
+    cfg = ModelConfig.from_file(path)
+    check_length(cfg, config.max_model_len)
+    if device.type == "cpu":
+        torch.set_num_threads(1 if count_parameters(cfg).active < _ONE_THREAD else os.cpu_count() or 1)
+    on_progress("loading weights", 0.0)
+    model = load(path, dtype=start.dtype, device=device, lora_norm_eps=start.lora_norm_eps)
+    on_progress("loading weights", 1.0)
+    folder = Path(start.tokenizer) if start.tokenizer is not None else path
+    return build_core(model, config, source=path, load_tokenizer=lambda: Tokenizer.from_dir(folder))
+
+
+def build_core(
+    model: Glm5,
+    config: EngineConfig,
+    *,
+    source: Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    load_tokenizer: Callable[[], Tokenizer] | None = None,
+) -> EngineCore:
+    """The core of a model in memory. `source`: the folder that its weights came from.
+
+    The tokenizer spells tokens for grammars; it is loaded by the first request that has one.
+    """
+    cfg = model.cfg
+    depth, layout = _depth(config, cfg), _layout(config, model.dtype)
+    max_model_len, num_pages = _sizes(config, model, layout, mtp=depth > 0)
+    if config.deterministic:
+        use_invariant(model)
+    cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
+    weights = Weights(model, source)
+    copies = _copies(config, cache)
+    scheduler = SchedulerConfig(
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_tokens_per_step=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_depth=depth,
+        launch_ahead=config.async_scheduling,
+        prefix_cache=config.enable_prefix_caching,
+        max_prompt_chunk=config.long_prefill_token_threshold or None,
+        tiers=copies is not None,
+        token_buckets=tuple(count for count in _TOKEN_BUCKETS if count < config.max_num_batched_tokens),
+    )
+    runner = Runner(
+        model,
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        max_depth=depth,
+        pass_rows=PASS_ROWS if config.deterministic else None,
+        record_routing=config.enable_return_routed_experts,
+    )
+    facts = Facts(
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_depth=depth,
+        vocab_size=cfg.vocab_size,
+        routed_experts=config.enable_return_routed_experts,
+        table=_table(config, model, cache, max_model_len, depth),
+    )
+    if tokenizer is not None:
+        known = tokenizer
+        load_tokenizer = lambda: known  # noqa: E731
+    return EngineCore(
+        runner,
+        scheduler,
+        facts,
+        weights=weights,
+        cache=cache,
+        compiler=None if load_tokenizer is None else Compiler(_vocabulary(cfg, source, load_tokenizer)),
+        copies=copies,
+        depth=_adaptive(config, model, depth),
+    )
+
+
+def _depth(config: EngineConfig, cfg: ModelConfig) -> int:
+    wanted = config.num_speculative_tokens
+    if wanted is None:
+        return AUTO_DEPTH if cfg.num_nextn_predict_layers else 0
+    if wanted and not cfg.num_nextn_predict_layers:
+        raise ConfigError(
+            f"num_speculative_tokens: got {wanted}, but this model has no MTP layer to draft with; allowed: 0"
+        )
+    return wanted
+
+
+def _layout(config: EngineConfig, dtype: torch.dtype) -> Layout:
+    if config.kv_cache_dtype != "bfloat16":
+        return config.kv_cache_dtype
+    if dtype != torch.bfloat16:
+        raise ConfigError(f"kv_cache_dtype: got bfloat16, but the model computes in {dtype}; allowed here: auto")
+    return "auto"
+
+
+def _sizes(config: EngineConfig, model: Glm5, layout: Layout, *, mtp: bool) -> tuple[int, int]:
+    """(max_model_len, number of pages)."""
+    cfg = model.cfg
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens: got {config.max_num_batched_tokens}; allowed: at least max_num_seqs "
+            f"({config.max_num_seqs}), so that every request can take part in every step"
+        )
+    if (num_pages := config.num_gpu_blocks_override) is not None:
+        check_length(cfg, config.max_model_len)
+        return config.max_model_len or min(cfg.max_position_embeddings, num_pages * PAGE_SIZE), num_pages
+    memory = config.kv_cache_memory_bytes or free_bytes(model.device, config.gpu_memory_utilization)
+    return plan_cache(
+        cfg,
+        model.dtype,
+        layout,
+        mtp=mtp,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        memory=memory,
+    )
+
+
+def _copies(config: EngineConfig, cache: KVCache) -> CopyQueue | None:
+    """Tiers behind the cache, if any were asked for."""
+    if not config.kv_offloading_size and config.kv_disk_dir is None:
+        return None
+    if not config.enable_prefix_caching:
+        raise ConfigError("kv_offloading_size and kv_disk_dir keep prefixes, and enable_prefix_caching is off")
+    facts = {
+        "model": cache.cfg.to_dict(),
+        "deterministic": config.deterministic,
+        "device": cache.device.type,
+        "torch": torch.__version__,
+        "layout": cache.layout,
+    }
+    parts = cache.parts()
+    layout = layout_of(parts, facts)
+    num_bytes = max(int(config.kv_offloading_size * _GIB), _STAGED_PAGES * layout.num_bytes)
+    host = HostTier(num_bytes, layout, pin=cache.device.type == "cuda")
+    disk = None
+    if config.kv_disk_dir is not None:
+        disk = DiskTier(config.kv_disk_dir, int(config.kv_disk_size * _GIB), layout)
+    return CopyQueue(page_io(parts), host, disk, num_workers=_COPY_WORKERS)
+
+
+def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[[], Tokenizer]) -> Vocabulary:
+    """What tokens spell, known once somebody asks."""
+    loaded: list[Tokenizer] = []
+
+    def bytes_of(token_id: int) -> bytes:
+        if not loaded:
+            loaded.append(load_tokenizer())
+        return loaded[0].bytes_unless_special(token_id)
+
+    eos_ids = read_defaults("auto", source).eos_ids if source is not None else None
+    return Vocabulary(cfg.vocab_size, eos_ids or cfg.eos_token_id, bytes_of)
+
+
+def _adaptive(config: EngineConfig, model: Glm5, depth: int) -> AdaptiveDepth | None:
+    if not (depth and config.adaptive_speculation):
+        return None
+    weight_bytes = 1.0 if model.cfg.quantization_config else float(model.dtype.itemsize)
+    return AdaptiveDepth(depth, StepCost.of(model.cfg, weight_bytes, model.device.type))
+
+
+def _table(
+    config: EngineConfig, model: Glm5, cache: KVCache, max_model_len: int, depth: int
+) -> list[tuple[str, str]]:
+    """Every resolved choice, for a person."""
+    cfg = model.cfg
+    on, off = "on", "off"
+    weights = "FP8 weights, " if cfg.quantization_config else ""
+    threads = f", {torch.get_num_threads()} threads" if model.device.type == "cpu" else ""
+    names: dict[Layout, Any] = {"auto": str(model.dtype).removeprefix("torch."), "fp8_key": "FP8 keys", "fp8": "FP8"}
+    page = KVCache.bytes_per_page(cfg, model.dtype, cache.layout, mtp=cache.mtp)
+    tiers = [f"{config.kv_offloading_size:g} GiB of host memory"] if config.kv_offloading_size else []
+    tiers += [f"{config.kv_disk_size:g} GiB in {config.kv_disk_dir}"] if config.kv_disk_dir else []
+    drafts = "adaptive" if config.adaptive_speculation else "fixed"
+    return [
+        ("dtype", f"{weights}{cfg.dtype} on {model.device}{threads}; low-rank norms eps {cfg.lora_norm_eps:g}"),
+        ("context", f"{max_model_len} tokens, prompt and answer together"),
+        (
+            "cache",
+            f"{cache.num_pages * PAGE_SIZE} tokens, {cache.num_pages} pages of {page} bytes, {names[cache.layout]}",
+        ),
+        ("tiers", ", ".join(tiers) or off),
+        ("prefixes", on if config.enable_prefix_caching else off),
+        ("batch", f"{config.max_num_seqs} requests, {config.max_num_batched_tokens} tokens a step"),
+        ("drafts", f"up to {depth} a step, {drafts}" if depth else off),
+        ("steps", "launched ahead" if config.async_scheduling else "one after the other"),
+        ("deterministic", on if config.deterministic else off),
+        ("seed", str(config.seed)),
+    ]
