@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 TINY = preset("tiny")
 LAYOUTS = ["auto", "fp8_key", "fp8"]
-# float32: the same sums in another order. Over FP8 a value on a midpoint may be rounded the other way, a few in 10,000.
+# float32: the same sums in another order, 6e-7 measured on an H200. Over FP8 a value on a midpoint may be rounded the other way: 5e-6.
 FLOAT32, FP8 = 1e-5, 3e-3
 
 
@@ -43,7 +43,9 @@ def test_logits_equal_the_cpus(layout, seed):
         run.advance({2: 80, 0: 40}, num_padding=1)
         runs.append(run.finish(chunk=1))
     for i in range(len(ids)):
-        assert rel_rms(runs[1].logits(i), runs[0].logits(i)) < (FLOAT32 if layout != "fp8" else FP8)
+        error = rel_rms(runs[1].logits(i), runs[0].logits(i))
+        print(f"{layout}: {error:.1e}")
+        assert error < (FLOAT32 if layout != "fp8" else FP8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,6 +72,7 @@ def test_released_memory_is_the_devices_again(layout):
     for part in parts.values():
         part.view(torch.uint8).fill_(7)
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what others left
     full = torch.cuda.mem_get_info()[0]
     freed = cache.release_memory()
     assert torch.cuda.mem_get_info()[0] - full == pytest.approx(freed, rel=0.01)
@@ -86,9 +89,11 @@ def test_a_page_is_one_copy_to_the_host_and_back(layout):
         part.view(torch.uint8).random_(0, 255)
     block = torch.empty(layout_of(cache.parts(), {}).num_bytes, dtype=torch.uint8).pin_memory()
     io = page_io(cache.parts())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         io.read_page(3, block, io.fence())
         io.write_page(5, block, io.fence())
-    assert len([event for event in profile.events() if "Memcpy" in event.name]) == 2
+    on_device = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_device) == 2, on_device
+    assert all("Memcpy" in name for name in on_device), on_device
     for part in cache.parts().values():
         assert torch.equal(part[5].view(torch.uint8), part[3].view(torch.uint8))
