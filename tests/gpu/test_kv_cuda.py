@@ -15,7 +15,8 @@ pytestmark = pytest.mark.gpu
 
 TINY = preset("tiny")
 LAYOUTS = ["auto", "fp8_key", "fp8"]
-# float32: the same sums in another order, 6e-7 measured on an H200. Over FP8 a value on a midpoint may be rounded the other way: 5e-6.
+# float32: the same sums in another order, 6e-7 measured on an H200. Over FP8, a value on a midpoint may be rounded the
+# other way: 5e-6.
 FLOAT32, FP8 = 1e-5, 3e-3
 
 
