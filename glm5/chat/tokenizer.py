@@ -42,6 +42,7 @@ class Tokenizer:
             )
         added = backend.get_added_tokens_decoder()
         self._added = {token.content: token_id for token_id, token in added.items()}
+        self._added_ids = frozenset(added)
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self.pad_id = self._id_named("pad_token")
         self.eos_ids = tuple(eos_ids) if eos_ids is not None else self._default_eos_ids()
@@ -129,13 +130,18 @@ class Tokenizer:
 
     def stream(self, *, skip_special: bool = False) -> TextStream:
         """An incremental `decode`: feed it ids one by one."""
-        return TextStream(self.bytes_unless_special if skip_special else self._bytes_of)
+        return TextStream(self.bytes_unless_special if skip_special else self.bytes_of)
+
+    def is_markup(self, token_id: int) -> bool:
+        """Whether it is a token with a name that carries text, such as a tag: not a control token."""
+        return token_id in self._added_ids and token_id not in self._special_ids
 
     def bytes_unless_special(self, token_id: int) -> bytes:
         """What a token spells; nothing for control tokens and for ids that are none."""
-        return b"" if token_id in self._special_ids else self._bytes_of(token_id)
+        return b"" if token_id in self._special_ids else self.bytes_of(token_id)
 
-    def _bytes_of(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token spells: perhaps a part of a character. Nothing for ids that are no token."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._look_up_bytes(token_id)

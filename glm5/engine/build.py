@@ -49,7 +49,8 @@ def build_for(start: Start, on_progress: Progress) -> EngineCore:
     cfg = ModelConfig.from_file(path)
     check_length(cfg, config.max_model_len)
     if device.type == "cpu":
-        torch.set_num_threads(1 if count_parameters(cfg).active < _ONE_THREAD else os.cpu_count() or 1)
+        automatic = 1 if count_parameters(cfg).active < _ONE_THREAD else os.cpu_count() or 1
+        torch.set_num_threads(config.num_threads or automatic)
     on_progress("loading weights", 0.0)
     model = load(path, dtype=start.dtype, device=device, lora_norm_eps=start.lora_norm_eps)
     on_progress("loading weights", 1.0)
@@ -194,13 +195,18 @@ def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[
     """What tokens spell, known once somebody asks."""
     loaded: list[Tokenizer] = []
 
-    def bytes_of(token_id: int) -> bytes:
+    def tokenizer() -> Tokenizer:
         if not loaded:
             loaded.append(load_tokenizer())
-        return loaded[0].bytes_unless_special(token_id)
+        return loaded[0]
 
     eos_ids = read_defaults("auto", source).eos_ids if source is not None else None
-    return Vocabulary(cfg.vocab_size, eos_ids or cfg.eos_token_id, bytes_of)
+    return Vocabulary(
+        cfg.vocab_size,
+        eos_ids or cfg.eos_token_id,
+        lambda token_id: tokenizer().bytes_unless_special(token_id),
+        lambda token_id: tokenizer().is_markup(token_id),
+    )
 
 
 def _adaptive(config: EngineConfig, model: Glm5, depth: int) -> AdaptiveDepth | None:
@@ -210,9 +216,7 @@ def _adaptive(config: EngineConfig, model: Glm5, depth: int) -> AdaptiveDepth | 
     return AdaptiveDepth(depth, StepCost.of(model.cfg, weight_bytes, model.device.type))
 
 
-def _table(
-    config: EngineConfig, model: Glm5, cache: KVCache, max_model_len: int, depth: int
-) -> list[tuple[str, str]]:
+def _table(config: EngineConfig, model: Glm5, cache: KVCache, max_model_len: int, depth: int) -> list[tuple[str, str]]:
     """Every resolved choice, for a person."""
     cfg = model.cfg
     on, off = "on", "off"

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ MAX_NESTING = 128
 _MAX_GRAMMARS = 1024  # in the cache
 _MAX_WHITESPACE = 64  # between two JSON tokens: enough to indent, and a model cannot go on for ever
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+_NO_TEXT = b"\xff"  # begins no character in UTF-8
 _BOUNDED = re.compile('"(min|max)Length"')
 
 
@@ -34,12 +36,14 @@ _BOUNDED = re.compile('"(min|max)Length"')
 class Vocabulary:
     """What tokens spell: `bytes_of(id)` for ids below `size`, empty for control tokens, which no grammar lets through.
 
-    `size` is the model's, `eos_ids` are the tokens that end an answer once its grammar is complete.
+    `size` is the model's, `eos_ids` are the tokens that end an answer once its grammar is complete. `is_markup`: tokens
+    that are tags to whoever reads the answer. A grammar that does not spell one lets none of them through as text.
     """
 
     size: int
     eos_ids: Sequence[int]
     bytes_of: Callable[[int], bytes]
+    is_markup: Callable[[int], bool] = lambda _: False
 
 
 class Compilation:
@@ -75,7 +79,7 @@ class Compiler:
         self._jobs: queue.SimpleQueue[tuple[StructuredOutputsParams, Future[Any]] | None] = queue.SimpleQueue()
         self._grammars: OrderedDict[tuple[str, str, bool], Future[Any]] = OrderedDict()
         self._num_threads, self._threads = num_threads, list[threading.Thread]()
-        self._tokenizer_infos: dict[bool, Any] = {}
+        self._tokenizer_infos: dict[tuple[bool, bool], Any] = {}
         self._lock = threading.Lock()
 
     def compile(self, wanted: StructuredOutputsParams) -> Compilation:
@@ -131,15 +135,24 @@ class Compiler:
         xgrammar = require("xgrammar", "grammar")
         escaping = wanted.kind == "json" or _BOUNDED.search(wanted.text) is not None
         with self._lock:
-            if escaping not in self._tokenizer_infos:
-                self._tokenizer_infos[escaping] = _tokenizer_info(xgrammar, self._vocabulary, escaping=escaping)
-        compiler = xgrammar.GrammarCompiler(self._tokenizer_infos[escaping], max_threads=1, cache_enabled=False)
+            key = escaping, wanted.kind == "json" or not self._spells_markup(wanted.text)
+            if key not in self._tokenizer_infos:
+                self._tokenizer_infos[key] = _tokenizer_info(xgrammar, self._vocabulary, *key)
+        compiler = xgrammar.GrammarCompiler(self._tokenizer_infos[key], max_threads=1, cache_enabled=False)
         try:
             compiled = _compile(compiler, wanted)
         except RuntimeError as error:  # all that xgrammar raises for what it cannot understand
             raise _refusal(f"is not understood: {_reason(error)}") from error
         _refuse_empty(xgrammar, compiled, self._vocabulary.size, json_wanted=wanted.kind in ("json", "json_object"))
         return compiled
+
+    def _spells_markup(self, text: str) -> bool:
+        return any(spelling in text for spelling in self._markup)
+
+    @cached_property
+    def _markup(self) -> list[str]:
+        ids = filter(self._vocabulary.is_markup, range(self._vocabulary.size))
+        return [self._vocabulary.bytes_of(token_id).decode() for token_id in ids]
 
 
 def _compile(compiler: Any, wanted: StructuredOutputsParams) -> Any:
@@ -164,8 +177,9 @@ def _compile(compiler: Any, wanted: StructuredOutputsParams) -> Any:
     return compiler.compile_structural_tag(wanted.text)
 
 
-def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, *, escaping: bool) -> Any:
+def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, escaping: bool, markup_apart: bool) -> Any:
     """The vocabulary as xgrammar takes it. `escaping`: without tokens that hold a control character but line ends.
+    `markup_apart`: tags are no text; structural tags can still name them by id.
 
     xgrammar (0.2.8) lets strings of bounded length hold tabs and other control characters, all but line ends, as they
     are. No JSON may. Without the tokens it cannot be said; the price are tabs between JSON's tokens.
@@ -173,6 +187,8 @@ def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, *, escaping: b
     if not vocabulary.eos_ids:
         raise _refusal("needs a model with an end token: nothing could follow a complete answer")
     spelled = [vocabulary.bytes_of(token_id) for token_id in range(vocabulary.size)]
+    if markup_apart:
+        spelled = [_NO_TEXT + spelling if vocabulary.is_markup(i) else spelling for i, spelling in enumerate(spelled)]
     if escaping:
         spelled = [b"" if _CONTROL.search(spelling) else spelling for spelling in spelled]
     return xgrammar.TokenizerInfo(

@@ -13,6 +13,7 @@ from glm5.chat import GLM_TOKENS, Tokenizer, train_bpe
 from glm5.chat.detokenizer import byte_alphabet
 from glm5.chat.special import CONTROL_TOKENS, END_TOKENS
 from glm5.common.errors import CheckpointError, ConfigError, RequestError
+from tests.support.tokenizers import tiny_tokenizer
 
 SMALLEST = 256 + len(GLM_TOKENS)
 TEXT = "Grüße, 世界! 🎉👩‍👩‍👧 12345 <think>a</think>\n\t x"
@@ -262,3 +263,10 @@ def test_control_tokens_are_marked_special(tokenizer, tmp_path):
     added = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
     assert [token["content"] for token in added] == list(GLM_TOKENS)
     assert {token["content"] for token in added if token["special"]} == set(CONTROL_TOKENS)
+
+
+def test_markup_is_what_has_a_name_and_text():
+    tokenizer = tiny_tokenizer()
+    letter, tag, control = tokenizer.encode("a</arg_value><|user|>")
+    assert [tokenizer.is_markup(token_id) for token_id in (letter, tag, control, 10**6)] == [False, True, False, False]
+    assert [tokenizer.bytes_of(token_id) for token_id in (letter, tag, 10**6)] == [b"a", b"</arg_value>", b""]

@@ -127,8 +127,8 @@ class SchemaMaker:
 def vocabulary() -> Vocabulary:
     """Of the tiny tokenizer, for a model with a few more rows than it has tokens."""
     tokenizer = tiny_tokenizer()
-    stream = tokenizer.bytes_unless_special
-    return Vocabulary(tokenizer.vocab_size + 5, tokenizer.eos_ids, stream)
+    bytes_of, is_markup = tokenizer.bytes_unless_special, tokenizer.is_markup
+    return Vocabulary(tokenizer.vocab_size + 5, tokenizer.eos_ids, bytes_of, is_markup)
 
 
 @cache

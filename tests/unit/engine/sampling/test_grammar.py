@@ -193,3 +193,24 @@ def test_allowed_token_ids_hold_beside_a_grammar():
     sampler.permit([0], mask)
     sampled = sampler.sample(torch.randn(1, vocabulary().size).expand(50, -1), rows_of([0] * 50, range(50)))
     assert set(sampled.token_R.tolist()) == set(ids("b"))
+
+
+MARKUP = {token_id for token_id in range(vocabulary().size) if vocabulary().is_markup(token_id)}
+
+
+def test_tags_are_no_text():
+    """A tag's token in a JSON string or a matched text would be a tag to whoever reads the answer."""
+    for fields, start in (
+        ({"json": {"type": "object"}}, '{"a": "x'),
+        ({"json_object": True}, '{"'),
+        ({"regex": "a.*"}, "a"),
+    ):
+        matcher = matcher_of(**fields)
+        assert matcher.advance(ids(start))
+        allowed = mask_of(matcher)[0]
+        assert len(allowed) > 50
+        assert not allowed & MARKUP
+    # The control: a grammar that spells a tag gets it.
+    matcher = matcher_of(regex="a.*</think>")
+    assert matcher.advance(ids("a"))
+    assert TOKENIZER.id_of("</think>") in mask_of(matcher)[0]
