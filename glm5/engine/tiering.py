@@ -1,8 +1,8 @@
 """The tiers behind the device as the engine's turns use them: copies begun and ended, pages found and lost.
 
 The scheduler asks for copies by plan and hears of their ends by message; `CopyQueue` does them. In between: every copy
-that a plan asks for gets exactly one `CopyDone`. One that the queue does not take has failed, and so has a load that
-takes longer than `LOAD_DEADLINE_S` (a disk may hang): it is cancelled, after which nothing writes its page any more.
+that a plan asks for gets exactly one `CopyDone`. One that the queue does not take has failed, and so has one that
+takes longer than `COPY_DEADLINE_S` (a disk may hang): it is cancelled, after which nothing touches its page any more.
 
 Whether a prompt's pages lie on disk is asked on a thread of its own, since that disk may hang as well.
 """
@@ -19,7 +19,7 @@ from glm5.engine.prefix import cache_salt, page_keys
 from glm5.engine.tiers.copies import CopyQueue
 from glm5.engine.tiers.key import PageKey
 
-LOAD_DEADLINE_S = 5.0
+COPY_DEADLINE_S = 5.0
 LOOKUP_DEADLINE_S = 0.25
 
 
@@ -67,13 +67,13 @@ class Tiering:
 
         RuntimeError when pages cannot be copied at all: what the cache holds is not known then.
         """
-        self._cancel_late_loads()
+        self._cancel_late()
         ended: list[Message] = [CopyDone(copy_id, None) for copy_id in self._failed]
         self._failed = []
         for copied in self.copies.done(0.0 if ended else timeout_s):
             copy_id = self._copy_of.pop(copied.handle)
             del self._handle_of[copy_id]
-            self._deadline_of.pop(copy_id, None)
+            del self._deadline_of[copy_id]
             self._stores.discard(copy_id)
             ended.append(CopyDone(copy_id, copied.tier))
         # After the ends: a page may have been dropped again by now.
@@ -93,8 +93,7 @@ class Tiering:
     def begin_loads(self, plan: StepPlan) -> None:
         """To be called after the plan is launched: its page copies may still need what a load overwrites."""
         for copy_id, key, page in plan.loads:
-            if self._begin(copy_id, self.copies.load(key, page)):
-                self._deadline_of[copy_id] = time.monotonic() + LOAD_DEADLINE_S
+            self._begin(copy_id, self.copies.load(key, page))
 
     def cancel_stores(self) -> None:
         """End the stores that have not begun to copy."""
@@ -130,15 +129,16 @@ class Tiering:
             self._failed.append(copy_id)
             return False
         self._handle_of[copy_id], self._copy_of[handle] = handle, copy_id
+        self._deadline_of[copy_id] = time.monotonic() + COPY_DEADLINE_S
         return True
 
-    def _cancel_late_loads(self) -> None:
+    def _cancel_late(self) -> None:
         if not self._deadline_of:
             return
         now = time.monotonic()
         for copy_id, deadline in self._deadline_of.items():
             if deadline <= now:
-                # Reported by the queue: at once, unless its page is being written this instant.
+                # Reported by the queue: at once, unless its page is being copied this instant.
                 self.copies.cancel(self._handle_of[copy_id])
 
     def _look(self) -> None:

@@ -54,7 +54,7 @@ class Heard:
 class CoreDriver:
     """Small pages, few of them; `tiers` True puts a host tier behind, a path a disk tier too."""
 
-    def __init__(self, *, tiers=None, host_pages: int = 16, compiler=None, adaptive=None, draft_quality=5, **options):
+    def __init__(self, *, tiers=None, host_pages: int = 64, compiler=None, adaptive=None, draft_quality=5, **options):
         defaults = {
             "page_size": 4,
             "num_pages": 100,

@@ -1,0 +1,264 @@
+"""Pause, sleep, other weights and a forgotten cache, under load: every call is answered, and no token is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from glm5.engine.wire import (
+    Drop,
+    PauseCall,
+    ResetCacheCall,
+    ResumeCall,
+    SleepCall,
+    StatsCall,
+    UpdateWeightsCall,
+    WakeCall,
+)
+from tests.support.core_driver import CoreDriver
+from tests.support.fake_runner import drawn, extended, hashes
+
+AHEAD = pytest.mark.parametrize("launch_ahead", [True, False])
+
+
+def under_load(launch_ahead=True, **options) -> CoreDriver:
+    """Some requests in every phase."""
+    driver = CoreDriver(launch_ahead=launch_ahead, max_num_seqs=4, max_depth=2, max_prompt_chunk=6, **options)
+    for number in range(6):
+        driver.ask(7 + 5 * number, max_tokens=60, seed=number)
+    driver.turn(6)
+    return driver
+
+
+def num_tokens(driver) -> int:
+    return sum(len(heard.token_ids) for heard in driver.heard.values())
+
+
+@AHEAD
+def test_pause_and_resume(launch_ahead):
+    driver = under_load(launch_ahead)
+    assert driver.call(PauseCall(1)).error is None
+    count = num_tokens(driver)
+    late = driver.ask(5)
+    driver.run()
+    driver.turn(3)
+    assert num_tokens(driver) == count
+    assert not driver.core.has_work, "a pause must not spin"
+    assert driver.call(StatsCall(2)).result["is_paused"]
+    driver.core.receive(Drop((0,)))
+    driver.turn()
+    assert driver.heard[0].reason == "abort"
+    driver.call(ResumeCall(3))
+    driver.run()
+    driver.check(1, 2, 3, 4, 5, *late)
+    driver.check_empty()
+
+
+def test_pause_twice_and_resume_what_runs():
+    driver = CoreDriver()
+    driver.call(ResumeCall(0))
+    driver.call(PauseCall(1))
+    driver.call(PauseCall(2))
+    driver.call(ResumeCall(3))
+    driver.ask(5)
+    driver.run()
+    driver.check()
+
+
+@AHEAD
+@pytest.mark.parametrize("tiers", [None, True])
+def test_sleep_and_wake(launch_ahead, tiers):
+    driver = under_load(launch_ahead, tiers=tiers)
+    answer = driver.call(SleepCall(1))
+    assert answer.result == {"freed_bytes": driver.runner.pool.numel() * 8}
+    assert driver.runner.is_released
+    driver.ask(5)
+    driver.run()
+    assert not driver.core.has_work, "an engine that sleeps must not spin"
+    assert driver.call(SleepCall(2)).result == {"freed_bytes": 0}
+    driver.call(WakeCall(3))
+    driver.run()
+    driver.check()
+    assert {version for heard in driver.heard.values() for version in heard.versions} == {0}
+    driver.core.close()
+
+
+def test_sleep_without_weights_brings_back_the_first_ones():
+    driver = under_load()
+    driver.call(UpdateWeightsCall(1, "/7", policy="recompute"))
+    driver.turn(3)
+    assert driver.call(SleepCall(2, level=2)).result["freed_bytes"] == 1000 + driver.runner.pool.numel() * 8
+    num_before = {seq_id: len(heard.token_ids) for seq_id, heard in driver.heard.items()}
+    assert driver.call(WakeCall(3)).result == {"version": 0}
+    driver.run()
+    for seq_id, heard in driver.heard.items():
+        assert set(heard.versions[num_before[seq_id] :]) <= {0}
+    # A number is never given to two sets of weights.
+    assert driver.call(UpdateWeightsCall(4, "/8")).result == {"version": 2}
+
+
+def test_sleep_deeper_and_deeper():
+    driver = CoreDriver()
+    driver.call(SleepCall(1))
+    assert driver.call(SleepCall(2, level=2)).result == {"freed_bytes": 1000}
+    assert driver.call(SleepCall(3, level=1)).result == {"freed_bytes": 0}
+    assert driver.call(UpdateWeightsCall(4, "/7")).error.startswith("the engine sleeps")
+    driver.call(WakeCall(5))
+    driver.ask(5)
+    driver.run()
+    driver.check()
+
+
+def test_weights_that_could_not_be_read_again_are_not_dropped():
+    driver = under_load()
+    driver.weights.has_source = False
+    answer = driver.call(SleepCall(1, level=2))
+    assert (answer.error, answer.kind) == ("came from memory", "RequestError")
+    driver.run()
+    driver.check()
+
+
+def test_a_pause_outlives_sleep():
+    driver = under_load()
+    driver.call(PauseCall(1))
+    driver.call(SleepCall(2))
+    driver.call(WakeCall(3))
+    driver.run()
+    count = num_tokens(driver)
+    driver.turn(3)
+    assert num_tokens(driver) == count
+    driver.call(ResumeCall(4))
+    driver.run()
+    driver.check()
+
+
+def test_resume_while_asleep_ends_the_pause_only():
+    driver = under_load()
+    driver.call(PauseCall(1))
+    driver.call(SleepCall(2))
+    driver.call(ResumeCall(3))
+    driver.turn(2)
+    driver.call(WakeCall(4))
+    driver.run()
+    driver.check()
+
+
+def check_versions(driver, numbers: dict[int, int]) -> None:
+    """Every token is what the weights of its version draw after those before it. `numbers`: of weights, by version."""
+    for heard in driver.heard.values():
+        value = hashes(heard.ask.prompt_ids)[-1]
+        for token_id, version in zip(heard.token_ids, heard.versions, strict=True):
+            assert token_id == drawn(value, heard.seed, numbers[version], driver.vocab_size)
+            value = extended(value, token_id)
+        assert heard.versions == sorted(heard.versions)
+
+
+@AHEAD
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_weights_change_between_two_steps(launch_ahead, policy):
+    driver = under_load(launch_ahead)
+    driver.weights.at_once = False
+    driver.core.receive(UpdateWeightsCall(1, "/7", policy=policy))
+    driver.turn(4)
+    assert driver.runner.weights.number == 0, "nothing is replaced before all is read"
+    assert 1 not in driver.answers
+    driver.weights.finish(Path("/7"))
+    driver.turn()
+    assert driver.answers[1].result == {"version": 1}
+    late = driver.ask(9, max_tokens=5)
+    driver.turn(8)
+    driver.weights.at_once = True
+    assert driver.call(UpdateWeightsCall(2, "/9", policy=policy, version=40)).result == {"version": 40}
+    driver.run()
+    check_versions(driver, {0: 0, 1: 7, 40: 9})
+    seen = {version for heard in driver.heard.values() for version in heard.versions}
+    assert {0, 1} <= seen
+    assert all(heard.reason == "length" for heard in driver.heard.values())
+    assert driver.heard[late[0]].versions[-1] > 0
+    driver.check_empty()
+
+
+def test_weights_change_and_abort():
+    driver = under_load()
+    assert driver.call(UpdateWeightsCall(1, "/7", policy="abort")).result == {"version": 1}
+    assert all(heard.reason == "abort" for heard in driver.heard.values())
+    (late,) = driver.ask(9)
+    driver.run()
+    assert driver.heard[late].token_ids == driver.expected(late, weights=7)
+    driver.check_empty()
+
+
+def test_weights_change_while_paused():
+    driver = under_load()
+    driver.call(PauseCall(1))
+    driver.call(UpdateWeightsCall(2, "/7"))
+    driver.call(ResumeCall(3))
+    driver.run()
+    check_versions(driver, {0: 0, 1: 7})
+
+
+def test_damaged_weights_change_nothing():
+    driver = under_load()
+    answer = driver.call(UpdateWeightsCall(1, "/broken"))
+    assert (answer.error, answer.kind) == ("/broken is damaged", "CheckpointError")
+    driver.run()
+    driver.check()
+    assert driver.core.weights.version == 0
+
+
+def test_an_update_that_fails_otherwise_is_answered():
+    driver = under_load()
+    driver.weights.at_once = False
+    driver.core.receive(UpdateWeightsCall(1, "/7"))
+    driver.turn()
+    driver.weights.staging.set_exception(MemoryError("no memory"))
+    driver.run()
+    assert driver.answers[1].error == "MemoryError: no memory"
+    driver.check()
+
+
+def test_the_folder_is_removed_when_it_was_read(tmp_path):
+    for name in ("7", "broken"):
+        (tmp_path / name).mkdir()
+    driver = CoreDriver()
+    driver.call(UpdateWeightsCall(1, str(tmp_path / "7"), remove=True))
+    driver.call(UpdateWeightsCall(2, str(tmp_path / "broken"), remove=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_pages_of_former_weights_are_never_found_again():
+    driver = CoreDriver()
+    prompt = driver.prompt(20)
+    driver.ask(prompt)
+    driver.run()
+    driver.call(UpdateWeightsCall(1, "/7"))
+    driver.ask(prompt)
+    driver.run()
+    driver.call(UpdateWeightsCall(2, "/0"))
+    driver.ask(prompt)
+    driver.run()
+    assert [driver.heard[i].num_cached for i in range(3)] == [0, 0, 0]
+
+
+def test_calls_are_served_in_order():
+    driver = under_load()
+    driver.weights.at_once = False
+    for call in (UpdateWeightsCall(1, "/7"), PauseCall(2), SleepCall(3), WakeCall(4), ResumeCall(5), ResetCacheCall(6)):
+        driver.core.receive(call)
+    driver.turn(3)
+    assert not driver.answers
+    assert driver.call(StatsCall(7)).error is None, "figures wait for nobody"
+    driver.weights.finish(Path("/7"))
+    driver.run()
+    assert list(driver.answers) == [7, 1, 2, 3, 4, 5, 6]
+    check_versions(driver, {0: 0, 1: 7})
+
+
+def test_reset_forgets_prefixes():
+    driver = CoreDriver()
+    prompt = driver.prompt(20)
+    for number in range(3):
+        driver.ask(prompt)
+        driver.run()
+        if number == 1:
+            driver.call(ResetCacheCall(1))
+    assert [driver.heard[i].num_cached for i in range(3)] == [0, 16, 0]
