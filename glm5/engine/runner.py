@@ -94,13 +94,13 @@ class Runner:
             device=cache.device,
         )
         self.sampler = Sampler(max_num_seqs, model.cfg.vocab_size, max_drafts=max_depth, device=cache.device)
+        self._masks: tuple[list[int], Tensor] | None = None
         self._drafter = Drafter(self.passes, self.slots, self.sampler) if max_depth else None
         self._routing = RoutingRecord(model) if record_routing else None
 
-    @torch.inference_mode()
     def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
-        """Masks of the next step's rows for sequences with a grammar (`Sampler.permit`)."""
-        self.sampler.permit(slots, masks_BJM)
+        """Masks of the rows of the next launch, for sequences with a grammar (`Sampler.permit`)."""
+        self._masks = slots, masks_BJM
 
     def weights_changed(self) -> None:
         """Other weights lie in the model. (Nothing here is derived from them.)"""
@@ -112,6 +112,10 @@ class Runner:
         self.slots.change(plan.table)
         self.cache.copy_pages(plan.page_copies)
         self.sampler.place([_placement(one.slot, one.token_ids, specs[one.seq_id]) for one in plan.entered])
+        if self._masks is not None:
+            # Not before: a sequence that takes a slot is free of any mask at first.
+            self.sampler.permit(*self._masks)
+            self._masks = None
         if not plan.items:
             return Launched(None)
         batch = pack(plan, padding_slot=self.padding_slot, rows_ahead=self.max_depth, whole=self.passes.whole)
