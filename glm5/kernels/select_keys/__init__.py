@@ -5,6 +5,8 @@ from typing import Literal
 from torch import Tensor
 
 from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.groups import few_queries
+from glm5.kernels.select_keys.grouped import select_keys as _grouped
 from glm5.kernels.select_keys.reference import select_keys as _reference
 
 
@@ -18,11 +20,15 @@ def select_keys(
     *,
     top_k: int,
     scale: float,
-    impl: Literal["auto", "reference", "tiled", "invariant"] = "auto",
+    impl: Literal["auto", "reference", "tiled", "grouped", "invariant"] = "auto",
 ) -> Tensor:
     """`top_k` of `index_score` (which says what the arguments are), int32 [T, top_k], in bounded memory.
 
-    Queries are scored some at a time, so that a prompt's [T, S] scores never exist at once. `impl` is that of
-    index_score. No gradient passes.
+    Queries are scored some at a time, so that a prompt's [T, S] scores never exist at once. `grouped`: for few queries
+    of each of many requests, on a CPU; else `impl` is that of index_score. No gradient passes.
     """
+    if impl == "auto" and few_queries(page_table_BN, end_T, q_TJI.shape[1]):
+        impl = "grouped"
+    if impl == "grouped":
+        return _grouped(q_TJI, key_PZI, w_TJ, page_table_BN, row_T, end_T, top_k=top_k, scale=scale)
     return _reference(q_TJI, key_PZI, w_TJ, page_table_BN, row_T, end_T, top_k=top_k, scale=scale, impl=impl)

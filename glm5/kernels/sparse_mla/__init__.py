@@ -2,10 +2,13 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.groups import few_queries
+from glm5.kernels.sparse_mla.grouped import sparse_mla as _grouped
 from glm5.kernels.sparse_mla.invariant import sparse_mla as _invariant
 from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
 from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
@@ -21,15 +24,15 @@ def sparse_mla(
     *,
     scale: float,
     value_dim: int,
-    impl: Literal["auto", "gather", "masked", "invariant"] = "auto",
+    impl: Literal["auto", "gather", "masked", "grouped", "invariant"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query over its selected visible keys (None: over all visible keys).
 
     `keys_TK`: logical keys, distinct within a row; -1 and keys >= end_T are ignored. Returns (out [T, H, value_dim] in
     q's dtype, lse [T, H] float32, natural log), differentiable in q and latent, except over FP8; a row with nothing to
     read gives zeros and -inf. `gather` (the reference) reads K latents per query, `masked` multiplies with the whole
-    context. `invariant`: gathers, for one T and K a row's result depends on its query and keys alone, bit for bit; no
-    gradient, and `keys_TK` must be given.
+    context. `grouped`: for few queries of each of many requests, on a CPU; no gradient. `invariant`: gathers, for one T
+    and K a row's result depends on its query and keys alone, bit for bit; no gradient, and `keys_TK` must be given.
     """
     if impl == "auto":
         impl = _cheaper(q_THL, latent_PZL, keys_TK, page_table_BN, end_T)
@@ -37,25 +40,29 @@ def sparse_mla(
         run = _gather
     elif impl == "masked":
         run = _masked
+    elif impl == "grouped":
+        run = _grouped
     elif impl == "invariant":
         run = _invariant
     else:
-        raise unknown_impl("sparse_mla", impl, ("gather", "masked", "invariant"))
+        raise unknown_impl("sparse_mla", impl, ("gather", "masked", "grouped", "invariant"))
     return run(q_THL, latent_PZL, keys_TK, page_table_BN, row_T, end_T, scale=scale, value_dim=value_dim)
 
 
 def _cheaper(
     q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor
-) -> Literal["gather", "masked"]:
+) -> Literal["gather", "masked", "grouped"]:
     """Which implementation is faster, from shapes; on a CPU also from the contexts' lengths.
 
     Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, `masked` wins up to 11
     keys in context per key selected; with one query a request, up to 3.
     """
+    crowded = q_THL.shape[0] >= 16 * page_table_BN.shape[0]
+    if not torch.is_grad_enabled() and few_queries(page_table_BN, end_T, q_THL.shape[1]):
+        return "grouped"
     if keys_TK is None:
         return "masked"
     num_keys = page_table_BN.shape[1] * latent_PZL.shape[1]
-    crowded = q_THL.shape[0] >= 16 * page_table_BN.shape[0]
     if q_THL.device.type == "cpu" and len(end_T):
         # `masked` goes request by request, so few long ones do not decide. Of a whole sequence, the mean is half.
         num_keys = min(num_keys, int(end_T.max()), int(end_T.float().mean()) * (2 if crowded else 1))

@@ -14,7 +14,7 @@ from glm5.testing.numerics import rel_rms
 from tests.support.dispatch import largest_result
 from tests.support.paged import CASES, PAGE_SIZE, Where, make_keys, make_pool, make_where
 
-INDEX_IMPLS, MLA_IMPLS = ["reference", "tiled", "invariant"], ["gather", "masked", "invariant"]
+INDEX_IMPLS, MLA_IMPLS = ["reference", "tiled", "invariant"], ["gather", "masked", "grouped", "invariant"]
 J, I, H, C, R, K, SCALE = 3, 6, 2, 5, 2, 5, 0.3
 FORM = LatentFormat(C, R)
 # The same values from other memory: the order of sums may differ, nothing else. float64; measured 3e-16.

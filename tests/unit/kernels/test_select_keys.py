@@ -11,7 +11,7 @@ from tests.support.dispatch import largest_result
 from tests.support.paged import CASES, make_pool, make_where
 
 J, I, SCALE = 16, 32, 32**-0.5
-IMPLS = ["auto", "reference", "tiled", "invariant"]
+IMPLS = ["auto", "reference", "tiled", "grouped", "invariant"]
 MIB = 1 << 20
 
 

@@ -10,7 +10,7 @@ from tests.support.floats import BF16, round_array
 from tests.support.paged import CASES, Where, make_keys, make_pool, make_where
 
 IMPLS = ["gather", "masked"]
-FORWARD = [*IMPLS, "invariant"]
+FORWARD = [*IMPLS, "grouped", "invariant"]
 H, L, C, K, SCALE = 3, 6, 4, 5, 0.3
 # Inputs are rounded before both runs. Measured: float64 3e-16, float32 1.4e-7. In bfloat16 the oracle rounds p and out
 # as the definition does: measured 0, but a p that lies on a midpoint may fall to either side, 2^-8 of one output.
