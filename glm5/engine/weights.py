@@ -5,10 +5,12 @@ two launches. `version` counts for clients. `identity` tells weights from all ot
 outlive this one, so it is random for weights that no file holds.
 """
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
@@ -93,8 +95,7 @@ class Weights:
         if level == 2:
             num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in self._on_host.values())
             self._on_host.clear()
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()  # else torch would keep it for itself
+        _return_freed(self.model.device)
         return num_bytes
 
     def restore(self) -> bool:
@@ -122,6 +123,15 @@ class Weights:
         is_other = (self.version, self.identity) != (0, identity)
         self.version, self.identity = 0, identity
         return is_other
+
+
+def _return_freed(device: torch.device) -> None:
+    """To the system: allocators keep what was freed for the next one who asks."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
+    with suppress(OSError, AttributeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def in_background(job: Callable[[], Result], name: str) -> "Future[Result]":

@@ -1,0 +1,312 @@
+"""The engine core over a real model: what training needs of it, checked against the model itself."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from glm5.checkpoint.load import load
+from glm5.checkpoint.save import save
+from glm5.config.engine import EngineConfig
+from glm5.config.presets import preset
+from glm5.engine.build import build_core
+from glm5.engine.sampling.params import SamplingParams
+from glm5.engine.wire import (
+    Answer,
+    Ask,
+    PauseCall,
+    ResumeCall,
+    SleepCall,
+    Updates,
+    UpdateWeightsCall,
+    WakeCall,
+)
+from glm5.model.moe import MoE
+from tests.support.checkpoints import edit_tensors
+from tests.support.models import random_model
+
+# Largest difference of a log-probability from the model's own, float32, another order of sums. Seen: 2e-6.
+LOGPROB_BUDGET = 1e-5
+
+
+class Session:
+    """A core with some requests in it."""
+
+    def __init__(self, model, source: Path | None = None, **config):
+        defaults = {
+            "max_model_len": 256,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "num_gpu_blocks_override": 16,
+        }
+        defaults |= {"enable_return_routed_experts": True}
+        self.core = build_core(model, EngineConfig(**defaults | config), source=source)
+        self.asks: dict[int, Ask] = {}
+        self.updates: dict[int, list] = {}
+        self.answers: dict[int, Answer] = {}
+
+    def ask(self, num_prompt: int, max_tokens: int, *, routed: bool = False, **params) -> int:
+        seq_id = len(self.asks)
+        gen = torch.Generator().manual_seed(seq_id)
+        prompt = torch.randint(4, 320, (num_prompt,), generator=gen).tolist()
+        params = SamplingParams(**{"max_tokens": None, "logprobs": 2} | params)
+        self.asks[seq_id] = Ask((seq_id,), prompt, params, (7 + seq_id,), max_tokens, routed_experts=routed)
+        self.updates[seq_id] = []
+        self.core.receive(self.asks[seq_id])
+        return seq_id
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            for message in self.core.step():
+                if isinstance(message, Updates):
+                    for update in message.updates:
+                        assert update.error is None
+                        self.updates[update.seq_id].append(update)
+                else:
+                    self.answers[message.call_id] = message
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.turn()
+
+    def call(self, message) -> Answer:
+        self.core.receive(message)
+        while message.call_id not in self.answers:
+            self.turn()
+        return self.answers[message.call_id]
+
+    def tokens(self, seq_id: int) -> list[int]:
+        return [token_id for update in self.updates[seq_id] for token_id in update.token_ids]
+
+    def versions(self, seq_id: int) -> list[int]:
+        return [update.version for update in self.updates[seq_id] for _ in update.token_ids]
+
+    def logprobs(self, seq_id: int) -> list:
+        return [entry for update in self.updates[seq_id] for entry in update.logprobs]
+
+    def whole(self, seq_id: int) -> list[int]:
+        return self.asks[seq_id].prompt_ids + self.tokens(seq_id)
+
+
+def own_logprobs(model, ids, temperature: float = 1.0):
+    """Log-probabilities [T, W] that the model itself gives, of what follows each token."""
+    return (model.logits(ids) / temperature).float().log_softmax(dim=-1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two checkpoints of one architecture."""
+    root = tmp_path_factory.mktemp("weights")
+    return [save(random_model(seed), root / str(seed)) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    return [load(folder) for folder in folders]
+
+
+@pytest.mark.parametrize(("launch_ahead", "depth"), [(True, 0), (True, 3), (False, 3)])
+def test_logprobs_are_the_models_own(models, launch_ahead, depth):
+    session = Session(load_copy(models[0]), async_scheduling=launch_ahead, num_speculative_tokens=depth)
+    for number in range(6):
+        session.ask(20 + 31 * number, 12, temperature=(0.0, 0.7, 1.0)[number % 3], prompt_logprobs=1)
+    session.run()
+    for seq_id, ask in session.asks.items():
+        ids, num_prompt = session.whole(seq_id), len(ask.prompt_ids)
+        plain = own_logprobs(models[0], ids)
+        tempered = own_logprobs(models[0], ids, ask.params.temperature or 1.0)
+        assert len(session.logprobs(seq_id)) == 12
+        for position, entry in enumerate(session.logprobs(seq_id), start=num_prompt):
+            row = plain[position - 1]
+            assert abs(entry.logprob - row[ids[position]].item()) < LOGPROB_BUDGET
+            assert abs(entry.tempered - tempered[position - 1][ids[position]].item()) < LOGPROB_BUDGET
+            assert entry.rank == 1 + int((row > row[ids[position]]).sum())
+            assert [token_id for token_id, _ in entry.likeliest] == row.topk(2).indices.tolist()
+        (told,) = [u.prompt_logprobs for u in session.updates[seq_id] if u.prompt_logprobs is not None]
+        want = plain[: num_prompt - 1].gather(1, torch.tensor(ids[1:num_prompt])[:, None])[:, 0]
+        assert max(abs(a.logprob - b) for a, b in zip(told, want.tolist(), strict=True)) < LOGPROB_BUDGET
+
+
+def test_the_budget_tells_other_weights(models):
+    ids = list(range(4, 60))
+    assert (own_logprobs(models[0], ids) - own_logprobs(models[1], ids)).abs().max() > 1000 * LOGPROB_BUDGET
+
+
+def load_copy(model):
+    """The same weights in a model of its own, which an update may overwrite."""
+    copy = random_model(0)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def routers_choice(model, ids) -> np.ndarray:
+    """Experts [T, MoE layers, A] that the routers pick in a pass over the whole sequence."""
+    heard = []
+    layers = model.model.layers[: model.cfg.num_hidden_layers]
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda *args: heard.append(args[2][1].clone()))
+        for layer in layers
+        if isinstance(layer.mlp, MoE)
+    ]
+    model.logits(ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(heard, dim=1).numpy()
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_routed_experts_are_the_routers(models, depth):
+    """Under preemption, with several requests in a batch. (Equal sets: routers order equals by value.)"""
+    session = Session(load_copy(models[0]), num_speculative_tokens=depth, num_gpu_blocks_override=5)
+    ids = [session.ask(50 + number, 40, routed=True, temperature=0.0) for number in range(4)]
+    session.run()
+    assert session.core.stats()["preemptions"]
+    for seq_id in ids:
+        whole = session.whole(seq_id)
+        found = {}
+        for update in session.updates[seq_id]:
+            if update.routed is not None:
+                rows = np.frombuffer(update.routed.experts, "<i2").reshape(update.routed.shape)
+                for position, row in enumerate(rows, start=update.routed.start):
+                    assert position not in found
+                    found[position] = row
+        assert sorted(found) == list(range(len(whole) - 1))
+        want = routers_choice(models[0], whole[:-1])
+        got = np.stack([found[position] for position in range(len(whole) - 1)])
+        assert (np.sort(got) == np.sort(want)).all()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+@pytest.mark.parametrize(("launch_ahead", "depth"), [(True, 3), (False, 0)])
+def test_weights_change_under_load(models, folders, policy, launch_ahead, depth):
+    session = Session(load_copy(models[0]), async_scheduling=launch_ahead, num_speculative_tokens=depth)
+    for number in range(6):
+        session.ask(30 + 9 * number, 24, temperature=0.0 if number % 2 else 1.0)
+    session.turn(8)
+    session.core.receive(UpdateWeightsCall(1, str(folders[1]), policy))
+    session.run()
+    assert session.answers[1].result == {"version": 1}
+    both = 0
+    for seq_id, ask in session.asks.items():
+        versions, num_prompt = session.versions(seq_id), len(ask.prompt_ids)
+        assert versions == sorted(versions)
+        assert len(versions) == 24
+        both += len(set(versions)) == 2
+        ids = session.whole(seq_id)
+        own = [own_logprobs(model, ids) for model in models]
+        for position, entry in enumerate(session.logprobs(seq_id), start=num_prompt):
+            version = versions[position - num_prompt]
+            # What was kept of the old weights shows in later tokens; recomputed, a token knows the new ones alone.
+            if version == 0 or policy == "recompute" or versions[0] == 1:
+                assert abs(entry.logprob - own[version][position - 1, ids[position]].item()) < LOGPROB_BUDGET
+    assert both > 1, "nothing was under way"
+    # What comes later knows nothing of former weights.
+    late = session.ask(50, 10)
+    session.run()
+    ids = session.whole(late)
+    own = own_logprobs(models[1], ids)
+    for position, entry in enumerate(session.logprobs(late), start=50):
+        assert abs(entry.logprob - own[position - 1, ids[position]].item()) < LOGPROB_BUDGET
+
+
+def test_a_damaged_update_changes_nothing(models, folders, tmp_path):
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    for file in folders[1].iterdir():
+        (bad / file.name).write_bytes(file.read_bytes())
+    edit_tensors(bad, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    session = Session(load_copy(models[0]))
+    first = session.ask(30, 40, temperature=0.0)
+    session.turn(6)
+    answer = session.call(UpdateWeightsCall(1, str(bad)))
+    assert answer.kind == "CheckpointError"
+    assert "NaN" in answer.error
+    session.run()
+    assert set(session.versions(first)) == {0}
+    ids = session.whole(first)
+    own = own_logprobs(models[0], ids)
+    assert all(
+        abs(e.logprob - own[29 + i, ids[30 + i]].item()) < LOGPROB_BUDGET for i, e in enumerate(session.logprobs(first))
+    )
+
+
+def greedy(model, num_prompt: int = 40, max_tokens: int = 50) -> list[int]:
+    session = Session(model)
+    seq_id = session.ask(num_prompt, max_tokens, temperature=0.0)
+    session.run()
+    return session.tokens(seq_id)
+
+
+def test_pause_and_resume(models):
+    want = greedy(load_copy(models[0]))
+    session = Session(load_copy(models[0]))
+    session.ask(40, 50, temperature=0.0)
+    session.turn(9)
+    assert session.call(PauseCall(1)).error is None
+    count = len(session.tokens(0))
+    session.turn(5)
+    assert len(session.tokens(0)) == count
+    session.call(ResumeCall(2))
+    session.run()
+    assert session.tokens(0) == want
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_frees_the_memory_that_it_says(level, tmp_path):
+    """And requests under way go on after it as if nothing had been."""
+    cfg = preset("tiny").replace(vocab_size=16384, hidden_size=512)
+    folder = save(random_model(3, cfg), tmp_path / "large", dtype="bfloat16")
+    want = greedy(load(folder), max_tokens=20)
+    session = Session(load(folder), source=folder, num_gpu_blocks_override=700)
+    session.core.runner.cache._memory.bytes.view(-1)[::4096] = 0  # memory that nobody ever wrote to is not there
+    session.ask(40, 20, temperature=0.0)
+    session.turn(4)
+    assert 0 < len(session.tokens(0)) < 20
+    before = resident()
+    said = session.call(SleepCall(1, level)).result["freed_bytes"]
+    freed = before - resident()
+    assert said > (20e6 if level == 1 else 55e6)
+    assert freed > 0.9 * said, f"{freed=} {said=}"
+    session.run()
+    assert len(session.tokens(0)) < 20
+    assert session.call(WakeCall(2)).error is None
+    session.run()
+    assert session.tokens(0) == want
+    assert set(session.versions(0)) == {0}
+
+
+def test_weights_that_cannot_be_read_again_leave_the_engine_asleep(models, folders, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for file in folders[0].iterdir():
+        (mine / file.name).write_bytes(file.read_bytes())
+    session = Session(load(mine), source=mine)
+    session.ask(40, 50, temperature=0.0)
+    session.turn(6)
+    session.call(SleepCall(1, 2))
+    (file,) = mine.glob("*.safetensors")
+    content = file.read_bytes()
+    file.unlink()
+    assert session.call(WakeCall(2)).kind == "CheckpointError"
+    session.turn(3)
+    file.write_bytes(content)
+    assert session.call(WakeCall(3)).error is None
+    session.run()
+    assert session.tokens(0) == greedy(load_copy(models[0]))
+
+
+def test_a_model_from_memory_keeps_its_weights(models):
+    session = Session(load_copy(models[0]))
+    assert session.call(SleepCall(1, 2)).kind == "RequestError"
+    assert session.call(SleepCall(2, 1)).result["freed_bytes"] > 0
+    session.ask(40, 50, temperature=0.0)
+    session.call(WakeCall(3))
+    session.run()
+    assert session.tokens(0) == greedy(load_copy(models[0]))
