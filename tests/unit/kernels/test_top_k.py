@@ -82,3 +82,14 @@ def test_errors():
         top_k(torch.zeros(1, 2), 0)
     with pytest.raises(ValueError, match="unknown impl 'fast'"):
         top_k(torch.zeros(1, 2), 1, impl="fast")
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "k", "want"), [(575, 8, "partition"), (576, 8, "reference"), (4096, 2048, "partition")]
+)
+def test_auto_takes_the_cheaper(num_keys, k, want, monkeypatch):
+    taken = []
+    for name in ("partition", "reference"):
+        monkeypatch.setattr(f"glm5.kernels.top_k._{name}", lambda *_args, name=name: taken.append(name))
+    top_k(torch.zeros(1, num_keys), k)
+    assert taken == [want]
