@@ -17,7 +17,7 @@ from glm5.config.generate import ChatConfig
 if TYPE_CHECKING:
     from glm5.chat.template import ChatTemplate
     from glm5.engine.llm import LLM
-    from glm5.engine.params import SamplingParams
+    from glm5.engine.sampling.params import SamplingParams
 
 HELP = """/help          this list
 /reset         forget the conversation
@@ -33,12 +33,12 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = read(ChatConfig, args)
-    llm = load_llm(settings, max_num_seqs=1)
-    template = load_template(settings, llm)
-    for line in resolved(settings, llm, template):
-        out(line)
-    out("/help lists what else can be said")
-    Conversation(llm, template, settings).run()
+    with load_llm(settings, settings.engine_config()) as llm:
+        template = load_template(settings, llm)
+        for line in resolved(settings, llm, template):
+            out(line)
+        out("/help lists what else can be said")
+        Conversation(llm, template, settings).run()
     return 0
 
 

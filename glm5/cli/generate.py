@@ -25,12 +25,12 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = read(GenerateConfig, args)
     prompts = settings.prompt or (sys.stdin.read(),)
-    llm = load_llm(settings, max_num_seqs=1)
-    for prompt in prompts:
-        if settings.chat:
-            _answer(settings, llm, prompt)
-        else:
-            _continue(settings, llm, prompt)
+    with load_llm(settings, settings.engine_config()) as llm:
+        for prompt in prompts:
+            if settings.chat:
+                _answer(settings, llm, prompt)
+            else:
+                _continue(settings, llm, prompt)
     return 0
 
 

@@ -2,8 +2,8 @@
 
 The field `max_model_len` is the flag `--max-model-len`; the string under it is its help. Two marks refine it:
 
-    model: Annotated[str, Positional()]             given by place, not by name
-    block_size: Annotated[int, NoEffect("why")]     understood, checked, and without effect; said at start
+    model: Annotated[str, Positional()]                     given by place, not by name
+    trust_remote_code: Annotated[bool, NoEffect("why")]     understood, checked, and without effect; said at start
 """
 
 from dataclasses import dataclass
@@ -39,14 +39,10 @@ class ModelSource(Command):
     """Element type of the weights. auto keeps what the checkpoint holds, FP8 included; a name dequantizes."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """auto (the GPU if there is one), cpu, cuda or cuda:N."""
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Longest context in tokens, prompt and answer together. Default: what the checkpoint and the memory allow."""
     generation_config: str = "auto"
     """Sampling defaults: auto (the checkpoint's generation_config.json), a folder that holds one, or vllm (none)."""
     chat_template: str | None = None
     """glm-5, 5.1, 5.2, 5.3 or a file. Default: the checkpoint's own, else 5.2 where it shares indices, else 5.1."""
-    seed: int = 0
-    """Seed of requests that bring none of their own."""
     lora_norm_eps: Annotated[float, Field(gt=0)] | None = None
     """Epsilon of the low-rank norms: 1e-6 gives transformers' numbers, 1e-5 SGLang's. Default: the checkpoint's."""
 

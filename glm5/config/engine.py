@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from glm5.config.command import Command
 
+MAX_DEPTH = 16
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_key", "fp8"]
 
 
@@ -26,7 +27,7 @@ class EngineConfig(Command):
     """Tokens of one prompt in one step, at most; 0: up to the step's budget, half of it while others wait."""
     enable_prefix_caching: bool = True
     """Keep what was computed of a prompt for later ones that begin alike."""
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=16)] | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DEPTH)] | None = None
     """Tokens drafted by the MTP layer in a step; 0 drafts none. Default: 3 if the checkpoint has the layer, else 0."""
     adaptive_speculation: bool = True
     """Draft fewer under load, and where drafts are not accepted."""
@@ -53,6 +54,8 @@ class EngineConfig(Command):
     """Let requests ask which experts computed their tokens."""
     watchdog_timeout: Annotated[float, Field(gt=0)] = 300.0
     """Seconds that a step may take, and that the engine may be silent, before it is ended."""
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of the engine's process. Default: 1 for small models, else one a core."""
     seed: int = 0
     """Seed of requests that bring none of their own."""
 

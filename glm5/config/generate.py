@@ -1,20 +1,29 @@
-"""`glm5 generate` and `glm5 chat`: one model in the process, answers on the terminal."""
+"""`glm5 generate` and `glm5 chat`: one model, answers on the terminal."""
+
+from typing import Annotated
+
+from pydantic import Field
 
 from glm5.config.command import ModelSource, Sampling
+from glm5.config.speculative import EngineFlags
 
 
-class GenerateConfig(Sampling, ModelSource):
+class GenerateConfig(Sampling, EngineFlags, ModelSource):
     """Continue texts, or answer them."""
 
+    max_num_seqs: Annotated[int, Field(ge=1)] = 1
+    """Requests that are answered at the same time; here they come one by one."""
     prompt: tuple[str, ...] = ()
     """Texts to continue, as they are. Default: what standard input holds."""
     chat: bool = False
     """Take each text for a user's message and answer it, through the chat template."""
 
 
-class ChatConfig(Sampling, ModelSource):
+class ChatConfig(Sampling, EngineFlags, ModelSource):
     """Talk with a model in the terminal."""
 
+    max_num_seqs: Annotated[int, Field(ge=1)] = 1
+    """Requests that are answered at the same time; a conversation has one."""
     system: str | None = None
     """A system message that starts the conversation."""
     enable_thinking: bool = True

@@ -8,19 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from glm5.config.command import Command, ModelSource, NoEffect
+from glm5.config.command import ModelSource, NoEffect
+from glm5.config.speculative import EngineFlags
 
 
-class SpeculativeConfig(Command):
-    """Drafting with the MTP layer."""
-
-    method: Literal["mtp"] = "mtp"
-    """Only the model's own MTP layer drafts."""
-    num_speculative_tokens: Annotated[int, Field(ge=1)] = 3
-    """Drafted tokens a step."""
-
-
-class ServeConfig(ModelSource):
+class ServeConfig(EngineFlags, ModelSource):
     """An OpenAI-compatible server for one model."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -29,20 +21,12 @@ class ServeConfig(ModelSource):
     """0 takes a free one."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API. Default: MODEL as given."""
-    max_num_seqs: Annotated[int, Field(ge=1)] = 64
-    """Requests that are answered at the same time; more wait."""
     reasoning_parser: Literal["glm45"] = "glm45"
     """Splits reasoning from the answer."""
     tool_call_parser: Literal["glm45", "glm47"] = "glm47"
     """Reads tool calls; both names mean the one parser, which reads both formats."""
     tensor_parallel_size: int = 1
     """GPUs that share the model. Only 1 in this version."""
-    kv_cache_dtype: Annotated[Literal["auto", "bfloat16"], NoEffect("the cache has the model's element type")] = "auto"
-    """Element type of the cache."""
-    gpu_memory_utilization: Annotated[
-        float, Field(gt=0, le=1), NoEffect("the cache is sized by --max-model-len and --max-num-seqs")
-    ] = 0.9
-    """Share of the GPU's memory to use."""
     trust_remote_code: Annotated[bool, NoEffect("no code of a checkpoint is ever run")] = False
     """Allow a checkpoint's own code."""
     enable_expert_parallel: Annotated[bool, NoEffect("all experts are on one device")] = False
@@ -53,10 +37,6 @@ class ServeConfig(ModelSource):
         Literal["auto", "string", "openai"], NoEffect("the templates take text and lists of parts alike")
     ] = "auto"
     """Shape of message content that the template expects."""
-    speculative_config: Annotated[
-        SpeculativeConfig | None, NoEffect("this version answers without drafting, with the same distribution")
-    ] = None
-    """Drafting, as JSON or by the dotted flags."""
 
     @field_validator("tensor_parallel_size")
     @classmethod

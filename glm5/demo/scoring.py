@@ -15,7 +15,7 @@ from glm5.chat.template import ChatTemplate
 from glm5.demo.examples import messages
 from glm5.demo.questions import KINDS, Conversation, conversation
 from glm5.engine.llm import LLM
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 
 NUM_QUESTIONS = 200
 MAX_TOKENS = 64

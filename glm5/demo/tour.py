@@ -35,11 +35,11 @@ def run_demo(out: Path, seed: int = 0, program: str = "glm5") -> int:
         train(out, Recipe(), seed)
     trained = time.monotonic()
 
-    llm = LLM(model, device="cpu", max_model_len=1024)
-    assert llm.tokenizer is not None
-    template = ChatTemplate.for_checkpoint(model, "shared" in llm.model.cfg.indexer_types, None, llm.tokenizer)
     say("scoring held-out questions", flush=True)
-    scores = score_all(llm, template)
+    with LLM(model, device="cpu", max_model_len=1024) as llm:
+        assert llm.tokenizer is not None
+        template = ChatTemplate.for_checkpoint(model, "shared" in llm.cfg.indexer_types, None, llm.tokenizer)
+        scores = score_all(llm, template)
     scored = time.monotonic()
 
     say("serving it, and asking through the openai client\n", flush=True)

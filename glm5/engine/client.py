@@ -64,7 +64,7 @@ class Client:
         # The text of a token by itself, for log-probabilities.
         self._spell = cache(lambda token_id: None if tokenizer is None else tokenizer.decode([token_id]))
         self.facts = self._wait_until_ready(on_loading)
-        self._asker = Asker(self.facts, tokenizer, eos_ids)
+        self.asker = Asker(self.facts, tokenizer, eos_ids)
 
     @property
     def num_unfinished(self) -> int:
@@ -78,7 +78,7 @@ class Client:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> None:
         """RequestError for a request that cannot be served."""
-        self._asker.check(prompt_ids, params, options)
+        self.asker.check(prompt_ids, params, options)
 
     def submit(
         self,
@@ -90,12 +90,12 @@ class Client:
     ) -> Request:
         """Send a request. From then on `deliver` gets its deltas, in the thread that pumps; or one error, and nothing
         after it. Raises RequestError for one that cannot be served, EngineDead when the engine has ended."""
-        self._asker.check(prompt_ids, params, options)
+        self.asker.check(prompt_ids, params, options)
         request = Request(str(next(self._numbers)) if request_id is None else request_id, prompt_ids, params, deliver)
         request.seq_ids = tuple(next(self._seq_ids) for _ in range(params.n))
         request.unfinished.update(request.seq_ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        ask = self._asker.write(request.seq_ids, seed, prompt_ids, params, options)
+        ask = self.asker.write(request.seq_ids, seed, prompt_ids, params, options)
         with self._lock:
             self.check_alive()
             for index, seq_id in enumerate(request.seq_ids):

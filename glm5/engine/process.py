@@ -41,7 +41,8 @@ Progress = Callable[[str, float], None]
 
 def main(folder: str, cwd: str) -> NoReturn:
     """Serve until told to close. Ends the process in every case."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's, which ends this in order: a terminal or a service
+        signal.signal(number, signal.SIG_IGN)  # manager may send them to both
     pulse = _Pulse(_take_stdout())
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     with suppress(OSError):  # started elsewhere so that nothing there is imported by mistake

@@ -15,10 +15,9 @@ from fastapi.responses import Response, StreamingResponse
 from glm5.chat.events import Event, ToolCallEnd
 from glm5.chat.message import normalize_tools
 from glm5.chat.parser import OutputParser
-from glm5.common.errors import RequestError
-from glm5.engine.async_engine import EngineStopped
+from glm5.common.errors import EngineDead, RequestError
 from glm5.engine.outputs import Delta
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 from glm5.serve.answer import Chunk, Head, Usage, completion, delta_of
 from glm5.serve.errors import envelope, to_api_error
 from glm5.serve.request import ChatRequest, context_exceeded, read_chat_request
@@ -93,7 +92,7 @@ async def _chunks(job: _Job, service: Service) -> AsyncGenerator[Chunk, None]:
                 called = called or any(isinstance(event, ToolCallEnd) for event in events)
                 delta |= delta_of(events)
                 if step.finish_reason == "abort":
-                    raise EngineStopped("the server is closing")
+                    raise EngineDead("the server is closing")
                 if step.finish_reason is not None:
                     finish_reason = "tool_calls" if called and step.finish_reason == "stop" else step.finish_reason
                     yield Chunk(delta, finish_reason)

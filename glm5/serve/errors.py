@@ -7,8 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from glm5.common.errors import RequestError
-from glm5.engine.async_engine import EngineStopped
+from glm5.common.errors import EngineDead, RequestError
 
 
 class ApiError(Exception):
@@ -26,7 +25,7 @@ def to_api_error(error: Exception) -> ApiError:
             return error
         case RequestError():
             return ApiError(400, str(error), param=error.param)
-        case EngineStopped():
+        case EngineDead():
             return ApiError(503, str(error), code="engine_stopped")
         case HTTPException():
             code = HTTPStatus(error.status_code).name.lower()
@@ -49,5 +48,5 @@ def install(app: FastAPI) -> None:
         headers = error.headers if isinstance(error, HTTPException) else None
         return JSONResponse(envelope(told), told.status, headers=dict(headers or {}))
 
-    for kind in (ApiError, RequestError, EngineStopped, HTTPException, Exception):
+    for kind in (ApiError, RequestError, EngineDead, HTTPException, Exception):
         app.add_exception_handler(kind, respond)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from glm5.config.refusal import first_error
 from glm5.engine.defaults import GenerationDefaults
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 from glm5.serve.errors import ApiError
 from glm5.serve.service import Service
 

@@ -12,7 +12,7 @@ from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.outputs import Delta
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 
 
 class Engine(Protocol):

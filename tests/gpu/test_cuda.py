@@ -8,7 +8,7 @@ from glm5.checkpoint.init import write_random
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
 from glm5.engine.llm import LLM
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
 from glm5.kernels.fp8_linear import fp8_linear
 

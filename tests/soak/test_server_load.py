@@ -12,6 +12,7 @@ from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.serve.app import create_app
 from glm5.serve.server import bind, serving
+from tests.support.engines import assert_nothing_left
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -67,5 +68,4 @@ def test_load():
             assert httpx.get(url + "/health").status_code == 200
     assert answers.count(None) == NUM_WAVES * CLIENTS_A_WAVE // LEAVING
     assert set(answers) == {None, MAX_TOKENS}
-    assert not llm.loop.has_work
-    assert llm.loop.cache.num_free == llm.loop.cache.num_pages
+    assert_nothing_left(llm)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.defaults import NO_DEFAULTS
+from glm5.engine.llm import LLM
 from glm5.engine.outputs import Delta, Piece
 
 
@@ -55,3 +56,15 @@ class ScriptedEngine:
                 await asyncio.Event().wait()
             if self.fails is not None:
                 raise self.fails
+
+
+def assert_nothing_left(llm: LLM) -> None:
+    """An engine in this process has no request, and every page is free or holds a prefix that nobody uses."""
+    core = llm.client.link.core
+    while core.has_work:  # aborts that no step has seen yet
+        core.step()
+    assert llm.client.num_unfinished == 0
+    assert not core.scheduler.decoding
+    stats = core.stats()
+    pool = core.scheduler.holdings.pool
+    assert pool.num_available == pool.num_pages, stats

@@ -154,6 +154,7 @@ class FakeRunner:
         self.slots: dict[int, Slot] = {}
         self.permitted: dict[int, np.ndarray] = {}
         self.plans: list[StepPlan] = []
+        self.launched: Launched | None = None
         self.fails_at: int | None = None
         self.history = [weights.number]
 
@@ -161,6 +162,7 @@ class FakeRunner:
         return {"keys": self.pool}
 
     def release_memory(self) -> int:
+        assert self.launched is None or self.launched.num_reads, "a step is under way"
         self.pool.fill_(JUNK)
         self.is_released = True
         return self.pool.numel() * 8
@@ -198,7 +200,10 @@ class FakeRunner:
             assert item.seq_id in specs
             self._run(item, slot, plan.draft_depth, result)
         self.permitted = {}
-        return Launched(result)
+        launched = Launched(result)
+        if plan.items:
+            self.launched = launched
+        return launched
 
     def _run(self, item: Item, slot: Slot, draft_depth: int, result: StepResult) -> None:
         spec, seq_id = slot.spec, item.seq_id

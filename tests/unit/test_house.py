@@ -18,7 +18,7 @@ ROOT = REPO / "glm5"
 LAYERS = """
     cli
     demo
-    serve
+    serve bench
     engine
     checkpoint
     model

@@ -213,7 +213,7 @@ def _as_biases(value: Any) -> dict[int, float]:
 
 
 def _refusal(param: str, got: object, allowed: str) -> RequestError:
-    shown = repr(got)
+    shown = repr(list(got) if isinstance(got, tuple) else got)  # as it was given, mostly
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
     return RequestError(f"{param} is {shown}; allowed: {allowed}", param=param.partition(".")[0])
 

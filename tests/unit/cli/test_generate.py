@@ -12,7 +12,7 @@ from glm5.cli.main import main
 from glm5.cli.screen import Screen
 from glm5.engine.llm import LLM
 from glm5.engine.outputs import Delta, Piece
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--device", "cpu"]
 

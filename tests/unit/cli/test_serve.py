@@ -50,7 +50,7 @@ def test_it_says_what_it_chose_answers_and_ends_on_sigterm(checkpoint):
 
 def test_ctrl_c_ends_running_answers(checkpoint):
     with server(checkpoint, "--chat-template", "5.1") as (process, lines, url):
-        assert "template   glm-5.1" in lines
+        assert "template       glm-5.1" in lines
         body = ASK | {"max_tokens": None, "stream": True}
         with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=SECONDS) as answer:
             events = answer.iter_lines()

@@ -1,5 +1,6 @@
 """Scoring accepts right answers and refuses wrong ones; the tour reuses its model and says when a kind fails."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -72,9 +73,9 @@ def short_tour(tmp_path, monkeypatch):
         (out / "model").mkdir(parents=True)
         (out / "model" / "config.json").write_text("{}")
 
-    llm = SimpleNamespace(tokenizer=1, model=SimpleNamespace(cfg=SimpleNamespace(indexer_types=())))
+    llm = SimpleNamespace(tokenizer=1, cfg=SimpleNamespace(indexer_types=()))
     monkeypatch.setattr(tour, "train", train)
-    monkeypatch.setattr(tour, "LLM", lambda *args, **kwargs: llm)
+    monkeypatch.setattr(tour, "LLM", lambda *args, **kwargs: nullcontext(llm))
     monkeypatch.setattr(tour.ChatTemplate, "for_checkpoint", lambda *args: None)
     monkeypatch.setattr(tour, "score_all", lambda *args: scores)
     monkeypatch.setattr(tour, "server", lambda *args: tmp_path.joinpath("nothing").open("w"))

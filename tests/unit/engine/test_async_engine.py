@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
-from glm5.common.errors import RequestError
-from glm5.engine.async_engine import AsyncEngine, EngineStopped
-from glm5.engine.params import SamplingParams
+from glm5.common.errors import EngineDead, RequestError
+from glm5.engine.async_engine import AsyncEngine
+from glm5.engine.sampling.params import SamplingParams
+from tests.support.engines import assert_nothing_left
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ENDLESS = GREEDY.but(max_tokens=None)
@@ -40,9 +41,17 @@ def llm(make_llm):
 
 
 @pytest.fixture
-def gate(llm, monkeypatch):
-    gate = Gate(llm.model)
-    monkeypatch.setattr(llm.model, "head", gate)
+def one_seat(make_llm):
+    return make_llm(max_num_seqs=1)
+
+
+@pytest.fixture
+def gate(request, monkeypatch):
+    """Of the engine that the test has, `llm` or `one_seat`."""
+    llm = request.getfixturevalue("one_seat" if "one_seat" in request.fixturenames else "llm")
+    model = llm.client.link.core.runner.model
+    gate = Gate(model)
+    monkeypatch.setattr(model, "head", gate)
     return gate
 
 
@@ -71,9 +80,8 @@ def test_a_request_joins_while_another_runs(make_llm):
     assert delta.finish_reason is None
 
 
-def test_leaving_the_block_aborts(llm):
+def test_leaving_the_block_aborts(one_seat):
     """One seat: the second request can only run because the first one, which has no end, gave its seat up."""
-    llm.loop.max_num_seqs = 1
 
     async def main(engine):
         for _ in range(3):
@@ -81,9 +89,9 @@ def test_leaving_the_block_aborts(llm):
                 await anext(deltas)
         return await answer(engine, [4, 5])
 
-    with AsyncEngine(llm) as engine:
+    with AsyncEngine(one_seat) as engine:
         assert len(asyncio.run(main(engine))) == 12
-    assert llm.loop.cache.num_free == llm.loop.cache.num_pages
+    assert_nothing_left(one_seat)
 
 
 def test_cancelling_the_waiting_task_aborts(llm, gate):
@@ -98,7 +106,7 @@ def test_cancelling_the_waiting_task_aborts(llm, gate):
 
     with AsyncEngine(llm) as engine:
         assert len(asyncio.run(main(engine))) == 12
-    assert not llm.loop.has_work
+    assert_nothing_left(llm)
 
 
 def test_a_failure_in_the_loop_reaches_all_that_wait_and_all_that_come(llm, gate, caplog):
@@ -114,15 +122,15 @@ def test_a_failure_in_the_loop_reaches_all_that_wait_and_all_that_come(llm, gate
     engine = AsyncEngine(llm)
     with engine:
         failures = asyncio.run(main(engine))
-        assert [type(failure) for failure in failures] == [EngineStopped] * 7
+        assert [type(failure) for failure in failures] == [EngineDead] * 7
         assert all("MemoryError: no room" in str(failure) for failure in failures)
         assert not engine.is_ready
-        assert engine.stopped_because == "MemoryError: no room"
+        assert engine.stopped_because.startswith("MemoryError: no room; out of memory: lower ")
     assert "the engine stopped" in caplog.text
-    assert llm.loop.cache.num_free == llm.loop.cache.num_pages
+    assert llm.client.num_unfinished == 0
 
 
-def test_closing_ends_what_runs_and_refuses_what_comes(llm, gate):
+def test_closing_ends_what_runs_and_refuses_what_comes(one_seat, gate):
     async def main(engine):
         async with engine.generate([1, 2, 3], ENDLESS) as running, engine.generate([4], ENDLESS) as waiting:
             closing = asyncio.create_task(asyncio.to_thread(engine.close))
@@ -130,20 +138,19 @@ def test_closing_ends_what_runs_and_refuses_what_comes(llm, gate):
                 gate.permits.release()
                 await asyncio.wait([closing], timeout=0.01)
             reasons = [[delta.finish_reason async for delta in deltas][-1] for deltas in (running, waiting)]
-        with pytest.raises(EngineStopped, match="the engine is not running: it was closed"):
+        with pytest.raises(EngineDead, match="the engine is not running: it was closed"):
             await answer(engine, [1])
         return reasons
 
-    llm.loop.max_num_seqs = 1
-    with AsyncEngine(llm) as engine:
+    with AsyncEngine(one_seat) as engine:
         assert asyncio.run(main(engine)) == ["abort", "abort"]
-    assert llm.loop.cache.num_free == llm.loop.cache.num_pages
+    assert one_seat.client.num_unfinished == 0
 
 
 def test_not_started(llm):
     engine = AsyncEngine(llm)
     assert not engine.is_ready
-    with pytest.raises(EngineStopped, match="it was not started"):
+    with pytest.raises(EngineDead, match="it was not started"):
         asyncio.run(answer(engine, [1]))
     engine.close()
 
@@ -161,10 +168,9 @@ def test_what_is_no_token_id_does_not_reach_the_model(llm, ids):
         assert engine.stopped_because is None
 
 
-def test_an_event_loop_that_is_gone_does_not_stop_the_engine(llm, gate):
+def test_an_event_loop_that_is_gone_does_not_stop_the_engine(one_seat, gate):
     """Its coroutine never left the block, so nobody aborts; the engine finds out when it delivers."""
-    llm.loop.max_num_seqs = 1
-    with AsyncEngine(llm) as engine:
+    with AsyncEngine(one_seat) as engine:
         event_loop = asyncio.new_event_loop()
         scope = engine.generate([1, 2], ENDLESS)
         event_loop.run_until_complete(scope.__aenter__())

@@ -154,3 +154,11 @@ def test_many_random_schedules_give_each_sequence_its_own_logits(rng: random.Ran
         for i, alone in enumerate(ids):
             want = CachedRun(model, [alone], layout).finish().logits()
             assert (run.logits(i) - want).abs().max() < BUDGETS[torch.float64]
+
+
+def test_the_indexer_is_asked_only_where_it_can_leave_something_out(seed):
+    run = CachedRun(random_model(7), sequences(seed, [TINY.index_topk + 1]))
+    run.advance({0: TINY.index_topk})
+    assert not run.selected[0]
+    run.advance({0: 1})
+    assert len(run.selected[0]) == TINY.indexer_types.count("full")

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
-from glm5.common.errors import ConfigError, RequestError
-from glm5.engine.params import SamplingParams
+from glm5.common.errors import ConfigError, EngineDead, RequestError
+from glm5.engine.asking import Options
+from glm5.engine.sampling.params import SamplingParams
+from tests.support.engines import assert_nothing_left
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -51,11 +53,11 @@ def test_seeds_of_the_engine_are_reproducible_and_differ_between_requests(make_l
     assert len({tuple(ids) for ids in first}) == 3
 
 
-def test_eos_ends_unless_ignored_and_stop_tokens_end_always(make_llm, tiny, rng):
+def test_eos_ends_unless_ignored_and_stop_tokens_end_always(make_llm, tiny, rng, tmp_path):
     prompt = prompts(rng, [6])[0]
     free = one_shot_greedy(tiny, prompt, 12)
-    llm = make_llm()
-    llm.loop.eos_ids = frozenset({free[4]})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": free[4]}))
+    llm = make_llm(generation_config=tmp_path)
     cut = free.index(free[4]) + 1
 
     def run(**changes):
@@ -96,49 +98,56 @@ def test_logprobs_are_those_of_the_model(make_llm, tiny, rng):
 
 
 def test_streaming_gives_the_same_and_closing_it_frees_the_pages(make_llm, rng):
-    llm, prompt = make_llm(), prompts(rng, [9])[0]
+    llm, prompt = make_llm(num_speculative_tokens=0), prompts(rng, [9])[0]
     want = answers(llm.generate(prompt, GREEDY, use_tqdm=False))[0]
     deltas = list(llm.stream(prompt, GREEDY))
     assert [token for delta in deltas for token in delta.token_ids] == want
     assert [delta.finish_reason for delta in deltas] == [None] * 11 + ["length"]
     stream = llm.stream(prompt, GREEDY)
     assert next(stream).token_ids == (want[0],)
-    assert llm.loop.cache.num_free < llm.loop.cache.num_pages
+    with pytest.raises(AssertionError):
+        assert_nothing_left(llm)
     stream.close()
-    assert llm.loop.cache.num_free == llm.loop.cache.num_pages
-    assert not llm.loop.has_work
+    assert_nothing_left(llm)
 
 
-def test_a_failing_model_leaves_no_request_behind(make_llm, monkeypatch):
+def test_a_failing_model_is_the_end(make_llm, monkeypatch):
     llm = make_llm()
-    monkeypatch.setattr(llm.model, "head", lambda hidden: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
-    assert not llm.loop.has_work
-    assert llm.loop.cache.num_free == llm.loop.cache.num_pages
+    monkeypatch.setattr(llm.client.link.core.runner.model, "head", lambda hidden: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(EngineDead, match="ZeroDivisionError: division by zero"):
+            llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
+    assert llm.client.num_unfinished == 0
 
 
-def test_requests_wait_for_pages_in_order(make_llm, rng, monkeypatch):
-    """With pages for two contexts and four seats, the third request waits and nobody overtakes."""
-    monkeypatch.setattr("glm5.engine.llm.free_bytes", lambda device: 200_000)
-    llm = make_llm(max_num_seqs=4)
-    assert 2 <= llm.loop.cache.num_pages < 4
+def test_requests_wait_for_pages(make_llm, rng):
+    """With pages for two contexts and four seats, all get their answers, the first one first."""
+    llm = make_llm(max_num_seqs=4, num_gpu_blocks_override=2)
     batch = prompts(rng, [30, 30, 30, 1, 30])
-    finished = [request.request_id for request, delta in llm._run([llm.loop.prepare(p, GREEDY) for p in batch])
-                if delta.finish_reason]  # fmt: skip
-    assert len(finished) == 5
-    assert finished.index("3") > finished.index("0")
+    streams = [llm.stream(prompt, GREEDY) for prompt in batch]
+    together = answers(llm.generate(batch, GREEDY, use_tqdm=False))
+    assert together == answers(make_llm().generate(batch, GREEDY, use_tqdm=False))
+    finished = [out.metrics.finished_time for out in llm.generate(batch, GREEDY, use_tqdm=False)]
+    assert finished[0] == min(finished)
+    assert finished[3] > finished[0]
+    assert all(list(stream) for stream in streams)
+    assert_nothing_left(llm)
 
 
-def test_long_prompts_take_turns_with_decoding(make_llm, rng):
-    """While a prompt of many chunks is computed, a decoding request gains a token every other step."""
-    llm = make_llm(max_num_batched_tokens=4)
-    first = llm.loop.prepare([1, 2], GREEDY)
-    llm.loop.submit(first)
-    llm.loop.step()
-    llm.loop.submit(llm.loop.prepare(prompts(rng, [40])[0], GREEDY))
-    gains = [bool(llm.loop.step()) for _ in range(10)]
-    assert gains == [True, False] * 5
+def test_decoding_goes_on_while_a_long_prompt_is_computed(make_llm, rng):
+    """Another request gains a token in every step all the while."""
+    client = make_llm(max_num_batched_tokens=4, max_num_seqs=2, num_speculative_tokens=0, max_model_len=128).client
+    arrived = []
+
+    def ask(prompt, name):
+        client.submit(prompt, GREEDY.but(max_tokens=40), Options(), lambda *_: arrived.append(name))
+        while name not in arrived:
+            client.pump(0.1)
+
+    ask([1, 2], "first")
+    ask(prompts(rng, [30])[0], "second")
+    # Of four tokens a step the first request takes one, so the prompt takes ten steps.
+    assert arrived.count("first") >= 10
 
 
 @pytest.mark.parametrize("form", ["ids", "list", "mapping", "mixed"])
@@ -157,7 +166,7 @@ BAD_PROMPTS = [
     ([[-1]], {}, "allowed: 0 to 319", "prompt"),
     (["text"], {}, "prompt 0 is text and there is no tokenizer; give token ids", "prompt"),
     ([[1, "a"]], {}, r"prompt 0 is \[1, 'a'\]; allowed: a text or a list of token ids", "prompt"),
-    ([[1]], {"stop_token_ids": [999]}, r"stop_token_ids holds \[999\]; allowed: 0 to 319", "stop_token_ids"),
+    ([[1]], {"stop_token_ids": [999]}, "stop_token_ids holds 999; allowed: token ids below", "stop_token_ids"),
     ([[1]], {"stop": "x"}, "stop strings need a tokenizer", "stop"),
 ]
 
@@ -168,7 +177,7 @@ def test_bad_prompts_are_refused_before_any_work(make_llm, batch, changes, messa
     with pytest.raises(RequestError, match=message) as caught:
         llm.generate(batch, GREEDY.but(**changes))
     assert caught.value.param == param
-    assert not llm.loop.has_work
+    assert not llm.client.link.core.has_work
 
 
 def test_one_set_of_parameters_for_each_prompt_or_for_all(make_llm):
@@ -179,10 +188,13 @@ def test_one_set_of_parameters_for_each_prompt_or_for_all(make_llm):
 class TestSizes:
     def test_context_and_pages(self, make_llm, tiny, monkeypatch):
         assert make_llm(max_model_len=None).max_model_len == tiny.cfg.max_position_embeddings
-        assert make_llm(max_model_len=65).loop.cache.num_pages == 2 * 4
-        monkeypatch.setattr("glm5.engine.llm.free_bytes", lambda device: 10 * 2**20)
-        fits = make_llm(max_model_len=None, max_num_seqs=64)
-        assert fits.loop.cache.num_pages * 64 >= fits.max_model_len
+        assert make_llm(max_model_len=65).client.facts.num_pages == 2 * 4
+        fits = make_llm(max_model_len=None, kv_cache_memory_bytes=2**20).client.facts
+        assert fits.max_model_len <= fits.num_pages * 64 < 2**14
+        assert make_llm(num_gpu_blocks_override=3).client.facts.num_pages == 3
+        monkeypatch.setattr("glm5.engine.build.free_bytes", lambda device, share: 10 * 2**20)
+        fits = make_llm(max_model_len=None, max_num_seqs=64, max_num_batched_tokens=64).client.facts
+        assert fits.num_pages * 64 >= fits.max_model_len
 
     def test_too_long_for_the_model(self, make_llm, tiny):
         longest = tiny.cfg.max_position_embeddings
@@ -192,11 +204,15 @@ class TestSizes:
     @pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs"])
     @pytest.mark.parametrize("number", [0, -1, 1.5, "8", True])
     def test_numbers_that_are_none(self, make_llm, name, number):
-        with pytest.raises(ConfigError, match=f"{name}: got {number!r}; allowed: an integer of at least 1"):
+        with pytest.raises(ConfigError, match=f"{name}: got {number!r}; allowed: (an integer|at least 1)"):
             make_llm(**{name: number})
 
+    def test_settings_that_do_not_exist(self, make_llm):
+        with pytest.raises(ConfigError, match="max_length: got 5; allowed: no such key"):
+            make_llm(max_length=5)
+
     def test_too_long_for_the_memory(self, make_llm, monkeypatch):
-        monkeypatch.setattr("glm5.engine.llm.free_bytes", lambda device: 2**18)
+        monkeypatch.setattr("glm5.engine.build.free_bytes", lambda device, share: 2**18)
         with pytest.raises(ConfigError, match=r"max_model_len: 1000 tokens take .* allowed here: up to \d+"):
             make_llm(max_model_len=1000)
 
@@ -214,14 +230,14 @@ class TestGenerationConfig:
         path = folder(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=33, eos_token_id=[7, 9], pad_token_id=0)
         llm = make_llm(generation_config=path)
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=33)
-        assert llm.loop.eos_ids == {7, 9}
+        assert llm.client.asker.eos_ids == {7, 9}
         assert llm.defaults.params(top_p=1.0).top_p == 1.0
 
     def test_none_of_it(self, make_llm, tiny):
         for choice in ("vllm", "auto"):
             llm = make_llm(generation_config=choice)
             assert llm.get_default_sampling_params() == SamplingParams()
-            assert llm.loop.eos_ids == set(tiny.cfg.eos_token_id)
+            assert llm.client.asker.eos_ids == set(tiny.cfg.eos_token_id)
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -245,5 +261,5 @@ class TestGenerationConfig:
 def test_nothing_is_kept_for_gradients(make_llm):
     llm = make_llm()
     llm.generate([[1, 2]], GREEDY, use_tqdm=False)
-    assert not any(page.requires_grad for page in llm.loop.cache.latent_PZL)
+    assert not any(part.requires_grad for part in llm.client.link.core.control.cache.parts().values())
     assert torch.is_grad_enabled()

@@ -156,9 +156,10 @@ def test_a_worker_killed_from_outside(scripted):
 def test_a_worker_that_died_while_nobody_listened(scripted):
     llm = scripted()
     llm.generate([1], PLAIN, use_tqdm=False)
-    os.kill(llm.client.link.pid, signal.SIGTERM)
+    os.kill(llm.client.link.pid, signal.SIGTERM)  # which is for its parent
+    os.kill(llm.client.link.pid, signal.SIGUSR1)
     llm.client.link.process.wait(SECONDS)
-    with pytest.raises(EngineDead, match="killed by SIGTERM"):
+    with pytest.raises(EngineDead, match="killed by SIGUSR1"):
         llm.generate([1], PLAIN, use_tqdm=False)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from glm5.engine.outputs import Piece
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.text import AnswerText
 from tests.support.tokenizers import tiny_tokenizer
 

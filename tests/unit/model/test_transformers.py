@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.engine.cache import PagedCache, PagedView, Span
+from glm5.engine.kv import PAGE_SIZE, KVCache
 from glm5.model.packed import PackedView
+from tests.support.cached import view_of
 from tests.support.parity import BASE, BUDGET, MIN_GAP, Pair, build_pair
 
 NUM_SEQUENCES = 5
@@ -57,13 +58,13 @@ def feed_whole(pair: Pair, ids: list[int]) -> Tensor:
 
 
 def feed_in_steps(pair: Pair, ids: list[int], steps: list[int]) -> Tensor:
-    """Cached: `steps` new tokens in each forward pass, over pages of 8 tokens handed out out of order."""
-    cache = PagedCache(pair.ours.cfg, -(-len(ids) // 8) + 3, dtype=torch.float32, page_size=8)
-    pages = cache.allocate(cache.num_pages)[2:]
-    random.Random(0).shuffle(pages)
+    """Cached: `steps` new tokens in each forward pass, over pages handed out out of order."""
+    num_pages = -(-len(ids) // PAGE_SIZE)
+    cache = KVCache(pair.ours.cfg, num_pages + 3, dtype=torch.float32, mtp=False)
+    pages = random.Random(0).sample(range(cache.num_pages), num_pages)
     logits, done = [], 0
     for num_new in steps:
-        view = PagedView(cache, [Span(pages, done, num_new)])
+        view = view_of(cache, [(pages, done, done + num_new)])
         logits.append(pair.ours.head(pair.ours(torch.tensor(ids[done : done + num_new]), view)))
         done += num_new
     return torch.cat(logits)

@@ -6,6 +6,7 @@ import queue
 import httpx
 import pytest
 
+from glm5.engine.wire import Drop
 from glm5.serve.disconnect import CancelOnDisconnect
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -32,8 +33,15 @@ def test_leaving_a_scripted_answer_aborts(scripted_server, engine, stream):
 def test_leaving_a_real_answer_aborts(model_server, monkeypatch):
     """An answer that would fill the context ends soon after its client has left."""
     url, engine = model_server
-    aborted, abort = queue.Queue(), engine.llm.loop.abort
-    monkeypatch.setattr(engine.llm.loop, "abort", lambda request: (aborted.put(request.num_new), abort(request)))
+    aborted, core = queue.Queue(), engine.llm.client.link.core
+    receive, replies = core.receive, core._replies
+
+    def watch(message):
+        if isinstance(message, Drop):
+            aborted.put(sum(replies[seq_id].num_tokens for seq_id in message.seq_ids))
+        receive(message)
+
+    monkeypatch.setattr(core, "receive", watch)
     body = {"messages": ASK, "stream": True, "ignore_eos": True}
     with httpx.Client(base_url=url, timeout=SECONDS) as client:
         for _ in range(3):

@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from glm5.engine.async_engine import EngineStopped
+from glm5.common.errors import EngineDead
 from glm5.serve import request as request_module
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -34,12 +34,12 @@ BAD = [
     ({"temperature": -1}, "temperature is -1.0; allowed: 0 (greedy) to 100", "temperature"),
     ({"temperature": "hot"}, "temperature is 'hot'; allowed: ", "temperature"),
     ({"top_p": 0}, "top_p is 0.0; allowed: above 0, at most 1", "top_p"),
-    ({"top_k": -5}, "top_k is -5; allowed: -1 or 0 (all), or at least 1", "top_k"),
+    ({"top_k": -5}, "top_k is -5; allowed: -1 or 0 (all), or 1 to ", "top_k"),
     ({"min_p": 1.5}, "min_p is 1.5; allowed: 0 to 1", "min_p"),
     ({"seed": 2**70}, "seed is ", "seed"),
     ({"stop": 5}, "stop is 5; allowed: a non-empty text, or up to 64 of them", "stop"),
     ({"stop": [""]}, "stop is ['']; allowed: ", "stop"),
-    ({"stop_token_ids": ["a"]}, "stop_token_ids is ['a']; allowed: a list of token ids", "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids is ['a']; allowed: a list of up to 128 token ids", "stop_token_ids"),
     ({"max_tokens": 0}, "max_tokens is 0; allowed: at least 1", "max_tokens"),
     ({"max_completion_tokens": -3}, "max_completion_tokens is -3; allowed: at least 1", "max_completion_tokens"),
     ({"max_tokens": 1.5}, "max_tokens is 1.5; allowed: an integer", "max_tokens"),
@@ -192,7 +192,7 @@ def test_bugs_are_not_told(scripted_server, engine, caplog, stream):
 
 def test_an_engine_that_died(http, engine, monkeypatch):
     def check(*_):
-        raise EngineStopped("the engine is not running: MemoryError: no room")
+        raise EngineDead("MemoryError: no room")
 
     monkeypatch.setattr(engine, "check", check)
     for stream in (False, True):

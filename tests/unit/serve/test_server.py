@@ -8,7 +8,7 @@ import pytest
 
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
-from glm5.engine.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams
 from glm5.serve.server import bind, url_of
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
@@ -22,12 +22,12 @@ def text_of(message) -> str:
 
 
 def test_the_answer_is_the_engines(model_server):
-    url, engine = model_server
+    url, _ = model_server
     tokenizer = tiny_tokenizer()
     prompt = tokenizer.encode("[gMASK]<sop><|user|>the answer is<|assistant|><think>")
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True, skip_special_tokens=False)
-    llm = LLM(engine.llm.model, tokenizer, max_model_len=256)
-    want = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    with LLM(random_model(11), tokenizer, max_model_len=256) as llm:
+        want = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     options = {"temperature": 0.8, "seed": 5, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
     with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=30) as client:
         assert client.models.list().data[0].id == "tiny"
@@ -98,7 +98,7 @@ def test_health_follows_the_engine():
         assert client.get("/health").status_code == 503
         engine.start()
         assert client.get("/health").status_code == 200
-        engine.llm.loop.step = lambda: 1 / 0
+        engine.llm.client.link.core.step = lambda: 1 / 0
         answer = client.post("/v1/chat/completions", json={"messages": ASK})
         assert answer.status_code == 503
         assert "ZeroDivisionError" in answer.json()["error"]["message"]
