@@ -6,7 +6,7 @@ from glm5 import __version__
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.serve import ServeConfig
-from glm5.serve import chat, errors, models
+from glm5.serve import chat, errors, models, pages
 from glm5.serve.disconnect import CancelOnDisconnect
 from glm5.serve.service import Engine, Service
 
@@ -18,6 +18,7 @@ def create_app(engine: Engine, template: ChatTemplate, tokenizer: Tokenizer, con
     app.state.service = Service(engine, template, tokenizer, names, root=config.model)
     app.include_router(chat.router)
     app.include_router(models.router)
+    app.include_router(pages.router)
     app.add_middleware(CancelOnDisconnect)
     errors.install(app)
     return app

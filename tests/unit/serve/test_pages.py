@@ -3,6 +3,7 @@
 import re
 from importlib.resources import files
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
@@ -70,7 +71,9 @@ def test_head_says_what_get_would(http):
     assert int(head.headers["Content-Length"]) == len(TEXTS["index.html"].encode())
 
 
-@pytest.mark.parametrize("name", ["pages.py", "..%2fpages.py", "%2e%2e/pages.py", "chat.js%00", "no.js", "", ".", "%ff"])
+@pytest.mark.parametrize(
+    "name", ["pages.py", "..%2fpages.py", "%2e%2e/pages.py", "chat.js%00", "no.js", "", ".", "%ff"]
+)
 def test_nothing_else_is_served(http, name):
     assert http.get(f"/page/{name}").status_code == 404
 
@@ -99,3 +102,10 @@ def test_what_may_not_stand_in_a_file(name):
     assert not re.search(r"""\s(?:on\w+|style)=["']""", text) or name.endswith((".js", ".css"))
     assert "<style" not in text
     assert not re.search(r"<script(?! type=\"module\" src=)", text)
+
+
+def test_the_server_has_the_pages(scripted_server):
+    url = scripted_server[0]
+    assert httpx.get(url).text == TEXTS["index.html"]
+    missing = httpx.get(f"{url}/page/nothing.js")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
