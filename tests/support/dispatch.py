@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Largest:
-    """The largest memory that an operation took for a result, and that operation."""
+    """The largest memory that an operation took for a result, and that operation; `total_bytes` of all of them."""
 
     num_bytes: int = 0
     op: str = ""
+    total_bytes: int = 0
 
 
 @contextmanager
@@ -29,8 +30,10 @@ def largest_result() -> Iterator[Largest]:
             for t in tree_leaves(result):
                 if not isinstance(t, torch.Tensor) or t.untyped_storage().data_ptr() in known:
                     continue
-                if t.untyped_storage().nbytes() > largest.num_bytes:
-                    largest.num_bytes, largest.op = t.untyped_storage().nbytes(), str(func)
+                num_bytes = t.untyped_storage().nbytes()
+                largest.total_bytes += num_bytes
+                if num_bytes > largest.num_bytes:
+                    largest.num_bytes, largest.op = num_bytes, str(func)
             return result
 
     with Watch():
