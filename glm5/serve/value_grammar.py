@@ -1,0 +1,208 @@
+"""Values of tool arguments as a grammar, from the JSON schema of a function's parameters.
+
+    a string             its text as it is: bounded by minLength and maxLength, or by pattern or format
+    enum, const          one of these: strings as they are, others as JSON
+    several types        one of them; any text, where that may be a string
+    nothing said         any text
+    anything else        JSON by the schema
+
+What a strict tool says and a grammar cannot enforce is refused by name; what another tool says is left out then.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from glm5.common.errors import RequestError
+from glm5.engine.sampling.schema import refuse_unenforced
+
+Format = dict[str, Any]
+
+ANY_TEXT: Format = {"type": "any_text"}
+NOTHING: Format = {"type": "any_text", "max_chars": 0}
+_MAX_WHITESPACE = 64  # between two JSON tokens
+_MAX_DEPTH = 16  # of unions and references
+_MAX_COUNTED = 128  # characters that a pattern counts
+_DEFINITIONS = ("$defs", "definitions")
+# What says nothing about a value.
+_REMARKS = ("title", "description", "default", "examples", "example", "deprecated", "$comment", "readOnly", "writeOnly")
+_DATE, _TIME = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?"
+_ZONE, _BYTE = r"(Z|[+-]([01]\d|2[0-3]):[0-5]\d)", r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME + _ZONE,
+    "date-time": f"{_DATE}T{_TIME}{_ZONE}",
+    "email": r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+",
+    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "hostname": r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*",
+    "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[!-~]+",
+}
+
+
+def in_turn(*formats: Format) -> Format:
+    if not formats:
+        return NOTHING
+    return formats[0] if len(formats) == 1 else {"type": "sequence", "elements": list(formats)}
+
+
+def either(formats: Sequence[Format]) -> Format:
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": list(formats)}
+
+
+def maybe(form: Format) -> Format:
+    return {"type": "optional", "content": form}
+
+
+class ValueGrammar:
+    """Of the properties of the schema `root`, which is `owner`'s. `exact`: what cannot be enforced is refused."""
+
+    def __init__(self, root: Mapping[str, Any], owner: str, *, exact: bool) -> None:
+        self.root, self.owner, self.exact = root, owner, exact
+        self._definitions = {key: _bare(root[key]) for key in _DEFINITIONS if isinstance(root.get(key), Mapping)}
+
+    def objects(self) -> list[Mapping[str, Any]] | None:
+        """Object schemas of which the arguments must fit one; None where nothing can be said of them."""
+        ways = self._objects(self.root, 0)
+        if ways is None and self.exact:
+            raise self._refusal("must be an object with properties, or anyOf such objects")
+        return ways
+
+    def value(self, schema: Any, depth: int = 0) -> Format:
+        """One value's grammar."""
+        schema = self._resolved(schema)
+        if schema is True or schema == {}:
+            return ANY_TEXT
+        if not isinstance(schema, Mapping):
+            raise self._refusal(f"have a property whose schema is {json.dumps(schema)[:60]}")
+        if depth > _MAX_DEPTH:
+            return self._cannot(f"nest unions and references more than {_MAX_DEPTH} deep")
+        if (listed := _listed(schema)) is not None:
+            return _one_of([_spelled(value) for value in listed])
+        for union in ("anyOf", "oneOf", "allOf"):
+            parts = schema.get(union)
+            if isinstance(parts, list) and parts and not _said(schema) - {union, "type", "nullable"}:
+                if union == "allOf" and len(parts) > 1:
+                    break
+                kind = {"type": schema["type"]} if "type" in schema else {}
+                parts = [
+                    {**kind, **part} if isinstance(part, Mapping) and "$ref" not in part else part for part in parts
+                ]
+                return _union([self.value(part, depth + 1) for part in parts])
+        if isinstance(types := schema.get("type"), list) and types:
+            return _union([self.value({**schema, "type": one}, depth + 1) for one in types])
+        return self._string(schema) if schema.get("type") == "string" else self._json(schema)
+
+    def _objects(self, schema: Any, depth: int) -> list[Mapping[str, Any]] | None:
+        schema = self._resolved(schema)
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return None
+        is_object = isinstance(schema.get("properties", {}), Mapping) and schema.get("type", "object") == "object"
+        if not _said(schema) - {"type", "properties", "required", "additionalProperties"}:
+            return [schema] if is_object else None
+        branches = schema.get("anyOf", schema.get("oneOf"))
+        if not isinstance(branches, list) or len(_said(schema) - {"type"}) > 1:
+            return [schema] if is_object and "properties" in schema and not self.exact else None
+        ways = [self._objects(branch, depth + 1) for branch in branches]
+        known = [way for way in ways if way is not None]
+        return [one for way in known for one in way] if len(known) == len(ways) and known else None
+
+    def _string(self, schema: Mapping[str, Any]) -> Format:
+        pattern, form = schema.get("pattern"), schema.get("format")
+        shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
+        bounded = shortest > 0 or longest is not None
+        if pattern is not None and form is None and not bounded:
+            return {"type": "regex", "pattern": pattern.removeprefix("^").removesuffix("$")}
+        if form in _FORMATS and pattern is None and not bounded:
+            return {"type": "regex", "pattern": _FORMATS[form]}
+        if pattern is not None or form is not None:
+            known = ", ".join(_FORMATS)
+            return self._cannot(
+                f"have a string with a format other than {known}, or with two of pattern, format, length"
+            )
+        if shortest > _MAX_COUNTED or (longest is not None and longest < shortest):
+            return self._cannot(f"have a minLength above {_MAX_COUNTED}, or above maxLength")
+        rest = ANY_TEXT if longest is None else {**ANY_TEXT, "max_chars": longest - shortest}
+        return in_turn({"type": "regex", "pattern": f"[\\s\\S]{{{shortest}}}"}, rest) if shortest else rest
+
+    def _json(self, schema: Mapping[str, Any]) -> Format:
+        full = {**_bare(schema), **self._definitions}
+        try:
+            refuse_unenforced(full)
+        except RequestError as error:
+            return self._cannot(str(error).removeprefix("structured_outputs.json: "))
+        return {"type": "json_schema", "json_schema": full, "max_whitespace_cnt": _MAX_WHITESPACE}
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a local reference stands for, without remarks."""
+        for _ in range(_MAX_DEPTH):
+            if not isinstance(schema, Mapping):
+                return schema
+            schema = {key: value for key, value in schema.items() if key not in _REMARKS}
+            reference = schema.get("$ref")
+            if not isinstance(reference, str) or len(_said(schema)) > 1:
+                return schema
+            schema = self._referenced(reference)
+        raise self._refusal("have references that lead to references without end")
+
+    def _referenced(self, reference: str) -> Any:
+        here: Any = self.root
+        for step in reference.removeprefix("#").split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(here, Mapping) or name not in here:
+                raise self._refusal(f"refer to {reference!r:.60}, which is not there")
+            here = here[name]
+        return here
+
+    def _cannot(self, why: str) -> Format:
+        """What to do about something that no grammar enforces."""
+        if self.exact:
+            raise self._refusal(f"cannot be enforced: {why}; change them, or do without strict")
+        return ANY_TEXT
+
+    def _refusal(self, why: str) -> RequestError:
+        return RequestError(f"{self.owner} {why}", "tools")
+
+
+def _union(formats: Sequence[Format]) -> Format:
+    return ANY_TEXT if ANY_TEXT in formats else either(formats)
+
+
+def _one_of(texts: Sequence[str]) -> Format:
+    some = [{"type": "const_string", "value": text} for text in dict.fromkeys(texts) if text]
+    if not some:
+        return NOTHING
+    return maybe(either(some)) if "" in texts else either(some)
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) and values else None
+
+
+def _spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _said(schema: Mapping[str, Any]) -> set[str]:
+    return {key for key in schema if not key.startswith("$") or key == "$ref"} - {"definitions"}
+
+
+_NAMES = ("properties", "patternProperties", *_DEFINITIONS)
+
+
+def _bare(schema: Any) -> Any:
+    """A schema without remarks, at any depth; names of properties are kept, whatever they are."""
+    if isinstance(schema, list):
+        return [_bare(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: {name: _bare(one) for name, one in value.items()}
+        if key in _NAMES and isinstance(value, Mapping)
+        else value
+        if key in ("enum", "const")
+        else _bare(value)
+        for key, value in schema.items()
+        if key not in _REMARKS
+    }
