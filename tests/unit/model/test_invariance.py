@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
-from glm5.engine.kv import KVCache
+from glm5.engine.kv import KVCache, Layout
 from glm5.engine.view import StepView
 from glm5.kernels.invariant import PASS_ROWS
 from glm5.model.glm5 import Glm5
@@ -66,10 +66,12 @@ class Rows:
 class World:
     """Sequences of token ids and one cache, whose pages they hold in a random order."""
 
-    def __init__(self, model: Glm5, ids: list[list[int]], rng: random.Random, *, invariant: bool):
+    def __init__(
+        self, model: Glm5, ids: list[list[int]], rng: random.Random, *, invariant: bool, layout: Layout = "auto"
+    ):
         self.model, self.ids, self.rng, self.invariant = model, ids, rng, invariant
         num_pages = NUM_SEQS * PAGES_EACH + 4
-        self.cache = KVCache(model.cfg, num_pages, dtype=model.dtype, mtp=True)
+        self.cache = KVCache(model.cfg, num_pages, dtype=model.dtype, layout=layout, mtp=True)
         pages = rng.sample(range(num_pages), NUM_SEQS * PAGES_EACH)
         self.pages = [pages[i * PAGES_EACH : (i + 1) * PAGES_EACH] for i in range(NUM_SEQS)]
         self.done = [0] * NUM_SEQS
@@ -120,10 +122,16 @@ class World:
 
 
 def in_turn(
-    model: Glm5, ids: list[list[int]], rng: random.Random, *, invariant: bool = True, whole: bool = True
+    model: Glm5,
+    ids: list[list[int]],
+    rng: random.Random,
+    *,
+    invariant: bool = True,
+    whole: bool = True,
+    layout: Layout = "auto",
 ) -> Rows:
     """Each sequence by itself, one pass after the other; with `whole`, all of them are of PASS_ROWS rows."""
-    world = World(model, ids, rng, invariant=invariant)
+    world = World(model, ids, rng, invariant=invariant, layout=layout)
     for seq, own in enumerate(ids):
         for first in range(0, len(own) - 1, PASS_ROWS):
             count = min(PASS_ROWS, len(own) - 1 - first)
@@ -131,9 +139,17 @@ def in_turn(
     return world.rows
 
 
-def mixed(model: Glm5, ids: list[list[int]], rng: random.Random, *, invariant: bool = True, whole: bool = True) -> Rows:
+def mixed(
+    model: Glm5,
+    ids: list[list[int]],
+    rng: random.Random,
+    *,
+    invariant: bool = True,
+    whole: bool = True,
+    layout: Layout = "auto",
+) -> Rows:
     """Random chunks of random sequences in each pass, often of one row."""
-    world = World(model, ids, rng, invariant=invariant)
+    world = World(model, ids, rng, invariant=invariant, layout=layout)
     while left := [seq for seq, own in enumerate(ids) if world.done[seq] < len(own) - 1]:
         room, chunks = rng.randint(1, PASS_ROWS), []
         for seq in rng.sample(left, rng.randint(1, len(left))):
@@ -159,6 +175,16 @@ def test_a_row_is_the_same_in_any_pass(name, dtype, seed, rng):
     want = in_turn(model, ids, rng)
     for _ in range(2):
         assert mixed(model, ids, rng).num_unlike(want) == 0
+
+
+@pytest.mark.parametrize("layout", ["fp8_key", "fp8"])
+def test_a_row_is_the_same_over_fp8(layout, seed, rng):
+    model = random_model(seed, CONFIGS["odd widths"])
+    use_invariant(model)
+    ids = make_ids(model.cfg, rng)
+    want = in_turn(model, ids, rng, layout=layout)
+    assert mixed(model, ids, rng, layout=layout).num_unlike(want) == 0
+    assert in_turn(model, ids, rng).num_unlike(want) > 0  # the control: another layout, other rows
 
 
 @pytest.mark.parametrize("num_threads", [2, 3])
