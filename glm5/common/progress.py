@@ -57,6 +57,8 @@ class Progress:
             if figures:
                 self._bar.set_postfix_str(self._figure_text(), refresh=False)
             self._bar.update(n)
+            if not n:  # tqdm draws for progress only
+                self._bar.refresh()
         elif (now := time.monotonic()) - self._last_line >= LOG_EVERY_SECONDS:
             self._last_line = now
             self._write_line()

@@ -1,0 +1,107 @@
+"""What a server counts about itself: its Prometheus page before and after a run, and the difference.
+
+Read are vLLM's names, which glm5 has too, with or without `_total`; labels of engine and model are summed over. A
+server without such a page, or without these counters, has no such figures: they are None, never 0.
+"""
+
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from glm5.bench.serve.client import Client
+from glm5.bench.serve.failure import RequestFailed
+
+LINE = re.compile(r"^([a-zA-Z_:][\w:]*?)(?:_total)?(?:\{(.*)\})? ([^ ]+)(?: -?\d+)?$")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+SPEC, PREFIX = "vllm:spec_decode_num_", "vllm:prefix_cache_"
+TIERS = "glm5:prefix_cache_hit_tokens"
+KEPT_LABELS = ("position", "tier")
+NAMES = (SPEC, PREFIX, TIERS, "vllm:num_preemptions")
+
+Counts = dict[tuple[str, str], float]
+"""Values by counter and by its position or tier, "" where it has none."""
+
+
+@dataclass(frozen=True)
+class Gained:
+    """What a run added to the server's counters.
+
+    `per_position`: share of steps in which the draft at that place was accepted. `acceptance_length`: tokens of a step,
+    the one that needs no draft included. `prefix_*`: prompt tokens looked up in the cache and found, in all or by tier.
+    """
+
+    acceptance_length: float | None = None
+    acceptance_rate: float | None = None
+    per_position: tuple[float, ...] = ()
+    num_drafts: int | None = None
+    prefix_queries: int | None = None
+    prefix_hits: int | None = None
+    hits_by_tier: dict[str, int] | None = None
+    preemptions: int | None = None
+
+
+async def read_counters(client: Client) -> Counts | None:
+    """The counters of now, or None for a server that shows none."""
+    try:
+        page = (await client.fetch("GET", "/metrics")).decode("utf-8", "replace")
+    except RequestFailed:
+        return None
+    return parse(page)
+
+
+def parse(page: str) -> Counts:
+    """The counters of a Prometheus page that are of use here."""
+    counts: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for line in page.splitlines():
+        if line.startswith(NAMES) and (found := LINE.match(line)):
+            labels = dict(LABEL.findall(found[2] or ""))
+            kept = next((labels[name] for name in KEPT_LABELS if name in labels), "")
+            counts[found[1], kept] += _number(found[3])
+    return dict(counts)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0
+
+
+def gained(before: Counts | None, after: Counts | None) -> Gained:
+    """The difference of two readings."""
+    if before is None or after is None:
+        return Gained()
+    more = {key: value - before.get(key, 0.0) for key, value in after.items()}
+
+    def whole(name: str) -> int | None:
+        return round(more[name, ""]) if (name, "") in more else None
+
+    drafts, drafted, accepted = (whole(SPEC + name) for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    positions = {at: value for (name, at), value in more.items() if name == SPEC + "accepted_tokens_per_pos"}
+    per_position = {int(at): value for at, value in positions.items() if at.isdecimal()}
+    tiers = {tier: round(value) for (name, tier), value in more.items() if name == TIERS}
+    return Gained(
+        acceptance_length=1 + (accepted or 0) / drafts if drafts else None,
+        acceptance_rate=(accepted or 0) / drafted if drafted else None,
+        per_position=tuple(per_position[at] / drafts for at in sorted(per_position)) if drafts else (),
+        num_drafts=drafts,
+        prefix_queries=whole(PREFIX + "queries"),
+        prefix_hits=whole(PREFIX + "hits"),
+        hits_by_tier=tiers or None,
+        preemptions=whole("vllm:num_preemptions"),
+    )
+
+
+async def sglang_acceptance(client: Client) -> float | None:
+    """Mean tokens of a step since an SGLang server started, by its own account; None if it does not speculate."""
+    try:
+        info: Any = msgspec.json.decode(await client.fetch("GET", "/get_server_info"))
+        value = info["internal_states"][0]["avg_spec_accept_length"]
+    except (RequestFailed, msgspec.DecodeError, KeyError, IndexError, TypeError):
+        return None
+    return float(value) if isinstance(value, int | float) else None

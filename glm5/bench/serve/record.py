@@ -1,0 +1,124 @@
+"""What was measured of one request, in seconds of the client's clock.
+
+    TTFT  first token - sent            sent: just before the request is written, connecting included
+    E2E   end - sent                    end: the last chunk with a choice; the usage chunk after it does not count
+    TPOT  (E2E - TTFT) / (n - 1)        n: tokens of the answer by the server's final usage; none for n = 1
+    ITL   one value a token after the first chunk: the time since the chunk before, divided by the chunk's tokens
+
+Tokens of a chunk are what the server says of it (`counted` is "chunk"). If it only says the total, and that is not the
+number of chunks, the total is spread over the chunks as evenly as whole tokens allow ("usage"): right in the mean,
+smoothed in the percentiles. Without any usage each chunk is taken for one token ("guess").
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal
+
+from glm5.bench.serve.dialects import Piece, Usage
+from glm5.bench.serve.failure import CUT_OFF, NO_TOKENS, RequestFailed
+
+UNKNOWN = -1
+Counted = Literal["chunk", "usage", "guess"]
+
+
+@dataclass(slots=True)
+class Record:
+    """One request. `due`: when the load wanted it sent. `first_wave`: sent when all clients started at once."""
+
+    conversation: int = 0
+    turn: int = 0
+    first_wave: bool = False
+    due: float = 0.0
+    sent: float = 0.0
+    end: float = 0.0
+    arrivals: "array[float]" = field(default_factory=lambda: array("d"))
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    counted: Counted = "guess"
+    usage: Usage = field(default_factory=Usage)
+    finish: str | None = None
+    error: str | None = None
+    message: str = ""
+    _totals: "array[int]" = field(default_factory=lambda: array("q"))
+    _ends_empty: bool = False
+
+    def add(self, piece: Piece, now: float) -> None:
+        """Take a chunk that was there at `now`."""
+        if piece.usage is not None:
+            self.usage = piece.usage
+        if not piece.carries and piece.finish is None:
+            return
+        self.end, self.finish = now, piece.finish or self.finish
+        so_far = self._totals[-1] if self._totals else 0
+        total = piece.total
+        if total is None and piece.added is not None:
+            total = so_far + piece.added
+        if so_far == UNKNOWN or total is None:
+            total = UNKNOWN
+        if not piece.carries and total <= so_far:  # it only says why the answer ended
+            self._ends_empty = total == UNKNOWN
+            return
+        self.arrivals.append(now)
+        self._totals.append(total if total == UNKNOWN else max(total, so_far))  # two chunks may share a token
+
+    def settle(self) -> None:
+        """Close the books on an answer whose stream ended well. Raises `RequestFailed` if it is no whole answer."""
+        if not self.arrivals:
+            raise RequestFailed(NO_TOKENS, "the answer has no token")
+        if self.finish is None:
+            raise RequestFailed(CUT_OFF, f"the stream ended after {len(self.arrivals)} chunks without a finish reason")
+        total, num_chunks = self.usage.completion_tokens, len(self.arrivals)
+        if self._ends_empty and total == num_chunks + 1:  # the token that ended the answer came with its reason
+            self.arrivals.append(self.end)
+            self._totals.append(UNKNOWN)
+            num_chunks += 1
+        if min(self._totals) > UNKNOWN:
+            self.counted = "chunk"
+            self.tokens = array("q", (b - a for a, b in zip([0, *self._totals], self._totals, strict=False)))
+        elif total:
+            self.counted = "chunk" if total == num_chunks else "usage"
+            self.tokens = spread(total, num_chunks)
+        else:
+            self.tokens = array("q", [1] * num_chunks)
+        self._totals = array("q")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer."""
+        return self.usage.completion_tokens or sum(self.tokens)
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0] - self.sent
+
+    @property
+    def latency(self) -> float:
+        return self.end - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        n = self.num_tokens
+        return (self.latency - self.ttft) / (n - 1) if n > 1 else None
+
+    def itl(self) -> list[float]:
+        """The time of each token after the first chunk. A chunk with no token of its own adds its time to the next."""
+        values: list[float] = []
+        waited = 0.0
+        for k in range(1, len(self.arrivals)):
+            waited += self.arrivals[k] - self.arrivals[k - 1]
+            if n := self.tokens[k]:
+                values += [waited / n] * n
+                waited = 0.0
+        return values
+
+    def gaps(self) -> list[float]:
+        """The times between chunks, whatever is in them: what a reader of the stream sees, and vLLM's ITL."""
+        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+def spread(total: int, num_chunks: int) -> "array[int]":
+    """`total` tokens over chunks, as evenly as whole numbers allow; the first chunk has at least one."""
+    if num_chunks == 1:
+        return array("q", [total])
+    first = max(1, round(total / num_chunks))
+    rest, others = max(total - first, 0), num_chunks - 1
+    return array("q", [first, *((k + 1) * rest // others - k * rest // others for k in range(others))])

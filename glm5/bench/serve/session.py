@@ -1,0 +1,166 @@
+"""A whole `glm5 bench serve`: meets the server, runs each number of clients in turn, tells of each result."""
+
+import asyncio
+import dataclasses
+import logging
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from glm5.bench.serve.arrivals import arrival_times, read_arrivals
+from glm5.bench.serve.client import Client
+from glm5.bench.serve.counters import Gained, gained, read_counters, sglang_acceptance
+from glm5.bench.serve.files import Reader
+from glm5.bench.serve.http import Address, Open, Pool, allow_many_files, opener
+from glm5.bench.serve.load import Outcome, Plan, Tell, run
+from glm5.bench.serve.meeting import Met, flush_cache, meet, token_counter
+from glm5.bench.serve.statistics import Result, summarize
+from glm5.bench.serve.texts import Source, Words
+from glm5.bench.serve.workload import Conversation, generate
+from glm5.common.errors import ConfigError
+from glm5.config.bench_serve import MAX_OPEN, REQUESTS_A_CLIENT, BenchServeConfig
+
+logger = logging.getLogger(__name__)
+
+WARMUP_SEED = 1 << 33  # added to the seed: no prompt of a warm-up is one of the run
+
+
+class Facts(NamedTuple):
+    """What was found out before the first run. `server`: what it calls itself. Tokens: see `glm5.bench.serve.texts`."""
+
+    model: str
+    server: str
+    template_tokens: int
+    tokens_per_word: float | None
+
+
+class Done(NamedTuple):
+    """A run that has ended: as it was, and in figures."""
+
+    facts: Facts
+    outcome: Outcome
+    result: Result
+
+
+Started = Callable[[Plan], Tell]
+"""Told of a run before it starts; gives who is told how far it is."""
+Connect = Callable[[Address], Awaitable[Open]]
+
+
+async def measure(
+    settings: BenchServeConfig,
+    api_key: str | None,
+    started: Started,
+    ended: Callable[[Done], None],
+    connect: Connect | None = None,
+) -> list[Done]:
+    """Every run that `settings` asks for; `ended` is told of each. Cancelled, it ends early, the last run partial.
+
+    Raises ConfigError for files that cannot be used, GlmError for a server that does not answer or refuses the first
+    request. `connect` replaces how connections are opened.
+    """
+    allow_many_files()
+    address = Address.of(settings.url)
+    given = None if settings.arrival_times is None else read_arrivals(settings.arrival_times)
+    open_connection = await (connect(address) if connect else opener(address, verify=not settings.insecure))
+    runs: list[Done] = []
+    async with _closing(Pool(open_connection)) as pool:
+        met = await meet(settings, pool, address, api_key)
+        rows = _read_file(settings, met)
+        used = 0
+        for clients in settings.max_concurrency or (None,):
+            num = _num_requests(settings, clients, len(rows), len(given or ()))
+            conversations = _take(settings, met.source, rows, num, clients, used)
+            used += len(conversations)
+            runs.append(await _run(settings, met, _plan(settings, conversations, given, clients), started))
+            ended(runs[-1])
+            if runs[-1].result.partial:
+                break
+    return runs
+
+
+@asynccontextmanager
+async def _closing(pool: Pool) -> AsyncGenerator[Pool, None]:
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+async def _run(settings: BenchServeConfig, met: Met, plan: Plan, started: Started) -> Done:
+    await _warm_up(settings, met.client, met.source, plan.clients)
+    if settings.flush_cache:
+        await flush_cache(met.client)
+    before = await read_counters(met.client)
+    outcome = await run(met.client, plan, started(plan))
+    server = await _gained(settings, met.client, before)
+    result = summarize(outcome, settings.limits, settings.metric_percentiles, server)
+    mean = met.source.mean if isinstance(met.source, Words) else None
+    return Done(Facts(met.model, met.client.server, met.source.overhead, mean), outcome, result)
+
+
+async def _gained(settings: BenchServeConfig, client: Client, before: dict[tuple[str, str], float] | None) -> Gained:
+    server = gained(before, await read_counters(client))
+    if settings.backend == "sglang" and server.acceptance_length is None:
+        return dataclasses.replace(server, acceptance_length=await sglang_acceptance(client))
+    return server
+
+
+async def _warm_up(settings: BenchServeConfig, client: Client, source: Source, clients: int | None) -> None:
+    if not settings.num_warmups:
+        return
+    changes: dict[str, object] = {"seed": settings.seed + WARMUP_SEED}
+    if settings.dataset_name == "file":
+        changes["dataset_name"] = "random"
+    warm = generate(settings.model_copy(update=changes), source, settings.num_warmups, clients or 0)
+    if (await run(client, Plan(warm, [0.0] * len(warm), clients))).partial:
+        raise asyncio.CancelledError
+
+
+def _read_file(settings: BenchServeConfig, met: Met) -> list[Conversation]:
+    if settings.dataset_path is None:
+        return []
+    if not Path(settings.dataset_path).is_file():
+        raise ConfigError(f"--dataset-path: there is no file {settings.dataset_path}")
+    count = token_counter(settings.tokenizer) if settings.tokenizer is not None else lambda text: len(text) // 4
+    rows = Reader(met.source, count, settings.seed, settings.output_len).read(settings.dataset_path)
+    for row in rows:
+        met.client.check(row.turns[0].content)
+    return rows
+
+
+def _num_requests(settings: BenchServeConfig, clients: int | None, num_rows: int, num_times: int) -> int:
+    """Requests of a run: as many as asked for, else as there are arrival times and lines, else by the clients."""
+    if settings.num_prompts is not None:
+        return settings.num_prompts
+    turns = settings.multi_turn_num_turns if settings.dataset_name == "multi-turn" else 1
+    if num_times:
+        return min(num_times, num_rows or num_times) * turns
+    if clients is None:
+        return num_rows or MAX_OPEN
+    return clients * turns * math.ceil(REQUESTS_A_CLIENT / turns)  # as many conversations for every client
+
+
+def _take(
+    settings: BenchServeConfig, source: Source, rows: Sequence[Conversation], num: int, clients: int | None, used: int
+) -> list[Conversation]:
+    """What a run sends. A file is gone through in order, on from where the run before it ended."""
+    if not rows:
+        return generate(settings, source, num, clients or 0)
+    if used + num > len(rows):
+        logger.warning("the file's %d lines are sent more than once: prefix caches will know them", len(rows))
+    return [rows[(used + k) % len(rows)] for k in range(num)]
+
+
+def _plan(
+    settings: BenchServeConfig, conversations: Sequence[Conversation], given: list[float] | None, clients: int | None
+) -> Plan:
+    num = len(conversations)
+    if given is not None and len(given) < num:
+        raise ConfigError(f"--arrival-times has {len(given)} times for {num} conversations; lower --num-prompts")
+    # Conversations of several turns start more rarely, so that the rate is that of requests.
+    rate = settings.request_rate * num / sum(len(conversation.turns) for conversation in conversations)
+    times = given[:num] if given is not None else arrival_times(num, rate, settings.burstiness, settings.seed)
+    return Plan(conversations, times, clients, settings.multi_turn_pause)

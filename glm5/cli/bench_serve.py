@@ -1,0 +1,65 @@
+"""`glm5 bench serve`: load on a running server, and what it made of it. The table goes to standard output."""
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glm5.cli.flags import add_flags, read
+from glm5.common.console import out
+from glm5.common.errors import GlmError, UsageError
+from glm5.config.bench_serve import BenchServeConfig
+
+if TYPE_CHECKING:
+    from glm5.bench.serve.session import Done
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve", help="load on a running server: throughput and latency", description=BenchServeConfig.__doc__
+    )
+    add_flags(parser, BenchServeConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = read(BenchServeConfig, args)
+    for flag, path in (("--json", settings.json_), ("--plot", settings.plot)):
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise UsageError(f"{flag}: there is no folder {Path(path).parent}")
+    if settings.plot is not None:
+        from glm5.bench.serve import plot
+
+        plot.check()
+    from glm5.bench.serve.live import Live
+    from glm5.bench.serve.report import block, write_json
+    from glm5.bench.serve.session import measure
+
+    runs: list[Done] = []
+
+    def ended(done: "Done") -> None:
+        live.close()
+        runs.append(done)
+        out(block(done.result, settings.percentile_metrics), flush=True)
+        if settings.json_ is not None:
+            write_json(settings.json_, settings, runs)
+
+    with Live() as live:
+        asyncio.run(measure(settings, os.environ.get("OPENAI_API_KEY"), live.start, ended))
+    return _conclude(settings, runs)
+
+
+def _conclude(settings: BenchServeConfig, runs: list["Done"]) -> int:
+    from glm5.bench.serve.plot import write_plot
+    from glm5.bench.serve.report import sweep_table
+
+    results = [done.result for done in runs]
+    if len(results) > 1:
+        out("\n" + sweep_table(results))
+    if settings.plot is not None and any(result.completed for result in results):
+        write_plot(settings.plot, results, f"{runs[-1].facts.model}, {settings.dataset_name}")
+    if results[-1].partial:
+        return 130
+    if not any(result.completed for result in results):
+        raise GlmError("no request had a whole answer; the errors are above")
+    return 0
