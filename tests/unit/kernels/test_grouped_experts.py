@@ -9,7 +9,7 @@ from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.testing.numerics import rel_rms
 
-IMPLS = ["reference", "grouped_mm", "invariant"]
+IMPLS = ["reference", "invariant"]
 # (tokens, experts, active, D, F)
 SHAPES = [(1, 2, 1, 8, 4), (1, 8, 2, 6, 2), (13, 4, 4, 16, 12), (40, 8, 2, 24, 20), (3, 32, 3, 8, 8), (0, 4, 2, 8, 4)]
 # Inputs are rounded before both runs. Measured: float64 3e-16, float32 1.8e-7. bfloat16 rounds gate and up, their
