@@ -97,13 +97,14 @@ class Compiler:
         return Compilation(future, self._timeout_s)
 
     def close(self) -> None:
-        """Ends the threads once they are done with what they have."""
+        """Ends the threads once they are done with what they have. Who compiles later starts others."""
         for _ in self._threads:
             self._jobs.put(None)
+        self._threads, self._jobs = [], queue.SimpleQueue()
 
     def _start_threads(self) -> None:
         while len(self._threads) < self._num_threads:
-            thread = threading.Thread(target=self._work, name=f"grammar-{len(self._threads)}", daemon=True)
+            thread = threading.Thread(target=self._work, args=[self._jobs], name="grammar", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -123,8 +124,8 @@ class Compiler:
             total -= size
             del self._grammars[key]
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _work(self, jobs: "queue.SimpleQueue[tuple[StructuredOutputsParams, Future[Any]] | None]") -> None:
+        while (job := jobs.get()) is not None:
             wanted, future = job
             try:
                 future.set_result(self._compiled(wanted))

@@ -133,4 +133,4 @@ def vocabulary() -> Vocabulary:
 
 @cache
 def compiler() -> Compiler:
-    return Compiler(vocabulary(), timeout_s=300)
+    return Compiler(vocabulary())

@@ -188,6 +188,15 @@ def test_one_that_takes_too_long_is_refused():
     gated.close()
 
 
+def test_a_closed_compiler_compiles_again_when_asked():
+    """Who shares one with somebody that closes it must not wait for ever."""
+    shared = Compiler(vocabulary())
+    for regex in ("a", "b"):
+        shared.close()
+        assert shared.compile(StructuredOutputsParams(regex=regex)).result()
+    shared.close()
+
+
 def test_the_same_grammar_is_compiled_once():
     again = [compiler().compile(StructuredOutputsParams(regex="abc+")).result() for _ in range(2)]
     assert again[0] is again[1]
