@@ -14,7 +14,7 @@ run: .venv/.ready-demo
 	$(BIN)/glm5 demo
 
 test: .venv/.ready-dev
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -o faulthandler_timeout=240
 
 check: .venv/.ready-dev
 	$(BIN)/ruff check
