@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -35,6 +36,7 @@ START_SECONDS = 60.0  # a process may take this long to say its first word, if t
 CLOSE_SECONDS = 45.0  # to write to disk what is to be found again, for which the core takes up to 30
 _RECONNECT_MS = 5  # until the process has opened its end
 _QUIET_MS = 200  # after its end, nothing more of a process is on its way
+_LEAVE_SECONDS = 5.0  # to notice that a process has ended, which takes no time unless this machine has none
 _MAX_FOLDER = 70  # characters; the path of a socket may have 107
 
 
@@ -118,7 +120,8 @@ class ProcessLink:
         self.ended = False
         self.watchdog_timeout: float = start.config["watchdog_timeout"]
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToClient)
-        self._lock = threading.Lock()  # a socket belongs to one thread at a time
+        # A socket belongs to one thread at a time. Reentrant, as what ends the engine is noticed while holding one.
+        self._sending, self._receiving = threading.RLock(), threading.RLock()
         self._folder = _private_folder()
         self._context = zmq.Context()
         # Senders connect and receivers bind: what is sent then waits for a process that is not there yet, or has gone,
@@ -137,9 +140,8 @@ class ProcessLink:
         self._closing_since: float | None = None
         self._last_words: Dead | None = None
         # For callers that never close: at the latest when the interpreter ends.
-        self._finalizer = weakref.finalize(
-            self, _release, os.getpid(), self.process, self._context, self._outbox, self._folder, CLOSE_SECONDS
-        )
+        ends = _Ends(self.process, self._context, self._inbox, self._outbox, self._sending, self._receiving)
+        self._finalizer = weakref.finalize(self, _release, os.getpid(), ends, self._folder, CLOSE_SECONDS)
         self._outbox.send(self._encoder.encode(start))
 
     @property
@@ -147,7 +149,7 @@ class ProcessLink:
         return self.process.pid
 
     def send(self, message: ToEngine) -> None:
-        with self._lock:
+        with self._sending:
             if self.ended or not self._finalizer.alive:  # not alive: the interpreter is ending
                 return
             self._outbox.send(self._encoder.encode(message))
@@ -155,8 +157,17 @@ class ProcessLink:
                 self._closing_since = time.monotonic()
 
     def receive(self, timeout: float) -> list[ToClient]:
-        if self.ended:
-            return []
+        with self._receiving:
+            return [] if self.ended else self._receive(timeout)
+
+    def kill(self) -> None:
+        if not self.ended:
+            self.process.kill()  # first: a thread that listens leaves when it notices
+            with self._receiving:
+                if not self.ended:
+                    self._kill(CLOSED)
+
+    def _receive(self, timeout: float) -> list[ToClient]:
         began = time.monotonic()
         events = dict(self._poller.poll(round(timeout * 1000)))
         messages = self._drain()
@@ -177,10 +188,6 @@ class ProcessLink:
         if self._closing_since is not None and time.monotonic() - self._closing_since > CLOSE_SECONDS:
             return messages + self._kill(f"{CLOSED}, and killed as it did not end within {CLOSE_SECONDS:g} s")
         return messages
-
-    def kill(self) -> None:
-        if not self.ended:
-            self._kill(CLOSED)
 
     def _drain(self) -> list[ToClient]:
         messages: list[ToClient] = []
@@ -224,9 +231,8 @@ class ProcessLink:
         return [Dead(reason)]
 
     def _release(self) -> None:
-        with self._lock:
+        with self._sending:
             self.ended = True
-            self._inbox.close(linger=0)
             self._finalizer()
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
@@ -261,27 +267,47 @@ def _stderr() -> int | None:
         return None
 
 
-def _release(
-    owner: int,
-    process: subprocess.Popen[bytes],
-    context: "zmq.Context[zmq.Socket[bytes]]",
-    outbox: zmq.Socket[bytes],
-    folder: str,
-    patience: float,
-) -> None:
+@dataclass(frozen=True)
+class _Ends:
+    """This process's ends of all ways to the engine's."""
+
+    process: subprocess.Popen[bytes]
+    context: "zmq.Context[zmq.Socket[bytes]]"
+    inbox: zmq.Socket[bytes]
+    outbox: zmq.Socket[bytes]
+    sending: threading.RLock
+    receiving: threading.RLock
+
+    def say_close(self) -> None:
+        with self.sending, suppress(zmq.ZMQError):
+            self.outbox.send(msgspec.msgpack.encode(Close()))
+
+    def close(self) -> None:
+        """Once the process has ended. While the interpreter ends, a thread may be listening still: it finds out at once
+        that the process is no more; and what it uses must not go away under it, or all of this process does."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        if not self.receiving.acquire(timeout=_LEAVE_SECONDS):
+            return
+        with self.sending:
+            self.inbox.close(linger=0)
+            self.outbox.close(linger=0)
+            self.context.term()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.receiving.release()
+
+
+def _release(owner: int, ends: _Ends, folder: str, patience: float) -> None:
     """End a process that still runs, and give back what led to it. In a fork of the owner, nothing."""
     if os.getpid() != owner:
         return
-    if process.poll() is None:
-        with suppress(zmq.ZMQError):
-            outbox.send(msgspec.msgpack.encode(Close()))
+    if ends.process.poll() is None:
+        ends.say_close()
         try:
-            process.wait(patience)
+            ends.process.wait(patience)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    context.destroy(linger=0)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+            ends.process.kill()
+            ends.process.wait()
+    ends.close()
     shutil.rmtree(folder, ignore_errors=True)

@@ -251,6 +251,27 @@ def test_a_script_that_closes_nothing_leaves_nothing(checkpoint, temporary, code
     assert list(temporary.iterdir()) == []
 
 
+LISTENING = "del stream; from glm5 import AsyncEngine; engine = AsyncEngine(llm); engine.start()"
+
+
+@pytest.mark.parametrize("code", [LISTENING, f"{LISTENING}; raise RuntimeError('a bug of the script')"])
+def test_a_script_that_ends_while_a_thread_listens(checkpoint, temporary, code):
+    """What that thread uses is not taken away under it, which would end the script by a signal."""
+    parent, pid = run_parent(checkpoint, temporary, code)
+    with parent:
+        assert parent.wait(SECONDS) == ("raise" in code)
+    assert ended(pid)
+    assert list(temporary.iterdir()) == []
+
+
+def test_killed_while_another_thread_listens(scripted):
+    with AsyncEngine(scripted()) as engine:
+        engine.llm.client.link.kill()
+        engine._thread.join(SECONDS)
+        assert not engine.is_ready
+        assert not engine._thread.is_alive()
+
+
 def test_a_fork_of_the_client_does_not_end_the_engine(scripted):
     llm = scripted()
     pid = os.fork()
