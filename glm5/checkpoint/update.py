@@ -53,8 +53,9 @@ def stage(model: Glm5, directory: Path) -> Staged:
     """Read and check the weights in `directory`, beside the model. Takes as much host memory as they do.
 
     Raises `CheckpointError` (`ConfigError` for a bad config.json) when anything is damaged, does not fit the model or
-    is not a finite number.
+    is not a finite number, and when files were written to meanwhile: half of them might be of another step.
     """
+    identity = identity_of(directory)
     current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     index = scan(directory)
     found = fit(index, model.cfg)
@@ -68,6 +69,8 @@ def stage(model: Glm5, directory: Path) -> Staged:
         raise CheckpointError(
             f"{directory}: {counted(bad, 'parameter')} would hold NaN or infinity; nothing was replaced"
         )
+    if identity_of(directory) != identity:
+        raise CheckpointError(f"{directory} was written to while it was read; nothing was replaced")
     return Staged(new, len(new) == len(current))
 
 

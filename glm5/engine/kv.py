@@ -119,11 +119,11 @@ class KVCache:
         return dict(self._part_views())
 
     def release_memory(self) -> int:
-        """Give the pool's memory back, and say how many bytes. Nothing may be read or written until it is restored."""
+        """Give the pool's memory back, and say how many bytes: on a CPU, those of pages that were ever written to.
+        Nothing may be read or written until it is restored."""
         assert self._latent_PZL, "released twice"
         self._latent_PZL, self._index_key_PZI = [], {}
-        self._memory.release()
-        return self._page_PB.nbytes
+        return self._memory.release()
 
     def restore_memory(self) -> None:
         """Take the memory again, filled with zeros."""

@@ -3,9 +3,11 @@
 On a CPU it is a mapping of its own, whose pages the kernel drops when told so; on a GPU the storage is shrunk to zero.
 """
 
+import ctypes
 import mmap
 import sys
 
+import numpy as np
 import torch
 
 
@@ -19,13 +21,16 @@ class Memory:
         else:
             self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
-    def release(self) -> None:
-        """Give the memory back. Until `restore`, nothing may read or write it."""
+    def release(self) -> int:
+        """Give the memory back, and say how many bytes that were. Until `restore`, nothing may read or write it."""
         if self.bytes.device.type == "cpu":
+            num_bytes = _resident_bytes(self.bytes)
             self._mapping.madvise(mmap.MADV_DONTNEED)
-        else:
-            self.bytes.untyped_storage().resize_(0)
-            torch.cuda.empty_cache()  # else torch would keep it for itself
+            return num_bytes
+        num_bytes = self.bytes.numel()
+        self.bytes.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()  # else torch would keep it for itself
+        return num_bytes
 
     def restore(self) -> None:
         """Take the memory again, filled with zeros."""
@@ -33,3 +38,16 @@ class Memory:
             self.bytes.untyped_storage().resize_(self.bytes.numel())
         if self.bytes.device.type != "cpu" or sys.platform != "linux":  # Linux hands out zeros
             self.bytes.zero_()
+
+
+def _resident_bytes(block: torch.Tensor) -> int:
+    """How much of a mapping is in memory: Linux gives no page before it is written to."""
+    found = np.zeros(-(-block.numel() // mmap.PAGESIZE), dtype=np.uint8)
+    try:
+        mincore = ctypes.CDLL(None).mincore
+    except (OSError, AttributeError):  # where nobody can be asked, all of it
+        return block.numel()
+    where = ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(block.numel()), ctypes.c_void_p(found.ctypes.data)
+    if mincore(*where):
+        return block.numel()
+    return min(int((found & 1).sum()) * mmap.PAGESIZE, block.numel())

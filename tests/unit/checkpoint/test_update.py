@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from glm5.checkpoint import update
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.checkpoint.update import identity_of, replace, stage
@@ -170,6 +171,20 @@ def test_a_config_of_another_model_is_refused(model, changed):
     stage(model, changed)
     (changed / "config.json").write_text("{")
     with pytest.raises(ConfigError):
+        stage(model, changed)
+
+
+def test_files_written_to_while_they_are_read(model, changed, monkeypatch):
+    """By a trainer that saves its next step over the last one: what was read may be half of either."""
+    (file,) = changed.glob("*.safetensors")
+    read, content = update.read_weights, file.read_bytes()
+
+    def overtaken(*args, **kwargs):
+        read(*args, **kwargs)
+        file.write_bytes(content)
+
+    monkeypatch.setattr(update, "read_weights", overtaken)
+    with pytest.raises(CheckpointError, match="was written to while it was read; nothing was replaced"):
         stage(model, changed)
 
 

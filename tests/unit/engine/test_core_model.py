@@ -305,8 +305,11 @@ def test_weights_that_cannot_be_read_again_leave_the_engine_asleep(models, folde
 def test_a_model_from_memory_keeps_its_weights(models):
     session = Session(load_copy(models[0]))
     assert session.call(SleepCall(1, 2)).kind == "RequestError"
-    assert session.call(SleepCall(2, 1)).result["freed_bytes"] > 0
-    session.ask(40, 50, temperature=0.0)
+    assert session.call(SleepCall(2, 1)).result == {"freed_bytes": 0}, "nothing was computed yet"
     session.call(WakeCall(3))
+    session.ask(40, 50, temperature=0.0)
+    session.turn(4)
+    assert session.call(SleepCall(4, 1)).result["freed_bytes"] > 0
+    session.call(WakeCall(5))
     session.run()
     assert session.tokens(0) == greedy(load_copy(models[0]))
