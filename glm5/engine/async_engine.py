@@ -24,6 +24,7 @@ from glm5.engine.calls import Called, Calls
 from glm5.engine.client import Request
 from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.failure import reason_of
+from glm5.engine.link import CLOSED
 from glm5.engine.llm import LLM
 from glm5.engine.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
@@ -75,7 +76,7 @@ class AsyncEngine:
         # What a turn of the pump brought; each event loop is woken once for all of it.
         self._arrived: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Request, Item]]] = {}
         self._lock = threading.Lock()
-        self._is_started = False
+        self._is_started, self._is_closing = False, False
         self._thread = threading.Thread(target=self._run, name="glm5-engine", daemon=True)
 
     @property
@@ -95,7 +96,9 @@ class AsyncEngine:
     @property
     def stopped_because(self) -> str | None:
         """Why requests are not being served, or None while they are."""
-        return self._client.dead_because if self._is_started else "it was not started"
+        if not self._is_started:
+            return "it was not started"
+        return self._client.dead_because or (CLOSED if self._is_closing else None)
 
     def start(self) -> None:
         self._is_started = True
@@ -104,6 +107,7 @@ class AsyncEngine:
     def close(self) -> None:
         """End the engine and the thread. Requests still running end with finish_reason "abort". Closing again does
         nothing."""
+        self._is_closing = True
         self._client.close()
         self._wake()
         if self._is_started:
@@ -120,9 +124,9 @@ class AsyncEngine:
     ) -> None:
         self.close()
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> None:
         """What `generate` would refuse at once: RequestError for a bad request, EngineDead when not running."""
-        self._client.check(prompt_ids, params, Options())
+        self._client.check(prompt_ids, params, Options(**options))
         self._check_running()
 
     @asynccontextmanager

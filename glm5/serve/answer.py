@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glm5.chat.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from glm5.serve.generation import Usage
 
 
 def delta_of(events: Iterable[Event]) -> dict[str, Any]:
@@ -30,20 +31,15 @@ def delta_of(events: Iterable[Event]) -> dict[str, Any]:
     return delta | ({"tool_calls": list(calls.values())} if calls else {})
 
 
-@dataclass
-class Usage:
-    """Tokens of one request; every token that the model produced counts, the one that ended the answer too."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        total = self.prompt_tokens + self.completion_tokens
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": total,
-        }
+def usage_dict(usage: Usage) -> dict[str, Any]:
+    """Usage as OpenAI counts it."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
 
 
 @dataclass(frozen=True)
@@ -94,4 +90,4 @@ def completion(head: Head, chunks: Iterable[Chunk], usage: Usage) -> dict[str, A
         **({"tool_calls": list(calls.values())} if calls else {}),
     }
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return {**head.to_dict("chat.completion"), "choices": [choice], "usage": usage.to_dict()}
+    return {**head.to_dict("chat.completion"), "choices": [choice], "usage": usage_dict(usage)}

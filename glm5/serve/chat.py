@@ -2,41 +2,23 @@
 
 import asyncio
 import json
-import logging
-import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Depends
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 
-from glm5.chat.events import Event, ToolCallEnd
 from glm5.chat.message import normalize_tools
-from glm5.chat.parser import OutputParser
-from glm5.common.errors import EngineDead, RequestError
-from glm5.engine.outputs import Delta
-from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.answer import Chunk, Head, Usage, completion, delta_of
-from glm5.serve.errors import envelope, to_api_error
+from glm5.common.errors import RequestError
+from glm5.serve.answer import Chunk, Head, completion, delta_of, usage_dict
+from glm5.serve.errors import ApiError, envelope
+from glm5.serve.generation import Job, Reader, Usage, check, steps
 from glm5.serve.request import ChatRequest, context_exceeded, read_chat_request
 from glm5.serve.service import Service, get_service
-
-logger = logging.getLogger(__name__)
+from glm5.serve.sse import EventStream
 
 router = APIRouter()
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A request, ready for the engine; `parser` reads its answer."""
-
-    head: Head
-    prompt_ids: Sequence[int]
-    params: SamplingParams
-    parser: OutputParser
-    usage: Usage
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -45,18 +27,20 @@ async def chat_completions(
 ) -> Response:
     """Answer a conversation, as a stream of chunks or in one piece."""
     # Templates and tokenizers take a second for a million tokens; the event loop serves everyone.
-    job = await asyncio.to_thread(_prepare, body, service)
-    service.engine.check(job.prompt_ids, job.params)
-    chunks = _chunks(job, service)
+    head = Head(body.model or service.model_names[0])
+    job = await asyncio.to_thread(_prepare, body, service, head)
+    check(job, service)
+    usage = Usage(len(job.prompt_ids))
+    chunks = _chunks(job, service, usage)
     if body.stream:
-        events = _events(chunks, job, include_usage=body.stream_options.include_usage)
-        return StreamingResponse(events, media_type="text/event-stream")
+        events = _events(chunks, head, usage, include_usage=body.stream_options.include_usage)
+        return await EventStream.begun(events, failed=_failed)
     async with aclosing(chunks):
-        answer = completion(job.head, [chunk async for chunk in chunks], job.usage)
+        answer = completion(head, [chunk async for chunk in chunks], usage)
     return Response(json.dumps(answer), media_type="application/json")
 
 
-def _prepare(body: ChatRequest, service: Service) -> _Job:
+def _prepare(body: ChatRequest, service: Service, head: Head) -> Job:
     tools = normalize_tools(body.tools) if body.parses_tools else None
     engine, prompt = service.engine, service.template.render(body.messages, tools, **body.template_kwargs())
     if (least := service.tokenizer.least_tokens(prompt)) > engine.max_model_len:
@@ -66,67 +50,41 @@ def _prepare(body: ChatRequest, service: Service) -> _Job:
         prompt_ids = service.tokenizer.encode(prompt)
     except RequestError as error:
         raise RequestError(str(error), "messages") from None
-    return _Job(
-        head=Head(body.model or service.model_names[0]),
+    reasoning = service.template.starts_in_reasoning(prompt_ids)
+    return Job(
+        id=head.id,
         prompt_ids=prompt_ids,
         params=body.sampling(engine.defaults, num_prompt=len(prompt_ids), max_context=engine.max_model_len),
-        parser=OutputParser(
-            service.tokenizer,
-            tools,
-            reasoning=service.template.starts_in_reasoning(prompt_ids),
-            parse_tools=body.parses_tools,
-        ),
-        usage=Usage(len(prompt_ids)),
+        reader=Reader(service.tokenizer, tools, reasoning=reasoning, parse_tools=body.parses_tools),
     )
 
 
-async def _chunks(job: _Job, service: Service) -> AsyncGenerator[Chunk, None]:
+async def _chunks(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Chunk, None]:
     """The answer in chunks, of which the first has the role and the last the finish reason."""
-    start, finish_reason, called = time.monotonic(), "abort", False
     delta: dict[str, Any] = {"role": "assistant"}
-    try:
-        async with service.engine.generate(job.prompt_ids, job.params, request_id=job.head.id) as steps:
-            async for step in steps:
-                job.usage.completion_tokens += len(step.token_ids)
-                events = _parse(job.parser, step)
-                called = called or any(isinstance(event, ToolCallEnd) for event in events)
-                delta |= delta_of(events)
-                if step.finish_reason == "abort":
-                    raise EngineDead("the server is closing")
-                if step.finish_reason is not None:
-                    finish_reason = "tool_calls" if called and step.finish_reason == "stop" else step.finish_reason
-                    yield Chunk(delta, finish_reason)
-                elif events:
-                    yield Chunk(delta)
-                    delta = {}
-    finally:
-        seconds, usage = time.monotonic() - start, job.usage
-        figures = (job.head.id, usage.prompt_tokens, usage.completion_tokens, seconds, finish_reason)
-        logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *figures)
+    async with aclosing(steps(job, service, usage)) as answer:
+        async for step in answer:
+            delta |= delta_of(step.events)
+            if step.finish_reason is not None:
+                yield Chunk(delta, step.finish_reason)
+            elif step.events:
+                yield Chunk(delta)
+                delta = {}
 
 
-def _parse(parser: OutputParser, step: Delta) -> list[Event]:
-    events = [event for piece in step.pieces for event in parser.feed(piece.token_id, piece.text)]
-    return events + parser.finish() if step.finish_reason is not None else events
-
-
-async def _events(chunks: AsyncGenerator[Chunk, None], job: _Job, *, include_usage: bool) -> AsyncGenerator[str, None]:
-    """Server-sent events. The status line has gone out, so an error becomes the last event."""
-    try:
-        async with aclosing(chunks):  # a dropped connection reaches the engine now, not at the next gc
-            async for chunk in chunks:
-                yield _event(chunk.to_dict(job.head) | ({"usage": None} if include_usage else {}))
-        if include_usage:
-            head = job.head.to_dict("chat.completion.chunk")
-            yield _event({**head, "choices": [], "usage": job.usage.to_dict()})
-    except Exception as error:
-        told = to_api_error(error)
-        if told.code == "internal_error":
-            logger.exception("%s: a bug", job.head.id)
-        else:
-            logger.warning("%s: %s", job.head.id, told.message)
-        yield _event(envelope(told))
+async def _events(
+    chunks: AsyncGenerator[Chunk, None], head: Head, usage: Usage, *, include_usage: bool
+) -> AsyncGenerator[str, None]:
+    async with aclosing(chunks):  # a dropped connection reaches the engine now, not at the next gc
+        async for chunk in chunks:
+            yield _event(chunk.to_dict(head) | ({"usage": None} if include_usage else {}))
+    if include_usage:
+        yield _event({**head.to_dict("chat.completion.chunk"), "choices": [], "usage": usage_dict(usage)})
     yield "data: [DONE]\n\n"
+
+
+def _failed(error: ApiError) -> str:
+    return f"{_event(envelope(error))}data: [DONE]\n\n"
 
 
 def _event(content: dict[str, Any]) -> str:

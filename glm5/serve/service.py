@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import Request
 
@@ -24,9 +24,9 @@ class Engine(Protocol):
     def defaults(self) -> GenerationDefaults: ...
     @property
     def stopped_because(self) -> str | None: ...
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None: ...
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> None: ...
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None, **options: Any
     ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]: ...
     def close(self) -> None: ...
 

@@ -27,17 +27,17 @@ class ScriptedEngine:
         self.hangs, self.fails, self.stopped_because = False, None, None
         self.left = threading.Event()
         self.started = threading.Event()
-        self.prompt_ids, self.params = None, None
+        self.prompt_ids, self.params, self.options = None, None, None
 
-    def check(self, prompt_ids, params) -> None:
+    def check(self, prompt_ids, params, **options) -> None:
         pass
 
     def close(self) -> None:
         pass
 
     @asynccontextmanager
-    async def generate(self, prompt_ids: Sequence[int], params, *, request_id=None) -> AsyncIterator:
-        self.prompt_ids, self.params = list(prompt_ids), params
+    async def generate(self, prompt_ids: Sequence[int], params, *, request_id=None, **options) -> AsyncIterator:
+        self.prompt_ids, self.params, self.options = list(prompt_ids), params, options
         try:
             yield self._deltas()
         finally:

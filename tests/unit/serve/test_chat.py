@@ -183,11 +183,17 @@ def test_an_error_after_the_first_chunk_is_the_last_event(client, engine):
 
 
 def test_an_engine_that_closes_says_so(client, engine):
-    engine.script, engine.finish_reason = "abc", "abort"
+    engine.script, engine.finish_reason, engine.stopped_because = "abc", "abort", "it was closed"
     with pytest.raises(openai.APIError, match="the server is closing"):
         streamed(client)
     with pytest.raises(openai.InternalServerError, match="the server is closing"):
         whole(client)
+
+
+def test_an_answer_that_somebody_else_ended(client, engine):
+    engine.script, engine.finish_reason = "abc", "abort"
+    assert streamed(client)[-1].choices[0].finish_reason == "abort"
+    assert whole(client).choices[0].finish_reason == "abort"
 
 
 def test_unknown_fields_are_ignored_and_logged_once(http, engine, caplog):

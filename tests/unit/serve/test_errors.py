@@ -191,7 +191,7 @@ def test_bugs_are_not_told(scripted_server, engine, caplog, stream):
 
 
 def test_an_engine_that_died(http, engine, monkeypatch):
-    def check(*_):
+    def check(*_, **__):
         raise EngineDead("MemoryError: no room")
 
     monkeypatch.setattr(engine, "check", check)

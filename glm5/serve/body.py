@@ -1,0 +1,145 @@
+"""Bodies of requests: read whole, then checked by a model of theirs.
+
+A field that this server knows and cannot honour is refused by name, unless it says what happens anyway; ignoring it
+would give an answer that the client did not ask for. A field that it does not know is ignored and logged once.
+"""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from glm5.config.refusal import first_error
+from glm5.serve.errors import ApiError
+from glm5.serve.service import Service
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 * 2**20  # a million tokens of text is about 5 MB
+MAX_LOGGED_FIELDS = 100  # different unknown names of fields; a client may invent any number
+_LARGE = 1 << 16  # bytes that are parsed aside: the event loop serves everyone
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class Body(BaseModel):
+    """Base of all bodies. null counts as not given.
+
+    `refused`: fields that are known and not supported, with the values that change nothing, the first of which is
+    told. `meaningless`: fields that say nothing about the answer.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    meaningless: ClassVar[frozenset[str]] = frozenset()
+
+
+B = TypeVar("B", bound=Body)
+
+
+def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
+    """FastAPI dependency: the request's body, checked as far as it can be without a model."""
+
+    async def read(request: Request) -> B:
+        service: Service = request.app.state.service
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            # Also keeps web pages of other origins out: browsers ask before they send this type, and are not let in.
+            got = f"content-type is {content_type!r:.60}"
+            raise ApiError(415, f"{got}; allowed: application/json", code="unsupported_media_type")
+        raw = await _read_bytes(request)
+        if len(raw) <= _LARGE:
+            body = parse(kind, raw)
+        else:
+            body = await asyncio.to_thread(parse, kind, raw)
+        model = (body.model_extra or {}).get("model", getattr(body, "model", None))
+        if model is not None and model not in service.model_names:
+            names = ", ".join(service.model_names)
+            message = f"the model {model!r:.200} does not exist; allowed: {names}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        _log_unknown(body, service)
+        return body
+
+    return read
+
+
+def parse(kind: type[B], raw: bytes) -> B:
+    """A body of this kind. Raises ApiError."""
+    try:
+        content = json.loads(raw, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise ApiError(400, f"the body is a JSON {type(content).__name__}; expected an object", code="invalid_json")
+    given = {name: value for name, value in content.items() if value is not None}
+    if _SURROGATE.search(raw):
+        _refuse_halves(given)
+    for name, harmless in kind.refused.items():
+        if name in given and not any(given[name] == value and type(given[name]) is type(value) for value in harmless):
+            allowed = f"; allowed: {json.dumps(harmless[0])}" if harmless else ""
+            raise ApiError(400, f"{name} is not supported by this server: leave it out{allowed}", param=name)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        path, value, allowed = first_error(error)
+        param = ".".join(path)
+        got = "is missing" if allowed == "it must be given" else f"is {value!r:.60}; allowed: {allowed}"
+        raise ApiError(400, f"{param} {got}", param=param) from None
+
+
+def described(kind: type[Body]) -> dict[str, Any]:
+    """What a route says of its body in the OpenAPI document."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: inlined(value) for key, value in node.items()}
+
+    content = {"application/json": {"schema": inlined(schema)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _refuse_halves(content: Mapping[str, Any]) -> None:
+    """Half of a surrogate pair has no UTF-8 form: it can neither be encoded nor sent on."""
+    for name, value in content.items():
+        try:
+            f"{name}{json.dumps(value, ensure_ascii=False)}".encode()
+        except UnicodeEncodeError as error:
+            found = error.object[error.start]
+            message = f"the text holds an unpaired surrogate {found!r}: it is not valid Unicode, remove it"
+            raise ApiError(400, message, param=name.encode(errors="replace").decode()) from None
+
+
+def _log_unknown(body: Body, service: Service) -> None:
+    unknown = (body.model_extra or {}).keys() - body.refused.keys() - body.meaningless - {"model"}
+    for name in sorted(unknown - service.logged_fields)[: MAX_LOGGED_FIELDS - len(service.logged_fields)]:
+        service.logged_fields.add(name)
+        logger.warning("requests have a field %r, which this server does not know and ignores", name[:100])
+
+
+async def _read_bytes(request: Request) -> bytes:
+    """The whole body; 413 as soon as it is known to be too large."""
+    too_large = ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="request_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large
+    return bytes(body)
