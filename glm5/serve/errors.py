@@ -11,11 +11,21 @@ from glm5.common.errors import EngineDead, RequestError
 
 
 class ApiError(Exception):
-    """An answer other than 200. `param` is the offending field of the body, `code` a word that programs can test."""
+    """An answer other than 200. `param` is the offending field of the body, `code` a word that programs can test.
+    `retry_after`: seconds after which it may be another answer."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -40,13 +50,20 @@ def envelope(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
+def error_response(error: Exception) -> JSONResponse:
+    """The answer that an exception becomes."""
+    told = to_api_error(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if told.retry_after is not None:
+        headers["Retry-After"] = str(told.retry_after)
+    return JSONResponse(envelope(told), told.status, headers=headers)
+
+
 def install(app: FastAPI) -> None:
     """Every error of every route leaves in the envelope; uvicorn logs those that nobody expected."""
 
     async def respond(_: Request, error: Exception) -> JSONResponse:
-        told = to_api_error(error)
-        headers = error.headers if isinstance(error, HTTPException) else None
-        return JSONResponse(envelope(told), told.status, headers=dict(headers or {}))
+        return error_response(error)
 
     for kind in (ApiError, RequestError, EngineDead, HTTPException, Exception):
         app.add_exception_handler(kind, respond)
