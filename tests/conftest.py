@@ -1,6 +1,7 @@
 """One torch thread, as many processes share the machine; every randomised test prints its seed."""
 
 import random
+import signal
 import zlib
 
 import pytest
@@ -11,6 +12,12 @@ def one_torch_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c_interrupts():
+    """Also in a shell's background, where processes start with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -187,6 +187,7 @@ def test_a_row_is_the_same_over_fp8(layout, seed, rng):
     assert in_turn(model, ids, rng).num_unlike(want) > 0  # the control: another layout, other rows
 
 
+@pytest.mark.slow  # where threads have no core each, minutes
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_a_row_is_the_same_where_threads_share_an_operation(num_threads, seed, rng):
     """At one number of threads: with another, MKL divides some products otherwise."""
