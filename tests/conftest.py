@@ -6,6 +6,10 @@ import zlib
 
 import pytest
 
+# Triton looks when it is imported and when a kernel is defined, so it has to be known before any test is.
+if ctypes.util.find_library("cuda") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread():

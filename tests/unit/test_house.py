@@ -42,7 +42,12 @@ CORE = {
     "zmq",
 }
 # Packages of extras, and the folders that may import them. pyproject.toml says which extra brings what.
-EXTRAS = {"serve": {"fastapi", "uvicorn", "starlette"}, "demo": {"openai"}}
+EXTRAS = {
+    "serve": {"fastapi", "uvicorn", "starlette"},
+    "demo": {"openai"},
+    "kernels": {"triton"},
+    "bench": {"triton"},
+}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
 
 SOURCES = sorted(ROOT.rglob("*.py"))
