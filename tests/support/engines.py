@@ -4,11 +4,16 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.checkpoint.save import save
+from glm5.config.presets import preset
 from glm5.engine.defaults import NO_DEFAULTS
 from glm5.engine.llm import LLM
 from glm5.engine.outputs import Delta, Piece
+from tests.support.models import random_model
+from tests.support.tokenizers import tiny_tokenizer
 
 
 class ScriptedEngine:
@@ -68,3 +73,11 @@ def assert_nothing_left(llm: LLM) -> None:
     stats = core.stats()
     pool = core.scheduler.holdings.pool
     assert pool.num_available == pool.num_pages, stats
+
+
+def save_tiny(folder: Path, seed: int) -> Path:
+    """A checkpoint of `random_model(seed)` with a tokenizer, whose end tokens end answers."""
+    cfg = preset("tiny").replace(eos_token_id=tiny_tokenizer().eos_ids)
+    assets = folder.parent / f"{folder.name}-assets"
+    tiny_tokenizer().save(assets)
+    return save(random_model(seed, cfg), folder, assets=assets)

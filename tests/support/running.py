@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from glm5.engine.scheduler import Scheduler
 from glm5.engine.scheduler_config import SchedulerConfig
 from glm5.engine.wire import RoutedExperts, TokenLogprobs
 from glm5.model.glm5 import Glm5
+from glm5.model.moe import MoE
 from glm5.model.packed import PackedView
 
 
@@ -139,3 +141,14 @@ def logprobs_of(model: Glm5, ids: Sequence[int]) -> Tensor:
     """log softmax [T, W] in float32 after each token, in one pass over all of them."""
     hidden_TD = model(torch.tensor(ids, device=model.device), PackedView([len(ids)], model.device))
     return model.head(hidden_TD).float().log_softmax(dim=-1).cpu()
+
+
+def experts_of(model: Glm5, ids: Sequence[int]) -> np.ndarray:
+    """What the routers pick in one pass over all tokens: [T, MoE layers, A]."""
+    heard: list[Tensor] = []
+    moes = [layer.mlp for layer in model.model.layers[: model.cfg.num_hidden_layers] if isinstance(layer.mlp, MoE)]
+    hooks = [moe.gate.register_forward_hook(lambda _, __, out: heard.append(out[1].clone())) for moe in moes]
+    logprobs_of(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(heard, dim=1).numpy()

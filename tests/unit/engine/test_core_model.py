@@ -23,9 +23,9 @@ from glm5.engine.wire import (
     UpdateWeightsCall,
     WakeCall,
 )
-from glm5.model.moe import MoE
 from tests.support.checkpoints import edit_tensors
 from tests.support.models import random_model
+from tests.support.running import experts_of
 
 # Largest difference of a log-probability from the model's own, float32, another order of sums. Seen: 2e-6.
 LOGPROB_BUDGET = 1e-5
@@ -141,24 +141,9 @@ def load_copy(model):
     return copy
 
 
-def routers_choice(model, ids) -> np.ndarray:
-    """Experts [T, MoE layers, A] that the routers pick in a pass over the whole sequence."""
-    heard = []
-    layers = model.model.layers[: model.cfg.num_hidden_layers]
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda *args: heard.append(args[2][1].clone()))
-        for layer in layers
-        if isinstance(layer.mlp, MoE)
-    ]
-    model.logits(ids)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(heard, dim=1).numpy()
-
-
 @pytest.mark.parametrize("depth", [0, 3])
 def test_routed_experts_are_the_routers(models, depth):
-    """Under preemption, with several requests in a batch. (Equal sets: routers order equals by value.)"""
+    """Under preemption, with several requests in a batch."""
     session = Session(load_copy(models[0]), num_speculative_tokens=depth, num_gpu_blocks_override=5)
     ids = [session.ask(50 + number, 40, routed=True, temperature=0.0) for number in range(4)]
     session.run()
@@ -173,9 +158,9 @@ def test_routed_experts_are_the_routers(models, depth):
                     assert position not in found
                     found[position] = row
         assert sorted(found) == list(range(len(whole) - 1))
-        want = routers_choice(models[0], whole[:-1])
+        want = experts_of(models[0], whole[:-1])
         got = np.stack([found[position] for position in range(len(whole) - 1)])
-        assert (np.sort(got) == np.sort(want)).all()
+        assert np.array_equal(got, want)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])

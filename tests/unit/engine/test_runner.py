@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 
 from glm5.config.presets import preset
 from glm5.engine.messages import SetDepth
 from glm5.engine.sampling import SamplingParams
-from glm5.model.moe import MoE
 from tests.support.models import random_model
-from tests.support.running import Bench, greedy, logprobs_of
+from tests.support.running import Bench, experts_of, greedy, logprobs_of
 
 # float32 sums in another order, over layers of unit scale: differences stay below 1e-5 in a logarithm.
 TOLERANCE = 1e-5
@@ -138,23 +136,12 @@ def test_routed_experts_are_the_routers(model, rng, depth):
     run = bench.run(prompts, SamplingParams(temperature=0, max_tokens=15), routed=True)
     for number, prompt in enumerate(prompts):
         ids = prompt + run.tokens[number]
-        want_TLA = routed_by(model, ids)[:-1]
+        want_TLA = experts_of(model, ids)[:-1]
         got_TLA = np.full(want_TLA.shape, -1)
         for part in run.routed[number]:
             experts = np.frombuffer(part.experts, dtype="<i2").reshape(part.shape)
             got_TLA[part.start : part.start + len(experts)] = experts[: len(got_TLA) - part.start]
         assert np.array_equal(got_TLA, want_TLA)
-
-
-def routed_by(model, ids):
-    """Experts [T, layers, A] of a pass over all tokens."""
-    heard: list[torch.Tensor] = []
-    moes = [layer.mlp for layer in model.model.layers[: model.cfg.num_hidden_layers] if isinstance(layer.mlp, MoE)]
-    hooks = [moe.gate.register_forward_hook(lambda _, __, out: heard.append(out[1])) for moe in moes]
-    logprobs_of(model, ids)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(heard, dim=1).numpy()
 
 
 def test_answers_to_one_prompt_share_its_pages(model, rng):
