@@ -1,14 +1,23 @@
-"""One torch thread, as many processes share the machine; every randomised test prints its seed."""
+"""One torch thread, as many processes share the machine; every randomised test prints its seed.
 
+Where there is no NVIDIA driver, Triton kernels run under Triton's interpreter, on the CPU.
+"""
+
+import ctypes.util
+import os
 import random
 import signal
 import zlib
 
 import pytest
 
-# Triton looks when it is imported and when a kernel is defined, so it has to be known before any test is.
-if ctypes.util.find_library("cuda") is None:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+def pytest_configure():
+    """Triton kernels run under Triton's interpreter where there is no GPU. Triton looks when it is first imported, which
+    any package may do, and when a kernel is defined: so it has to be known before any test is."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")
