@@ -1,9 +1,8 @@
 """One torch thread, as many processes share the machine; every randomised test prints its seed.
 
-Where there is no NVIDIA driver, Triton kernels run under Triton's interpreter, on the CPU.
+Where there is no GPU, Triton kernels run under Triton's interpreter, on the CPU.
 """
 
-import ctypes.util
 import os
 import random
 import signal
@@ -11,9 +10,9 @@ import zlib
 
 import pytest
 
+
 def pytest_configure():
-    """Triton kernels run under Triton's interpreter where there is no GPU. Triton looks when it is first imported, which
-    any package may do, and when a kernel is defined: so it has to be known before any test is."""
+    """Triton looks when it is first imported, which any package may do, and when a kernel is defined."""
     import torch
 
     if not torch.cuda.is_available():
