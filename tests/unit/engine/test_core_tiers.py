@@ -163,6 +163,31 @@ def test_a_disk_that_hangs_in_a_lookup(make, tmp_path, monkeypatch):
     driver.check()
 
 
+@pytest.mark.parametrize("left", [(), (1,)])
+def test_an_abort_while_pages_are_looked_for(make, tmp_path, monkeypatch, left):
+    driver, gate = make(tiers=tmp_path), threading.Event()
+    monkeypatch.setattr(tiering, "LOOKUP_DEADLINE_S", PATIENCE_S)
+    lookup = driver.copies.lookup
+
+    def hang(keys):
+        assert gate.wait(PATIENCE_S)
+        return lookup(keys)
+
+    monkeypatch.setattr(driver.copies, "lookup", hang)
+    ids = driver.ask(driver.prompt(30), n=2)
+    driver.turn(3)
+    assert not driver.core.scheduler.live
+    driver.core.receive(Drop(tuple(seq_id for seq_id in ids if seq_id not in left)))
+    driver.turn()
+    assert driver.heard[0].reason == "abort"
+    gate.set()
+    run(driver)
+    assert [driver.heard[seq_id].reason for seq_id in ids] == ["length" if i in left else "abort" for i in ids]
+    for seq_id in left:
+        driver.check(seq_id)
+    driver.check_empty()
+
+
 def test_an_abort_while_pages_are_loaded(make, tmp_path, monkeypatch):
     first = make(tiers=tmp_path)
     again(first)
