@@ -1,0 +1,47 @@
+"""What Triton implementations share. Triton is imported by the `triton.py` of an op's folder, when that one is chosen,
+and nowhere else: without it everything runs on the other implementations.
+
+They are forward only, for inference, with static shapes: no result's size, grid or host read depends on data, so a CUDA
+graph can hold them. They are deterministic: sums are split and combined in fixed order.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+@cache
+def installed() -> bool:
+    """Whether Triton can be imported."""
+    return find_spec("triton") is not None
+
+
+def chosen(*tensors: Tensor) -> bool:
+    """Whether `auto` means Triton: all of `tensors` on a CUDA device, none in float64, and no gradient asked for."""
+    if not all(t.is_cuda and t.dtype != torch.float64 for t in tensors):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)) and installed()
+
+
+@cache
+def arrivals(device: torch.device) -> Tensor:
+    """Zeros, int32, in which the programs of a launch count who has come; the last one leaves a zero again.
+
+    For kernels of one stream at a time. Made outside CUDA graphs: run a kernel once before capturing it.
+    """
+    with torch.inference_mode(mode=False):
+        return torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+
+@cache
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that begins while the one before it ends.
+
+    Such a kernel has a constexpr parameter PDL, under which every program calls `gdc_wait` before it touches what
+    earlier kernels wrote or read (weights excepted), and `gdc_launch_dependents` once its own loads are on their way.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
