@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from glm5.chat.parser import THINK_END
+from glm5.chat.template import ends_in_reasoning
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import MissingExtra, RequestError
 from glm5.engine.messages import Submit
@@ -23,7 +25,8 @@ class Options:
 
     `priority`: lower is served first. `cache_salt`: prompts share what is cached only with those of the same salt.
     `num_speculative_tokens`: the most drafts a step, None for the engine's. `routed_experts`: report which experts
-    computed its tokens. `starts_after`: structured output holds from the token after this one on.
+    computed its tokens. `starts_after`: structured output holds from the token after this one on, and a budget of
+    thinking up to it; `not_before`: tokens that in such a request may not come before it.
     """
 
     priority: int = 0
@@ -31,6 +34,7 @@ class Options:
     num_speculative_tokens: int | None = None
     routed_experts: bool = False
     starts_after: int | None = None
+    not_before: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Asker:
             ids = f"{min(prompt_ids)} to {max(prompt_ids)}"
             raise RequestError(f"the prompt holds token ids {ids}; allowed: 0 to {vocab_size - 1}", param="prompt")
         params.check_token_ids(vocab_size)
+        if options.starts_after is not None and not 0 <= options.starts_after < vocab_size:
+            raise RequestError(f"starts_after is {options.starts_after}; allowed: a token id", param="starts_after")
         if (count := len(self._stop_ids(params))) > MAX_STOP_IDS:
             allowed = f"{MAX_STOP_IDS}, the model's end tokens included"
             raise RequestError(f"stop_token_ids are {count} tokens; allowed: {allowed}", param="stop_token_ids")
@@ -113,12 +119,20 @@ class Asker:
             max_tokens=self._max_tokens(prompt_ids, params),
             stop_ids=tuple(sorted(self._stop_ids(params))),
             bad_words=bad_word_ids(params.bad_words, encode) if params.bad_words and encode is not None else (),
-            starts_after=options.starts_after,
+            starts_after=self._starts_after(prompt_ids, params, options),
+            not_before=options.not_before,
             priority=options.priority,
             salt=options.cache_salt.encode(errors="surrogatepass"),
             max_depth=options.num_speculative_tokens,
             routed_experts=options.routed_experts,
         )
+
+    def _starts_after(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> int | None:
+        """As given; a budget of thinking alone ends at the end tag, if the prompt leaves the answer thinking."""
+        asked = params.thinking_token_budget is not None and params.structured_outputs is None
+        if options.starts_after is not None or not asked or self.tokenizer is None:
+            return options.starts_after
+        return self.tokenizer.id_of(THINK_END) if ends_in_reasoning(prompt_ids, self.tokenizer) else None
 
     def _max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         room = max(1, self.facts.max_model_len - len(prompt_ids))

@@ -47,20 +47,22 @@ class _Stream:
     def __init__(self, num_answers: int) -> None:
         self.event_loop = asyncio.get_running_loop()
         self.items: asyncio.Queue[Item] = asyncio.Queue()
-        self._num_left = num_answers
+        self._left = set(range(num_answers))
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        if not self._num_left:
-            raise StopAsyncIteration
-        item = await self.items.get()
-        if isinstance(item, GlmError):
-            self._num_left = 0
-            raise item
-        self._num_left -= item.finish_reason is not None
-        return item
+        while self._left:
+            item = await self.items.get()
+            if isinstance(item, GlmError):
+                self._left.clear()
+                raise item
+            if item.index in self._left:  # else it was aborted while its end was on the way
+                if item.finish_reason is not None:
+                    self._left.discard(item.index)
+                return item
+        raise StopAsyncIteration
 
 
 class AsyncEngine:
@@ -76,6 +78,7 @@ class AsyncEngine:
         # What a turn of the pump brought; each event loop is woken once for all of it.
         self._arrived: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Request, Item]]] = {}
         self._lock = threading.Lock()
+        self._streams: dict[Request, _Stream] = {}
         self._is_started, self._is_closing = False, False
         self._thread = threading.Thread(target=self._run, name="glm5-engine", daemon=True)
 
@@ -147,14 +150,29 @@ class AsyncEngine:
         stream = _Stream(params.n)
 
         def deliver(request: Request, item: Item) -> None:
-            with self._lock:
-                self._arrived.setdefault(stream.event_loop, []).append((stream, request, item))
+            self._deliver(stream, request, item)
 
         request = self._client.submit(prompt_ids, params, Options(**options), deliver, request_id)
+        self._streams[request] = stream
         try:
             yield stream
         finally:
+            del self._streams[request]
             self._client.abort(request)
+
+    def abort(self, request_id: str) -> int:
+        """End every answer to the requests of this id; each one's last delta says "abort". How many requests."""
+        found = [
+            (request, stream) for request, stream in list(self._streams.items()) if request.request_id == request_id
+        ]
+        for request, stream in found:
+            self._client.abort(request)
+            for index, seq_id in enumerate(request.seq_ids):
+                if seq_id in request.unfinished:
+                    self._deliver(stream, request, Delta((), (), "abort", index=index))
+        if found:
+            self._wake()
+        return len(found)
 
     async def pause(self) -> None:
         """See `LLM`, as for the following."""
@@ -187,6 +205,10 @@ class AsyncEngine:
 
     async def stats(self) -> dict[str, Any]:
         return await self._wait(self._calls.stats())
+
+    def _deliver(self, stream: _Stream, request: Request, item: Item) -> None:
+        with self._lock:
+            self._arrived.setdefault(stream.event_loop, []).append((stream, request, item))
 
     async def _wait(self, future: Called) -> dict[str, Any]:
         self._check_running()

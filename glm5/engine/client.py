@@ -175,7 +175,7 @@ class Client:
         request, growing = known
         if update.finish_reason == "error":
             self.abort(request)
-            request.deliver(request, RequestError(update.error or "the engine could not answer it"))
+            request.deliver(request, RequestError(update.error or "the engine could not answer it", update.param))
             return
         delta = growing.grow(update)
         now = time.monotonic()

@@ -189,7 +189,7 @@ class EngineCore:
     def _admit(self, ready: Admission | Refusal) -> None:
         if isinstance(ready, Refusal):
             for seq_id in ready.seq_ids:
-                self._say(Update(seq_id, [], self.scheduler.version, "error", ready.reason))
+                self._say(Update(seq_id, [], self.scheduler.version, "error", ready.reason, param=ready.param))
             return
         for reply in ready.replies:
             self._replies[reply.seq_id] = reply
@@ -314,8 +314,8 @@ class EngineCore:
 
 def _why_stuck(params: SamplingParams) -> str:
     """Which parameters may have barred every token."""
-    names = ("structured_outputs", "allowed_token_ids", "logit_bias", "bad_words")
-    barring = [name for name in names if getattr(params, name)]
+    names = ("structured_outputs", "allowed_token_ids", "logit_bias", "bad_words", "thinking_token_budget")
+    barring = [name for name in names if getattr(params, name) not in (None, (), {})]
     if params.min_tokens:
         barring.append("min_tokens")
     if not barring:

@@ -35,6 +35,7 @@ class Refusal:
 
     seq_ids: Sequence[int]
     reason: str
+    param: str | None = None
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Intake:
                     )
                 compilation = self.compiler.compile(grammar)
         except GlmError as error:
-            return Refusal(ask.seq_ids, str(error))
+            return Refusal(ask.seq_ids, str(error), getattr(error, "param", None))
         lookup = self.tiering.look_up(submit, weights) if self.tiering is not None else None
         self._waiting.append(_Waiting(ask, submit, compilation, lookup))
         return None
@@ -153,7 +154,7 @@ def _submit(ask: Ask) -> Submit:
         min_tokens=params.min_tokens,
         priority=ask.priority,
         salt=ask.salt,
-        needs_last_token=params.structured_outputs is not None,
+        needs_last_token=params.constrained,
         max_depth=ask.max_depth,
         computes_prompt=params.prompt_logprobs is not None or ask.routed_experts,
     )
@@ -165,7 +166,7 @@ def _admitted(waiting: _Waiting) -> Admission | Refusal:
         if waiting.compilation is not None:
             compiled = waiting.compilation.result()
     except GlmError as error:
-        return Refusal(ask.seq_ids, str(error))
+        return Refusal(ask.seq_ids, str(error), getattr(error, "param", None))
     report = None
     if waiting.submit.computes_prompt:
         wants_logprobs = ask.params.prompt_logprobs is not None
@@ -183,7 +184,10 @@ def _reply(ask: Ask, number: int, report: PromptReport | None, compiled: Any) ->
         bad_words=ask.bad_words,
         routed=ask.routed_experts,
     )
-    matcher = Matcher(compiled, ask.starts_after) if compiled is not None else None
+    matcher = None
+    if ask.params.constrained:
+        budget = ask.params.thinking_token_budget
+        matcher = Matcher(compiled, ask.starts_after, not_before=ask.not_before, budget=budget)
     return Reply(ask.seq_ids[number], spec, len(ask.prompt_ids), report, matcher)
 
 

@@ -37,7 +37,8 @@ class Ask(msgspec.Struct, tag=True):
 
     `params` has n = 1; answer i draws with `seeds[i]`. `max_tokens` is resolved. `stop_ids` end an answer: the
     model's end tokens unless ignored, and `params.stop_token_ids`. `bad_words` are token sequences. `starts_after`: a
-    grammar holds from the token after this one on. `salt`: caches of different tenants never mix. `max_depth`: the
+    grammar holds from the token after this one on, a budget of thinking up to it; `not_before`: tokens that then may
+    not come before it. `salt`: caches of different tenants never mix. `max_depth`: the
     most drafts a step, None for the engine's. `routed_experts`: report them for every computed token.
     """
 
@@ -49,6 +50,7 @@ class Ask(msgspec.Struct, tag=True):
     stop_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     starts_after: int | None = None
+    not_before: tuple[int, ...] = ()
     priority: int = 0
     salt: bytes = b""
     max_depth: int | None = None
@@ -159,7 +161,8 @@ class RoutedExperts(msgspec.Struct, array_like=True):
 class Update(msgspec.Struct, array_like=True):
     """What one answer gained in a step. `version`: of the weights that computed these tokens.
 
-    `finish_reason` is None until the last one; `error` says why for the reason "error". `num_cached` (on an answer's
+    `finish_reason` is None until the last one; for the reason "error", `error` says why, and `param` which parameter is
+    to blame, if one is. `num_cached` (on an answer's
     first update): prompt tokens that were not computed. `logprobs`: one entry a token, if asked for.
     """
 
@@ -172,6 +175,7 @@ class Update(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     routed: RoutedExperts | None = None
+    param: str | None = None
 
 
 class Updates(msgspec.Struct, tag=True):

@@ -245,7 +245,7 @@ class FakeRunner:
     def _draw(self, slot: Slot, drafts: list[int], number: int) -> tuple[list[int], bool]:
         """Tokens of the rows whose drafts stand."""
         masks = self.permitted.get(number)
-        assert (masks is None) == (slot.spec.params.structured_outputs is None), "a grammar without its mask"
+        assert (masks is None) != slot.spec.params.constrained, "a grammar without its mask"
         value, tokens = slot.hashes[-1], []
         for row in range(len(drafts) + 1):
             token_id = drawn(value, slot.spec.seed, self.weights.number, self.vocab_size)

@@ -22,12 +22,20 @@ class Matcher:
     """Follows one sequence through a compiled grammar (`Compilation.result`).
 
     `starts_after`: the grammar holds from the token after this one on, such as `</think>`; None: from the first.
-    After the end token everything is allowed: what is drawn then is nobody's.
+    Until then anything may come but `not_before`, and after `budget` tokens nothing but `starts_after`. Without
+    `compiled` anything may follow it. After the end token everything is allowed: what is drawn then is nobody's.
     """
 
-    def __init__(self, compiled: Any, starts_after: int | None = None) -> None:
-        self._matcher = require("xgrammar", "grammar").GrammarMatcher(compiled)
-        self._starts_after = starts_after
+    def __init__(
+        self,
+        compiled: Any | None,
+        starts_after: int | None = None,
+        *,
+        not_before: Sequence[int] = (),
+        budget: int | None = None,
+    ) -> None:
+        self._matcher = None if compiled is None else require("xgrammar", "grammar").GrammarMatcher(compiled)
+        self._starts_after, self._not_before, self._budget = starts_after, frozenset(not_before), budget
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """The sequence's next tokens; False where one is not allowed, and the sequence has left its grammar."""
@@ -39,11 +47,13 @@ class Matcher:
         Rows after a draft that is not allowed are free: that draft will not stand, and they with it. The sequence's
         place in its grammar stays as it was.
         """
-        starts_after, num_taken = self._starts_after, 0
+        starts_after, budget, num_taken = self._starts_after, self._budget, 0
         mask_JM.fill_(_FREE)
         words_JM = mask_JM.numpy()
         for row in range(len(drafts) + 1):
-            if self._starts_after is None and not self._matcher.is_terminated():
+            if self._starts_after is not None:
+                self._fill_before(words_JM[row])
+            elif self._matcher is not None and not self._matcher.is_terminated():
                 self._matcher.fill_next_token_bitmask(mask_JM, row)
             # Asking the matcher instead would have it complain of every refusal on stderr.
             if row == len(drafts) or not _has(words_JM[row], drafts[row]):
@@ -51,17 +61,29 @@ class Matcher:
             taken = self._take(drafts[row])
             assert taken is not None, f"the mask allows {drafts[row]}, the matcher does not"
             num_taken += taken
-        if num_taken:
+        if num_taken and self._matcher is not None:
             self._matcher.rollback(num_taken)
-        self._starts_after = starts_after
+        self._starts_after, self._budget = starts_after, budget
+
+    def _fill_before(self, words_M: NDArray[np.int32]) -> None:
+        """What may come before the grammar holds."""
+        if self._budget == 0:
+            words_M.fill(0)
+            _put(words_M, self._starts_after, allowed=True)
+        for token_id in self._not_before:
+            _put(words_M, token_id, allowed=False)
 
     def _take(self, token_id: int) -> int | None:
         """How many tokens the grammar advanced by: 0 before it starts and after it ended; None if not allowed."""
         if self._starts_after is not None:
             if token_id == self._starts_after:
                 self._starts_after = None
+            elif self._budget == 0 or token_id in self._not_before:
+                return None
+            elif self._budget is not None:
+                self._budget -= 1
             return 0
-        if self._matcher.is_terminated():
+        if self._matcher is None or self._matcher.is_terminated():
             return 0
         return 1 if self._matcher.accept_token(token_id) else None
 
@@ -69,3 +91,10 @@ class Matcher:
 def _has(words_M: NDArray[np.int32], token_id: int) -> bool:
     """Whether the token's bit is set; ids that are none, such as a missing draft's, have no bit."""
     return 0 <= token_id < 32 * len(words_M) and bool(words_M[token_id >> 5] >> (token_id & 31) & 1)
+
+
+def _put(words_M: NDArray[np.int32], token_id: int | None, *, allowed: bool) -> None:
+    """Set or clear the token's bit."""
+    if token_id is not None and 0 <= token_id < 32 * len(words_M):
+        words, bit = words_M.view(np.uint32), np.uint32(1 << (token_id & 31))
+        words[token_id >> 5] = words[token_id >> 5] | bit if allowed else words[token_id >> 5] & ~bit

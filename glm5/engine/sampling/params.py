@@ -93,6 +93,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None  # tokens of thinking before its end tag is all that may come
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
@@ -113,6 +114,11 @@ class SamplingParams:
     @property
     def penalized(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether what may come next depends on what came before: a mask is made for each step."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     def but(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
@@ -168,6 +174,8 @@ class SamplingParams:
         )
         most = self.max_tokens if self.max_tokens is not None else self.min_tokens
         yield "min_tokens", _is_int(self.min_tokens, 0, most), f"0 to max_tokens ({self.max_tokens})"
+        budget = self.thinking_token_budget
+        yield "thinking_token_budget", budget is None or _is_int(budget), "None, or at least 0"
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             yield name, value is None or _is_int(value, 0, MAX_LOGPROBS), f"None, or 0 to {MAX_LOGPROBS}"

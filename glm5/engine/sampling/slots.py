@@ -38,7 +38,7 @@ class Feature(IntFlag):
     PENALTIES = 8
     BIASES = 16  # logit_bias, or stop tokens barred by min_tokens
     BAD_WORDS = 32
-    PERMITTED = 64  # a grammar or allowed_token_ids
+    PERMITTED = 64  # a grammar, a budget of thinking or allowed_token_ids
     LOGPROBS = 128
     TEMPERED = 256  # log-probabilities at a temperature other than 1
 
@@ -69,7 +69,7 @@ class Placement:
         shown = none if params.logprobs is None else Feature.LOGPROBS
         if shown and random and params.temperature != 1:
             shown |= Feature.TEMPERED
-        permitted = params.allowed_token_ids is not None or params.structured_outputs is not None
+        permitted = params.allowed_token_ids is not None or params.constrained
         edited = Feature.PENALTIES if params.penalized else none
         edited |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else none
         edited |= Feature.BAD_WORDS if self.bad_words else none

@@ -94,6 +94,26 @@ def test_leaving_the_block_aborts(one_seat):
     assert_nothing_left(one_seat)
 
 
+def test_abort_by_id_from_elsewhere(one_seat):
+    """The answers end, each once; other requests, and ids that are none, are nobody's loss."""
+
+    async def main(engine):
+        two = SamplingParams(n=2, temperature=1.0, max_tokens=None, ignore_eos=True)
+        async with engine.generate([1, 2, 3], two, request_id="a") as deltas:
+            await anext(deltas)
+            assert engine.abort("b") == 0
+            assert engine.abort("a") == 1
+            rest = [delta async for delta in deltas]
+        assert engine.abort("a") == 0
+        return [delta.index for delta in rest if delta.finish_reason == "abort"], await answer(engine, [4, 5])
+
+    with AsyncEngine(one_seat) as engine:
+        aborted, joined = asyncio.run(main(engine))
+    assert sorted(aborted) == [0, 1]
+    assert len(joined) == 12
+    assert_nothing_left(one_seat)
+
+
 def test_cancelling_the_waiting_task_aborts(llm, gate):
     async def main(engine):
         task = asyncio.create_task(answer(engine, [1, 2], ENDLESS))

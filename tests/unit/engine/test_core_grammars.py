@@ -105,6 +105,25 @@ def test_a_grammar_that_begins_after_a_token():
     assert json.loads(text_of(driver, seq_id, 6))
 
 
+@AHEAD
+@pytest.mark.parametrize("max_depth", [0, 3])
+def test_a_budget_of_thinking(launch_ahead, max_depth):
+    """The end of thinking comes where the budget ends, and at no cost in what comes before."""
+    driver = CoreDriver(compiler=compiler(), launch_ahead=launch_ahead, max_depth=max_depth, num_pages=60)
+    free = lone_run(driver.prompt(5), 1, 40, vocabulary().size)
+    end = next(token_id for token_id in range(vocabulary().size) if token_id not in free)
+    (alone,) = driver.ask(5, max_tokens=20, starts_after=end, thinking_token_budget=7)
+    (both,) = ask_json(driver, max_tokens=150, starts_after=end, thinking_token_budget=4, not_before=(free[1],))
+    (none,) = driver.ask(5, max_tokens=20, thinking_token_budget=7)
+    run(driver)
+    assert driver.heard[alone].token_ids[:8] == [*free[:7], end]
+    assert len(driver.heard[alone].token_ids) == 20
+    written = driver.heard[both].token_ids
+    assert (written[4], written.count(end), free[1] in written[:4]) == (end, 1, False)
+    assert json.loads(text_of(driver, both, 5))
+    driver.check(none)
+
+
 class Slow:
     """A compiler that is ready when a test says so."""
 

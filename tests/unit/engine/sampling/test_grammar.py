@@ -123,6 +123,34 @@ def test_structural_tags_of_tool_calls():
     assert matcher.advance([*ids("}</tool_call> more"), EOS])
 
 
+def test_before_a_grammar_begins():
+    """Some tokens may not come before it, and after the budget nothing but the token that it begins after."""
+    end, call, word = ids("</think>")[0], ids("<tool_call>")[0], ids("a")[0]
+    compiled = compiler().compile(StructuredOutputsParams(choice=["yes"])).result()
+    matcher = Matcher(compiled, end, not_before=(EOS, call), budget=3)
+    everything = set(range(vocabulary().size))
+    assert mask_of(matcher)[0] == everything - {EOS, call}
+    assert mask_of(matcher, word, word, word, end) == [*[everything - {EOS, call}] * 3, {end}, set(ids("yes")[:1])]
+    assert mask_of(matcher, word, EOS, end)[2:] == [everything, everything], "rows after a draft that will not stand"
+    assert matcher.advance([word, word])
+    assert mask_of(matcher, word) == [everything - {EOS, call}, {end}]
+    assert not matcher.advance([call])
+    assert matcher.advance([word, end])
+    assert mask_of(matcher)[0] == set(ids("yes")[:1])
+
+
+def test_a_budget_without_a_grammar():
+    end, word = ids("</think>")[0], ids("a")[0]
+    matcher, everything = Matcher(None, end, budget=0), set(range(vocabulary().size))
+    assert mask_of(matcher, end) == [{end}, everything]
+    assert not matcher.advance([word])
+    assert matcher.advance([end, word, EOS])
+    early = Matcher(None, end, budget=1)
+    assert early.advance([end, *[word] * 9])
+    assert mask_of(early)[0] == everything
+    assert mask_of(Matcher(None, None, budget=0))[0] == everything, "an answer that does not think"
+
+
 def test_masks_after_drafts_are_those_after_tokens():
     matcher, text = matcher_of(json={"type": "object"}), [*ids('{"ab": [1, true], "c": {}}'), EOS]
     for start in range(len(text)):
