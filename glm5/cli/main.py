@@ -28,6 +28,8 @@ COMMANDS = {
     "init": "glm5.cli.init",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+LOG_FORMAT_HELP = "How: lines for people, or JSON objects, one a line. Default: text."
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
         commands[name].add_argument(
             "--log-level", choices=LOG_LEVELS, default="info", help="What to log. Default: info."
         )
+        commands[name].add_argument("--log-format", choices=LOG_FORMATS, default="text", help=LOG_FORMAT_HELP)
         commands[name].set_defaults(run=module.run)
     return root, commands
 
@@ -96,7 +99,7 @@ def _run(argv: list[str]) -> int:
         args = parse(argv or ["--help"])
     except SystemExit as stop:  # after --help or --version; bare `glm5` shows the help and fails
         return int(stop.code or 0) if argv else 2
-    log.configure(args.log_level)
+    log.configure(args.log_level, args.log_format)
     return args.run(args)
 
 

@@ -1,5 +1,6 @@
 """Logging set-up and standard output."""
 
+import json
 import logging
 
 import pytest
@@ -10,11 +11,12 @@ from glm5.common.console import out
 
 @pytest.fixture
 def _own_logging():
-    logger = logging.getLogger("glm5")
-    before = (logger.handlers[:], logger.level)
+    loggers = [logging.getLogger(name) for name in ("glm5", "uvicorn")]
+    before = [(logger.handlers[:], logger.level) for logger in loggers]
     yield
-    logger.handlers[:], level = before
-    logger.setLevel(level)
+    for logger, (handlers, level) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
 
 
 @pytest.mark.usefixtures("_own_logging")
@@ -27,6 +29,41 @@ def test_our_lines_go_to_standard_error_once(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert [line.split(" ", 1)[1] for line in captured.err.splitlines()] == ["INFO glm5.x: ours 1"]
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_lines_name_the_request_that_caused_them(capsys):
+    log.configure()
+    token = log.REQUEST_ID.set("abc")
+    logging.getLogger("glm5.x").info("within")
+    log.REQUEST_ID.reset(token)
+    logging.getLogger("glm5.x").info("after")
+    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["INFO glm5.x: within [abc]", "INFO glm5.x: after"]
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_lines_as_json(capsys):
+    log.configure(style="json")
+    assert log.style() == "json"
+    token = log.REQUEST_ID.set("abc")
+    logging.getLogger("glm5.x").info("two\nlines", extra={"seconds": 0.5})
+    log.REQUEST_ID.reset(token)
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError:
+        logging.getLogger("uvicorn.error").exception("a bug")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "level": "INFO",
+        "logger": "glm5.x",
+        "message": "two\nlines",
+        "request_id": "abc",
+        "seconds": 0.5,
+    }
+    assert "ZeroDivisionError" in second["exception"]
+    assert "request_id" not in second
 
 
 def test_out_writes_to_standard_output(capsys):
