@@ -1,1 +1,1 @@
-"""Measurements that people run: of a server under load (`glm5/bench/serve`)."""
+"""Measurements that people run: of a server under load (`serve`), of kernels on this card (`kernels`)."""

@@ -1,0 +1,56 @@
+"""What this card can do: device memory and matrix units, measured, not read off a data sheet."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.bench.kernels.case import Case
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ceilings: bytes a second (read plus written, of a copy) and operations a second of square products."""
+
+    name: str
+    bytes_per_s: float
+    flops_per_s: dict[str, float]
+
+    def floor(self, case: Case) -> float:
+        """Microseconds that no implementation of `case` can do without."""
+        return 1e6 * max(case.num_bytes / self.bytes_per_s, case.num_flops / self.flops_per_s[case.unit])
+
+
+def measured() -> Machine:
+    """The current CUDA device; takes about a second."""
+    source = torch.randint(0, 127, (2 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = _seconds(lambda: target.copy_(source))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bf16 = _seconds(lambda: a @ b)
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+    fp8 = _seconds(lambda: _scaled_mm(a8, b8, one))
+    flops = 2 * 8192**3
+    return Machine(torch.cuda.get_device_name(), 2 * source.numel() / copy, {"bf16": flops / bf16, "fp8": flops / fp8})
+
+
+def _scaled_mm(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    tensorwise = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b.T, scale, tensorwise, scale, tensorwise, output_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(7):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return sorted(times)[3]

@@ -1,0 +1,86 @@
+"""Runs cases: each is checked, then timed, then printed; JSON if asked."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from glm5.bench.kernels.case import Case, Row
+from glm5.bench.kernels.machine import Machine
+from glm5.common.console import out
+
+Clock = Callable[[Case], tuple[float, float, float]]
+HEADS = (
+    f"{'op':<44} {'us':>9} {'p20':>8} {'p80':>8} {'floor':>8} {'of floor':>8} {'TB/s':>6} {'TFLOP/s':>8} {'error':>8}"
+)
+
+
+def run(cases: Iterable[Case], machine: Machine, clock: Clock) -> list[Row]:
+    """The cases' rows. One that is wrong is not timed; one that raises is reported with its error."""
+    rates = ", ".join(f"{unit} {rate / 1e12:.0f} TFLOP/s" for unit, rate in machine.flops_per_s.items())
+    out(f"{machine.name}: copy {machine.bytes_per_s / 1e12:.2f} TB/s, {rates}")
+    out(HEADS)
+    rows: list[Row] = []
+    for case in cases:
+        rows.append(_row(case, machine, clock))
+        out(line(rows[-1]), flush=True)
+    return rows
+
+
+def _row(case: Case, machine: Machine, clock: Clock) -> Row:
+    error = case.error()
+    if not error < case.budget:  # NaN is below no budget
+        return Row(case, error, failure=f"wrong: error {error:.2e}, at most {case.budget:.0e} allowed")
+    return Row(case, error, *clock(case), floor=machine.floor(case))
+
+
+def line(row: Row) -> str:
+    """One row for people."""
+    if row.failure:
+        return f"{row.case.name:<44} {row.failure}"
+    return (
+        f"{row.case.name:<44} {row.micros:>9.2f} {row.p20:>8.2f} {row.p80:>8.2f} {row.floor:>8.2f} "
+        f"{row.of_floor:>8.0%} {row.terabytes_per_s:>6.2f} {row.teraflops:>8.0f} {row.error:>8.1e}"
+    )
+
+
+def document(rows: Sequence[Row], machine: Machine) -> dict[str, Any]:
+    """The rows for programs: microseconds, bytes, operations, floor."""
+    return {
+        "machine": machine.name,
+        "bytes_per_s": machine.bytes_per_s,
+        "flops_per_s": machine.flops_per_s,
+        "rows": [
+            {
+                "op": row.case.op,
+                "shape": row.case.shape,
+                "variant": row.case.variant,
+                "us": row.micros,
+                "p20": row.p20,
+                "p80": row.p80,
+                "floor_us": row.floor,
+                "bytes": row.case.num_bytes,
+                "flops": row.case.num_flops,
+                "error": row.error,
+                "failure": row.failure,
+            }
+            for row in rows
+        ],
+    }
+
+
+def main(cases: Sequence[Case], arguments: Sequence[str] | None = None) -> int:
+    """Command line of a file of cases. Returns 1 where one was wrong."""
+    parser = argparse.ArgumentParser(description="Check and time kernels at GLM-5's shapes.")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args(arguments)
+    from glm5.bench.kernels.clock import measure
+    from glm5.bench.kernels.machine import measured
+
+    machine = measured()
+    rows = run([case for case in cases if options.only in case.name], machine, measure)
+    if options.json:
+        options.json.write_text(json.dumps(document(rows, machine), indent=1) + "\n", encoding="utf-8")
+    return int(any(row.failure for row in rows))
