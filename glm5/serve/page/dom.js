@@ -13,7 +13,7 @@ const ICONS = {
 };
 
 /** An element. Functions in `properties` listen to the event named after "on", `true` is an empty attribute, and
- * null or false leave the attribute out. Children are nodes or text. */
+ * null or false leave the attribute out. Children are nodes, text, or lists of those; null adds nothing. */
 export function el(tag, properties = {}, ...children) {
   return filled(document.createElement(tag), properties, children);
 }
@@ -39,6 +39,7 @@ function filled(element, properties, children) {
     if (typeof value === "function") element.addEventListener(name.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
+  // One by one: a call has room for some ten thousand arguments, an answer may have more nodes.
+  for (const child of children.flat(Infinity)) if (child !== null && child !== undefined) element.append(child);
   return element;
 }

@@ -20,7 +20,7 @@ export function render(parent, text) {
   let same = 0;
   while (same < before.length && same < blocks.length && before[same].source === blocks[same].source) same += 1;
   while (parent.childNodes.length > same) parent.lastChild.remove();
-  parent.append(...blocks.slice(same).map((block) => block.build()));
+  for (const block of blocks.slice(same)) parent.append(block.build());
   shown.set(parent, blocks);
 }
 
@@ -59,7 +59,7 @@ function startsBlock(lines, at, depth) {
 function paragraph(lines, at, depth) {
   let next = at + 1;
   while (next < lines.length && lines[next].trim() !== "" && !startsBlock(lines, next, depth)) next += 1;
-  return [next, () => el("p", {}, ...spans(lines.slice(at, next).map((line) => line.trim()).join("\n")))];
+  return [next, () => el("p", {}, spans(lines.slice(at, next).map((line) => line.trim()).join("\n")))];
 }
 
 function headingLevel(line) {
@@ -71,7 +71,7 @@ function heading(lines, at) {
   const level = headingLevel(lines[at]);
   const text = lines[at].trim().slice(level).trim();
   // The page has h1 and h2 of its own.
-  return [at + 1, () => el(`h${Math.min(level + 2, 6)}`, { class: `level-${level}` }, ...spans(text))];
+  return [at + 1, () => el(`h${Math.min(level + 2, 6)}`, { class: `level-${level}` }, spans(text))];
 }
 
 function isRule(line) {
@@ -110,7 +110,7 @@ function quote(lines, at, depth) {
   let next = at;
   while (next < lines.length && isQuote(lines[next])) next += 1;
   const inner = lines.slice(at, next).map((line) => line.replace(/^ {0,3}> ?/, ""));
-  return [next, () => el("blockquote", {}, ...cut(inner, depth + 1).map((block) => block.build()))];
+  return [next, () => el("blockquote", {}, cut(inner, depth + 1).map((block) => block.build()))];
 }
 
 function indentOf(line) {
@@ -141,9 +141,9 @@ function list(lines, at, depth) {
     if (!follows) next = end;
   }
   const build = () => {
-    const rows = items.map((inner) => el("li", {}, ...itemNodes(inner, depth)));
+    const rows = items.map((inner) => el("li", {}, itemNodes(inner, depth)));
     const start = first.ordered && first.number !== 1 ? String(first.number) : null;
-    return el(first.ordered ? "ol" : "ul", { start, class: loose ? "loose" : null }, ...rows);
+    return el(first.ordered ? "ol" : "ul", { start, class: loose ? "loose" : null }, rows);
   };
   return [next, build];
 }
@@ -194,11 +194,11 @@ function table(lines, at) {
   while (next < lines.length && lines[next].includes("|")) next += 1;
   const row = (line, tag) => {
     const found = cells(line);
-    return el("tr", {}, ...aligned.map((side, column) => el(tag, { class: side }, ...spans(found[column] ?? ""))));
+    return el("tr", {}, aligned.map((side, column) => el(tag, { class: side }, spans(found[column] ?? ""))));
   };
   const build = () => {
     const head = el("thead", {}, row(lines[at], "th"));
-    const body = el("tbody", {}, ...lines.slice(at + 2, next).map((line) => row(line, "td")));
+    const body = el("tbody", {}, lines.slice(at + 2, next).map((line) => row(line, "td")));
     return el("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, el("table", {}, head, body));
   };
   return [next, build];

@@ -1,6 +1,6 @@
 // Prometheus' text format, and what counters and histograms say.
 
-const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?$/;
+const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(NaN|[+-]?(?:Inf|[\d.]\S*))(?:\s+\S+)?$/;
 const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 const ESCAPES = { n: "\n", '"': '"', "\\": "\\" };
 

@@ -113,9 +113,9 @@ class Reader {
     const end = this.emphasisEnd(at, width);
     if (end === null) return this.literal(width);
     const inner = spans(text.slice(at + width, end - width), this.depth + 1, this.linked);
-    if (text[at] === "~") return this.node(el("del", {}, ...inner), end);
-    if (width === 1) return this.node(el("em", {}, ...inner), end);
-    const strong = el("strong", {}, ...inner);
+    if (text[at] === "~") return this.node(el("del", {}, inner), end);
+    if (width === 1) return this.node(el("em", {}, inner), end);
+    const strong = el("strong", {}, inner);
     return this.node(width === 2 ? strong : el("em", {}, strong), end);
   }
 
@@ -152,7 +152,7 @@ class Reader {
     if (!address) return this.literal(1);
     const label = text.slice(open + 1, close);
     const shown = label ? spans(label, this.depth + 1, true) : [address];
-    return this.node(anchor(address, before, ...shown), close + 2 + found[0].length);
+    return this.node(anchor(address, before, shown), close + 2 + found[0].length);
   }
 
   labelEnd(open) {
@@ -178,5 +178,5 @@ class Reader {
 }
 
 function anchor(address, ...children) {
-  return el("a", { href: address, target: "_blank", rel: "noopener noreferrer nofollow" }, ...children);
+  return el("a", { href: address, target: "_blank", rel: "noopener noreferrer nofollow" }, children);
 }

@@ -17,13 +17,14 @@ export const FORMATS = {
 export const timeOfDay = (time) => clock.format(time * 1000);
 export const exactTime = (time) => exactClock.format(time * 1000);
 
-/** About four round steps from 0 that reach `highest`: their values, the last at or above it. */
+/** At most five round steps from 0 that reach `highest`: their values, the last at or above it. */
 export function axisSteps(highest, whole = false) {
-  const rough = (highest > 0 ? highest : 1) / 4;
+  const reached = highest > 0 ? highest : 1;
+  const rough = reached / 5;
   const power = 10 ** Math.floor(Math.log10(rough));
   const nice = [1, 2, 2.5, 5, 10].find((step) => step * power >= rough * 0.999) * power;
   const step = whole ? Math.max(1, Math.ceil(nice)) : nice;
-  return Array.from({ length: Math.max(1, Math.ceil((highest / step) * 0.9999)) + 1 }, (_, i) => i * step);
+  return Array.from({ length: Math.ceil((reached / step) * 0.9999) + 1 }, (_, i) => i * step);
 }
 
 function known(format) {
