@@ -118,6 +118,12 @@ class AsyncEngine:
         else:
             self._run()
 
+    def kill(self) -> None:
+        """End the engine now: it writes nothing more to disk, and requests still running get EngineDead."""
+        self._is_closing = True
+        self._client.fail("it was killed")
+        self._wake()
+
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -209,6 +215,10 @@ class AsyncEngine:
     def _deliver(self, stream: _Stream, request: Request, item: Item) -> None:
         with self._lock:
             self._arrived.setdefault(stream.event_loop, []).append((stream, request, item))
+
+    async def profile(self, folder: str | None) -> str | None:
+        """Begin a trace of the engine that will lie in `folder`, or with None end it. The trace's path, at its end."""
+        return (await self._wait(self._calls.profile(folder))).get("path")
 
     async def _wait(self, future: Called) -> dict[str, Any]:
         self._check_running()

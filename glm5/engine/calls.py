@@ -13,6 +13,7 @@ from glm5.engine.client import Client
 from glm5.engine.wire import (
     PauseCall,
     Policy,
+    ProfileCall,
     ResetCacheCall,
     ResumeCall,
     SleepCall,
@@ -52,6 +53,10 @@ class Calls:
 
     def stats(self) -> Called:
         return self.client.call(StatsCall)
+
+    def profile(self, folder: str | None) -> Called:
+        """Begin a trace that will lie in `folder`, or with None end it."""
+        return self.client.call(lambda call_id: ProfileCall(call_id, folder))
 
     def update_weights(self, source: str | Path | Mapping[str, Tensor], policy: Policy, version: int | None) -> Called:
         """Tensors are written to a folder first, which is removed when the engine has read it or has ended."""

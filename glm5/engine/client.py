@@ -177,8 +177,8 @@ class Client:
             self.abort(request)
             request.deliver(request, RequestError(update.error or "the engine could not answer it", update.param))
             return
-        delta = growing.grow(update)
         now = time.monotonic()
+        delta = growing.grow(update, request.metrics.arrival_time, now)
         if delta.token_ids:
             metrics = request.metrics
             metrics.last_token_time = now

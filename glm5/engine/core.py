@@ -9,18 +9,21 @@ copies of pages, reading weights) happens on other threads and is asked after at
 One thread calls everything here. An exception that leaves `step` is the engine's end: state and device may disagree.
 """
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from glm5.common.errors import GlmError
 from glm5.engine.control import Control, Memory
 from glm5.engine.depth import AdaptiveDepth
 from glm5.engine.grammars import fill_masks
 from glm5.engine.intake import Admission, Intake, Refusal
 from glm5.engine.messages import Abort, Finish, Message, SetDepth
 from glm5.engine.plan import Output, StepPlan
+from glm5.engine.profiling import Profiling
 from glm5.engine.replies import PromptReport, Reply, note_prompts
 from glm5.engine.result import StepResult
 from glm5.engine.runner import SeqSpec
@@ -32,7 +35,20 @@ from glm5.engine.stats import Counters, stats
 from glm5.engine.tiering import Tiering
 from glm5.engine.tiers.copies import CopyQueue
 from glm5.engine.weights import WeightSource
-from glm5.engine.wire import Answer, Ask, Close, Drop, Facts, StatsCall, Stop, ToClient, ToEngine, Update, Updates
+from glm5.engine.wire import (
+    Answer,
+    Ask,
+    Close,
+    Drop,
+    Facts,
+    ProfileCall,
+    StatsCall,
+    Stop,
+    ToClient,
+    ToEngine,
+    Update,
+    Updates,
+)
 
 # How long a turn without work waits for another thread. Messages wait as long at most.
 PATIENCE_S = 0.01
@@ -85,6 +101,7 @@ class EngineCore:
         self.control = Control(
             self, weights=weights, cache=cache, tiering=self.tiering, weights_changed=runner.weights_changed
         )
+        self._profiling = Profiling()
         self._inbox: deque[ToEngine] = deque()
         self._messages: list[Message] = []
         self._updates: list[Update] = []
@@ -181,10 +198,21 @@ class EngineCore:
                     self.tell(Finish(seq_id))
             case StatsCall(call_id=call_id):
                 self._answers.append(Answer(call_id, self.stats()))
+            case ProfileCall():
+                self._answers.append(self._profile(message))
             case Close():
                 raise AssertionError("the process sees to Close")
             case _:
                 self.control.add(message)
+
+    def _profile(self, call: ProfileCall) -> Answer:
+        try:
+            if call.folder is not None:
+                self._profiling.start(call.folder)
+                return Answer(call.call_id)
+            return Answer(call.call_id, {"path": self._profiling.stop()})
+        except GlmError as error:
+            return Answer(call.call_id, error=str(error))
 
     def _admit(self, ready: Admission | Refusal) -> None:
         if isinstance(ready, Refusal):
@@ -232,6 +260,7 @@ class EngineCore:
             reply = self._replies.get(item.seq_id)
             if reply is not None and reply.num_cached is None:
                 reply.num_cached = min(item.start, reply.spec.num_prompt)
+                reply.began = time.monotonic()
         launched = self.runner.launch(plan, self._specs)
         if plan.items:
             self._unread.append((plan, self._draft_depth, launched))

@@ -21,8 +21,9 @@ class Growing:
         self._params, self._text, self._spell = params, text, spell
         self._num_tokens = 0
 
-    def grow(self, update: Update) -> Delta:
-        """The delta of an update. After one with a finish reason there is no other."""
+    def grow(self, update: Update, asked: float, now: float) -> Delta:
+        """The delta of an update of `now`; the request was made at `asked`. After one with a finish reason there is no
+        other."""
         token_ids: Sequence[int] = update.token_ids
         assert update.finish_reason != "error", f"{update=}"
         pieces, count = self._pieces(token_ids, update.finish_reason)
@@ -51,6 +52,8 @@ class Growing:
             num_cached_tokens=update.num_cached,
             prompt_logprobs=None if update.prompt_logprobs is None else tuple(map(self._entry, update.prompt_logprobs)),
             routed_experts=update.routed,
+            arrived=now,
+            queued_s=None if update.began is None else max(0.0, update.began - asked),
         )
 
     def _pieces(self, token_ids: Sequence[int], reason: FinishReason | None) -> tuple[tuple[Piece, ...], int]:

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import GlmError, RequestError
 from glm5.common.interrupt import held_interrupt
+from glm5.common.log import style
 from glm5.common.progress import Progress
 from glm5.config.engine import EngineConfig
 from glm5.config.model import ModelConfig
@@ -89,6 +90,7 @@ class LLM:
                     lora_norm_eps=lora_norm_eps,
                     tokenizer=str(tokenizer) if isinstance(tokenizer, (str, Path)) else None,
                     log_level=logging.getLevelName(logging.getLogger("glm5").getEffectiveLevel()),
+                    log_style=style(),
                 )
             )
             try:  # while the process loads the model

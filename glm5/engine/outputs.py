@@ -41,6 +41,8 @@ class Delta(msgspec.Struct, frozen=True):
 
     Where asked for: `logprobs`, and `tempered_logprobs` at the temperature, of each token; `prompt_logprobs`, on one
     delta of the request, of the prompt's tokens but the first; `routed_experts`, as the wire has them.
+
+    `arrived`: when, by the monotonic clock. `queued_s`, on an answer's first delta: its wait for a first step.
     """
 
     token_ids: tuple[int, ...]
@@ -54,6 +56,8 @@ class Delta(msgspec.Struct, frozen=True):
     num_cached_tokens: int | None = None
     prompt_logprobs: tuple[dict[int, Logprob], ...] | None = None
     routed_experts: RoutedExperts | None = None
+    arrived: float = 0.0
+    queued_s: float | None = None
 
     @property
     def text(self) -> str:

@@ -52,7 +52,7 @@ def main(folder: str, cwd: str) -> NoReturn:
         context = zmq.Context()
         inbox, outbox = _Inbox(context, folder), _Outbox(context, folder)
         start = inbox.start()
-        log.configure(start.log_level)
+        log.configure(start.log_level, start.log_style)
         pulse.start(start.config["watchdog_timeout"])
         core = _build(start, lambda phase, share: outbox.send(Loading(phase, share)))
         gc.collect()

@@ -66,7 +66,8 @@ class PromptReport:
 class Reply:
     """One answer under way. `num_tokens` counts the prompt; `slot_drafts`: what its next step assumes, for its grammar.
 
-    `num_cached`: prompt tokens that were found, until they are reported. `num_routed`: tokens whose experts are.
+    `num_cached`: prompt tokens that were found, and `began`: when its first step was launched, until they are reported.
+    `num_routed`: tokens whose experts are.
     """
 
     seq_id: int
@@ -76,6 +77,7 @@ class Reply:
     matcher: Matcher | None = None
     drafts: Sequence[int] = ()
     num_cached: int | None = None
+    began: float | None = None
     is_begun: bool = False
     num_routed: int = 0
 
@@ -92,7 +94,7 @@ class Reply:
         if result is None:
             return update
         if not self.is_begun:
-            self.is_begun, update.num_cached = True, self.num_cached
+            self.is_begun, update.num_cached, update.began = True, self.num_cached, self.began
         if self.spec.params.logprobs is not None:
             update.logprobs = result.logprobs[self.seq_id][: len(token_ids)]
         if self.report is not None:

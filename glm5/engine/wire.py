@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from glm5.common.log import Style
 from glm5.engine.plan import EndReason
 from glm5.engine.sampling.params import SamplingParams
 
@@ -17,9 +18,9 @@ Policy = Literal["keep", "recompute", "abort"]
 class Start(msgspec.Struct, tag=True):
     """The first message to an engine process: what it is to load, and how.
 
-    `config`: fields of EngineConfig. `tokenizer`: the folder of the one that clients use, for grammars. `log_level`:
-    the client's. `builder`: "module:function", called with this message and a callback for progress, for a core that
-    is no `EngineCore`.
+    `config`: fields of EngineConfig. `tokenizer`: the folder of the one that clients use, for grammars. `log_level` and
+    `log_style`: the client's. `builder`: "module:function", called with this message and a callback for progress, for a
+    core that is no `EngineCore`.
     """
 
     path: str
@@ -29,6 +30,7 @@ class Start(msgspec.Struct, tag=True):
     lora_norm_eps: float | None
     tokenizer: str | None
     log_level: str = "WARNING"
+    log_style: Style = "text"
     builder: str | None = None
 
 
@@ -121,6 +123,13 @@ class StatsCall(msgspec.Struct, tag=True):
     call_id: int
 
 
+class ProfileCall(msgspec.Struct, tag=True):
+    """Begin a trace that will lie in `folder`, or with None end it. Answered with {"path": the trace} at its end."""
+
+    call_id: int
+    folder: str | None
+
+
 class Close(msgspec.Struct, tag=True):
     """End in order: flush the disk tier, then exit with code 0."""
 
@@ -136,6 +145,7 @@ ToEngine = (
     | UpdateWeightsCall
     | ResetCacheCall
     | StatsCall
+    | ProfileCall
     | Close
 )
 
@@ -162,8 +172,8 @@ class Update(msgspec.Struct, array_like=True):
     """What one answer gained in a step. `version`: of the weights that computed these tokens.
 
     `finish_reason` is None until the last one; for the reason "error", `error` says why, and `param` which parameter is
-    to blame, if one is. `num_cached` (on an answer's
-    first update): prompt tokens that were not computed. `logprobs`: one entry a token, if asked for.
+    to blame, if one is. On an answer's first update: `num_cached`, prompt tokens that were not computed, and `began`,
+    when its first step was launched, by the machine's monotonic clock. `logprobs`: one entry a token, if asked for.
     """
 
     seq_id: int
@@ -176,6 +186,7 @@ class Update(msgspec.Struct, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     routed: RoutedExperts | None = None
     param: str | None = None
+    began: float | None = None
 
 
 class Updates(msgspec.Struct, tag=True):
