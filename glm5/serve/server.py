@@ -14,6 +14,9 @@ from glm5.serve.service import Engine
 
 # For clients that do not read the end of their answer.
 _SECONDS_TO_SAY_GOODBYE = 3
+# Clients give their idle connections up after 5 s (httpx) to a minute. Who does it first cannot meet a request on its
+# way; a server that does resets that request.
+_IDLE_SECONDS = 90
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -80,6 +83,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=_SECONDS_TO_SAY_GOODBYE,
+                timeout_keep_alive=_IDLE_SECONDS,
             )
         )
         self.engine, self.on_listening = engine, on_listening
