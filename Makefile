@@ -1,6 +1,7 @@
 # Needs python3 (3.11 or newer) with venv and pip, and make. Each target sets up .venv by itself, once.
 #   make run     train, serve and question a small model       make test   unit tests
 #   make check   lint, format, types                           make soak   long tests and the demo
+#   make screenshots   the pictures of the pages in docs, which needs Chromium
 # Options for pip go in PIP_ARGS: a mirror, or PyTorch's index of CPU builds, a tenth of the default download.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
-.PHONY: run test check soak
+.PHONY: run test check soak screenshots
 
 run: .venv/.ready-demo
 	$(BIN)/glm5 demo
@@ -24,6 +25,9 @@ check: .venv/.ready-dev
 soak: .venv/.ready-dev
 	$(BIN)/python -m pytest -m "slow and not gpu"
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(BIN)/glm5 demo --out "$$out/demo"
+
+screenshots: .venv/.ready-dev
+	$(BIN)/python -m tests.browser.screenshots docs/images
 
 .venv/.ready-torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "glm5 needs Python 3.11 or newer; try  make PYTHON=python3.12")'

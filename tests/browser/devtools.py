@@ -98,6 +98,8 @@ class Browser:
             for domain in ("Page", "Runtime", "Log"):
                 page.call(f"{domain}.enable")
             page.call("Emulation.setFocusEmulationEnabled", {"enabled": True})
+            page.call("Emulation.setTimezoneOverride", {"timezoneId": "UTC"})
+            page.call("Emulation.setLocaleOverride", {"locale": "en"})
             page.resize(width, height, scale)
             yield page
         finally:
