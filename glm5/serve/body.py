@@ -37,6 +37,9 @@ class Body(BaseModel):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     meaningless: ClassVar[frozenset[str]] = frozenset()
 
+    model: str | None = None
+    """One of the served names; the first of them if it is not given."""
+
 
 B = TypeVar("B", bound=Body)
 
@@ -56,15 +59,18 @@ def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
             body = parse(kind, raw)
         else:
             body = await asyncio.to_thread(parse, kind, raw)
-        model = (body.model_extra or {}).get("model", getattr(body, "model", None))
-        if model is not None and model not in service.model_names:
-            names = ", ".join(service.model_names)
-            message = f"the model {model!r:.200} does not exist; allowed: {names}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        if body.model is not None and body.model not in service.model_names:
+            raise no_such_model(body.model, service)
         _log_unknown(body, service)
         return body
 
     return read
+
+
+def no_such_model(name: str, service: Service) -> ApiError:
+    """The refusal of a name that the model is not served under."""
+    message = f"the model {name!r:.200} does not exist; allowed: {', '.join(service.model_names)}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def parse(kind: type[B], raw: bytes) -> B:
@@ -79,7 +85,7 @@ def parse(kind: type[B], raw: bytes) -> B:
     if _SURROGATE.search(raw):
         _refuse_halves(given)
     for name, harmless in kind.refused.items():
-        if name in given and not any(given[name] == value and type(given[name]) is type(value) for value in harmless):
+        if name in given and not any(_same(given[name], value) for value in harmless):
             allowed = f"; allowed: {json.dumps(harmless[0])}" if harmless else ""
             raise ApiError(400, f"{name} is not supported by this server: leave it out{allowed}", param=name)
     try:
@@ -109,6 +115,11 @@ def described(kind: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
+def _same(given: Any, value: Any) -> bool:
+    """Whether both are the same in JSON, where 1 is 1.0 but not true."""
+    return given == value and isinstance(given, bool) == isinstance(value, bool)
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
@@ -125,7 +136,7 @@ def _refuse_halves(content: Mapping[str, Any]) -> None:
 
 
 def _log_unknown(body: Body, service: Service) -> None:
-    unknown = (body.model_extra or {}).keys() - body.refused.keys() - body.meaningless - {"model"}
+    unknown = (body.model_extra or {}).keys() - body.refused.keys() - body.meaningless
     for name in sorted(unknown - service.logged_fields)[: MAX_LOGGED_FIELDS - len(service.logged_fields)]:
         service.logged_fields.add(name)
         logger.warning("requests have a field %r, which this server does not know and ignores", name[:100])

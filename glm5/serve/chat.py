@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -9,84 +10,95 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from fastapi.responses import Response
 
-from glm5.chat.message import normalize_tools
 from glm5.common.errors import RequestError
-from glm5.serve.answer import Chunk, Head, completion, delta_of, usage_dict
-from glm5.serve.errors import ApiError, envelope
-from glm5.serve.generation import Job, Reader, Usage, check, steps
-from glm5.serve.request import ChatRequest, context_exceeded, read_chat_request
+from glm5.serve.body import body_of, described
+from glm5.serve.chat_answer import ChatAnswer
+from glm5.serve.chat_body import ChatBody
+from glm5.serve.errors import ApiError, envelope, named
+from glm5.serve.generation import Job, Usage, check, steps
+from glm5.serve.logprob_forms import Speller
+from glm5.serve.prompting import Conversation, Prompt, prompted
+from glm5.serve.sampling_fields import fit
 from glm5.serve.service import Service, get_service
-from glm5.serve.sse import EventStream
+from glm5.serve.sse import DONE, EventStream, event
+from glm5.serve.thinking import template_kwargs
 
 router = APIRouter()
+_read = body_of(ChatBody)
 
 
-@router.post("/v1/chat/completions", response_model=None)
-async def chat_completions(
-    body: ChatRequest = Depends(read_chat_request), service: Service = Depends(get_service)
-) -> Response:
+@router.post("/v1/chat/completions", response_model=None, openapi_extra=described(ChatBody))
+async def chat_completions(body: ChatBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
     """Answer a conversation, as a stream of chunks or in one piece."""
     # Templates and tokenizers take a second for a million tokens; the event loop serves everyone.
-    head = Head(body.model or service.model_names[0])
-    job = await asyncio.to_thread(_prepare, body, service, head)
+    job = await asyncio.to_thread(_prepare, body, service)
     check(job, service)
+    speller = Speller(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
+    answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, speller)
     usage = Usage(len(job.prompt_ids))
-    chunks = _chunks(job, service, usage)
     if body.stream:
-        events = _events(chunks, head, usage, include_usage=body.stream_options.include_usage)
-        return await EventStream.begun(events, failed=_failed)
-    async with aclosing(chunks):
-        answer = completion(head, [chunk async for chunk in chunks], usage)
-    return Response(json.dumps(answer), media_type="application/json")
+        return await EventStream.begun(_events(job, service, answer, usage), failed=failed)
+    async with aclosing(steps(job, service, usage)) as found:
+        content = answer.whole([step async for step in found], usage)
+    return Response(json.dumps(content), media_type="application/json")
 
 
-def _prepare(body: ChatRequest, service: Service, head: Head) -> Job:
-    tools = normalize_tools(body.tools) if body.parses_tools else None
-    engine, prompt = service.engine, service.template.render(body.messages, tools, **body.template_kwargs())
-    if (least := service.tokenizer.least_tokens(prompt)) > engine.max_model_len:
-        # A body of 32 MiB takes half a minute to encode, only to be refused then.
-        raise context_exceeded(engine.max_model_len, f"at least {least}", param="messages")
-    try:
-        prompt_ids = service.tokenizer.encode(prompt)
-    except RequestError as error:
-        raise RequestError(str(error), "messages") from None
-    reasoning = service.template.starts_in_reasoning(prompt_ids)
-    return Job(
-        id=head.id,
-        prompt_ids=prompt_ids,
-        params=body.sampling(engine.defaults, num_prompt=len(prompt_ids), max_context=engine.max_model_len),
-        reader=Reader(service.tokenizer, tools, reasoning=reasoning, parse_tools=body.parses_tools),
+def conversation_of(body: Any, service: Service) -> Conversation:
+    """The part of a request that its prompt is made of; /tokenize shares it."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message exclude each other: a turn begins or goes on",
+            "continue_final_message",
+        )
+    return Conversation(
+        messages=body.messages,
+        tools=body.tools,
+        choice=body.choice(),
+        template=template_kwargs(service.template, body.chat_template_kwargs, body.thinking, body.reasoning_effort),
+        generates=body.add_generation_prompt is not False,
+        continues=body.continue_final_message,
     )
 
 
-async def _chunks(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Chunk, None]:
-    """The answer in chunks, of which the first has the role and the last the finish reason."""
-    delta: dict[str, Any] = {"role": "assistant"}
-    async with aclosing(steps(job, service, usage)) as answer:
-        async for step in answer:
-            delta |= delta_of(step.events)
-            if step.finish_reason is not None:
-                yield Chunk(delta, step.finish_reason)
-            elif step.events:
-                yield Chunk(delta)
-                delta = {}
+def _prepare(body: ChatBody, service: Service) -> Job:
+    body.check_stream_options()
+    wanted, wanted_by = body.constraint()
+    names = {"structured_outputs": wanted_by, "prompt": "messages", "max_tokens": body.limit}
+    names["logprobs"] = "top_logprobs"
+    budget, names["thinking_token_budget"] = body.budget
+    prompt = prompted(conversation_of(body, service).wanting(wanted), service)
+    with named(names):
+        params = body.params(
+            service,
+            max_tokens=_max_tokens(body, prompt, service),
+            logprobs=body.num_logprobs,
+            structured_outputs=prompt.structured,
+            thinking_token_budget=budget,
+            # Text that a model writes is shown as it is, unless asked otherwise: here tags and roles matter.
+            skip_special_tokens=bool(body.skip_special_tokens),
+        )
+    answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+    options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
+    return Job(answer_id, prompt.ids, params, options, prompt.reader, names=names)
 
 
-async def _events(
-    chunks: AsyncGenerator[Chunk, None], head: Head, usage: Usage, *, include_usage: bool
-) -> AsyncGenerator[str, None]:
-    async with aclosing(chunks):  # a dropped connection reaches the engine now, not at the next gc
-        async for chunk in chunks:
-            yield _event(chunk.to_dict(head) | ({"usage": None} if include_usage else {}))
-    if include_usage:
-        yield _event({**head.to_dict("chat.completion.chunk"), "choices": [], "usage": usage_dict(usage)})
-    yield "data: [DONE]\n\n"
+def _max_tokens(body: ChatBody, prompt: Prompt, service: Service) -> int:
+    wanted: int | None = getattr(body, body.limit)
+    if wanted is not None and wanted < 1:
+        raise RequestError(f"{body.limit} is {wanted}; allowed: at least 1", body.limit)
+    return fit(service, len(prompt.ids), wanted, prompt="messages", limit=body.limit)
 
 
-def _failed(error: ApiError) -> str:
-    return f"{_event(envelope(error))}data: [DONE]\n\n"
+async def _events(job: Job, service: Service, answer: ChatAnswer, usage: Usage) -> AsyncGenerator[str, None]:
+    async with aclosing(steps(job, service, usage)) as found:  # a dropped connection reaches the engine now
+        async for step in found:
+            if (chunk := answer.chunk(step, usage)) is not None:
+                yield event(chunk)
+    if answer.body.includes_usage:
+        yield event(answer.last_chunk(usage))
+    yield DONE
 
 
-def _event(content: dict[str, Any]) -> str:
-    # Escaped to ASCII: arguments may hold half a surrogate pair, which has no UTF-8 form.
-    return f"data: {json.dumps(content)}\n\n"
+def failed(error: ApiError) -> str:
+    """The end of a stream that an error ends: the status line has gone out."""
+    return event(envelope(error)) + DONE

@@ -1,5 +1,7 @@
 """Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -7,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from glm5.common.errors import EngineDead, RequestError
+from glm5.common.errors import EngineDead, MissingExtra, RequestError
 
 
 class ApiError(Exception):
@@ -28,6 +30,23 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
 
+@contextmanager
+def named(names: Mapping[str, str], kind: str = "") -> Iterator[None]:
+    """Refusals of parameters under the names that the client knows them by: {ours: the client's}."""
+    try:
+        yield
+    except RequestError as error:
+        ours = error.param
+        if ours is None or ours not in names:
+            raise
+        theirs, message = names[ours], str(error)
+        for prefix in (f"{ours}.{kind}" if kind else ours, ours):
+            if message.startswith(prefix):
+                message = theirs + message.removeprefix(prefix)
+                break
+        raise RequestError(message, theirs) from None
+
+
 def to_api_error(error: Exception) -> ApiError:
     """What a client is told about an exception. A bug of ours is for the log, not for the client."""
     match error:
@@ -35,6 +54,8 @@ def to_api_error(error: Exception) -> ApiError:
             return error
         case RequestError():
             return ApiError(400, str(error), param=error.param)
+        case MissingExtra():
+            return ApiError(400, str(error), code="not_installed")
         case EngineDead():
             return ApiError(503, str(error), code="engine_stopped")
         case HTTPException():
@@ -65,5 +86,5 @@ def install(app: FastAPI) -> None:
     async def respond(_: Request, error: Exception) -> JSONResponse:
         return error_response(error)
 
-    for kind in (ApiError, RequestError, EngineDead, HTTPException, Exception):
+    for kind in (ApiError, RequestError, MissingExtra, EngineDead, HTTPException, Exception):
         app.add_exception_handler(kind, respond)

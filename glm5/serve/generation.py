@@ -9,7 +9,7 @@ An API reads its body into a job and writes steps as its own answer; nothing els
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from glm5.engine.asking import Options
 from glm5.engine.outputs import Delta, Logprob
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import RoutedExperts
+from glm5.serve.errors import named
 from glm5.serve.service import Service
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,10 @@ class Reader:
 
 @dataclass(frozen=True)
 class Job:
-    """A request, ready for the engine. `reader` None: the answer is plain text. `tenant`: whose request it is."""
+    """A request, ready for the engine. `reader` None: the answer is plain text. `tenant`: whose request it is.
+
+    `names`: what the API calls parameters, where that is not what `SamplingParams` does.
+    """
 
     id: str
     prompt_ids: Sequence[int]
@@ -53,6 +57,7 @@ class Job:
     options: Options = field(default_factory=Options)
     reader: Reader | None = None
     tenant: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ class Usage:
 
 def check(job: Job, service: Service) -> None:
     """RequestError for a request that cannot be served, EngineDead when the engine is not running."""
-    service.engine.check(job.prompt_ids, job.params, **vars(job.options))
+    with named(job.names):
+        service.engine.check(job.prompt_ids, job.params, **vars(job.options))
 
 
 @dataclass
@@ -176,15 +182,15 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
     reading = _Reading(job, usage)
     engine_id = f"{job.tenant}/{job.id}" if job.tenant else job.id
     try:
-        async with service.engine.generate(
-            job.prompt_ids, job.params, request_id=engine_id, **vars(job.options)
-        ) as deltas:
-            async for delta in deltas:
-                if delta.finish_reason == "abort" and service.engine.stopped_because is not None:
-                    raise EngineDead("the server is closing")
-                step = reading.step(delta)
-                reason = step.finish_reason or reason
-                yield step
+        asked = service.engine.generate(job.prompt_ids, job.params, request_id=engine_id, **vars(job.options))
+        with named(job.names):
+            async with asked as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason == "abort" and service.engine.stopped_because is not None:
+                        raise EngineDead("the server is closing")
+                    step = reading.step(delta)
+                    reason = step.finish_reason or reason
+                    yield step
     except Exception as error:
         reason = type(error).__name__
         raise

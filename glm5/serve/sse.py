@@ -8,8 +8,9 @@ an error after it is the last event.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Self
 
 from fastapi.responses import StreamingResponse
@@ -21,6 +22,13 @@ logger = logging.getLogger(__name__)
 
 PING_SECONDS = 10.0  # proxies commonly give up after 30 or 60
 COMMENT = ": ping\n\n"  # which clients skip
+DONE = "data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any], name: str | None = None) -> str:
+    """One event, escaped to ASCII: arguments may hold half a surrogate pair, which has no UTF-8 form."""
+    data = f"data: {json.dumps(content)}\n\n"
+    return data if name is None else f"event: {name}\n{data}"
 
 
 class EventStream(StreamingResponse):

@@ -6,9 +6,11 @@ import httpx
 import pytest
 
 from glm5.common.errors import EngineDead
-from glm5.serve import request as request_module
+from glm5.serve import body as body_module
+from glm5.serve.chat_body import ChatBody
 
 ASK = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "weather"}}
 
 
 def post(http, body, **options):
@@ -44,14 +46,49 @@ BAD = [
     ({"max_completion_tokens": -3}, "max_completion_tokens is -3; allowed: at least 1", "max_completion_tokens"),
     ({"max_tokens": 1.5}, "max_tokens is 1.5; allowed: an integer", "max_tokens"),
     ({"max_tokens": 5, "min_tokens": 6}, "min_tokens is 6; allowed: 0 to max_tokens (5)", "min_tokens"),
-    ({"n": 2}, "n is not supported by this server: leave it out; allowed: 1", "n"),
-    ({"logprobs": True}, "logprobs is not supported by this server: leave it out; allowed: false", "logprobs"),
-    ({"top_logprobs": 3}, "top_logprobs is not supported", "top_logprobs"),
-    ({"logit_bias": {"5": 1}}, "logit_bias is not supported", "logit_bias"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty is not supported", "frequency_penalty"),
-    ({"response_format": {"type": "json_object"}}, "response_format is not supported", "response_format"),
-    ({"tool_choice": "required"}, 'tool_choice is "required"; allowed: auto, none', "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 'tool_choice is {"type"', "tool_choice"),
+    ({"n": 2, "temperature": 0}, "n is 2; allowed: 1 with temperature 0", "n"),
+    ({"n": 0}, "n is 0; allowed: 1 to 128", "n"),
+    ({"n": True}, "n is True; allowed: an integer", "n"),
+    ({"logprobs": 3}, "logprobs is 3; allowed: true or false", "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs is 3; allowed: only with logprobs true", "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; allowed: None, or 0 to 20", "top_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs is -1; allowed: ", "prompt_logprobs"),
+    ({"logit_bias": {"a": 1}}, "logit_bias is {'a': 1}; allowed: a mapping of token ids to numbers", "logit_bias"),
+    ({"frequency_penalty": 3}, "frequency_penalty is 3.0; allowed: -2 to 2", "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty is 0.0; allowed: 0.01 to 100", "repetition_penalty"),
+    ({"bad_words": [""]}, "bad_words is ['']; allowed: ", "bad_words"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is []; allowed: some token ids", "allowed_token_ids"),
+    ({"thinking_token_budget": -1}, "thinking_token_budget is -1; allowed: ", "thinking_token_budget"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens is -1; allowed: ",
+     "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1}, "thinking_token_budget": 2}, "say it once",
+     "thinking_token_budget"),
+    ({"thinking": {"type": "sometimes"}}, "thinking.type is 'sometimes'; allowed: ", "thinking.type"),
+    ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, "thinking and reasoning_effort contradict",
+     "reasoning_effort"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort is 'huge'; allowed: none, minimal, low", "reasoning_effort"),
+    ({"priority": 1.5}, "priority is 1.5; allowed: an integer", "priority"),
+    ({"request_id": "a b"}, "request_id is 'a b'; allowed: ", "request_id"),
+    ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'; allowed: text, json_object, json_schema",
+     "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema is missing", "response_format"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "both say what the answer must look like",
+     "response_format"),
+    ({"structured_outputs": {}}, "structured_outputs has no constraint; allowed: exactly one", "structured_outputs"),
+    ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml is not known; allowed: json, ", "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "whitespace_pattern is not supported",
+     "structured_outputs"),
+    ({"guided_choice": []}, "guided_choice is []; allowed: a list of non-empty texts", "guided_choice"),
+    ({"tool_choice": "required"}, "tool_choice asks for a call, and there are no tools", "tool_choice"),
+    ({"tool_choice": "always"}, "tool_choice is 'always'; allowed: auto, none, required, ", "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice asks for a call", "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [TOOL]},
+     "tool_choice names 'f', which is not one of the tools", "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [3]}}},
+     "tool_choice.allowed_tools.tools holds 3", "tool_choice"),
+    ({"continue_final_message": True}, "needs a last message of the assistant", "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "exclude each other", "continue_final_message"),
+    ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options are for streams", "stream_options"),
     ({"tools": {}}, "tools is {}; allowed: ", "tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name ",
      "tools[0].function.name"),
@@ -77,11 +114,36 @@ def test_bad_requests_are_400_by_name(http, fields, message, param, stream):
     assert error["param"] == param
 
 
+# what is known and not supported, with a value that changes nothing, if there is one
+REFUSED = {
+    "functions": [], "function_call": "auto", "modalities": ["audio"], "audio": {}, "prediction": {}, "store": True,
+    "verbosity": "low", "web_search_options": {}, "documents": [{}], "chat_template": "x",
+    "mm_processor_kwargs": {"a": 1}, "echo": True, "separate_reasoning": False,
+    "stream_reasoning": False, "use_beam_search": True, "length_penalty": 2,
+    "early_stopping": True, "truncate_prompt_tokens": 5, "prompt_embeds": "x", "logits_processors": ["x"],
+    "custom_logit_processor": "x", "custom_params": {}, "guided_whitespace_pattern": " ", "kv_transfer_params": {},
+    "vllm_xargs": {}, "lora_path": "x", "session_params": {}, "return_hidden_states": True, "service_tier": "flex",
+    "no_stop_trim": True, "best_of": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(http, name):
+    assert REFUSED.keys() == ChatBody.refused.keys()
+    answer = post(http, {"messages": ASK, name: REFUSED[name]})
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is not supported by this server: leave it out")
+
+
 def test_neutral_values_of_what_is_not_supported_are_fine(http, engine):
     engine.script = "</think>x"
-    neutral = {"n": 1, "logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
-               "response_format": {"type": "text"}, "parallel_tool_calls": True, "logit_bias": None}  # fmt: skip
-    assert post(http, {"messages": ASK} | neutral).status_code == 200
+    neutral = {name: values[0] for name, values in ChatBody.refused.items() if values}
+    assert post(http, {"messages": ASK, "length_penalty": 1} | neutral).status_code == 200
+    assert post(http, {"messages": ASK} | dict.fromkeys(ChatBody.model_fields.keys() - {"messages"})).status_code == 200
+    answer = post(http, {"messages": ASK, "echo": 0})
+    assert answer.json()["error"]["message"] == "echo is not supported by this server: leave it out; allowed: false"
 
 
 JSON = {"content-type": "application/json"}
@@ -130,7 +192,7 @@ def test_prompt_and_answer_must_fit_the_context(http, engine):
 
 @pytest.mark.parametrize("known_length", [True, False])
 def test_a_body_too_large(http, monkeypatch, known_length):
-    monkeypatch.setattr(request_module, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(body_module, "MAX_BODY_BYTES", 1000)
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}).encode()
     content = body if known_length else iter([body[:500], body[500:]])
     answer = http.post("/v1/chat/completions", content=content, headers=JSON)
