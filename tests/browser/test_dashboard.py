@@ -104,10 +104,10 @@ def num_pieces(page) -> int:
 
 
 def test_figures(page, script):
-    start(page, script, [metrics(second) for second in range(41)])
+    start(page, script, [metrics(second) for second in range(0, 41, 4)])
     assert figure(page, "Generation, generated") == NONE
     assert figure(page, "Requests, running") == "3"
-    page.run("await clock.turn(40)")
+    page.run("await clock.turn(10, 4)")
     found = table(page)
     assert {name: found[name] for name in FIGURES} == FIGURES
     assert "Speculation, 3" not in found
@@ -197,9 +197,9 @@ def test_pausing(page, script):
 
 
 def test_pointing_shows_the_values_of_that_time_in_every_chart(page, script):
-    gauges = [f"vllm:num_requests_running {n}\nvllm:kv_cache_usage_perc {n / 100}\n" for n in range(31)]
+    gauges = [f"vllm:num_requests_running {n}\nvllm:kv_cache_usage_perc {n / 100}\n" for n in range(0, 31, 3)]
     start(page, script, gauges)
-    page.run("await clock.turn(30)")
+    page.run("await clock.turn(10, 3)")
     place = chart(page, "Requests", "card.querySelector('.plot').getBoundingClientRect().toJSON()")
     # The last minute lies between the margins; fifteen seconds ago is three quarters of the way.
     page.hover(place["x"] + 52 + (place["width"] - 62) * 0.75, place["y"] + place["height"] / 2)
@@ -215,7 +215,7 @@ def test_pointing_shows_the_values_of_that_time_in_every_chart(page, script):
     chart(page, "KV cache", "card.querySelector('.plot').focus()")
     page.press("ArrowLeft")
     page.press("ArrowLeft")
-    assert chart(page, "Requests", "card.querySelector('.value').innerText") == "28"
+    assert chart(page, "Requests", "card.querySelector('.value').innerText") == "24"
     page.press("Escape")
     assert chart(page, "Requests", "card.querySelector('.value').innerText") == "30"
 
