@@ -150,7 +150,10 @@ class Page:
             details = params["exceptionDetails"]
             self.problems.append(details.get("exception", {}).get("description", details["text"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
-            self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+            url = params["entry"].get("url", "")
+            # Asked for by the browser itself, where an address names no icon.
+            if not url.endswith("/favicon.ico"):
+                self.problems.append(f"{params['entry']['text']} {url}")
         elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
             self.problems.append(str(params["args"]))
 
