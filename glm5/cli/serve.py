@@ -1,18 +1,24 @@
-"""`glm5 serve`: an OpenAI-compatible server for one model."""
+"""`glm5 serve`: a server for one model, under OpenAI's, Anthropic's and SGLang's APIs."""
 
 import argparse
-from typing import Any
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from glm5.cli.flags import add_flags, notes, read
 from glm5.cli.loading import load_llm, load_template, resolved
 from glm5.common.console import out
-from glm5.common.errors import EngineDead
 from glm5.common.extras import require
 from glm5.config.serve import ServeConfig
 
+if TYPE_CHECKING:
+    from glm5.engine.async_engine import AsyncEngine
+    from glm5.serve.keys import KeyRing
+    from glm5.serve.state import ServerState
+
 
 def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("serve", help="serve a model over the OpenAI API", description=ServeConfig.__doc__)
+    parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=ServeConfig.__doc__)
     add_flags(parser, ServeConfig)
 
 
@@ -20,26 +26,77 @@ def run(args: argparse.Namespace) -> int:
     settings = read(ServeConfig, args)
     for package in ("fastapi", "uvicorn"):
         require(package, "serve")
-    from glm5.serve.server import bind, serve, url_of
+    from glm5.serve.server import bind
+    from glm5.serve.state import ServerState
+    from glm5.serve.supervise import House
+    from glm5.serve.supervise import run as keep
 
     for line in notes(settings):
         out(line, flush=True)
-    # Before the model is loaded: an address that is taken should not cost minutes to find out.
-    with bind(settings.host, settings.port) as listener:
+    # Keys, template and address before the model: a mistake there should not cost minutes to find out.
+    program = _Program(settings, read_keys(settings), ServerState("it is being loaded"))
+    with bind(settings.host, settings.port, settings.client_timeout) as listener:
+        house = House(
+            start=program.start,
+            make_app=program.make_app,
+            replace=program.replace,
+            say=lambda line: out(line, flush=True),
+            state=program.state,
+            supervise=settings.supervise,
+            shutdown_timeout=settings.shutdown_timeout,
+            dead_engine_timeout=settings.dead_engine_timeout,
+        )
+        keep(house, listener)
+    return 0
+
+
+def read_keys(settings: ServeConfig) -> "KeyRing":
+    """Those of the flags, of the environment and of the file. Raises ConfigError."""
+    from glm5.serve.keys import KeyRing, plain_keys, read_file
+
+    users = [*settings.api_key, *_listed("GLM5_API_KEY")]
+    admins = [*([settings.admin_api_key] if settings.admin_api_key else []), *_listed("GLM5_ADMIN_API_KEY")]
+    keys = plain_keys(users, "user", "key") + plain_keys(admins, "admin", "admin")
+    if settings.api_keys_file is not None:
+        keys += read_file(Path(settings.api_keys_file).expanduser())
+    return KeyRing(keys)
+
+
+class _Program:
+    """The engines of a server, one after another, and the application before them."""
+
+    def __init__(self, settings: ServeConfig, keys: "KeyRing", state: "ServerState"):
+        self.settings, self.keys, self.state = settings, keys, state
+        self._app: Any = None
+
+    def start(self) -> "AsyncEngine":
         from glm5.engine.async_engine import AsyncEngine
-        from glm5.engine.link import CLOSED
+        from glm5.serve.health import warm_up
+
+        engine = AsyncEngine(load_llm(self.settings, self.settings.engine_config()))
+        engine.start()
+        try:
+            warm_up(engine)
+        except BaseException:
+            engine.kill()
+            raise
+        return engine
+
+    def make_app(self, engine: "AsyncEngine") -> Any:
         from glm5.serve.app import create_app
 
-        llm = load_llm(settings, settings.engine_config())
-        with AsyncEngine(llm) as engine:
-            template = load_template(settings, llm)
-            assert llm.tokenizer is not None
-            url = url_of(listener)
-            app = create_app(engine, template, llm.tokenizer, settings)
-            names = ", ".join(app.state.service.model_names)
-            for line in resolved(settings, llm, template, name=names):
-                out(line)
-            serve(app, engine, listener, lambda: out(f"listening on {url}", flush=True))
-            if (reason := engine.stopped_because) not in (None, CLOSED):
-                raise EngineDead(reason)
-    return 0
+        llm = engine.llm
+        template = load_template(self.settings, llm)
+        assert llm.tokenizer is not None
+        self._app = create_app(engine, template, llm.tokenizer, self.settings, keys=self.keys, state=self.state)
+        names = ", ".join(self._app.state.service.model_names)
+        for line in resolved(self.settings, llm, template, name=names):
+            out(line)
+        return self._app
+
+    def replace(self, engine: "AsyncEngine") -> None:
+        self._app.state.service.engine.replace(engine)
+
+
+def _listed(variable: str) -> list[str]:
+    return [key.strip() for key in os.environ.get(variable, "").split(",") if key.strip()]

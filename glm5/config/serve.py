@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from glm5.config.command import ModelSource, NoEffect
+from glm5.config.operations import Operations
 from glm5.config.speculative import EngineFlags
 
 
-class ServeConfig(EngineFlags, ModelSource):
+class ServeConfig(Operations, EngineFlags, ModelSource):
     """An OpenAI-compatible server for one model."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"

@@ -1,24 +1,76 @@
-"""The application, put together: routes, error envelope, and the watch for clients that leave."""
+"""The application, put together: routes, error envelope, and what stands before every route.
+
+    CORS -> Access -> CancelOnDisconnect -> BoundedBody -> routes
+
+Access decides who comes in, and how much; CORS is there where origins are allowed.
+"""
+
+from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from glm5 import __version__
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.serve import ServeConfig
-from glm5.serve import chat, errors, models, pages
+from glm5.serve import admin, chat, documents, errors, health, models, pages, watch
+from glm5.serve.access import Access
 from glm5.serve.disconnect import CancelOnDisconnect
+from glm5.serve.figures import Figures
+from glm5.serve.incoming import BoundedBody
+from glm5.serve.keys import KeyRing
+from glm5.serve.limits import Limits
+from glm5.serve.metered import Bounds, MeteredEngine
 from glm5.serve.service import Engine, Service
+from glm5.serve.state import ServerState
 
 
-def create_app(engine: Engine, template: ChatTemplate, tokenizer: Tokenizer, config: ServeConfig) -> FastAPI:
-    """An application that serves a running engine; starting and closing the engine is the caller's."""
-    app = FastAPI(title="glm5", version=__version__)
+def create_app(
+    engine: Engine,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    config: ServeConfig,
+    *,
+    keys: KeyRing | None = None,
+    state: ServerState | None = None,
+    tracer_provider: object | None = None,
+) -> FastAPI:
+    """An application that serves a running engine; starting and closing the engine is the caller's.
+
+    `keys` None lets everybody in. `state` is what the caller tells and asks of the server while it runs.
+    """
+    traced: dict[str, Any] = {} if tracer_provider is None else {"telemetry": {"tracer_provider": tracer_provider}}
+    app = FastAPI(title="glm5", version=__version__, docs_url=None, redoc_url=None, **traced)
     names = config.served_model_name or (config.model,)
-    app.state.service = Service(engine, template, tokenizer, names, root=config.model)
-    app.include_router(chat.router)
-    app.include_router(models.router)
-    app.include_router(pages.router)
-    app.add_middleware(CancelOnDisconnect)
+    figures, state, limits = Figures(names[0]), state or ServerState(), _limits(config)
+    bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout)
+    shows = tokenizer if config.enable_log_requests else None
+    metered = MeteredEngine(engine, figures, limits, bounds, shows)
+    service = Service(metered, template, tokenizer, names, config.model, state, figures, config.profile_dir)
+    app.state.service, app.state.probe = service, health.Probe()
+    for part in (chat, models, health, watch, admin, pages):
+        app.include_router(part.router)
+    documents.install(app)
     errors.install(app)
+    # The last one added stands before all others.
+    app.add_middleware(BoundedBody, max_bytes=config.max_body_bytes, seconds=config.client_timeout)
+    app.add_middleware(CancelOnDisconnect)
+    app.add_middleware(Access, keys=keys or KeyRing(), limits=limits, state=state, figures=figures)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id", "Anthropic-Version"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
+
+
+def _limits(config: ServeConfig) -> Limits:
+    return Limits(
+        config.max_num_seqs + config.max_queue,
+        requests_per_minute=config.key_requests_per_minute,
+        max_concurrency=config.key_max_concurrency,
+    )

@@ -1,10 +1,9 @@
-"""GET /v1/models and GET /health."""
+"""GET /v1/models."""
 
 from typing import Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends
 
-from glm5.serve.errors import ApiError
 from glm5.serve.service import Service, get_service
 
 router = APIRouter()
@@ -25,11 +24,3 @@ async def models(service: Service = Depends(get_service)) -> dict[str, Any]:
         for name in service.model_names
     ]
     return {"object": "list", "data": cards}
-
-
-@router.get("/health")
-async def health(service: Service = Depends(get_service)) -> Response:
-    """200 while requests are served; 503 with the reason before and after."""
-    if (reason := service.engine.stopped_because) is not None:
-        raise ApiError(503, f"the engine is not running: {reason}", code="engine_stopped")
-    return Response()

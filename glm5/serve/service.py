@@ -4,7 +4,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from fastapi import Request
 
@@ -13,6 +14,9 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
+from glm5.engine.wire import Policy
+from glm5.serve.figures import Figures
+from glm5.serve.state import ServerState
 
 
 class Engine(Protocol):
@@ -28,18 +32,32 @@ class Engine(Protocol):
     def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None, **options: Any
     ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]: ...
+    def abort(self, request_id: str) -> int: ...
+    async def abort_all(self) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def sleep(self, level: Literal[1, 2] = 1) -> int: ...
+    async def wake_up(self) -> None: ...
+    async def update_weights(self, source: str | Path, *, policy: Policy, version: int | None = None) -> int: ...
+    async def reset_prefix_cache(self) -> None: ...
+    async def profile(self, folder: str | None) -> str | None: ...
+    async def stats(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Service:
-    """`model_names`: what requests may call the model; the first is what answers call it."""
+    """`model_names`: what requests may call the model; the first is what answers call it. `profile_dir`: where traces
+    are written, None for nowhere."""
 
     engine: Engine
     template: ChatTemplate
     tokenizer: Tokenizer
     model_names: tuple[str, ...]
     root: str
+    state: ServerState
+    figures: Figures
+    profile_dir: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     # Names of unknown request fields that were logged already.
     logged_fields: set[str] = field(default_factory=set)

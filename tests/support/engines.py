@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,19 @@ from glm5.engine.llm import LLM
 from glm5.engine.outputs import Delta, Piece
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
+
+SCRIPTED_STATS = {
+    "prompting": 1,
+    "decoding": 2,
+    "waiting": 3,
+    "steps": 40,
+    "rows": 500,
+    "preemptions": 1,
+    "pages": {"all": 200, "in_use": 50, "idle": 10},
+    "prefix_cache": {"query_tokens": 1000, "hit_tokens": {"device": 300, "host": 20, "disk": 1}},
+    "speculation": {"depth": 2, "drafted": [100, 80], "accepted": [90, 40]},
+    "weight_version": 4,
+}
 
 
 class ScriptedEngine:
@@ -33,12 +47,54 @@ class ScriptedEngine:
         self.left = threading.Event()
         self.started = threading.Event()
         self.prompt_ids, self.params, self.options = None, None, None
+        self.calls: list[tuple] = []  # what was asked of it as a whole
+        self.refuses: Exception | None = None  # raised by such a call
+        self.is_closed = False
 
     def check(self, prompt_ids, params, **options) -> None:
         pass
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
+
+    def kill(self) -> None:
+        self.stopped_because = "it was killed"
+
+    async def _note(self, *call) -> None:
+        self.calls.append(call)
+        if self.refuses is not None:
+            raise self.refuses
+
+    async def pause(self) -> None:
+        await self._note("pause")
+
+    async def resume(self) -> None:
+        await self._note("resume")
+
+    async def abort_all(self) -> None:
+        await self._note("abort_all")
+
+    async def sleep(self, level=1) -> int:
+        await self._note("sleep", level)
+        return 1000 * level
+
+    async def wake_up(self) -> None:
+        await self._note("wake_up")
+
+    async def update_weights(self, source, *, policy, version=None) -> int:
+        await self._note("update_weights", source, policy, version)
+        return 7 if version is None else version
+
+    async def reset_prefix_cache(self) -> None:
+        await self._note("reset_prefix_cache")
+
+    async def profile(self, folder) -> str | None:
+        await self._note("profile", folder)
+        return "trace.json.gz" if folder is None else None
+
+    async def stats(self) -> dict:
+        await self._note("stats")
+        return SCRIPTED_STATS
 
     @asynccontextmanager
     async def generate(self, prompt_ids: Sequence[int], params, *, request_id=None, **options) -> AsyncIterator:
@@ -55,7 +111,8 @@ class ScriptedEngine:
             last = number == len(steps) - 1
             shown = [token_id for token_id in step if token_id not in self.tokenizer.eos_ids]
             pieces = tuple(Piece(token_id, detokenizer.feed(token_id)) for token_id in shown)
-            yield Delta(tuple(step), pieces, self.finish_reason if last else None)
+            reason = self.finish_reason if last else None
+            yield Delta(tuple(step), pieces, reason, arrived=time.monotonic())
             self.started.set()
             if self.hangs:
                 await asyncio.Event().wait()

@@ -1,0 +1,65 @@
+"""What a server is told about its callers, its limits, its end and its records; flags of `glm5 serve`."""
+
+import json
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from glm5.config.command import Command
+
+_Text = Annotated[str, Field(min_length=1)]
+_Count = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(gt=0)]
+
+
+class Operations(Command):
+    """Keys, limits, timeouts, shutdown, logs and traces of a server."""
+
+    api_key: tuple[str, ...] = ()
+    """Keys of which clients must send one. Others on this machine can read a command line: GLM5_API_KEY in the
+    environment (several with commas between) and api_keys_file are better."""
+    api_keys_file: _Text | None = None
+    """File of hashed keys with names, roles and limits; `glm5 key` writes it."""
+    admin_api_key: _Text | None = None
+    """Key for the admin routes, which nobody may use without one; better GLM5_ADMIN_API_KEY in the environment."""
+    key_requests_per_minute: _Seconds | None = None
+    """Requests a minute of each key that has no limit of its own. Default: no limit."""
+    key_max_concurrency: _Count | None = None
+    """Requests at the same time of each key that has no limit of its own. Default: no limit."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call the server from a browser; * means all. Default: none but its own."""
+    max_queue: Annotated[int, Field(ge=0)] = 1024
+    """Answers that may wait beside the max_num_seqs that are computed; requests beyond are refused with 429."""
+    max_body_bytes: _Count = 32 * 2**20
+    """Largest body of a request; a million tokens of text is about 5 MB."""
+    max_prompt_tokens: _Count | None = None
+    """Longest prompt. Default: what the context allows."""
+    max_output_tokens: _Count | None = None
+    """Longest answer; longer ones are refused, and requests that do not say get this. Default: up to the context."""
+    request_timeout: _Seconds | None = None
+    """Seconds that an answer may take from the moment it is asked of the engine. Default: no limit."""
+    client_timeout: _Seconds = 60.0
+    """Seconds in which a client must have sent its whole request, and for which it may leave an answer unread."""
+    shutdown_timeout: _Seconds = 300.0
+    """Seconds that requests under way have to end after SIGTERM, before they are ended; a second SIGTERM ends all."""
+    dead_engine_timeout: Annotated[float, Field(ge=0)] = 10.0
+    """Seconds that the server says on /health why its engine has died, before it ends with code 1."""
+    supervise: bool = False
+    """Start a dead engine again, instead of ending."""
+    enable_log_requests: bool = False
+    """Write the text of prompts to the log. Without this no text of any request gets there."""
+    profile_dir: _Text | None = None
+    """Folder for the traces of /start_profile. Default: it is refused."""
+    otlp_traces_endpoint: _Text | None = None
+    """Send OpenTelemetry traces there, such as http://localhost:4318/v1/traces. Needs the extra `otel`."""
+
+    @field_validator("allowed_origins", mode="before")
+    @classmethod
+    def _vllm_list(cls, value: Any) -> Any:
+        """vLLM takes one JSON list."""
+        if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
+            try:
+                return json.loads(value[0])
+            except (ValueError, RecursionError):
+                raise ValueError("origins, or one JSON list of them") from None
+        return value

@@ -1,0 +1,129 @@
+"""API keys: who calls, what the caller may do, and what keeps one caller apart from another.
+
+    [[key]]                          # a file of keys, TOML; no key lies in it, only hashes
+    name = "alice"
+    sha256 = "0f3c..."               # of the key
+    role = "user"                    # or "metrics" (reads figures, no more), or "admin" (everything)
+    requests_per_minute = 60         # these three may be left out
+    max_concurrency = 4
+    cache_salt = "team"              # shares what is cached with the other keys that say so
+
+Keys are long and random, so a plain hash tells nothing of them. A key that is no hash comes by flag or environment.
+"""
+
+import hashlib
+import hmac
+import secrets
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from glm5.common.errors import ConfigError
+from glm5.config.refusal import first_error, refuse
+
+Role = Literal["user", "metrics", "admin"]
+
+
+class Key(BaseModel):
+    """One key, by its hash."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, Field(pattern=r"^[\w.@-]{1,64}$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    role: Role = "user"
+    requests_per_minute: Annotated[float, Field(gt=0)] | None = None
+    max_concurrency: Annotated[int, Field(ge=1)] | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A caller. Requests belong to the `name`; prompts share what is cached within a `salt`. Limits: None is no own."""
+
+    name: str = ""
+    salt: str = ""
+    role: Role = "user"
+    requests_per_minute: float | None = None
+    max_concurrency: int | None = None
+
+    def salted(self, own: str) -> str:
+        """The salt of a request that brings one of its `own`: never another caller's, whatever it says."""
+        return f"{self.salt}/{own}" if self.salt or own else ""
+
+
+ANYONE = Tenant()
+"""The caller of a server without keys."""
+
+
+def hash_of(key: str) -> str:
+    """What is kept of a key."""
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
+
+
+def new_key() -> str:
+    """A key that nobody guesses: 256 bits."""
+    return f"glm5-{secrets.token_urlsafe(32)}"
+
+
+def plain_keys(keys: Sequence[str], role: Role, prefix: str) -> list[Key]:
+    """Keys that were given as they are. Raises ConfigError for an empty one."""
+    if not all(key.strip() for key in keys):
+        raise ConfigError(f"an API key is empty; allowed: any text, such as {new_key()}")
+    return [Key(name=f"{prefix}-{number}", sha256=hash_of(key), role=role) for number, key in enumerate(keys, start=1)]
+
+
+def read_file(path: Path) -> list[Key]:
+    """The keys of a file. Raises ConfigError naming what is wrong in it, and never a key."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; allowed: a file of API keys (glm5 key NAME makes one)") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    entries = content.pop("key", [])
+    if content or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path} has {sorted(content) or 'no list of keys'}; allowed: [[key]] tables alone")
+    keys: list[Key] = []
+    for number, entry in enumerate(entries, start=1):
+        try:
+            keys.append(Key.model_validate(entry))
+        except ValidationError as error:
+            where, value, allowed = first_error(error)
+            raise refuse(f"{path}: key {number}: {'.'.join(where)}", value, allowed) from None
+    return keys
+
+
+class KeyRing:
+    """All keys of a server. Raises ConfigError where two have one name, or are one key."""
+
+    def __init__(self, keys: Sequence[Key] = ()):
+        for what in ("name", "sha256"):
+            seen = [getattr(key, what) for key in keys]
+            if twice := next((value for value in seen if seen.count(value) > 1), None):
+                named = twice if what == "name" else [key.name for key in keys if key.sha256 == twice]
+                raise ConfigError(f"API keys: two have the same {what}, {named}; allowed: each once")
+        self._tenants = [(bytes.fromhex(key.sha256), _tenant(key)) for key in keys]
+        roles = [key.role for key in keys]
+        self.has_admin = "admin" in roles
+        self.num_users = roles.count("user")
+        self.is_needed = self.num_users > 0 or "metrics" in roles
+
+    def find(self, key: str) -> Tenant | None:
+        """Whose key this is. Takes the same time for every key, right or wrong, near or far."""
+        digest, found = bytes.fromhex(hash_of(key)), None
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(digest, known):
+                found = tenant
+        return found
+
+
+def _tenant(key: Key) -> Tenant:
+    # Of the key, not of its name: who gets a name that somebody else had gets nothing of what is cached.
+    own = hashlib.blake2b(bytes.fromhex(key.sha256), digest_size=16, person=b"glm5 cache salt").hexdigest()
+    salt = f"key:{own}" if key.cache_salt is None else f"shared:{key.cache_salt}"
+    return Tenant(key.name, salt, key.role, key.requests_per_minute, key.max_concurrency)

@@ -1,0 +1,124 @@
+"""Counters, gauges and histograms, and their page in Prometheus' text format (version 0.0.4).
+
+    page = Page({"model_name": "glm-5"})            # labels of every line
+    served = page.counter("requests_total", "Requests.", "status")
+    served.add(1, "200")
+    page.text()
+
+Everything happens on one thread, the event loop's.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metric:
+    """A metric whose lines differ in the values of `labels`. Without labels it is there from the start, as 0."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, about: str, labels: Sequence[str]):
+        self.name, self.about, self.labels = name, about, tuple(labels)
+        self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
+
+    def value(self, *labels: str) -> float:
+        """0 for what was never seen."""
+        return self._values.get(labels, 0.0)
+
+    def lines(self, common: Mapping[str, str]) -> Iterator[str]:
+        for values, value in self._values.items():
+            yield f"{self.name}{_labels(common, self.labels, values)} {_number(value)}"
+
+
+class Counter(Metric):
+    """What only grows."""
+
+    def add(self, count: float, *labels: str) -> None:
+        self._values[labels] = self._values.get(labels, 0.0) + count
+
+    def take_over(self, total: float, *labels: str) -> None:
+        """The count that somebody else keeps, who may have begun anew."""
+        self._values[labels] = float(total)
+
+
+class Gauge(Metric):
+    """What goes up and down."""
+
+    kind = "gauge"
+
+    def set(self, value: float, *labels: str) -> None:
+        self._values[labels] = float(value)
+
+
+class Histogram:
+    """How often values up to each of the `bounds` were observed."""
+
+    kind = "histogram"
+
+    def __init__(self, name: str, about: str, bounds: Sequence[float]):
+        self.name, self.about, self.bounds = name, about, tuple(map(float, bounds))
+        self.count, self.sum = 0, 0.0
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.count += 1
+        self.sum += value
+
+    def lines(self, common: Mapping[str, str]) -> Iterator[str]:
+        total = 0
+        for bound, count in zip((*self.bounds, math.inf), self._counts, strict=True):
+            total += count
+            yield f"{self.name}_bucket{_labels(common, ('le',), (_number(bound),))} {total}"
+        yield f"{self.name}_sum{_labels(common, (), ())} {_number(self.sum)}"
+        yield f"{self.name}_count{_labels(common, (), ())} {self.count}"
+
+
+class Page:
+    """All metrics of a process, in the order in which they were made."""
+
+    def __init__(self, labels: Mapping[str, str]):
+        self._labels = dict(labels)
+        self._metrics: list[Metric | Histogram] = []
+
+    def counter(self, name: str, about: str, *labels: str) -> Counter:
+        counter = Counter(name, about, labels)
+        self._metrics.append(counter)
+        return counter
+
+    def gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        gauge = Gauge(name, about, labels)
+        self._metrics.append(gauge)
+        return gauge
+
+    def histogram(self, name: str, about: str, bounds: Sequence[float]) -> Histogram:
+        histogram = Histogram(name, about, bounds)
+        self._metrics.append(histogram)
+        return histogram
+
+    def text(self) -> str:
+        """The page as Prometheus reads it."""
+        lines: list[str] = []
+        for metric in self._metrics:
+            lines += [f"# HELP {metric.name} {metric.about}", f"# TYPE {metric.name} {metric.kind}"]
+            lines += metric.lines(self._labels)
+        return "\n".join(lines) + "\n"
+
+
+def _labels(common: Mapping[str, str], names: Sequence[str], values: Sequence[str]) -> str:
+    pairs = [*common.items(), *zip(names, values, strict=True)]
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs) + "}" if pairs else ""
+
+
+def _escaped(value: str) -> str:
+    plain = value.encode(errors="replace").decode()  # half a surrogate pair has no UTF-8 form
+    return plain.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _number(value: float) -> str:
+    if value == math.inf:
+        return "+Inf"
+    return str(int(value)) if value.is_integer() else repr(value)
