@@ -189,7 +189,8 @@ class Runner:
             count = min(item.start + item.num_rows, specs[item.seq_id].num_prompt - 1) - item.start
             if item.kind == "decode" or wanted is None or count < 1:
                 continue
-            next_N = self.slots.token_SN[item.slot, item.start + 1 : item.start + 1 + count]
+            # A copy: on a CPU another sequence may have taken the slot before these are read.
+            next_N = self.slots.token_SN[item.slot, item.start + 1 : item.start + 1 + count].clone()
             parts: list[Logprobs] = []
             for begin in range(0, count, _PROMPT_ROWS):
                 span = slice(first + begin, first + min(begin + _PROMPT_ROWS, count))

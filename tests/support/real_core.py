@@ -14,7 +14,7 @@ from glm5.model.glm5 import Glm5
 
 FLUSH_S = 30.0
 # A turn computes a step, or waits for a copy or a grammar for a hundredth of a second.
-MAX_TURNS = 20_000
+MAX_TURNS = 10_000
 
 
 @dataclass(frozen=True)
