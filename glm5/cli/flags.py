@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from glm5.common.errors import UsageError
-from glm5.config.command import Command, NoEffect, Positional
+from glm5.config.command import Also, Command, NoEffect, Positional
 from glm5.config.refusal import first_error, refuse
 
 C = TypeVar("C", bound=Command)
@@ -63,6 +63,11 @@ class _Flag(NamedTuple):
     def name(self) -> str:
         return "--" + ".".join([self.path[0].replace("_", "-"), *self.path[1:]])
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        also = self.mark(Also)
+        return (self.name,) if also is None else (self.name, also.name)
+
     def mark(self, kind: type) -> Any:
         return next((mark for mark in self.field.metadata if isinstance(mark, kind)), None)
 
@@ -83,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Command]) -> None:
             )
         else:
             parser.add_argument(
-                flag.name,
+                *flag.names,
                 dest=dest,
                 default=argparse.SUPPRESS,
                 help=text,

@@ -12,13 +12,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from glm5 import __version__
 from glm5.cli.flags import Parser
 from glm5.common import log
 from glm5.common.errors import GlmError, UsageError
 
-# Each file has `add(subparsers)`, which adds its parser, and `run(args) -> exit code`.
+# Each file has `add(subparsers)`, which adds its parser, and `run(args) -> exit code`. Of two words, the first is a
+# group of commands.
 COMMANDS = {
     "demo": "glm5.cli.demo",
     "serve": "glm5.cli.serve",
@@ -26,7 +28,11 @@ COMMANDS = {
     "generate": "glm5.cli.generate",
     "inspect": "glm5.cli.inspect",
     "init": "glm5.cli.init",
+    "bench throughput": "glm5.cli.bench_throughput",
+    "bench latency": "glm5.cli.bench_latency",
+    "bench serve": "glm5.cli.bench_serve",
 }
+GROUPS = {"bench": "measure throughput, latency and servers"}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 LOG_FORMAT_HELP = "How: lines for people, or JSON objects, one a line. Default: text."
@@ -54,16 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed line; `run` in it is the command. Raises UsageError, or SystemExit after --help and --version."""
     name = argv[0] if argv else ""
-    if name in COMMANDS:
+    own = argv[1] if len(argv) > 1 else ""
+    of_group = [command for command in COMMANDS if command.split()[0] == name]
+    if name in GROUPS and f"{name} {own}" in COMMANDS:
+        root, commands = parsers(f"{name} {own}")
+        commands[f"{name} {own}"].check_names(argv[2:])
+    elif name in GROUPS and own in ("-h", "--help"):
+        root, _ = parsers(*of_group)
+    elif name in GROUPS:
+        raise UsageError(_unknown(own, [command.split()[1] for command in of_group], f"{name} "))
+    elif name in COMMANDS:
         root, commands = parsers(name)
         commands[name].check_names(argv[1:])
     elif name.startswith("-"):
         root, _ = parsers(*(COMMANDS if name in ("-h", "--help") else ()))
         root.check_names([name])
     else:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(COMMANDS)}"
-        raise UsageError(f"no command {name!r}; {hint}")
+        raise UsageError(_unknown(name, list(dict.fromkeys(command.split()[0] for command in COMMANDS))))
     return root.parse_args(argv)
 
 
@@ -73,16 +86,34 @@ def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
     root.add_argument("--version", action="version", version=f"glm5 {__version__}")
     subparsers = root.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)
     commands: dict[str, Parser] = {}
+    groups: dict[str, Any] = {}
     for name in names:
+        *group, own = name.split()
+        holder = subparsers
+        if group:
+            holder = groups.get(group[0]) or _add_group(subparsers, group[0])
+            groups[group[0]] = holder
         module = importlib.import_module(COMMANDS[name])
-        module.add(subparsers)
-        commands[name] = subparsers.choices[name]
+        module.add(holder)
+        commands[name] = holder.choices[own]
         commands[name].add_argument(
             "--log-level", choices=LOG_LEVELS, default="info", help="What to log. Default: info."
         )
         commands[name].add_argument("--log-format", choices=LOG_FORMATS, default="text", help=LOG_FORMAT_HELP)
         commands[name].set_defaults(run=module.run)
     return root, commands
+
+
+def _add_group(subparsers: Any, name: str) -> Any:
+    text = GROUPS[name]
+    parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    return parser.add_subparsers(metavar="WHAT", dest="what", required=True, parser_class=Parser)
+
+
+def _unknown(name: str, allowed: list[str], group: str = "") -> str:
+    near = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"did you mean {group}{near[0]}?" if near else f"allowed: {', '.join(allowed)}"
+    return f"no command {group + name!r}; {hint}" if name else f"{group}needs one more word; {hint}"
 
 
 def _mend_streams() -> None:

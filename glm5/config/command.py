@@ -1,8 +1,9 @@
 """What a command can be told: base of the classes whose fields become flags (`glm5.cli.flags` makes them).
 
-The field `max_model_len` is the flag `--max-model-len`; the string under it is its help. Two marks refine it:
+The field `max_model_len` is the flag `--max-model-len`; the string under it is its help. Three marks refine it:
 
     model: Annotated[str, Positional()]                     given by place, not by name
+    num_prompts: Annotated[int, Also("--requests")]         a second name
     trust_remote_code: Annotated[bool, NoEffect("why")]     understood, checked, and without effect; said at start
 """
 
@@ -15,6 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field
 @dataclass(frozen=True)
 class Positional:
     """The field is an argument by place."""
+
+
+@dataclass(frozen=True)
+class Also:
+    """The flag has a second name, which other tools or documents use."""
+
+    name: str
 
 
 @dataclass(frozen=True)

@@ -221,14 +221,15 @@ def _table(config: EngineConfig, model: Glm5, cache: KVCache, max_model_len: int
     cfg = model.cfg
     on, off = "on", "off"
     weights = "FP8 weights, " if cfg.quantization_config else ""
-    threads = f", {torch.get_num_threads()} threads" if model.device.type == "cpu" else ""
+    threads = [("threads", str(torch.get_num_threads()))] if model.device.type == "cpu" else []
     names: dict[Layout, Any] = {"auto": str(model.dtype).removeprefix("torch."), "fp8_key": "FP8 keys", "fp8": "FP8"}
     page = KVCache.bytes_per_page(cfg, model.dtype, cache.layout, mtp=cache.mtp)
     tiers = [f"{config.kv_offloading_size:g} GiB of host memory"] if config.kv_offloading_size else []
     tiers += [f"{config.kv_disk_size:g} GiB in {config.kv_disk_dir}"] if config.kv_disk_dir else []
     drafts = "adaptive" if config.adaptive_speculation else "fixed"
     return [
-        ("dtype", f"{weights}{cfg.dtype} on {model.device}{threads}; low-rank norms eps {cfg.lora_norm_eps:g}"),
+        ("dtype", f"{weights}{cfg.dtype} on {model.device}; low-rank norms eps {cfg.lora_norm_eps:g}"),
+        *threads,
         ("context", f"{max_model_len} tokens, prompt and answer together"),
         (
             "cache",

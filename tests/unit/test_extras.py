@@ -73,6 +73,14 @@ def test_serve_names_its_extra_before_it_downloads():
     assert done.stderr.endswith("run  pip install 'glm5[serve]'\n")
 
 
+def test_bench_names_its_extra_before_it_downloads():
+    done = glm5_without(
+        ["transformers", "huggingface_hub"], *"bench latency --model a/b --against transformers".split()
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("package 'transformers': run  pip install 'glm5[bench]'")
+
+
 def test_demo_names_its_extra_before_it_trains(tmp_path):
     done = glm5_without(["openai"], "demo", "--out", str(tmp_path / "demo"))
     assert done.returncode == 1
