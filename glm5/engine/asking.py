@@ -26,7 +26,7 @@ class Options:
     `priority`: lower is served first. `cache_salt`: prompts share what is cached only with those of the same salt.
     `num_speculative_tokens`: the most drafts a step, None for the engine's. `routed_experts`: report which experts
     computed its tokens. `starts_after`: structured output holds from the token after this one on, and a budget of
-    thinking up to it; `not_before`: tokens that in such a request may not come before it.
+    thinking up to it; `not_before`: tokens that in such a request may not come before it. (End tokens never may.)
     """
 
     priority: int = 0
@@ -111,6 +111,10 @@ class Asker:
     ) -> Ask:
         """The message for a request that was checked. `seed` is the first answer's; those of the others count up."""
         encode = None if self.tokenizer is None else self.tokenizer.encode
+        starts_after, not_before = self._starts_after(prompt_ids, params, options), options.not_before
+        if starts_after is not None and params.structured_outputs is not None:
+            # An answer that ended before its grammar began would be none.
+            not_before = tuple(sorted({*not_before, *self.eos_ids}))
         return Ask(
             seq_ids=seq_ids,
             prompt_ids=list(prompt_ids),
@@ -119,8 +123,8 @@ class Asker:
             max_tokens=self._max_tokens(prompt_ids, params),
             stop_ids=tuple(sorted(self._stop_ids(params))),
             bad_words=bad_word_ids(params.bad_words, encode) if params.bad_words and encode is not None else (),
-            starts_after=self._starts_after(prompt_ids, params, options),
-            not_before=options.not_before,
+            starts_after=starts_after,
+            not_before=not_before,
             priority=options.priority,
             salt=options.cache_salt.encode(errors="surrogatepass"),
             max_depth=options.num_speculative_tokens,

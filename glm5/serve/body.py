@@ -26,6 +26,18 @@ _LARGE = 1 << 16  # bytes that are parsed aside: the event loop serves everyone
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
+_ERRORS = {
+    400: "A field is missing or wrong, or asks for what this server cannot do: `param` names it",
+    401: "No valid API key",
+    404: "The model is served under other names",
+    408: "The body was not whole in time",
+    413: "The body is too large",
+    415: "The body is of another type than application/json",
+    429: "Too many requests; Retry-After says when to come back",
+    503: "The engine is not running",
+}
+
+
 class Body(BaseModel):
     """Base of all bodies. null counts as not given.
 
@@ -97,8 +109,13 @@ def parse(kind: type[B], raw: bytes) -> B:
         raise ApiError(400, f"{param} {got}", param=param) from None
 
 
-def described(kind: type[Body]) -> dict[str, Any]:
-    """What a route says of its body in the OpenAPI document."""
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route says of its errors in the OpenAPI document."""
+    return {status: {"description": _ERRORS[status], "content": {"application/json": {}}} for status in statuses}
+
+
+def described(kind: type[Body], *, streams: bool = False) -> dict[str, Any]:
+    """What a route says of its body, and of the answers to it, in the OpenAPI document."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -112,7 +129,10 @@ def described(kind: type[Body]) -> dict[str, Any]:
         return {key: inlined(value) for key, value in node.items()}
 
     content = {"application/json": {"schema": inlined(schema)}}
-    return {"requestBody": {"required": True, "content": content}}
+    types: dict[str, Any] = {"application/json": {}} | ({"text/event-stream": {}} if streams else {})
+    answered = {"200": {"description": "The answer", "content": types}}
+    refused = {str(status): what for status, what in documented(*_ERRORS).items()}
+    return {"requestBody": {"required": True, "content": content}, "responses": answered | refused}
 
 
 def _same(given: Any, value: Any) -> bool:

@@ -27,7 +27,7 @@ router = APIRouter()
 _read = body_of(ChatBody)
 
 
-@router.post("/v1/chat/completions", response_model=None, openapi_extra=described(ChatBody))
+@router.post("/v1/chat/completions", response_model=None, openapi_extra=described(ChatBody, streams=True))
 async def chat_completions(body: ChatBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
     """Answer a conversation, as a stream of chunks or in one piece."""
     # Templates and tokenizers take a second for a million tokens; the event loop serves everyone.

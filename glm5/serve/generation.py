@@ -7,9 +7,11 @@
 An API reads its body into a job and writes steps as its own answer; nothing else of it touches the engine.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,3 +200,38 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
         seconds = time.monotonic() - start
         figures = (job.id, usage.prompt_tokens, usage.completion_tokens, seconds, reason)
         logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *figures)
+
+
+async def merged(sources: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerator[tuple[int, Step], None]:
+    """Steps of several requests as they come, each with the number of its source. What ends one ends all of them."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:
+            async for step in only:
+                yield 0, step
+        return
+    arrived: asyncio.Queue[tuple[int, Step | Exception | None]] = asyncio.Queue()
+
+    async def pump(number: int, source: AsyncGenerator[Step, None]) -> None:
+        try:
+            async with aclosing(source):
+                async for step in source:
+                    arrived.put_nowait((number, step))
+            arrived.put_nowait((number, None))
+        except Exception as error:  # noqa: BLE001 - it is raised where the steps are read
+            arrived.put_nowait((number, error))
+
+    tasks = [asyncio.create_task(pump(number, source)) for number, source in enumerate(sources)]
+    try:
+        num_left = len(tasks)
+        while num_left:
+            number, item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -80,12 +80,12 @@ def prompted(conversation: Conversation, service: Service, *, field: str = "mess
     ids = _encoded(_rendered(conversation, tools, service), service, field)
     reasoning = service.template.starts_in_reasoning(ids)
     structured = _constraint(tools or [], choice, conversation.wanted, tokenizer)
-    starts_after, not_before = None, ()
+    starts_after: int | None = None
+    not_before: tuple[int, ...] = ()
     if reasoning and (end := tokenizer.id_of(THINK_END)) is not None:
         starts_after = end
-        # A call would end the thinking too, and its grammar has not begun; nor has any where the answer ends here.
-        begins = [token_id for token_id in (tokenizer.id_of(CALL),) if token_id is not None]
-        not_before = (*tokenizer.eos_ids, *begins) if structured is not None else ()
+        if structured is not None and (call := tokenizer.id_of(CALL)) is not None:
+            not_before = (call,)  # it would end the thinking too, before the grammar that holds it has begun
     elif reasoning and structured is not None:
         raise RequestError(
             f"this model's tokenizer has no token {THINK_END}: structured output needs thinking switched off",

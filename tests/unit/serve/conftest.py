@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from glm5.chat.template import ChatTemplate
+from glm5.config.presets import preset
 from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
@@ -45,7 +46,8 @@ def http(scripted_server, engine):
 
 @pytest.fixture(scope="package")
 def model_server():
-    """The tiny random model, with its whole context of 1024 tokens."""
-    llm = LLM(random_model(11), tiny_tokenizer(), max_num_seqs=4)
+    """The tiny random model, with its whole context of 1024 tokens; the tokenizer's end tokens end its answers."""
+    cfg = preset("tiny").replace(eos_token_id=tiny_tokenizer().eos_ids)
+    llm = LLM(random_model(11, cfg), tiny_tokenizer(), max_num_seqs=4)
     with AsyncEngine(llm) as engine, run_app(engine) as url:
         yield url, engine
