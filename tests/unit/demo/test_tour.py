@@ -64,7 +64,7 @@ def test_wrong_answers_do_not(template, kind, spoil):
 
 @pytest.fixture
 def short_tour(tmp_path, monkeypatch):
-    """The tour with everything that takes time replaced; gives (folder, scores to hand out, calls)."""
+    """The tour with everything that takes time replaced; gives (folder, scores and drafts to hand out, calls)."""
     scores = {kind: Score(200, 200, 1000, 1.0) for kind in KINDS}
     calls = []
 
@@ -73,31 +73,40 @@ def short_tour(tmp_path, monkeypatch):
         (out / "model").mkdir(parents=True)
         (out / "model" / "config.json").write_text("{}")
 
-    llm = SimpleNamespace(tokenizer=1, cfg=SimpleNamespace(indexer_types=()))
+    drafts = {"drafted": [1000, 1000, 1000], "accepted": [900, 500, 200]}
+    llm = SimpleNamespace(tokenizer=1, cfg=SimpleNamespace(indexer_types=()), stats=lambda: {"speculation": drafts})
     monkeypatch.setattr(tour, "train", train)
     monkeypatch.setattr(tour, "LLM", lambda *args, **kwargs: nullcontext(llm))
     monkeypatch.setattr(tour.ChatTemplate, "for_checkpoint", lambda *args: None)
     monkeypatch.setattr(tour, "score_all", lambda *args: scores)
     monkeypatch.setattr(tour, "server", lambda *args: tmp_path.joinpath("nothing").open("w"))
     monkeypatch.setattr(tour, "show", lambda *args: calls.append("show"))
-    return tmp_path / "out", scores, calls
+    return tmp_path / "out", scores, drafts, calls
 
 
 def test_a_second_run_reuses_the_model(short_tour, capsys):
-    out, _, calls = short_tour
+    out, _, _, calls = short_tour
     assert tour.run_demo(out) == 0
     assert tour.run_demo(out) == 0
     assert calls == ["train", "show", "show"]
     said = capsys.readouterr().out
     assert "using the model of an earlier run" in said
     assert f"glm5 chat {out}/model" in said
+    assert "2.60 tokens a step for each request, with 3 drafted\n" in said
 
 
 def test_a_kind_below_the_bar_fails_the_demo(short_tour, capsys):
-    out, scores, _ = short_tour
+    out, scores, _, _ = short_tour
     scores["recall"] = Score(179, 200, 1000, 1.0)
     assert tour.run_demo(out) == 1
     assert "recall      89.5% of 200   below 90%: the demo has failed" in capsys.readouterr().out
+
+
+def test_drafts_that_do_not_stand_fail_the_demo(short_tour, capsys):
+    out, _, drafts, _ = short_tour
+    drafts["accepted"] = [500, 200, 100]
+    assert tour.run_demo(out) == 1
+    assert "1.80 tokens a step for each request, with 3 drafted   not above 1.8: the demo" in capsys.readouterr().out
 
 
 def test_a_server_that_cannot_start_is_an_error(tmp_path):
