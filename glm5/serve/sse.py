@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Self
 
 from fastapi.responses import StreamingResponse
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from glm5.serve.errors import ApiError, to_api_error
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 PING_SECONDS = 10.0  # proxies commonly give up after 30 or 60
 COMMENT = ": ping\n\n"  # which clients skip
+EMPTY_LINE = "\n"  # an event of nothing, which is none
+# Line readers that people write by hand, SGLang's load generator among them: they take every line for JSON but this.
+_READS_LINES = ("aiohttp", "python-requests", "python-urllib")
 DONE = "data: [DONE]\n\n"
 
 
@@ -31,14 +35,20 @@ def event(content: Mapping[str, Any], name: str | None = None) -> str:
     return data if name is None else f"event: {name}\n{data}"
 
 
+def keep_alive_for(user_agent: str) -> str:
+    """What keeps a stream alive that this client reads."""
+    return EMPTY_LINE if any(name in user_agent.lower() for name in _READS_LINES) else COMMENT
+
+
 class EventStream(StreamingResponse):
-    """Events, each a whole one as it is sent. `failed` writes an error as the end of the stream; `ping` is sent when
-    nothing else was for a while. However the response ends, `events` is closed."""
+    """Events, each a whole one as it is sent. `failed` writes an error as the end of the stream. `ping` is sent when
+    nothing else was for a while: by default a comment, or an empty line to clients that read no comments. However the
+    response ends, `events` is closed."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[str, None], *, failed: Callable[[ApiError], str], ping: str = COMMENT
+        self, events: AsyncGenerator[str, None], *, failed: Callable[[ApiError], str], ping: str | None = None
     ) -> None:
         self._events, self._failed, self._ping = events, failed, ping
         self._first: asyncio.Task[str | None] | None = None
@@ -46,7 +56,7 @@ class EventStream(StreamingResponse):
 
     @classmethod
     async def begun(
-        cls, events: AsyncGenerator[str, None], *, failed: Callable[[ApiError], str], ping: str = COMMENT
+        cls, events: AsyncGenerator[str, None], *, failed: Callable[[ApiError], str], ping: str | None = None
     ) -> Self:
         """A stream whose first event is there, or late. Raises what came instead of it."""
         stream = cls(events, failed=failed, ping=ping)
@@ -62,6 +72,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop, sending = asyncio.get_running_loop(), asyncio.Lock()
+        ping = self._ping or keep_alive_for(Headers(scope=scope).get("user-agent", ""))
         last_sent = loop.time()
 
         async def send_one(message: Any) -> None:
@@ -71,11 +82,11 @@ class EventStream(StreamingResponse):
                 last_sent = loop.time()
 
         async def keep_alive() -> None:
-            ping = {"type": "http.response.body", "body": self._ping.encode(), "more_body": True}
+            message = {"type": "http.response.body", "body": ping.encode(), "more_body": True}
             while True:
                 await asyncio.sleep(max(0.0, last_sent + PING_SECONDS - loop.time()))
                 if loop.time() >= last_sent + PING_SECONDS and not sending.locked():
-                    await send_one(ping)
+                    await send_one(message)
 
         pinger: asyncio.Task[None] | None = None
         try:

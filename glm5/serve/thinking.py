@@ -36,6 +36,8 @@ def template_kwargs(
     template: ChatTemplate, given: Mapping[str, Any], thinking: Thinking | None, effort: str | None
 ) -> dict[str, Any]:
     """What the template is told. Raises RequestError naming the field."""
+    if given.get("add_generation_prompt") is True:  # clients say so; it is so
+        given = {key: value for key, value in given.items() if key != "add_generation_prompt"}
     if taken := sorted(_NOT_FOR_TEMPLATES & given.keys()):
         param = f"chat_template_kwargs.{taken[0]}"
         raise RequestError(f"{param} is not for chat_template_kwargs: leave it out", param)
