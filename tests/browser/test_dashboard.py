@@ -178,6 +178,16 @@ def test_a_restarted_server_gives_no_negative_figures(page, script):
     assert figure(page, "Time to first token, p50") == "150 ms"
 
 
+def test_an_engine_that_is_not_up(page, script):
+    start(page, script, [f"glm5:engine_up {up}\nvllm:num_requests_running 0\n" for up in (0, 1)])
+    assert page.text("#status") == "Engine not up"
+    assert "/health" in page.text("#problem")
+    assert figure(page, "Requests, running") == "0"
+    page.run("await clock.turn(1)")
+    assert page.text("#status") == "Live"
+    assert page.has("#problem[hidden]")
+
+
 def test_pausing(page, script):
     start(page, script, [metrics(second) for second in range(60)])
     page.run("await clock.turn(3)")

@@ -4,7 +4,7 @@ import { errorRecord, get, key } from "./api.js";
 import { Chart, spanOf } from "./chart.js";
 import { byId, el } from "./dom.js";
 import { History, MAX_POSITIONS, QUANTILES, TIERS } from "./history.js";
-import { labelValues, parseMetrics } from "./prometheus.js";
+import { labelValues, parseMetrics, total } from "./prometheus.js";
 import { exactTime, FORMATS } from "./units.js";
 
 const PERIOD = 1000; // milliseconds
@@ -89,7 +89,8 @@ async function poll() {
   let metrics = null;
   try {
     metrics = parseMetrics(await (await get("metrics", AbortSignal.timeout(TIMEOUT))).text());
-    showState("live", "Live", "");
+    if (total(metrics, "glm5:engine_up") === 0) showState("down", "Engine not up", "No requests are answered; /health says why.");
+    else showState("live", "Live", "");
     byId("model").textContent = labelValues(metrics, "vllm:generation_tokens_total", "model_name").join(", ");
   } catch (error) {
     const { title, message } = errorRecord(error);
