@@ -21,7 +21,7 @@ from tests.unit.engine.sampling.schemas import SchemaMaker
 pytest.importorskip("xgrammar")
 
 TOKENIZER = tiny_tokenizer()
-BIASES = {char: 2.0 for char in '"}]'} | dict.fromkeys(" \n\r\t", -4.0)
+BIASES = dict.fromkeys('"}]', 2.0) | dict.fromkeys(" \n\r\t", -4.0)
 LOGIT_BIAS = {TOKENIZER.encode(char)[0]: bias for char, bias in BIASES.items()} | {TOKENIZER.eos_ids[0]: 9.0}
 MAX_TOKENS = 900
 COUNTS = [20, pytest.param(200, marks=pytest.mark.slow)]
