@@ -71,7 +71,7 @@ def test_fp8_linear_is_bitwise_the_cpu():
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(33, 300, generator=gen).bfloat16()
     weight = quantize_blocks(torch.randn(200, 300, generator=gen))
-    on_gpu = fp8_linear(x.cuda(), BlockScaled(weight.data.cuda(), weight.scale.cuda()))
+    on_gpu = fp8_linear(x.cuda(), BlockScaled(weight.data.cuda(), weight.scale.cuda()), impl="reference")
     assert torch.equal(on_gpu.cpu(), fp8_linear(x, weight))
 
 

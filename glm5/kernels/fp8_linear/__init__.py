@@ -6,14 +6,34 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.fp8_linear import scaled_mm as _scaled_mm
 from glm5.kernels.fp8_linear.reference import fp8_linear as _reference
+from glm5.kernels.triton_support import chosen
+
+MANY_ROWS = 256  # from here on cuBLASLt's tiles are faster than ours (docs/performance.md)
 
 
-def fp8_linear(x_TD: Tensor, weight: BlockScaled, *, impl: Literal["auto", "reference"] = "auto") -> Tensor:
+def fp8_linear(
+    x_TD: Tensor, weight: BlockScaled, *, impl: Literal["auto", "reference", "triton", "scaled_mm"] = "auto"
+) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D], [T, O] in x's dtype; x is quantized by `act_quant` first.
+
+    `triton` leaves x as it is for up to 16 rows, which is nearer to the exact product; `scaled_mm` is cuBLASLt's. On a
+    GPU `auto` takes these two, by the number of rows.
 
     Inference only: backward raises RuntimeError. Raises ValueError where data and scale do not fit (BlockScaled.check).
     """
-    if impl in ("auto", "reference"):
+    if impl == "auto":
+        impl = "reference"
+        if chosen(x_TD, weight.scale):
+            many = len(x_TD) >= MANY_ROWS and _scaled_mm.refusal(weight, x_TD.dtype) is None
+            impl = "scaled_mm" if many else "triton"
+    if impl == "reference":
         return _reference(x_TD, weight)
-    raise unknown_impl("fp8_linear", impl, ("reference",))
+    if impl == "triton":
+        from glm5.kernels.fp8_linear.triton import fp8_linear as run
+
+        return run(x_TD, weight)
+    if impl == "scaled_mm":
+        return _scaled_mm.fp8_linear(x_TD, weight)
+    raise unknown_impl("fp8_linear", impl, ("reference", "triton", "scaled_mm"))

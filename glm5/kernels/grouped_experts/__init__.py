@@ -11,6 +11,10 @@ from glm5.kernels.grouped_experts.grouped_mm import grouped_experts as _grouped_
 from glm5.kernels.grouped_experts.grouped_mm import refusal
 from glm5.kernels.grouped_experts.invariant import grouped_experts as _invariant
 from glm5.kernels.grouped_experts.reference import grouped_experts as _reference
+from glm5.kernels.grouped_experts.shared import SharedExpert
+from glm5.kernels.triton_support import chosen
+
+__all__ = ["SharedExpert", "grouped_experts"]
 
 
 def grouped_experts(
@@ -20,7 +24,8 @@ def grouped_experts(
     weight_TA: Tensor,
     expert_TA: Tensor,
     *,
-    impl: Literal["auto", "reference", "grouped_mm", "invariant"] = "auto",
+    shared: SharedExpert | None = None,
+    impl: Literal["auto", "reference", "grouped_mm", "invariant", "triton"] = "auto",
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
@@ -28,12 +33,18 @@ def grouped_experts(
     fp8_linear, no gradient; the gate_up scale has 2 * ceil(F/128) rows, gate's first). Each term is rounded to x's
     dtype and summed in it, in expert order (model spec 3.6). Differentiable in x, both weights and weight_TA.
 
+    `shared`: an expert that every token visits with weight 1; its term comes last.
+
     `invariant`: a row's result does not depend on the others, bit for bit; no gradient. `grouped_mm`: on a CPU, with
-    plain weights; no gradient.
+    plain weights; no gradient. `triton`: on a GPU, with BlockScaled weights; no gradient. It sums in float32, does not
+    quantize x for few tokens, and rounds terms to x's dtype for many only: nearer to float64 than the reference.
     """
     if impl == "auto":
-        frozen = not torch.is_grad_enabled() and refusal(x_TD, gate_up_proj, down_proj) is None
-        impl = "grouped_mm" if frozen else "reference"
+        impl = _choose(x_TD, gate_up_proj, down_proj)
+    if impl == "triton":
+        from glm5.kernels.grouped_experts.triton import grouped_experts as fused
+
+        return fused(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared)
     if impl == "reference":
         run = _reference
     elif impl == "grouped_mm":
@@ -41,5 +52,15 @@ def grouped_experts(
     elif impl == "invariant":
         run = _invariant
     else:
-        raise unknown_impl("grouped_experts", impl, ("reference", "grouped_mm", "invariant"))
-    return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+        raise unknown_impl("grouped_experts", impl, ("reference", "grouped_mm", "invariant", "triton"))
+    out_TD = run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+    return out_TD if shared is None else out_TD + shared(x_TD)
+
+
+def _choose(
+    x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled
+) -> Literal["reference", "grouped_mm", "triton"]:
+    if isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled):
+        return "triton" if chosen(x_TD, gate_up_proj.scale) else "reference"
+    frozen = not torch.is_grad_enabled() and refusal(x_TD, gate_up_proj, down_proj) is None
+    return "grouped_mm" if frozen else "reference"

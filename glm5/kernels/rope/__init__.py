@@ -8,6 +8,7 @@ from torch import Tensor
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.rope import complex as _complex
 from glm5.kernels.rope import reference as _reference
+from glm5.kernels.triton_support import chosen
 
 
 def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -31,16 +32,22 @@ def rope(
     sin_TR2: Tensor,
     turn_TR2: Tensor | None = None,
     *,
-    impl: Literal["auto", "reference", "complex"] = "auto",
+    impl: Literal["auto", "reference", "complex", "triton"] = "auto",
 ) -> Tensor:
     """`x` [T, R] or [T, H, R] rotated pair by pair (x[2j], x[2j+1]), pairs kept in place, in x.dtype.
 
     `turn_TR2`: `rope_turn` of the same table, for those who rotate by it more than once.
     """
-    if impl == "auto":
+    if impl == "auto" and chosen(x):
+        impl = "triton"
+    elif impl == "auto":
         impl = "complex" if x.dtype in (torch.float32, torch.float64) else "reference"
     if impl == "reference":
         return _reference.rope(x, cos_TR2, sin_TR2)
     if impl == "complex":
         return _complex.rope(x, cos_TR2, sin_TR2, turn_TR2)
-    raise unknown_impl("rope", impl, ("reference", "complex"))
+    if impl == "triton":
+        from glm5.kernels.rope.triton import rope as run
+
+        return run(x, cos_TR2, sin_TR2)
+    raise unknown_impl("rope", impl, ("reference", "complex", "triton"))

@@ -107,4 +107,4 @@ def test_fp8_is_exact_there_too(gen):
     assert torch.equal(on_gpu.scale.cpu(), weight.scale)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert torch.equal(on_gpu.dequantize(dtype).cpu(), weight.dequantize(dtype))
-    assert torch.equal(fp8_linear(x.cuda(), on_gpu).cpu(), fp8_linear(x, weight))
+    assert torch.equal(fp8_linear(x.cuda(), on_gpu, impl="reference").cpu(), fp8_linear(x, weight))

@@ -1,0 +1,16 @@
+"""What stands between two blocks of a layer: the residual stream takes a block's output, the next reads its norm.
+
+    sum = x + residual          out = rms_norm(sum, weight, eps)
+
+Both in x's dtype, as if computed one after the other.
+"""
+
+from torch import Tensor
+
+from glm5.kernels.rms_norm import rms_norm
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(out, sum)."""
+    total_TD = x_TD + residual_TD
+    return rms_norm(total_TD, weight_D, eps), total_TD

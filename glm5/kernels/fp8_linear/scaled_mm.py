@@ -1,0 +1,40 @@
+"""fp8_linear through cuBLASLt's block-scaled product, with `act_quant` before it: for many rows, on Hopper."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.kernels.act_quant import act_quant
+from glm5.kernels.block_scaled import BlockScaled, num_blocks
+
+_SCALE_COLS = 4  # cuBLASLt reads a row of the weight's scale in fours
+
+
+def refusal(weight: BlockScaled, dtype: torch.dtype) -> str | None:
+    """Why a product cannot be computed so; None if it can."""
+    rows, cols = weight.data.shape
+    if weight.data.device.type != "cuda" or torch.cuda.get_device_capability(weight.data.device) != (9, 0):
+        return f"needs a Hopper GPU, got {weight.data.device}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, got {dtype}"
+    if rows % 16 or cols % 16 or num_blocks(cols) % _SCALE_COLS:
+        return f"needs sizes in multiples of 16 and of {_SCALE_COLS} blocks of columns, got [{rows}, {cols}]"
+    return None
+
+
+def fp8_linear(x_TD: Tensor, weight: BlockScaled) -> Tensor:
+    """[T, O] in x's dtype. Raises ValueError where `refusal` has a reason."""
+    if reason := refusal(weight.check(), x_TD.dtype):
+        raise ValueError(f"fp8_linear[scaled_mm] {reason}; use impl='triton' or 'reference'")
+    x_fp8, x_scale = act_quant(x_TD)
+    if x_scale.stride(0) != 1:
+        x_scale = x_scale.T.contiguous().T
+    return F.scaled_mm(
+        x_fp8,
+        weight.data.T,
+        x_scale,
+        F.ScalingType.BlockWise1x128,
+        weight.scale.T,
+        F.ScalingType.BlockWise128x128,
+        output_dtype=x_TD.dtype,
+    )

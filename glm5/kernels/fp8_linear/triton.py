@@ -1,0 +1,248 @@
+"""x W^T with block-scaled FP8 weights, read once: three kernels by the number of rows.
+
+    1 row        a matrix-vector product on the ordinary units, in float32
+    2..16 rows   matrix units, weights widened to x's dtype, x as it is
+    more         FP8 matrix units, x quantized by act_quant
+
+The outputs are the rows of the matrix units' tile ("swapped operands"), tokens its columns: few tokens waste little.
+Where a weight has too few rows to keep all multiprocessors loading, columns are split: each split stores a partial sum,
+and the last one to arrive adds them up in order.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.act_quant.triton import act_quant
+from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
+from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, wait_for_earlier, widened
+from glm5.kernels.triton_support import arrivals, dependent_launch
+
+FEW_ROWS = 16  # up to here x is not quantized
+
+
+@triton.jit
+def _vector(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    O,
+    D,
+    scale_cols,
+    BLOCK_O: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [O] = W x. A program does BLOCK_O rows; the scale goes into x, as one row of blocks serves all of them."""
+    K: tl.constexpr = GROUPS * 128
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    g = tl.arange(0, GROUPS)
+    k = tl.arange(0, K)
+    w_at = w_ptr + tl.minimum(o, O - 1).to(tl.int64)[:, None] * D + k[None, :]
+    scale_at = scale_ptr + (tl.program_id(0) * BLOCK_O // 128) * scale_cols + g
+    w = tl.load(w_at) if EVEN else tl.load(w_at, mask=(k < D)[None, :], other=0.0)
+    scale = tl.load(scale_at, mask=g < scale_cols, other=0.0)
+    wait_for_earlier(PDL)
+    sums = tl.zeros([BLOCK_O, K], tl.float32)
+    for step in tl.static_range(STEPS):
+        x = tl.load(x_ptr + step * K + k, mask=step * K + k < D, other=0.0).to(tl.float32)
+        x = tl.reshape(tl.reshape(x, [GROUPS, 128]) * scale[:, None], [K])
+        w_now = w
+        if step + 1 < STEPS:
+            at = (step + 1) * K
+            w = tl.load(w_at + at) if EVEN else tl.load(w_at + at, mask=(at + k < D)[None, :], other=0.0)
+            scale = tl.load(scale_at + at // 128, mask=at // 128 + g < scale_cols, other=0.0)
+        sums += w_now.to(tl.float32) * x[None, :]
+    let_later_begin(PDL)
+    tl.store(y_ptr + o, tl.sum(sums, 1).to(y_ptr.dtype.element_ty), mask=o < O)
+
+
+@triton.jit
+def _finish(sums, y_ptr, partial_ptr, arrivals_ptr, o, t, M, O, SPLIT: tl.constexpr, PDL: tl.constexpr):
+    """Stores a tile [BLOCK_O, BLOCK_T] of sums, transposed; of SPLIT programs the last to arrive, after adding up."""
+    here = (t < M)[None, :] & (o < O)[:, None]
+    at = t.to(tl.int64)[None, :] * O + o[:, None]
+    if SPLIT == 1:
+        let_later_begin(PDL)
+        tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=here)
+    else:
+        tl.store(partial_ptr + tl.program_id(2).to(tl.int64) * M * O + at, sums, mask=here)
+        if last_to_arrive(arrivals_ptr, tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), SPLIT):
+            total = tl.zeros_like(sums)
+            for split in tl.static_range(SPLIT):
+                part = partial_ptr + split * M.to(tl.int64) * O + at
+                total += tl.load(part, mask=here, other=0.0, cache_modifier=".cg")
+            tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _few(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    M,
+    O,
+    D,
+    scale_cols,
+    BLOCK_O: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [M, O] for M <= 16. With 8 columns a product keeps to registers; for more there are two of them."""
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    t = tl.arange(0, 8)
+    i = tl.arange(0, 128)
+    steps = tl.cdiv(scale_cols, SPLIT)
+    first = tl.program_id(2) * steps
+    w_at = w_ptr + tl.minimum(o, O - 1).to(tl.int64)[:, None] * D + i[None, :]
+    x_at = x_ptr + t[None, :] * D + i[:, None]
+    scale_at = scale_ptr + (tl.program_id(0) * BLOCK_O // 128) * scale_cols
+    low = tl.zeros([BLOCK_O, 8], tl.float32)
+    high = tl.zeros([BLOCK_O, 8], tl.float32)
+    wait_for_earlier(PDL)
+    for block in tl.range(first, min(first + steps, scale_cols), num_stages=STAGES):
+        inside = block * 128 + i < D
+        w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)
+        x = tl.load(x_at + block * 128, mask=(t < M)[None, :] & inside[:, None], other=0.0)
+        scale = tl.load(scale_at + block)
+        wide = widened(w, x)
+        low += tl.dot(wide, x, input_precision="ieee") * scale
+        if BLOCK_T == 16:
+            x = tl.load(x_at + 8 * D + block * 128, mask=(t + 8 < M)[None, :] & inside[:, None], other=0.0)
+            high += tl.dot(wide, x, input_precision="ieee") * scale
+    if BLOCK_T == 16:
+        low = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BLOCK_O, 16])
+    _finish(low, y_ptr, partial_ptr, arrivals_ptr, o, tl.arange(0, BLOCK_T), M, O, SPLIT, PDL)
+
+
+@triton.jit
+def _tiles(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    M,
+    O,
+    D,
+    scale_cols,
+    BLOCK_O: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [M, O] of x in FP8 with a scale [D / 128, M] (column by column)."""
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    i = tl.arange(0, 128)
+    steps = tl.cdiv(scale_cols, SPLIT)
+    first = tl.program_id(2) * steps
+    w_at = w_ptr + tl.minimum(o, O - 1).to(tl.int64)[:, None] * D + i[None, :]
+    x_at = x_ptr + tl.minimum(t, M - 1).to(tl.int64)[None, :] * D + i[:, None]
+    scale_at = scale_ptr + (tl.program_id(0) * BLOCK_O // 128) * scale_cols
+    x_scale_at = x_scale_ptr + t
+    sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+    wait_for_earlier(PDL)
+    for block in tl.range(first, min(first + steps, scale_cols), num_stages=STAGES):
+        inside = block * 128 + i < D
+        w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)
+        x = tl.load(x_at + block * 128, mask=inside[:, None], other=0.0)
+        scale = tl.load(scale_at + block) * tl.load(x_scale_at + block * M, mask=t < M, other=0.0)
+        sums += tl.dot(w, x) * scale[None, :]
+    _finish(sums, y_ptr, partial_ptr, arrivals_ptr, o, t, M, O, SPLIT, PDL)
+
+
+class Tiling(NamedTuple):
+    """How a kernel cuts its work: rows of W and tokens of a tile, splits of the columns, warps, stages of loads."""
+
+    block_o: int
+    block_t: int = 1
+    split: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def tiling_for(num_tokens: int, rows: int, cols: int) -> Tiling:
+    """What was measured as fastest on H200 (docs/performance.md); shapes between take the nearest rule."""
+    if num_tokens == 1:
+        return Tiling(block_o=4)
+    blocks = num_blocks(cols)
+    if num_tokens <= FEW_ROWS:
+        split = max(1, min(blocks // 4, 400 // triton.cdiv(rows, 64)))
+        return Tiling(64, 8 if num_tokens <= 8 else 16, split)
+    block_t = min(128, max(32, triton.next_power_of_2(num_tokens)))
+    programs = triton.cdiv(rows, 64) * triton.cdiv(num_tokens, block_t)
+    return Tiling(64, block_t, max(1, min(blocks // 4, 264 // programs)))
+
+
+def fp8_linear(x_TD: Tensor, weight: BlockScaled, tiling: Tiling | None = None) -> Tensor:
+    """[T, O] in x's dtype."""
+    data, scale = weight.check()
+    (num_tokens, cols), rows = x_TD.shape, data.shape[0]
+    y_TO = torch.empty(num_tokens, rows, dtype=x_TD.dtype, device=x_TD.device)
+    if not num_tokens:
+        return y_TO
+    tiling = tiling or tiling_for(num_tokens, rows, cols)
+    x_TD, data, scale = x_TD.contiguous(), data.contiguous(), scale.contiguous()
+    if num_tokens == 1:
+        _run_vector(x_TD, data, scale, y_TO, tiling)
+        return y_TO
+    operands = (x_TD,) if num_tokens <= FEW_ROWS else act_quant(x_TD)
+    kernel = _few if num_tokens <= FEW_ROWS else _tiles
+    split = tiling.split
+    partial = torch.empty(split if split > 1 else 0, num_tokens, rows, dtype=torch.float32, device=x_TD.device)
+    grid = (triton.cdiv(rows, tiling.block_o), triton.cdiv(num_tokens, tiling.block_t), split)
+    kernel[grid](
+        *operands,
+        data,
+        scale,
+        y_TO,
+        partial,
+        arrivals(x_TD.device),
+        num_tokens,
+        rows,
+        cols,
+        num_blocks(cols),
+        BLOCK_O=tiling.block_o,
+        BLOCK_T=tiling.block_t,
+        SPLIT=split,
+        STAGES=tiling.stages,
+        num_warps=tiling.warps,
+        **dependent_launch(x_TD.device),
+    )
+    return y_TO
+
+
+def _run_vector(x_1D: Tensor, data: Tensor, scale: Tensor, y_1O: Tensor, tiling: Tiling) -> None:
+    rows, cols = data.shape
+    # 16 bytes of a row for each thread: as many columns a step as the program's threads hold, or all of them.
+    groups = min(4 * tiling.warps, triton.next_power_of_2(num_blocks(cols)))
+    _vector[(triton.cdiv(rows, tiling.block_o),)](
+        x_1D,
+        data,
+        scale,
+        y_1O,
+        rows,
+        cols,
+        num_blocks(cols),
+        BLOCK_O=tiling.block_o,
+        GROUPS=groups,
+        STEPS=triton.cdiv(cols, groups * BLOCK),
+        EVEN=cols % (groups * BLOCK) == 0,
+        num_warps=max(1, groups // 4),
+        **dependent_launch(x_1D.device),
+    )

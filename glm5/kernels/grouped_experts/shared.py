@@ -1,0 +1,25 @@
+"""The shared expert: what every token visits besides its routed experts, with weight 1."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.fp8_linear import fp8_linear
+
+
+class SharedExpert(NamedTuple):
+    """`gate` and `up` [F, D], `down` [D, F]: the weights where they are, plain or in FP8, of one kind."""
+
+    gate: Tensor | BlockScaled
+    up: Tensor | BlockScaled
+    down: Tensor | BlockScaled
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """down(silu(gate x) * up x), [T, D]."""
+        return _linear(F.silu(_linear(x_TD, self.gate)) * _linear(x_TD, self.up), self.down)
+
+
+def _linear(x: Tensor, weight: Tensor | BlockScaled) -> Tensor:
+    return fp8_linear(x, weight) if isinstance(weight, BlockScaled) else F.linear(x, weight)

@@ -1,0 +1,278 @@
+"""The routed experts' sum, and the shared expert's part, over block-scaled FP8 weights: three ways by number of tokens.
+
+    1..VECTOR_TOKENS    matrix-vector products, two kernels      (triton_few.py)
+    ..PAIR_TOKENS       matrix units, x as it is, three kernels  (triton_few.py)
+    more                FP8 matrix units, five kernels           (triton_many.py)
+
+Terms are not rounded to x's dtype before they are summed, except in the third way, and the sum runs in float32: nearer
+to float64 than the reference.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from glm5.kernels.act_quant.triton import act_quant
+from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks
+from glm5.kernels.grouped_experts import triton_few as few
+from glm5.kernels.grouped_experts import triton_many as many
+from glm5.kernels.grouped_experts.shared import SharedExpert
+from glm5.kernels.triton_support import dependent_launch
+
+VECTOR_TOKENS = 2
+PAIR_TOKENS = 32
+
+
+class Weights(NamedTuple):
+    """Data and scale of the stacks and of the shared expert; without one, the stacks stand in and are not read."""
+
+    gate_up: BlockScaled
+    down: BlockScaled
+    shared: SharedExpert
+    has_shared: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(E, D, F)."""
+        return self.down.data.shape  # pyright: ignore[reportReturnType]
+
+    def up_side(self) -> tuple[Tensor, ...]:
+        """Arguments of the kernels that compute h."""
+        return *self.gate_up, *_pair(self.shared.gate), *_pair(self.shared.up)
+
+    def down_side(self) -> tuple[Tensor, ...]:
+        """Arguments of the kernels that read h."""
+        return *self.down, *_pair(self.shared.down)
+
+
+class Tiling(NamedTuple):
+    """How the kernels cut their work: values of h and outputs of a tile, rows of a tile, tiles of a program."""
+
+    way: str
+    block_f: int = 2
+    up_warps: int = 4
+    up_stages: int = 4
+    block_d: int = 16
+    down_warps: int = 4
+    down_stages: int = 3
+    down_tiles: int = 8
+    block_t: int = 8
+
+
+def tiling_for(num_tokens: int, num_pairs: int, num_experts: int) -> Tiling:
+    """What was measured as fastest on H200 (docs/performance.md)."""
+    if num_tokens <= VECTOR_TOKENS:
+        return Tiling("vector")
+    if num_tokens <= PAIR_TOKENS:
+        return Tiling("pairs", block_f=32, up_warps=2, up_stages=5, block_d=64)
+    rows = max(1, num_pairs // num_experts)
+    block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
+    return Tiling("tiles", up_warps=8, block_d=128, down_warps=8, block_t=block_t)
+
+
+def grouped_experts(
+    x_TD: Tensor,
+    gate_up_proj: Tensor | BlockScaled,
+    down_proj: Tensor | BlockScaled,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    shared: SharedExpert | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """[T, D] in x's dtype. Raises ValueError for weights that are not BlockScaled."""
+    weights = _weights(gate_up_proj, down_proj, shared)
+    num_experts, width, _ = weights.sizes
+    if not len(x_TD):
+        return torch.empty_like(x_TD)
+    tiling = tiling or tiling_for(len(x_TD), expert_TA.numel(), num_experts)
+    x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.contiguous(), expert_TA.contiguous()
+    if tiling.way == "vector":
+        return _vector(x_TD, weights, weight_TA, expert_TA, tiling)
+    run = _pairs if tiling.way == "pairs" else _tiles
+    y = run(x_TD, weights, weight_TA, expert_TA, tiling)
+    out_TD = torch.empty_like(x_TD)
+    few.combine[(len(x_TD), triton.cdiv(width, 1024))](
+        y,
+        out_TD,
+        len(x_TD),
+        width,
+        A=expert_TA.shape[1],
+        SHARED=weights.has_shared,
+        BLOCK_D=1024,
+        **dependent_launch(x_TD.device),
+    )
+    return out_TD
+
+
+def _vector(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
+    _, width, inner = weights.sizes
+    num_tokens, active = expert_TA.shape
+    slots = active + weights.has_shared
+    h = torch.empty(num_tokens, slots, inner, dtype=torch.float32, device=x_TD.device)
+    groups = min(4 * tiling.up_warps, triton.next_power_of_2(num_blocks(width)))
+    few.gate_up_vector[(triton.cdiv(inner, tiling.block_f), num_tokens, slots)](
+        x_TD,
+        expert_TA,
+        *weights.up_side(),
+        h,
+        width,
+        inner,
+        num_blocks(width),
+        A=active,
+        SHARED=weights.has_shared,
+        BLOCK_F=tiling.block_f,
+        GROUPS=groups,
+        STEPS=triton.cdiv(width, groups * BLOCK),
+        EVEN=width % (groups * BLOCK) == 0,
+        num_warps=max(1, groups // 4),
+        **dependent_launch(x_TD.device),
+    )
+    out_TD = torch.empty_like(x_TD)
+    few.down_vector[(triton.cdiv(width, tiling.block_d), num_tokens)](
+        h,
+        weight_TA,
+        expert_TA,
+        *weights.down_side(),
+        out_TD,
+        width,
+        inner,
+        A=active,
+        PAIRS=triton.next_power_of_2(active),
+        SHARED=weights.has_shared,
+        BLOCK_D=tiling.block_d,
+        BLOCKS=triton.next_power_of_2(num_blocks(inner)),
+        num_warps=tiling.down_warps,
+        **dependent_launch(x_TD.device),
+    )
+    return out_TD
+
+
+def _pairs(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
+    """The terms [T * A + T, D] in float32."""
+    _, width, inner = weights.sizes
+    num_tokens, active = expert_TA.shape
+    slots = num_tokens * active + (triton.cdiv(num_tokens, 8) if weights.has_shared else 0)
+    rows = num_tokens * (active + 1)
+    h = torch.empty(rows, inner, dtype=x_TD.dtype, device=x_TD.device)
+    y = torch.empty(rows, width, dtype=torch.float32, device=x_TD.device)
+    common = {"A": active, "PAIRS": max(16, triton.next_power_of_2(num_tokens * active))}
+    few.gate_up_pairs[(triton.cdiv(inner, tiling.block_f), slots)](
+        x_TD,
+        expert_TA,
+        *weights.up_side(),
+        h,
+        num_tokens,
+        width,
+        inner,
+        num_blocks(width),
+        **common,
+        BLOCK_F=tiling.block_f,
+        STAGES=tiling.up_stages,
+        num_warps=tiling.up_warps,
+        **dependent_launch(x_TD.device),
+    )
+    few.down_pairs[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), slots)](
+        h,
+        weight_TA,
+        expert_TA,
+        *weights.down_side(),
+        y,
+        num_tokens,
+        width,
+        inner,
+        **common,
+        BLOCKS=num_blocks(inner),
+        BLOCK_D=tiling.block_d,
+        TILES=tiling.down_tiles,
+        STAGES=tiling.down_stages,
+        num_warps=tiling.down_warps,
+        **dependent_launch(x_TD.device),
+    )
+    return y
+
+
+def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
+    """The terms [T * A + T, D] in x's dtype."""
+    num_experts, width, inner = weights.sizes
+    num_tokens, active = expert_TA.shape
+    num_pairs, block_t, device = num_tokens * active, tiling.block_t, x_TD.device
+    options = dependent_launch(device)
+    x_fp8, x_scale = act_quant(x_TD)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    num_tiles = min(num_pairs, num_experts + num_pairs // block_t)
+    tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=device)
+    many.plan[(num_experts,)](
+        expert_TA,
+        order,
+        tiles,
+        num_pairs,
+        num_tiles,
+        E=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts + 1),
+        BLOCK_T=block_t,
+        CHUNK=min(4096, max(128, triton.next_power_of_2(num_pairs))),
+        **options,
+    )
+    rows = num_pairs + num_tokens
+    shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
+    h = torch.empty(rows, inner, dtype=FP8, device=device)
+    h_scale = torch.empty(num_blocks(inner), rows, dtype=torch.float32, device=device)
+    y = torch.empty(rows, width, dtype=x_TD.dtype, device=device)
+    many.gate_up_tiles[(num_blocks(inner), num_tiles + shared_tiles)](
+        x_fp8,
+        x_scale,
+        order,
+        tiles,
+        *weights.up_side(),
+        h,
+        h_scale,
+        num_tokens,
+        width,
+        inner,
+        num_blocks(width),
+        rows,
+        shared_tiles,
+        A=active,
+        BLOCK_T=block_t,
+        STAGES=tiling.up_stages,
+        num_warps=tiling.up_warps,
+        **options,
+    )
+    many.down_tiles[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_tiles + shared_tiles)](
+        h,
+        h_scale,
+        order,
+        tiles,
+        weight_TA,
+        *weights.down_side(),
+        y,
+        num_tokens,
+        width,
+        inner,
+        rows,
+        shared_tiles,
+        A=active,
+        BLOCK_T=block_t,
+        BLOCK_D=tiling.block_d,
+        BLOCKS=num_blocks(inner),
+        TILES=tiling.down_tiles,
+        STAGES=tiling.down_stages,
+        num_warps=tiling.down_warps,
+        **options,
+    )
+    return y
+
+
+def _weights(gate_up: Tensor | BlockScaled, down: Tensor | BlockScaled, shared: SharedExpert | None) -> Weights:
+    if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
+        raise ValueError("grouped_experts[triton] needs BlockScaled weights, got plain ones; use impl='reference'")
+    own = SharedExpert(gate_up, gate_up, down) if shared is None else shared
+    return Weights(gate_up, down, own, shared is not None)
+
+
+def _pair(weight: Tensor | BlockScaled) -> tuple[Tensor, Tensor]:
+    if not isinstance(weight, BlockScaled):
+        raise ValueError("grouped_experts[triton] needs a BlockScaled shared expert, got plain weights")
+    return weight.data, weight.scale

@@ -1,0 +1,301 @@
+"""The experts of few tokens: every weight that is needed is read once, and nothing is sorted.
+
+One token, or a few: each (token, expert) pair is a matrix-vector product. A second kernel, whose programs do some
+outputs of a token for all of its experts, ends the sum.
+
+Some tokens: a program stands for a (token, choice) pair and does all pairs with the same expert, if it is the first of
+them; else it leaves at once. Pairs are the columns of the matrix units' tile, 8 at a time. A third kernel adds up each
+token's terms.
+"""
+
+import triton
+import triton.language as tl
+
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier, widened
+
+
+@triton.jit
+def gate_up_vector(
+    x_ptr,
+    expert_ptr,
+    w_ptr,
+    scale_ptr,
+    shared_gate_ptr,
+    shared_gate_scale_ptr,
+    shared_up_ptr,
+    shared_up_scale_ptr,
+    h_ptr,
+    D,
+    F,
+    scale_cols,
+    A: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """h [T, A + SHARED, F] = silu(gate x) * up x, float32. A program does BLOCK_F values of a pair."""
+    K: tl.constexpr = GROUPS * 128
+    t = tl.program_id(1).to(tl.int64)
+    a = tl.program_id(2)
+    scale_rows = tl.cdiv(F, 128)
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    if a < A:
+        expert = tl.load(expert_ptr + t * A + a).to(tl.int64)
+        gate_ptr = w_ptr + expert * 2 * F * D
+        up_ptr = gate_ptr + F.to(tl.int64) * D
+        gate_scale_ptr = scale_ptr + expert * 2 * scale_rows * scale_cols
+        up_scale_ptr = gate_scale_ptr + scale_rows * scale_cols
+    else:
+        gate_ptr, up_ptr = shared_gate_ptr, shared_up_ptr
+        gate_scale_ptr, up_scale_ptr = shared_gate_scale_ptr, shared_up_scale_ptr
+    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    g = tl.arange(0, GROUPS)
+    k = tl.arange(0, K)
+    at = tl.minimum(f, F - 1).to(tl.int64)[:, None] * D + k[None, :]
+    gate_at = tl.multiple_of(gate_ptr, 16) + at
+    up_at = tl.multiple_of(up_ptr, 16) + at
+    scale_at = (tl.program_id(0) * BLOCK_F // 128) * scale_cols + g
+    gate_F = tl.zeros([BLOCK_F, K], tl.float32)
+    up_F = tl.zeros([BLOCK_F, K], tl.float32)
+    for step in tl.static_range(STEPS):
+        inside = (step * K + k < D)[None, :]
+        if EVEN:
+            gate = tl.load(gate_at + step * K)
+            up = tl.load(up_at + step * K)
+        else:
+            gate = tl.load(gate_at + step * K, mask=inside, other=0.0)
+            up = tl.load(up_at + step * K, mask=inside, other=0.0)
+        here = step * GROUPS + g < scale_cols
+        gate_scale = tl.load(gate_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
+        up_scale = tl.load(up_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
+        x = tl.load(x_ptr + t * D + step * K + k, mask=step * K + k < D, other=0.0).to(tl.float32)
+        x = tl.reshape(x, [GROUPS, 128])
+        gate_F += gate.to(tl.float32) * tl.reshape(x * gate_scale[:, None], [K])[None, :]
+        up_F += up.to(tl.float32) * tl.reshape(x * up_scale[:, None], [K])[None, :]
+    gate = tl.sum(gate_F, 1)
+    h = gate / (1 + tl.exp(-gate)) * tl.sum(up_F, 1)
+    tl.store(h_ptr + (t * (A + SHARED) + a) * F + f, h, mask=f < F)
+
+
+@triton.jit
+def down_vector(
+    h_ptr,
+    weight_ptr,
+    expert_ptr,
+    w_ptr,
+    scale_ptr,
+    shared_ptr,
+    shared_scale_ptr,
+    out_ptr,
+    D,
+    F,
+    A: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [T, D]: BLOCK_D outputs of a token, all of its experts at once. PAIRS, BLOCKS: A and F / 128 rounded up.
+
+    Weights are on their way before the kernel that makes h has ended: it did not begin before the router's had.
+    """
+    FP: tl.constexpr = BLOCKS * 128
+    K: tl.constexpr = PAIRS * FP
+    t = tl.program_id(1).to(tl.int64)
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    a = tl.arange(0, PAIRS)
+    f = tl.arange(0, FP)
+    b = tl.arange(0, BLOCKS)
+    k = tl.arange(0, K)
+    scale_cols = tl.cdiv(F, 128)
+    scale_row = (tl.program_id(0) * BLOCK_D // 128) * scale_cols + b
+    row = tl.minimum(d, D - 1).to(tl.int64)[:, None] * F
+    expert = tl.load(expert_ptr + t * A + a, mask=a < A, other=0).to(tl.int64)
+    start = tl.reshape(tl.broadcast_to(expert[:, None] * F * D, [PAIRS, FP]), [K])
+    # As one row of all experts' values; the hints keep loads of 16 bytes.
+    start = tl.multiple_of(tl.max_constancy(start, [FP]), [16])
+    here = (k // FP < A) & (k % FP < F)
+    w = tl.load(w_ptr + row + (start + k % FP)[None, :], mask=here[None, :], other=0.0)
+    scale = tl.load(
+        scale_ptr + expert[:, None] * tl.cdiv(D, 128) * scale_cols + scale_row[None, :],
+        mask=(a < A)[:, None] & (b < scale_cols)[None, :],
+        other=0.0,
+    )
+    scale *= tl.load(weight_ptr + t * A + a, mask=a < A, other=0.0)[:, None]
+    if SHARED:
+        shared_w = tl.load(shared_ptr + row + f[None, :], mask=(f < F)[None, :], other=0.0)
+        shared_scale = tl.load(shared_scale_ptr + scale_row, mask=b < scale_cols, other=0.0)
+    wait_for_earlier(PDL)
+    h_at = h_ptr + t * (A + SHARED) * F
+    h = tl.load(h_at + (k // FP) * F + k % FP, mask=here, other=0.0)
+    h = tl.reshape(tl.reshape(h, [PAIRS * BLOCKS, 128]) * tl.reshape(scale, [PAIRS * BLOCKS])[:, None], [K])
+    y = tl.sum(w.to(tl.float32) * h[None, :], 1)
+    if SHARED:
+        h = tl.load(h_at + A * F + f, mask=f < F, other=0.0)
+        h = tl.reshape(tl.reshape(h, [BLOCKS, 128]) * shared_scale[:, None], [FP])
+        y += tl.sum(shared_w.to(tl.float32) * h[None, :], 1)
+    let_later_begin(PDL)
+    tl.store(out_ptr + t * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _pairs_of(expert_ptr, p, num_pairs, tile, PAIRS: tl.constexpr):
+    """(how many pairs have p's expert, or 0 if p is not the first of them; the `tile`-th 8 of them, in order)."""
+    j = tl.arange(0, PAIRS)
+    experts = tl.load(expert_ptr + j, mask=j < num_pairs, other=-1)
+    same = (experts == tl.load(expert_ptr + p)).to(tl.int32)
+    before = tl.sum(tl.where(j < p, same, 0))
+    rank = tl.cumsum(same) - 1
+    wanted = tile * 8 + tl.arange(0, 8)
+    chosen = (rank[None, :] == wanted[:, None]) & (same[None, :] > 0)
+    return tl.where(before > 0, 0, tl.sum(same)), tl.sum(tl.where(chosen, j[None, :], 0), 1)
+
+
+@triton.jit
+def gate_up_pairs(
+    x_ptr,
+    expert_ptr,
+    w_ptr,
+    scale_ptr,
+    shared_gate_ptr,
+    shared_gate_scale_ptr,
+    shared_up_ptr,
+    shared_up_scale_ptr,
+    h_ptr,
+    T,
+    D,
+    F,
+    scale_cols,
+    A: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """h [T * A + T, F] in x's dtype: pairs, then tokens at the shared expert."""
+    p = tl.program_id(1)
+    r = tl.arange(0, 8)
+    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    i = tl.arange(0, 128)
+    scale_rows = tl.cdiv(F, 128)
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    if p < T * A:
+        expert = tl.load(expert_ptr + p).to(tl.int64)
+        gate_ptr = w_ptr + expert * 2 * F * D
+        up_ptr = gate_ptr + F.to(tl.int64) * D
+        gate_scale_ptr = scale_ptr + expert * 2 * scale_rows * scale_cols
+        up_scale_ptr = gate_scale_ptr + scale_rows * scale_cols
+        count, _ = _pairs_of(expert_ptr, p, T * A, 0, PAIRS)
+    else:
+        gate_ptr, up_ptr = shared_gate_ptr, shared_up_ptr
+        gate_scale_ptr, up_scale_ptr = shared_gate_scale_ptr, shared_up_scale_ptr
+        count = min(8, T - (p - T * A) * 8)
+    at = tl.minimum(f, F - 1).to(tl.int64)[:, None] * D + i[None, :]
+    gate_at = tl.multiple_of(gate_ptr, 16) + at
+    up_at = tl.multiple_of(up_ptr, 16) + at
+    scale_at = (tl.program_id(0) * BLOCK_F // 128) * scale_cols
+    for tile in range(tl.cdiv(count, 8)):
+        if p < T * A:
+            _, pair = _pairs_of(expert_ptr, p, T * A, tile, PAIRS)
+            token = pair // A
+        else:
+            token = (p - T * A) * 8 + r
+            pair = T * A + token
+        here = tile * 8 + r < count
+        x_at = x_ptr + token.to(tl.int64)[None, :] * D + i[:, None]
+        gate = tl.zeros([BLOCK_F, 8], tl.float32)
+        up = tl.zeros([BLOCK_F, 8], tl.float32)
+        for block in tl.range(scale_cols, num_stages=STAGES):
+            inside = block * 128 + i < D
+            gate_w = tl.load(gate_at + block * 128, mask=inside[None, :], other=0.0)
+            up_w = tl.load(up_at + block * 128, mask=inside[None, :], other=0.0)
+            x = tl.load(x_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0)
+            gate += tl.dot(widened(gate_w, x), x, input_precision="ieee") * tl.load(gate_scale_ptr + scale_at + block)
+            up += tl.dot(widened(up_w, x), x, input_precision="ieee") * tl.load(up_scale_ptr + scale_at + block)
+        h = gate / (1 + tl.exp(-gate)) * up
+        h_at = h_ptr + pair.to(tl.int64)[None, :] * F + f[:, None]
+        tl.store(h_at, h.to(h_ptr.dtype.element_ty), mask=here[None, :] & (f < F)[:, None])
+
+
+@triton.jit
+def down_pairs(
+    h_ptr,
+    weight_ptr,
+    expert_ptr,
+    w_ptr,
+    scale_ptr,
+    shared_ptr,
+    shared_scale_ptr,
+    y_ptr,
+    T,
+    D,
+    F,
+    A: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [T * A + T, D] float32 = down(h) * weight. A program does TILES tiles of BLOCK_D outputs. BLOCKS: of F."""
+    p = tl.program_id(1)
+    r = tl.arange(0, 8)
+    d = tl.arange(0, BLOCK_D)
+    i = tl.arange(0, 128)
+    if p < T * A:
+        expert = tl.load(expert_ptr + p).to(tl.int64)
+        at_ptr = w_ptr + expert * F * D
+        at_scale_ptr = scale_ptr + expert * tl.cdiv(D, 128) * BLOCKS
+        count, _ = _pairs_of(expert_ptr, p, T * A, 0, PAIRS)
+    else:
+        at_ptr = shared_ptr
+        at_scale_ptr = shared_scale_ptr
+        count = min(8, T - (p - T * A) * 8)
+    at_ptr = tl.multiple_of(at_ptr, 16)
+    first = tl.program_id(0) * TILES
+    last = min(first + TILES, tl.cdiv(D, BLOCK_D))
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    for tile in range(tl.cdiv(count, 8)):
+        here = tile * 8 + r < count
+        if p < T * A:
+            _, pair = _pairs_of(expert_ptr, p, T * A, tile, PAIRS)
+            weight = tl.load(weight_ptr + pair, mask=here, other=0.0)
+        else:
+            pair = T * A + (p - T * A) * 8 + r
+            weight = tl.full([8], 1.0, tl.float32)
+        h_at = h_ptr + pair.to(tl.int64)[None, :] * F + i[:, None]
+        y_at = y_ptr + pair.to(tl.int64)[None, :] * D + d[:, None]
+        for step in tl.range(first, last, num_stages=STAGES):
+            row = tl.minimum(step * BLOCK_D + d, D - 1).to(tl.int64)
+            y = tl.zeros([BLOCK_D, 8], tl.float32)
+            for block in tl.static_range(BLOCKS):
+                inside = block * 128 + i < F
+                w = tl.load(at_ptr + row[:, None] * F + block * 128 + i[None, :], mask=inside[None, :], other=0.0)
+                h = tl.load(h_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0)
+                scale = tl.load(at_scale_ptr + (step * BLOCK_D // 128) * BLOCKS + block)
+                y += tl.dot(widened(w, h), h, input_precision="ieee") * scale
+            stored = here[None, :] & (step * BLOCK_D + d < D)[:, None]
+            tl.store(y_at + step * BLOCK_D, y * weight[None, :], mask=stored)
+
+
+@triton.jit
+def combine(y_ptr, out_ptr, T, D, A: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
+    """out [T, D]: each token's terms, in the order of its choices, then the shared expert's; float32 inside."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for a in tl.static_range(A):
+        total += tl.load(y_ptr + (t * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    if SHARED:
+        total += tl.load(y_ptr + (T.to(tl.int64) * A + t) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)

@@ -1,0 +1,66 @@
+"""rope in one pass, rounded to x's dtype where the reference rounds."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import dependent_launch
+
+
+@triton.jit
+def _rope(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    H,
+    stride_t,
+    stride_h,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    r = tl.arange(0, 2 * PAIRS)
+    j = tl.arange(0, PAIRS)
+    inside = (h < H)[:, None] & (r < 2 * HALF)[None, :]
+    wait_for_earlier(PDL)
+    x = tl.load(x_ptr + t * stride_t + h[:, None] * stride_h + r[None, :], mask=inside, other=0.0)
+    cos = tl.load(cos_ptr + t * HALF + j, mask=j < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + t * HALF + j, mask=j < HALF, other=0.0).to(tl.float32)[None, :]
+    let_later_begin(PDL)
+    a, b = tl.split(tl.reshape(x.to(tl.float32), [BLOCK_H, PAIRS, 2]))
+    first = (a * cos).to(x.dtype).to(tl.float32) - (b * sin).to(x.dtype).to(tl.float32)
+    second = (b * cos).to(x.dtype).to(tl.float32) + (a * sin).to(x.dtype).to(tl.float32)
+    out = tl.reshape(tl.join(first, second), [BLOCK_H, 2 * PAIRS]).to(x.dtype)
+    tl.store(out_ptr + (t * H + h[:, None]) * 2 * HALF + r[None, :], out, mask=inside)
+
+
+def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
+    """As `reference.rope`; x may be strided."""
+    rows = x if x.dim() == 3 else x.unsqueeze(1)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    num_tokens, heads, width = rows.shape
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    block_h = min(8, triton.next_power_of_2(heads))
+    if num_tokens:
+        _rope[(num_tokens, triton.cdiv(heads, block_h))](
+            rows,
+            cos_TR2.contiguous(),
+            sin_TR2.contiguous(),
+            out,
+            heads,
+            rows.stride(0),
+            rows.stride(1),
+            HALF=width // 2,
+            PAIRS=triton.next_power_of_2(width // 2),
+            BLOCK_H=block_h,
+            num_warps=1,
+            **dependent_launch(x.device),
+        )
+    return out.view(x.shape)

@@ -1,0 +1,60 @@
+"""Pieces of Triton kernels over FP8 weights. Imported by `triton.py` files only, as Triton may be missing."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK = tl.constexpr(128)  # rows and columns of a scale
+
+
+@triton.jit
+def wait_for_earlier(PDL: tl.constexpr):
+    """What earlier kernels wrote may be read from here on (triton_support.dependent_launch)."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_later_begin(PDL: tl.constexpr):
+    """The next kernel may begin to load its weights."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def widened(w, x):
+    """e4m3 weights as x's dtype, exactly.
+
+    By way of float32: straight to bfloat16 the compiler takes an instruction with a quarter of the rate.
+    """
+    return w.to(tl.float32).to(x.dtype)
+
+
+@triton.jit
+def last_to_arrive(arrivals_ptr, tile, COUNT: tl.constexpr):
+    """Whether this is the last of COUNT programs that come here for `tile`, which then sees what the others stored.
+
+    The counter is zero before and after a launch.
+    """
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
+    last = arrived == COUNT - 1
+    if last:
+        tl.store(arrivals_ptr + tile, 0)
+    return last
+
+
+@triton.jit
+def quantized(x, BLOCKS: tl.constexpr):
+    """(x / scale in e4m3, scale) of rows [R, BLOCKS * 128] in float32, a scale for 128 values: [R, BLOCKS]."""
+    ROWS: tl.constexpr = x.shape[0]
+    x = tl.reshape(x, [ROWS, BLOCKS, BLOCK])
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 2), 1e-4), tl.full([ROWS, BLOCKS], 448.0, tl.float32))
+    x = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], [ROWS, BLOCKS, BLOCK]))
+    x = tl.clamp(x, -448.0, 448.0)
+    # To e4m3's values, ties to even, before the cast, which would round so too, but in the interpreter truncates:
+    # 3 bits of fraction, or below 2^-6 multiples of 2^-9, which are the last bits beside 1.5 * 2^14.
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
+    return tl.reshape(x.to(tl.float8e4nv), [ROWS, BLOCKS * BLOCK]), scale
