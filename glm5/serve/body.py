@@ -73,7 +73,7 @@ def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
             body = await asyncio.to_thread(parse, kind, raw)
         if body.model is not None and body.model not in service.model_names:
             raise no_such_model(body.model, service)
-        _log_unknown(body, service)
+        log_unknown(body, service)
         return body
 
     return read
@@ -93,18 +93,24 @@ def parse(kind: type[B], raw: bytes) -> B:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise ApiError(400, f"the body is a JSON {type(content).__name__}; expected an object", code="invalid_json")
-    given = {name: value for name, value in content.items() if value is not None}
     if _SURROGATE.search(raw):
-        _refuse_halves(given)
+        _refuse_halves(content)
+    return checked(kind, content)
+
+
+def checked(kind: type[B], content: Mapping[str, Any], where: str = "") -> B:
+    """Fields as a body of this kind. `where` is put before their names. Raises ApiError."""
+    given = {name: value for name, value in content.items() if value is not None}
     for name, harmless in kind.refused.items():
         if name in given and not any(_same(given[name], value) for value in harmless):
             allowed = f"; allowed: {json.dumps(harmless[0])}" if harmless else ""
-            raise ApiError(400, f"{name} is not supported by this server: leave it out{allowed}", param=name)
+            param = where + name
+            raise ApiError(400, f"{param} is not supported by this server: leave it out{allowed}", param=param)
     try:
         return kind.model_validate(given)
     except ValidationError as error:
         path, value, allowed = first_error(error)
-        param = ".".join(path)
+        param = where + ".".join(path)
         got = "is missing" if allowed == "it must be given" else f"is {value!r:.60}; allowed: {allowed}"
         raise ApiError(400, f"{param} {got}", param=param) from None
 
@@ -155,8 +161,9 @@ def _refuse_halves(content: Mapping[str, Any]) -> None:
             raise ApiError(400, message, param=name.encode(errors="replace").decode()) from None
 
 
-def _log_unknown(body: Body, service: Service) -> None:
-    unknown = (body.model_extra or {}).keys() - body.refused.keys() - body.meaningless
+def log_unknown(body: Body, service: Service, where: str = "") -> None:
+    """Log the fields that no one has heard of, each once."""
+    unknown = {where + name for name in (body.model_extra or {}).keys() - body.refused.keys() - body.meaningless}
     for name in sorted(unknown - service.logged_fields)[: MAX_LOGGED_FIELDS - len(service.logged_fields)]:
         service.logged_fields.add(name)
         logger.warning("requests have a field %r, which this server does not know and ignores", name[:100])

@@ -1,4 +1,8 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as clients expect them, in the envelope of the API whose path was asked for.
+
+OpenAI, SGLang    {"error": {"message", "type", "param", "code"}}
+Anthropic         {"type": "error", "error": {"type", "message", "param", "code"}, "request_id"}
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +14,18 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from glm5.common.errors import EngineDead, MissingExtra, RequestError
+from glm5.common.log import REQUEST_ID
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -66,25 +82,34 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def envelope(error: ApiError) -> dict[str, Any]:
-    """The body of an error."""
+    """The body of an error, as OpenAI writes it."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """The answer that an exception becomes."""
+def anthropic_envelope(error: ApiError) -> dict[str, Any]:
+    """The body of an error, as Anthropic writes it. `param` and `code` are there where they say something."""
+    general = "api_error" if error.status >= 500 else "invalid_request_error"
+    told = {"type": _ANTHROPIC_TYPES.get(error.status, general), "message": error.message}
+    more = {name: value for name, value in (("param", error.param), ("code", error.code)) if value is not None}
+    return {"type": "error", "error": told | more, "request_id": REQUEST_ID.get()}
+
+
+def error_response(error: Exception, path: str = "") -> JSONResponse:
+    """The answer that an exception becomes for who asked for `path`."""
     told = to_api_error(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if told.retry_after is not None:
         headers["Retry-After"] = str(told.retry_after)
-    return JSONResponse(envelope(told), told.status, headers=headers)
+    write = anthropic_envelope if path.startswith(ANTHROPIC_PATH) else envelope
+    return JSONResponse(write(told), told.status, headers=headers)
 
 
 def install(app: FastAPI) -> None:
     """Every error of every route leaves in the envelope; uvicorn logs those that nobody expected."""
 
-    async def respond(_: Request, error: Exception) -> JSONResponse:
-        return error_response(error)
+    async def respond(request: Request, error: Exception) -> JSONResponse:
+        return error_response(error, request.url.path)
 
     for kind in (ApiError, RequestError, MissingExtra, EngineDead, HTTPException, Exception):
         app.add_exception_handler(kind, respond)

@@ -23,6 +23,7 @@ from glm5.engine.asking import Options
 from glm5.engine.outputs import Delta, Logprob
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import RoutedExperts
+from glm5.serve.call import caller
 from glm5.serve.errors import named
 from glm5.serve.service import Service
 
@@ -48,8 +49,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Job:
-    """A request, ready for the engine. `reader` None: the answer is plain text. `tenant`: whose request it is.
-
+    """A request, ready for the engine. `id`: what its caller may call it. `reader` None: the answer is plain text.
     `names`: what the API calls parameters, where that is not what `SamplingParams` does.
     """
 
@@ -58,7 +58,6 @@ class Job:
     params: SamplingParams
     options: Options = field(default_factory=Options)
     reader: Reader | None = None
-    tenant: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -182,7 +181,8 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
     """
     start, reason = time.monotonic(), "left"
     reading = _Reading(job, usage)
-    engine_id = f"{job.tenant}/{job.id}" if job.tenant else job.id
+    tenant = caller().name
+    engine_id = service.running.enter(tenant, job.id)
     try:
         asked = service.engine.generate(job.prompt_ids, job.params, request_id=engine_id, **vars(job.options))
         with named(job.names):
@@ -197,6 +197,7 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
         reason = type(error).__name__
         raise
     finally:
+        service.running.leave(tenant, job.id)
         seconds = time.monotonic() - start
         figures = (job.id, usage.prompt_tokens, usage.completion_tokens, seconds, reason)
         logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *figures)

@@ -64,7 +64,7 @@ class Front:
         elif scope["type"] == "http":
             why = self.state.not_serving or "it is being started"
             error = ApiError(503, f"the model does not answer yet: {why}", code="starting", retry_after=5)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
 
 
 class Server:

@@ -16,6 +16,7 @@ from glm5.engine.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import Policy
 from glm5.serve.figures import Figures
+from glm5.serve.running import Running
 from glm5.serve.state import ServerState
 
 
@@ -61,6 +62,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     # Names of unknown request fields that were logged already.
     logged_fields: set[str] = field(default_factory=set)
+    running: Running = field(default_factory=Running)
 
 
 def get_service(request: Request) -> Service:
