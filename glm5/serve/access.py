@@ -12,6 +12,8 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -77,31 +79,29 @@ class Access:
     async def _counted(self, call: Call, scope: Scope, receive: Receive, send: "_Sending") -> None:
         """A request that is answered before the server ends, or refused."""
         self.state.enter()
-        has_place = False
         try:
             try:
-                has_place = self._admit(call, scope)
+                self._admit(call, scope)
             except ApiError as error:
                 self.figures.refused.add(1, error.code or str(error.status))
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
+            # With the last byte, not after it: the client's next request may come before this one's task has ended.
+            send.on_end = partial(self.limits.leave, call)
             await self.app(scope, receive, send)
         finally:
-            if has_place:
-                self.limits.leave(call)
+            self.limits.leave(call)
             self.state.leave()
 
-    def _admit(self, call: Call, scope: Scope) -> bool:
-        """Raises ApiError for a request that is turned away. Whether it has taken a place, to be given back."""
+    def _admit(self, call: Call, scope: Scope) -> None:
+        """Raises ApiError for a request that is turned away."""
         call.tenant = self._tenant(scope["path"], Headers(scope=scope))
         if self.state.is_draining:
             raise draining()
         scope.setdefault("state", {})["tenant"] = call.tenant
         begin(call)
-        if scope["method"] != "POST" or scope["path"] in ADMIN_PATHS:
-            return False
-        self.limits.enter(call)
-        return True
+        if scope["method"] == "POST" and scope["path"] not in ADMIN_PATHS:
+            self.limits.enter(call)
 
     def _tenant(self, path: str, headers: Headers) -> Tenant:
         """Who calls. Raises ApiError 401 or 403 for those who may not."""
@@ -138,11 +138,12 @@ class Access:
 
 
 class _Sending:
-    """Notes the status that goes out, and adds what every answer carries."""
+    """Notes the status that goes out, and adds what every answer carries. `on_end` is called before its last part."""
 
     def __init__(self, send: Send, request_id: str, state: ServerState):
         self._send, self._request_id, self._state = send, request_id, state
         self.status: int | None = None
+        self.on_end: Callable[[], None] | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -151,6 +152,8 @@ class _Sending:
             headers["X-Request-Id"] = self._request_id
             if self._state.is_draining:
                 headers["Connection"] = "close"
+        elif self.on_end is not None and not message.get("more_body", False):
+            self.on_end()
         await self._send(message)
 
 

@@ -12,11 +12,12 @@ from glm5.serve.keys import ANYONE, Tenant
 
 @dataclass
 class Call:
-    """`places`: how many answers it takes from the server at the same time, 1 until its body is read."""
+    """`places`: how many answers it takes from the server at the same time, 0 where it is not counted.
+    `num_answers`: how many it has asked of the engine."""
 
     id: str
     tenant: Tenant = ANYONE
-    places: int = 1
+    places: int = 0
     num_answers: int = 0
 
 

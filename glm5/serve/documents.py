@@ -4,7 +4,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
-from starlette.routing import BaseRoute
 
 router = APIRouter(include_in_schema=False)
 
@@ -15,7 +14,7 @@ ADMIN = "admin"
 @router.get("/admin/openapi.json")
 async def admin_document(request: Request) -> dict[str, Any]:
     """The document of the admin routes."""
-    return _document(request.app, "glm5 admin", [route for route in request.app.routes if is_admin(route)])
+    return _document(request.app, "glm5 admin", is_admin=True)
 
 
 def install(app: FastAPI) -> None:
@@ -24,20 +23,17 @@ def install(app: FastAPI) -> None:
 
     def public() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app, app.title, [route for route in app.routes if not is_admin(route)])
+            app.openapi_schema = _document(app, app.title, is_admin=False)
         return app.openapi_schema
 
     app.openapi = public  # FastAPI's way to bring an own document
 
 
-def is_admin(route: BaseRoute) -> bool:
-    """Whether only an admin may use it."""
-    return ADMIN in getattr(route, "tags", ())
-
-
-def _document(app: FastAPI, title: str, routes: list[BaseRoute]) -> dict[str, Any]:
-    document = get_openapi(title=title, version=app.version, routes=routes)
-    scheme = {"type": "http", "scheme": "bearer"}
-    document.setdefault("components", {})["securitySchemes"] = {"key": scheme}
+def _document(app: FastAPI, title: str, *, is_admin: bool) -> dict[str, Any]:
+    document = get_openapi(title=title, version=app.version, routes=app.routes)
+    for path, operations in list(document["paths"].items()):
+        if any((ADMIN in operation.get("tags", ())) != is_admin for operation in operations.values()):
+            del document["paths"][path]
+    document.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
     return document

@@ -38,7 +38,7 @@ class Key(BaseModel):
     role: Role = "user"
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
     max_concurrency: Annotated[int, Field(ge=1)] | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[^/]{1,64}$")] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ def read_file(path: Path) -> list[Key]:
             keys.append(Key.model_validate(entry))
         except ValidationError as error:
             where, value, allowed = first_error(error)
+            if where == ("sha256",):  # perhaps the key itself
+                value, allowed = "something else", "64 hexadecimal digits, the SHA-256 of the key"
             raise refuse(f"{path}: key {number}: {'.'.join(where)}", value, allowed) from None
     return keys
 

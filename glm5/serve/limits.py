@@ -43,22 +43,23 @@ class Limits:
         self._accounts: dict[str, _Account] = {}
 
     def enter(self, call: Call) -> None:
-        """Take a place for a request. Raises ApiError 429; nothing is taken then, not even from the rate."""
+        """Take a place for a request, before its body is read. Raises ApiError 429 and takes nothing."""
         tenant = call.tenant
         rate, concurrency = tenant.requests_per_minute or self._rate, tenant.max_concurrency or self._concurrency
         now = self._clock()
         account = self._accounts.setdefault(tenant.name, _Account(_burst(rate), now))
-        self._check_room(call.places)
+        self._check_room(1)
         if concurrency is not None and account.num_active >= concurrency:
             message = f"this key has {account.num_active} requests under way; allowed: {concurrency} at the same time"
             raise ApiError(429, message, code="concurrency_limit_exceeded", retry_after=BUSY_SECONDS)
         if rate is not None:
             _spend(account, rate, now)
         account.num_active += 1
-        self.num_places += call.places
+        call.places = 1
+        self.num_places += 1
 
     def grow(self, call: Call, num_answers: int) -> None:
-        """The request turns out to want so many answers more. Raises ApiError 429."""
+        """The request, which has a place, turns out to want so many answers more. Raises ApiError 429."""
         wanted = call.num_answers + num_answers
         if self.max_places is not None and wanted > self.max_places:
             raise ApiError(400, f"the request asks for {wanted} answers; allowed: {self.max_places}", param="n")
@@ -69,10 +70,11 @@ class Limits:
         self.num_places += more
 
     def leave(self, call: Call) -> None:
-        """Give back what the request took."""
-        account = self._accounts[call.tenant.name]
-        account.num_active -= 1
-        self.num_places -= call.places
+        """Give back what the request took; nothing, where that has happened."""
+        if call.places:
+            self._accounts[call.tenant.name].num_active -= 1
+            self.num_places -= call.places
+            call.places = 0
 
     def _check_room(self, places: int) -> None:
         if self.max_places is not None and places and self.num_places + places > self.max_places:

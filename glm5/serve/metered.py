@@ -85,7 +85,7 @@ class MeteredEngine:
             most = f"{bounds.max_output_tokens} on this server"
             raise RequestError(f"max_tokens is {params.max_tokens}; allowed: up to {most}", "max_tokens")
         self.engine.check(prompt_ids, params, **options)
-        if (call := current()) is not None:
+        if (call := current()) is not None and call.places:
             self.limits.grow(call, params.n)
 
     @asynccontextmanager

@@ -33,8 +33,8 @@ SCRIPTED_STATS = {
 class ScriptedEngine:
     """Answers `script` to every request, `tokens_per_step` tokens at a time.
 
-    `hangs` True: never goes on after the script's first token; `left` is set when a request is left. `fails`:
-    raised after the first token.
+    `hangs` True: goes on after the script's first token only when it is released; `left` is set when a request is left.
+    `fails`: raised after the first token.
     """
 
     max_model_len = 512
@@ -47,9 +47,11 @@ class ScriptedEngine:
         self.left = threading.Event()
         self.started = threading.Event()
         self.prompt_ids, self.params, self.options = None, None, None
+        self.num_asked = 0
         self.calls: list[tuple] = []  # what was asked of it as a whole
         self.refuses: Exception | None = None  # raised by such a call
         self.is_closed = False
+        self._hanging: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def check(self, prompt_ids, params, **options) -> None:
         pass
@@ -59,6 +61,18 @@ class ScriptedEngine:
 
     def kill(self) -> None:
         self.stopped_because = "it was killed"
+
+    def release(self) -> None:
+        """What hangs goes on, and nothing hangs any more."""
+        self.hangs = False
+        hanging, self._hanging = self._hanging, []
+        for event_loop, event in hanging:
+            event_loop.call_soon_threadsafe(event.set)
+
+    async def _hang(self) -> None:
+        event = asyncio.Event()
+        self._hanging.append((asyncio.get_running_loop(), event))
+        await event.wait()
 
     async def _note(self, *call) -> None:
         self.calls.append(call)
@@ -99,6 +113,7 @@ class ScriptedEngine:
     @asynccontextmanager
     async def generate(self, prompt_ids: Sequence[int], params, *, request_id=None, **options) -> AsyncIterator:
         self.prompt_ids, self.params, self.options = list(prompt_ids), params, options
+        self.num_asked += 1
         try:
             yield self._deltas()
         finally:
@@ -115,7 +130,7 @@ class ScriptedEngine:
             yield Delta(tuple(step), pieces, reason, arrived=time.monotonic())
             self.started.set()
             if self.hangs:
-                await asyncio.Event().wait()
+                await self._hang()
             if self.fails is not None:
                 raise self.fails
 

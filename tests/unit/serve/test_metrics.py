@@ -1,0 +1,166 @@
+"""The page of metrics: the format, the names, and figures that are those of the requests that were made."""
+
+import re
+
+import pytest
+
+from glm5.bench.serve.counters import parse
+from glm5.common.errors import EngineDead
+from glm5.engine.outputs import Delta
+from glm5.serve.figures import Figures, Measured
+from glm5.serve.metrics import Page
+from tests.support.serving import ASK, CHAT, bearer, key, scripted, served
+
+SAMPLE = re.compile(r'^[a-z_:\d]+(?:_bucket|_sum|_count)?(?:\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)*\})? [-+.\deInf]+$')
+
+
+def values(page: str, name: str) -> dict[str, float]:
+    """{labels: value} of a metric, without the labels that all have."""
+    found = re.findall(rf'^{re.escape(name)}\{{model_name="tiny",engine="0",?(.*)\}} (\S+)$', page, flags=re.MULTILINE)
+    return {labels: float(value) for labels, value in found}
+
+
+def test_the_text_format():
+    page = Page({"model_name": 'a"b\\c\nd'})
+    counter = page.counter("c_total", "Counts.", "who")
+    page.gauge("g", "Goes.").set(0.25)
+    histogram = page.histogram("h", "Spreads.", [0.5, 1, 10])
+    counter.add(2, "x")
+    counter.add(1, "\udcff")
+    for value in (0.5, 0.75, 1.0, 100.0):
+        histogram.observe(value)
+    label = 'model_name="a\\"b\\\\c\\nd"'
+    assert page.text().splitlines() == [
+        "# HELP c_total Counts.",
+        "# TYPE c_total counter",
+        f'c_total{{{label},who="x"}} 2',
+        f'c_total{{{label},who="?"}} 1',
+        "# HELP g Goes.",
+        "# TYPE g gauge",
+        f"g{{{label}}} 0.25",
+        "# HELP h Spreads.",
+        "# TYPE h histogram",
+        f'h_bucket{{{label},le="0.5"}} 1',
+        f'h_bucket{{{label},le="1"}} 3',
+        f'h_bucket{{{label},le="10"}} 3',
+        f'h_bucket{{{label},le="+Inf"}} 4',
+        f"h_sum{{{label}}} 102.25",
+        f"h_count{{{label}}} 4",
+    ]
+
+
+def test_the_figures_of_a_server():
+    engine = scripted("</think>four")
+    num_tokens = len(engine.tokenizer.encode(engine.script))
+    with served(engine) as http:
+        for _ in range(3):
+            assert http.post(CHAT, json=ASK).status_code == 200
+        num_prompt = len(engine.prompt_ids)
+        page = http.get("/metrics")
+        assert http.get("/nowhere/at/all").status_code == 404
+        later = http.get("/metrics").text
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert all(line.startswith("# ") or SAMPLE.match(line) for line in page.text.splitlines())
+    text = page.text
+    expected = {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 3,
+        "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:prefix_cache_queries_total": 1000,
+        "vllm:prefix_cache_hits_total": 321,
+        "vllm:num_preemptions_total": 1,
+        "vllm:prompt_tokens_total": 3 * num_prompt,
+        "vllm:generation_tokens_total": 3 * num_tokens,
+        "vllm:time_to_first_token_seconds_count": 3,
+        "vllm:inter_token_latency_seconds_count": 3 * (num_tokens - 1),
+        "vllm:request_time_per_output_token_seconds_count": 3,
+        "vllm:e2e_request_latency_seconds_count": 3,
+        "vllm:spec_decode_num_drafts_total": 100,
+        "vllm:spec_decode_num_draft_tokens_total": 180,
+        "vllm:spec_decode_num_accepted_tokens_total": 130,
+        "glm5:weight_version": 4,
+        "glm5:engine_up": 1,
+    }
+    assert {name: values(text, name)[""] for name in expected} == expected
+    assert values(text, "vllm:request_success_total") == {'finished_reason="stop"': 3}
+    assert values(text, "glm5:prefix_cache_hit_tokens_total") == {
+        'tier="device"': 300,
+        'tier="host"': 20,
+        'tier="disk"': 1,
+    }
+    assert values(text, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == {
+        'position="0"': 90,
+        'position="1"': 40,
+    }
+    # Paths that nobody serves are one line, however many there are.
+    assert values(later, "http_requests_total")['method="GET",handler="none",status="4xx"'] == 1
+    assert values(later, "http_requests_total")[f'method="POST",handler="{CHAT}",status="2xx"'] == 3
+    # What the load generator reads of it.
+    assert parse(text)["vllm:spec_decode_num_accepted_tokens_per_pos", "1"] == 40
+
+
+def test_tokens_are_booked_on_the_key_that_asked():
+    engine = scripted("</think>ok")
+    with served(engine, key("alice"), key("bob"), key("boss", role="admin")) as http:
+        for name, times in (("alice", 1), ("bob", 2)):
+            for _ in range(times):
+                assert http.post(CHAT, json=ASK, headers=bearer(name)).status_code == 200
+        page = http.get("/metrics", headers=bearer("boss")).text
+    num_tokens = len(engine.tokenizer.encode(engine.script))
+    booked = values(page, "glm5:key_tokens_total")
+    assert booked['key="alice",kind="generation"'] == num_tokens
+    assert booked['key="bob",kind="generation"'] == 2 * num_tokens
+    assert booked['key="bob",kind="prompt"'] == 2 * booked['key="alice",kind="prompt"'] > 0
+
+
+def test_an_engine_that_is_gone_leaves_the_last_counts():
+    engine = scripted()
+    with served(engine) as http:
+        before = http.get("/metrics").text
+        engine.refuses = EngineDead("it broke")
+        engine.stopped_because = "it broke"
+        after = http.get("/metrics").text
+    assert values(before, "glm5:engine_up")[""] == 1
+    assert values(after, "glm5:engine_up")[""] == values(after, "vllm:num_requests_running")[""] == 0
+    assert values(after, "vllm:prefix_cache_hits_total") == values(before, "vllm:prefix_cache_hits_total")
+
+
+@pytest.fixture
+def figures():
+    return Figures("tiny")
+
+
+def buckets(figures, histogram) -> list[float]:
+    """Upper bounds of the buckets that the observations fell into."""
+    lines = [line.rsplit(" ", 1) for line in histogram.lines({}) if "_bucket" in line]
+    counts = [int(count) for _, count in lines]
+    grown = [count - before for count, before in zip(counts, [0, *counts], strict=False)]
+    bounds = [float(line.split('le="')[1].split('"')[0]) for line, _ in lines]
+    return [bound for bound, count in zip(bounds, grown, strict=True) for _ in range(count)]
+
+
+def test_times_of_one_request(figures, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("glm5.serve.figures.time.monotonic", lambda: clock[0])
+    measured = Measured(figures, "", 10, 2)
+    measured.took(Delta((1,), (), arrived=100.9, queued_s=0.45))  # first token after 0.9 s
+    measured.took(Delta((2, 3), (), arrived=101.05, index=1))
+    measured.took(Delta((4, 5, 6), (), "stop", arrived=101.5))  # three tokens, 0.6 s after the one before
+    measured.took(Delta((), (), "length", index=1, arrived=102.0))
+    measured.ended("abort")
+    assert buckets(figures, figures.first_token) == [1.0]
+    assert buckets(figures, figures.queued) == buckets(figures, figures.prefill) == [0.5]
+    assert buckets(figures, figures.between) == [0.75]
+    assert buckets(figures, figures.per_token) == [0.001, 0.2]  # of the second, all came at once
+    assert buckets(figures, figures.whole) == [1.5]
+    assert figures.whole.sum == pytest.approx(1.5)
+    assert figures.generated.value() == 6
+    assert [figures.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 1, 0]
+
+
+def test_a_request_that_is_left(figures):
+    measured = Measured(figures, "", 10, 3)
+    measured.took(Delta((1,), (), "stop", arrived=1e9))
+    measured.ended("abort")
+    assert [figures.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 0, 2]
+    assert figures.answer_lengths.count == 3
