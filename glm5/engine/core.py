@@ -293,6 +293,9 @@ class EngineCore:
                 if not reply.matcher.advance(token_ids):
                     self._fail(output, "the answer left its grammar, which is a bug")
                     return
+                if reply.matcher.is_slow:
+                    self._fail(output, "structured_outputs takes too long for each token; simplify it")
+                    return
                 reply.drafts = result.drafts[seq_id]
             self.counters.count_output(output)
             self._updates.append(reply.update(token_ids, version, reason, result))

@@ -6,6 +6,7 @@ out the step in which that token is still unread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from glm5.common.extras import require
 
+MAX_SECONDS = 0.5  # a usual grammar takes microseconds, a large one for a large vocabulary milliseconds
 _FREE = -1  # every bit set
 
 
@@ -24,6 +26,7 @@ class Matcher:
     `starts_after`: the grammar holds from the token after this one on, such as `</think>`; None: from the first.
     Until then anything may come but `not_before`, and after `budget` tokens nothing but `starts_after`. Without
     `compiled` anything may follow it. After the end token everything is allowed: what is drawn then is nobody's.
+    `is_slow`: a single call took so long that everybody had to wait for it; some grammars are made to.
     """
 
     def __init__(
@@ -36,10 +39,14 @@ class Matcher:
     ) -> None:
         self._matcher = None if compiled is None else require("xgrammar", "grammar").GrammarMatcher(compiled)
         self._starts_after, self._not_before, self._budget = starts_after, frozenset(not_before), budget
+        self.is_slow = False
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """The sequence's next tokens; False where one is not allowed, and the sequence has left its grammar."""
-        return all(self._take(token_id) is not None for token_id in token_ids)
+        start = time.thread_time()
+        is_allowed = all(self._take(token_id) is not None for token_id in token_ids)
+        self._note(start)
+        return is_allowed
 
     def fill(self, drafts: Sequence[int], mask_JM: Tensor) -> None:
         """Row j of mask_JM, int32 [at least 1 + len(drafts), ceil(W / 32)], on the host: what may follow j drafts.
@@ -47,6 +54,7 @@ class Matcher:
         Rows after a draft that is not allowed are free: that draft will not stand, and they with it. The sequence's
         place in its grammar stays as it was.
         """
+        start = time.thread_time()
         starts_after, budget, num_taken = self._starts_after, self._budget, 0
         mask_JM.fill_(_FREE)
         words_JM = mask_JM.numpy()
@@ -64,6 +72,11 @@ class Matcher:
         if num_taken and self._matcher is not None:
             self._matcher.rollback(num_taken)
         self._starts_after, self._budget = starts_after, budget
+        self._note(start)
+
+    def _note(self, start: float) -> None:
+        # Of this thread's own time: a busy machine makes no grammar slow.
+        self.is_slow = self.is_slow or time.thread_time() - start > MAX_SECONDS
 
     def _fill_before(self, words_M: NDArray[np.int32]) -> None:
         """What may come before the grammar holds."""

@@ -37,6 +37,11 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 # In a JSON string a pattern is matched against the text as written: these would have to be escaped there.
 _UNWRITABLE = re.compile(r'"|\\(?:\\|[nrtfvb0c]|x[01]|x22|x5[cC]|u00[01]|u0022|u005[cC]|u\{)')
 _MAX_REPEATS = 128  # beyond, the compiler fails on an assertion of its own
+_MAX_PATTERN = 4096  # characters; longer ones take long to look through
+_MAX_ALTERNATIVES = 256  # of a oneOf: each is compared to each
+# What a pattern is searched with, and in, to find whether it matches a name.
+_MAX_SEARCHED, _MAX_NAME = 3, 256
+_REPEATED_GROUP, _REPEAT = re.compile(r"\)[*+?{]"), re.compile(r"[*+?{]")
 _COUNT = re.compile(r"(?<=[{,])\d+(?=[,}])")
 _STRAY_ANCHOR = re.compile(r"(?<=[^|])\^|\$(?=[^|])")
 _NOT_ANCHORS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)  # escapes and classes
@@ -99,7 +104,9 @@ def _choice_complaints(here: Mapping[str, Any], choosers: list[str], root: Any) 
         yield stray[0], f"is not enforced beside {chooser}; move it into the schema there"
     if chooser == "allOf" and len(here["allOf"]) != 1:
         yield "allOf", f"has {len(here['allOf'])} schemas; allowed: 1, merge them"
-    if chooser == "oneOf" and not _disjoint([_resolved(one, root) for one in here["oneOf"]]):
+    if chooser == "oneOf" and len(here["oneOf"]) > _MAX_ALTERNATIVES:
+        yield "oneOf", f"has {len(here['oneOf'])} alternatives; allowed: {_MAX_ALTERNATIVES}, or write anyOf"
+    elif chooser == "oneOf" and not _disjoint([_resolved(one, root) for one in here["oneOf"]]):
         yield (
             "oneOf",
             "has alternatives that may both hold; write anyOf, or tell them apart by type or const",
@@ -132,7 +139,9 @@ def _string_complaints(here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if len(described) > 1 or (described and ("minLength" in here or "maxLength" in here)):
         dropped = next(key for key in _FOR_STRINGS if key in here and key != described[-1])
         yield dropped, f"is not enforced beside {described[-1]}; say it in one pattern"
-    if isinstance(pattern, str) and (found := _UNWRITABLE.search(pattern)):
+    if isinstance(pattern, str) and len(pattern) > _MAX_PATTERN:
+        yield "pattern", f"has {len(pattern)} characters; allowed: {_MAX_PATTERN}"
+    elif isinstance(pattern, str) and (found := _UNWRITABLE.search(pattern)):
         yield "pattern", f"{pattern!r} holds {found[0]!r}: quotes, backslashes and control characters are not escaped"
     elif isinstance(pattern, str) and any(int(count) > _MAX_REPEATS for count in _COUNT.findall(pattern)):
         yield "pattern", f"{pattern!r} repeats something more than {_MAX_REPEATS} times; use *, + or maxLength"
@@ -243,9 +252,12 @@ def _is_a(value: Any, kind: str) -> bool:
 
 
 def _may_match(pattern: str, name: str) -> bool:
+    """Whether it matches; also where that could take long, as Python's search tries every way to repeat."""
+    if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > _MAX_SEARCHED or len(name) > _MAX_NAME:
+        return True
     try:
         return re.search(pattern, name) is not None
-    except re.error:
+    except (re.error, RecursionError, OverflowError):
         return True
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from glm5.common.errors import RequestError
+from glm5.engine.sampling import grammar
 from glm5.engine.sampling.compiling import Compilation
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.wire import Drop, Stop
@@ -205,6 +206,8 @@ def test_a_compilation_that_fails_otherwise_fails_its_request_alone():
 class NoToken:
     """A grammar without a way on."""
 
+    is_slow = False
+
     def advance(self, token_ids):
         return True
 
@@ -225,6 +228,18 @@ def test_where_no_token_is_possible_the_request_fails_with_the_reason(launch_ahe
     assert driver.heard[stuck].reason == "error"
     assert "structured_outputs" in driver.heard[stuck].error
     driver.check(other)
+    driver.check_empty()
+
+
+def test_a_grammar_that_is_slow_fails_and_others_go_on(monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_SECONDS", -1.0)
+    driver = CoreDriver(compiler=compiler())
+    (slow,) = ask_json(driver)
+    (good,) = driver.ask(5, max_tokens=30)
+    run(driver)
+    assert driver.heard[slow].reason == "error"
+    assert "structured_outputs takes too long for each token" in driver.heard[slow].error
+    driver.check(good)
     driver.check_empty()
 
 

@@ -127,6 +127,18 @@ def test_bad_grammars_are_refused_with_the_reason(fields, reason):
     assert reason in refusal(**fields)
 
 
+def test_what_would_take_long_to_look_through_is_refused_at_once():
+    name = "x" * 40 + "!"
+    slow = {"type": "object", "properties": {name: {}}, "patternProperties": {"^(x+)+$": {}}}
+    assert "#/patternProperties has a pattern that a name in properties matches" in refusal(json=slow)
+    slow["patternProperties"] = {"^x*x*x*x*x*x*x*x*x*x*x*x*$": {}}
+    assert "#/patternProperties" in refusal(json=slow)
+    fine = {"type": "object", "properties": {"abc": {}}, "patternProperties": {"^x[0-9]+$": {"type": "integer"}}}
+    assert compiler().compile(StructuredOutputsParams(json=fine)).result()
+    assert "#/pattern has 50000 characters; allowed: 4096" in refusal(json={"type": "string", "pattern": "[" * 50_000})
+    assert "#/oneOf has 5000 alternatives; allowed: 256" in refusal(json={"oneOf": [{}] * 5000})
+
+
 def nested(depth: int) -> dict:
     schema: dict = {"type": "integer"}
     for _ in range(depth):

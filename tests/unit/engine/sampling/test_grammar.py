@@ -123,6 +123,20 @@ def test_structural_tags_of_tool_calls():
     assert matcher.advance([*ids("}</tool_call> more"), EOS])
 
 
+def test_a_grammar_that_is_made_to_be_slow():
+    """Nested repetitions: what may come next takes longer with every token, and is found out."""
+    matcher = matcher_of(regex="(" * 150 + "a" + "+)" * 150)
+    for _ in range(60):
+        mask_of(matcher)
+        assert matcher.advance(ids("a"))
+        if matcher.is_slow:
+            break
+    assert matcher.is_slow
+    usual = matcher_of(json={"type": "object"})
+    mask_of(usual)
+    assert not usual.is_slow
+
+
 def test_before_a_grammar_begins():
     """Some tokens may not come before it, and after the budget nothing but the token that it begins after."""
     end, call, word = ids("</think>")[0], ids("<tool_call>")[0], ids("a")[0]
