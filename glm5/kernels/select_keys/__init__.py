@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from glm5.kernels import triton_support
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import few_queries
 from glm5.kernels.select_keys.grouped import select_keys as _grouped
@@ -20,13 +21,20 @@ def select_keys(
     *,
     top_k: int,
     scale: float,
-    impl: Literal["auto", "reference", "tiled", "grouped", "invariant"] = "auto",
+    impl: Literal["auto", "reference", "tiled", "grouped", "invariant", "triton"] = "auto",
 ) -> Tensor:
     """`top_k` of `index_score` (which says what the arguments are), int32 [T, top_k], in bounded memory.
 
     Queries are scored some at a time, so that a prompt's [T, S] scores never exist at once. `grouped`: for few queries
-    of each of many requests, on a CPU; else `impl` is that of index_score. No gradient passes.
+    of each of many requests, on a CPU; `triton`: on a GPU, in two launches; else `impl` is that of index_score. No
+    gradient passes.
     """
+    if impl == "auto" and triton_support.chosen(q_TJI.detach()):
+        impl = "triton"
+    if impl == "triton":
+        from glm5.kernels.select_keys.triton import select_keys as run
+
+        return run(q_TJI, key_PZI, w_TJ, page_table_BN, row_T, end_T, top_k=top_k, scale=scale)
     if impl == "auto" and few_queries(page_table_BN, end_T, q_TJI.shape[1]):
         impl = "grouped"
     if impl == "grouped":

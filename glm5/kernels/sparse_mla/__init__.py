@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from glm5.kernels import triton_support
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import few_queries
@@ -24,7 +25,7 @@ def sparse_mla(
     *,
     scale: float,
     value_dim: int,
-    impl: Literal["auto", "gather", "masked", "grouped", "invariant"] = "auto",
+    impl: Literal["auto", "gather", "masked", "grouped", "invariant", "triton"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query over its selected visible keys (None: over all visible keys).
 
@@ -33,6 +34,7 @@ def sparse_mla(
     read gives zeros and -inf. `gather` (the reference) reads K latents per query, `masked` multiplies with the whole
     context. `grouped`: for few queries of each of many requests, on a CPU; no gradient. `invariant`: gathers, for one T
     and K a row's result depends on its query and keys alone, bit for bit; no gradient, and `keys_TK` must be given.
+    `triton`: on a GPU, up to float32; no gradient.
     """
     if impl == "auto":
         impl = _cheaper(q_THL, latent_PZL, keys_TK, page_table_BN, end_T)
@@ -44,19 +46,23 @@ def sparse_mla(
         run = _grouped
     elif impl == "invariant":
         run = _invariant
+    elif impl == "triton":
+        from glm5.kernels.sparse_mla.triton import sparse_mla as run
     else:
-        raise unknown_impl("sparse_mla", impl, ("gather", "masked", "grouped", "invariant"))
+        raise unknown_impl("sparse_mla", impl, ("gather", "masked", "grouped", "invariant", "triton"))
     return run(q_THL, latent_PZL, keys_TK, page_table_BN, row_T, end_T, scale=scale, value_dim=value_dim)
 
 
 def _cheaper(
     q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor
-) -> Literal["gather", "masked", "grouped"]:
+) -> Literal["gather", "masked", "grouped", "triton"]:
     """Which implementation is faster, from shapes; on a CPU also from the contexts' lengths.
 
     Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, `masked` wins up to 11
     keys in context per key selected; with one query a request, up to 3.
     """
+    if triton_support.chosen(q_THL, *(() if isinstance(latent_PZL, tuple) else (latent_PZL,))):
+        return "triton"
     crowded = q_THL.shape[0] >= 16 * page_table_BN.shape[0]
     if not torch.is_grad_enabled() and few_queries(page_table_BN, end_T, q_THL.shape[1]):
         return "grouped"

@@ -1,0 +1,161 @@
+"""index_score on a GPU, in Triton: keys are the rows of the product, heads of one or of several queries its columns.
+
+    hits[s, (t, j)] = key[s] . q[t, j]        score[t, s] = (sum_j w[t, j] relu(hits[s, (t, j)])) scale
+
+A program has every n-th block of keys that its queries see, so blocks that nobody sees cost nothing. FP8 keys are
+widened to q's dtype, which is exact, and their scales (positive) multiply the sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool
+
+_BLOCK_S = 128
+_QUERIES = 8  # of a prompt, that read the same keys
+
+
+@triton.jit
+def _score(
+    q_ptr,
+    key_ptr,
+    key_scale_ptr,
+    w_ptr,
+    table_ptr,
+    row_ptr,
+    end_ptr,
+    score_ptr,
+    best_ptr,
+    num_queries,
+    num_columns,
+    page_stride,
+    row_stride,
+    scale_page_stride,
+    scale_row_stride,
+    score_stride,
+    best_stride,
+    scale,
+    J: tl.constexpr,
+    I: tl.constexpr,
+    Z: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """score[t, s] of the blocks that a query sees, -inf behind its end; and the best of every GROUP of them, if any."""
+    tile, share, num_shares = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    query = tl.arange(0, QUERIES)
+    t_Q = (tile * QUERIES + query).to(tl.int64)
+    row_Q = tl.load(row_ptr + t_Q, mask=t_Q < num_queries, other=-1)
+    end_Q = tl.load(end_ptr + t_Q, mask=t_Q < num_queries, other=0)
+    pair = tl.arange(0, QUERIES * BLOCK_J)
+    t, j, i = (tile * QUERIES + pair // BLOCK_J).to(tl.int64), pair % BLOCK_J, tl.arange(0, BLOCK_I)
+    real = (t < num_queries) & (j < J)
+    w = tl.load(w_ptr + t * J + j, mask=real, other=0.0).to(tl.float32)
+    q = q_ptr + (t * J + j)[:, None] * I + i[None, :]
+    q_I = tl.trans(tl.load(q, mask=real[:, None] & (i[None, :] < I), other=0.0))
+
+    for first in range(QUERIES):
+        # The request of the tile's query `first`, unless an earlier query has the same: then all is done already.
+        its_row = tl.max(tl.where(query == first, row_Q, -1), axis=0)
+        mine_Q = (row_Q == its_row) & (t_Q < num_queries)
+        is_new = tl.min(tl.where(row_Q == its_row, query, QUERIES), axis=0) == first
+        last_end = tl.where(is_new, tl.max(tl.where(mine_Q, end_Q, 0), axis=0), 0)
+        pages = table_ptr + its_row.to(tl.int64) * num_columns
+        for block in range(share, tl.cdiv(last_end, BLOCK_S), num_shares):
+            s = block * BLOCK_S + tl.arange(0, BLOCK_S)
+            page = tl.load(pages + s // Z, mask=s < last_end, other=0).to(tl.int64)
+            key = key_ptr + (page * page_stride + (s % Z) * row_stride)[:, None] + i[None, :]
+            key_SI = tl.load(key, mask=(s[:, None] < last_end) & (i[None, :] < I), other=0.0)
+            hits = tl.dot(key_SI.to(q_I.dtype), q_I, input_precision="ieee")
+            hits = tl.maximum(hits, 0.0) * w[None, :]
+            score_SQ = tl.sum(tl.reshape(hits, [BLOCK_S, QUERIES, BLOCK_J]), axis=2) * scale
+            if IS_FP8:
+                key_scale = key_scale_ptr + page * scale_page_stride + (s % Z) * scale_row_stride
+                score_SQ *= tl.load(key_scale, mask=s < last_end, other=0.0)[:, None]
+            score_SQ = tl.where(s[:, None] < end_Q[None, :], score_SQ, float("-inf"))
+            at = score_ptr + t_Q[None, :] * score_stride
+            tl.store(at + s[:, None], score_SQ, mask=mine_Q[None, :] & (s[:, None] < num_columns * Z))
+            if GROUP:
+                best_GQ = tl.max(tl.reshape(score_SQ, [BLOCK_S // GROUP, GROUP, QUERIES]), axis=1)
+                g = block * (BLOCK_S // GROUP) + tl.arange(0, BLOCK_S // GROUP)
+                at = best_ptr + t_Q[None, :] * best_stride
+                tl.store(at + g[:, None], best_GQ, mask=mine_Q[None, :] & (g[:, None] < best_stride))
+
+
+def index_score(
+    q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, page_table_BN: Tensor, row_T: Tensor, end_T: Tensor, *, scale: float
+) -> Tensor:
+    """As `reference.index_score`, without a gradient. Raises ValueError for pools that it cannot read."""
+    num_keys = page_table_BN.shape[1] * key_PZI.shape[1]
+    score_TS = q_TJI.new_full((q_TJI.shape[0], num_keys), float("-inf"), dtype=torch.float32)
+    score_visible(q_TJI, key_PZI, w_TJ, page_table_BN, row_T, end_T, score_TS, None, scale=scale, group=0)
+    return score_TS
+
+
+def score_visible(
+    q_TJI: Tensor,
+    key_PZI: Pool,
+    w_TJ: Tensor,
+    page_table_BN: Tensor,
+    row_T: Tensor,
+    end_T: Tensor,
+    score_TS: Tensor,
+    best_TG: Tensor | None,
+    *,
+    scale: float,
+    group: int,
+) -> None:
+    """Writes the scores of what each query sees into `score_TS`, and into `best_TG` the best of every `group` of them.
+
+    Of the rest, only what shares a block with it is written.
+    """
+    num_queries, J, I = q_TJI.shape
+    if isinstance(key_PZI, Fp8Latents):
+        raise ValueError("index_score[triton] reads index keys, got a pool of latents")
+    data, key_scale = (key_PZI.data, key_PZI.scale) if isinstance(key_PZI, Fp8Keys) else (key_PZI, None)
+    if data.stride(2) != 1:
+        raise ValueError(f"index_score[triton] needs rows in one piece, got a pool with strides {data.stride()}")
+    if num_queries == 0:
+        return
+    crowded = num_queries >= _QUERIES * page_table_BN.shape[0]
+    queries = _QUERIES if crowded else 1
+    block_j = max(16 // queries, triton.next_power_of_2(J))
+    tiles = triton.cdiv(num_queries, queries)
+    num_blocks = triton.cdiv(score_TS.shape[1], _BLOCK_S)
+    _score[(max(1, min(num_blocks, 528 // tiles)), tiles)](
+        q_TJI.contiguous(),
+        data,
+        data if key_scale is None else key_scale,
+        w_TJ.contiguous(),
+        page_table_BN.contiguous(),
+        row_T,
+        end_T,
+        score_TS,
+        score_TS if best_TG is None else best_TG,
+        num_queries,
+        page_table_BN.shape[1],
+        data.stride(0),
+        data.stride(1),
+        0 if key_scale is None else key_scale.stride(0),
+        0 if key_scale is None else key_scale.stride(1),
+        score_TS.stride(0),
+        0 if best_TG is None else best_TG.stride(0),
+        scale,
+        J=J,
+        I=I,
+        Z=key_PZI.shape[1],
+        QUERIES=queries,
+        BLOCK_J=block_j,
+        BLOCK_I=max(16, triton.next_power_of_2(I)),
+        BLOCK_S=_BLOCK_S,
+        GROUP=0 if best_TG is None else group,
+        IS_FP8=key_scale is not None,
+        num_warps=8 if crowded else 4,
+        num_stages=3,
+    )

@@ -1,0 +1,40 @@
+"""select_keys on a GPU: scores of what each query sees, then the best of them, in two launches and bounded memory."""
+
+import torch
+import triton
+from torch import Tensor
+
+from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.index_score.triton import score_visible
+from glm5.kernels.top_k.triton import GROUP, best_of
+
+_SCORES = 1 << 26  # of a piece of the queries: 256 MB
+_LONG = 16384  # keys, from which on the best of groups are looked at first
+
+
+@torch.no_grad()
+def select_keys(
+    q_TJI: Tensor,
+    key_PZI: Pool,
+    w_TJ: Tensor,
+    page_table_BN: Tensor,
+    row_T: Tensor,
+    end_T: Tensor,
+    *,
+    top_k: int,
+    scale: float,
+    longest: int = _LONG,
+) -> Tensor:
+    """As `reference.select_keys`. Rows of more than `longest` keys go through groups (`top_k/triton.py`)."""
+    num_keys = page_table_BN.shape[1] * key_PZI.shape[1]
+    step = max(1, _SCORES // max(1, num_keys))
+    pieces = zip(*(x.split(step) for x in (q_TJI, w_TJ, row_T, end_T)), strict=True)
+    parts = []
+    for q, w, row, end in pieces:
+        score_TS = q.new_empty(len(q), num_keys, dtype=torch.float32)
+        best_TG = None
+        if num_keys > longest:
+            best_TG = q.new_empty(len(q), triton.cdiv(num_keys, GROUP), dtype=torch.float32)
+        score_visible(q, key_PZI, w, page_table_BN, row, end, score_TS, best_TG, scale=scale, group=GROUP)
+        parts.append(best_of(score_TS, best_TG, end, top_k))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
