@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import torch
 
-from glm5.engine.sampling import Placement, Sampler, SamplingParams, StructuredOutputsParams, accept
+from glm5.engine.sampling import Placement, Sampler, SamplingParams, StructuredOutputsParams, accept, grammar
 from glm5.engine.sampling.grammar import Matcher
 from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.engine.sampling.oracle import rows_of
@@ -123,8 +123,9 @@ def test_structural_tags_of_tool_calls():
     assert matcher.advance([*ids("}</tool_call> more"), EOS])
 
 
-def test_a_grammar_that_is_made_to_be_slow():
+def test_a_grammar_that_is_made_to_be_slow(monkeypatch):
     """Nested repetitions: what may come next takes longer with every token, and is found out."""
+    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
     matcher = matcher_of(regex="(" * 150 + "a" + "+)" * 150)
     for _ in range(60):
         mask_of(matcher)
