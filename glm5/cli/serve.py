@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     for line in notes(settings):
         out(line, flush=True)
     # Keys, template and address before the model: a mistake there should not cost minutes to find out.
-    program = _Program(settings, read_keys(settings), ServerState("it is being loaded"))
+    program = _Program(settings, read_keys(settings), ServerState())
     with bind(settings.host, settings.port, settings.client_timeout) as listener:
         house = House(
             start=program.start,

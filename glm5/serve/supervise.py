@@ -63,6 +63,7 @@ class House:
 def run(house: House, listener: socket.socket) -> None:
     """Serve until a signal comes. Raises EngineDead when the engine has died and is not, or cannot be, started again;
     whatever `start` raises the first time; KeyboardInterrupt for Ctrl-C before there is an engine."""
+    house.state.not_serving = "it is being loaded"
     front = Front(house.state)
     server = Server(front, listener)
     with _Signals() as signals:
@@ -152,8 +153,7 @@ class _Keeper:
         assert self.engine is not None
         self.engine.close()
         if not house.supervise:
-            if self.signals.wait(house.dead_engine_timeout):
-                return False
+            self.signals.wait(house.dead_engine_timeout)
             raise EngineDead(reason)
         if time.monotonic() - self._since > SETTLED_SECONDS:
             self._num_failed = 0

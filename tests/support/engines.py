@@ -9,6 +9,7 @@ from pathlib import Path
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.checkpoint.save import save
+from glm5.common.errors import EngineDead
 from glm5.config.presets import preset
 from glm5.engine.defaults import NO_DEFAULTS
 from glm5.engine.llm import LLM
@@ -54,13 +55,22 @@ class ScriptedEngine:
         self._hanging: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def check(self, prompt_ids, params, **options) -> None:
-        pass
+        if self.stopped_because is not None:
+            raise EngineDead(self.stopped_because)
 
     def close(self) -> None:
-        self.is_closed = True
+        """What hangs ends with "abort"."""
+        self.is_closed, self.finish_reason = True, "abort"
+        self.stopped_because = self.stopped_because or "it was closed"
+        self.release()
 
     def kill(self) -> None:
-        self.stopped_because = "it was killed"
+        self.die("it was killed")
+
+    def die(self, reason: str) -> None:
+        """End as an engine does whose process has gone: what hangs is told."""
+        self.stopped_because, self.fails = reason, EngineDead(reason)
+        self.release()
 
     def release(self) -> None:
         """What hangs goes on, and nothing hangs any more."""
