@@ -20,7 +20,7 @@ from glm5.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 * 2**20  # a million tokens of text is about 5 MB
+MAX_NESTING = 128  # what is written by people nests less, and what looks through it may recurse
 MAX_LOGGED_FIELDS = 100  # different unknown names of fields; a client may invent any number
 _LARGE = 1 << 16  # bytes that are parsed aside: the event loop serves everyone
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -66,7 +66,7 @@ def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
             # Also keeps web pages of other origins out: browsers ask before they send this type, and are not let in.
             got = f"content-type is {content_type!r:.60}"
             raise ApiError(415, f"{got}; allowed: application/json", code="unsupported_media_type")
-        raw = await _read_bytes(request)
+        raw = await request.body()  # how large it may be is not for a route to say (incoming.py)
         if len(raw) <= _LARGE:
             body = parse(kind, raw)
         else:
@@ -93,6 +93,8 @@ def parse(kind: type[B], raw: bytes) -> B:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise ApiError(400, f"the body is a JSON {type(content).__name__}; expected an object", code="invalid_json")
+    if _depth(content) > MAX_NESTING:
+        raise ApiError(400, f"the body is nested more than {MAX_NESTING} deep", code="invalid_json")
     if _SURROGATE.search(raw):
         _refuse_halves(content)
     return checked(kind, content)
@@ -146,6 +148,16 @@ def _same(given: Any, value: Any) -> bool:
     return given == value and isinstance(given, bool) == isinstance(value, bool)
 
 
+def _depth(content: Any) -> int:
+    """How deep lists and objects lie in each other; more than is allowed is enough to know."""
+    level, depth = [content], 0
+    while level and depth <= MAX_NESTING:
+        depth += 1
+        inner = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        level = [child for child in inner if isinstance(child, (dict, list))]
+    return depth
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
@@ -167,17 +179,3 @@ def log_unknown(body: Body, service: Service, where: str = "") -> None:
     for name in sorted(unknown - service.logged_fields)[: MAX_LOGGED_FIELDS - len(service.logged_fields)]:
         service.logged_fields.add(name)
         logger.warning("requests have a field %r, which this server does not know and ignores", name[:100])
-
-
-async def _read_bytes(request: Request) -> bytes:
-    """The whole body; 413 as soon as it is known to be too large."""
-    too_large = ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="request_too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
-    return bytes(body)

@@ -151,6 +151,15 @@ def _constraint(
     """The grammar of the answer proper; None where it is free."""
     if not tools or choice.mode == "none":
         return wanted
+    try:
+        return _constraint_with_tools(tools, choice, wanted, tokenizer)
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise RequestError(f"tools have a schema with a keyword of a wrong type ({error})", "tools") from None
+
+
+def _constraint_with_tools(
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, wanted: StructuredOutputsParams | None, tokenizer: Tokenizer
+) -> StructuredOutputsParams | None:
     callable_tools = [tool for tool in tools if choice.names is None or tool["function"]["name"] in choice.names]
     if choice.mode == "required":
         grammar = CallGrammar(tokenizer)

@@ -5,9 +5,12 @@ import json
 import httpx
 import pytest
 
+from glm5.chat.template import ChatTemplate
 from glm5.common.errors import EngineDead
-from glm5.serve import body as body_module
+from glm5.serve.app import create_app
 from glm5.serve.chat_body import ChatBody
+from glm5.serve.server import bind, serving
+from tests.unit.serve.conftest import CONFIG
 
 ASK = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "weather"}}
@@ -152,8 +155,9 @@ JSON = {"content-type": "application/json"}
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"{", "the body is not JSON"), (b"[1]", "expected an object"), (b"\xff", "the body is not JSON"),
-     (b"[" * 100_000, "the body is not JSON")],
-    ids=["cut off", "a list", "not UTF-8", "too deep"],
+     (b"[" * 100_000, "the body is not JSON"), (b'{"a": NaN}', "NaN is not JSON"),
+     (b'{"a":' * 129 + b"1" + b"}" * 129, "the body is nested more than 128 deep")],
+    ids=["cut off", "a list", "not UTF-8", "far too deep", "no number", "too deep"],
 )  # fmt: skip
 def test_bodies_that_are_no_object(http, content, message):
     answer = http.post("/v1/chat/completions", content=content, headers=JSON)
@@ -190,9 +194,18 @@ def test_prompt_and_answer_must_fit_the_context(http, engine):
     assert "the prompt has 6" in error["message"]
 
 
+@pytest.fixture
+def small(engine):
+    """A server that takes no more than 1000 bytes."""
+    template = ChatTemplate.bundled("glm-5.1", engine.tokenizer)
+    app = create_app(engine, template, engine.tokenizer, CONFIG.model_copy(update={"max_body_bytes": 1000}))
+    with serving(app, engine, bind("127.0.0.1", 0)) as url, httpx.Client(base_url=url, timeout=20) as client:
+        yield client
+
+
 @pytest.mark.parametrize("known_length", [True, False])
-def test_a_body_too_large(http, monkeypatch, known_length):
-    monkeypatch.setattr(body_module, "MAX_BODY_BYTES", 1000)
+def test_a_body_too_large(small, known_length):
+    http = small
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}).encode()
     content = body if known_length else iter([body[:500], body[500:]])
     answer = http.post("/v1/chat/completions", content=content, headers=JSON)

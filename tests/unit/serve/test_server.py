@@ -1,5 +1,7 @@
 """A real engine behind a real socket: the answers are the engine's, and the end is clean."""
 
+import asyncio
+import socket
 import threading
 
 import httpx
@@ -103,6 +105,26 @@ def test_health_follows_the_engine():
         assert answer.status_code == 503
         assert "ZeroDivisionError" in answer.json()["error"]["message"]
         assert "ZeroDivisionError" in client.get("/health").json()["error"]["message"]
+
+
+def test_answers_do_not_wait_for_acknowledgements():
+    """Where the kernel gathers what is sent, the second part of an answer comes 40 ms after the first."""
+
+    async def main():
+        connected = asyncio.get_running_loop().create_future()
+
+        def note(_, writer):
+            connected.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with bind("127.0.0.1", 0) as listener:
+            async with await asyncio.start_server(note, sock=listener):
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                has_no_delay = await asyncio.wait_for(connected, 20)
+                writer.close()
+        return has_no_delay
+
+    assert asyncio.run(main())
 
 
 def test_an_address_that_cannot_be_had():
