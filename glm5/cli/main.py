@@ -24,6 +24,7 @@ from glm5.common.errors import GlmError, UsageError
 COMMANDS = {
     "demo": "glm5.cli.demo",
     "serve": "glm5.cli.serve",
+    "key": "glm5.cli.key",
     "chat": "glm5.cli.chat",
     "generate": "glm5.cli.generate",
     "inspect": "glm5.cli.inspect",

@@ -1,15 +1,32 @@
 """What a server is told about its callers, its limits, its end and its records; flags of `glm5 serve`."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from glm5.config.command import Command
+from glm5.config.command import Command, Positional
 
 _Text = Annotated[str, Field(min_length=1)]
 _Count = Annotated[int, Field(ge=1)]
-_Seconds = Annotated[float, Field(gt=0)]
+_Positive = Annotated[float, Field(gt=0)]
+
+
+class KeyConfig(Command):
+    """Make an API key: it is printed, and its hash added to a file for --api-keys-file of glm5 serve."""
+
+    name: Annotated[str, Positional()]
+    """Whose it is, as metrics and logs name the caller."""
+    file: _Text = "keys.toml"
+    """The file, made if there is none."""
+    role: Literal["user", "metrics", "admin"] = "user"
+    """What it opens: the API, the metrics alone, or everything."""
+    requests_per_minute: _Positive | None = None
+    """Limit of its own. Default: that of the server."""
+    max_concurrency: _Count | None = None
+    """Requests at the same time. Default: those of the server."""
+    cache_salt: _Text | None = None
+    """Share what is cached with the keys of the same salt. Default: with no other key."""
 
 
 class Operations(Command):
@@ -22,7 +39,7 @@ class Operations(Command):
     """File of hashed keys with names, roles and limits; `glm5 key` writes it."""
     admin_api_key: _Text | None = None
     """Key for the admin routes, which nobody may use without one; better GLM5_ADMIN_API_KEY in the environment."""
-    key_requests_per_minute: _Seconds | None = None
+    key_requests_per_minute: _Positive | None = None
     """Requests a minute of each key that has no limit of its own. Default: no limit."""
     key_max_concurrency: _Count | None = None
     """Requests at the same time of each key that has no limit of its own. Default: no limit."""
@@ -36,11 +53,11 @@ class Operations(Command):
     """Longest prompt. Default: what the context allows."""
     max_output_tokens: _Count | None = None
     """Longest answer; longer ones are refused, and requests that do not say get this. Default: up to the context."""
-    request_timeout: _Seconds | None = None
+    request_timeout: _Positive | None = None
     """Seconds that an answer may take from the moment it is asked of the engine. Default: no limit."""
-    client_timeout: _Seconds = 60.0
+    client_timeout: _Positive = 60.0
     """Seconds in which a client must have sent its whole request, and for which it may leave an answer unread."""
-    shutdown_timeout: _Seconds = 300.0
+    shutdown_timeout: _Positive = 300.0
     """Seconds that requests under way have to end after SIGTERM, before they are ended; a second SIGTERM ends all."""
     dead_engine_timeout: Annotated[float, Field(ge=0)] = 10.0
     """Seconds that the server says on /health why its engine has died, before it ends with code 1."""

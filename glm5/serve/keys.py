@@ -13,15 +13,18 @@ Keys are long and random, so a plain hash tells nothing of them. A key that is n
 
 import hashlib
 import hmac
+import json
+import os
 import secrets
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from glm5.common.atomic import atomic_write
 from glm5.common.errors import ConfigError
 from glm5.config.refusal import first_error, refuse
 
@@ -80,10 +83,17 @@ def plain_keys(keys: Sequence[str], role: Role, prefix: str) -> list[Key]:
 def read_file(path: Path) -> list[Key]:
     """The keys of a file. Raises ConfigError naming what is wrong in it, and never a key."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return _parse(path.read_text(encoding="utf-8"), path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; allowed: a file of API keys (glm5 key NAME makes one)") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def _parse(text: str, path: Path) -> list[Key]:
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     entries = content.pop("key", [])
     if content or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -98,6 +108,22 @@ def read_file(path: Path) -> list[Key]:
                 value, allowed = "something else", "64 hexadecimal digits, the SHA-256 of the key"
             raise refuse(f"{path}: key {number}: {'.'.join(where)}", value, allowed) from None
     return keys
+
+
+def add_to_file(path: Path, fields: Mapping[str, Any]) -> str:
+    """Make a key, and add its hash with these fields to a file, which only its owner may read. Returns the key. Raises
+    ConfigError, and changes nothing then."""
+    key = new_key()
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    # Texts and numbers are written alike in JSON and TOML.
+    written = {**fields, "sha256": hash_of(key)}.items()
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in written]
+    text = before + "\n".join(["", "[[key]]", *lines, ""])
+    KeyRing(_parse(text, path))
+    with atomic_write(path) as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+    return key
 
 
 class KeyRing:

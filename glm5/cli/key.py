@@ -1,0 +1,23 @@
+"""`glm5 key`: an API key for `glm5 serve`, shown once; a file keeps its hash."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from glm5.cli.flags import add_flags, read
+from glm5.common.console import out
+from glm5.config.operations import KeyConfig
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("key", help="make an API key", description=KeyConfig.__doc__)
+    add_flags(parser, KeyConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = read(KeyConfig, args)
+    from glm5.serve.keys import add_to_file
+
+    fields = settings.model_dump(exclude={"file"}, exclude_none=True)
+    out(add_to_file(Path(settings.file).expanduser(), fields))
+    return 0
