@@ -24,8 +24,11 @@ from glm5.config.model import ModelConfig
 from glm5.engine.memory import Memory
 from glm5.kernels.block_scaled import FP8
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
+from glm5.kernels.groups import FewQueries
 from glm5.kernels.select_keys import select_keys
+from glm5.kernels.select_keys.grouped import select_few
 from glm5.kernels.sparse_mla import sparse_mla
+from glm5.kernels.sparse_mla.grouped import attend_few
 from glm5.kernels.store_rows import store_rows
 
 PAGE_SIZE = 64
@@ -85,9 +88,12 @@ class KVCache:
         top_k: int,
         scale: float,
         impl: Impl = "auto",
+        few: FewQueries | None = None,
     ) -> Tensor:
-        """`kernels.select_keys` over the index keys of a layer: int32 [T, top_k]."""
+        """`kernels.select_keys` over the index keys of a layer: int32 [T, top_k]. `few`: the queries, planned."""
         key_PZI = self._index_key_PZI[layer_idx]
+        if few is not None:
+            return select_few(few, q_TJI, key_PZI, w_TJ, top_k=top_k, scale=scale)
         return select_keys(q_TJI, key_PZI, w_TJ, table_BN, row_T, end_T, top_k=top_k, scale=scale, impl=impl)
 
     def attend(
@@ -102,8 +108,11 @@ class KVCache:
         scale: float,
         value_dim: int,
         impl: Impl = "auto",
+        few: FewQueries | None = None,
     ) -> Tensor:
-        """`kernels.sparse_mla` over the latents of a layer, [T, H, value_dim]."""
+        """`kernels.sparse_mla` over the latents of a layer, [T, H, value_dim]; likewise."""
+        if few is not None:
+            return attend_few(few, q_THL, self._latent_PZL[layer_idx], keys_TK, scale=scale, value_dim=value_dim)
         latent_PZL, where = self._latent_PZL[layer_idx], (table_BN, row_T, end_T)
         return sparse_mla(q_THL, latent_PZL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=impl)[0]
 

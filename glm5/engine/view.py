@@ -6,6 +6,7 @@ writes to the dump page.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from glm5.engine.kv import KVCache
 from glm5.engine.slot_state import SlotState
+from glm5.kernels.groups import FewQueries, few_queries
 from glm5.model.seams import Selection
 
 
@@ -87,14 +89,31 @@ class StepView:
         if self.max_end <= top_k and not self.invariant:
             return Selection(None)
         where = (self.table_BN, self.group_T, self.end_T)
+        few = self._few(q_TJI.shape[1])
         return Selection(
-            self.cache.select_keys(layer_idx, q_TJI, w_TJ, *where, top_k=top_k, scale=scale, impl=self._impl)
+            self.cache.select_keys(layer_idx, q_TJI, w_TJ, *where, top_k=top_k, scale=scale, impl=self._impl, few=few)
         )
 
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
         where = (self.table_BN, self.group_T, self.end_T)
-        keys_TK = selection.keys_TK
-        return self.cache.attend(layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self._impl)
+        keys_TK, few = selection.keys_TK, self._few(q_THL.shape[1])
+        return self.cache.attend(
+            layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self._impl, few=few
+        )
+
+    def _few(self, num_heads: int) -> FewQueries | None:
+        """One plan for all layers, where there are few queries on a CPU."""
+        if num_heads not in self._is_few:
+            self._is_few[num_heads] = not self.invariant and few_queries(self.table_BN, self.end_T, num_heads)
+        return self._planned if self._is_few[num_heads] else None
+
+    @cached_property
+    def _is_few(self) -> dict[int, bool]:
+        return {}
+
+    @cached_property
+    def _planned(self) -> FewQueries:
+        return FewQueries(self.table_BN, self.group_T, self.end_T, self.cache.page_size)
 
     @property
     def _impl(self) -> Literal["auto", "invariant"]:

@@ -1,11 +1,12 @@
 """Few queries of each of many requests, as decoding has them, on a CPU: batched products over requests that are alike.
 
 A group is G requests with n queries each and about as many keys: their pages are gathered once, and one batched product
-does them all. NumPy plans, which takes a fraction of the time of tensors this small: of a step of a small model,
-planning would be a good part.
+does them all. NumPy plans, which takes a fraction of the time of tensors this small; of a step of a small model,
+planning would be a good part, so that one plan serves all layers of a step.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.paging import read_pages
+from glm5.kernels.paging import EveryRow, read_pages, read_rows
 
 Ints = NDArray[np.int64]
 
@@ -25,25 +26,119 @@ _WASTED = 1 << 15  # elements computed in vain that cost less than another group
 
 @dataclass(frozen=True)
 class Group:
-    """Queries `query_X`, n of each of the requests `row_G`; they see no key after their first `num_pages` pages.
+    """Queries `query_X`, n of each of the requests `row_G`; they see keys up to `end_X`, on `num_pages` pages.
 
-    `whole`: these are all queries, in order.
+    `whole`: these are all queries, in order. `page_N`: the pages of one request after the other.
     """
 
     query_X: Ints
     row_G: Ints
+    end_X: NDArray[np.int32]
     num_pages: int
     whole: bool
+    page_N: Tensor
+
+    @cached_property
+    def num_keys(self) -> int:
+        """No query sees more."""
+        return int(self.end_X.max())
+
+    @cached_property
+    def hidden(self) -> NDArray[np.bool_] | None:
+        """Which of the keys a query does not see, [X, num_keys]; None where all see all."""
+        if (self.end_X == self.num_keys).all():
+            return None
+        return np.arange(self.num_keys, dtype=np.int32) >= self.end_X[:, None]
+
+    @cached_property
+    def beyond(self) -> Tensor | None:
+        """Which of the keys no query of a request sees, [G, num_keys]; None where there are none."""
+        end_G = self.end_X.reshape(len(self.row_G), -1).max(axis=1)
+        if (end_G == self.num_keys).all():
+            return None
+        return torch.from_numpy(np.arange(self.num_keys, dtype=np.int32) >= end_G[:, None])
 
     def of(self, per_query: Tensor) -> Tensor:
         """The group's rows of [T, ...]."""
         return per_query if self.whole else per_query.index_select(0, torch.from_numpy(self.query_X))
 
-    def keys(self, pool_PZX: Pool, page_table_BN: Tensor) -> Tensor:
-        """[G, num_pages * Z, X]: what the pool holds there, whoever may see it."""
-        pages_GN = np.maximum(page_table_BN.numpy()[self.row_G, : self.num_pages], 0).astype(np.int64)
-        keys_NZX = read_pages(pool_PZX, torch.from_numpy(pages_GN.ravel()))
-        return keys_NZX.view(len(self.row_G), -1, pool_PZX.shape[-1])
+    def keys(self, pool_PZX: Pool) -> Tensor:
+        """[G, num_keys, X]: what the pool holds there, whoever may see it."""
+        keys_NZX = read_pages(pool_PZX, self.page_N)
+        return keys_NZX.view(len(self.row_G), -1, pool_PZX.shape[-1])[:, : self.num_keys]
+
+
+class FewQueries:
+    """Whose the queries are and what they see, from tensors in host memory that stay as they are."""
+
+    def __init__(self, page_table_BN: Tensor, row_T: Tensor, end_T: Tensor, page_size: int):
+        # Entries past a request's pages may be anything.
+        self.table_BN = np.maximum(page_table_BN.numpy(), 0).astype(np.int64)
+        self.rows, self.ends, self.page_size = row_T.numpy(), end_T.numpy(), page_size
+        self._groups: dict[int, list[Group]] = {}
+        self._index: tuple[Tensor, tuple[int, int], Tensor] | None = None
+        self._hidden: tuple[Tensor, NDArray[np.bool_] | None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def groups(self, num_heads: int) -> list[Group]:
+        """Groups of all queries that see a key."""
+        if num_heads not in self._groups:
+            self._groups[num_heads] = self._plan(num_heads)
+        return self._groups[num_heads]
+
+    def hidden(self, keys_TK: Tensor) -> NDArray[np.bool_] | None:
+        """Which of these keys are none or are not seen; None where all are."""
+        if self._hidden is None or self._hidden[0] is not keys_TK:  # layers share selections
+            keys = keys_TK.numpy()
+            hidden_TK = (keys < 0) | (keys >= self.ends[:, None])
+            self._hidden = keys_TK, hidden_TK if hidden_TK.any() else None
+        return self._hidden[1]
+
+    def read(self, pool_PZX: Pool, keys_TK: Tensor, part: slice = slice(None)) -> Tensor:
+        """[T, K, X]: the rows of these keys, of a part of the queries; of hidden ones, that of the request's key 0."""
+        if not isinstance(pool_PZX, Tensor):
+            return read_rows(pool_PZX, self._slots(keys_TK, self.page_size, 1)[part])
+        every = EveryRow.of(pool_PZX)
+        index_TK = self._slots(keys_TK, every.page_step, every.row_step)[part]
+        return every.view_GX.index_select(0, index_TK.flatten()).view(*index_TK.shape, -1)
+
+    def _slots(self, keys_TK: Tensor, page_step: int, row_step: int) -> Tensor:
+        """page * page_step + offset * row_step, int64 [T, K]."""
+        steps = page_step, row_step
+        if self._index is None or self._index[0] is not keys_TK or self._index[1] != steps:
+            keys, hidden_TK = keys_TK.numpy(), self.hidden(keys_TK)
+            if hidden_TK is not None:
+                keys = np.where(hidden_TK, 0, keys)
+            columns = keys // self.page_size
+            pages_TK = self.table_BN[self.rows[:, None], columns] * page_step
+            pages_TK += (keys - columns * self.page_size) * row_step
+            self._index = keys_TK, steps, torch.from_numpy(pages_TK)
+        return self._index[2]
+
+    def _plan(self, num_heads: int) -> list[Group]:
+        rows, ends = self.rows, self.ends
+        if not len(rows):
+            return []
+        if rows[0] == rows[-1] and (rows == rows[0]).all():  # one request: nothing to sort
+            return [self._group(np.arange(len(rows)), rows[:1])] if ends.any() else []
+        first = np.concatenate([[0], np.flatnonzero(rows[1:] != rows[:-1]) + 1])
+        count = np.append(first[1:], len(rows)) - first
+        num_pages = -(-np.maximum.reduceat(ends, first) // self.page_size)
+        order = np.lexsort((num_pages, count))
+        order = order[num_pages[order] > 0].tolist()
+        return [
+            self._group((first[runs][:, None] + np.arange(int(count[runs[0]]))).ravel(), rows[first[runs]])
+            for runs in _alike(order, count.tolist(), num_pages.tolist(), self.page_size * num_heads)
+        ]
+
+    def _group(self, query_X: Ints, row_G: NDArray[np.int32]) -> Group:
+        end_X = self.ends[query_X]
+        num_pages = -(-int(end_X.max()) // self.page_size)
+        page_N = torch.from_numpy(self.table_BN[row_G, :num_pages].ravel())
+        whole = len(query_X) == len(self)  # then they are in order, as runs are
+        return Group(query_X, row_G.astype(np.int64), end_X, num_pages, whole, page_N)
 
 
 def few_queries(page_table_BN: Tensor, end_T: Tensor, num_heads: int) -> bool:
@@ -55,23 +150,7 @@ def few_queries(page_table_BN: Tensor, end_T: Tensor, num_heads: int) -> bool:
     return num_heads * num_keys * num_queries <= _LONGEST * num_requests
 
 
-def plan_groups(row_T: Tensor, end_T: Tensor, page_size: int, num_heads: int) -> list[Group]:
-    """Groups of all queries that see a key. Rows are tensors in host memory."""
-    rows, ends = row_T.numpy(), end_T.numpy()
-    if not len(rows):
-        return []
-    if rows[0] == rows[-1] and (rows == rows[0]).all():  # one request: nothing to sort
-        num_pages = -(-int(ends.max()) // page_size)
-        return [Group(np.arange(len(rows)), rows[:1].astype(np.int64), num_pages, whole=True)] if num_pages else []
-    first = np.concatenate([[0], np.flatnonzero(rows[1:] != rows[:-1]) + 1])
-    count = np.append(first[1:], len(rows)) - first
-    num_pages = -(-np.maximum.reduceat(ends, first) // page_size)
-    order = np.lexsort((num_pages, count))
-    groups = _alike(order[num_pages[order] > 0].tolist(), count.tolist(), num_pages.tolist(), page_size * num_heads)
-    return [_group(np.array(sorted(runs)), first, count, num_pages, rows) for runs in groups]
-
-
-def _alike(order: list[int], count: list[int], num_pages: list[int], page_area: int) -> list[list[int]]:
+def _alike(order: list[int], count: list[int], num_pages: list[int], page_area: int) -> list[NDArray[np.int64]]:
     """Runs of queries in groups: as many queries each, and about as many pages."""
     groups: list[list[int]] = []
     last, used = -1, 0
@@ -84,10 +163,4 @@ def _alike(order: list[int], count: list[int], num_pages: list[int], page_area: 
         else:
             groups.append([run])
             last, used = run, area
-    return groups
-
-
-def _group(runs: Ints, first: Ints, count: Ints, num_pages: Ints, rows: NDArray[np.int32]) -> Group:
-    query_X = (first[runs][:, None] + np.arange(count[runs[0]])).ravel()
-    whole = len(query_X) == len(rows)  # then they are in order, as runs are
-    return Group(query_X, rows[first[runs]].astype(np.int64), int(num_pages[runs].max()), whole)
+    return [np.array(sorted(runs)) for runs in groups]

@@ -1,11 +1,11 @@
 """Selection for few queries of each of many requests, on a CPU (groups.py): scores of a group, then its best keys."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.groups import Group, plan_groups
-from glm5.kernels.tiles import dense_logits
+from glm5.kernels.groups import FewQueries, Group
 from glm5.kernels.top_k import top_k as best_keys
 
 
@@ -24,23 +24,30 @@ def select_keys(
     """As `reference.select_keys`. Raises ValueError for tensors that are not in host memory."""
     if q_TJI.device.type != "cpu":
         raise ValueError(f"select_keys[grouped] needs tensors in host memory, got {q_TJI.device}; use impl='tiled'")
-    groups = plan_groups(row_T, end_T, key_PZI.shape[1], q_TJI.shape[1])
-    parts = [best_keys(_scores(q_TJI, key_PZI, w_TJ, page_table_BN, end_T, scale, group), top_k) for group in groups]
-    if len(groups) == 1 and groups[0].whole:
-        return parts[0]
-    keys_TK = torch.full((len(row_T), top_k), -1, dtype=torch.int32)
-    for group, part in zip(groups, parts, strict=True):
-        keys_TK.numpy()[group.query_X] = part.numpy()
-    return keys_TK
+    few = FewQueries(page_table_BN, row_T, end_T, key_PZI.shape[1])
+    return select_few(few, q_TJI, key_PZI, w_TJ, top_k=top_k, scale=scale)
 
 
-def _scores(
-    q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, page_table_BN: Tensor, end_T: Tensor, scale: float, group: Group
-) -> Tensor:
-    """index_score of a group's queries, [X, S]."""
+def select_few(few: FewQueries, q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, *, top_k: int, scale: float) -> Tensor:
+    """The same for queries that are planned already. No gradient may be asked for."""
     wide = torch.promote_types(q_TJI.dtype, torch.float32)
-    key_GSI = group.keys(key_PZI, page_table_BN).to(wide)
-    hits_XJS = dense_logits(group.of(q_TJI).to(wide), key_GSI, scale).relu_()
-    score_XS = torch.bmm(group.of(w_TJ).to(wide).unsqueeze(1), hits_XJS).squeeze(1)
-    hidden_XS = torch.arange(key_GSI.shape[1], dtype=end_T.dtype) >= group.of(end_T)[:, None]
-    return score_XS.masked_fill_(hidden_XS, float("-inf"))
+    # relu(a scale) w = relu(a) (w scale), and w is smaller by far.
+    q_TJI, w_TJ = q_TJI.to(wide), w_TJ.to(wide) * scale
+    groups = few.groups(q_TJI.shape[1])
+    if len(groups) == 1 and groups[0].whole:
+        return best_keys(_scores(q_TJI, key_PZI, w_TJ, groups[0]), top_k)
+    keys_TK = np.full((len(few), top_k), -1, dtype=np.int32)
+    for group in groups:
+        keys_TK[group.query_X] = best_keys(_scores(q_TJI, key_PZI, w_TJ, group), top_k).numpy()
+    return torch.from_numpy(keys_TK)
+
+
+def _scores(q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, group: Group) -> Tensor:
+    """index_score of a group's queries, [X, S]."""
+    key_GSI = group.keys(key_PZI).to(q_TJI.dtype)
+    q_XJI, w_XJ = group.of(q_TJI), group.of(w_TJ)
+    hits_GYS = torch.bmm(q_XJI.reshape(len(key_GSI), -1, q_XJI.shape[-1]), key_GSI.mT).relu_()
+    score_XS = torch.bmm(w_XJ.unsqueeze(1), hits_GYS.view(*q_XJI.shape[:2], -1)).squeeze(1)
+    if (hidden_XS := group.hidden) is not None:
+        np.copyto(score_XS.numpy(), -np.inf, where=hidden_XS)
+    return score_XS

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from glm5.kernels import groups as grouping
-from glm5.kernels.groups import few_queries, plan_groups
+from glm5.kernels.groups import FewQueries, few_queries
 from glm5.kernels.select_keys import select_keys
 from glm5.kernels.sparse_mla import sparse_mla
 from tests.support.paged import CASES, PAGE_SIZE, make_where
@@ -18,11 +18,11 @@ def test_every_query_that_sees_a_key_is_in_one_group(name, cut, gen, monkeypatch
         monkeypatch.setattr(grouping, "_CACHED", 1)
     where = make_where(name, gen)
     rows, ends, seen = where.row_T.numpy(), where.end_T.numpy(), []
-    for group in plan_groups(where.row_T, where.end_T, PAGE_SIZE, num_heads=4):
+    for group in FewQueries(*where.args, PAGE_SIZE).groups(num_heads=4):
         seen += group.query_X.tolist()
         length = len(group.query_X) // len(group.row_G)
         assert np.array_equal(rows[group.query_X], np.repeat(group.row_G, length))
-        assert 0 < ends[group.query_X].max() <= group.num_pages * PAGE_SIZE
+        assert 0 < ends[group.query_X].max() == group.num_keys <= group.num_pages * PAGE_SIZE
         assert group.whole == (group.query_X.tolist() == list(range(where.num_queries)))
         assert cut == "as shipped" or len(group.row_G) == 1
     assert len(seen) == len(set(seen))
@@ -32,7 +32,8 @@ def test_every_query_that_sees_a_key_is_in_one_group(name, cut, gen, monkeypatch
 def test_requests_with_unlike_contexts_are_kept_apart():
     row_T = torch.arange(4).repeat_interleave(2).int()
     end_T = torch.tensor([10, 11, 4000, 4001, 12, 13, 4000, 4001]).int()
-    planned = [(group.row_G.tolist(), group.num_pages) for group in plan_groups(row_T, end_T, 64, num_heads=16)]
+    few = FewQueries(torch.zeros(4, 63, dtype=torch.int32), row_T, end_T, 64)
+    planned = [(group.row_G.tolist(), group.num_pages) for group in few.groups(num_heads=16)]
     assert planned == [([0, 2], 1), ([1, 3], 63)]
 
 
