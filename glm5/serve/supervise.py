@@ -136,14 +136,16 @@ class _Keeper:
         return self.engine
 
     def watch(self) -> str | None:
-        """Until the engine has died, of what; or None when a signal has come."""
+        """Until the engine has died, of what; or None when a signal has come while it lived."""
         assert self.engine is not None
-        while not self.signals.wait(POLL_SECONDS):
+        while True:
+            has_come = self.signals.wait(POLL_SECONDS)
             if (reason := self.engine.stopped_because) is not None:
                 return reason
+            if has_come:
+                return None
             if not self.server.is_running:
                 raise RuntimeError("the server's thread has ended; its log says why")
-        return None
 
     def start_again(self, reason: str) -> bool:
         """Another engine for one that has died, under `supervise`. False when a signal has come. Raises EngineDead."""

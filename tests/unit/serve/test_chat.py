@@ -182,10 +182,17 @@ def test_an_error_after_the_first_chunk_is_the_last_event(client, engine):
     assert "secret" not in str(caught.value.body)
 
 
-def test_an_engine_that_closes_says_so(client, engine):
-    engine.script, engine.finish_reason, engine.stopped_because = "abc", "abort", "it was closed"
+def test_an_engine_that_closes_says_so(client, engine, monkeypatch):
+    engine.script, engine.finish_reason, generate = "abc", "abort", engine.generate
+
+    def closing(*args, **options):
+        engine.stopped_because = "it was closed"
+        return generate(*args, **options)
+
+    monkeypatch.setattr(engine, "generate", closing)
     with pytest.raises(openai.APIError, match="the server is closing"):
         streamed(client)
+    engine.stopped_because = None
     with pytest.raises(openai.InternalServerError, match="the server is closing"):
         whole(client)
 
