@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from glm5.common.errors import EngineDead, GlmError
+from glm5.config.model import ModelConfig
 from glm5.engine.asking import Options
 from glm5.engine.calls import Called, Calls
 from glm5.engine.client import Request
@@ -85,6 +86,15 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         return self.llm.max_model_len
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return self.llm.cfg
+
+    @property
+    def table(self) -> Sequence[tuple[str, str]]:
+        """What was resolved, to show."""
+        return self.llm.table
 
     @property
     def defaults(self) -> GenerationDefaults:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import RequestError
+from glm5.config.model import ModelConfig
 from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
@@ -61,6 +62,14 @@ class MeteredEngine:
     @property
     def max_model_len(self) -> int:
         return self.engine.max_model_len
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return self.engine.cfg
+
+    @property
+    def table(self) -> Sequence[tuple[str, str]]:
+        return self.engine.table
 
     @property
     def stopped_because(self) -> str | None:

@@ -11,6 +11,7 @@ from fastapi import Request
 
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
+from glm5.config.model import ModelConfig
 from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
@@ -25,6 +26,10 @@ class Engine(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+    @property
+    def cfg(self) -> ModelConfig: ...
+    @property
+    def table(self) -> Sequence[tuple[str, str]]: ...
     @property
     def defaults(self) -> GenerationDefaults: ...
     @property

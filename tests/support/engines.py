@@ -40,6 +40,8 @@ class ScriptedEngine:
 
     max_model_len = 512
     defaults = NO_DEFAULTS
+    cfg = preset("tiny")
+    table = (("dtype", "float32"),)
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
