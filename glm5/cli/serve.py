@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from glm5.engine.async_engine import AsyncEngine
     from glm5.serve.keys import KeyRing
     from glm5.serve.state import ServerState
+    from glm5.serve.tracing import Tracing
 
 
 def add(subparsers: Any) -> None:
@@ -30,11 +31,13 @@ def run(args: argparse.Namespace) -> int:
     from glm5.serve.state import ServerState
     from glm5.serve.supervise import House
     from glm5.serve.supervise import run as keep
+    from glm5.serve.tracing import Tracing
 
     for line in notes(settings):
         out(line, flush=True)
-    # Keys, template and address before the model: a mistake there should not cost minutes to find out.
-    program = _Program(settings, read_keys(settings), ServerState())
+    # Keys, traces and address before the model: a mistake there should not cost minutes to find out.
+    keys, endpoint = read_keys(settings), settings.otlp_traces_endpoint
+    program = _Program(settings, keys, ServerState(), None if endpoint is None else Tracing.to(endpoint))
     with bind(settings.host, settings.port, settings.client_timeout) as listener:
         house = House(
             start=program.start,
@@ -46,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
             shutdown_timeout=settings.shutdown_timeout,
             dead_engine_timeout=settings.dead_engine_timeout,
         )
-        keep(house, listener)
+        try:
+            keep(house, listener)
+        finally:
+            program.close()
     return 0
 
 
@@ -65,8 +71,8 @@ def read_keys(settings: ServeConfig) -> "KeyRing":
 class _Program:
     """The engines of a server, one after another, and the application before them."""
 
-    def __init__(self, settings: ServeConfig, keys: "KeyRing", state: "ServerState"):
-        self.settings, self.keys, self.state = settings, keys, state
+    def __init__(self, settings: ServeConfig, keys: "KeyRing", state: "ServerState", tracing: "Tracing | None"):
+        self.settings, self.keys, self.state, self.tracing = settings, keys, state, tracing
         self._app: Any = None
 
     def start(self) -> "AsyncEngine":
@@ -88,7 +94,9 @@ class _Program:
         llm = engine.llm
         template = load_template(self.settings, llm)
         assert llm.tokenizer is not None
-        self._app = create_app(engine, template, llm.tokenizer, self.settings, keys=self.keys, state=self.state)
+        self._app = create_app(
+            engine, template, llm.tokenizer, self.settings, keys=self.keys, state=self.state, tracing=self.tracing
+        )
         names = ", ".join(self._app.state.service.model_names)
         for line in resolved(self.settings, llm, template, name=names):
             out(line)
@@ -96,6 +104,10 @@ class _Program:
 
     def replace(self, engine: "AsyncEngine") -> None:
         self._app.state.service.engine.replace(engine)
+
+    def close(self) -> None:
+        if self.tracing is not None:
+            self.tracing.close()
 
 
 def _listed(variable: str) -> list[str]:

@@ -24,6 +24,7 @@ from glm5.serve.limits import Limits
 from glm5.serve.metered import Bounds, MeteredEngine
 from glm5.serve.service import Engine, Service
 from glm5.serve.state import ServerState
+from glm5.serve.tracing import Tracing
 
 
 def create_app(
@@ -34,19 +35,20 @@ def create_app(
     *,
     keys: KeyRing | None = None,
     state: ServerState | None = None,
-    tracer_provider: object | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """An application that serves a running engine; starting and closing the engine is the caller's.
 
-    `keys` None lets everybody in. `state` is what the caller tells and asks of the server while it runs.
+    `keys` None lets everybody in, `tracing` None traces nothing. `state` is what the caller tells and asks of the
+    server while it runs.
     """
-    traced: dict[str, Any] = {} if tracer_provider is None else {"telemetry": {"tracer_provider": tracer_provider}}
+    traced: dict[str, Any] = {} if tracing is None else {"telemetry": {"tracer_provider": tracing.provider}}
     app = FastAPI(title="glm5", version=__version__, docs_url=None, redoc_url=None, **traced)
     names = config.served_model_name or (config.model,)
     figures, state, limits = Figures(names[0]), state or ServerState(), _limits(config)
     bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout)
     shows = tokenizer if config.enable_log_requests else None
-    metered = MeteredEngine(engine, figures, limits, bounds, shows)
+    metered = MeteredEngine(engine, figures, limits, bounds, shows, tracing)
     service = Service(metered, template, tokenizer, names, config.model, state, figures, config.profile_dir)
     app.state.service, app.state.probe = service, health.Probe()
     for part in (chat, completions, anthropic, tokens, models, health, watch, admin, pages):

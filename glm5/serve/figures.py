@@ -100,6 +100,9 @@ class Measured:
 
     def __init__(self, figures: Figures, key: str, num_prompt: int, num_answers: int):
         self.figures, self.key, self.num_prompt = figures, key, num_prompt
+        self.num_generated = 0
+        self.queued_s: float | None = None
+        self.first_token_s: float | None = None
         self._start = time.monotonic()
         self._first: float | None = None
         self._last = dict.fromkeys(range(num_answers), self._start)
@@ -121,6 +124,7 @@ class Measured:
             self._began.setdefault(index, now)
             self._last[index] = now
             self._num_tokens[index] += len(delta.token_ids)
+            self.num_generated += len(delta.token_ids)
             figures.generated.add(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._end_answer(index, delta.finish_reason)
@@ -136,7 +140,8 @@ class Measured:
 
     def _note_first(self, delta: Delta) -> None:
         assert self._first is not None
-        waited = self._first - self._start
+        waited = self.first_token_s = self._first - self._start
+        self.queued_s = delta.queued_s
         self.figures.first_token.observe(waited)
         if delta.queued_s is not None:
             self.figures.queued.observe(delta.queued_s)

@@ -7,7 +7,7 @@ in time. The engine behind this may be another one tomorrow (`replace`); request
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -24,6 +24,7 @@ from glm5.serve.errors import ApiError
 from glm5.serve.figures import Figures, Measured
 from glm5.serve.limits import Limits
 from glm5.serve.service import Engine
+from glm5.serve.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class Bounds:
 
 
 class MeteredEngine:
-    """An `Engine` around an engine. `shows` None writes no text to the log; a tokenizer has prompts written there."""
+    """An `Engine` around an engine. `shows` None writes no text to the log; a tokenizer has prompts written there.
+    `tracing` None: no traces."""
 
     def __init__(
         self,
@@ -49,10 +51,11 @@ class MeteredEngine:
         limits: Limits,
         bounds: Bounds | None = None,
         shows: Tokenizer | None = None,
+        tracing: Tracing | None = None,
     ):
         self.engine, self.figures, self.limits = engine, figures, limits
         self.bounds = bounds or Bounds()
-        self._shows = shows
+        self._shows, self._tracing = shows, tracing
 
     def replace(self, engine: Engine) -> None:
         """Another engine answers from now on."""
@@ -115,9 +118,11 @@ class MeteredEngine:
             prompt_ids, params, request_id=request_id, cache_salt=tenant.salted(cache_salt), **options
         )
         measured = Measured(self.figures, tenant.name, len(prompt_ids), params.n)
+        traced = self._tracing.request(request_id, params, measured) if self._tracing is not None else nullcontext()
         try:
             async with asked as deltas:
-                yield _Watched(deltas, measured, self.bounds.seconds)
+                with traced:
+                    yield _Watched(deltas, measured, self.bounds.seconds)
         except Exception:
             reason = "error"
             raise
