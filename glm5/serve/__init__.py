@@ -1,7 +1,9 @@
-"""HTTP in front of an engine: OpenAI's chat completions, models, health.
+"""HTTP in front of an engine. Every API is a thin pair of files, what is read and what is written, around one path.
 
-app      the application, put together     chat    POST /v1/chat/completions    models   GET /v1/models and /health
-service  what the routes work with         wire    request body, answer chunks  errors   OpenAI's error envelope
-disconnect   a client that leaves takes its request along                       server   listening and shutting down
+path     generation (job -> steps), prompting (conversation -> prompt, reader, grammar), sampling_fields, thinking, sse
+OpenAI   chat, completions, tokens, models      body: bodies, refusals by name      logprob_forms, call_grammar
+others   anthropic, sglang
+door     app, access (keys, limits), incoming (sizes), disconnect (leaving aborts), errors, documents
+running  server, supervise, state, health, metered (figures, metrics, bounds), watch, admin, tracing
 pages    chat and dashboard for people, from page/
 """
