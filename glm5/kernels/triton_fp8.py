@@ -5,6 +5,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(128)  # rows and columns of a scale
+# Triton's interpreter cuts where it should round to e4m3.
+_CUTS = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -50,11 +52,34 @@ def quantized(x, BLOCKS: tl.constexpr):
     ROWS: tl.constexpr = x.shape[0]
     x = tl.reshape(x, [ROWS, BLOCKS, BLOCK])
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 2), 1e-4), tl.full([ROWS, BLOCKS], 448.0, tl.float32))
-    x = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], [ROWS, BLOCKS, BLOCK]))
-    x = tl.clamp(x, -448.0, 448.0)
-    # To e4m3's values, ties to even, before the cast, which would round so too, but in the interpreter truncates:
-    # 3 bits of fraction, or below 2^-6 multiples of 2^-9, which are the last bits beside 1.5 * 2^14.
-    bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
+    # The quotient, correctly rounded: one division for 128 values, and what its product leaves.
+    inverse = tl.div_rn(tl.full([ROWS, BLOCKS], 1.0, tl.float32), scale)[:, :, None]
+    near = x * inverse
+    wide = tl.broadcast_to(scale[:, :, None], [ROWS, BLOCKS, BLOCK])
+    near = tl.fma(tl.fma(-near, wide, x), tl.broadcast_to(inverse, [ROWS, BLOCKS, BLOCK]), near)
+    x = tl.clamp(near, -448.0, 448.0)
+    if _CUTS:
+        # 3 bits of fraction, or below 2^-6 multiples of 2^-9, which are the last bits beside 1.5 * 2^14.
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
     return tl.reshape(x.to(tl.float8e4nv), [ROWS, BLOCKS * BLOCK]), scale
+
+
+@triton.jit
+def sixteens(x):
+    """A row [K] in float32, as [K / 16, 16]: what a thread has of it, beside its 16 bytes of weights."""
+    return tl.reshape(x.to(tl.float32), [x.shape[0] // 16, 16])
+
+
+@triton.jit
+def eight_times(scale):
+    """Scales [G] of 128 values as those of 16, [8 G]."""
+    return tl.reshape(tl.broadcast_to(scale[:, None], [scale.shape[0], 8]), [scale.shape[0] * 8])
+
+
+@triton.jit
+def partial_products(w, x):
+    """Of rows [R, K] in e4m3 and x [K / 16, 16]: sums of 16 products, [R, K / 16], each by one thread."""
+    R: tl.constexpr = w.shape[0]
+    return tl.sum(tl.reshape(w.to(tl.float32), [R, x.shape[0], 16]) * x[None], 2)

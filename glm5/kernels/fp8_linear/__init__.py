@@ -14,12 +14,18 @@ MANY_ROWS = 256  # from here on cuBLASLt's tiles are faster than ours (docs/perf
 
 
 def fp8_linear(
-    x_TD: Tensor, weight: BlockScaled, *, impl: Literal["auto", "reference", "triton", "scaled_mm"] = "auto"
+    x_TD: Tensor,
+    weight: BlockScaled,
+    quantized: tuple[Tensor, Tensor] | None = None,
+    *,
+    impl: Literal["auto", "reference", "triton", "scaled_mm"] = "auto",
 ) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D], [T, O] in x's dtype; x is quantized by `act_quant` first.
 
     `triton` leaves x as it is for up to 16 rows, which is nearer to the exact product; `scaled_mm` is cuBLASLt's. On a
     GPU `auto` takes these two, by the number of rows.
+
+    `quantized`: `act_quant(x_TD)`, for those who have it already.
 
     Inference only: backward raises RuntimeError. Raises ValueError where data and scale do not fit (BlockScaled.check).
     """
@@ -29,11 +35,11 @@ def fp8_linear(
             many = len(x_TD) >= MANY_ROWS and _scaled_mm.refusal(weight, x_TD.dtype) is None
             impl = "scaled_mm" if many else "triton"
     if impl == "reference":
-        return _reference(x_TD, weight)
+        return _reference(x_TD, weight, quantized)
     if impl == "triton":
         from glm5.kernels.fp8_linear.triton import fp8_linear as run
 
-        return run(x_TD, weight)
+        return run(x_TD, weight, quantized)
     if impl == "scaled_mm":
-        return _scaled_mm.fp8_linear(x_TD, weight)
+        return _scaled_mm.fp8_linear(x_TD, weight, quantized)
     raise unknown_impl("fp8_linear", impl, ("reference", "triton", "scaled_mm"))

@@ -17,8 +17,8 @@ class _Fp8Linear(torch.autograd.Function):
     """Forward only. A node of the graph all the same, so that training through it is an error and not a zero."""
 
     @staticmethod
-    def forward(_ctx, x_TD: Tensor, data: Tensor, scale: Tensor) -> Tensor:
-        x_fp8, x_scale = act_quant(x_TD)
+    def forward(_ctx, x_TD: Tensor, data: Tensor, scale: Tensor, quantized: tuple[Tensor, Tensor] | None) -> Tensor:
+        x_fp8, x_scale = quantized or act_quant(x_TD, impl="reference")
         rows = data.shape[0]
         y_TO = torch.zeros(x_TD.shape[0], rows, dtype=torch.float32, device=x_TD.device)
         for block, start in enumerate(range(0, data.shape[1], BLOCK)):
@@ -35,6 +35,6 @@ class _Fp8Linear(torch.autograd.Function):
         )
 
 
-def fp8_linear(x_TD: Tensor, weight: BlockScaled) -> Tensor:
+def fp8_linear(x_TD: Tensor, weight: BlockScaled, quantized: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """[T, O] in x's dtype."""
-    return _Fp8Linear.apply(x_TD, *weight.check())
+    return _Fp8Linear.apply(x_TD, *weight.check(), quantized)

@@ -22,11 +22,11 @@ def refusal(weight: BlockScaled, dtype: torch.dtype) -> str | None:
     return None
 
 
-def fp8_linear(x_TD: Tensor, weight: BlockScaled) -> Tensor:
+def fp8_linear(x_TD: Tensor, weight: BlockScaled, quantized: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """[T, O] in x's dtype. Raises ValueError where `refusal` has a reason."""
     if reason := refusal(weight.check(), x_TD.dtype):
         raise ValueError(f"fp8_linear[scaled_mm] {reason}; use impl='triton' or 'reference'")
-    x_fp8, x_scale = act_quant(x_TD)
+    x_fp8, x_scale = quantized or act_quant(x_TD)
     if x_scale.stride(0) != 1:
         x_scale = x_scale.T.contiguous().T
     return F.scaled_mm(

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
-from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, wait_for_earlier, widened
+from glm5.kernels.triton_fp8 import (
+    eight_times,
+    last_to_arrive,
+    let_later_begin,
+    partial_products,
+    sixteens,
+    wait_for_earlier,
+    widened,
+)
 from glm5.kernels.triton_support import arrivals, dependent_launch
 
 FEW_ROWS = 16  # up to here x is not quantized
@@ -34,33 +42,40 @@ def _vector(
     D,
     scale_cols,
     BLOCK_O: tl.constexpr,
+    TILES: tl.constexpr,
     GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
-    EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [O] = W x. A program does BLOCK_O rows; the scale goes into x, as one row of blocks serves all of them."""
+    """y [O] = W x. A program does TILES tiles of BLOCK_O rows, all of them under one row of scales."""
     K: tl.constexpr = GROUPS * 128
-    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    o = tl.program_id(0) * (TILES * BLOCK_O) + tl.arange(0, BLOCK_O)
     g = tl.arange(0, GROUPS)
     k = tl.arange(0, K)
-    w_at = w_ptr + tl.minimum(o, O - 1).to(tl.int64)[:, None] * D + k[None, :]
-    scale_at = scale_ptr + (tl.program_id(0) * BLOCK_O // 128) * scale_cols + g
-    w = tl.load(w_at) if EVEN else tl.load(w_at, mask=(k < D)[None, :], other=0.0)
-    scale = tl.load(scale_at, mask=g < scale_cols, other=0.0)
-    wait_for_earlier(PDL)
-    sums = tl.zeros([BLOCK_O, K], tl.float32)
+    scale_at = scale_ptr + (tl.program_id(0) * (TILES * BLOCK_O) // 128) * scale_cols + g
+    scales = ()
     for step in tl.static_range(STEPS):
-        x = tl.load(x_ptr + step * K + k, mask=step * K + k < D, other=0.0).to(tl.float32)
-        x = tl.reshape(tl.reshape(x, [GROUPS, 128]) * scale[:, None], [K])
-        w_now = w
-        if step + 1 < STEPS:
-            at = (step + 1) * K
-            w = tl.load(w_at + at) if EVEN else tl.load(w_at + at, mask=(at + k < D)[None, :], other=0.0)
-            scale = tl.load(scale_at + at // 128, mask=at // 128 + g < scale_cols, other=0.0)
-        sums += w_now.to(tl.float32) * x[None, :]
-    let_later_begin(PDL)
-    tl.store(y_ptr + o, tl.sum(sums, 1).to(y_ptr.dtype.element_ty), mask=o < O)
+        scale = tl.load(scale_at + step * GROUPS, mask=step * GROUPS + g < scale_cols, other=0.0)
+        scales = scales + (eight_times(scale),)
+    w = tl.load(w_ptr + tl.minimum(o, O - 1).to(tl.int64)[:, None] * D + k[None, :], mask=(k < D)[None, :], other=0.0)
+    wait_for_earlier(PDL)
+    xs = ()
+    for step in tl.static_range(STEPS):
+        x = tl.load(x_ptr + step * K + k, mask=step * K + k < D, other=0.0)
+        xs = xs + (sixteens(x),)
+    for tile in tl.static_range(TILES):
+        sums = tl.zeros([BLOCK_O, K // 16], tl.float32)
+        for step in tl.static_range(STEPS):
+            now = w
+            if step + 1 < STEPS or tile + 1 < TILES:
+                row = tl.minimum(o + (step + 1) // STEPS * BLOCK_O, O - 1).to(tl.int64)
+                col = (step + 1) % STEPS * K + k
+                w = tl.load(w_ptr + row[:, None] * D + col[None, :], mask=(col < D)[None, :], other=0.0)
+            sums += partial_products(now, xs[step]) * scales[step][None, :]
+        if tile + 1 == TILES:
+            let_later_begin(PDL)
+        tl.store(y_ptr + o, tl.sum(sums, 1).to(y_ptr.dtype.element_ty), mask=o < O)
+        o += BLOCK_O
 
 
 @triton.jit
@@ -72,11 +87,11 @@ def _finish(sums, y_ptr, partial_ptr, arrivals_ptr, o, t, M, O, SPLIT: tl.conste
         let_later_begin(PDL)
         tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=here)
     else:
-        tl.store(partial_ptr + tl.program_id(2).to(tl.int64) * M * O + at, sums, mask=here)
+        tl.store(partial_ptr + tl.program_id(2) * tl.cast(M, tl.int64) * O + at, sums, mask=here)
         if last_to_arrive(arrivals_ptr, tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), SPLIT):
             total = tl.zeros_like(sums)
             for split in tl.static_range(SPLIT):
-                part = partial_ptr + split * M.to(tl.int64) * O + at
+                part = partial_ptr + split * tl.cast(M, tl.int64) * O + at
                 total += tl.load(part, mask=here, other=0.0, cache_modifier=".cg")
             tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=here)
 
@@ -99,31 +114,23 @@ def _few(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [M, O] for M <= 16. With 8 columns a product keeps to registers; for more there are two of them."""
+    """y [M, O], x as it is. With 2 warps, or 8 columns, a product's operands come from registers."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    t = tl.arange(0, 8)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tl.arange(0, 128)
     steps = tl.cdiv(scale_cols, SPLIT)
     first = tl.program_id(2) * steps
     w_at = w_ptr + tl.minimum(o, O - 1).to(tl.int64)[:, None] * D + i[None, :]
     x_at = x_ptr + t[None, :] * D + i[:, None]
     scale_at = scale_ptr + (tl.program_id(0) * BLOCK_O // 128) * scale_cols
-    low = tl.zeros([BLOCK_O, 8], tl.float32)
-    high = tl.zeros([BLOCK_O, 8], tl.float32)
+    sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
     wait_for_earlier(PDL)
     for block in tl.range(first, min(first + steps, scale_cols), num_stages=STAGES):
         inside = block * 128 + i < D
         w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)
         x = tl.load(x_at + block * 128, mask=(t < M)[None, :] & inside[:, None], other=0.0)
-        scale = tl.load(scale_at + block)
-        wide = widened(w, x)
-        low += tl.dot(wide, x, input_precision="ieee") * scale
-        if BLOCK_T == 16:
-            x = tl.load(x_at + 8 * D + block * 128, mask=(t + 8 < M)[None, :] & inside[:, None], other=0.0)
-            high += tl.dot(wide, x, input_precision="ieee") * scale
-    if BLOCK_T == 16:
-        low = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BLOCK_O, 16])
-    _finish(low, y_ptr, partial_ptr, arrivals_ptr, o, tl.arange(0, BLOCK_T), M, O, SPLIT, PDL)
+        sums += tl.dot(widened(w, x), x, input_precision="ieee") * tl.load(scale_at + block)
+    _finish(sums, y_ptr, partial_ptr, arrivals_ptr, o, t, M, O, SPLIT, PDL)
 
 
 @triton.jit
@@ -167,42 +174,51 @@ def _tiles(
 
 
 class Tiling(NamedTuple):
-    """How a kernel cuts its work: rows of W and tokens of a tile, splits of the columns, warps, stages of loads."""
+    """How a kernel cuts its work: rows of W and tokens of a tile, splits of the columns, warps, stages of loads.
+
+    For one row of x: `split` tiles of a program.
+    """
 
     block_o: int
     block_t: int = 1
     split: int = 1
     warps: int = 4
     stages: int = 4
+    quantize: bool = False
 
 
-def tiling_for(num_tokens: int, rows: int, cols: int) -> Tiling:
+def tiling_for(num_tokens: int, rows: int, cols: int, *, quantized: bool) -> Tiling:
     """What was measured as fastest on H200 (docs/performance.md); shapes between take the nearest rule."""
     if num_tokens == 1:
         return Tiling(block_o=4)
     blocks = num_blocks(cols)
-    if num_tokens <= FEW_ROWS:
+    if num_tokens <= FEW_ROWS and not quantized:
         split = max(1, min(blocks // 4, 400 // triton.cdiv(rows, 64)))
-        return Tiling(64, 8 if num_tokens <= 8 else 16, split)
+        return Tiling(32, 8 if num_tokens <= 8 else 16, split, warps=2)
     block_t = min(128, max(32, triton.next_power_of_2(num_tokens)))
     programs = triton.cdiv(rows, 64) * triton.cdiv(num_tokens, block_t)
-    return Tiling(64, block_t, max(1, min(blocks // 4, 264 // programs)))
+    return Tiling(64, block_t, max(1, min(blocks // 4, 264 // programs)), quantize=True)
 
 
-def fp8_linear(x_TD: Tensor, weight: BlockScaled, tiling: Tiling | None = None) -> Tensor:
-    """[T, O] in x's dtype."""
+def fp8_linear(
+    x_TD: Tensor,
+    weight: BlockScaled,
+    quantized: tuple[Tensor, Tensor] | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """[T, O] in x's dtype. `quantized`: what `act_quant` makes of x, where that is known."""
     data, scale = weight.check()
     (num_tokens, cols), rows = x_TD.shape, data.shape[0]
     y_TO = torch.empty(num_tokens, rows, dtype=x_TD.dtype, device=x_TD.device)
     if not num_tokens:
         return y_TO
-    tiling = tiling or tiling_for(num_tokens, rows, cols)
-    x_TD, data, scale = x_TD.contiguous(), data.contiguous(), scale.contiguous()
-    if num_tokens == 1:
-        _run_vector(x_TD, data, scale, y_TO, tiling)
+    tiling = tiling or tiling_for(num_tokens, rows, cols, quantized=quantized is not None)
+    data, scale = data.contiguous(), scale.contiguous()
+    if num_tokens == 1 and not tiling.quantize:
+        _run_vector(x_TD.contiguous(), data, scale, y_TO, tiling)
         return y_TO
-    operands = (x_TD,) if num_tokens <= FEW_ROWS else act_quant(x_TD)
-    kernel = _few if num_tokens <= FEW_ROWS else _tiles
+    operands = _columns(*(quantized or act_quant(x_TD))) if tiling.quantize else (x_TD.contiguous(),)
+    kernel = _tiles if tiling.quantize else _few
     split = tiling.split
     partial = torch.empty(split if split > 1 else 0, num_tokens, rows, dtype=torch.float32, device=x_TD.device)
     grid = (triton.cdiv(rows, tiling.block_o), triton.cdiv(num_tokens, tiling.block_t), split)
@@ -227,11 +243,16 @@ def fp8_linear(x_TD: Tensor, weight: BlockScaled, tiling: Tiling | None = None) 
     return y_TO
 
 
+def _columns(x_fp8: Tensor, x_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale column by column."""
+    return x_fp8.contiguous(), x_scale.T.contiguous()
+
+
 def _run_vector(x_1D: Tensor, data: Tensor, scale: Tensor, y_1O: Tensor, tiling: Tiling) -> None:
     rows, cols = data.shape
     # 16 bytes of a row for each thread: as many columns a step as the program's threads hold, or all of them.
     groups = min(4 * tiling.warps, triton.next_power_of_2(num_blocks(cols)))
-    _vector[(triton.cdiv(rows, tiling.block_o),)](
+    _vector[(triton.cdiv(rows, tiling.block_o * tiling.split),)](
         x_1D,
         data,
         scale,
@@ -240,9 +261,9 @@ def _run_vector(x_1D: Tensor, data: Tensor, scale: Tensor, y_1O: Tensor, tiling:
         cols,
         num_blocks(cols),
         BLOCK_O=tiling.block_o,
+        TILES=tiling.split,
         GROUPS=groups,
         STEPS=triton.cdiv(cols, groups * BLOCK),
-        EVEN=cols % (groups * BLOCK) == 0,
         num_warps=max(1, groups // 4),
         **dependent_launch(x_1D.device),
     )

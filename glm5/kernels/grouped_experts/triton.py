@@ -51,25 +51,26 @@ class Tiling(NamedTuple):
     """How the kernels cut their work: values of h and outputs of a tile, rows of a tile, tiles of a program."""
 
     way: str
-    block_f: int = 2
-    up_warps: int = 4
-    up_stages: int = 4
-    block_d: int = 16
+    block_f: int
+    up_warps: int
+    block_d: int
     down_warps: int = 4
+    up_tiles: int = 1
+    down_tiles: int = 1
+    up_stages: int = 4
     down_stages: int = 3
-    down_tiles: int = 8
     block_t: int = 8
 
 
 def tiling_for(num_tokens: int, num_pairs: int, num_experts: int) -> Tiling:
     """What was measured as fastest on H200 (docs/performance.md)."""
     if num_tokens <= VECTOR_TOKENS:
-        return Tiling("vector")
+        return Tiling("vector", block_f=2, up_warps=4, block_d=8)
     if num_tokens <= PAIR_TOKENS:
-        return Tiling("pairs", block_f=32, up_warps=2, up_stages=5, block_d=64)
+        return Tiling("pairs", block_f=64, up_warps=4, block_d=64, down_tiles=8)
     rows = max(1, num_pairs // num_experts)
     block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
-    return Tiling("tiles", up_warps=8, block_d=128, down_warps=8, block_t=block_t)
+    return Tiling("tiles", 128, 8, block_d=128, down_warps=8, down_tiles=8, block_t=block_t)
 
 
 def grouped_experts(
@@ -112,7 +113,7 @@ def _vector(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor
     slots = active + weights.has_shared
     h = torch.empty(num_tokens, slots, inner, dtype=torch.float32, device=x_TD.device)
     groups = min(4 * tiling.up_warps, triton.next_power_of_2(num_blocks(width)))
-    few.gate_up_vector[(triton.cdiv(inner, tiling.block_f), num_tokens, slots)](
+    few.gate_up_vector[(triton.cdiv(inner, tiling.block_f * tiling.up_tiles), num_tokens, slots)](
         x_TD,
         expert_TA,
         *weights.up_side(),
@@ -123,14 +124,14 @@ def _vector(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor
         A=active,
         SHARED=weights.has_shared,
         BLOCK_F=tiling.block_f,
+        TILES=tiling.up_tiles,
         GROUPS=groups,
         STEPS=triton.cdiv(width, groups * BLOCK),
-        EVEN=width % (groups * BLOCK) == 0,
         num_warps=max(1, groups // 4),
         **dependent_launch(x_TD.device),
     )
     out_TD = torch.empty_like(x_TD)
-    few.down_vector[(triton.cdiv(width, tiling.block_d), num_tokens)](
+    few.down_vector[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_tokens)](
         h,
         weight_TA,
         expert_TA,
@@ -142,6 +143,7 @@ def _vector(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor
         PAIRS=triton.next_power_of_2(active),
         SHARED=weights.has_shared,
         BLOCK_D=tiling.block_d,
+        TILES=tiling.down_tiles,
         BLOCKS=triton.next_power_of_2(num_blocks(inner)),
         num_warps=tiling.down_warps,
         **dependent_launch(x_TD.device),
@@ -217,10 +219,11 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     )
     rows = num_pairs + num_tokens
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
-    h = torch.empty(rows, inner, dtype=FP8, device=device)
-    h_scale = torch.empty(num_blocks(inner), rows, dtype=torch.float32, device=device)
+    whole = tiling.block_f == BLOCK  # then the kernel that makes h quantizes it
+    h = torch.empty(rows, inner, dtype=FP8 if whole else x_TD.dtype, device=device)
+    h_scale = torch.empty(num_blocks(inner) if whole else 0, rows, dtype=torch.float32, device=device)
     y = torch.empty(rows, width, dtype=x_TD.dtype, device=device)
-    many.gate_up_tiles[(num_blocks(inner), num_tiles + shared_tiles)](
+    many.gate_up_tiles[(triton.cdiv(inner, tiling.block_f), num_tiles + shared_tiles)](
         x_fp8,
         x_scale,
         order,
@@ -236,10 +239,14 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
         shared_tiles,
         A=active,
         BLOCK_T=block_t,
+        BLOCK_F=tiling.block_f,
         STAGES=tiling.up_stages,
         num_warps=tiling.up_warps,
         **options,
     )
+    if not whole:
+        h, scale = act_quant(h)
+        h_scale = scale.T
     many.down_tiles[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_tiles + shared_tiles)](
         h,
         h_scale,
@@ -268,6 +275,11 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
 def _weights(gate_up: Tensor | BlockScaled, down: Tensor | BlockScaled, shared: SharedExpert | None) -> Weights:
     if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
         raise ValueError("grouped_experts[triton] needs BlockScaled weights, got plain ones; use impl='reference'")
+    _, width, inner = down.data.shape
+    if width * inner % 16:
+        raise ValueError(
+            f"grouped_experts[triton] needs experts at multiples of 16 bytes, got [{width}, {inner}] of them"
+        )
     own = SharedExpert(gate_up, gate_up, down) if shared is None else shared
     return Weights(gate_up, down, own, shared is not None)
 

@@ -11,7 +11,14 @@ token's terms.
 import triton
 import triton.language as tl
 
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier, widened
+from glm5.kernels.triton_fp8 import (
+    eight_times,
+    let_later_begin,
+    partial_products,
+    sixteens,
+    wait_for_earlier,
+    widened,
+)
 
 
 @triton.jit
@@ -31,12 +38,12 @@ def gate_up_vector(
     A: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    TILES: tl.constexpr,
     GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
-    EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h [T, A + SHARED, F] = silu(gate x) * up x, float32. A program does BLOCK_F values of a pair."""
+    """h [T, A + SHARED, F] = silu(gate x) * up x, float32. A program does TILES times BLOCK_F values of a pair."""
     K: tl.constexpr = GROUPS * 128
     t = tl.program_id(1).to(tl.int64)
     a = tl.program_id(2)
@@ -52,33 +59,34 @@ def gate_up_vector(
     else:
         gate_ptr, up_ptr = shared_gate_ptr, shared_up_ptr
         gate_scale_ptr, up_scale_ptr = shared_gate_scale_ptr, shared_up_scale_ptr
-    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    f = tl.program_id(0) * (TILES * BLOCK_F) + tl.arange(0, BLOCK_F)
     g = tl.arange(0, GROUPS)
     k = tl.arange(0, K)
-    at = tl.minimum(f, F - 1).to(tl.int64)[:, None] * D + k[None, :]
-    gate_at = tl.multiple_of(gate_ptr, 16) + at
-    up_at = tl.multiple_of(up_ptr, 16) + at
-    scale_at = (tl.program_id(0) * BLOCK_F // 128) * scale_cols + g
-    gate_F = tl.zeros([BLOCK_F, K], tl.float32)
-    up_F = tl.zeros([BLOCK_F, K], tl.float32)
+    scale_at = (tl.program_id(0) * (TILES * BLOCK_F) // 128) * scale_cols + g
+    xs, gate_scales, up_scales = (), (), ()
     for step in tl.static_range(STEPS):
-        inside = (step * K + k < D)[None, :]
-        if EVEN:
-            gate = tl.load(gate_at + step * K)
-            up = tl.load(up_at + step * K)
-        else:
-            gate = tl.load(gate_at + step * K, mask=inside, other=0.0)
-            up = tl.load(up_at + step * K, mask=inside, other=0.0)
         here = step * GROUPS + g < scale_cols
         gate_scale = tl.load(gate_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
         up_scale = tl.load(up_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
-        x = tl.load(x_ptr + t * D + step * K + k, mask=step * K + k < D, other=0.0).to(tl.float32)
-        x = tl.reshape(x, [GROUPS, 128])
-        gate_F += gate.to(tl.float32) * tl.reshape(x * gate_scale[:, None], [K])[None, :]
-        up_F += up.to(tl.float32) * tl.reshape(x * up_scale[:, None], [K])[None, :]
-    gate = tl.sum(gate_F, 1)
-    h = gate / (1 + tl.exp(-gate)) * tl.sum(up_F, 1)
-    tl.store(h_ptr + (t * (A + SHARED) + a) * F + f, h, mask=f < F)
+        x = tl.load(x_ptr + t * D + step * K + k, mask=step * K + k < D, other=0.0)
+        xs = xs + (sixteens(x),)
+        gate_scales = gate_scales + (eight_times(gate_scale),)
+        up_scales = up_scales + (eight_times(up_scale),)
+    gate_ptr, up_ptr = tl.multiple_of(gate_ptr, 16), tl.multiple_of(up_ptr, 16)
+    for _ in tl.static_range(TILES):
+        row = tl.minimum(f, F - 1).to(tl.int64)[:, None] * D + k[None, :]
+        gate_F = tl.zeros([BLOCK_F, K // 16], tl.float32)
+        up_F = tl.zeros([BLOCK_F, K // 16], tl.float32)
+        for step in tl.static_range(STEPS):
+            inside = (step * K + k < D)[None, :]
+            gate = tl.load(gate_ptr + row + step * K, mask=inside, other=0.0)
+            up = tl.load(up_ptr + row + step * K, mask=inside, other=0.0)
+            gate_F += partial_products(gate, xs[step]) * gate_scales[step][None, :]
+            up_F += partial_products(up, xs[step]) * up_scales[step][None, :]
+        gate_sum = tl.sum(gate_F, 1)
+        h = gate_sum / (1 + tl.exp(-gate_sum)) * tl.sum(up_F, 1)
+        tl.store(h_ptr + (t * (A + SHARED) + a) * F + f, h, mask=f < F)
+        f += BLOCK_F
 
 
 @triton.jit
@@ -97,50 +105,63 @@ def down_vector(
     PAIRS: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [T, D]: BLOCK_D outputs of a token, all of its experts at once. PAIRS, BLOCKS: A and F / 128 rounded up.
+    """out [T, D]: TILES times BLOCK_D outputs of a token, all of its experts at once.
+
+    PAIRS and BLOCKS are A and F / 128, rounded up to powers of two.
+
 
     Weights are on their way before the kernel that makes h has ended: it did not begin before the router's had.
     """
     FP: tl.constexpr = BLOCKS * 128
     K: tl.constexpr = PAIRS * FP
     t = tl.program_id(1).to(tl.int64)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = tl.program_id(0) * (TILES * BLOCK_D) + tl.arange(0, BLOCK_D)
     a = tl.arange(0, PAIRS)
     f = tl.arange(0, FP)
     b = tl.arange(0, BLOCKS)
     k = tl.arange(0, K)
     scale_cols = tl.cdiv(F, 128)
-    scale_row = (tl.program_id(0) * BLOCK_D // 128) * scale_cols + b
-    row = tl.minimum(d, D - 1).to(tl.int64)[:, None] * F
+    scale_row = (tl.program_id(0) * (TILES * BLOCK_D) // 128) * scale_cols + b
     expert = tl.load(expert_ptr + t * A + a, mask=a < A, other=0).to(tl.int64)
     start = tl.reshape(tl.broadcast_to(expert[:, None] * F * D, [PAIRS, FP]), [K])
     # As one row of all experts' values; the hints keep loads of 16 bytes.
-    start = tl.multiple_of(tl.max_constancy(start, [FP]), [16])
+    start = tl.multiple_of(tl.max_constancy(start, [FP]), [16]) + k % FP
     here = (k // FP < A) & (k % FP < F)
-    w = tl.load(w_ptr + row + (start + k % FP)[None, :], mask=here[None, :], other=0.0)
+    row = tl.minimum(d, D - 1).to(tl.int64)[:, None] * F
+    w = tl.load(w_ptr + row + start[None, :], mask=here[None, :], other=0.0)
+    if SHARED:
+        shared_w = tl.load(shared_ptr + row + f[None, :], mask=(f < F)[None, :], other=0.0)
+        shared_scale = tl.load(shared_scale_ptr + scale_row, mask=b < scale_cols, other=0.0)
     scale = tl.load(
         scale_ptr + expert[:, None] * tl.cdiv(D, 128) * scale_cols + scale_row[None, :],
         mask=(a < A)[:, None] & (b < scale_cols)[None, :],
         other=0.0,
     )
     scale *= tl.load(weight_ptr + t * A + a, mask=a < A, other=0.0)[:, None]
-    if SHARED:
-        shared_w = tl.load(shared_ptr + row + f[None, :], mask=(f < F)[None, :], other=0.0)
-        shared_scale = tl.load(shared_scale_ptr + scale_row, mask=b < scale_cols, other=0.0)
+    scale = eight_times(tl.reshape(scale, [PAIRS * BLOCKS]))
     wait_for_earlier(PDL)
     h_at = h_ptr + t * (A + SHARED) * F
-    h = tl.load(h_at + (k // FP) * F + k % FP, mask=here, other=0.0)
-    h = tl.reshape(tl.reshape(h, [PAIRS * BLOCKS, 128]) * tl.reshape(scale, [PAIRS * BLOCKS])[:, None], [K])
-    y = tl.sum(w.to(tl.float32) * h[None, :], 1)
+    h = sixteens(tl.load(h_at + (k // FP) * F + k % FP, mask=here, other=0.0))
     if SHARED:
-        h = tl.load(h_at + A * F + f, mask=f < F, other=0.0)
-        h = tl.reshape(tl.reshape(h, [BLOCKS, 128]) * shared_scale[:, None], [FP])
-        y += tl.sum(shared_w.to(tl.float32) * h[None, :], 1)
-    let_later_begin(PDL)
-    tl.store(out_ptr + t * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
+        shared_h = tl.load(h_at + A * F + f, mask=f < F, other=0.0)
+        shared_h = tl.reshape(tl.reshape(shared_h, [BLOCKS, 128]) * shared_scale[:, None], [FP])
+    for tile in tl.static_range(TILES):
+        y = tl.sum(partial_products(w, h) * scale[None, :], 1)
+        if SHARED:
+            y += tl.sum(shared_w.to(tl.float32) * shared_h[None, :], 1)
+        if tile + 1 < TILES:
+            row = tl.minimum(d + BLOCK_D, D - 1).to(tl.int64)[:, None] * F
+            w = tl.load(w_ptr + row + start[None, :], mask=here[None, :], other=0.0)
+            if SHARED:
+                shared_w = tl.load(shared_ptr + row + f[None, :], mask=(f < F)[None, :], other=0.0)
+        else:
+            let_later_begin(PDL)
+        tl.store(out_ptr + t * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
+        d += BLOCK_D
 
 
 @triton.jit
@@ -297,5 +318,5 @@ def combine(y_ptr, out_ptr, T, D, A: tl.constexpr, SHARED: tl.constexpr, BLOCK_D
     for a in tl.static_range(A):
         total += tl.load(y_ptr + (t * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
     if SHARED:
-        total += tl.load(y_ptr + (T.to(tl.int64) * A + t) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        total += tl.load(y_ptr + (tl.cast(T, tl.int64) * A + t) * D + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)

@@ -95,10 +95,13 @@ def gate_up_tiles(
     shared_tiles,
     A: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h [rows, F] in FP8 with a scale for 128 values (column by column) = silu(gate x) * up x. 128 values a program."""
+    """h [rows, F] = silu(gate x) * up x, BLOCK_F values a program: in FP8 with a scale for 128 (column by column) where
+    a program has so many; else in h's dtype.
+    """
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     expert, first, count = _tile(tile_ptr, tl.program_id(1), T, A, shared_tiles, BLOCK_T)
@@ -106,7 +109,7 @@ def gate_up_tiles(
         return
     r = tl.arange(0, BLOCK_T)
     i = tl.arange(0, 128)
-    f = tl.program_id(0) * 128 + tl.arange(0, 128)
+    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     here = r < count
     scale_rows = tl.cdiv(F, 128)
     if expert < 0:
@@ -123,10 +126,10 @@ def gate_up_tiles(
     at = tl.minimum(f, F - 1).to(tl.int64)[:, None] * D + i[None, :]
     gate_at = tl.multiple_of(gate_ptr, 16) + at
     up_at = tl.multiple_of(up_ptr, 16) + at
-    scale_at = tl.program_id(0) * scale_cols
+    scale_at = (tl.program_id(0) * BLOCK_F // 128) * scale_cols
     x_at = x_ptr + token.to(tl.int64)[None, :] * D + i[:, None]
-    gate = tl.zeros([128, BLOCK_T], tl.float32)
-    up = tl.zeros([128, BLOCK_T], tl.float32)
+    gate = tl.zeros([BLOCK_F, BLOCK_T], tl.float32)
+    up = tl.zeros([BLOCK_F, BLOCK_T], tl.float32)
     for block in tl.range(scale_cols, num_stages=STAGES):
         inside = block * 128 + i < D
         gate_w = tl.load(gate_at + block * 128, mask=inside[None, :], other=0.0)
@@ -137,11 +140,14 @@ def gate_up_tiles(
         up += tl.dot(up_w, x) * (x_scale * tl.load(up_scale_ptr + scale_at + block))[None, :]
     h = gate / (1 + tl.exp(-gate)) * up
     h = tl.where((f < F)[:, None], h, 0.0)
-    h_fp8, h_scale = quantized(tl.trans(h), 1)
     row = first + r
     h_at = h_ptr + row.to(tl.int64)[:, None] * F + f[None, :]
-    tl.store(h_at, h_fp8, mask=here[:, None] & (f < F)[None, :])
-    tl.store(h_scale_ptr + tl.program_id(0) * rows + row, tl.reshape(h_scale, [BLOCK_T]), mask=here)
+    if BLOCK_F == 128:
+        h_fp8, h_scale = quantized(tl.trans(h), 1)
+        tl.store(h_at, h_fp8, mask=here[:, None] & (f < F)[None, :])
+        tl.store(h_scale_ptr + tl.program_id(0) * rows + row, tl.reshape(h_scale, [BLOCK_T]), mask=here)
+    else:
+        tl.store(h_at, tl.trans(h).to(h_ptr.dtype.element_ty), mask=here[:, None] & (f < F)[None, :])
 
 
 @triton.jit

@@ -61,6 +61,7 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
             PAIRS=triton.next_power_of_2(width // 2),
             BLOCK_H=block_h,
             num_warps=1,
+            enable_fp_fusion=False,  # would skip a rounding
             **dependent_launch(x.device),
         )
     return out.view(x.shape)
