@@ -14,7 +14,21 @@ from glm5 import __version__
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.serve import ServeConfig
-from glm5.serve import admin, anthropic, chat, completions, documents, errors, health, models, pages, tokens, watch
+from glm5.serve import (
+    admin,
+    anthropic,
+    chat,
+    completions,
+    documents,
+    errors,
+    health,
+    models,
+    pages,
+    sglang,
+    sglang_info,
+    tokens,
+    watch,
+)
 from glm5.serve.access import Access
 from glm5.serve.disconnect import CancelOnDisconnect
 from glm5.serve.figures import Figures
@@ -51,7 +65,7 @@ def create_app(
     metered = MeteredEngine(engine, figures, limits, bounds, shows, tracing)
     service = Service(metered, template, tokenizer, names, config.model, state, figures, config.profile_dir)
     app.state.service, app.state.probe = service, health.Probe()
-    for part in (chat, completions, anthropic, tokens, models, health, watch, admin, pages):
+    for part in (chat, completions, anthropic, sglang, sglang_info, tokens, models, health, watch, admin, pages):
         app.include_router(part.router)
     documents.install(app)
     errors.install(app)
