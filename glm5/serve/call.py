@@ -4,6 +4,7 @@ The middleware makes a `Call` and lays it where the request's own tasks find it:
 the name of its caller by every API, though none passes the caller on.
 """
 
+import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -33,6 +34,12 @@ def caller() -> Tenant:
     """Whose request it is; anyone's outside of one."""
     call = current()
     return ANYONE if call is None else call.tenant
+
+
+def answer_id(prefix: str, own: str | None = None) -> str:
+    """The name of an answer: after what the client calls its request, in the body (`own`) or in X-Request-Id."""
+    call = current()
+    return f"{prefix}{own or (uuid.uuid4().hex if call is None else call.id)}"
 
 
 def begin(call: Call) -> None:

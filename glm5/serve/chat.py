@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -12,6 +11,7 @@ from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
 from glm5.serve.body import body_of, described
+from glm5.serve.call import answer_id
 from glm5.serve.chat_answer import ChatAnswer
 from glm5.serve.chat_body import ChatBody
 from glm5.serve.errors import ApiError, envelope, named
@@ -66,8 +66,8 @@ def _prepare(body: ChatBody, service: Service) -> Job:
     names = {"structured_outputs": wanted_by, "prompt": "messages", "max_tokens": body.limit}
     names["logprobs"] = "top_logprobs"
     budget, names["thinking_token_budget"] = body.budget
-    prompt = prompted(conversation_of(body, service).wanting(wanted), service)
     with named(names):
+        prompt = prompted(conversation_of(body, service).wanting(wanted), service)
         params = body.params(
             service,
             max_tokens=_max_tokens(body, prompt, service),
@@ -77,9 +77,8 @@ def _prepare(body: ChatBody, service: Service) -> Job:
             # Text that a model writes is shown as it is, unless asked otherwise: here tags and roles matter.
             skip_special_tokens=bool(body.skip_special_tokens),
         )
-    answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
-    return Job(answer_id, prompt.ids, params, options, prompt.reader, names=names)
+    return Job(answer_id("chatcmpl-", body.request_id), prompt.ids, params, options, prompt.reader, names=names)
 
 
 def _max_tokens(body: ChatBody, prompt: Prompt, service: Service) -> int:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,6 +12,7 @@ from fastapi.responses import Response
 from glm5.common.errors import RequestError
 from glm5.engine.asking import Options
 from glm5.serve.body import body_of, described
+from glm5.serve.call import answer_id
 from glm5.serve.chat import failed
 from glm5.serve.completions_answer import Asked, CompletionAnswer
 from glm5.serve.completions_body import CompletionBody, TextOrIds
@@ -30,12 +30,12 @@ _read = body_of(CompletionBody)
 @router.post("/v1/completions", response_model=None, openapi_extra=described(CompletionBody, streams=True))
 async def completions(body: CompletionBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
     """Go on with one or more prompts, as a stream of chunks or in one piece."""
-    answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
-    prompts, jobs = await asyncio.to_thread(_prepare, body, service, answer_id)
+    name = answer_id("cmpl-", body.request_id)
+    prompts, jobs = await asyncio.to_thread(_prepare, body, service, name)
     for job in jobs:
         check(job, service)
     speller = Speller(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
-    answer = CompletionAnswer(body, answer_id, body.model or service.model_names[0], prompts, speller)
+    answer = CompletionAnswer(body, name, body.model or service.model_names[0], prompts, speller)
     if body.stream:
         return await EventStream.begun(_events(jobs, service, answer), failed=failed)
     usages = _usages(jobs)
@@ -44,7 +44,7 @@ async def completions(body: CompletionBody = Depends(_read), service: Service = 
     return Response(json.dumps(answer.whole(parts, _total(usages, body))), media_type="application/json")
 
 
-def _prepare(body: CompletionBody, service: Service, answer_id: str) -> tuple[list[Asked], list[Job]]:
+def _prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[Asked], list[Job]]:
     body.check()
     wanted, wanted_by = body.constraint()
     prompts = [_asked_of(prompt, service) for prompt in body.prompts()]
@@ -60,7 +60,7 @@ def _prepare(body: CompletionBody, service: Service, answer_id: str) -> tuple[li
                 structured_outputs=wanted,
             )
         options = Options(priority=body.priority, cache_salt=body.cache_salt)
-        job_id = answer_id if len(prompts) == 1 else f"{answer_id}-{number}"
+        job_id = name if len(prompts) == 1 else f"{name}_{number}"
         jobs.append(Job(job_id, asked.ids, params, options, names=names))
     return prompts, jobs
 

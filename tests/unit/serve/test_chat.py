@@ -175,6 +175,19 @@ def test_content_may_come_in_parts_and_null_means_not_given(http, engine):
     assert "<|user|>one two<|assistant|>" in engine.tokenizer.decode(engine.prompt_ids)
 
 
+def test_an_answer_is_named_after_its_request(http, engine):
+    engine.script = "</think>x"
+    for body, headers, name in (
+        ({"request_id": "mine"}, {}, "chatcmpl-mine"),
+        ({}, {"x-request-id": "theirs"}, "chatcmpl-theirs"),
+        ({"request_id": "mine"}, {"x-request-id": "theirs"}, "chatcmpl-mine"),
+    ):
+        answer = http.post("/v1/chat/completions", json={"messages": ASK, **body}, headers=headers)
+        assert answer.json()["id"] == name
+    ids = {http.post("/v1/chat/completions", json={"messages": ASK}).json()["id"] for _ in range(2)}
+    assert len(ids) == 2
+
+
 def test_an_error_after_the_first_chunk_is_the_last_event(client, engine):
     engine.script, engine.fails = "abc", RuntimeError("secret")
     with pytest.raises(openai.APIError, match="internal error") as caught:

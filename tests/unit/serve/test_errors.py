@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from glm5.chat.template import ChatTemplate
-from glm5.common.errors import EngineDead
+from glm5.common.errors import EngineDead, MissingExtra
 from glm5.serve.app import create_app
 from glm5.serve.chat_body import ChatBody
 from glm5.serve.server import bind, serving
@@ -274,6 +274,16 @@ def test_an_engine_that_died(http, engine, monkeypatch):
         answer = post(http, {"messages": ASK, "stream": stream})
         assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_stopped")
         assert "MemoryError: no room" in error_of(answer)["message"]
+
+
+def test_what_needs_a_package_that_is_not_there(http, engine, monkeypatch):
+    def check(*_, **__):
+        raise MissingExtra("structured_outputs need the package 'xgrammar': run  pip install 'glm5[grammar]'")
+
+    monkeypatch.setattr(engine, "check", check)
+    answer = post(http, {"messages": ASK, "guided_regex": "a"})
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "not_installed")
+    assert "pip install 'glm5[grammar]'" in error_of(answer)["message"]
 
 
 def test_health(http, engine):
