@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -68,7 +69,7 @@ class Calls:
 
             folder = hand_over(source)
         else:
-            folder = Path(source).expanduser().absolute()
+            folder = Path(os.path.expanduser(source)).absolute()  # which leaves "~nobody" as it is
         is_ours = isinstance(source, Mapping)
 
         def make(call_id: int) -> UpdateWeightsCall:

@@ -1,9 +1,13 @@
 """Admin routes: what each asks of the engine, what it refuses, and that nothing unknown passes."""
 
+import json
+
 import pytest
 
 from glm5.common.errors import CheckpointError, EngineDead, GlmError, RequestError
+from glm5.serve.admin import NewWeights, Nothing, Pause, Profile, Release, Sleep
 from tests.support.serving import bearer, key, scripted, served
+from tests.unit.serve.test_fuzz import value
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +135,26 @@ def test_the_document_of_the_admin_routes(http):
     assert {"model_path", "flush_cache", "abort_all_requests", "weight_version"} <= fields["schema"][
         "properties"
     ].keys()
+
+
+@pytest.mark.parametrize("kind", [Nothing, Pause, Release, Sleep, NewWeights, Profile])
+def test_any_value_in_any_setting(http, rng, kind):
+    paths = {
+        Nothing: "/continue_generation",
+        Pause: "/pause_generation",
+        Release: "/wake_up",
+        Sleep: "/sleep",
+        NewWeights: "/update_weights_from_disk",
+        Profile: "/stop_profile",
+    }
+    names = [*kind.model_fields, *kind.refused, *sorted(kind.meaningless), "other"]
+    for turn in range(60):
+        settings = {rng.choice(names): value(rng) for _ in range(rng.randrange(4))}
+        if turn % 3:
+            answer = http.post(paths[kind], content=json.dumps(settings), headers={"content-type": "application/json"})
+        else:
+            query = {name: str(one)[:300].replace("\udcff", "") for name, one in settings.items()}
+            answer = http.post(paths[kind], params=query)
+        assert answer.status_code in (200, 400, 404), (settings, answer.text)
+        if answer.status_code != 200:
+            assert answer.json()["error"]["message"], settings
