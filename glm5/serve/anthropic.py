@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from glm5.chat.message import Message
 from glm5.common.errors import RequestError
 from glm5.engine.sampling.params import StructuredOutputsParams
-from glm5.serve.anthropic_answer import MessageAnswer
+from glm5.serve.anthropic_answer import MessageAnswer, joined
 from glm5.serve.anthropic_body import CountBody, MessagesBody, PromptFields
 from glm5.serve.anthropic_input import messages_of, tools_of
 from glm5.serve.body import body_of, described
@@ -43,7 +43,7 @@ async def messages(
         return await EventStream.begun(_events(job, service, answer, usage), failed=failed, ping=PING)
     async with aclosing(steps(job, service, usage)) as found:
         events = [each async for step in found for each in answer.events(step, usage)]
-    return Response(json.dumps(answer.joined(iter(events))), media_type="application/json")
+    return Response(json.dumps(joined(events)), media_type="application/json")
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=described(CountBody))

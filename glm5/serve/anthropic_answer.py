@@ -8,16 +8,21 @@ A block of thinking ends with a signature.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from glm5.chat.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from glm5.serve.generation import Step, Usage
 from glm5.serve.sealed import mark, seal
+from glm5.serve.segments import Begun, Ended, Grown, Segment, Segments
 
 WireEvent = dict[str, Any]
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
@@ -38,10 +43,7 @@ class MessageAnswer:
         self._omits_thinking = omits_thinking
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._is_begun = False
-        self._num_blocks = 0
-        self._open: str | None = None  # the type of the block that grows: the last one
-        self._thought: list[str] = []
-        self._blank = ""  # white space that becomes text when text follows it
+        self._segments = Segments()
 
     def events(self, step: Step, usage: Usage) -> Iterator[WireEvent]:
         """What a step adds; the first one begins the message, the last one ends it."""
@@ -49,95 +51,70 @@ class MessageAnswer:
             self._is_begun = True
             ending = {"stop_reason": None, "stop_sequence": None, "usage": usage_dict(usage)}
             yield {"type": "message_start", "message": {**self._head, "content": [], **ending}}
-        for event in step.events:
-            match event:
-                case ReasoningDelta(text):
-                    yield from self._grow_thinking(text)
-                case ContentDelta(text):
-                    yield from self._grow_text(text)
-                case ToolCallStart(_, call_id, name):
-                    block_id = f"toolu_{call_id.removeprefix('call_')}"
-                    yield from self._begin({"type": "tool_use", "id": block_id, "name": name, "input": {}})
-                case ToolCallArguments(_, text):
-                    yield self._delta({"type": "input_json_delta", "partial_json": text})
-                case ToolCallEnd():
-                    yield from self._end_block()
+        for segment in self._segments.read(step.events):
+            yield from self._written(segment)
         if step.finish_reason is not None:
-            yield from self._finish(step, usage)
+            for segment in self._segments.finish(is_whole=True):
+                yield from self._written(segment)
+            yield {"type": "message_delta", "delta": _ending(step), "usage": usage_dict(usage)}
+            yield {"type": "message_stop"}
 
-    def joined(self, events: Iterator[WireEvent]) -> dict[str, Any]:
-        """The message that these events of all its steps spell."""
-        message: dict[str, Any] = {}
-        arguments: dict[int, str] = {}
-        for event in events:
-            match event:
-                case {"type": "message_start"}:
-                    message = event["message"]
-                case {"type": "content_block_start"}:
-                    message["content"].append(dict(event["content_block"]))
-                case {"type": "content_block_delta", "index": index, "delta": delta}:
-                    if delta["type"] == "input_json_delta":
-                        arguments[index] = arguments.get(index, "") + delta["partial_json"]
-                    else:
-                        name = delta["type"].removesuffix("_delta")
-                        message["content"][index][name] += delta[name]
-                case {"type": "message_delta"}:
-                    message |= event["delta"] | {"usage": event["usage"]}
-                case _:
-                    pass
-        for index, text in arguments.items():
-            message["content"][index]["input"] = _parsed(text)
-        return message
+    def _written(self, segment: Segment) -> Iterator[WireEvent]:
+        match segment:
+            case Begun(index):
+                yield {"type": "content_block_start", "index": index, "content_block": _empty(segment)}
+            case Grown(index, kind, text):
+                if kind != "reasoning" or not self._omits_thinking:
+                    name, field = _DELTAS[kind]
+                    yield {"type": "content_block_delta", "index": index, "delta": {"type": name, field: text}}
+            case Ended(index, kind, text):
+                if kind == "reasoning":
+                    signature = seal(text) if self._omits_thinking else mark(text)
+                    delta = {"type": "signature_delta", "signature": signature}
+                    yield {"type": "content_block_delta", "index": index, "delta": delta}
+                yield {"type": "content_block_stop", "index": index}
 
-    def _grow_thinking(self, text: str) -> Iterator[WireEvent]:
-        if self._open != "thinking":
-            yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
-        self._thought.append(text)
-        if not self._omits_thinking:
-            yield self._delta({"type": "thinking_delta", "thinking": text})
 
-    def _grow_text(self, text: str) -> Iterator[WireEvent]:
-        if self._open != "text":
-            text, self._blank = self._blank + text, ""
-            if text.isspace():
-                self._blank = text
-                return
-            yield from self._begin({"type": "text", "text": ""})
-        yield self._delta({"type": "text_delta", "text": text})
+def joined(events: Iterable[WireEvent]) -> dict[str, Any]:
+    """The message that all events of an answer spell."""
+    message: dict[str, Any] = {}
+    arguments: dict[int, str] = {}
+    for event in events:
+        match event:
+            case {"type": "message_start"}:
+                message = event["message"]
+            case {"type": "content_block_start"}:
+                message["content"].append(dict(event["content_block"]))
+            case {"type": "content_block_delta", "index": index, "delta": {"type": "input_json_delta"} as delta}:
+                arguments[index] = arguments.get(index, "") + delta["partial_json"]
+            case {"type": "content_block_delta", "index": index, "delta": delta}:
+                field = delta["type"].removesuffix("_delta")
+                message["content"][index][field] += delta[field]
+            case {"type": "message_delta"}:
+                message |= event["delta"] | {"usage": event["usage"]}
+            case _:
+                pass
+    for index, text in arguments.items():
+        message["content"][index]["input"] = _parsed(text)
+    return message
 
-    def _begin(self, block: dict[str, Any]) -> Iterator[WireEvent]:
-        yield from self._end_block()
-        self._open, self._blank = block["type"], ""
-        self._num_blocks += 1
-        yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
-    def _end_block(self) -> Iterator[WireEvent]:
-        if self._open is None:
-            return
-        if self._open == "thinking":
-            thought, self._thought = "".join(self._thought), []
-            signature = seal(thought) if self._omits_thinking else mark(thought)
-            yield self._delta({"type": "signature_delta", "signature": signature})
-        self._open = None
-        yield {"type": "content_block_stop", "index": self._index}
+def _empty(begun: Begun) -> dict[str, Any]:
+    if begun.call is not None:
+        block_id = f"toolu_{begun.call.id.removeprefix('call_')}"
+        return {"type": "tool_use", "id": block_id, "name": begun.call.name, "input": {}}
+    if begun.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
 
-    def _finish(self, step: Step, usage: Usage) -> Iterator[WireEvent]:
-        yield from self._end_block()
-        is_stopped = isinstance(step.stop_reason, str)
-        reason = step.finish_reason or ""
-        delta = {
-            "stop_reason": "stop_sequence" if is_stopped else _STOP_REASONS.get(reason, reason),
-            "stop_sequence": step.stop_reason if is_stopped else None,
-        }
-        yield {"type": "message_delta", "delta": delta, "usage": usage_dict(usage)}
-        yield {"type": "message_stop"}
 
-    @property
-    def _index(self) -> int:
-        return self._num_blocks - 1
-
-    def _delta(self, delta: dict[str, Any]) -> WireEvent:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+def _ending(step: Step) -> dict[str, Any]:
+    is_stopped = isinstance(step.stop_reason, str)
+    reason = step.finish_reason or ""
+    return {
+        "stop_reason": "stop_sequence" if is_stopped else _STOP_REASONS.get(reason, reason),
+        "stop_sequence": step.stop_reason if is_stopped else None,
+    }
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
