@@ -98,7 +98,11 @@ class MeteredEngine:
             raise RequestError(f"max_tokens is {params.max_tokens}; allowed: up to {most}", "max_tokens")
         self.engine.check(prompt_ids, params, **options)
         if (call := current()) is not None and call.places:
-            self.limits.grow(call, params.n)
+            try:
+                self.limits.grow(call, params.n)
+            except ApiError as error:
+                self.figures.refused.add(1, error.code or str(error.status))
+                raise
 
     @asynccontextmanager
     async def generate(

@@ -19,6 +19,7 @@ from glm5.serve.state import ServerState
 # For clients that do not read the end of their answer.
 GOODBYE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
+_IDLE_SECONDS = 75  # longer than proxies keep a connection that they may use again
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 
@@ -124,7 +125,14 @@ class _Server(uvicorn.Server):
         # h11 and asyncio are always there: the same server on every machine.
         super().__init__(
             uvicorn.Config(
-                app, http="h11", loop="asyncio", ws="none", lifespan="off", log_config=None, access_log=False
+                app,
+                http="h11",
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=_IDLE_SECONDS,
             )
         )
         self.settled = threading.Event()

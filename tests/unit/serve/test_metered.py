@@ -104,6 +104,7 @@ def test_prompts_are_cached_under_the_salt_of_their_caller():
 def test_places_are_taken_for_every_answer():
     limits = Limits(4)
     engine = metered(scripted("x"), limits)
+    refused = engine.figures.refused
 
     async def asked(num_prompts, n):
         call = Call("1")
@@ -121,6 +122,7 @@ def test_places_are_taken_for_every_answer():
     with pytest.raises(ApiError, match="the request asks for 6 answers; allowed: 4"):
         asyncio.run(asked(3, 2))
     assert limits.num_places == 0
+    assert refused.value("400") == 1
     engine.check([1], SamplingParams(n=100))  # nobody's request: no limit
 
 
