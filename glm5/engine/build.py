@@ -181,6 +181,8 @@ def _copies(config: EngineConfig, cache: KVCache) -> CopyQueue | None:
         "torch": torch.__version__,
         "layout": cache.layout,
     }
+    if config.deterministic:
+        facts["arithmetic"] = _arithmetic(cache.device)
     parts = cache.parts()
     layout = layout_of(parts, facts)
     num_bytes = max(int(config.kv_offloading_size * _GIB), _STAGED_PAGES * layout.num_bytes)
@@ -189,6 +191,13 @@ def _copies(config: EngineConfig, cache: KVCache) -> CopyQueue | None:
     if config.kv_disk_dir is not None:
         disk = DiskTier(config.kv_disk_dir, int(config.kv_disk_size * _GIB), layout)
     return CopyQueue(page_io(parts), host, disk, num_workers=_COPY_WORKERS)
+
+
+def _arithmetic(device: torch.device) -> str:
+    """Where the same operations give the same bits: a kind of GPU, or a CPU's instructions and threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[[], Tokenizer]) -> Vocabulary:

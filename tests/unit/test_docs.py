@@ -26,7 +26,8 @@ def code_pieces(text: str) -> list[str]:
 
 def missing_paths(text: str) -> list[str]:
     """Paths that do not exist. `<op>` stands for any name, and `model/moe` for glm5/model/moe.py."""
-    words = [word for piece in code_pieces(text) for word in piece.split()]
+    # The name of a command is no path, though there be a folder of that name.
+    words = [word for piece in code_pieces(text) for word in re.sub(r"^glm5 [\w-]+", "", piece).split()]
     missing: list[str] = []
     for word in words + re.findall(r"\]\(([^)#:]+)", text):
         path = word.strip("'\",.;:()").removeprefix("./").rstrip("/")

@@ -191,6 +191,22 @@ def check(got: Sequence[Outcome], want: Sequence[Outcome]) -> None:
     assert not unlike, f"{len(unlike)} differences, the first in answer {unlike[0][:2000]}"
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_pages_of_other_arithmetic_are_no_hits_in_deterministic_mode(
+    deterministic, model, checkpoint, tmp_path, monkeypatch
+):
+    """With another number of threads a sum may have other bits. Default mode takes what it finds."""
+    monkeypatch.setattr(RestoreCost, "num_pages", lambda _self, tiers, _page_size: len(tiers))
+    request = Request([*range(4, 70)], SamplingParams(max_tokens=None, temperature=0.0), 1, 2)
+    num_found: list[int] = []
+    for num_threads in (1, 1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
+        with RealCore(model, checkpoint, deterministic=deterministic, kv_disk_dir=str(tmp_path)) as engine:
+            engine.answer([request])
+            num_found.append(engine.hits["disk"])
+    assert num_found == [0, 64, 0 if deterministic else 64]
+
+
 def test_what_is_compared_says_something(requests, alone):
     """Answers of all kinds of endings, with all their log-probabilities, no two alike."""
     assert {outcome.reason for outcome in alone} == {"stop", "length"}
