@@ -1,6 +1,7 @@
 """`glm5 serve`: a server for one model, under OpenAI's, Anthropic's and SGLang's APIs."""
 
 import argparse
+import importlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     program = _Program(settings, keys, ServerState(), None if endpoint is None else Tracing.to(endpoint))
     with bind(settings.host, settings.port, settings.client_timeout) as listener:
         house = House(
+            prepare=program.prepare,
             start=program.start,
             make_app=program.make_app,
             replace=program.replace,
@@ -74,6 +76,10 @@ class _Program:
     def __init__(self, settings: ServeConfig, keys: "KeyRing", state: "ServerState", tracing: "Tracing | None"):
         self.settings, self.keys, self.state, self.tracing = settings, keys, state, tracing
         self._app: Any = None
+
+    def prepare(self) -> None:
+        for name in ("glm5.checkpoint.resolve", "glm5.engine.async_engine", "glm5.serve.app"):
+            importlib.import_module(name)  # and torch and FastAPI with them
 
     def start(self) -> "AsyncEngine":
         from glm5.engine.async_engine import AsyncEngine

@@ -45,10 +45,15 @@ class Killable(Engine, Protocol):
 
 @dataclass(frozen=True)
 class House:
-    """What a server is made of. `start` loads and warms an engine, or raises GlmError; `make_app` is called with the
-    first one, `replace` with every later one. `say` tells a person what happens. `pause`: seconds by which the wait
-    before a start grows, each time that an engine does not last."""
+    """What a server is made of.
 
+    `prepare` imports what `start` needs: some modules catch everything at import, a signal's exception too. `start`
+    loads and warms an engine, or raises GlmError. `make_app` is called with the first one, `replace` with every later
+    one. `say` tells a person what happens. `pause`: seconds by which the wait before a start grows, each time that an
+    engine does not last.
+    """
+
+    prepare: Callable[[], None]
     start: Callable[[], Killable]
     make_app: Callable[[Any], ASGIApp]
     replace: Callable[[Any], None]
@@ -71,6 +76,7 @@ def run(house: House, listener: socket.socket) -> None:
         server.start()
         try:
             house.say(f"starting; {server.url}/health says 503 until the model answers")
+            house.prepare()
             front.app = house.make_app(keeper.start())
             house.state.not_serving = None
             house.say(f"listening on {server.url}")
@@ -97,9 +103,11 @@ class _Signals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Within the block a signal raises: KeyboardInterrupt, or SystemExit for SIGTERM."""
+        """Within the block a signal raises KeyboardInterrupt, or SystemExit for SIGTERM. So does one of before."""
         self._interrupts = True
         try:
+            if self.level != RUNNING:
+                self._interrupt()
             yield
         finally:
             self._interrupts = False
@@ -108,8 +116,11 @@ class _Signals:
         first = STOP if number == signal.SIGINT else DRAIN
         self.level = first if self.level == RUNNING else KILL
         if self._interrupts:
-            self._interrupts = False
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(0)
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._interrupts = False  # once: what is interrupted may take a moment to end
+        raise SystemExit(0) if self.level == DRAIN else KeyboardInterrupt
 
     def wait(self, seconds: float) -> bool:
         """Whether a signal has come, after so many seconds at most."""

@@ -32,7 +32,9 @@ class Program:
         self.engines, self.started, self.said = list(engines), [], []
         self.app = None
         self.listening = threading.Event()
-        self.house = House(self.start, self.make_app, self.replace, self.say, ServerState(), pause=0.0, **settings)
+        self.house = House(
+            lambda: None, self.start, self.make_app, self.replace, self.say, ServerState(), pause=0.0, **settings
+        )
 
     def start(self):
         engine = self.engines.pop(0)
@@ -244,6 +246,20 @@ def test_signals_interrupt_a_start(number, error, again):
     assert signal.getsignal(number) is not None
     if again:
         assert first.is_closed
+
+
+def test_a_signal_before_the_start_interrupts_it_too():
+    program = Program(scripted())
+    say = program.say
+
+    def say_and_end(line):
+        say(line)
+        signal.raise_signal(signal.SIGTERM)
+
+    program.house = replace(program.house, say=say_and_end)
+    with bind("127.0.0.1", 0) as listener, pytest.raises(SystemExit):
+        supervise.run(program.house, listener)
+    assert not program.started
 
 
 def test_a_model_that_cannot_be_loaded_is_the_caller_s_to_tell():
