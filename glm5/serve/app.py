@@ -24,6 +24,7 @@ from glm5.serve import (
     health,
     models,
     pages,
+    responses,
     sglang,
     sglang_info,
     tokens,
@@ -65,7 +66,8 @@ def create_app(
     metered = MeteredEngine(engine, figures, limits, bounds, shows, tracing)
     service = Service(metered, template, tokenizer, names, config.model, state, figures, config.profile_dir)
     app.state.service, app.state.probe = service, health.Probe()
-    for part in (chat, completions, anthropic, sglang, sglang_info, tokens, models, health, watch, admin, pages):
+    apis = (chat, completions, responses, anthropic, sglang, sglang_info, tokens)
+    for part in (*apis, models, health, watch, admin, pages):
         app.include_router(part.router)
     documents.install(app)
     errors.install(app)
@@ -77,7 +79,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id", "Anthropic-Version"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

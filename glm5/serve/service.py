@@ -17,6 +17,7 @@ from glm5.engine.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import Policy
 from glm5.serve.figures import Figures
+from glm5.serve.responses_store import ResponseStore
 from glm5.serve.running import Running
 from glm5.serve.state import ServerState
 
@@ -68,6 +69,7 @@ class Service:
     # Names of unknown request fields that were logged already.
     logged_fields: set[str] = field(default_factory=set)
     running: Running = field(default_factory=Running)
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
 
 def get_service(request: Request) -> Service:
