@@ -47,26 +47,6 @@ def last_to_arrive(arrivals_ptr, tile, COUNT: tl.constexpr):
 
 
 @triton.jit
-def quantized(x, BLOCKS: tl.constexpr):
-    """(x / scale in e4m3, scale) of rows [R, BLOCKS * 128] in float32, a scale for 128 values: [R, BLOCKS]."""
-    ROWS: tl.constexpr = x.shape[0]
-    x = tl.reshape(x, [ROWS, BLOCKS, BLOCK])
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 2), 1e-4), tl.full([ROWS, BLOCKS], 448.0, tl.float32))
-    # The quotient, correctly rounded: one division for 128 values, and what its product leaves.
-    inverse = tl.div_rn(tl.full([ROWS, BLOCKS], 1.0, tl.float32), scale)[:, :, None]
-    near = x * inverse
-    wide = tl.broadcast_to(scale[:, :, None], [ROWS, BLOCKS, BLOCK])
-    near = tl.fma(tl.fma(-near, wide, x), tl.broadcast_to(inverse, [ROWS, BLOCKS, BLOCK]), near)
-    x = tl.clamp(near, -448.0, 448.0)
-    if _CUTS:
-        # 3 bits of fraction, or below 2^-6 multiples of 2^-9, which are the last bits beside 1.5 * 2^14.
-        bits = x.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
-    return tl.reshape(x.to(tl.float8e4nv), [ROWS, BLOCKS * BLOCK]), scale
-
-
-@triton.jit
 def sixteens(x):
     """A row [K] in float32, as [K / 16, 16]: what a thread has of it, beside its 16 bytes of weights."""
     return tl.reshape(x.to(tl.float32), [x.shape[0] // 16, 16])
@@ -76,6 +56,39 @@ def sixteens(x):
 def eight_times(scale):
     """Scales [G] of 128 values as those of 16, [8 G]."""
     return tl.reshape(tl.broadcast_to(scale[:, None], [scale.shape[0], 8]), [scale.shape[0] * 8])
+
+
+@triton.jit
+def scale_of(amax):
+    """(scale, 1 / scale) of values up to amax."""
+    scale = tl.div_rn(tl.maximum(amax, 1e-4), tl.full(amax.shape, 448.0, tl.float32))
+    return scale, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def quotient(x, scale, inverse):
+    """x / scale in e4m3, all three of one shape: the quotient is rounded correctly, without a division of its own."""
+    near = x * inverse
+    near = tl.fma(tl.fma(-near, scale, x), inverse, near)
+    near = tl.clamp(near, -448.0, 448.0)
+    if _CUTS:
+        # 3 bits of fraction, or below 2^-6 multiples of 2^-9, which are the last bits beside 1.5 * 2^14.
+        bits = near.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        near = tl.where(tl.abs(near) < 0.015625, (near + 24576.0) - 24576.0, normal)
+    return near.to(tl.float8e4nv)
+
+
+@triton.jit
+def quantized_row(x):
+    """A row [K] in float32 as e4m3 [K] and a scale for 128 values, [K / 128]. A thread has 16 values or more."""
+    K: tl.constexpr = x.shape[0]
+    x = tl.reshape(x, [K // 16, 16])
+    amax = tl.max(tl.reshape(tl.max(tl.abs(x), 1), [K // 128, 8]), 1)
+    scale, inverse = scale_of(amax)
+    wide = tl.broadcast_to(eight_times(scale)[:, None], [K // 16, 16])
+    inverse = tl.broadcast_to(eight_times(inverse)[:, None], [K // 16, 16])
+    return tl.reshape(quotient(x, wide, inverse), [K]), scale
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8, num_blocks
-from glm5.kernels.triton_fp8 import let_later_begin, quantized, wait_for_earlier
+from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
 _GROUPS = 16  # of a program
@@ -20,9 +20,9 @@ def _act_quant(x_ptr, out_ptr, scale_ptr, D, stride_x, stride_t, stride_b, GROUP
     wait_for_earlier(PDL)
     x = tl.load(x_ptr + t * stride_x + d, mask=d < D, other=0.0).to(tl.float32)
     let_later_begin(PDL)
-    x_fp8, scale = quantized(x[None, :], GROUPS)
-    tl.store(out_ptr + t * D + d, tl.reshape(x_fp8, [GROUPS * 128]), mask=d < D)
-    tl.store(scale_ptr + t * stride_t + b * stride_b, tl.reshape(scale, [GROUPS]), mask=b * 128 < D)
+    x_fp8, scale = quantized_row(x)
+    tl.store(out_ptr + t * D + d, x_fp8, mask=d < D)
+    tl.store(scale_ptr + t * stride_t + b * stride_b, scale, mask=b * 128 < D)
 
 
 def act_quant(x_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from glm5.kernels.triton_fp8 import (
 from glm5.kernels.triton_support import arrivals, dependent_launch
 
 FEW_ROWS = 16  # up to here x is not quantized
+_MULTIPROCESSORS = 132  # of an H100 or H200: splits fill them once
 
 
 @triton.jit
@@ -188,16 +189,18 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int, rows: int, cols: int, *, quantized: bool) -> Tiling:
-    """What was measured as fastest on H200 (docs/performance.md); shapes between take the nearest rule."""
-    if num_tokens == 1:
-        return Tiling(block_o=4)
+    """What was measured as fastest on an H200 (docs/performance.md); shapes between take the nearest rule."""
     blocks = num_blocks(cols)
+    if num_tokens == 1:
+        return Tiling(block_o=4, split=2 if rows >= 6144 and blocks <= 16 else 1)
     if num_tokens <= FEW_ROWS and not quantized:
-        split = max(1, min(blocks // 4, 400 // triton.cdiv(rows, 64)))
-        return Tiling(32, 8 if num_tokens <= 8 else 16, split, warps=2)
-    block_t = min(128, max(32, triton.next_power_of_2(num_tokens)))
+        tiles = triton.cdiv(rows, 32)
+        split = 1 if tiles >= 192 else max(1, min(blocks // 4, 8, 512 // tiles))
+        return Tiling(32, 8 if num_tokens <= 8 else 16, split, warps=2, stages=6 if split == 1 else 4)
+    block_t = min(128, max(16, triton.next_power_of_2(num_tokens)))
     programs = triton.cdiv(rows, 64) * triton.cdiv(num_tokens, block_t)
-    return Tiling(64, block_t, max(1, min(blocks // 4, 264 // programs)), quantize=True)
+    split = max(1, min(blocks // 4, _MULTIPROCESSORS // programs))
+    return Tiling(64, block_t, split, stages=6 if block_t <= 64 else 4, quantize=True)
 
 
 def fp8_linear(

@@ -21,8 +21,9 @@ from glm5.kernels.grouped_experts import triton_many as many
 from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.triton_support import dependent_launch
 
-VECTOR_TOKENS = 2
+VECTOR_TOKENS = 4
 PAIR_TOKENS = 32
+_CHUNK = 256  # pairs that one program of the plan places
 
 
 class Weights(NamedTuple):
@@ -63,14 +64,17 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int, num_pairs: int, num_experts: int) -> Tiling:
-    """What was measured as fastest on H200 (docs/performance.md)."""
+    """What was measured as fastest on an H200 (docs/performance.md)."""
+    if num_tokens == 1:
+        return Tiling("vector", block_f=4, up_warps=2, block_d=8)
     if num_tokens <= VECTOR_TOKENS:
-        return Tiling("vector", block_f=2, up_warps=4, block_d=8)
+        return Tiling("vector", block_f=2, up_warps=4, block_d=8, up_tiles=2)
     if num_tokens <= PAIR_TOKENS:
-        return Tiling("pairs", block_f=64, up_warps=4, block_d=64, down_tiles=8)
-    rows = max(1, num_pairs // num_experts)
+        return Tiling("pairs", 64, 4, block_d=64, down_tiles=8, up_stages=6 if num_tokens <= 16 else 4)
+    rows = num_pairs // num_experts
     block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
-    return Tiling("tiles", 128, 8, block_d=128, down_warps=8, down_tiles=8, block_t=block_t)
+    stages = 5 if block_t == 16 else 3
+    return Tiling("tiles", 128, 8, block_d=128, down_warps=8, down_tiles=8, up_stages=stages, block_t=block_t)
 
 
 def grouped_experts(
@@ -202,28 +206,14 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     num_pairs, block_t, device = num_tokens * active, tiling.block_t, x_TD.device
     options = dependent_launch(device)
     x_fp8, x_scale = act_quant(x_TD)
-    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    num_tiles = min(num_pairs, num_experts + num_pairs // block_t)
-    tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=device)
-    many.plan[(num_experts,)](
-        expert_TA,
-        order,
-        tiles,
-        num_pairs,
-        num_tiles,
-        E=num_experts,
-        EXPERTS=triton.next_power_of_2(num_experts + 1),
-        BLOCK_T=block_t,
-        CHUNK=min(4096, max(128, triton.next_power_of_2(num_pairs))),
-        **options,
-    )
+    order, tiles = _plan(expert_TA, num_experts, block_t)
     rows = num_pairs + num_tokens
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
     whole = tiling.block_f == BLOCK  # then the kernel that makes h quantizes it
     h = torch.empty(rows, inner, dtype=FP8 if whole else x_TD.dtype, device=device)
     h_scale = torch.empty(num_blocks(inner) if whole else 0, rows, dtype=torch.float32, device=device)
     y = torch.empty(rows, width, dtype=x_TD.dtype, device=device)
-    many.gate_up_tiles[(triton.cdiv(inner, tiling.block_f), num_tiles + shared_tiles)](
+    many.gate_up_tiles[(triton.cdiv(inner, tiling.block_f), len(tiles) + shared_tiles)](
         x_fp8,
         x_scale,
         order,
@@ -247,7 +237,7 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     if not whole:
         h, scale = act_quant(h)
         h_scale = scale.T
-    many.down_tiles[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_tiles + shared_tiles)](
+    many.down_tiles[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), len(tiles) + shared_tiles)](
         h,
         h_scale,
         order,
@@ -270,6 +260,34 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
         **options,
     )
     return y
+
+
+def _plan(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
+    """Pairs in the order of their experts [T * A], and as many tiles [.., 3] as there may have to be."""
+    device, num_pairs = expert_TA.device, expert_TA.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty(min(num_pairs, num_experts + num_pairs // block_t), 3, dtype=torch.int32, device=device)
+    chunks, experts = triton.cdiv(num_pairs, _CHUNK), triton.next_power_of_2(num_experts + 1)
+    counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
+    options = dependent_launch(device)
+    many.count[(chunks,)](expert_TA, counts, num_pairs, EXPERTS=experts, CHUNK=_CHUNK, **options)
+    many.plan[(chunks,)](
+        expert_TA,
+        counts,
+        order,
+        tiles,
+        num_pairs,
+        chunks,
+        len(tiles),
+        E=num_experts,
+        EXPERTS=experts,
+        BLOCK_T=block_t,
+        CHUNK=_CHUNK,
+        TILES=triton.next_power_of_2(triton.cdiv(len(tiles), chunks)),
+        num_warps=8,
+        **options,
+    )
+    return order, tiles
 
 
 def _weights(gate_up: Tensor | BlockScaled, down: Tensor | BlockScaled, shared: SharedExpert | None) -> Weights:

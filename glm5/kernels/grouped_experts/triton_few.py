@@ -294,15 +294,18 @@ def down_pairs(
             weight = tl.full([8], 1.0, tl.float32)
         h_at = h_ptr + pair.to(tl.int64)[None, :] * F + i[:, None]
         y_at = y_ptr + pair.to(tl.int64)[None, :] * D + d[:, None]
+        hs = ()
+        for block in tl.static_range(BLOCKS):
+            inside = block * 128 + i < F
+            hs = hs + (tl.load(h_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0),)
         for step in tl.range(first, last, num_stages=STAGES):
             row = tl.minimum(step * BLOCK_D + d, D - 1).to(tl.int64)
             y = tl.zeros([BLOCK_D, 8], tl.float32)
             for block in tl.static_range(BLOCKS):
                 inside = block * 128 + i < F
                 w = tl.load(at_ptr + row[:, None] * F + block * 128 + i[None, :], mask=inside[None, :], other=0.0)
-                h = tl.load(h_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0)
                 scale = tl.load(at_scale_ptr + (step * BLOCK_D // 128) * BLOCKS + block)
-                y += tl.dot(widened(w, h), h, input_precision="ieee") * scale
+                y += tl.dot(widened(w, hs[block]), hs[block], input_precision="ieee") * scale
             stored = here[None, :] & (step * BLOCK_D + d < D)[:, None]
             tl.store(y_at + step * BLOCK_D, y * weight[None, :], mask=stored)
 

@@ -8,54 +8,70 @@ in that order (h), its terms of the sum in the pairs' own order (y), where `comb
 import triton
 import triton.language as tl
 
-from glm5.kernels.triton_fp8 import let_later_begin, quantized, wait_for_earlier
+from glm5.kernels.triton_fp8 import let_later_begin, quotient, scale_of, wait_for_earlier
+
+
+@triton.jit
+def count(expert_ptr, count_ptr, num_pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """count [chunks, EXPERTS]: how many of a chunk's pairs each expert has; what is beyond the pairs, the last one."""
+    j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    experts = tl.load(expert_ptr + j, mask=j < num_pairs, other=EXPERTS - 1)
+    tl.store(count_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(experts, EXPERTS))
 
 
 @triton.jit
 def plan(
     expert_ptr,
+    count_ptr,
     order_ptr,
     tile_ptr,
     num_pairs,
+    num_chunks,
     num_tiles,
     E: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program e: e's pairs into `order`, and e's tiles, (expert, first position, rows); the last one fills up.
+    """Places a chunk's pairs in `order`, and writes TILES of the tiles: (expert, first position, rows), or no rows.
 
-    EXPERTS: E rounded up to a power of two, and more than E: what lies beyond the pairs counts as expert E.
+    EXPERTS: a power of two greater than E.
     """
-    e = tl.program_id(0)
-    j = tl.arange(0, CHUNK)
-    all_experts = tl.arange(0, EXPERTS)
+    e = tl.arange(0, EXPERTS)
+    c = tl.arange(0, 16)
+    i = tl.arange(0, CHUNK)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    counts = tl.zeros([EXPERTS], tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        experts = tl.load(expert_ptr + start + j, mask=start + j < num_pairs, other=E)
-        counts += tl.histogram(experts, EXPERTS)
-    counts = tl.where(all_experts < E, counts, 0)
-    tiles = (counts + BLOCK_T - 1) // BLOCK_T
-    first = tl.sum(tl.where(all_experts < e, counts, 0))
-    count = tl.sum(tl.where(all_experts == e, counts, 0))
-    first_tile = tl.sum(tl.where(all_experts < e, tiles, 0))
+    earlier = tl.zeros([EXPERTS], tl.int32)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, num_chunks, 16):
+        at = count_ptr + (start + c)[:, None] * EXPERTS + e[None, :]
+        counts = tl.load(at, mask=(start + c < num_chunks)[:, None] & (e < E)[None, :], other=0)
+        total += tl.sum(counts, 0)
+        earlier += tl.sum(tl.where((start + c < tl.program_id(0))[:, None], counts, 0), 0)
+    first = tl.cumsum(total) - total
 
-    at = first
-    for start in range(0, num_pairs, CHUNK):
-        experts = tl.load(expert_ptr + start + j, mask=start + j < num_pairs, other=E)
-        mine = (experts == e).to(tl.int32)
-        tl.store(order_ptr + at + tl.cumsum(mine) - 1, start + j, mask=mine > 0)
-        at += tl.sum(mine)
-    for tile in range(tl.cdiv(count, BLOCK_T)):
-        tl.store(tile_ptr + (first_tile + tile) * 3, e)
-        tl.store(tile_ptr + (first_tile + tile) * 3 + 1, first + tile * BLOCK_T)
-        tl.store(tile_ptr + (first_tile + tile) * 3 + 2, min(BLOCK_T, count - tile * BLOCK_T))
-    if e == E - 1:
-        for tile in range(tl.sum(tiles), num_tiles):
-            tl.store(tile_ptr + tile * 3 + 2, 0)
+    j = tl.program_id(0) * CHUNK + i
+    expert = tl.load(expert_ptr + j, mask=j < num_pairs, other=EXPERTS - 1)
+    alike = (expert[:, None] == expert[None, :]) & (i[None, :] < i[:, None])
+    rank = tl.sum(alike.to(tl.int32), 1)
+    tl.store(order_ptr + tl.gather(first + earlier, expert, 0) + rank, j, mask=j < num_pairs)
+
+    tiles = (total + BLOCK_T - 1) // BLOCK_T
+    end = tl.cumsum(tiles)
+    n = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    owner = tl.sum((end[None, :] <= n[:, None]).to(tl.int32), 1)
+    mine = owner[:, None] == e[None, :]
+    before = tl.sum(tl.where(mine, (end - tiles)[None, :], 0), 1)
+    begin = tl.sum(tl.where(mine, first[None, :], 0), 1) + (n - before) * BLOCK_T
+    rows = tl.sum(tl.where(mine, total[None, :], 0), 1) - (n - before) * BLOCK_T
+    tl.store(tile_ptr + n * 3, owner, mask=n < num_tiles)
+    tl.store(tile_ptr + n * 3 + 1, begin, mask=n < num_tiles)
+    tl.store(tile_ptr + n * 3 + 2, tl.where(owner < E, tl.minimum(rows, BLOCK_T), 0), mask=n < num_tiles)
 
 
 @triton.jit
@@ -143,9 +159,10 @@ def gate_up_tiles(
     row = first + r
     h_at = h_ptr + row.to(tl.int64)[:, None] * F + f[None, :]
     if BLOCK_F == 128:
-        h_fp8, h_scale = quantized(tl.trans(h), 1)
-        tl.store(h_at, h_fp8, mask=here[:, None] & (f < F)[None, :])
-        tl.store(h_scale_ptr + tl.program_id(0) * rows + row, tl.reshape(h_scale, [BLOCK_T]), mask=here)
+        h_scale, inverse = scale_of(tl.max(tl.abs(h), 0))
+        h_fp8 = quotient(h, tl.broadcast_to(h_scale[None, :], h.shape), tl.broadcast_to(inverse[None, :], h.shape))
+        tl.store(h_at, tl.trans(h_fp8), mask=here[:, None] & (f < F)[None, :])
+        tl.store(h_scale_ptr + tl.program_id(0) * rows + row, h_scale, mask=here)
     else:
         tl.store(h_at, tl.trans(h).to(h_ptr.dtype.element_ty), mask=here[:, None] & (f < F)[None, :])
 
@@ -199,6 +216,11 @@ def down_tiles(
     at_ptr = tl.multiple_of(at_ptr, 16)
     h_at = h_ptr + row[None, :] * F + i[:, None]
     y_at = y_ptr + pair.to(tl.int64)[None, :] * D + d[:, None]
+    hs, h_scales = (), ()
+    for block in tl.static_range(BLOCKS):
+        inside = block * 128 + i < F
+        hs = hs + (tl.load(h_at + block * 128, mask=inside[:, None], other=0.0),)
+        h_scales = h_scales + (tl.load(h_scale_ptr + block * rows + row) * weight,)
     start = tl.program_id(0) * TILES
     for step in tl.range(start, min(start + TILES, tl.cdiv(D, BLOCK_D)), num_stages=STAGES):
         output = tl.minimum(step * BLOCK_D + d, D - 1).to(tl.int64)
@@ -206,8 +228,7 @@ def down_tiles(
         for block in tl.static_range(BLOCKS):
             inside = block * 128 + i < F
             w = tl.load(at_ptr + output[:, None] * F + block * 128 + i[None, :], mask=inside[None, :], other=0.0)
-            h = tl.load(h_at + block * 128, mask=inside[:, None], other=0.0)
             scale = tl.load(at_scale_ptr + (step * BLOCK_D // 128) * BLOCKS + block)
-            y += tl.dot(w, h) * (tl.load(h_scale_ptr + block * rows + row) * scale)[None, :]
+            y += tl.dot(w, hs[block]) * (h_scales[block] * scale)[None, :]
         stored = here[None, :] & (step * BLOCK_D + d < D)[:, None]
-        tl.store(y_at + step * BLOCK_D, (y * weight[None, :]).to(y_ptr.dtype.element_ty), mask=stored)
+        tl.store(y_at + step * BLOCK_D, y.to(y_ptr.dtype.element_ty), mask=stored)

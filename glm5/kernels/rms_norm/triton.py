@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8, num_blocks
-from glm5.kernels.triton_fp8 import let_later_begin, quantized, wait_for_earlier
+from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -45,9 +45,9 @@ def _rms_norm(
     tl.store(out_ptr + t * D + d, out, mask=d < D)
     if QUANTIZE:
         b = tl.arange(0, BLOCK_D // 128)
-        out_fp8, scale = quantized(out.to(tl.float32)[None, :], BLOCK_D // 128)
-        tl.store(fp8_ptr + t * D + d, tl.reshape(out_fp8, [BLOCK_D]), mask=d < D)
-        tl.store(scale_ptr + t + b * stride_b, tl.reshape(scale, [BLOCK_D // 128]), mask=b * 128 < D)
+        out_fp8, scale = quantized_row(out.to(tl.float32))
+        tl.store(fp8_ptr + t * D + d, out_fp8, mask=d < D)
+        tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < D)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
