@@ -33,11 +33,21 @@ def of_anthropic(answer: dict) -> int:
     return answer["usage"]["cache_read_input_tokens"]
 
 
+def of_responses(answer: dict) -> int:
+    return answer["usage"]["input_tokens_details"]["cached_tokens"]
+
+
+def of_sglang(answer: dict) -> int:
+    return answer["meta_info"]["cached_tokens"]
+
+
 # path, body, tokens that were found in the cache
 ROUTES = [
     (CHAT, {"messages": MESSAGES, "max_tokens": 2}, of_openai),
     ("/v1/completions", {"prompt": LONG, "max_tokens": 2}, of_openai),
+    ("/v1/responses", {"input": LONG, "max_output_tokens": 16}, of_responses),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2}, of_anthropic),
+    ("/generate", {"text": LONG, "sampling_params": {"max_new_tokens": 2}}, of_sglang),
 ]
 
 
@@ -66,7 +76,7 @@ def test_a_key_finds_its_own_prompts_and_no_other_s(found):
     assert found("boss") == 0
 
 
-@pytest.mark.parametrize("found", ROUTES[:2], indirect=True, ids=lambda route: route[0])
+@pytest.mark.parametrize("found", [ROUTES[0], ROUTES[1]], indirect=True, ids=lambda route: route[0])
 def test_no_salt_of_one_s_own_leads_to_another_s_prompts(found):
     salt = KeyRing(KEYS).find("alice").salt
     assert found("alice") == 0
