@@ -8,8 +8,11 @@ import random
 
 import pytest
 
+from glm5.serve.anthropic_body import CountBody, MessagesBody
 from glm5.serve.chat_body import ChatBody
 from glm5.serve.completions_body import CompletionBody
+from glm5.serve.responses_body import ResponsesBody
+from glm5.serve.sglang_body import AbortBody, GenerateBody
 from glm5.serve.tokens import DetokenizeBody, TokenizeBody
 from tests.unit.serve.asking import ASK
 
@@ -18,6 +21,11 @@ ROUTES = {
     "/v1/completions": (CompletionBody, {"prompt": "x"}),
     "/tokenize": (TokenizeBody, {"messages": ASK}),
     "/detokenize": (DetokenizeBody, {"tokens": [1]}),
+    "/v1/responses": (ResponsesBody, {"input": "x"}),
+    "/v1/messages": (MessagesBody, {"messages": ASK, "max_tokens": 5}),
+    "/v1/messages/count_tokens": (CountBody, {"messages": ASK}),
+    "/generate": (GenerateBody, {"text": "x"}),
+    "/abort_request": (AbortBody, {"rid": "x"}),
 }
 ATOMS = [None, True, False, 0, 1, -1, 7, 2**31, 2**63, 2**70, 0.5, -1e300, 1e-300, "", "x", "auto", "\u00fc\U0001f600",
          "a" * 300, "\x00", "</think>", "none", "required", "high", "json_object", "function"]  # fmt: skip
@@ -55,6 +63,51 @@ def test_any_value_in_any_field(http, engine, rng, path):
             assert len(error["message"]) < 1000, body
         statuses.add(answer.status_code)
     assert statuses >= {200, 400}
+
+
+BLOCKS = ["text", "image", "document", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference"]
+ITEMS = [
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "item_reference",
+    "input_text",
+    "computer_call",
+]
+INNER = ["text", "content", "id", "name", "input", "tool_use_id", "thinking", "signature", "is_error", "tool_name",
+         "role", "call_id", "output", "arguments", "summary", "encrypted_content", "status", "refusal"]  # fmt: skip
+
+
+def block(rng: random.Random, kinds: list[str], depth: int = 0):
+    fields = {name: value(rng, 4) for name in rng.sample(INNER, 6)} | {"text": "x", "id": "i", "name": "n"}
+    if depth < 2:
+        inner = [block(rng, kinds, depth + 1) for _ in range(rng.randrange(3))]
+        fields[rng.choice(["content", "output", "summary"])] = inner
+    return {"type": rng.choice(kinds), **fields}
+
+
+def message(rng: random.Random, kinds: list[str]):
+    return {"role": rng.choice(["user", "assistant", "system"]), "content": [block(rng, kinds) for _ in range(2)]}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_any_block_of_a_conversation(http, engine, rng, path):
+    engine.script = "</think>x<|user|>"
+    statuses = set()
+    for number in range(2 * NUM_REQUESTS):
+        kinds, most = (BLOCKS, rng.randrange(1, 4)) if path == "/v1/messages" else (ITEMS, rng.randrange(1, 3))
+        kinds = rng.sample(kinds, rng.randrange(1, 4)) if number % 2 else kinds[:1]
+        if path == "/v1/messages":
+            body = {"messages": [*ASK, *(message(rng, kinds) for _ in range(most))], "max_tokens": 5}
+        else:
+            body = {"input": [*ASK, *(rng.choice((block, message))(rng, kinds) for _ in range(most))]}
+        answer = http.post(path, json=body)
+        assert answer.status_code in (200, 400), (body, answer.text)
+        statuses.add(answer.status_code)
+        if answer.status_code == 400:
+            assert len(answer.json()["error"]["message"]) < 1000, body
+    assert statuses == {200, 400}
 
 
 def tool(rng: random.Random):
