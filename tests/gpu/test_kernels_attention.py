@@ -30,7 +30,8 @@ CASES = {
 POOLS = ["bfloat16", "fp8"]
 # Relative RMS; inputs are rounded before both runs. Attention rounds p, the result and widened FP8 latents to bfloat16,
 # scores are sums of exact products in float32.
-ATTENTION_BUDGET, LSE_BUDGET, SCORE_BUDGET = 5e-3, 1e-4, 1e-5
+ATTENTION_BUDGET, SCORE_BUDGET = 5e-3, 1e-5
+LSE_BUDGET = {"bfloat16": 1e-5, "fp8": 1e-2}
 REPEATS = 20
 
 
@@ -129,7 +130,7 @@ def test_attention(name, kind, num_heads, gen):
         with poisoned():
             got = sparse_mla(q, pool, keys, *at, **opts)
         assert_same(got[0], want[0], ATTENTION_BUDGET)
-        assert_same(got[1], want[1], LSE_BUDGET)
+        assert_same(got[1], want[1], LSE_BUDGET[kind])
         for _ in range(REPEATS):
             for again, first in zip(sparse_mla(q, pool, keys, *at, **opts), got, strict=True):
                 assert torch.equal(again, first)
@@ -151,6 +152,8 @@ def test_selection(name, kind, gen):
         keys = select_keys(q, pool, w, *at, top_k=K, scale=0.088)
     assert_same(score, want, SCORE_BUDGET)
     assert torch.equal(keys, top_k(score, K, impl="reference"))
+    if len(w) == 1:
+        return
     w[:, -1] *= 1.01  # the control: one head of 32
     wrong, seen = index_score(q, pool, w, *at, scale=0.088), want.isfinite()
     assert rel_rms(wrong[seen], want[seen]) > 10 * SCORE_BUDGET
@@ -167,7 +170,9 @@ def test_selection_by_groups_is_the_same(name, gen):
     first = select(q, pool, w, *at, top_k=K, scale=0.088)
     for _ in range(REPEATS):
         assert torch.equal(select(q, pool, w, *at, top_k=K, scale=0.088), first)
-        assert torch.equal(select(q, pool, w, *at, top_k=K, scale=0.088, longest=100), first)
+        for num_groups in (1, 1000):  # of 64 keys and of a few
+            by_groups = select(q, pool, w, *at, top_k=K, scale=0.088, longest=100, num_groups=num_groups)
+            assert torch.equal(by_groups, first)
 
 
 @pytest.mark.parametrize("levels", [2, 300, 1 << 24])

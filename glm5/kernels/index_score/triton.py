@@ -13,8 +13,9 @@ from torch import Tensor
 
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool
 
-_BLOCK_S = 128
+_BLOCK_S = 64  # keys at a time: rows of the smallest product of a warp group
 _QUERIES = 8  # of a prompt, that read the same keys
+_PROGRAMS = 1056  # at most, for a query or a few: eight a multiprocessor
 
 
 @triton.jit
@@ -27,7 +28,8 @@ def _score(
     row_ptr,
     end_ptr,
     score_ptr,
-    best_ptr,
+    fine_ptr,
+    coarse_ptr,
     num_queries,
     num_columns,
     page_stride,
@@ -35,7 +37,8 @@ def _score(
     scale_page_stride,
     scale_row_stride,
     score_stride,
-    best_stride,
+    fine_stride,
+    coarse_stride,
     scale,
     J: tl.constexpr,
     I: tl.constexpr,
@@ -44,10 +47,11 @@ def _score(
     BLOCK_J: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    GROUP: tl.constexpr,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """score[t, s] of the blocks that a query sees, -inf behind its end; and the best of every GROUP of them, if any."""
+    """score[t, s] of the blocks that a query sees, -inf behind its end; if COARSE, the largest of groups, too."""
     tile, share, num_shares = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     query = tl.arange(0, QUERIES)
     t_Q = (tile * QUERIES + query).to(tl.int64)
@@ -81,11 +85,16 @@ def _score(
             score_SQ = tl.where(s[:, None] < end_Q[None, :], score_SQ, float("-inf"))
             at = score_ptr + t_Q[None, :] * score_stride
             tl.store(at + s[:, None], score_SQ, mask=mine_Q[None, :] & (s[:, None] < num_columns * Z))
-            if GROUP:
-                best_GQ = tl.max(tl.reshape(score_SQ, [BLOCK_S // GROUP, GROUP, QUERIES]), axis=1)
-                g = block * (BLOCK_S // GROUP) + tl.arange(0, BLOCK_S // GROUP)
-                at = best_ptr + t_Q[None, :] * best_stride
-                tl.store(at + g[:, None], best_GQ, mask=mine_Q[None, :] & (g[:, None] < best_stride))
+            if COARSE:
+                fine_GQ = tl.max(tl.reshape(score_SQ, [BLOCK_S // FINE, FINE, QUERIES]), axis=1)
+                g = block * (BLOCK_S // FINE) + tl.arange(0, BLOCK_S // FINE)
+                at = fine_ptr + t_Q[None, :] * fine_stride
+                tl.store(at + g[:, None], fine_GQ, mask=mine_Q[None, :] & (g[:, None] < fine_stride))
+            if COARSE > FINE:
+                coarse_GQ = tl.max(tl.reshape(fine_GQ, [BLOCK_S // COARSE, COARSE // FINE, QUERIES]), axis=1)
+                g = block * (BLOCK_S // COARSE) + tl.arange(0, BLOCK_S // COARSE)
+                at = coarse_ptr + t_Q[None, :] * coarse_stride
+                tl.store(at + g[:, None], coarse_GQ, mask=mine_Q[None, :] & (g[:, None] < coarse_stride))
 
 
 def index_score(
@@ -94,7 +103,7 @@ def index_score(
     """As `reference.index_score`, without a gradient. Raises ValueError for pools that it cannot read."""
     num_keys = page_table_BN.shape[1] * key_PZI.shape[1]
     score_TS = q_TJI.new_full((q_TJI.shape[0], num_keys), float("-inf"), dtype=torch.float32)
-    score_visible(q_TJI, key_PZI, w_TJ, page_table_BN, row_T, end_T, score_TS, None, scale=scale, group=0)
+    score_visible(q_TJI, key_PZI, w_TJ, page_table_BN, row_T, end_T, score_TS, scale=scale)
     return score_TS
 
 
@@ -106,14 +115,17 @@ def score_visible(
     row_T: Tensor,
     end_T: Tensor,
     score_TS: Tensor,
-    best_TG: Tensor | None,
+    fine_TG: Tensor | None = None,
+    coarse_TG: Tensor | None = None,
     *,
     scale: float,
-    group: int,
+    fine: int = 0,
+    coarse: int = 0,
 ) -> None:
-    """Writes the scores of what each query sees into `score_TS`, and into `best_TG` the best of every `group` of them.
+    """Writes the scores of what each query sees into `score_TS`, and the largest of every `fine` and `coarse` of them.
 
-    Of the rest, only what shares a block with it is written.
+    `fine_TG` and `coarse_TG` may be one, if their groups are. Of what a query does not see, only what shares a block
+    with what it does is written. Raises ValueError for pools that it cannot read.
     """
     num_queries, J, I = q_TJI.shape
     if isinstance(key_PZI, Fp8Latents):
@@ -127,8 +139,9 @@ def score_visible(
     queries = _QUERIES if crowded else 1
     block_j = max(16 // queries, triton.next_power_of_2(J))
     tiles = triton.cdiv(num_queries, queries)
-    num_blocks = triton.cdiv(score_TS.shape[1], _BLOCK_S)
-    _score[(max(1, min(num_blocks, 528 // tiles)), tiles)](
+    shares = max(1, min(triton.cdiv(score_TS.shape[1], _BLOCK_S), _PROGRAMS // tiles))
+    fine_TG, coarse_TG = (score_TS if x is None else x for x in (fine_TG, coarse_TG))
+    _score[(shares, tiles)](
         q_TJI.contiguous(),
         data,
         data if key_scale is None else key_scale,
@@ -137,7 +150,8 @@ def score_visible(
         row_T,
         end_T,
         score_TS,
-        score_TS if best_TG is None else best_TG,
+        fine_TG,
+        coarse_TG,
         num_queries,
         page_table_BN.shape[1],
         data.stride(0),
@@ -145,7 +159,8 @@ def score_visible(
         0 if key_scale is None else key_scale.stride(0),
         0 if key_scale is None else key_scale.stride(1),
         score_TS.stride(0),
-        0 if best_TG is None else best_TG.stride(0),
+        fine_TG.stride(0),
+        coarse_TG.stride(0),
         scale,
         J=J,
         I=I,
@@ -154,8 +169,9 @@ def score_visible(
         BLOCK_J=block_j,
         BLOCK_I=max(16, triton.next_power_of_2(I)),
         BLOCK_S=_BLOCK_S,
-        GROUP=0 if best_TG is None else group,
+        FINE=fine,
+        COARSE=coarse,
         IS_FP8=key_scale is not None,
-        num_warps=8 if crowded else 4,
+        num_warps=4,
         num_stages=3,
     )

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.index_score.triton import score_visible
-from glm5.kernels.top_k.triton import GROUP, best_of
+from glm5.kernels.top_k.triton import GROUPS, LONGEST, Groups, best_of
 
 _SCORES = 1 << 26  # of a piece of the queries: 256 MB
-_LONG = 16384  # keys, from which on the best of groups are looked at first
 
 
 @torch.no_grad()
@@ -23,18 +22,26 @@ def select_keys(
     *,
     top_k: int,
     scale: float,
-    longest: int = _LONG,
+    longest: int = LONGEST,
+    num_groups: int = GROUPS,
 ) -> Tensor:
-    """As `reference.select_keys`. Rows of more than `longest` keys go through groups (`top_k/triton.py`)."""
+    """As `reference.select_keys`. Rows of more than `longest` keys go through groups of them (`top_k/triton.py`)."""
     num_keys = page_table_BN.shape[1] * key_PZI.shape[1]
+    groups = Groups.of(num_keys, num_groups) if num_keys > longest else Groups(1, 1)
     step = max(1, _SCORES // max(1, num_keys))
     pieces = zip(*(x.split(step) for x in (q_TJI, w_TJ, row_T, end_T)), strict=True)
     parts = []
     for q, w, row, end in pieces:
         score_TS = q.new_empty(len(q), num_keys, dtype=torch.float32)
-        best_TG = None
-        if num_keys > longest:
-            best_TG = q.new_empty(len(q), triton.cdiv(num_keys, GROUP), dtype=torch.float32)
-        score_visible(q, key_PZI, w, page_table_BN, row, end, score_TS, best_TG, scale=scale, group=GROUP)
-        parts.append(best_of(score_TS, best_TG, end, top_k))
+        where = q, key_PZI, w, page_table_BN, row, end, score_TS
+        if groups.coarse == 1:
+            score_visible(*where, scale=scale)
+            parts.append(best_of(score_TS, None, None, end, groups, top_k))
+            continue
+        fine_TG = q.new_empty(len(q), triton.cdiv(num_keys, groups.fine), dtype=torch.float32)
+        coarse_TG = fine_TG
+        if groups.coarse > groups.fine:
+            coarse_TG = q.new_empty(len(q), triton.cdiv(num_keys, groups.coarse), dtype=torch.float32)
+        score_visible(*where, fine_TG, coarse_TG, scale=scale, fine=groups.fine, coarse=groups.coarse)
+        parts.append(best_of(score_TS, fine_TG, coarse_TG, end, groups, top_k))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

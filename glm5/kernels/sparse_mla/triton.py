@@ -1,19 +1,19 @@
 """sparse_mla on a GPU, in Triton: split over keys, merged in a fixed order.
 
-A program has a share of the keys of one query, or, where every visible key is read, of a few queries in a row. Keys are
-the rows of both products, as the tensor cores want at least 64 rows and a rank may hold 8 heads:
+A program has a share of the keys of one query, or, where every visible key is read, of a few queries in a row; its rows
+are (query, head) pairs, 16 of one query (the least that a product takes; a rank may hold 8 heads) or 64 of several:
 
-    logits[n, r] = latent[n] . q[r]        out[c, r] = sum_n latent[n, c] p[n, r]        r: (query, head), 16 or more
+    logits[r, n] = q[r] . latent[n]        out[r, c] = sum_n p[r, n] latent[n, c]
 
-A latent goes from the pool to shared memory once and is an operand of both there, 128 values at a time: more would take
-more registers than there are. FP8 latents are widened to q's dtype in registers, 128 values having one scale. The sum
-over a share is taken in float32, in base 2; a second kernel adds the shares up in order. How many there are follows
-from shapes alone, so results are the same in every run.
+A latent goes from the pool to shared memory once for both products, in groups of 128 values: more would take more
+registers than there are. FP8 latents come as bytes, a block ahead, and are widened to q's dtype on the way, 128 values
+having one scale. The sum over a share is taken in float32, in base 2; a second kernel adds the shares up in order. How
+many there are follows from shapes alone, so results are the same in every run.
 """
 
 import math
 from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,39 +22,40 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8
 from glm5.kernels.fp8_pool import ROPE_DTYPE, Fp8Keys, Fp8Latents, Pool
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import dependent_launch
 
-_BLOCK_N = 64  # keys at a time: rows of the smallest product of a warp group
-_ROWS, _ROWS_SHARED = 16, 32  # (query, head) pairs of a program: of one query; of queries that read the same keys
+_SHARED_ROWS = 64
 
 
 @triton.jit
-def _queries(
-    q,
-    real,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Columns of (query, head) pairs at `q`: for the values, in GROUPS pieces, and for the rotated part."""
-    c, r, q_GCH = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, BLOCK_R)[None, :], ()
+def _slots(block, keys_ptr, pages_ptr, num_keys, end, SELECTED: tl.constexpr, Z: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(key, whether it is one and may be read, its page, its place there) of a block."""
+    key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SELECTED:
+        key = tl.load(keys_ptr + key, mask=key < num_keys, other=-1)
+    known = (key >= 0) & (key < end)
+    return key, known, tl.load(pages_ptr + key // Z, mask=known, other=0).to(tl.int64), key % Z
+
+
+@triton.jit
+def _rows(x, known, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr):
+    """Rows at `x` in GROUPS pieces. Zeros in place of unknown ones: NaN may lie there."""
+    c, pieces = tl.arange(0, BLOCK_C)[None, :], ()
     for g in tl.static_range(GROUPS):
-        q_HC = tl.load(q + (g * BLOCK_C + c), mask=real[:, None] & (g * BLOCK_C + c < C), other=0.0)
-        q_GCH = q_GCH + (tl.trans(q_HC),)
-    return q_GCH, tl.trans(tl.load(q + (C + r), mask=real[:, None] & (r < R), other=0.0))
+        mask = known[:, None] & (g * BLOCK_C + c < WIDTH)
+        pieces = pieces + (tl.load(x[:, None] + (g * BLOCK_C + c), mask=mask, other=0.0),)
+    return pieces
 
 
 @triton.jit
-def _logits(
-    q_GCH,
-    q_RH,
+def _bytes(
+    known,
+    page,
+    slot,
     latent_ptr,
     scale_ptr,
     rope_ptr,
-    page,
-    slot,
-    known,
     page_stride,
     row_stride,
     C: tl.constexpr,
@@ -62,40 +63,131 @@ def _logits(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     GROUPS: tl.constexpr,
-    IS_FP8: tl.constexpr,
 ):
-    """q . latent of keys, and the latents' values, in GROUPS pieces. Unknown keys are zeros: NaN may lie there."""
-    latent = latent_ptr + (page * page_stride + slot * row_stride)[:, None]
-    rope = rope_ptr + (page * page_stride + slot * row_stride)[:, None]
-    if IS_FP8:  # strides are in bytes
-        rope = rope_ptr + (page * (page_stride // 2) + slot * (row_stride // 2))[:, None]
-        scale = scale_ptr + (page * (page_stride // 4) + slot * (row_stride // 4))
-    c, r, values_GNC = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, BLOCK_R)[None, :], ()
-    rope_NR = tl.load(rope + r, mask=known[:, None] & (r < R), other=0.0).to(q_RH.dtype)
-    logits_NH = tl.dot(rope_NR, q_RH, input_precision="ieee")
+    """FP8 latents: (values, scales, rotated part). Strides are in bytes, pointers each of its part's type."""
+    values_GNC = _rows(latent_ptr + (page * page_stride + slot * row_stride), known, C, BLOCK_C, GROUPS)
+    scale, scale_GN = scale_ptr + (page * (page_stride // 4) + slot * (row_stride // 4)), ()
     for g in tl.static_range(GROUPS):
-        value_NC = tl.load(latent + (g * BLOCK_C + c), mask=known[:, None] & (g * BLOCK_C + c < C), other=0.0)
-        if IS_FP8:
-            scale_N = tl.load(scale + g, mask=known, other=0.0)
-            value_NC = (value_NC.to(tl.float32) * scale_N[:, None]).to(q_RH.dtype)
-        logits_NH = tl.dot(value_NC, q_GCH[g], logits_NH, input_precision="ieee")
-        values_GNC = values_GNC + (value_NC,)
-    return logits_NH, values_GNC
+        scale_GN = scale_GN + (tl.load(scale + g, mask=known, other=0.0),)
+    rope_1NR = _rows(rope_ptr + (page * (page_stride // 2) + slot * (row_stride // 2)), known, R, BLOCK_R, 1)
+    return values_GNC, scale_GN, rope_1NR[0]
 
 
 @triton.jit
-def _add(values_GNC, logits_NH, seen_NH, top_H, sum_H, out_GCH, GROUPS: tl.constexpr):
-    """(largest logit, sum of exponentials, sums of values) with those of a block of keys."""
-    logits_NH = tl.where(seen_NH, logits_NH, -1e30)
-    new_top_H = tl.maximum(top_H, tl.max(logits_NH, axis=0))
-    p_NH = tl.where(seen_NH, tl.exp2(logits_NH - new_top_H[None, :]), 0.0)
-    shrink_H = tl.exp2(top_H - new_top_H)
-    sum_H = sum_H * shrink_H + tl.sum(p_NH, axis=0)
-    p_NH, new_GCH = p_NH.to(values_GNC[0].dtype), ()
+def _widened(bytes_GNC, scale_GN, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    values_GNC = ()
     for g in tl.static_range(GROUPS):
-        old_CH = out_GCH[g] * shrink_H[None, :]
-        new_GCH = new_GCH + (tl.dot(tl.trans(values_GNC[g]), p_NH, old_CH, input_precision="ieee"),)
-    return new_top_H, sum_H, new_GCH
+        values_GNC = values_GNC + ((bytes_GNC[g].to(tl.float32) * scale_GN[g][:, None]).to(dtype),)
+    return values_GNC
+
+
+@triton.jit
+def _add(q_GHC, q_HR, values_GNC, rope_NR, seen_HN, scale, top_H, sum_H, out_GHC, GROUPS: tl.constexpr):
+    """(largest logit, sum of exponentials, sums of values) with those of a block of keys."""
+    # Two chains of products wait for one another half as long as one.
+    even_HN = tl.dot(q_GHC[0], tl.trans(values_GNC[0]), input_precision="ieee")
+    odd_HN = tl.dot(q_HR, tl.trans(rope_NR), input_precision="ieee")
+    for g in tl.static_range(1, GROUPS):
+        if g % 2 == 0:
+            even_HN = tl.dot(q_GHC[g], tl.trans(values_GNC[g]), even_HN, input_precision="ieee")
+        else:
+            odd_HN = tl.dot(q_GHC[g], tl.trans(values_GNC[g]), odd_HN, input_precision="ieee")
+    logits_HN = tl.where(seen_HN, even_HN * scale + odd_HN * scale, -1e30)
+    new_top_H = tl.maximum(top_H, tl.max(logits_HN, axis=1))
+    p_HN = tl.where(seen_HN, tl.exp2(logits_HN - new_top_H[:, None]), 0.0)
+    shrink_H = tl.exp2(top_H - new_top_H)
+    sum_H = sum_H * shrink_H + tl.sum(p_HN, axis=1)
+    p_HN, new_GHC = p_HN.to(q_HR.dtype), ()
+    for g in tl.static_range(GROUPS):
+        old_HC = out_GHC[g] * shrink_H[:, None]
+        new_GHC = new_GHC + (tl.dot(p_HN, values_GNC[g], old_HC, input_precision="ieee"),)
+    return new_top_H, sum_H, new_GHC
+
+
+@triton.jit
+def _add_blocks(
+    q,
+    sums,
+    start,
+    stop,
+    keys,
+    pool,
+    mine,
+    end,
+    scale,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    Z: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SELECTED: tl.constexpr,
+):
+    """`sums` with blocks start..stop-1. keys: arguments of _slots; pool: pointers, strides; mine, end: of each row."""
+    q_GHC, q_HR = q
+    top_H, sum_H, out_GHC = sums
+    latent_ptr, _, rope_ptr, page_stride, row_stride = pool
+    for block in range(start, stop):
+        key_N, known_N, page_N, slot_N = _slots(block, *keys, SELECTED, Z, BLOCK_N)
+        at = page_N * page_stride + slot_N * row_stride
+        values_GNC = _rows(latent_ptr + at, known_N, C, BLOCK_C, GROUPS)
+        rope_1NR = _rows(rope_ptr + at, known_N, R, BLOCK_R, 1)
+        seen_HN = known_N[None, :] & (mine[:, None] & (key_N[None, :] < end[:, None]))
+        top_H, sum_H, out_GHC = _add(
+            q_GHC, q_HR, values_GNC, rope_1NR[0], seen_HN, scale, top_H, sum_H, out_GHC, GROUPS
+        )
+    return top_H, sum_H, out_GHC
+
+
+@triton.jit
+def _add_fp8_blocks(
+    q,
+    sums,
+    start,
+    stop,
+    keys,
+    pool,
+    mine,
+    end,
+    scale,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    Z: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SELECTED: tl.constexpr,
+):
+    """As `_add_blocks`. A block's bytes are read while the one before is added, its slots another block ahead."""
+    q_GHC, q_HR = q
+    top_H, sum_H, out_GHC = sums
+    key_N, known_N, page_N, slot_N = _slots(start, *keys, SELECTED, Z, BLOCK_N)
+    bytes_GNC, scale_GN, rope_NR = _bytes(known_N, page_N, slot_N, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS)
+    next_key_N, next_known_N, page_N, slot_N = _slots(start + 1, *keys, SELECTED, Z, BLOCK_N)
+    for block in tl.range(start, stop, num_stages=1):
+        next_bytes_GNC, next_scale_GN, next_rope_NR = _bytes(
+            next_known_N, page_N, slot_N, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS
+        )
+        later_key_N, later_known_N, page_N, slot_N = _slots(block + 2, *keys, SELECTED, Z, BLOCK_N)
+        values_GNC, rope_NR = _widened(bytes_GNC, scale_GN, GROUPS, q_HR.dtype), rope_NR.to(q_HR.dtype)
+        seen_HN = known_N[None, :] & (mine[:, None] & (key_N[None, :] < end[:, None]))
+        top_H, sum_H, out_GHC = _add(q_GHC, q_HR, values_GNC, rope_NR, seen_HN, scale, top_H, sum_H, out_GHC, GROUPS)
+        bytes_GNC, scale_GN, rope_NR = next_bytes_GNC, next_scale_GN, next_rope_NR
+        key_N, known_N, next_key_N, next_known_N = next_key_N, next_known_N, later_key_N, later_known_N
+    return top_H, sum_H, out_GHC
+
+
+@triton.jit
+def _store(out_ptr, lse_ptr, at, real, top_H, sum_H, out_GHC, lse_unit, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """What a share comes to: zeros and -inf where no key is seen."""
+    divisor_H = tl.where(sum_H > 0, sum_H, 1.0)
+    tl.store(lse_ptr + at, tl.where(sum_H > 0, (top_H + tl.log2(divisor_H)) * lse_unit, float("-inf")), mask=real)
+    for g in tl.static_range(len(out_GHC)):
+        c = g * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+        out_HC = (out_GHC[g] / divisor_H[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] * C + c, out_HC, mask=real[:, None] & (c < C))
 
 
 @triton.jit
@@ -130,49 +222,43 @@ def _attend(
     GROUPS: tl.constexpr,
     SELECTED: tl.constexpr,
     IS_FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[t, share, h] and lse[t, share, h] (times its unit, from base 2). Strides are in the pool's elements.
 
     program_id(0): share of the keys; (1): tile of queries, the last first; (2): block of heads.
     """
-    share, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    pair, n = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N)
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    share, tile, pair = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.arange(0, BLOCK_H)
     place, h = (pair // H) * (QUERIES > 1), tl.program_id(2) * BLOCK_H + (pair % H if QUERIES > 1 else pair)
     t = (tile * QUERIES + place).to(tl.int64)
     real = (t < num_queries) & (place < QUERIES) & (h < H)
     row, end = tl.load(row_ptr + t, mask=real, other=-1), tl.load(end_ptr + t, mask=real, other=0)
-    q_GCH, q_RH = _queries(q_ptr + (t * H + h)[:, None] * (C + R), real, C, R, BLOCK_C, BLOCK_R, GROUPS)
-    top_H, sum_H, out_GCH = tl.full([BLOCK_H], -1e30, tl.float32), tl.zeros([BLOCK_H], tl.float32), ()
+    q_GHC = _rows(q_ptr + (t * H + h) * (C + R), real, C, BLOCK_C, GROUPS)
+    q_1HR = _rows(q_ptr + (t * H + h) * (C + R) + C, real, R, BLOCK_R, 1)
+    pool = latent_ptr, scale_ptr, rope_ptr, page_stride, row_stride
+    top_H, sum_H, out_GHC = tl.full([BLOCK_H], -1e30, tl.float32), tl.zeros([BLOCK_H], tl.float32), ()
     for _ in tl.static_range(GROUPS):
-        out_GCH = out_GCH + (tl.zeros([BLOCK_C, BLOCK_H], tl.float32),)
+        out_GHC = out_GHC + (tl.zeros([BLOCK_H, BLOCK_C], tl.float32),)
 
     for first in range(QUERIES):
         # The request of the tile's query `first`; nothing is left to do if an earlier query has the same.
         its_row = tl.max(tl.where(place == first, row, -1), axis=0)
         is_new = tl.min(tl.where(row == its_row, place, QUERIES), axis=0) == first
         last_end = tl.max(tl.where((row == its_row) & is_new, end, 0), axis=0)
-        pages = table_ptr + its_row.to(tl.int64) * num_columns
-        blocks = tl.where(last_end > 0, tl.cdiv(num_keys if SELECTED else last_end, BLOCK_N), 0)
+        # Of selected keys all, also for a query that sees none: they are on their way before its end is known.
+        blocks = tl.cdiv(num_keys if SELECTED else last_end, BLOCK_N)
         a_share = tl.cdiv(blocks, num_shares)
-        for block in range(share * a_share, tl.minimum((share + 1) * a_share, blocks)):
-            key = block * BLOCK_N + n
-            if SELECTED:
-                key = tl.load(keys_ptr + tile.to(tl.int64) * num_keys + key, mask=key < num_keys, other=-1)
-            known = (key >= 0) & (key < last_end)
-            page = tl.load(pages + key // Z, mask=known, other=0).to(tl.int64)
-            pool = latent_ptr, scale_ptr, rope_ptr, page, key % Z, known, page_stride, row_stride
-            logits_NH, values_GNC = _logits(q_GCH, q_RH, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS, IS_FP8)
-            seen_NH = known[:, None] & ((row == its_row)[None, :] & (key[:, None] < end[None, :]))
-            top_H, sum_H, out_GCH = _add(values_GNC, logits_NH * qk_scale, seen_NH, top_H, sum_H, out_GCH, GROUPS)
+        start, stop = share * a_share, tl.minimum((share + 1) * a_share, blocks)
+        pages_ptr = table_ptr + its_row.to(tl.int64) * num_columns
+        keys = keys_ptr + tile.to(tl.int64) * num_keys, pages_ptr, num_keys, last_end
+        add_blocks: tl.constexpr = _add_fp8_blocks if IS_FP8 else _add_blocks
+        what = (q_GHC, q_1HR[0]), (top_H, sum_H, out_GHC), start, stop, keys, pool, row == its_row, end, qk_scale
+        top_H, sum_H, out_GHC = add_blocks(*what, C, R, Z, BLOCK_N, BLOCK_C, BLOCK_R, GROUPS, SELECTED)
 
-    place_of = (t * num_shares + share) * H + h
-    divisor_H = tl.where(sum_H > 0, sum_H, 1.0)
-    lse_H = tl.where(sum_H > 0, (top_H + tl.log2(divisor_H)) * lse_unit, float("-inf"))
-    tl.store(lse_ptr + place_of, lse_H, mask=real)
-    for g in tl.static_range(GROUPS):
-        c = g * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        out_HC = tl.trans(out_GCH[g] / divisor_H[None, :]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place_of[:, None] * C + c, out_HC, mask=real[:, None] & (c < C))
+    at = (t * num_shares + share) * H + h
+    _store(out_ptr, lse_ptr, at, real, top_H, sum_H, out_GHC, lse_unit, C, BLOCK_C)
 
 
 @triton.jit
@@ -181,30 +267,55 @@ def _merge(
     part_lse_ptr,
     out_ptr,
     lse_ptr,
+    SHARES,
     H: tl.constexpr,
     C: tl.constexpr,
-    SHARES: tl.constexpr,
     LN2: tl.constexpr,
     BLOCK_SHARES: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[t, h] and lse[t, h] from their shares: program_id(0) is t * H + h."""
     t, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     s, c = tl.arange(0, BLOCK_SHARES), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     place_S = (t * SHARES + s) * H + h
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
     lse_S = tl.load(part_lse_ptr + place_S, mask=s < SHARES, other=float("-inf"))
+    known = (s[:, None] < SHARES) & (c[None, :] < C)
+    part_SC = tl.load(part_ptr + place_S[:, None] * C + c[None, :], mask=known, other=0.0)
     top = tl.maximum(tl.max(lse_S, axis=0), -1e30)
     weight_S = tl.exp2(lse_S - top)
     total = tl.sum(weight_S, axis=0)
     divisor = tl.where(total > 0, total, 1.0)
-    part_SC = tl.load(
-        part_ptr + place_S[:, None] * C + c[None, :], mask=(s[:, None] < SHARES) & (c[None, :] < C), other=0.0
-    )
     out_C = tl.sum(part_SC * weight_S[:, None], axis=0) / divisor
     tl.store(out_ptr + (t * H + h) * C + c, out_C.to(out_ptr.dtype.element_ty), mask=c < C)
     if tl.program_id(1) == 0:
         lse = tl.where(total > 0, (top + tl.log2(divisor)) * LN2, float("-inf"))
         tl.store(lse_ptr + t * H + h, lse)
+
+
+class Tiling(NamedTuple):
+    """What a program does, and how many a multiprocessor has at a time."""
+
+    queries: int
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def tiling(q_THL: Tensor, is_fp8: bool, crowded: bool) -> Tiling:
+    """Measured on an H200 at GLM-5's sizes. `crowded`: queries in a row read the same keys."""
+    num_heads = q_THL.shape[1]
+    if q_THL.element_size() == 4:  # products of float32 take registers where others take matrix units
+        return Tiling(1, 16, 16, warps=4, stages=2, programs=1)
+    if crowded and num_heads <= _SHARED_ROWS // 2:
+        return Tiling(_SHARED_ROWS // num_heads, _SHARED_ROWS, 32 if is_fp8 else 64, warps=8, stages=2, programs=1)
+    if is_fp8:
+        return Tiling(1, 16, 64, warps=8, stages=1, programs=1)
+    return Tiling(1, 16, 64, warps=4, stages=3, programs=2)
 
 
 def sparse_mla(
@@ -224,26 +335,23 @@ def sparse_mla(
     `num_shares`: pieces that a query's keys are cut into (None: as many as fill the GPU); with a given number, its
     result does not depend on how many other queries there are. Raises ValueError for pools that it cannot read.
     """
-    (num_queries, H, L), page_size = q_THL.shape, latent_PZL.shape[1]
-    values, scales, rope = _parts(latent_PZL, value_dim)
+    (num_queries, H, _), page_size = q_THL.shape, latent_PZL.shape[1]
     num_keys = page_table_BN.shape[1] * page_size if keys_TK is None else keys_TK.shape[1]
-    # Queries in a row are taken to share their keys where there are more of them than requests.
     crowded = keys_TK is None and num_queries >= 2 * page_table_BN.shape[0]
-    queries = max(1, _ROWS_SHARED // H) if crowded else 1
-    block_h = _ROWS if queries == 1 else _ROWS_SHARED
-    block_n = _BLOCK_N if q_THL.element_size() == 2 else 16
-    tiles, head_blocks = triton.cdiv(num_queries, queries), triton.cdiv(H, block_h)
+    tile = tiling(q_THL, isinstance(latent_PZL, Fp8Latents), crowded)
+    tiles, head_blocks = triton.cdiv(num_queries, tile.queries), triton.cdiv(H, tile.rows)
     if num_shares is None:
-        num_shares = _num_shares(tiles * head_blocks, triton.cdiv(num_keys, block_n), q_THL.device)
-
+        wanted = tile.programs * _multiprocessors(q_THL.device) // max(1, tiles * head_blocks)
+        num_shares = max(1, min(wanted, triton.cdiv(num_keys, tile.keys)))
     out_THC = q_THL.new_empty(num_queries, H, value_dim)
     lse_TH = q_THL.new_empty(num_queries, H, dtype=torch.float32)
+    if num_queries == 0:
+        return out_THC, lse_TH
     part, part_lse = out_THC, lse_TH
     if num_shares > 1:
         part = q_THL.new_empty(num_queries, num_shares, H, value_dim, dtype=torch.float32)
         part_lse = q_THL.new_empty(num_queries, num_shares, H, dtype=torch.float32)
-    if num_queries == 0:
-        return out_THC, lse_TH
+    values, scales, rope = _parts(latent_PZL, value_dim)
     _attend[(num_shares, tiles, head_blocks)](
         q_THL.contiguous(),
         end_T if keys_TK is None else keys_TK.contiguous(),
@@ -263,40 +371,35 @@ def sparse_mla(
         num_shares,
         scale * math.log2(math.e),
         math.log(2) if num_shares == 1 else 1.0,
-        **_sizes(H, value_dim, L - value_dim),
-        Z=page_size,
-        QUERIES=queries,
-        BLOCK_N=block_n,
-        BLOCK_H=block_h,
         SELECTED=keys_TK is not None,
-        IS_FP8=isinstance(latent_PZL, Fp8Latents),
-        num_warps=4,
-        num_stages=3,
+        **_constants(q_THL, latent_PZL, value_dim, tile),
     )
     if num_shares > 1:
-        grid = (num_queries * H, triton.cdiv(value_dim, BLOCK))
-        _merge[grid](part, part_lse, out_THC, lse_TH, H=H, C=value_dim, SHARES=num_shares, **_merged(num_shares))
+        sizes = {"H": H, "C": value_dim, "BLOCK_C": BLOCK, "BLOCK_SHARES": triton.next_power_of_2(num_shares)}
+        _merge[(num_queries * H, triton.cdiv(value_dim, BLOCK))](
+            part, part_lse, out_THC, lse_TH, num_shares, LN2=math.log(2), **sizes, **dependent_launch(q_THL.device)
+        )
     return out_THC, lse_TH
 
 
-def _sizes(num_heads: int, value_dim: int, rope_dim: int) -> dict[str, int]:
-    """Sizes and blocks of a latent, the least of which a product takes is 16."""
+def _constants(q_THL: Tensor, pool: Pool, value_dim: int, tile: Tiling) -> dict[str, int | bool]:
+    """Constants of `_attend` and options of its launch. A product takes 16 values at least."""
+    rope_dim = q_THL.shape[2] - value_dim
     return {
-        "H": num_heads,
+        "H": q_THL.shape[1],
         "C": value_dim,
         "R": rope_dim,
+        "Z": pool.shape[1],
+        "QUERIES": tile.queries,
+        "BLOCK_N": tile.keys,
+        "BLOCK_H": tile.rows,
         "BLOCK_C": max(16, triton.next_power_of_2(min(BLOCK, value_dim))),
         "BLOCK_R": max(16, triton.next_power_of_2(rope_dim)),
         "GROUPS": triton.cdiv(value_dim, BLOCK),
-    }
-
-
-def _merged(num_shares: int) -> dict[str, Any]:
-    return {
-        "LN2": math.log(2),
-        "BLOCK_SHARES": triton.next_power_of_2(num_shares),
-        "BLOCK_C": BLOCK,
-        "num_warps": 4,
+        "IS_FP8": isinstance(pool, Fp8Latents),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        **dependent_launch(q_THL.device),
     }
 
 
@@ -314,11 +417,6 @@ def _parts(pool: Pool, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     if pool.stride(2) != 1:
         raise ValueError(f"sparse_mla[triton] needs rows in one piece, got a pool with strides {pool.stride()}")
     return pool, pool, pool[..., value_dim:]
-
-
-def _num_shares(num_programs: int, num_blocks: int, device: torch.device) -> int:
-    """As many as give every multiprocessor one program."""
-    return max(1, min(_multiprocessors(device) // max(1, num_programs), num_blocks))
 
 
 @cache

@@ -10,7 +10,7 @@ from glm5.kernels.top_k.partition import top_k as _partition
 from glm5.kernels.top_k.reference import top_k as _reference
 
 _LONG_ROW = 64  # keys for each key wanted, from which on torch does so
-_TRITON_ROW, _TRITON_K = 1 << 18, 1 << 12  # the longest row and the largest k that the Triton kernel takes together
+_TRITON_ROW, _TRITON_K = 1 << 20, 1 << 14  # the longest row and the largest k for which the Triton kernel is meant
 
 
 def top_k(score_TS: Tensor, k: int, *, impl: Literal["auto", "reference", "partition", "triton"] = "auto") -> Tensor:
