@@ -79,7 +79,9 @@ def test_quantization_is_the_reference_bit_by_bit(dtype, gen):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(1, 4, 2, 200, 72), (2, 32, 8, 512, 128), (9, 16, 8, 512, 256), (32, 16, 2, 264, 40)], ids=str
+    "shape",
+    [(1, 4, 2, 200, 72), (2, 32, 8, 512, 128), (9, 16, 8, 512, 256), (32, 16, 2, 264, 40), (5, 4, 2, 512, 640)],
+    ids=str,
 )
 def test_experts_of_few_tokens(shape, dtype, gen):
     case = make_experts(*shape, gen).to("cuda", dtype)
@@ -92,7 +94,9 @@ def test_experts_of_few_tokens(shape, dtype, gen):
     assert rel_rms(grouped_experts(*case[:5], impl="triton"), exact) > 2 * BUDGET[dtype]
 
 
-@pytest.mark.parametrize("shape", [(33, 4, 2, 200, 72), (70, 32, 8, 512, 128), (300, 16, 8, 512, 256)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(33, 4, 2, 200, 72), (70, 32, 8, 512, 128), (300, 16, 8, 512, 256), (70, 4, 2, 512, 640)], ids=str
+)
 def test_experts_of_many_tokens(shape, gen):
     case = make_experts(*shape, gen).to("cuda", torch.bfloat16)
     for shared in (case.shared, None):

@@ -17,7 +17,7 @@ HEADS = (
 
 
 def run(cases: Iterable[Case], machine: Machine, clock: Clock) -> list[Row]:
-    """The cases' rows. One that is wrong is not timed; one that raises is reported with its error."""
+    """The cases' rows. One that is wrong is not timed; one that raises ends nothing but itself."""
     rates = ", ".join(f"{unit} {rate / 1e12:.0f} TFLOP/s" for unit, rate in machine.flops_per_s.items())
     out(f"{machine.name}: copy {machine.bytes_per_s / 1e12:.2f} TB/s, {rates}")
     out(HEADS)
@@ -29,10 +29,14 @@ def run(cases: Iterable[Case], machine: Machine, clock: Clock) -> list[Row]:
 
 
 def _row(case: Case, machine: Machine, clock: Clock) -> Row:
-    error = case.error()
-    if not error < case.budget:  # NaN is below no budget
+    error = float("nan")
+    try:
+        error = case.error()
+        if error < case.budget:  # NaN is below no budget
+            return Row(case, error, *clock(case), floor=machine.floor(case))
         return Row(case, error, failure=f"wrong: error {error:.2e}, at most {case.budget:.0e} allowed")
-    return Row(case, error, *clock(case), floor=machine.floor(case))
+    except Exception as err:  # noqa: BLE001 - of many cases, one that cannot run is a row of the table
+        return Row(case, error, failure=f"{type(err).__name__}: {str(err).partition(chr(10))[0]}")
 
 
 def line(row: Row) -> str:

@@ -23,7 +23,9 @@ from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
 PAIR_TOKENS = 32
-_CHUNK = 256  # pairs that one program of the plan places
+_CHUNK, _PLAN_TILES = 256, 8  # pairs and tiles that one program of the plan places
+_HELD_BLOCKS = 4  # of h, that a program keeps for all of its outputs
+_SHARED_MEMORY = 200 << 10  # of a program
 
 
 class Weights(NamedTuple):
@@ -63,18 +65,21 @@ class Tiling(NamedTuple):
     block_t: int = 8
 
 
-def tiling_for(num_tokens: int, num_pairs: int, num_experts: int) -> Tiling:
+def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) -> Tiling:
     """What was measured as fastest on an H200 (docs/performance.md)."""
-    if num_tokens == 1:
+    blocks = num_blocks(inner)
+    if num_tokens == 1 and blocks <= _HELD_BLOCKS:
         return Tiling("vector", block_f=4, up_warps=2, block_d=8)
-    if num_tokens <= VECTOR_TOKENS:
+    if num_tokens <= VECTOR_TOKENS and blocks <= _HELD_BLOCKS:
         return Tiling("vector", block_f=2, up_warps=4, block_d=8, up_tiles=2)
     if num_tokens <= PAIR_TOKENS:
         return Tiling("pairs", 64, 4, block_d=64, down_tiles=8, up_stages=6 if num_tokens <= 16 else 4)
     rows = num_pairs // num_experts
     block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
     stages = 5 if block_t == 16 else 3
-    return Tiling("tiles", 128, 8, block_d=128, down_warps=8, down_tiles=8, up_stages=stages, block_t=block_t)
+    held = blocks * block_t * BLOCK
+    down_stages = 3 if blocks > _HELD_BLOCKS or held + 3 * blocks * BLOCK**2 <= _SHARED_MEMORY else 2
+    return Tiling("tiles", 128, 8, 128, 8, down_tiles=8, up_stages=stages, down_stages=down_stages, block_t=block_t)
 
 
 def grouped_experts(
@@ -88,10 +93,10 @@ def grouped_experts(
 ) -> Tensor:
     """[T, D] in x's dtype. Raises ValueError for weights that are not BlockScaled."""
     weights = _weights(gate_up_proj, down_proj, shared)
-    num_experts, width, _ = weights.sizes
+    num_experts, width, inner = weights.sizes
     if not len(x_TD):
         return torch.empty_like(x_TD)
-    tiling = tiling or tiling_for(len(x_TD), expert_TA.numel(), num_experts)
+    tiling = tiling or tiling_for(len(x_TD), expert_TA.numel(), num_experts, inner)
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.contiguous(), expert_TA.contiguous()
     if tiling.way == "vector":
         return _vector(x_TD, weights, weight_TA, expert_TA, tiling)
@@ -192,6 +197,7 @@ def _pairs(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
         BLOCKS=num_blocks(inner),
         BLOCK_D=tiling.block_d,
         TILES=tiling.down_tiles,
+        HELD=num_blocks(inner) <= _HELD_BLOCKS,
         STAGES=tiling.down_stages,
         num_warps=tiling.down_warps,
         **dependent_launch(x_TD.device),
@@ -255,6 +261,7 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
         BLOCK_D=tiling.block_d,
         BLOCKS=num_blocks(inner),
         TILES=tiling.down_tiles,
+        HELD=num_blocks(inner) <= _HELD_BLOCKS,
         STAGES=tiling.down_stages,
         num_warps=tiling.down_warps,
         **options,
@@ -271,7 +278,7 @@ def _plan(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Te
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
     options = dependent_launch(device)
     many.count[(chunks,)](expert_TA, counts, num_pairs, EXPERTS=experts, CHUNK=_CHUNK, **options)
-    many.plan[(chunks,)](
+    many.plan[(max(chunks, triton.cdiv(len(tiles), _PLAN_TILES)),)](
         expert_TA,
         counts,
         order,
@@ -283,7 +290,7 @@ def _plan(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Te
         EXPERTS=experts,
         BLOCK_T=block_t,
         CHUNK=_CHUNK,
-        TILES=triton.next_power_of_2(triton.cdiv(len(tiles), chunks)),
+        TILES=_PLAN_TILES,
         num_warps=8,
         **options,
     )

@@ -262,10 +262,14 @@ def down_pairs(
     BLOCKS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILES: tl.constexpr,
+    HELD: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [T * A + T, D] float32 = down(h) * weight. A program does TILES tiles of BLOCK_D outputs. BLOCKS: of F."""
+    """y [T * A + T, D] float32 = down(h) * weight. A program does TILES tiles of BLOCK_D outputs. BLOCKS: of F.
+
+    HELD: h, if short, is read once for all of them.
+    """
     p = tl.program_id(1)
     r = tl.arange(0, 8)
     d = tl.arange(0, BLOCK_D)
@@ -295,17 +299,25 @@ def down_pairs(
         h_at = h_ptr + pair.to(tl.int64)[None, :] * F + i[:, None]
         y_at = y_ptr + pair.to(tl.int64)[None, :] * D + d[:, None]
         hs = ()
-        for block in tl.static_range(BLOCKS):
-            inside = block * 128 + i < F
-            hs = hs + (tl.load(h_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0),)
-        for step in tl.range(first, last, num_stages=STAGES):
-            row = tl.minimum(step * BLOCK_D + d, D - 1).to(tl.int64)
-            y = tl.zeros([BLOCK_D, 8], tl.float32)
+        if HELD:
             for block in tl.static_range(BLOCKS):
-                inside = block * 128 + i < F
-                w = tl.load(at_ptr + row[:, None] * F + block * 128 + i[None, :], mask=inside[None, :], other=0.0)
-                scale = tl.load(at_scale_ptr + (step * BLOCK_D // 128) * BLOCKS + block)
-                y += tl.dot(widened(w, hs[block]), hs[block], input_precision="ieee") * scale
+                inside = here[None, :] & (block * 128 + i < F)[:, None]
+                hs = hs + (tl.load(h_at + block * 128, mask=inside, other=0.0),)
+        for step in tl.range(first, last, num_stages=STAGES if HELD else 1):
+            row = tl.minimum(step * BLOCK_D + d, D - 1).to(tl.int64)
+            w_at = at_ptr + row[:, None] * F + i[None, :]
+            scale_at = at_scale_ptr + (step * BLOCK_D // 128) * BLOCKS
+            y = tl.zeros([BLOCK_D, 8], tl.float32)
+            if HELD:
+                for block in tl.static_range(BLOCKS):
+                    w = tl.load(w_at + block * 128, mask=(block * 128 + i < F)[None, :], other=0.0)
+                    y += tl.dot(widened(w, hs[block]), hs[block], input_precision="ieee") * tl.load(scale_at + block)
+            else:
+                for block in tl.range(BLOCKS, num_stages=STAGES):
+                    inside = block * 128 + i < F
+                    w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)
+                    h = tl.load(h_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0)
+                    y += tl.dot(widened(w, h), h, input_precision="ieee") * tl.load(scale_at + block)
             stored = here[None, :] & (step * BLOCK_D + d < D)[:, None]
             tl.store(y_at + step * BLOCK_D, y * weight[None, :], mask=stored)
 

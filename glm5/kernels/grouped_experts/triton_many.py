@@ -189,10 +189,14 @@ def down_tiles(
     BLOCK_D: tl.constexpr,
     BLOCKS: tl.constexpr,
     TILES: tl.constexpr,
+    HELD: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [T * A + T, D] = down(h) * weight, in x's dtype. A program does TILES tiles of BLOCK_D outputs."""
+    """y [T * A + T, D] = down(h) * weight, in x's dtype. A program does TILES tiles of BLOCK_D outputs.
+
+    HELD: h, if short, is read once for all of them.
+    """
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     expert, first, count = _tile(tile_ptr, tl.program_id(1), T, A, shared_tiles, BLOCK_T)
@@ -216,19 +220,29 @@ def down_tiles(
     at_ptr = tl.multiple_of(at_ptr, 16)
     h_at = h_ptr + row[None, :] * F + i[:, None]
     y_at = y_ptr + pair.to(tl.int64)[None, :] * D + d[:, None]
+    h_scale_at = h_scale_ptr + row
     hs, h_scales = (), ()
-    for block in tl.static_range(BLOCKS):
-        inside = block * 128 + i < F
-        hs = hs + (tl.load(h_at + block * 128, mask=inside[:, None], other=0.0),)
-        h_scales = h_scales + (tl.load(h_scale_ptr + block * rows + row) * weight,)
-    start = tl.program_id(0) * TILES
-    for step in tl.range(start, min(start + TILES, tl.cdiv(D, BLOCK_D)), num_stages=STAGES):
-        output = tl.minimum(step * BLOCK_D + d, D - 1).to(tl.int64)
-        y = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
+    if HELD:
         for block in tl.static_range(BLOCKS):
-            inside = block * 128 + i < F
-            w = tl.load(at_ptr + output[:, None] * F + block * 128 + i[None, :], mask=inside[None, :], other=0.0)
-            scale = tl.load(at_scale_ptr + (step * BLOCK_D // 128) * BLOCKS + block)
-            y += tl.dot(w, hs[block]) * (h_scales[block] * scale)[None, :]
+            hs = hs + (tl.load(h_at + block * 128, mask=(block * 128 + i < F)[:, None], other=0.0),)
+            h_scales = h_scales + (tl.load(h_scale_at + block * rows) * weight,)
+    start = tl.program_id(0) * TILES
+    end = min(start + TILES, tl.cdiv(D, BLOCK_D))
+    for step in tl.range(start, end, num_stages=STAGES if HELD else 1):
+        output = tl.minimum(step * BLOCK_D + d, D - 1).to(tl.int64)
+        w_at = at_ptr + output[:, None] * F + i[None, :]
+        scale_at = at_scale_ptr + (step * BLOCK_D // 128) * BLOCKS
+        y = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
+        if HELD:
+            for block in tl.static_range(BLOCKS):
+                w = tl.load(w_at + block * 128, mask=(block * 128 + i < F)[None, :], other=0.0)
+                y += tl.dot(w, hs[block]) * (h_scales[block] * tl.load(scale_at + block))[None, :]
+        else:
+            for block in tl.range(BLOCKS, num_stages=STAGES):
+                inside = block * 128 + i < F
+                w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)
+                h = tl.load(h_at + block * 128, mask=inside[:, None], other=0.0)
+                scale = tl.load(h_scale_at + block * rows) * weight * tl.load(scale_at + block)
+                y += tl.dot(w, h) * scale[None, :]
         stored = here[None, :] & (step * BLOCK_D + d < D)[:, None]
         tl.store(y_at + step * BLOCK_D, y.to(y_ptr.dtype.element_ty), mask=stored)

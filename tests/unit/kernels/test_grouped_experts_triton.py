@@ -16,7 +16,7 @@ BUDGET, TILES_BUDGET = 1e-6, 2e-3
 # (tokens, experts, active, D, F)
 FEW = {
     "vector": [(1, 4, 2, 200, 72), (1, 8, 3, 256, 128)],
-    "pairs": [(3, 8, 2, 136, 160), (11, 2, 2, 136, 40)],
+    "pairs": [(3, 8, 2, 136, 160), (11, 2, 2, 136, 40), (1, 2, 1, 72, 600)],
 }
 TILES = [(20, 4, 3, 200, 72), (5, 8, 2, 256, 160)]
 
@@ -44,7 +44,9 @@ def test_few_tokens_agree_with_float64(way, shape, with_shared, gen):
     assert rel_rms(got, exact_sum(case, with_shared=with_shared)) < BUDGET
 
 
-@pytest.mark.parametrize(("shape", "block_f"), [(TILES[0], 128), (TILES[1], 128), (TILES[1], 64)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "block_f"), [(TILES[0], 128), (TILES[1], 128), (TILES[1], 64), ((3, 2, 1, 72, 600), 128)], ids=str
+)
 def test_many_tokens_agree_with_the_reference(shape, block_f, gen):
     case = make_experts(*shape, gen)
     got = run(case, "tiles", with_shared=True, block_f=block_f)

@@ -38,6 +38,15 @@ def test_what_is_wrong_is_not_timed(error, capsys):
     assert "wrong" in capsys.readouterr().out
 
 
+def test_what_raises_is_a_row(capsys):
+    def out_of_memory(_case):
+        raise RuntimeError("no memory\nat all")
+
+    rows = run([case(), case(1.0)], MACHINE, out_of_memory)
+    assert [row.failure.partition(":")[0] for row in rows] == ["RuntimeError", "wrong"]
+    assert "RuntimeError: no memory\n" in capsys.readouterr().out
+
+
 def test_document_is_json():
     rows = run([case(), case(1.0)], MACHINE, clock)
     read = json.loads(json.dumps(document(rows, MACHINE)))
