@@ -115,7 +115,7 @@ class Growing:
 
     def _take_logprobs(self, step: Step) -> None:
         asked = self._prompt.asked
-        if step.logprobs is None:
+        if not step.logprobs:
             return
         drawn: list[str] = []
         likeliest: list[str] = []
