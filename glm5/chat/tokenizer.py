@@ -20,6 +20,7 @@ from glm5.common.atomic import atomic_write
 from glm5.common.errors import CheckpointError, ConfigError, RequestError
 
 _NUM_BYTES = 256
+_MAX_ID = 2**32  # what the backend can be asked for
 
 
 class Tokenizer:
@@ -144,11 +145,13 @@ class Tokenizer:
         """What a token spells: perhaps a part of a character. Nothing for ids that are no token."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._look_up_bytes(token_id)
+            known = self._look_up_bytes(token_id)
+            if known:  # ids that are none are not kept: they may be any number
+                self._bytes[token_id] = known
         return known
 
     def _look_up_bytes(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < _MAX_ID else None
         if token is None:
             return b""
         if token in self._added or any(char not in self._alphabet for char in token):

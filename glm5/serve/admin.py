@@ -106,7 +106,7 @@ def settings_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
     return read
 
 
-@router.get("/flush_cache", include_in_schema=False)
+@router.get("/flush_cache", operation_id="flush_cache_by_get")
 @router.post("/flush_cache", openapi_extra=described(Nothing))
 async def flush_cache(_: Nothing = Depends(settings_of(Nothing)), service: Service = Depends(get_service)) -> Done:
     """Forget every prefix that no running request uses, in every tier."""

@@ -269,4 +269,7 @@ def test_markup_is_what_has_a_name_and_text():
     tokenizer = tiny_tokenizer()
     letter, tag, control = tokenizer.encode("a</arg_value><|user|>")
     assert [tokenizer.is_markup(token_id) for token_id in (letter, tag, control, 10**6)] == [False, True, False, False]
-    assert [tokenizer.bytes_of(token_id) for token_id in (letter, tag, 10**6)] == [b"a", b"</arg_value>", b""]
+    assert [tokenizer.bytes_of(token_id) for token_id in (letter, tag)] == [b"a", b"</arg_value>"]
+    kept = len(tokenizer._bytes)
+    assert {tokenizer.bytes_of(token_id) for token_id in (10**6, 2**32 - 1, 2**32, 10**30, -1)} == {b""}
+    assert len(tokenizer._bytes) == kept
