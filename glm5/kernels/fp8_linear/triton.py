@@ -60,10 +60,12 @@ def _vector(
         scales = scales + (eight_times(scale),)
     w = tl.load(w_ptr + tl.minimum(o, O - 1).to(tl.int64)[:, None] * D + k[None, :], mask=(k < D)[None, :], other=0.0)
     wait_for_earlier(PDL)
-    xs = ()
+    # All on their way before the first is put in order, which takes a barrier.
+    loads, xs = (), ()
     for step in tl.static_range(STEPS):
-        x = tl.load(x_ptr + step * K + k, mask=step * K + k < D, other=0.0)
-        xs = xs + (sixteens(x),)
+        loads = loads + (tl.load(x_ptr + step * K + k, mask=step * K + k < D, other=0.0),)
+    for step in tl.static_range(STEPS):
+        xs = xs + (sixteens(loads[step]),)
     for tile in tl.static_range(TILES):
         sums = tl.zeros([BLOCK_O, K // 16], tl.float32)
         for step in tl.static_range(STEPS):

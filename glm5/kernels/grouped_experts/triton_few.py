@@ -63,24 +63,31 @@ def gate_up_vector(
     g = tl.arange(0, GROUPS)
     k = tl.arange(0, K)
     scale_at = (tl.program_id(0) * (TILES * BLOCK_F) // 128) * scale_cols + g
-    xs, gate_scales, up_scales = (), (), ()
+    gate_ptr, up_ptr = tl.multiple_of(gate_ptr, 16), tl.multiple_of(up_ptr, 16)
+    row = tl.minimum(f, F - 1).to(tl.int64)[:, None] * D + k[None, :]
+    next_gate = tl.load(gate_ptr + row, mask=(k < D)[None, :], other=0.0)
+    next_up = tl.load(up_ptr + row, mask=(k < D)[None, :], other=0.0)
+    # All of x on its way before the first is put in order, which takes a barrier.
+    loads, xs, gate_scales, up_scales = (), (), (), ()
     for step in tl.static_range(STEPS):
         here = step * GROUPS + g < scale_cols
         gate_scale = tl.load(gate_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
         up_scale = tl.load(up_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
-        x = tl.load(x_ptr + t * D + step * K + k, mask=step * K + k < D, other=0.0)
-        xs = xs + (sixteens(x),)
         gate_scales = gate_scales + (eight_times(gate_scale),)
         up_scales = up_scales + (eight_times(up_scale),)
-    gate_ptr, up_ptr = tl.multiple_of(gate_ptr, 16), tl.multiple_of(up_ptr, 16)
-    for _ in tl.static_range(TILES):
-        row = tl.minimum(f, F - 1).to(tl.int64)[:, None] * D + k[None, :]
+        loads = loads + (tl.load(x_ptr + t * D + step * K + k, mask=step * K + k < D, other=0.0),)
+    for step in tl.static_range(STEPS):
+        xs = xs + (sixteens(loads[step]),)
+    for tile in tl.static_range(TILES):
         gate_F = tl.zeros([BLOCK_F, K // 16], tl.float32)
         up_F = tl.zeros([BLOCK_F, K // 16], tl.float32)
         for step in tl.static_range(STEPS):
-            inside = (step * K + k < D)[None, :]
-            gate = tl.load(gate_ptr + row + step * K, mask=inside, other=0.0)
-            up = tl.load(up_ptr + row + step * K, mask=inside, other=0.0)
+            gate, up = next_gate, next_up
+            if step + 1 < STEPS or tile + 1 < TILES:
+                row = tl.minimum(f + (step + 1) // STEPS * BLOCK_F, F - 1).to(tl.int64)[:, None] * D
+                col = (step + 1) % STEPS * K + k
+                next_gate = tl.load(gate_ptr + row + col[None, :], mask=(col < D)[None, :], other=0.0)
+                next_up = tl.load(up_ptr + row + col[None, :], mask=(col < D)[None, :], other=0.0)
             gate_F += partial_products(gate, xs[step]) * gate_scales[step][None, :]
             up_F += partial_products(up, xs[step]) * up_scales[step][None, :]
         gate_sum = tl.sum(gate_F, 1)
