@@ -36,27 +36,29 @@ class SparseLatentAttention(nn.Module):
     def forward(self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None) -> tuple[Tensor, Selection]:
         """Output [T, D] and the selection used: the given one, or, when it is None, the indexer's."""
         cfg, heads = self.cfg, self.cfg.num_attention_heads
+        nope_dim, latent_dim = cfg.qk_nope_head_dim, cfg.kv_lora_rank
         q_lat_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
-        q_THX = self.q_b_proj(q_lat_TQ).unflatten(-1, (heads, cfg.qk_head_dim))
-        q_nope_THN, q_rope_THR = q_THX.split([cfg.qk_nope_head_dim, cfg.qk_rope_head_dim], dim=-1)
-        kv_TC, k_rope_TR = self.kv_a_proj_with_mqa(x_TD).split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
+        q_THX = self.q_b_proj(q_lat_TQ).view(-1, heads, cfg.qk_head_dim)
+        kv_TL = self.kv_a_proj_with_mqa(x_TD)
 
         w_k_HNC, w_v_HVC = self._key_and_value_weights(x_TD.dtype)
-        q_THL = torch.cat([_per_head(q_nope_THN, w_k_HNC), rope(q_rope_THR)], dim=-1)
-        latent_TL = torch.cat([self.kv_a_layernorm(kv_TC), rope(k_rope_TR)], dim=-1)
+        q_THX = rope.part(q_THX, nope_dim, cfg.qk_head_dim)
+        q_THL = torch.cat([_per_head(q_THX[..., :nope_dim], w_k_HNC), q_THX[..., nope_dim:]], dim=-1)
+        kv_TL = rope.part(kv_TL, latent_dim, latent_dim + cfg.qk_rope_head_dim)
+        latent_TL = torch.cat([self.kv_a_layernorm(kv_TL[:, :latent_dim]), kv_TL[:, latent_dim:]], dim=-1)
 
         view.append_latent(self.layer_idx, latent_TL)
         if selection is None:
             selection = self.indexer(x_TD, q_lat_TQ, rope, view)
         # The scale belongs to the head width before absorption (X), not to the latent row.
-        out_THC = view.attend(self.layer_idx, q_THL, selection, scale=cfg.qk_head_dim**-0.5, value_dim=cfg.kv_lora_rank)
-        return self.o_proj(_per_head(out_THC, w_v_HVC.transpose(1, 2)).flatten(1)), selection
+        out_THC = view.attend(self.layer_idx, q_THL, selection, scale=cfg.qk_head_dim**-0.5, value_dim=latent_dim)
+        return self.o_proj(_per_head(out_THC, w_v_HVC.mT).flatten(1)), selection
 
     def _key_and_value_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """kv_b_proj by heads: [H, N, C] for keys, [H, V, C] for values."""
         cfg = self.cfg
-        kv_b_HOC = self.kv_b_proj.dense(dtype).unflatten(0, (cfg.num_attention_heads, -1))
-        return kv_b_HOC.split([cfg.qk_nope_head_dim, cfg.v_head_dim], dim=1)
+        kv_b_HOC = self.kv_b_proj.dense(dtype).view(cfg.num_attention_heads, -1, cfg.kv_lora_rank)
+        return kv_b_HOC[:, : cfg.qk_nope_head_dim], kv_b_HOC[:, cfg.qk_nope_head_dim :]
 
 
 def _per_head(x_THI: Tensor, w_HIO: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The whole model: embedding, decoder layers, final norm, head, and the MTP layer behind them."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class Glm5(nn.Module):
         x_TD = self.model.embed_tokens(ids_T)
         rope = self._rope(view)
         selection = None
-        for layer_idx, layer in enumerate(self.model.layers[: self.cfg.num_hidden_layers]):
+        for layer_idx, layer in enumerate(islice(self.model.layers, self.cfg.num_hidden_layers)):
             inherited = None if self.cfg.has_indexer(layer_idx) else selection
             x_TD, selection = layer(x_TD, rope, view, inherited)
         return self.model.norm(x_TD)

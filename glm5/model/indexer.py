@@ -32,12 +32,12 @@ class Indexer(nn.Module):
         """Select keys for layer input `x_TD` (after input_layernorm) and its normed query latent."""
         cfg = self.cfg
         x_TD, q_lat_TQ = x_TD.detach(), q_lat_TQ.detach()
-        q_TJI = self.wq_b(q_lat_TQ).unflatten(-1, (cfg.index_n_heads, cfg.index_head_dim))
-        view.append_index_key(self.layer_idx, self._rotate(self.k_norm(self.wk(x_TD)), rope))
+        q_TJI = self.wq_b(q_lat_TQ).view(-1, cfg.index_n_heads, cfg.index_head_dim)
+        key_TI = self._rotate(self.k_norm(self.wk(x_TD)), rope)
+        view.append_index_key(self.layer_idx, key_TI)
         w_TJ = self.weights_proj(x_TD)
         w_TJ = w_TJ.to(torch.promote_types(w_TJ.dtype, torch.float32)) * cfg.index_n_heads**-0.5
         return view.select(self.layer_idx, self._rotate(q_TJI, rope), w_TJ, cfg.index_topk, cfg.index_head_dim**-0.5)
 
     def _rotate(self, x: Tensor, rope: Rope) -> Tensor:
-        rotated, passed = x.split([self.cfg.qk_rope_head_dim, x.shape[-1] - self.cfg.qk_rope_head_dim], dim=-1)
-        return torch.cat([rope(rotated), passed], dim=-1)
+        return rope.part(x, 0, self.cfg.qk_rope_head_dim)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from glm5.kernels.rope import rope, rope_table, rope_turn
+from glm5.kernels.rope import rope_part, rope_table, rope_turn
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Rope:
         cos_TR2, sin_TR2 = rope_table(positions_T, dim, theta, like.dtype)
         return cls(cos_TR2, sin_TR2, rope_turn(cos_TR2, sin_TR2))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate [T, R] or [T, heads, R]; interleaved pairs in and out."""
-        return rope(x, self.cos_TR2, self.sin_TR2, self.turn_TR2)
+    def part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """x [T, W] or [T, heads, W] with dimensions `start` to `stop` rotated, interleaved pairs in and out. x is given
+        away: the result may lie in its place."""
+        return rope_part(x, self.cos_TR2, self.sin_TR2, self.turn_TR2, start, stop)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.grouped_experts.grouped_mm import grouped_experts as _grouped_mm
 from glm5.kernels.grouped_experts.grouped_mm import refusal
 from glm5.kernels.grouped_experts.invariant import grouped_experts as _invariant
+from glm5.kernels.grouped_experts.one_by_one import MAX_PAIRS
+from glm5.kernels.grouped_experts.one_by_one import grouped_experts as _one_by_one
 from glm5.kernels.grouped_experts.reference import grouped_experts as _reference
 from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.triton_support import chosen
@@ -25,7 +27,7 @@ def grouped_experts(
     expert_TA: Tensor,
     *,
     shared: SharedExpert | None = None,
-    impl: Literal["auto", "reference", "grouped_mm", "invariant", "triton"] = "auto",
+    impl: Literal["auto", "reference", "grouped_mm", "one_by_one", "invariant", "triton"] = "auto",
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
@@ -36,11 +38,12 @@ def grouped_experts(
     `shared`: an expert that every token visits with weight 1; its term comes last.
 
     `invariant`: a row's result does not depend on the others, bit for bit; no gradient. `grouped_mm`: on a CPU, with
-    plain weights; no gradient. `triton`: on a GPU, with BlockScaled weights; no gradient. It sums in float32, does not
-    quantize x for few tokens, and rounds terms to x's dtype for many only: nearer to float64 than the reference.
+    plain weights; no gradient. `one_by_one`: likewise, for a token or two. `triton`: on a GPU, BlockScaled weights, no
+    gradient. It sums in float32, does not quantize x for few tokens, and rounds terms to x's dtype for many only:
+    nearer to float64 than the reference.
     """
     if impl == "auto":
-        impl = _choose(x_TD, gate_up_proj, down_proj)
+        impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA.numel())
     if impl == "triton":
         from glm5.kernels.grouped_experts.triton import grouped_experts as fused
 
@@ -49,18 +52,22 @@ def grouped_experts(
         run = _reference
     elif impl == "grouped_mm":
         run = _grouped_mm
+    elif impl == "one_by_one":
+        run = _one_by_one
     elif impl == "invariant":
         run = _invariant
     else:
-        raise unknown_impl("grouped_experts", impl, ("reference", "grouped_mm", "invariant", "triton"))
+        raise unknown_impl("grouped_experts", impl, ("reference", "grouped_mm", "one_by_one", "invariant", "triton"))
     out_TD = run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
     return out_TD if shared is None else out_TD + shared(x_TD)
 
 
 def _choose(
-    x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled
-) -> Literal["reference", "grouped_mm", "triton"]:
+    x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, num_pairs: int
+) -> Literal["reference", "grouped_mm", "one_by_one", "triton"]:
     if isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled):
         return "triton" if chosen(x_TD, gate_up_proj.scale) else "reference"
     frozen = not torch.is_grad_enabled() and refusal(x_TD, gate_up_proj, down_proj) is None
-    return "grouped_mm" if frozen else "reference"
+    if not frozen:
+        return "reference"
+    return "one_by_one" if 0 < num_pairs <= MAX_PAIRS else "grouped_mm"

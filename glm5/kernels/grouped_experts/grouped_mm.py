@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.dispatch import without_gradient
 
 _ALIGNMENT = 16  # bytes, of a row of anything that torch's grouped product reads
 
@@ -24,7 +25,7 @@ def refusal(x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor 
     return None
 
 
-@torch.no_grad()
+@without_gradient
 def grouped_experts(
     x_TD: Tensor,
     gate_up_proj: Tensor | BlockScaled,
@@ -35,6 +36,8 @@ def grouped_experts(
     """As `reference.grouped_experts`. No gradient passes. Raises ValueError where `refusal` has a reason."""
     if reason := refusal(x_TD, gate_up_proj, down_proj):
         raise ValueError(f"grouped_experts[grouped_mm] {reason}; use impl='reference'")
+    assert isinstance(gate_up_proj, Tensor)
+    assert isinstance(down_proj, Tensor)
     num_tokens, num_chosen = expert_TA.shape
     experts = expert_TA.numpy()
     order = experts.argsort(axis=None, kind="stable")

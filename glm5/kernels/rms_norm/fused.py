@@ -9,12 +9,22 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+_FEW = 1 << 10  # elements up to which calls take longer than what they compute
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `reference.rms_norm`."""
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, weight, eps)
+    if x.is_cpu and x.numel() <= _FEW and x.dtype != torch.float64:
+        return _mirrored(x, weight, eps)
     return _forward(x, weight, eps)[0]
+
+
+def _mirrored(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Of few rows on a CPU, in half the time: the mean of (x, -x) is 0, and layer_norm is one operation."""
+    width = x.shape[-1]
+    return torch.layer_norm(torch.cat((x, -x), -1), (2 * width,), None, None, eps)[..., :width] * weight
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -51,3 +51,18 @@ def rope(
 
         return run(x, cos_TR2, sin_TR2)
     raise unknown_impl("rope", impl, ("reference", "complex", "triton"))
+
+
+def rope_part(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None, start: int, stop: int) -> Tensor:
+    """`x` [T, W] or [T, H, W] with its dimensions `start` to `stop` rotated, the others as they were.
+
+    x is given away: where no gradient is asked for, the result lies in its place.
+    """
+    if torch.is_grad_enabled():
+        return torch.cat([x[..., :start], rope(x[..., start:stop], cos_TR2, sin_TR2, turn_TR2), x[..., stop:]], dim=-1)
+    part = x[..., start:stop]
+    if turn_TR2 is None or not part.is_cpu or not _complex.fits(part):
+        part.copy_(rope(part, cos_TR2, sin_TR2, turn_TR2))
+    else:
+        part.view(turn_TR2.dtype).mul_(turn_TR2 if x.dim() == 2 else turn_TR2.unsqueeze(1))
+    return x

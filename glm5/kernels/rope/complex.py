@@ -15,10 +15,14 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None = 
         turn_TR2 = torch.complex(cos_TR2, sin_TR2)
     if x.dim() == 3:
         turn_TR2 = turn_TR2.unsqueeze(1)
-    *outer, last = x.stride()
-    # A complex view needs whole pairs at even offsets. A slice of one row counts as contiguous: copy all the same.
-    if last != 1 or x.storage_offset() % 2 or any(stride % 2 for stride in outer):
+    if not fits(x):  # a slice of one row counts as contiguous: copy all the same
         x = x.clone(memory_format=torch.contiguous_format)
     if torch.is_grad_enabled():
         return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn_TR2).flatten(-2)
     return (x.view(turn_TR2.dtype) * turn_TR2).view(x.dtype)
+
+
+def fits(x: Tensor) -> bool:
+    """Whether x can be looked at as complex numbers: whole pairs at even offsets."""
+    *outer, last = x.stride()
+    return last == 1 and not x.storage_offset() % 2 and not any(stride % 2 for stride in outer)

@@ -4,12 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import without_gradient
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import FewQueries, Group
 from glm5.kernels.top_k import top_k as best_keys
 
 
-@torch.no_grad()
+@without_gradient
 def select_keys(
     q_TJI: Tensor,
     key_PZI: Pool,

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import without_gradient
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.index_score import index_score
 from glm5.kernels.top_k import top_k as best_keys
@@ -17,7 +18,7 @@ from glm5.kernels.top_k import top_k as best_keys
 _SCORES_CPU, _SCORES = 1 << 22, 1 << 26
 
 
-@torch.no_grad()
+@without_gradient
 def select_keys(
     q_TJI: Tensor,
     key_PZI: Pool,

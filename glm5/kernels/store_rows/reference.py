@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import without_gradient
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool, quantize_keys, quantize_latents
 
 
-@torch.no_grad()
+@without_gradient
 def store_rows(pool_PZX: Pool, slot_T: Tensor, row_TX: Tensor) -> None:
     """Write one row per slot."""
     page_size = pool_PZX.shape[1]

@@ -25,43 +25,35 @@ from tests.support.parity import BUDGET, MIN_GAP, Pair, build_pair
 Patch = pytest.MonkeyPatch
 
 
-def half_split(rope: Rope, x: Tensor) -> Tensor:
+def half_split(rope: Rope, x: Tensor, start: int, stop: int) -> Tensor:
     cos, sin = rope.cos_TR2, rope.sin_TR2
     if x.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-def halves(indexer: Indexer, x: Tensor) -> list[Tensor]:
-    return list(x.split([indexer.cfg.qk_rope_head_dim, x.shape[-1] - indexer.cfg.qk_rope_head_dim], dim=-1))
+    a, b = x[..., start:stop].chunk(2, dim=-1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([x[..., :start], rotated, x[..., stop:]], dim=-1)
 
 
 def indexer_half_split(model: Glm5, patch: Patch) -> None:
     def rotate(self: Indexer, x: Tensor, rope: Rope) -> Tensor:
-        rotated, passed = halves(self, x)
-        return torch.cat([half_split(rope, rotated), passed], dim=-1)
+        return half_split(rope, x, 0, self.cfg.qk_rope_head_dim)
 
     patch.setattr(Indexer, "_rotate", rotate)
 
 
 def mla_half_split(model: Glm5, patch: Patch) -> None:
-    right, indexer_rotate = Rope.__call__, Indexer._rotate
+    right = Rope.part
 
     def rotate(self: Indexer, x: Tensor, rope: Rope) -> Tensor:
-        rotated, passed = halves(self, x)
-        return torch.cat([right(rope, rotated), passed], dim=-1)
+        return right(rope, x, 0, self.cfg.qk_rope_head_dim)
 
-    assert indexer_rotate is not rotate
-    patch.setattr(Rope, "__call__", half_split)
+    patch.setattr(Rope, "part", half_split)
     patch.setattr(Indexer, "_rotate", rotate)
 
 
 def indexer_rotates_last(model: Glm5, patch: Patch) -> None:
     def rotate(self: Indexer, x: Tensor, rope: Rope) -> Tensor:
-        rope_dim = self.cfg.qk_rope_head_dim
-        passed, rotated = x.split([x.shape[-1] - rope_dim, rope_dim], dim=-1)
-        return torch.cat([passed, rope(rotated)], dim=-1)
+        return rope.part(x, x.shape[-1] - self.cfg.qk_rope_head_dim, x.shape[-1])
 
     patch.setattr(Indexer, "_rotate", rotate)
 
