@@ -5,6 +5,7 @@ import json
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -37,11 +38,11 @@ async def responses(
     """Answer a conversation, as a stream of events or in one piece."""
     previous = _previous(body, service)
     known = service.responses.items(caller().name) if has_references(body.input) else {}
-    job, items = await asyncio.to_thread(_prepare, body, service, previous, known)
+    job, asked = await asyncio.to_thread(_prepare, body, service, previous, known)
     check(job, service)
     assert job.reader is not None
     answer = ResponseAnswer(job.id, body.model or service.model_names[0], body, job.params, job.reader)
-    turn = _Turn(job, answer, items, previous, service)
+    turn = _Turn(job, answer, asked, service)
     if body.stream:
         return await EventStream.begun(_written(turn.events()), failed=turn.failed)
     async with aclosing(turn.events()) as found:
@@ -100,14 +101,21 @@ async def input_items(
     return {"object": "list", "data": page, **ends, "has_more": len(rest) > limit}
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a response is asked with. `size`: its bytes as JSON, with all before it."""
+
+    items: list[Item]
+    previous: Stored | None
+    size: int
+
+
 class _Turn:
     """One request: answered, and kept while it is and afterwards, if it is to be stored."""
 
-    def __init__(
-        self, job: Job, answer: ResponseAnswer, items: list[Item], previous: Stored | None, service: Service
-    ) -> None:
-        self._job, self._answer, self._items = job, answer, items
-        self._previous, self._service, self._tenant = previous, service, caller().name
+    def __init__(self, job: Job, answer: ResponseAnswer, asked: "_Asked", service: Service) -> None:
+        self._job, self._answer, self._asked = job, answer, asked
+        self._service, self._tenant = service, caller().name
 
     async def events(self) -> AsyncGenerator[WireEvent, None]:
         usage, kept = Usage(len(self._job.prompt_ids)), self._service.responses
@@ -129,8 +137,9 @@ class _Turn:
         return "".join([event(each, each["type"]) for each in self._answer.failure(error)])
 
     def _keep(self) -> None:
-        stored = Stored.of(self._answer.response, self._items, self._previous)
-        self._service.responses.keep(self._tenant, stored)
+        response, asked = self._answer.response, self._asked
+        size = asked.size + len(json.dumps(response))
+        self._service.responses.keep(self._tenant, Stored(response, asked.items, asked.previous, size))
 
 
 async def _written(events: AsyncGenerator[WireEvent, None]) -> AsyncGenerator[str, None]:
@@ -141,7 +150,7 @@ async def _written(events: AsyncGenerator[WireEvent, None]) -> AsyncGenerator[st
 
 def _prepare(
     body: ResponsesBody, service: Service, previous: Stored | None, known: dict[str, Item]
-) -> tuple[Job, list[Item]]:
+) -> tuple[Job, _Asked]:
     body.check()
     wanted, wanted_by = body.wanted()
     items = items_of(body.input, known)
@@ -164,7 +173,9 @@ def _prepare(
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
-    return Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names), items
+    job = Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names)
+    size = len(json.dumps(items)) + (0 if previous is None else previous.size)
+    return job, _Asked(items, previous, size)
 
 
 def _template_kwargs(body: ResponsesBody, service: Service) -> dict[str, Any]:

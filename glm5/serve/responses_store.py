@@ -3,10 +3,9 @@
 A response keeps the conversation before it, whatever becomes of the responses that it goes on from.
 """
 
-import json
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from glm5.serve.responses_input import Item
 
@@ -23,11 +22,6 @@ class Stored:
     input: list[Item]
     previous: "Stored | None"
     size: int
-
-    @classmethod
-    def of(cls, response: dict[str, Any], given: list[Item], previous: "Stored | None") -> Self:
-        before = 0 if previous is None else previous.size
-        return cls(response, given, previous, before + len(json.dumps([response, given])))
 
     @property
     def id(self) -> str:

@@ -22,7 +22,6 @@ _INTS: JsonDict = {"type": "array", "items": {"type": "integer"}}
 _STRINGS: JsonDict = {"type": "array", "items": {"type": "string"}}
 _TEXT: JsonDict = {"anyOf": [{"type": "string"}, _STRINGS]}
 _IDS: JsonDict = {"anyOf": [_INTS, {"type": "array", "items": _INTS}]}
-_OBJECT: JsonDict = {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}
 _FLAG: JsonDict = {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "boolean"}}]}
 _NUMBER: JsonDict = {"anyOf": [{"type": "integer"}, _INTS]}
 
@@ -106,6 +105,9 @@ class SamplingOptions(Body):
         return None, "json_schema"
 
 
+_SAMPLING: JsonDict = SamplingOptions.model_json_schema()
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What is to be told of one prompt's answers. `start`: the first token of the prompt whose log-probability is told,
@@ -171,7 +173,9 @@ class GenerateBody(Body):
 
     text: Annotated[Any, Field(json_schema_extra=_TEXT)] = None
     input_ids: Annotated[Any, Field(json_schema_extra=_IDS)] = None
-    sampling_params: Annotated[Any, Field(json_schema_extra=_OBJECT)] = {}
+    sampling_params: Annotated[
+        Any, Field(json_schema_extra={"anyOf": [_SAMPLING, {"type": "array", "items": _SAMPLING}]})
+    ] = {}
     return_logprob: Annotated[Any, Field(json_schema_extra=_FLAG)] = False
     """Of tokens that were drawn: at their temperature, as a trainer needs them. Of the prompt: without."""
     logprob_start_len: Annotated[Any, Field(json_schema_extra=_NUMBER)] = -1

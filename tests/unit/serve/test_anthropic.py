@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from glm5.serve import sse
+from tests.support.serving import key, scripted, served
 
 TOOL = {
     "name": "weather",
@@ -370,6 +371,24 @@ def test_other_errors_have_anthropics_types(client, http, engine):
     assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
     answer = http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_keys_and_limits():
+    """The key comes as x-api-key or as a bearer's; refusals have Anthropic's types and say when to come back."""
+    with served(scripted("x<|user|>"), key("secret", requests_per_minute=2)) as http:
+        url, options = str(http.base_url), {"max_retries": 0, "timeout": 20}
+        with anthropic.Anthropic(base_url=url, api_key="wrong", **options) as client:
+            with pytest.raises(anthropic.AuthenticationError, match="a valid API key is needed") as caught:
+                whole(client)
+            assert caught.value.body["error"]["type"] == "authentication_error"
+        with anthropic.Anthropic(base_url=url, auth_token="secret", **options) as client:
+            assert whole(client).content[0].text == "x"
+        with anthropic.Anthropic(base_url=url, api_key="secret", **options) as client:
+            assert whole(client).content[0].text == "x"
+            with pytest.raises(anthropic.RateLimitError) as caught:
+                whole(client)
+            assert caught.value.body["error"]["type"] == "rate_limit_error"
+            assert int(caught.value.response.headers["retry-after"]) > 0
 
 
 def test_what_claude_code_sends(http, engine, roomy):

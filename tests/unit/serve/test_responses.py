@@ -282,7 +282,8 @@ def test_nobody_sees_the_responses_of_another():
 
 def test_the_store_is_bounded():
     def stored(name, previous=None, text=""):
-        return Stored.of({"id": name, "output": [{"id": f"m{name}", "text": text}]}, [], previous)
+        before = 0 if previous is None else previous.size
+        return Stored({"id": name, "output": [{"id": f"m{name}"}]}, [], previous, before + 10 + len(text))
 
     store = ResponseStore(max_responses=2, max_bytes=1000)
     for name in "abc":
@@ -297,7 +298,7 @@ def test_the_store_is_bounded():
     store.keep("alice", long)
     # Each counts with all before it, so that a long conversation does not hide in its last turn.
     last = stored("f", long, "x" * 300)
-    assert last.size > 800
+    assert last.size == 820
     store.keep("alice", last)
     assert [store.find("alice", name) is not None for name in "ef"] == [False, True]
     store.keep("alice", stored("g", text="x" * 2000))
