@@ -6,7 +6,11 @@ import anthropic
 import httpx
 import pytest
 
+from glm5.chat.template import ChatTemplate
+from glm5.config.serve import ServeConfig
 from glm5.serve import sse
+from glm5.serve.app import create_app
+from glm5.serve.server import bind, serving
 from tests.support.serving import key, scripted, served
 
 TOOL = {
@@ -229,6 +233,33 @@ def test_tool_choice_and_strict_tools_are_held_by_grammars(model_client):
     assert [block.type for block in message.content] == ["tool_use"]
     assert message.stop_reason == "tool_use"
     assert set(map(type, message.content[0].input.values())) == {bool}
+
+
+def test_a_budget_ends_the_thinking(model_client):
+    usage = whole(model_client, thinking={"type": "enabled", "budget_tokens": 3}, max_tokens=20).usage
+    assert usage.output_tokens_details.thinking_tokens <= 3
+
+
+def test_a_model_that_always_thinks():
+    """It does so where nothing is said too, and cannot be told not to."""
+    engine = scripted("hm</think>x<|user|>")
+    template = ChatTemplate.bundled("glm-5.3", engine.tokenizer)
+    app = create_app(engine, template, engine.tokenizer, ServeConfig(model="org/tiny", served_model_name=("tiny",)))
+    with serving(app, engine, bind("127.0.0.1", 0)) as url:
+        body = {"messages": ASK, "max_tokens": 5}
+        content = httpx.post(f"{url}/v1/messages", json=body).json()["content"]
+        assert [block["type"] for block in content] == ["thinking", "text"]
+        told = httpx.post(f"{url}/v1/messages", json=body | {"thinking": {"type": "disabled"}}).json()["error"]
+    assert told["param"] == "thinking"
+    assert "this model always thinks" in told["message"]
+
+
+def test_leaving_a_stream_aborts(client, engine):
+    engine.script, engine.hangs = "abc", True
+    with client.messages.stream(model="tiny", max_tokens=5, messages=ASK) as stream:
+        assert next(iter(stream)).type == "message_start"
+        assert not engine.left.is_set()
+    assert engine.left.wait(20)
 
 
 def test_tool_choice_none_calls_nothing(client, engine):
