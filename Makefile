@@ -9,13 +9,16 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
+# A file's tests share fixtures; two files at a time.
+PARALLEL := -n 2 --dist loadfile
+
 .PHONY: run test check soak screenshots
 
 run: .venv/.ready-demo
 	$(BIN)/glm5 demo
 
 test: .venv/.ready-dev
-	$(BIN)/python -m pytest -m "not slow and not gpu" -o faulthandler_timeout=240
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" -o faulthandler_timeout=240
 
 check: .venv/.ready-dev
 	$(BIN)/ruff check
@@ -23,7 +26,7 @@ check: .venv/.ready-dev
 	$(BIN)/pyright
 
 soak: .venv/.ready-dev
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu"
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(BIN)/glm5 demo --out "$$out/demo"
 
 screenshots: .venv/.ready-dev

@@ -1,5 +1,9 @@
 """Bad values are refused by name, good ones pass; words become tokens as vLLM spells them."""
 
+from enum import IntEnum
+
+import msgspec
+import numpy as np
 import pytest
 
 from glm5.common.errors import RequestError
@@ -7,6 +11,11 @@ from glm5.engine.sampling import SamplingParams, StructuredOutputsParams
 from glm5.engine.sampling.params import MAX_BAD_WORD_LEN
 from glm5.engine.sampling.words import bad_word_ids
 from tests.support.tokenizers import tiny_tokenizer
+
+
+class Rank(IntEnum):
+    TEN = 10
+
 
 NAN, INF = float("nan"), float("inf")
 BAD = [
@@ -19,16 +28,16 @@ BAD = [
     ("top_k", [-2, 1.5, 2**31, True]),
     ("min_p", [-0.1, 1.1]),
     ("seed", [2**64, -(2**63) - 1, 1.0]),
-    ("stop", [[""], "", [1], ["x"] * 65, 5]),
-    ("stop_token_ids", [[-1], ["1"], [1.0], list(range(129)), 3]),
-    ("bad_words", [[""], [1], ["x"] * 129, 5]),
-    ("max_tokens", [0, -1, 1.5]),
+    ("stop", [[""], "", [1], ["x"] * 65, 5, {}, {"x": 1}, "\ud800"]),
+    ("stop_token_ids", [[-1], ["1"], [1.0], list(range(129)), 3, {}, {3: 1}]),
+    ("bad_words", [[""], [1], ["x"] * 129, 5, {}, {"x": 1}]),
+    ("max_tokens", [0, -1, 1.5, "9", [], 1j]),
     ("min_tokens", [-1, 17, 1.0]),
     ("logprobs", [-1, 21, True]),
     ("prompt_logprobs", [-1, 21]),
     ("ignore_eos", [None, 1]),
     ("logit_bias", [{-1: 1}, {"a": 1}, {1: "x"}, {1: NAN}, [1], {1.5: 1}, dict.fromkeys(range(1025), 1)]),
-    ("allowed_token_ids", [[], [-1], ["1"], 5]),
+    ("allowed_token_ids", [[], [-1], ["1"], 5, {}, {1: 2}]),
     ("structured_outputs", [{}, "x", {"json": {}}]),
 ]
 
@@ -56,6 +65,24 @@ def test_values_are_made_uniform():
     assert params.but(top_k=4).logit_bias == params.logit_bias
 
 
+def test_numbers_and_texts_of_other_classes_become_pythons():
+    class Text(str):
+        pass
+
+    params = SamplingParams(temperature=np.float64(0.5), top_k=Rank.TEN, stop=[Text("a")], stop_token_ids=[Rank.TEN])
+    assert [type(value) for value in (params.temperature, params.top_k, params.stop[0])] == [float, int, str]
+    assert type(params.stop_token_ids[0]) is int
+    assert params == msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+
+
+@pytest.mark.parametrize("asked", [{"json": {1: 2**70}}, {"choice": ["a", "b"]}, {"json_object": True}, {"regex": "a"}])
+def test_constraints_can_be_sent_plain(asked):
+    wanted = StructuredOutputsParams(**asked, disable_any_whitespace=True)
+    plain = wanted.plain()
+    assert (plain.kind, plain.text, plain.disable_any_whitespace) == (wanted.kind, wanted.text, True)
+    assert plain == msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=StructuredOutputsParams)
+
+
 def test_token_ids_must_be_the_models():
     for changes in ({"stop_token_ids": [9]}, {"logit_bias": {9: 1}}, {"allowed_token_ids": [1, 9]}):
         params = SamplingParams(**changes)
@@ -77,7 +104,7 @@ def test_each_of_n_sequences_has_its_own_seed():
         {"json": {}, "regex": "a"},
         {"json": ""},
         {"json": 5},
-        {"json": {"a": object()}},
+        {"json": {"a": {1}}},
         {"regex": ""},
         {"choice": []},
         {"choice": "abc"},
