@@ -19,10 +19,20 @@ def installed() -> bool:
 
 
 def chosen(*tensors: Tensor) -> bool:
-    """Whether `auto` means Triton: all of `tensors` on a CUDA device, none in float64, and no gradient asked for."""
+    """Whether `auto` means Triton: all of `tensors` on a GPU for which the kernels are cut, none in float64, and no
+    gradient asked for.
+    """
     if not all(t.is_cuda and t.dtype != torch.float64 for t in tensors):
         return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)) and installed()
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return False
+    return installed() and all(_fits(t.device) for t in tensors)
+
+
+@cache
+def _fits(device: torch.device) -> bool:
+    """Whether it has FP8 matrix units and the 227 KB of shared memory that tiles are cut for: H100, H200, B200."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @cache

@@ -10,7 +10,7 @@ from glm5.kernels.fp8_linear import scaled_mm as _scaled_mm
 from glm5.kernels.fp8_linear.reference import fp8_linear as _reference
 from glm5.kernels.triton_support import chosen
 
-MANY_ROWS = 256  # from here on cuBLASLt's tiles are faster than ours (docs/performance.md)
+MAX_TILED_ROWS = 128  # beyond, cuBLASLt's tiles are faster than ours (docs/performance.md)
 
 
 def fp8_linear(
@@ -32,7 +32,7 @@ def fp8_linear(
     if impl == "auto":
         impl = "reference"
         if chosen(x_TD, weight.scale):
-            many = len(x_TD) >= MANY_ROWS and _scaled_mm.refusal(weight, x_TD.dtype) is None
+            many = len(x_TD) > MAX_TILED_ROWS and _scaled_mm.refusal(weight, x_TD.dtype) is None
             impl = "scaled_mm" if many else "triton"
     if impl == "reference":
         return _reference(x_TD, weight, quantized)

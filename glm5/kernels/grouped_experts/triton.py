@@ -25,7 +25,6 @@ VECTOR_TOKENS = 4
 PAIR_TOKENS = 32
 _CHUNK, _PLAN_TILES = 256, 8  # pairs and tiles that one program of the plan places
 _HELD_BLOCKS = 4  # of h, that a program keeps for all of its outputs
-_SHARED_MEMORY = 200 << 10  # of a program
 
 
 class Weights(NamedTuple):
@@ -68,18 +67,18 @@ class Tiling(NamedTuple):
 def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) -> Tiling:
     """What was measured as fastest on an H200 (docs/performance.md)."""
     blocks = num_blocks(inner)
-    if num_tokens == 1 and blocks <= _HELD_BLOCKS:
-        return Tiling("vector", block_f=4, up_warps=2, block_d=8)
+    wide = blocks > 2
     if num_tokens <= VECTOR_TOKENS and blocks <= _HELD_BLOCKS:
-        return Tiling("vector", block_f=2, up_warps=4, block_d=8, up_tiles=2)
+        if wide:
+            return Tiling("vector", block_f=2, up_warps=4, block_d=8, up_tiles=1 if num_tokens == 1 else 2)
+        return Tiling("vector", block_f=4, up_warps=2, block_d=8)
     if num_tokens <= PAIR_TOKENS:
-        return Tiling("pairs", 64, 4, block_d=64, down_tiles=8, up_stages=6 if num_tokens <= 16 else 4)
+        return Tiling("pairs", 64, 4, block_d=64, down_tiles=8, up_stages=6 if wide or num_tokens <= 16 else 4)
     rows = num_pairs // num_experts
     block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
+    block_d, warps = (64, 4) if block_t == 64 else (128, 8)
     stages = 5 if block_t == 16 else 3
-    held = blocks * block_t * BLOCK
-    down_stages = 3 if blocks > _HELD_BLOCKS or held + 3 * blocks * BLOCK**2 <= _SHARED_MEMORY else 2
-    return Tiling("tiles", 128, 8, 128, 8, down_tiles=8, up_stages=stages, down_stages=down_stages, block_t=block_t)
+    return Tiling("tiles", 128, 8, block_d, warps, down_tiles=8, up_stages=stages, block_t=block_t)
 
 
 def grouped_experts(
