@@ -3,6 +3,7 @@
 Where there is no GPU, Triton kernels run under Triton's interpreter, on the CPU.
 """
 
+import logging
 import os
 import random
 import signal
@@ -30,6 +31,17 @@ def one_torch_thread():
 def ctrl_c_interrupts():
     """Also in a shell's background, where processes start with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """A command that a test runs in this process sets up logging, for that test alone."""
+    loggers = [logging.getLogger(name) for name in ("glm5", "uvicorn")]
+    before = [(logger.handlers[:], logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, level) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
 
 
 @pytest.fixture

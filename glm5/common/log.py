@@ -11,7 +11,7 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, TextIO
 
 Style = Literal["text", "json"]
 
@@ -25,7 +25,7 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "req
 def configure(level: str = "info", style: Style = "text") -> None:
     """Send glm5's log lines of `level` and above to standard error, and the web server's warnings; other libraries keep
     their own ways."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.addFilter(_mark)
     handler.setFormatter(_Json() if style == "json" else logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
     # Not the root: huggingface_hub's own lines would come out twice.
@@ -39,6 +39,14 @@ def style() -> Style:
     """How lines are written, for a process that writes beside this one."""
     handlers = logging.getLogger("glm5").handlers
     return "json" if handlers and isinstance(handlers[0].formatter, _Json) else "text"
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is at the moment: whoever runs a command in its own process may change it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def _mark(record: logging.LogRecord) -> bool:

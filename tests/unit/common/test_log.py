@@ -1,25 +1,14 @@
 """Logging set-up and standard output."""
 
+import io
 import json
 import logging
-
-import pytest
+import sys
 
 from glm5.common import log
 from glm5.common.console import out
 
 
-@pytest.fixture
-def _own_logging():
-    loggers = [logging.getLogger(name) for name in ("glm5", "uvicorn")]
-    before = [(logger.handlers[:], logger.level) for logger in loggers]
-    yield
-    for logger, (handlers, level) in zip(loggers, before, strict=True):
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
-
-
-@pytest.mark.usefixtures("_own_logging")
 def test_our_lines_go_to_standard_error_once(capsys):
     log.configure("debug")
     log.configure("info")
@@ -31,7 +20,6 @@ def test_our_lines_go_to_standard_error_once(capsys):
     assert [line.split(" ", 1)[1] for line in captured.err.splitlines()] == ["INFO glm5.x: ours 1"]
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_lines_name_the_request_that_caused_them(capsys):
     log.configure()
     token = log.REQUEST_ID.set("abc")
@@ -42,7 +30,6 @@ def test_lines_name_the_request_that_caused_them(capsys):
     assert lines == ["INFO glm5.x: within [abc]", "INFO glm5.x: after"]
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_lines_as_json(capsys):
     log.configure(style="json")
     assert log.style() == "json"
@@ -64,6 +51,15 @@ def test_lines_as_json(capsys):
     }
     assert "ZeroDivisionError" in second["exception"]
     assert "request_id" not in second
+
+
+def test_lines_go_where_standard_error_goes_now(capsys, monkeypatch):
+    log.configure()
+    other = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", other)
+    logging.getLogger("glm5.x").info("a line")
+    assert other.getvalue().endswith("INFO glm5.x: a line\n")
+    assert capsys.readouterr().err == ""
 
 
 def test_out_writes_to_standard_output(capsys):
