@@ -1,6 +1,7 @@
 """How a configuration says no: key, value, what is allowed; one line."""
 
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -42,7 +43,11 @@ def refuse(key: str, value: Any, allowed: str) -> ConfigError:
 
 def first_error(err: ValidationError) -> tuple[tuple[str, ...], Any, str]:
     """(path of the field, value, what is allowed) of pydantic's first complaint, in our words."""
-    first = err.errors(include_url=False)[0]
+    return complaint(err.errors(include_url=False)[0])
+
+
+def complaint(first: Mapping[str, Any]) -> tuple[tuple[str, ...], Any, str]:
+    """The same of a complaint as pydantic lists it."""
     text = _ALLOWED.get(first["type"])
     allowed = first["msg"] if text is None else text.format(**first.get("ctx", {}))
     return tuple(str(part) for part in first["loc"]), first["input"], allowed

@@ -45,7 +45,7 @@ ADMIN_PATHS = frozenset(
         "/admin/openapi.json",
     }
 )
-_OPEN = frozenset({"/", "/dashboard", "/health", "/ready", "/health_generate", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/health_generate", "/openapi.json"})
 _OPEN_FOLDER = "/page/"
 _WATCHED = frozenset({"/metrics", "/get_server_info", "/server_info"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
@@ -65,7 +65,7 @@ class Access:
         path, given = scope["path"], Headers(scope=scope).get("x-request-id", "")
         call = Call(given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex)
         sending = _Sending(send, call.id, self.state)
-        start, is_open = time.monotonic(), path in _OPEN or path.startswith(_OPEN_FOLDER)
+        start, is_open = time.monotonic(), path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
         token = REQUEST_ID.set(call.id)
         try:
             if is_open:

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.config import JsonDict
 
 from glm5.common.errors import RequestError
 from glm5.serve.body import Body
 from glm5.serve.prompting import ToolChoice
+from glm5.serve.shapes import BLOCK_MESSAGES, BLOCK_TOOLS, TEXT_OR_BLOCKS
 
-_MESSAGES: JsonDict = {"examples": [[{"role": "user", "content": "Hello"}]], "items": {"type": "object"}}
-_TEXT_OR_BLOCKS: JsonDict = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 CLEAR_THINKING = "clear_thinking_20251015"
 
 
@@ -82,9 +80,9 @@ class PromptFields(Body):
         }
     )
 
-    messages: Annotated[list[Any], Field(min_length=1, json_schema_extra=_MESSAGES)]
-    system: Annotated[Any, Field(json_schema_extra=_TEXT_OR_BLOCKS)] = None
-    tools: list[Any] = []
+    messages: Annotated[list[Any], Field(min_length=1, json_schema_extra=BLOCK_MESSAGES)]
+    system: Annotated[Any, Field(json_schema_extra=TEXT_OR_BLOCKS)] = None
+    tools: Annotated[list[Any], Field(json_schema_extra=BLOCK_TOOLS)] = []
     tool_choice: ChoiceConfig | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

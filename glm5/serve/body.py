@@ -29,7 +29,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _ERRORS = {
     400: "A field is missing or wrong, or asks for what this server cannot do: `param` names it",
     401: "No valid API key",
-    404: "The model is served under other names",
+    403: "The key is of another role",
+    404: "No such model, or nothing of this name",
     408: "The body was not whole in time",
     413: "The body is too large",
     415: "The body is of another type than application/json",

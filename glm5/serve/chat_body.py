@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.config import JsonDict
 
 from glm5.common.errors import RequestError
+from glm5.engine.sampling.params import MAX_LOGPROBS
 from glm5.serve.prompting import ToolChoice
 from glm5.serve.sampling_fields import MEANINGLESS, REFUSED, SamplingFields
+from glm5.serve.shapes import MESSAGES, TOOL_CHOICE, TOOLS, between
 from glm5.serve.thinking import Thinking
-
-_MESSAGES: JsonDict = {"examples": [[{"role": "user", "content": "Hello"}]], "items": {"type": "object"}}
 
 
 class StreamOptions(BaseModel):
@@ -74,15 +73,15 @@ class ChatBody(AnswerFields):
         "stream_reasoning": (True,),
     }
 
-    messages: Annotated[list[Any], Field(json_schema_extra=_MESSAGES)]
-    tools: list[Any] | None = None
-    tool_choice: Annotated[Any, Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}]})] = None
+    messages: Annotated[list[Any], Field(json_schema_extra=MESSAGES)]
+    tools: Annotated[list[Any], Field(json_schema_extra=TOOLS)] | None = None
+    tool_choice: Annotated[Any, Field(json_schema_extra=TOOL_CHOICE)] = None
     """auto, none, required, one function by name, or allowed_tools."""
     parallel_tool_calls: bool = True
     logprobs: bool = False
-    top_logprobs: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, between(1)] | None = None
+    max_completion_tokens: Annotated[int, between(1)] | None = None
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] = {}

@@ -7,17 +7,19 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from glm5.common.errors import RequestError
+from glm5.engine.sampling.params import MAX_LOGPROBS
 from glm5.serve.chat_body import AnswerFields
 from glm5.serve.sampling_fields import REFUSED
+from glm5.serve.shapes import TOKEN_IDS, between
 
 MAX_PROMPTS = 1024
-_IDS: JsonDict = {"type": "array", "items": {"type": "integer"}}
+_IDS: JsonDict = {"type": "array", "minItems": 1, **TOKEN_IDS}
 _PROMPT: JsonDict = {
     "anyOf": [
         {"type": "string"},
         _IDS,
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": _IDS},
+        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        {"type": "array", "minItems": 1, "items": _IDS},
     ]
 }
 
@@ -31,9 +33,9 @@ class CompletionBody(AnswerFields):
 
     prompt: Annotated[Any, Field(json_schema_extra=_PROMPT)]
     """A text, token ids, or a list of either. Special tokens spelled in a text are special tokens."""
-    max_tokens: int = 16
+    max_tokens: Annotated[int, between(0)] = 16
     """0 with `echo`: the prompt alone, with its log-probabilities."""
-    logprobs: int | None = None
+    logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     echo: bool = False
     best_of: int | None = None
 

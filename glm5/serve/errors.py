@@ -10,11 +10,13 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from glm5.common.errors import EngineDead, MissingExtra, RequestError
 from glm5.common.log import REQUEST_ID
+from glm5.config.refusal import complaint
 
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
@@ -74,6 +76,10 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="not_installed")
         case EngineDead():
             return ApiError(503, str(error), code="engine_stopped")
+        case RequestValidationError():
+            (_, *path), value, allowed = complaint(error.errors()[0])  # what comes first is "query" or "path"
+            param = ".".join(path)
+            return ApiError(400, f"{param} is {value!r:.60}; allowed: {allowed}", param=param)
         case HTTPException():
             code = HTTPStatus(error.status_code).name.lower()
             return ApiError(error.status_code, str(error.detail), code=code)
@@ -111,5 +117,5 @@ def install(app: FastAPI) -> None:
     async def respond(request: Request, error: Exception) -> JSONResponse:
         return error_response(error, request.url.path)
 
-    for kind in (ApiError, RequestError, MissingExtra, EngineDead, HTTPException, Exception):
+    for kind in (ApiError, RequestError, MissingExtra, EngineDead, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, respond)

@@ -4,21 +4,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.config import JsonDict
 
 from glm5.chat.message import Tool
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import StructuredOutputsParams
+from glm5.engine.sampling.params import MAX_LOGPROBS, StructuredOutputsParams
 from glm5.serve.chat_body import tool_choice
 from glm5.serve.errors import named
 from glm5.serve.prompting import ToolChoice
 from glm5.serve.sampling_fields import MEANINGLESS, REFUSED, SamplingFields
+from glm5.serve.shapes import FUNCTIONS, ITEMS, TOOL_CHOICE, between
 
-_INPUT: JsonDict = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
-    "examples": ["Hello"],
-}
-_CHOICE: JsonDict = {"anyOf": [{"type": "string"}, {"type": "object"}]}
 LOGPROBS, SEALED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 # What may be included of tools that this server does not run: there never is any.
 _OF_OTHER_TOOLS = (
@@ -79,7 +74,7 @@ class ResponsesBody(SamplingFields):
     }
     meaningless: ClassVar[frozenset[str]] = MEANINGLESS | {"prompt_cache_options", "max_tool_calls"}
 
-    input: Annotated[Any, Field(json_schema_extra=_INPUT)]
+    input: Annotated[Any, Field(json_schema_extra=ITEMS)]
     """A text of the user, or items of a conversation."""
     instructions: str | None = None
     """What the system says, before all items; of this response alone."""
@@ -90,13 +85,13 @@ class ResponsesBody(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[Any] = []
-    tool_choice: Annotated[Any, Field(json_schema_extra=_CHOICE)] = None
+    tools: Annotated[list[Any], Field(json_schema_extra=FUNCTIONS)] = []
+    tool_choice: Annotated[Any, Field(json_schema_extra=TOOL_CHOICE)] = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     include: list[Any] = []
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] = {}

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
+from glm5.engine.sampling.params import MAX_LOGPROBS, MAX_N, SamplingParams, StructuredOutputsParams
 from glm5.serve.body import Body
 from glm5.serve.errors import ApiError, named
 from glm5.serve.service import Service
+from glm5.serve.shapes import STOP, TOKEN_IDS, WORDS, between
 
 # Fields of vLLM and SGLang that no route of ours honours, with the values that change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -85,26 +86,26 @@ _WITHOUT_EFFECT = {"disable_fallback": None, "disable_additional_properties": Fa
 class SamplingFields(Body):
     """Defaults are the checkpoint's, then vLLM's."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    n: int = 1
-    stop: Annotated[Any, Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array"}]})] = None
-    stop_token_ids: list[Any] | None = None
-    bad_words: list[Any] | None = None
+    temperature: Annotated[float, between(0, 100)] | None = None
+    top_p: Annotated[float, between(0, 1)] | None = None
+    top_k: Annotated[int, between(-1)] | None = None
+    min_p: Annotated[float, between(0, 1)] | None = None
+    presence_penalty: Annotated[float, between(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, between(-2, 2)] | None = None
+    repetition_penalty: Annotated[float, between(0.01, 100)] | None = None
+    seed: Annotated[int, between(-(2**63), 2**64 - 1)] | None = None
+    n: Annotated[int, between(1, MAX_N)] = 1
+    stop: Annotated[Any, Field(json_schema_extra=STOP)] = None
+    stop_token_ids: Annotated[list[Any], Field(json_schema_extra=TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[Any], Field(json_schema_extra=WORDS)] | None = None
     logit_bias: dict[str, Any] | None = None
-    allowed_token_ids: list[Any] | None = None
+    allowed_token_ids: Annotated[list[Any], Field(json_schema_extra=TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    prompt_logprobs: int | None = None
-    thinking_token_budget: int | None = None
+    min_tokens: Annotated[int, between(0)] | None = None
+    prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    thinking_token_budget: Annotated[int, between(0)] | None = None
     """Tokens of thinking, after which it ends."""
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
