@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import dependent_launch
 
 _BLOCK_S = 64  # keys at a time: rows of the smallest product of a warp group
 _QUERIES = 8  # of a prompt, that read the same keys
@@ -50,8 +52,11 @@ def _score(
     FINE: tl.constexpr,
     COARSE: tl.constexpr,
     IS_FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """score[t, s] of the blocks that a query sees, -inf behind its end; if COARSE, the largest of groups, too."""
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
     tile, share, num_shares = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     query = tl.arange(0, QUERIES)
     t_Q = (tile * QUERIES + query).to(tl.int64)
@@ -172,6 +177,7 @@ def score_visible(
         FINE=fine,
         COARSE=coarse,
         IS_FP8=key_scale is not None,
+        **dependent_launch(q_TJI.device),
         num_warps=4,
         num_stages=3,
     )

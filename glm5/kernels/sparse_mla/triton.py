@@ -29,13 +29,19 @@ _SHARED_ROWS = 64
 
 
 @triton.jit
-def _slots(block, keys_ptr, pages_ptr, num_keys, end, SELECTED: tl.constexpr, Z: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(key, whether it is one and may be read, its page, its place there) of a block."""
+def _keys(block, keys_ptr, num_keys, SELECTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys of a block, -1 for none."""
     key = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if SELECTED:
         key = tl.load(keys_ptr + key, mask=key < num_keys, other=-1)
+    return key
+
+
+@triton.jit
+def _slots(key, pages_ptr, end, Z: tl.constexpr):
+    """(whether a key is one and may be read, its page, its place there)."""
     known = (key >= 0) & (key < end)
-    return key, known, tl.load(pages_ptr + key // Z, mask=known, other=0).to(tl.int64), key % Z
+    return known, tl.load(pages_ptr + key // Z, mask=known, other=0).to(tl.int64), key % Z
 
 
 @triton.jit
@@ -124,12 +130,15 @@ def _add_blocks(
     GROUPS: tl.constexpr,
     SELECTED: tl.constexpr,
 ):
-    """`sums` with blocks start..stop-1. keys: arguments of _slots; pool: pointers, strides; mine, end: of each row."""
+    """`sums` with blocks start..stop-1. keys: where they and their pages are; pool: pointers, strides; mine, end: of
+    each row."""
     q_GHC, q_HR = q
     top_H, sum_H, out_GHC = sums
+    keys_ptr, num_keys, pages_ptr, last_end = keys
     latent_ptr, _, rope_ptr, page_stride, row_stride = pool
     for block in range(start, stop):
-        key_N, known_N, page_N, slot_N = _slots(block, *keys, SELECTED, Z, BLOCK_N)
+        key_N = _keys(block, keys_ptr, num_keys, SELECTED, BLOCK_N)
+        known_N, page_N, slot_N = _slots(key_N, pages_ptr, last_end, Z)
         at = page_N * page_stride + slot_N * row_stride
         values_GNC = _rows(latent_ptr + at, known_N, C, BLOCK_C, GROUPS)
         rope_1NR = _rows(rope_ptr + at, known_N, R, BLOCK_R, 1)
@@ -160,22 +169,26 @@ def _add_fp8_blocks(
     GROUPS: tl.constexpr,
     SELECTED: tl.constexpr,
 ):
-    """As `_add_blocks`. A block's bytes are read while the one before is added, its slots another block ahead."""
+    """As `_add_blocks`. A block's bytes are read while the one before is added, its pages a block earlier, and its keys
+    one more: none waits for another."""
     q_GHC, q_HR = q
     top_H, sum_H, out_GHC = sums
-    key_N, known_N, page_N, slot_N = _slots(start, *keys, SELECTED, Z, BLOCK_N)
+    keys_ptr, num_keys, pages_ptr, last_end = keys
+    key_N = _keys(start, keys_ptr, num_keys, SELECTED, BLOCK_N)
+    key1_N = _keys(start + 1, keys_ptr, num_keys, SELECTED, BLOCK_N)
+    key2_N = _keys(start + 2, keys_ptr, num_keys, SELECTED, BLOCK_N)
+    known_N, page_N, slot_N = _slots(key_N, pages_ptr, last_end, Z)
+    known1_N, page1_N, slot1_N = _slots(key1_N, pages_ptr, last_end, Z)
     bytes_GNC, scale_GN, rope_NR = _bytes(known_N, page_N, slot_N, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS)
-    next_key_N, next_known_N, page_N, slot_N = _slots(start + 1, *keys, SELECTED, Z, BLOCK_N)
     for block in tl.range(start, stop, num_stages=1):
-        next_bytes_GNC, next_scale_GN, next_rope_NR = _bytes(
-            next_known_N, page_N, slot_N, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS
-        )
-        later_key_N, later_known_N, page_N, slot_N = _slots(block + 2, *keys, SELECTED, Z, BLOCK_N)
+        bytes1, scale1, rope1 = _bytes(known1_N, page1_N, slot1_N, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS)
+        known2_N, page1_N, slot1_N = _slots(key2_N, pages_ptr, last_end, Z)
+        key3_N = _keys(block + 3, keys_ptr, num_keys, SELECTED, BLOCK_N)
         values_GNC, rope_NR = _widened(bytes_GNC, scale_GN, GROUPS, q_HR.dtype), rope_NR.to(q_HR.dtype)
         seen_HN = known_N[None, :] & (mine[:, None] & (key_N[None, :] < end[:, None]))
         top_H, sum_H, out_GHC = _add(q_GHC, q_HR, values_GNC, rope_NR, seen_HN, scale, top_H, sum_H, out_GHC, GROUPS)
-        bytes_GNC, scale_GN, rope_NR = next_bytes_GNC, next_scale_GN, next_rope_NR
-        key_N, known_N, next_key_N, next_known_N = next_key_N, next_known_N, later_key_N, later_known_N
+        bytes_GNC, scale_GN, rope_NR = bytes1, scale1, rope1
+        key_N, key1_N, key2_N, known_N, known1_N = key1_N, key2_N, key3_N, known1_N, known2_N
     return top_H, sum_H, out_GHC
 
 
@@ -252,7 +265,7 @@ def _attend(
         a_share = tl.cdiv(blocks, num_shares)
         start, stop = share * a_share, tl.minimum((share + 1) * a_share, blocks)
         pages_ptr = table_ptr + its_row.to(tl.int64) * num_columns
-        keys = keys_ptr + tile.to(tl.int64) * num_keys, pages_ptr, num_keys, last_end
+        keys = keys_ptr + tile.to(tl.int64) * num_keys, num_keys, pages_ptr, last_end
         add_blocks: tl.constexpr = _add_fp8_blocks if IS_FP8 else _add_blocks
         what = (q_GHC, q_1HR[0]), (top_H, sum_H, out_GHC), start, stop, keys, pool, row == its_row, end, qk_scale
         top_H, sum_H, out_GHC = add_blocks(*what, C, R, Z, BLOCK_N, BLOCK_C, BLOCK_R, GROUPS, SELECTED)
@@ -314,7 +327,7 @@ def tiling(q_THL: Tensor, is_fp8: bool, crowded: bool) -> Tiling:
     if crowded and num_heads <= _SHARED_ROWS // 2:
         return Tiling(_SHARED_ROWS // num_heads, _SHARED_ROWS, 32 if is_fp8 else 64, warps=8, stages=2, programs=1)
     if is_fp8:
-        return Tiling(1, 16, 64, warps=8, stages=1, programs=1)
+        return Tiling(1, 16, 16, warps=4, stages=1, programs=2)
     return Tiling(1, 16, 64, warps=4, stages=3, programs=2)
 
 
@@ -352,6 +365,9 @@ def sparse_mla(
         part = q_THL.new_empty(num_queries, num_shares, H, value_dim, dtype=torch.float32)
         part_lse = q_THL.new_empty(num_queries, num_shares, H, dtype=torch.float32)
     values, scales, rope = _parts(latent_PZL, value_dim)
+    # Programs that wait for earlier ones take the places of those that work, where there are enough to fill the GPU.
+    fills = tiles * head_blocks * num_shares > _multiprocessors(q_THL.device)
+    launch = {"PDL": False} if fills else dependent_launch(q_THL.device)
     _attend[(num_shares, tiles, head_blocks)](
         q_THL.contiguous(),
         end_T if keys_TK is None else keys_TK.contiguous(),
@@ -373,11 +389,12 @@ def sparse_mla(
         math.log(2) if num_shares == 1 else 1.0,
         SELECTED=keys_TK is not None,
         **_constants(q_THL, latent_PZL, value_dim, tile),
+        **launch,
     )
     if num_shares > 1:
         sizes = {"H": H, "C": value_dim, "BLOCK_C": BLOCK, "BLOCK_SHARES": triton.next_power_of_2(num_shares)}
         _merge[(num_queries * H, triton.cdiv(value_dim, BLOCK))](
-            part, part_lse, out_THC, lse_TH, num_shares, LN2=math.log(2), **sizes, **dependent_launch(q_THL.device)
+            part, part_lse, out_THC, lse_TH, num_shares, LN2=math.log(2), **sizes, **launch
         )
     return out_THC, lse_TH
 
@@ -399,7 +416,6 @@ def _constants(q_THL: Tensor, pool: Pool, value_dim: int, tile: Tiling) -> dict[
         "IS_FP8": isinstance(pool, Fp8Latents),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        **dependent_launch(q_THL.device),
     }
 
 

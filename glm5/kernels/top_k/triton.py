@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import dependent_launch
+
 # Scores that a program compares at once; longer rows go through groups.
 LONGEST = 8192
 _MAX_K = 1 << 14
@@ -160,8 +163,11 @@ def _best(
     RUN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_END: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Best keys of row program_id(0), of which the first end_ptr[row] scores count."""
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     score, out = score_ptr + t * score_stride, out_ptr + t * k
     end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
@@ -248,6 +254,7 @@ def best_of(
         RUN=run,
         BLOCK_K=block_k,
         HAS_END=end_T is not None,
+        **dependent_launch(score_TS.device),
         num_warps=8 if max(width, run) <= LONGEST else 16,
     )
     return out_TK
