@@ -149,6 +149,8 @@ def router(
     if not num_tokens:
         return weight_TA, expert_TA
     cut = tiling or tiling_for(num_tokens)
+    if max(x_TD.itemsize, weight_ED.itemsize) > 2:
+        cut = cut._replace(block_d=32)  # float32 products take four times the shared memory
     split = min(cut.split, triton.cdiv(width, cut.block_d))
     logit = torch.empty(split, num_tokens, num_experts, dtype=torch.float32, device=device)
     _scores[(triton.cdiv(num_experts, cut.block_e), split, triton.cdiv(num_tokens, cut.block_t))](
