@@ -11,6 +11,7 @@ from torch import Tensor
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.index_score import index_score
 from glm5.kernels.paging import read_pages
+from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.select_keys import select_keys
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.top_k import top_k
@@ -187,6 +188,29 @@ def test_best_keys(T, S, levels, gen):
         assert torch.equal(got, want)
         for _ in range(REPEATS):
             assert torch.equal(top_k(score, k, impl="triton"), got)
+
+
+@pytest.mark.parametrize("num_heads", [8, 16])
+@pytest.mark.parametrize("lengths", [(1,), (128,), (300, 7, 129, 64), (1000,)], ids=str)
+def test_prompt_attention(lengths, num_heads, gen):
+    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    first = torch.cat(
+        [torch.full((n,), int(start)) for n, start in zip(lengths, starts, strict=True)] + [starts[-1:] + 5000]
+    )
+    first, num_tokens = first.int().cuda(), len(first)
+    shapes = [(num_heads, 256), (num_heads, 192 + 256), (64,)]
+    q, kv, rope = (torch.randn(num_tokens, *s, generator=gen, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    case = q, kv[..., :192], rope, kv[..., 192:]
+    want = prompt_attention(*(x.double() for x in case), first, scale=0.0625, impl="reference")
+    with poisoned():
+        got = prompt_attention(*case, first, scale=0.0625)
+    assert_same(got[0], want[0], ATTENTION_BUDGET)
+    assert_same(got[1], want[1], LSE_BUDGET["bfloat16"])
+    for _ in range(REPEATS):
+        for again, once in zip(prompt_attention(*case, first, scale=0.0625), got, strict=True):
+            assert torch.equal(again, once)
+    wrong = prompt_attention(*case, first, scale=0.0725)  # the control
+    assert num_tokens < 60 or rel_rms(wrong[0], want[0]) > 2 * ATTENTION_BUDGET
 
 
 def test_a_graph_serves_other_lengths(gen):

@@ -20,6 +20,7 @@ from glm5.bench.kernels.shapes import (
     QK_HEAD,
     RANKS,
     ROPE,
+    V_HEAD,
     generator,
     random_rows,
 )
@@ -27,6 +28,7 @@ from glm5.bench.kernels.table import main
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.index_score import index_score
 from glm5.kernels.paging import read_pages
+from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.select_keys import select_keys
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.top_k import top_k
@@ -137,6 +139,33 @@ def selection_case(kind: str, requests: int, queries: int, keys: int) -> Case:
     return Case("select_keys", f"{kind} {requests}x{queries} of {keys}", make, error, SCORE_BUDGET, size, flops, "bf16")
 
 
+def prompt_case(heads: int, requests: int, tokens: int) -> Case:
+    """Attention of prompts to themselves, over expanded keys and values."""
+    nope = QK_HEAD - ROPE
+
+    def inputs(i: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        gen, num = generator(i), requests * tokens
+        q, kv = random_rows(gen, num, heads, QK_HEAD), random_rows(gen, num, heads, nope + V_HEAD)
+        first = torch.arange(requests, device="cuda", dtype=torch.int32).repeat_interleave(tokens) * tokens
+        return q, kv[..., :nope], random_rows(gen, num, ROPE), kv[..., nope:], first
+
+    def make(i: int) -> Launch:
+        case = inputs(i, tokens)
+        return lambda: prompt_attention(*case, scale=QK_HEAD**-0.5)
+
+    def error() -> float:
+        q, k, rope, v, first = inputs(0, min(tokens, 512))
+        exact = q.double(), k.double(), rope.double(), v.double(), first
+        want = prompt_attention(*exact, scale=QK_HEAD**-0.5, impl="reference")[0]
+        return rel_rms(prompt_attention(q, k, rope, v, first, scale=QK_HEAD**-0.5)[0], want)
+
+    size = 2 * requests * tokens * (heads * (2 * QK_HEAD + 2 * V_HEAD) + ROPE)
+    flops = requests * tokens * (tokens + 1) // 2 * heads * 2 * (QK_HEAD + V_HEAD)
+    return Case(
+        "prompt_attention", f"H={heads} {requests}x{tokens}", make, error, ATTENTION_BUDGET, size, flops, "bf16"
+    )
+
+
 def top_k_case(rows: int, keys: int) -> Case:
     """The best of scores that lie in memory."""
 
@@ -163,6 +192,9 @@ def cases() -> Iterator[Case]:
             yield attention_case(kind, HEADS // ranks, 32, 1, TOP_K, selected=False)
             yield attention_case(kind, HEADS // ranks, 1, 2048, TOP_K, selected=False)
             yield attention_case(kind, HEADS // ranks, 1, 2048, 8192, selected=True)
+            if kind == "bf16":
+                yield prompt_case(HEADS // ranks, 1, 2048)
+                yield prompt_case(HEADS // ranks, 4, 2048)
         for requests in QUERIES:
             yield selection_case(kind, requests, 1, 2304)
         for requests, keys in ((1, 8192), (1, 32768), (1, 131072), (32, 32768)):
