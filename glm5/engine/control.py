@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from glm5.common.errors import GlmError
+from glm5.engine.failure import words_of
 from glm5.engine.messages import Message, Pause, ResetCache, Resume, SetWeights
 from glm5.engine.tiering import Tiering
 from glm5.engine.weights import WeightSource, in_background
@@ -99,7 +100,7 @@ class Control:
             except StopIteration as end:
                 answer.result = end.value
             except GlmError as error:
-                answer.error, answer.kind = str(error), type(error).__name__
+                answer.error, answer.kind = words_of(error), type(error).__name__
             self.answers.append(answer)
             self._calls.popleft()
             self._turns = self._awaited = None

@@ -19,6 +19,7 @@ from torch import Tensor
 from glm5.common.errors import GlmError
 from glm5.engine.control import Control, Memory
 from glm5.engine.depth import AdaptiveDepth
+from glm5.engine.failure import words_of
 from glm5.engine.grammars import fill_masks
 from glm5.engine.intake import Admission, Intake, Refusal
 from glm5.engine.messages import Abort, Finish, Message, SetDepth
@@ -212,7 +213,7 @@ class EngineCore:
                 return Answer(call.call_id)
             return Answer(call.call_id, {"path": self._profiling.stop()})
         except GlmError as error:
-            return Answer(call.call_id, error=str(error))
+            return Answer(call.call_id, error=words_of(error))
 
     def _admit(self, ready: Admission | Refusal) -> None:
         if isinstance(ready, Refusal):

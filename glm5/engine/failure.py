@@ -10,9 +10,14 @@ _MEMORY = (
 )
 
 
+def words_of(error: BaseException) -> str:
+    """An exception's message as it can be sent: what it quotes may hold halves of characters, as JSON's escapes may."""
+    return str(error).encode(errors="backslashreplace").decode()
+
+
 def reason_of(error: BaseException) -> str:
     """Type and message of an exception, and what to do where memory ran out."""
-    reason = f"{type(error).__name__}: {error}".rstrip(": ")
+    reason = f"{type(error).__name__}: {words_of(error)}".rstrip(": ")
     # By name and text: clients do not import torch, which on the CPU says it in a RuntimeError.
     is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return reason + _MEMORY if is_memory or "can't allocate memory" in str(error) else reason

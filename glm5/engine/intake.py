@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm5.common.errors import GlmError, RequestError
+from glm5.engine.failure import words_of
 from glm5.engine.messages import Submit, TierChange
 from glm5.engine.replies import PromptReport, Reply
 from glm5.engine.runner import SeqSpec
@@ -84,7 +85,7 @@ class Intake:
                     )
                 compilation = self.compiler.compile(grammar)
         except GlmError as error:
-            return Refusal(ask.seq_ids, str(error), getattr(error, "param", None))
+            return Refusal(ask.seq_ids, words_of(error), getattr(error, "param", None))
         lookup = self.tiering.look_up(submit, weights) if self.tiering is not None else None
         self._waiting.append(_Waiting(ask, submit, compilation, lookup))
         return None
@@ -166,7 +167,7 @@ def _admitted(waiting: _Waiting) -> Admission | Refusal:
         if waiting.compilation is not None:
             compiled = waiting.compilation.result()
     except GlmError as error:
-        return Refusal(ask.seq_ids, str(error), getattr(error, "param", None))
+        return Refusal(ask.seq_ids, words_of(error), getattr(error, "param", None))
     report = None
     if waiting.submit.computes_prompt:
         wants_logprobs = ask.params.prompt_logprobs is not None

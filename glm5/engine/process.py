@@ -26,7 +26,7 @@ import zmq
 
 from glm5.common import log
 from glm5.common.errors import GlmError
-from glm5.engine.failure import HUNG, ORPHANED, reason_of
+from glm5.engine.failure import HUNG, ORPHANED, reason_of, words_of
 from glm5.engine.wire import Beat, Close, Dead, Loading, Ready, Start, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def main(folder: str, cwd: str) -> NoReturn:
         mine = isinstance(error, GlmError) and not started
         if not mine:
             logger.exception("the engine process ends")
-        reason = str(error) if mine else reason_of(error)
+        reason = words_of(error) if mine else reason_of(error)
         pulse.end(Dead(reason, type(error).__name__ if mine else "EngineDead"), code=1)
     sys.stderr.flush()
     os._exit(0)  # the interpreter's own end takes torch a while, and there is nothing left to save
