@@ -25,6 +25,9 @@ def hand_over(tensors: Mapping[str, Tensor]) -> Path:
 
     Raises CheckpointError when there are none, when one has a dtype that no checkpoint has, or when nowhere is room.
     """
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise CheckpointError(f"weights hold {name!r:.60}: {tensor!r:.60}; allowed: tensors by name")
     parts = list(_on_disk(tensors))
     if not parts:
         raise CheckpointError("no tensors were given to update the weights with")

@@ -36,6 +36,20 @@ class Options:
     starts_after: int | None = None
     not_before: tuple[int, ...] = ()
 
+    def check(self) -> None:
+        """RequestError for what is of another type, or a number that no message can hold."""
+        depth, after, before = self.num_speculative_tokens, self.starts_after, self.not_before
+        for name, good, allowed in (
+            ("priority", type(self.priority) is int and -(2**63) <= self.priority < 2**63, "a 64-bit integer"),
+            ("cache_salt", isinstance(self.cache_salt, str), "a text"),
+            ("num_speculative_tokens", depth is None or type(depth) is int, "None, or an integer"),
+            ("routed_experts", isinstance(self.routed_experts, bool), "true or false"),
+            ("starts_after", after is None or type(after) is int, "None, or a token id"),
+            ("not_before", isinstance(before, tuple) and set(map(type, before)) <= {int}, "a tuple of token ids"),
+        ):
+            if not good:
+                raise RequestError(f"{name} is {getattr(self, name)!r:.60}; allowed: {allowed}", param=name)
+
 
 @dataclass(frozen=True)
 class ReadPrompt:
@@ -81,6 +95,9 @@ class Asker:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> None:
         """RequestError, or MissingExtra for a grammar, for a request that cannot be served."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is {params!r:.60}; allowed: a SamplingParams", param="sampling_params")
+        options.check()
         vocab_size = self.facts.vocab_size
         if not set(map(type, prompt_ids)) <= {int}:
             raise RequestError(f"the prompt is {prompt_ids!r:.60}; allowed: token ids", param="prompt")
@@ -90,8 +107,9 @@ class Asker:
             ids = f"{min(prompt_ids)} to {max(prompt_ids)}"
             raise RequestError(f"the prompt holds token ids {ids}; allowed: 0 to {vocab_size - 1}", param="prompt")
         params.check_token_ids(vocab_size)
-        if options.starts_after is not None and not 0 <= options.starts_after < vocab_size:
-            raise RequestError(f"starts_after is {options.starts_after}; allowed: a token id", param="starts_after")
+        for name, ids in (("starts_after", (options.starts_after or 0,)), ("not_before", options.not_before)):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise RequestError(f"{name} is {getattr(options, name)}; allowed: below {vocab_size}", param=name)
         if (count := len(self._stop_ids(params))) > MAX_STOP_IDS:
             allowed = f"{MAX_STOP_IDS}, the model's end tokens included"
             raise RequestError(f"stop_token_ids are {count} tokens; allowed: {allowed}", param="stop_token_ids")
@@ -112,13 +130,14 @@ class Asker:
         """The message for a request that was checked. `seed` is the first answer's; those of the others count up."""
         encode = None if self.tokenizer is None else self.tokenizer.encode
         starts_after, not_before = self._starts_after(prompt_ids, params, options), options.not_before
+        depth = options.num_speculative_tokens
         if starts_after is not None and params.structured_outputs is not None:
             # An answer that ended before its grammar began would be none.
             not_before = tuple(sorted({*not_before, *self.eos_ids}))
         return Ask(
             seq_ids=seq_ids,
             prompt_ids=list(prompt_ids),
-            params=params.but(n=1) if params.n > 1 else params,
+            params=self._plain(params, prompt_ids),
             seeds=tuple((seed + i) % _SEEDS for i in range(params.n)),
             max_tokens=self._max_tokens(prompt_ids, params),
             stop_ids=tuple(sorted(self._stop_ids(params))),
@@ -127,9 +146,20 @@ class Asker:
             not_before=not_before,
             priority=options.priority,
             salt=options.cache_salt.encode(errors="surrogatepass"),
-            max_depth=options.num_speculative_tokens,
+            max_depth=None if depth is None else min(depth, self.facts.max_depth),
             routed_experts=options.routed_experts,
         )
+
+    def _plain(self, params: SamplingParams, prompt_ids: Sequence[int]) -> SamplingParams:
+        """As the engine is to read it: of one answer, numbers of tokens none of which is beyond the answer's end."""
+        changes: dict[str, Any] = {"n": 1} if params.n > 1 else {}
+        most = self._max_tokens(prompt_ids, params)
+        for name in ("max_tokens", "min_tokens", "thinking_token_budget"):
+            if (getattr(params, name) or 0) > most:
+                changes[name] = most
+        if params.structured_outputs is not None:
+            changes["structured_outputs"] = params.structured_outputs.plain()
+        return params.but(**changes) if changes else params
 
     def _starts_after(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> int | None:
         """As given; a budget of thinking alone ends at the end tag, if the prompt leaves the answer thinking."""

@@ -42,7 +42,7 @@ class Calls:
         return self.client.call(ResumeCall)
 
     def sleep(self, level: Literal[1, 2]) -> Called:
-        if level not in (1, 2):
+        if type(level) is not int or level not in (1, 2):
             raise RequestError(f"level is {level!r}; allowed: 1 or 2", param="level")
         return self.client.call(lambda call_id: SleepCall(call_id, level))
 
@@ -63,13 +63,17 @@ class Calls:
         """Tensors are written to a folder first, which is removed when the engine has read it or has ended."""
         if policy not in ("keep", "recompute", "abort"):
             raise RequestError(f"policy is {policy!r}; allowed: keep, recompute or abort", param="policy")
+        if version is not None and not (type(version) is int and 0 <= version < 2**63):
+            raise RequestError(f"version is {version!r:.60}; allowed: None, or 0 to 2**63 - 1", param="version")
+        if not isinstance(source, (str, Path, Mapping)):
+            raise RequestError(f"source is {source!r:.60}; allowed: a folder, or tensors by name", param="source")
         self.client.check_alive()
         if isinstance(source, Mapping):
             from glm5.checkpoint.handover import hand_over  # and torch with it
 
             folder = hand_over(source)
         else:
-            folder = Path(os.path.expanduser(source)).absolute()  # which leaves "~nobody" as it is
+            folder = _folder(source)
         is_ours = isinstance(source, Mapping)
 
         def make(call_id: int) -> UpdateWeightsCall:
@@ -84,3 +88,12 @@ class Calls:
         if is_ours:
             future.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
         return future
+
+
+def _folder(source: str | Path) -> Path:
+    """As the engine's process finds it, which may be in another folder."""
+    try:
+        str(source).encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"source is {str(source)!r:.60}; allowed: a folder", param="source") from None
+    return Path(os.path.expanduser(source)).absolute()  # which leaves "~nobody" as it is

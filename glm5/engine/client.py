@@ -18,7 +18,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import EngineDead, GlmError, RequestError, named
 from glm5.engine.asking import Asker, Options
 from glm5.engine.growing import Growing
-from glm5.engine.link import Link
+from glm5.engine.link import FORKED, Link
 from glm5.engine.outputs import Delta, RequestMetrics
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.text import AnswerText
@@ -43,7 +43,7 @@ class Request:
 class Client:
     """Waits until the engine is ready, and raises what keeps it from it. `on_loading` hears how far it is.
 
-    `eos_ids` end answers; `seed` draws the seeds of requests that bring none. `dead_because`: None while it serves.
+    `eos_ids` end answers; `seed` draws the seeds of requests that bring none.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Client:
         on_loading: Callable[[Loading], None] | None = None,
     ):
         self.tokenizer, self.link = tokenizer, link
-        self.dead_because: str | None = None
+        self._dead_because: str | None = None
         self._lock = threading.Lock()  # a request or call comes either before the engine's end, or after
         self._seeds, self._seq_ids, self._call_ids, self._numbers = Random(seed), count(1), count(1), count()
         self._growing: dict[int, tuple[Request, Growing]] = {}
@@ -65,6 +65,11 @@ class Client:
         self._spell = cache(lambda token_id: None if tokenizer is None else tokenizer.decode([token_id]))
         self.facts = self._wait_until_ready(on_loading)
         self.asker = Asker(self.facts, tokenizer, eos_ids)
+
+    @property
+    def dead_because(self) -> str | None:
+        """Why nothing is served any more, or never was in this process, which is a fork; None while it serves."""
+        return self._dead_because or (FORKED if self.link.is_forked else None)
 
     @property
     def num_unfinished(self) -> int:
@@ -101,7 +106,12 @@ class Client:
             for index, seq_id in enumerate(request.seq_ids):
                 text = AnswerText(self.tokenizer, params)
                 self._growing[seq_id] = request, Growing(index, params, text, self._spell)
-            self.link.send(ask)
+            try:
+                self.link.send(ask)
+            except BaseException:  # nobody will hear of it
+                for seq_id in request.seq_ids:
+                    del self._growing[seq_id]
+                raise
         return request
 
     def abort(self, request: Request) -> None:
@@ -121,7 +131,11 @@ class Client:
         with self._lock:
             self.check_alive()
             self._calls[call_id] = future
-            self.link.send(make(call_id))
+            try:
+                self.link.send(make(call_id))
+            except BaseException:
+                del self._calls[call_id]
+                raise
         return future
 
     def pump(self, timeout: float) -> None:
@@ -203,7 +217,7 @@ class Client:
 
     def _die(self, reason: str) -> None:
         with self._lock:
-            self.dead_because = reason
+            self._dead_because = reason
             requests = {request for request, _ in list(self._growing.values())}
             futures = list(self._calls.values())
             self._growing.clear()

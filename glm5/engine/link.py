@@ -32,6 +32,7 @@ from glm5.engine.wire import Beat, Close, Dead, Facts, Ready, Start, ToClient, T
 logger = logging.getLogger(__name__)
 
 CLOSED = "it was closed"
+FORKED = "this process is a fork of the one that started it; start another engine here"
 START_SECONDS = 60.0  # a process may take this long to say its first word, if the machine is busy
 CLOSE_SECONDS = 45.0  # to write to disk what is to be found again, for which the core takes up to 30
 _RECONNECT_MS = 5  # until the process has opened its end
@@ -53,9 +54,13 @@ class Core(Protocol):
 
 
 class Link(Protocol):
-    """What a client needs of its engine. `ended`: `Dead` has been given out, nothing follows."""
+    """What a client needs of its engine. `ended`: `Dead` has been given out, nothing follows. `is_forked`: this process
+    is not the one whose engine it is."""
 
     ended: bool
+
+    @property
+    def is_forked(self) -> bool: ...
 
     def send(self, message: ToEngine) -> None: ...
     def receive(self, timeout: float) -> list[ToClient]: ...
@@ -69,6 +74,10 @@ class InlineLink:
         self.core, self.ended = core, False
         self._inbox: SimpleQueue[ToEngine] = SimpleQueue()
         self._is_ready = False
+
+    @property
+    def is_forked(self) -> bool:
+        return False
 
     def send(self, message: ToEngine) -> None:
         if not self.ended:
@@ -117,7 +126,7 @@ class ProcessLink:
     """
 
     def __init__(self, start: Start):
-        self.ended = False
+        self.ended, self._owner = False, os.getpid()
         self.watchdog_timeout: float = start.config["watchdog_timeout"]
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToClient)
         # A socket belongs to one thread at a time. Reentrant, as what ends the engine is noticed while holding one.
@@ -141,14 +150,21 @@ class ProcessLink:
         self._last_words: Dead | None = None
         # For callers that never close: at the latest when the interpreter ends.
         ends = _Ends(self.process, self._context, self._inbox, self._outbox, self._sending, self._receiving)
-        self._finalizer = weakref.finalize(self, _release, os.getpid(), ends, self._folder, CLOSE_SECONDS)
+        self._finalizer = weakref.finalize(self, _release, self._owner, ends, self._folder, CLOSE_SECONDS)
         self._outbox.send(self._encoder.encode(start))
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def is_forked(self) -> bool:
+        """Sockets do not work in a fork: calls of theirs would never return."""
+        return os.getpid() != self._owner
+
     def send(self, message: ToEngine) -> None:
+        if self.is_forked:
+            return
         with self._sending:
             if self.ended or not self._finalizer.alive:  # not alive: the interpreter is ending
                 return
@@ -157,11 +173,14 @@ class ProcessLink:
                 self._closing_since = time.monotonic()
 
     def receive(self, timeout: float) -> list[ToClient]:
+        if self.is_forked:
+            is_news, self.ended = not self.ended, True
+            return [Dead(FORKED)] if is_news else []
         with self._receiving:
             return [] if self.ended else self._receive(timeout)
 
     def kill(self) -> None:
-        if not self.ended:
+        if not self.ended and not self.is_forked:
             self.process.kill()  # first: a thread that listens leaves when it notices
             with self._receiving:
                 if not self.ended:

@@ -131,8 +131,12 @@ class LLM:
         Raises RequestError for a prompt or parameter that cannot be served, before anything is computed; for a grammar
         that cannot be compiled, when that is found. Ctrl-C, like any error, aborts what is under way.
         """
+        if not isinstance(prompts, (str, Mapping, Sequence)):
+            raise RequestError(f"prompts are {prompts!r:.60}; allowed: a prompt, or a list of them", param="prompt")
         listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         params = self._params_for(sampling_params, len(listed))
+        if priority is not None and not isinstance(priority, (list, tuple)):
+            raise RequestError(f"priority is {priority!r:.60}; allowed: a list, one for each prompt", param="priority")
         if priority is not None and len(priority) != len(listed):
             raise RequestError(f"{len(priority)} priorities for {len(listed)} prompts; give one for each prompt")
         asked: list[_Asked] = []
@@ -268,6 +272,11 @@ class LLM:
     def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.get_default_sampling_params()] * count
+        if not isinstance(given, Sequence):
+            raise RequestError(
+                f"sampling_params is {given!r:.60}; allowed: a SamplingParams, or a list of them",
+                param="sampling_params",
+            )
         if len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; give one, or one for each prompt")
         return list(given)

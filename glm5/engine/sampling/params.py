@@ -7,6 +7,7 @@ only what needs a model (`check_token_ids`) or a compiler (a grammar's text) is 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,13 @@ MAX_STOP_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256  # token sequences: a word has up to two spellings, at the start of a text and within one
 MAX_BAD_WORD_LEN = 32  # tokens
+
+_NUMBERS = (
+    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
+    *("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget"),
+)
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_HALVES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,12 @@ class StructuredOutputsParams:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "text", _as_text(kind, asked[kind]))
 
+    def plain(self) -> StructuredOutputsParams:
+        """The same, with nothing in it that only Python could write down: parsed JSON holds numbers and keys of any
+        kind."""
+        value: Any = json.loads(self.text) if self.kind == "choice" else self.kind == "json_object" or self.text
+        return StructuredOutputsParams(**{self.kind: value}, disable_any_whitespace=self.disable_any_whitespace)
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -96,6 +110,8 @@ class SamplingParams:
     thinking_token_budget: int | None = None  # tokens of thinking before its end tag is all that may come
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             object.__setattr__(self, name, _as_tuple([value] if isinstance(value, str) else value))
@@ -158,7 +174,7 @@ class SamplingParams:
         few = _all(self.bad_words, _is_text) and len(self.bad_words) <= MAX_BAD_WORDS // 2
         yield "bad_words", few, f"a list of up to {MAX_BAD_WORDS // 2} non-empty texts"
         biases = self.logit_bias
-        few = biases is None or (_all(biases, _is_int) and len(biases) <= MAX_LOGIT_BIASES)
+        few = biases is None or (_all(tuple(biases), _is_int) and len(biases) <= MAX_LOGIT_BIASES)
         yield "logit_bias", few, f"a mapping of up to {MAX_LOGIT_BIASES} token ids to numbers"
         allowed = self.allowed_token_ids
         yield "allowed_token_ids", allowed is None or (_all(allowed, _is_int) and len(allowed) > 0), "some token ids"
@@ -172,7 +188,7 @@ class SamplingParams:
             self.max_tokens is None or _is_int(self.max_tokens, 1),
             ("at least 1, or None for up to the end of the context"),
         )
-        most = self.max_tokens if self.max_tokens is not None else self.min_tokens
+        most = self.max_tokens if isinstance(self.max_tokens, int) else float("inf")
         yield "min_tokens", _is_int(self.min_tokens, 0, most), f"0 to max_tokens ({self.max_tokens})"
         budget = self.thinking_token_budget
         yield "thinking_token_budget", budget is None or _is_int(budget), "None, or at least 0"
@@ -197,16 +213,27 @@ def _as_text(kind: str, value: Any) -> str:
     if kind in ("json", "structural_tag") and isinstance(value, Mapping):
         try:
             return json.dumps(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{param} cannot be written as JSON: {error}", param="structured_outputs") from error
     if not _is_text(value):
         raise _refusal(param, value, "a non-empty text")
-    return value
+    return _plain(value)
 
 
 def _as_tuple(value: Any) -> Any:
     """A list as a tuple, None as an empty one; anything else as it is, to be refused."""
-    return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else value
+    if not isinstance(value, (list, tuple)):
+        return () if value is None else value
+    return tuple(value) if set(map(type, value)) <= _PLAIN else tuple(map(_plain, value))
+
+
+def _plain(value: Any) -> Any:
+    """A number or text of a class of its own, such as NumPy's, as Python's: messages have no others."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else value
 
 
 def _as_biases(value: Any) -> dict[int, float]:
@@ -227,11 +254,12 @@ def _refusal(param: str, got: object, allowed: str) -> RequestError:
 
 
 def _all(values: Any, good: Any) -> bool:
-    return isinstance(values, (tuple, dict)) and all(good(value) for value in values)
+    return isinstance(values, tuple) and all(good(value) for value in values)
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+    """Text that has something in it, and no half of a character, which UTF-8 cannot write."""
+    return isinstance(value, str) and value != "" and not _HALVES.search(value)
 
 
 def _is_int(value: object, low: int = 0, high: float = float("inf")) -> bool:

@@ -3,11 +3,14 @@
 import signal
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+import torch
 from msgspec.structs import replace
 
-from glm5.common.errors import EngineDead, GlmError, MissingExtra, RequestError
+from glm5.common.errors import CheckpointError, EngineDead, GlmError, MissingExtra, RequestError
 from glm5.config.presets import preset
+from glm5.engine.asking import Options
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
@@ -382,3 +385,50 @@ def test_what_an_async_engine_took_over(scripted):
     llm = scripted()
     with AsyncEngine(llm), pytest.raises(GlmError, match="handed to an AsyncEngine"):
         llm.generate([5], PLAIN, use_tqdm=False)
+
+
+def test_odd_calls_are_refused_and_nothing_of_them_stays(scripted):
+    """Messages hold only some types and 64-bit numbers; what is beyond must not reach the engine, or be kept."""
+    llm = scripted(tiny_tokenizer())
+    calls = [
+        *(lambda value=value: llm.generate([[1]], PLAIN, priority=value) for value in ([1.5], ["x"], [2**63], "x", 5)),
+        *(lambda value=value: llm.generate([[1]], PLAIN, routed_experts=value) for value in (0, None, "x")),
+        *(lambda value=value: llm.generate([[1]], value) for value in (5, [5], "x", {"n": 1})),
+        *(lambda value=value: llm.generate(value, PLAIN) for value in (5, None, iter([[1]]))),
+        lambda: list(llm.stream([1], {"n": 1})),
+        *(lambda value=value: llm.update_weights("x", version=value) for value in (1.5, "x", True, -1, 2**63)),
+        *(lambda value=value: llm.update_weights(value) for value in (5, None, ["x"], "\ud800")),
+        *(lambda value=value: llm.sleep(value) for value in (True, 1.0, "1")),
+    ]
+    for call in calls:
+        with pytest.raises(RequestError, match="allowed"):
+            call()
+    for weights in ({"lm_head.weight": 5}, {5: torch.zeros(1)}):
+        with pytest.raises(CheckpointError, match="allowed: tensors by name"):
+            llm.update_weights(weights)
+    assert llm.client.num_unfinished == 0
+    assert not llm.core.heard
+
+
+def test_numbers_beyond_the_context_are_asked_for_as_its_end(scripted):
+    llm = scripted(tiny_tokenizer())
+    wanted = StructuredOutputsParams(json={1: 2**70})
+    far = PLAIN.but(max_tokens=2**70, min_tokens=2**70, thinking_token_budget=2**70, structured_outputs=wanted)
+    llm.client.submit([1, 2], far, Options(num_speculative_tokens=2**70), lambda *_: None)
+    llm.client.pump(0)
+    llm.client.pump(0)
+    (ask,) = llm.core.asks
+    params, left = ask.params, llm.max_model_len - 2
+    assert (ask.max_tokens, params.max_tokens, params.min_tokens, params.thinking_token_budget) == (left,) * 4
+    assert ask.max_depth <= FACTS.max_depth
+    msgspec.msgpack.encode(ask)
+
+
+def test_what_cannot_be_sent_is_forgotten(scripted, monkeypatch):
+    llm = scripted()
+    monkeypatch.setattr(llm.client.link, "send", lambda message: 1 / 0)
+    for call in (lambda: llm.generate([[1]], PLAIN), llm.stats):
+        with pytest.raises(ZeroDivisionError):
+            call()
+    assert llm.client.num_unfinished == 0
+    assert not llm.client._calls

@@ -282,6 +282,50 @@ def test_a_fork_of_the_client_does_not_end_the_engine(scripted):
     assert ids(llm.generate([5], PLAIN, use_tqdm=False)) == [list(range(6, 14))]
 
 
+FORK = """
+import os, signal
+from glm5.common.errors import EngineDead
+from glm5 import AsyncEngine
+def refused(call):
+    try:
+        call()
+    except EngineDead as error:
+        assert "is a fork of" in str(error), error
+    else:
+        raise AssertionError(call)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(30)
+    for call in (lambda: list(stream), lambda: llm.generate([[1]], use_tqdm=False), llm.stats, llm.pause):
+        refused(call)
+    llm.close()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+stream.close()
+engine = AsyncEngine(llm)
+engine.start()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(30)
+    import asyncio
+    refused(lambda: asyncio.run(engine.stats()))
+    engine.close()
+    sys.exit(8)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 8
+import asyncio
+assert asyncio.run(engine.stats())["pid"] == llm.client.link.pid
+engine.close()
+"""
+
+
+def test_in_a_fork_the_engine_is_out_of_reach_and_nothing_waits(checkpoint, temporary):
+    parent, pid = run_parent(checkpoint, temporary, FORK)
+    with parent:
+        assert parent.wait(SECONDS) == 0
+    assert ended(pid)
+    assert list(temporary.iterdir()) == []
+
+
 def test_the_client_needs_no_torch(checkpoint, temporary):
     parent, pid = run_parent(checkpoint, temporary, "assert 'torch' not in sys.modules; llm.close()")
     with parent:
