@@ -18,7 +18,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from glm5.common.errors import RequestError
+from glm5.common.errors import GlmError, RequestError
 from glm5.common.extras import require
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.sampling.schema import refuse_unenforced
@@ -129,8 +129,10 @@ class Compiler:
             wanted, future = job
             try:
                 future.set_result(self._compiled(wanted))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is the request's to hear
+            except GlmError as error:
                 future.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the request's to hear, and ends nobody else
+                future.set_exception(_refusal(f"is not understood: {_reason(error)}"))
 
     def _compiled(self, wanted: StructuredOutputsParams) -> Any:
         xgrammar = require("xgrammar", "grammar")
@@ -140,10 +142,7 @@ class Compiler:
             if key not in self._tokenizer_infos:
                 self._tokenizer_infos[key] = _tokenizer_info(xgrammar, self._vocabulary, *key)
         compiler = xgrammar.GrammarCompiler(self._tokenizer_infos[key], max_threads=1, cache_enabled=False)
-        try:
-            compiled = _compile(compiler, wanted)
-        except RuntimeError as error:  # all that xgrammar raises for what it cannot understand
-            raise _refusal(f"is not understood: {_reason(error)}") from error
+        compiled = _compile(compiler, wanted)
         _refuse_empty(xgrammar, compiled, self._vocabulary.size, json_wanted=wanted.kind in ("json", "json_object"))
         return compiled
 
@@ -236,8 +235,10 @@ def _schemas_within(tag: Any) -> list[Any]:
     return schemas
 
 
-def _reason(error: RuntimeError) -> str:
-    """xgrammar's message without clock and file."""
+def _reason(error: Exception) -> str:
+    """xgrammar's message without clock and file. It may cut a character in two, and that is another error."""
+    if isinstance(error, UnicodeDecodeError):
+        return _reason(RuntimeError(error.object.decode(errors="replace")))
     return re.sub(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?", "", str(error)).strip()[:300]
 
 

@@ -117,6 +117,7 @@ def test_what_people_write_is_not_refused(schema):
         ({"regex": "a" * (MAX_CHARS + 1)}, f"{MAX_CHARS + 1} characters; allowed: {MAX_CHARS}"),
         ({"grammar": "start ::= 'a'"}, "structured_outputs is not understood"),
         ({"grammar": "root ::= nothing"}, '"nothing" is not defined'),
+        ({"grammar": "root ::= \u00e9"}, "Unexpected character"),  # the message shows half of it
         ({"grammar": "root ::= root"}, "matches no text"),
         ({"structural_tag": {"format": {}}}, "not understood"),
         ({"structural_tag": "nope"}, "not JSON"),
