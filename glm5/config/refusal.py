@@ -24,6 +24,8 @@ _ALLOWED = {
     "string_unicode": "a text in valid Unicode",
     "string_too_short": "a text that is not empty",
     "dict_type": "an object",
+    "model_type": "an object",
+    "none_required": "None",
     "list_type": "a list",
     "finite_number": "a finite number",
     "literal_error": "{expected}",

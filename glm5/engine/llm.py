@@ -16,16 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import ValidationError
-
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import GlmError, RequestError
 from glm5.common.interrupt import held_interrupt
 from glm5.common.log import style
 from glm5.common.progress import Progress
 from glm5.config.engine import EngineConfig
+from glm5.config.keywords import check_format, engine_config
 from glm5.config.model import ModelConfig
-from glm5.config.refusal import first_error, refuse
 from glm5.engine.asking import Options, Prompt, ReadPrompt, read_prompt
 from glm5.engine.calls import Calls
 from glm5.engine.client import Client, Request
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NAMES = ("model", "tokenizer", "dtype", "device", "generation_config", "lora_norm_eps")
 _POLL_SECONDS = 0.1  # how long Ctrl-C may have to wait
 
 
@@ -53,7 +52,8 @@ class LLM:
     `model` is a checkpoint folder or a hub id, run by a process of its own; or a model in memory, run by this one,
     which works without a tokenizer too, on token ids alone. `tokenizer` replaces the checkpoint's. `dtype` and `device`
     are for loading ("auto": what the checkpoint holds, on the GPU if there is one), `generation_config` has vLLM's
-    meaning (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len.
+    meaning (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len, and other engines' names for them
+    (config/keywords.py).
 
     `table` lists what was resolved, to show. Raises ConfigError and CheckpointError for what cannot be honoured or
     read, and from then on EngineDead, here and in every method, once the engine has died or was closed.
@@ -70,13 +70,14 @@ class LLM:
         lora_norm_eps: float | None = None,
         **engine: Any,
     ):
-        self.config = _engine_config(engine)
+        self.config = engine_config(engine, _NAMES)
         self._is_mine = True
         if isinstance(model, (str, Path)):
             self.path: Path | None = _locate(model)
             self.cfg = ModelConfig.from_file(self.path)
         else:
             self.path, self.cfg = None, model.cfg
+        check_format(engine, self.cfg)
         self.defaults = read_defaults(generation_config, self.path)
         self.tokenizer: Tokenizer | None
         link: Link
@@ -330,15 +331,6 @@ def _output(request: Request, text: str | None, deltas: Sequence[Delta]) -> Requ
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     """A single prompt rather than a list of them."""
     return isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-
-
-def _engine_config(given: dict[str, Any]) -> EngineConfig:
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    try:
-        return EngineConfig.model_validate(plain, strict=True)
-    except ValidationError as error:
-        path, value, allowed = first_error(error)
-        raise refuse(".".join(path), value, allowed) from None
 
 
 def _locate(model: str | Path) -> Path:

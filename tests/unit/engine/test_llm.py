@@ -208,7 +208,7 @@ class TestSizes:
             make_llm(**{name: number})
 
     def test_settings_that_do_not_exist(self, make_llm):
-        with pytest.raises(ConfigError, match="max_length: got 5; allowed: no such key"):
+        with pytest.raises(ConfigError, match=r"max_length: got 5; allowed: no such setting; did you mean max_model_len\?"):
             make_llm(max_length=5)
 
     def test_too_long_for_the_memory(self, make_llm, monkeypatch):
