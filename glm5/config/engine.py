@@ -11,19 +11,20 @@ from pydantic import Field, field_validator
 from glm5.config.command import Command
 
 MAX_DEPTH = 16
+_MANY = 2**31  # of whatever: more fits into no table
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_key", "fp8"]
 
 
 class EngineConfig(Command):
     """Sizes, cache, drafting and watchdog of one engine."""
 
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    max_model_len: Annotated[int, Field(ge=1, lt=_MANY)] | None = None
     """Longest context in tokens, prompt and answer together. Default: what the checkpoint and the memory allow."""
-    max_num_seqs: Annotated[int, Field(ge=1)] = 64
+    max_num_seqs: Annotated[int, Field(ge=1, lt=_MANY)] = 64
     """Requests that are answered at the same time; more wait."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
+    max_num_batched_tokens: Annotated[int, Field(ge=1, lt=_MANY)] = 2048
     """Tokens computed in one step, of all requests together; at least max_num_seqs."""
-    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
+    long_prefill_token_threshold: Annotated[int, Field(ge=0, lt=_MANY)] = 0
     """Tokens of one prompt in one step, at most; 0: up to the step's budget, half of it while others wait."""
     enable_prefix_caching: bool = True
     """Keep what was computed of a prompt for later ones that begin alike."""
@@ -38,25 +39,25 @@ class EngineConfig(Command):
     kv_cache_dtype: KvCacheDtype = "auto"
     """Layout of the cache: auto (the model's element type), bfloat16 (the same, of a bfloat16 model), fp8_key (index
     keys in FP8), fp8 (latents too; vLLM's fp8_ds_mla is another name of it)."""
-    num_gpu_blocks_override: Annotated[int, Field(ge=1)] | None = None
+    num_gpu_blocks_override: Annotated[int, Field(ge=1, lt=_MANY)] | None = None
     """Pages of 64 tokens in the cache, instead of what the memory allows."""
-    kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = None
+    kv_cache_memory_bytes: Annotated[int, Field(ge=1, lt=2**60)] | None = None
     """Bytes of the cache, instead of what gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory for weights, cache and workspace; without a GPU, half this share of what is free."""
-    kv_offloading_size: Annotated[float, Field(ge=0)] = 0.0
+    kv_offloading_size: Annotated[float, Field(ge=0, lt=2**30)] = 0.0
     """GiB of host memory for pages that leave the device; 0: none."""
     kv_disk_dir: Annotated[str, Field(min_length=1)] | None = None
     """Folder for pages that leave host memory; they are found again after a restart. Default: none."""
-    kv_disk_size: Annotated[float, Field(gt=0)] = 10.0
+    kv_disk_size: Annotated[float, Field(gt=0, lt=2**30)] = 10.0
     """GiB that may lie in kv_disk_dir."""
     enable_return_routed_experts: bool = False
     """Let requests ask which experts computed their tokens."""
     watchdog_timeout: Annotated[float, Field(gt=0)] = 300.0
     """Seconds that a step may take, and that the engine may be silent, before it is ended."""
-    num_threads: Annotated[int, Field(ge=1)] | None = None
+    num_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads of the engine's process. Default: 1 for small models, else one a core."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seed of requests that bring none of their own."""
 
     @field_validator("kv_cache_dtype", mode="before")

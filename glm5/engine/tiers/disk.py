@@ -59,7 +59,7 @@ class DiskTier:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.scan()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"disk tier: cannot use {self.directory}: {error}; name another directory") from error
         self._reserve(0)
 

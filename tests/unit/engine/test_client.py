@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from glm5.common.errors import CheckpointError, EngineDead, GlmError, MissingExtra, RequestError
+from glm5.common.errors import CheckpointError, ConfigError, EngineDead, GlmError, MissingExtra, RequestError
 from glm5.config.presets import preset
 from glm5.engine.asking import Options
 from glm5.engine.async_engine import AsyncEngine
@@ -432,3 +432,21 @@ def test_what_cannot_be_sent_is_forgotten(scripted, monkeypatch):
             call()
     assert llm.client.num_unfinished == 0
     assert not llm.client._calls
+
+
+NOWHERE = [
+    {"seed": 2**64},
+    {"num_threads": 2**40},
+    {"num_gpu_blocks_override": 2**70},
+    {"kv_offloading_size": 1e300},
+    {"kv_disk_size": float("inf")},
+    {"kv_cache_memory_bytes": 2**70},
+    {"max_num_seqs": 2**62},
+]
+
+
+@pytest.mark.parametrize("given", NOWHERE)
+def test_settings_that_no_machine_has(given):
+    """Refused before a process is started."""
+    with pytest.raises(ConfigError, match=f"{next(iter(given))}: got .*; allowed: (below|at most)"):
+        LLM("nowhere", **given)
