@@ -1,11 +1,15 @@
 """store_rows on a CPU: NumPy assigns to the pool's own memory, in half the time where rows are few."""
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from glm5.kernels.dispatch import without_gradient
 from glm5.kernels.fp8_pool import Pool
+
+Where = tuple[NDArray[np.int64], NDArray[np.int64]]  # page and offset of each row
 
 
 def refusal(pool_PZX: Pool, slot_T: Tensor) -> str | None:
@@ -17,14 +21,20 @@ def refusal(pool_PZX: Pool, slot_T: Tensor) -> str | None:
     return None
 
 
-@without_gradient
 def store_rows(pool_PZX: Pool, slot_T: Tensor, row_TX: Tensor) -> None:
     """As `reference.store_rows`. Raises ValueError where `refusal` has a reason."""
     if reason := refusal(pool_PZX, slot_T):
         raise ValueError(f"store_rows[in_place] {reason}; use impl='reference'")
     assert isinstance(pool_PZX, Tensor)
-    row_TX = row_TX.detach().to(pool_PZX.dtype)
-    if pool_PZX.dtype == torch.bfloat16:  # NumPy has no such type, and need not know it
-        pool_PZX, row_TX = pool_PZX.view(torch.int16), row_TX.view(torch.int16)
-    pages_T, offsets_T = np.divmod(slot_T.numpy(), pool_PZX.shape[1])
-    pool_PZX.numpy()[pages_T, offsets_T] = row_TX.numpy()
+    write_rows(as_array(pool_PZX), np.divmod(slot_T.numpy(), pool_PZX.shape[1]), row_TX.to(pool_PZX.dtype))
+
+
+def write_rows(pool_PZX: NDArray[Any], where: Where, row_TX: Tensor) -> None:
+    """The same for a pool that `as_array` made, and rows of its type."""
+    pool_PZX[where] = as_array(row_TX)
+
+
+def as_array(values: Tensor) -> NDArray[Any]:
+    """The tensor's memory as NumPy sees it; it has no bfloat16, and need not know what it moves."""
+    values = values.detach()
+    return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()

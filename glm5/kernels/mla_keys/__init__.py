@@ -1,0 +1,73 @@
+"""What stands between the first products of attention and the next: norms, rotation, and both writes to the cache."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.kernels.act_quant import act_quant
+from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.mla_keys.index_keys import IndexKeys
+from glm5.kernels.mla_keys.reference import mla_keys as _reference
+from glm5.kernels.triton_support import chosen
+
+__all__ = ["IndexKeys", "mla_keys", "mla_keys_quantized"]
+
+Impl = Literal["auto", "reference", "triton"]
+
+
+def mla_keys(
+    qkv_TY: Tensor,
+    q_weight_Q: Tensor,
+    kv_weight_C: Tensor,
+    eps: float,
+    cos_TR2: Tensor,
+    sin_TR2: Tensor,
+    slot_T: Tensor,
+    latent_PZL: Pool,
+    index: IndexKeys | None = None,
+    *,
+    impl: Impl = "auto",
+) -> Tensor:
+    """The query latent [T, Q], normed; writes each token's latent, and its index key if asked, to its slot of the pool.
+
+    `qkv_TY` [T, Q + C + R] is the product of the layer's input with q_a and kv_a, C the length of `kv_weight_C`.
+    `slot_T` int64 as in `store_rows`; cos and sin as in `rope`. Mutates the pools. No gradient passes.
+    """
+    if _choice(impl, qkv_TY) == "reference":
+        return _reference(qkv_TY, q_weight_Q, kv_weight_C, eps, cos_TR2, sin_TR2, slot_T, latent_PZL, index)
+    from glm5.kernels.mla_keys.triton import mla_keys as run
+
+    where = cos_TR2, sin_TR2, slot_T, latent_PZL, index
+    return run(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, quantize=False)[0]
+
+
+def mla_keys_quantized(
+    qkv_TY: Tensor,
+    q_weight_Q: Tensor,
+    kv_weight_C: Tensor,
+    eps: float,
+    cos_TR2: Tensor,
+    sin_TR2: Tensor,
+    slot_T: Tensor,
+    latent_PZL: Pool,
+    index: IndexKeys | None = None,
+    *,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(query latent, its FP8 data, scale): `mla_keys`, and `act_quant` of its result for the products that read it."""
+    where = cos_TR2, sin_TR2, slot_T, latent_PZL, index
+    if _choice(impl, qkv_TY) == "reference":
+        q_TQ = _reference(qkv_TY, q_weight_Q, kv_weight_C, eps, *where)
+        return q_TQ, *act_quant(q_TQ, impl="reference")
+    from glm5.kernels.mla_keys.triton import mla_keys as run
+
+    return run(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, quantize=True)
+
+
+def _choice(impl: Impl, qkv_TY: Tensor) -> Literal["reference", "triton"]:
+    if impl == "auto":
+        return "triton" if chosen(qkv_TY.detach()) else "reference"
+    if impl not in ("reference", "triton"):
+        raise unknown_impl("mla_keys", impl, ("reference", "triton"))
+    return impl

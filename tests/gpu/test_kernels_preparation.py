@@ -1,0 +1,93 @@
+"""What prepares sparse attention, at GLM-5's shapes: rows of pools bit for bit, norms and rotation to a rounding."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
+from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
+from glm5.kernels.paging import read_pages
+from glm5.kernels.rope import rope_table
+from glm5.kernels.store_rows import store_rows
+from glm5.testing.numerics import rel_rms
+
+pytestmark = pytest.mark.gpu
+
+Q, C, R, I, P, Z = 2048, 512, 64, 128, 40, 64
+TOKENS = [1, 8, 128, 2048]
+# Sums of a row in another order: now and then a value falls to the other side of a midpoint, 2^-9 of bfloat16, and of
+# FP8 then 2^-4. The control is a weight that is 1 % off.
+BUDGET, FP8_BUDGET, REPEATS = 5e-4, 5e-3, 20
+
+
+@pytest.fixture
+def gen(seed) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def random(gen: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=gen, device="cuda").bfloat16()
+
+
+def make_pool(kind: str, width: int) -> Pool:
+    """Every bit set, in pages with something between them."""
+
+    def pages(num_bytes: int) -> Tensor:
+        return torch.full((P, Z * num_bytes + 32), 255, dtype=torch.uint8, device="cuda")[:, 16:-16].unflatten(
+            1, (Z, -1)
+        )
+
+    if kind == "bfloat16":
+        return pages(2 * width).view(torch.bfloat16)
+    if width == I:
+        return Fp8Keys(pages(I).view(torch.float8_e4m3fn), pages(4).view(torch.float32).squeeze(-1))
+    form = LatentFormat(C, R)
+    return Fp8Latents(pages(form.num_bytes), form)
+
+
+def memory(pool: Pool) -> list[Tensor]:
+    parts = [pool] if isinstance(pool, Tensor) else [part for part in pool if isinstance(part, Tensor)]
+    return [part.contiguous().view(torch.uint8) for part in parts]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("width", [I, C + R])
+def test_rows_are_stored_bit_for_bit(width, kind, gen):
+    rows = random(gen, 500, width) * torch.logspace(-5, 2, 500, device="cuda")[:, None]
+    slots = torch.randperm(P * Z, generator=gen, device="cuda")[:500]
+    pools = [make_pool(kind, width) for _ in range(2)]
+    for pool, impl in zip(pools, ("triton", "reference"), strict=True):
+        store_rows(pool, slots, rows.bfloat16(), impl=impl)
+    for got, want in zip(*(memory(pool) for pool in pools), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_inputs_of_attention(tokens, kind, gen):
+    qkv, x = random(gen, tokens, Q + C + R), random(gen, tokens, I + 32)[:, :I]
+    weights = [random(gen, width) for width in (Q, C, I, I)]
+    table = rope_table(torch.arange(tokens, device="cuda") * 31, R, 1e6, torch.bfloat16)
+    slots = torch.randperm(P * Z, generator=gen, device="cuda")[:tokens]
+    every = torch.arange(P, device="cuda")
+
+    def run(impl: str, weight: Tensor = weights[0]) -> tuple[list[Tensor], list[Tensor]]:
+        latents, keys = make_pool(kind, C + R), make_pool(kind, I)
+        extra = IndexKeys(x, weights[2], weights[3], 1e-6, keys)
+        results = mla_keys_quantized(qkv, weight, weights[1], 1e-5, *table, slots, latents, extra, impl=impl)
+        return list(results), [read_pages(pool, every).flatten(0, 1)[slots] for pool in (latents, keys)]
+
+    (q, q_fp8, scale), pools = run("triton")
+    (want_q, want_fp8, want_scale), want_pools = run("reference")
+    assert rel_rms(q, want_q) < BUDGET
+    wide = [
+        data.double() * s.double().repeat_interleave(128, -1) for data, s in ((q_fp8, scale), (want_fp8, want_scale))
+    ]
+    assert rel_rms(*wide) < FP8_BUDGET
+    for got, want in zip(pools, want_pools, strict=True):
+        assert rel_rms(got, want) < (FP8_BUDGET if kind == "fp8" else BUDGET)
+    for _ in range(REPEATS):
+        again, again_pools = run("triton")
+        for one, other in zip([*again, *again_pools], [q, q_fp8, scale, *pools], strict=True):
+            assert torch.equal(one.float(), other.float())
+    assert rel_rms(run("triton", weights[0] * 1.01)[0][0], want_q) > 4 * BUDGET
