@@ -19,7 +19,7 @@ class BenchConfig(EngineFlags):
     """auto (the GPU if there is one), cpu, cuda or cuda:N."""
     against: Literal["transformers"] | None = None
     """Run the same prompts through another implementation, too. Needs the extra bench."""
-    num_prompts: Annotated[int, Field(ge=1), Also("--requests")] = 32
+    num_prompts: Annotated[int, Field(ge=1, le=10**6), Also("--requests")] = 32
     """Requests."""
     num_iters: Annotated[int, Field(ge=1)] = 3
     """How often each side runs the workload; the fastest run of each counts."""
@@ -36,5 +36,5 @@ class ThroughputConfig(BenchConfig):
 class LatencyConfig(BenchConfig):
     """Requests of mixed length, one after the other: prompts of 16 to 256 tokens, answers of 16 to 128, greedy."""
 
-    num_prompts: Annotated[int, Field(ge=1), Also("--requests")] = 8
+    num_prompts: Annotated[int, Field(ge=1, le=10**6), Also("--requests")] = 8
     """Requests."""
