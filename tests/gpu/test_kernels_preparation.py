@@ -6,7 +6,9 @@ from torch import Tensor
 
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
 from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
+from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.paging import read_pages
+from glm5.kernels.per_head import per_head
 from glm5.kernels.rope import rope_table
 from glm5.kernels.store_rows import store_rows
 from glm5.testing.numerics import rel_rms
@@ -91,3 +93,28 @@ def test_inputs_of_attention(tokens, kind, gen):
         for one, other in zip([*again, *again_pools], [q, q_fp8, scale, *pools], strict=True):
             assert torch.equal(one.float(), other.float())
     assert rel_rms(run("triton", weights[0] * 1.01)[0][0], want_q) > 4 * BUDGET
+
+
+# Against float64: results and rotated products are rounded to bfloat16, 2^-9.
+PRODUCT_BUDGET = 4e-3
+
+
+@pytest.mark.parametrize("num_heads", [8, 16])
+@pytest.mark.parametrize("tokens", [1, 8, 33, 64])
+def test_queries_of_attention(tokens, num_heads, gen):
+    q, index = random(gen, tokens, num_heads, 256), random(gen, tokens, 32, I)
+    w_k, w_v = random(gen, num_heads, 192, C) * 0.07, random(gen, num_heads, C, 256) * 0.04
+    table = rope_table(torch.arange(tokens, device="cuda") * 31, R, 1e6, torch.bfloat16)
+    want_index = index.double()
+    want = mla_queries(*(x.double() for x in (q, w_k, *table)), want_index, impl="reference")
+    its_index = index.clone()
+    got = mla_queries(q, w_k, *table, its_index, impl="triton")
+    assert rel_rms(got, want) < PRODUCT_BUDGET
+    assert rel_rms(its_index, want_index) < PRODUCT_BUDGET
+    wrong = mla_queries(q, w_k * 1.02, *table, impl="triton")[..., :C]  # the control
+    assert rel_rms(wrong, want[..., :C]) > 3 * PRODUCT_BUDGET
+    out = per_head(got[..., :C], w_v, impl="triton")
+    assert rel_rms(out, per_head(got[..., :C].double(), w_v.double())) < PRODUCT_BUDGET
+    for _ in range(REPEATS):
+        assert torch.equal(mla_queries(q, w_k, *table, index.clone(), impl="triton"), got)
+        assert torch.equal(per_head(got[..., :C], w_v, impl="triton"), out)

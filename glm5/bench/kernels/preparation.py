@@ -1,0 +1,130 @@
+"""What prepares sparse attention on one rank, and what follows it: `python -m glm5.bench.kernels.preparation`."""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from glm5.bench.kernels.case import Case, Launch
+from glm5.bench.kernels.shapes import (
+    HEADS,
+    INDEX_DIM,
+    INDEX_HEADS,
+    KV_LORA,
+    Q_LORA,
+    QK_HEAD,
+    RANKS,
+    ROPE,
+    TOKENS,
+    V_HEAD,
+    generator,
+    random_rows,
+)
+from glm5.bench.kernels.table import main
+from glm5.kernels.block_scaled import FP8
+from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
+from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
+from glm5.kernels.mla_queries import mla_queries
+from glm5.kernels.per_head import per_head
+from glm5.kernels.rope import rope_table
+from glm5.testing.numerics import rel_rms
+
+PAGE, NOPE = 64, QK_HEAD - ROPE
+FORM = LatentFormat(KV_LORA, ROPE)
+BUDGET = 4e-3  # bfloat16 results against float64
+Keys = tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor, Pool, IndexKeys]
+
+
+def _table(tokens: int) -> tuple[Tensor, Tensor]:
+    return rope_table(torch.arange(tokens, device="cuda") * 17, ROPE, 1e6, torch.bfloat16)
+
+
+def _keys(gen: torch.Generator, kind: str, tokens: int) -> Keys:
+    pages = -(-tokens // PAGE)
+    latents: Pool = random_rows(gen, pages, PAGE, KV_LORA + ROPE)
+    keys: Pool = random_rows(gen, pages, PAGE, INDEX_DIM)
+    if kind == "fp8":
+        latents = Fp8Latents(torch.zeros(pages, PAGE, FORM.num_bytes, dtype=torch.uint8, device="cuda"), FORM)
+        data = torch.zeros(pages, PAGE, INDEX_DIM, dtype=torch.uint8, device="cuda").view(FP8)
+        keys = Fp8Keys(data, torch.zeros(pages, PAGE, device="cuda"))
+    weights = [random_rows(gen, width) for width in (Q_LORA, KV_LORA, INDEX_DIM, INDEX_DIM)]
+    slot = torch.randperm(pages * PAGE, device="cuda", generator=gen)[:tokens]
+    index = IndexKeys(random_rows(gen, tokens, INDEX_DIM), weights[2], weights[3], 1e-6, keys)
+    qkv = random_rows(gen, tokens, Q_LORA + KV_LORA + ROPE)
+    return qkv, weights[0], weights[1], 1e-5, *_table(tokens), slot, latents, index
+
+
+def keys_case(kind: str, tokens: int) -> Case:
+    """Norms, rotation, quantization, both cache writes."""
+
+    def make(i: int) -> Launch:
+        case = _keys(generator(i), kind, tokens)
+        return lambda: mla_keys_quantized(*case)
+
+    def error() -> float:
+        case = _keys(generator(0), kind, min(tokens, 128))
+        return rel_rms(mla_keys_quantized(*case)[0], mla_keys_quantized(*case, impl="reference")[0])
+
+    read = 2 * (Q_LORA + KV_LORA + ROPE + INDEX_DIM) + 2 * ROPE
+    written = 3 * Q_LORA + (FORM.num_bytes + INDEX_DIM + 4 if kind == "fp8" else 2 * (KV_LORA + ROPE + INDEX_DIM))
+    return Case("mla_keys", f"{kind} M={tokens}", make, error, BUDGET, tokens * (read + written))
+
+
+def queries_case(heads: int, tokens: int) -> Case:
+    """Absorption and rotation, index queries' too."""
+
+    def inputs(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        gen = generator(i)
+        q, w = random_rows(gen, tokens, heads, QK_HEAD), random_rows(gen, heads, NOPE, KV_LORA)
+        return q, w, *_table(tokens), random_rows(gen, tokens, INDEX_HEADS, INDEX_DIM)
+
+    def make(i: int) -> Launch:
+        case = inputs(i)
+        return lambda: mla_queries(*case)
+
+    def error() -> float:
+        q, w, cos, sin, index = inputs(0)
+        want = mla_queries(q.double(), w.double(), cos.double(), sin.double(), impl="reference")
+        return rel_rms(mla_queries(q, w, cos, sin, index), want)
+
+    size = (
+        2 * heads * NOPE * KV_LORA + 2 * tokens * heads * (QK_HEAD + KV_LORA + ROPE) + 4 * tokens * INDEX_HEADS * ROPE
+    )
+    flops = 2 * tokens * heads * NOPE * KV_LORA
+    return Case("mla_queries", f"H={heads} M={tokens}", make, error, BUDGET, size, flops, "bf16")
+
+
+def output_case(heads: int, tokens: int) -> Case:
+    """Values of heads from latents."""
+
+    def inputs(i: int) -> tuple[Tensor, Tensor]:
+        gen = generator(i)
+        return random_rows(gen, tokens, heads, KV_LORA), random_rows(gen, heads, KV_LORA, V_HEAD)
+
+    def make(i: int) -> Launch:
+        x, w = inputs(i)
+        return lambda: per_head(x, w)
+
+    def error() -> float:
+        x, w = inputs(0)
+        return rel_rms(per_head(x, w), per_head(x.double(), w.double()))
+
+    size = 2 * heads * KV_LORA * V_HEAD + 2 * tokens * heads * (KV_LORA + V_HEAD)
+    flops = 2 * tokens * heads * KV_LORA * V_HEAD
+    return Case("per_head", f"H={heads} M={tokens}", make, error, BUDGET, size, flops, "bf16")
+
+
+def cases() -> Iterator[Case]:
+    """Every number of tokens."""
+    for kind in ("bf16", "fp8"):
+        for tokens in TOKENS:
+            yield keys_case(kind, tokens)
+    for ranks in RANKS:
+        for tokens in TOKENS:
+            yield queries_case(HEADS // ranks, tokens)
+            yield output_case(HEADS // ranks, tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main(list(cases())))

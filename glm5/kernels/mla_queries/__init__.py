@@ -1,0 +1,35 @@
+"""What stands between the products that make queries and the kernels that use them: absorption and rotation."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.mla_queries.reference import mla_queries as _reference
+from glm5.kernels.per_head import FEW_TOKENS
+from glm5.kernels.triton_support import chosen
+
+
+def mla_queries(
+    q_THX: Tensor,
+    w_HNC: Tensor,
+    cos_TR2: Tensor,
+    sin_TR2: Tensor,
+    index_TJI: Tensor | None = None,
+    *,
+    impl: Literal["auto", "reference", "triton"] = "auto",
+) -> Tensor:
+    """Queries [T, H, N + R] absorbed into latents, [T, H, C + R]: the first N dimensions by `w_HNC`, the rest rotated.
+
+    `index_TJI`, an indexer's queries if any, is given away: the first R dimensions of each are rotated in place. cos
+    and sin as in `rope`. `triton`: on a GPU, in one launch, for few tokens. No gradient passes.
+    """
+    if impl == "auto":
+        impl = "triton" if len(q_THX) <= FEW_TOKENS and chosen(q_THX.detach()) else "reference"
+    if impl == "reference":
+        return _reference(q_THX, w_HNC, cos_TR2, sin_TR2, index_TJI)
+    if impl == "triton":
+        from glm5.kernels.mla_queries.triton import mla_queries as run
+
+        return run(q_THX, w_HNC, cos_TR2, sin_TR2, index_TJI)
+    raise unknown_impl("mla_queries", impl, ("reference", "triton"))

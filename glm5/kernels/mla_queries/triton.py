@@ -1,0 +1,105 @@
+"""mla_queries in one launch: programs for values of a head, one for its rotated part, others for index queries."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.per_head.triton import BLOCK_O, block_sizes, product
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import dependent_launch
+
+
+@triton.jit
+def _rotate(x, known, out, cos, sin, HALF: tl.constexpr):
+    """Rows at `x`, where known, rotated by the tables' rows at `cos` and `sin`, to `out`."""
+    PAIRS: tl.constexpr = triton.next_power_of_2(HALF)
+    r, j = tl.arange(0, 2 * PAIRS)[None, :], tl.arange(0, PAIRS)[None, :]
+    row = tl.load(x[:, None] + r, mask=known[:, None] & (r < 2 * HALF), other=0.0)
+    cos = tl.load(cos[:, None] + j, mask=known[:, None] & (j < HALF), other=0.0).to(tl.float32)
+    sin = tl.load(sin[:, None] + j, mask=known[:, None] & (j < HALF), other=0.0).to(tl.float32)
+    a, b = tl.split(tl.reshape(row.to(tl.float32), [row.shape[0], PAIRS, 2]))
+    first = (a * cos).to(row.dtype).to(tl.float32) - (b * sin).to(row.dtype).to(tl.float32)
+    second = (b * cos).to(row.dtype).to(tl.float32) + (a * sin).to(row.dtype).to(tl.float32)
+    rotated = tl.reshape(tl.join(first, second), [row.shape[0], 2 * PAIRS]).to(row.dtype)
+    tl.store(out[:, None] + r, rotated, mask=known[:, None] & (r < 2 * HALF))
+
+
+@triton.jit
+def _mla_queries(
+    q_ptr,
+    w_ptr,
+    cos_ptr,
+    sin_ptr,
+    index_ptr,
+    out_ptr,
+    num_tokens,
+    q_stride,
+    q_head,
+    index_stride,
+    index_head,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """program_id(0): block of C, or one more for the rotated part; (1): head, then index head; (2): tile of tokens."""
+    block, h = tl.program_id(0), tl.program_id(1)
+    t = (tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    known = t < num_tokens
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    cos, sin = cos_ptr + t * HALF, sin_ptr + t * HALF
+    is_last = block == tl.num_programs(0) - 1
+    q, out = q_ptr + t * q_stride + h * q_head, out_ptr + (t * H + h) * (C + 2 * HALF)
+    if h < H:
+        if is_last:
+            _rotate(q + N, known, out + C, cos, sin, HALF)
+        else:
+            o = block * BLOCK_O + tl.arange(0, BLOCK_O)
+            value = product(q, known, w_ptr + h * N * C, o, C, N, BLOCK_I).to(out_ptr.dtype.element_ty)
+            tl.store(out[:, None] + o[None, :], value, mask=known[:, None] & (o < C)[None, :])
+    elif is_last:
+        index = index_ptr + t * index_stride + (h - H) * index_head
+        _rotate(index, known, index, cos, sin, HALF)
+
+
+def mla_queries(
+    q_THX: Tensor, w_HNC: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, index_TJI: Tensor | None = None
+) -> Tensor:
+    """As `reference.mla_queries`. Raises ValueError for index queries whose rows are not in one piece."""
+    (num_tokens, H, _), (_, N, C), half = q_THX.shape, w_HNC.shape, cos_TR2.shape[1]
+    q_THX = q_THX if q_THX.stride(-1) == 1 else q_THX.contiguous()
+    if index_TJI is not None and index_TJI.stride(-1) != 1:
+        raise ValueError(f"mla_queries[triton] needs index_TJI's rows in one piece, got strides {index_TJI.stride()}")
+    index, J = (q_THX, 0) if index_TJI is None else (index_TJI, index_TJI.shape[1])
+    out_THL = torch.empty(num_tokens, H, C + 2 * half, dtype=q_THX.dtype, device=q_THX.device)
+    if num_tokens:
+        sizes = block_sizes(num_tokens, N)
+        _mla_queries[(triton.cdiv(C, BLOCK_O) + 1, H + J, triton.cdiv(num_tokens, sizes["BLOCK_T"]))](
+            q_THX,
+            w_HNC.contiguous(),
+            cos_TR2.contiguous(),
+            sin_TR2.contiguous(),
+            index,
+            out_THL,
+            num_tokens,
+            q_THX.stride(0),
+            q_THX.stride(1),
+            index.stride(0),
+            index.stride(1),
+            H=H,
+            N=N,
+            C=C,
+            HALF=half,
+            **sizes,
+            BLOCK_O=BLOCK_O,
+            num_warps=4,
+            enable_fp_fusion=False,  # would skip a rounding
+            **dependent_launch(q_THX.device),
+        )
+    return out_THL

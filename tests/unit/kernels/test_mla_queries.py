@@ -1,0 +1,60 @@
+"""A product per head, and queries absorbed and rotated in one launch, under Triton's interpreter where there is no
+GPU: against float64."""
+
+import pytest
+import torch
+
+from glm5.kernels.mla_queries import mla_queries
+from glm5.kernels.per_head import per_head
+from glm5.kernels.rope import rope, rope_table
+from glm5.testing.numerics import rel_rms
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H, N, R, C, J, I = 3, 24, 8, 70, 4, 20
+# Inputs are rounded before both runs. Measured: 1e-7; float16 rounds the result and the rotation's products, 3e-4.
+BUDGET = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3}
+
+
+def make_case(tokens: int, gen: torch.Generator, dtype: torch.dtype):
+    shapes = [(tokens, H, N + R), (H, N, C), (tokens, J, I)]
+    q, w, index = (torch.randn(*s, generator=gen).to(dtype) for s in shapes)
+    return q, w, *rope_table(torch.arange(tokens) * 13, R, 1e4, dtype), index
+
+
+@pytest.mark.parametrize("dtype", BUDGET, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 18])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_queries(impl, tokens, dtype, gen):
+    if (impl, dtype) == ("triton", torch.float64):
+        return
+    case = make_case(tokens, gen, dtype)
+    q, w, cos, sin, index = (x.double() for x in case)
+    want = torch.cat([torch.einsum("thn,hnc->thc", q[..., :N], w), rope(q[..., N:], cos, sin)], dim=-1)
+    want_index = torch.cat([rope(index[..., :R], cos, sin), index[..., R:]], dim=-1)
+    for with_index in (True, False):
+        *at, its_index = (x.to(DEVICE, copy=True) for x in case)
+        got = mla_queries(*at, its_index if with_index else None, impl=impl)
+        assert got.dtype == dtype
+        assert rel_rms(got.cpu(), want) < BUDGET[dtype]
+        assert rel_rms(its_index.cpu(), want_index if with_index else index) < BUDGET[dtype]
+        wrong = mla_queries(at[0], at[1] * 1.01, *at[2:], impl=impl).cpu()  # the control
+        assert tokens == 0 or rel_rms(wrong, want) > 3 * BUDGET[dtype]
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("tokens", [0, 1, 18])
+def test_a_product_per_head(tokens, impl, gen):
+    q, w, *_ = make_case(tokens, gen, torch.float32)
+    x = q[..., :N]  # rows of longer ones
+    want = torch.einsum("thi,hio->tho", x.double(), w.double())
+    assert rel_rms(per_head(x.to(DEVICE), w.to(DEVICE), impl=impl).cpu(), want) < BUDGET[torch.float32]
+
+
+def test_what_is_refused(gen):
+    q, w, cos, sin, index = make_case(2, gen, torch.float32)
+    with pytest.raises(ValueError, match=r"mla_queries\[triton\] needs index_TJI's rows in one piece"):
+        mla_queries(q, w, cos, sin, index.mT.contiguous().mT, impl="triton")
+    with pytest.raises(ValueError, match="mla_queries: unknown impl 'fast', expected one of auto, reference, triton"):
+        mla_queries(q, w, cos, sin, impl="fast")
+    with pytest.raises(ValueError, match="per_head: unknown impl 'fast', expected one of auto, reference, triton"):
+        per_head(q, w, impl="fast")
