@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from glm5.engine.plan import Item, StepPlan
+from glm5.engine.plan import Bucket, StepPlan
 
 Ints = NDArray[np.int64]
 
@@ -24,8 +24,8 @@ class Batch:
     `start_R`: position of the sequence's first row, -1 where the device knows it (decoding); `offset_R` counts from
     there. `group_R` is the row of `slot_B` that a row belongs to. `sample_Q` are the rows that sample, with their
     slot and how many drafts they assume; `first_C` is the first of them of each sequence that samples, as a row of
-    the step, and `place_C` the same as an index into Q. Padding comes last everywhere. `max_end`: no row sees more
-    keys, what is drafted ahead included.
+    the step, and `place_C` the same as an index into Q. Padding comes last everywhere. `samples_all`: every row
+    belongs to a decoding sequence, and samples.
     """
 
     slot_B: Ints
@@ -40,19 +40,33 @@ class Batch:
     slot_C: Ints
     first_C: Ints
     place_C: Ints
-    sampling: tuple[Item, ...]
     samples_all: bool
-    max_end: int
 
 
-def pack(plan: StepPlan, *, padding_slot: int, rows_ahead: int, whole: Callable[[int], int]) -> Batch:
-    """The batch of a plan that has items.
+class Packer:
+    """Makes batches, each once: while the same sequences decode, their batch is the same object.
 
-    `rows_ahead`: how far past its last row the draft layer writes for a sequence. `whole` rounds a number of rows up
-    to what the model is run with.
+    `whole` rounds a number of rows up to what the model is run with.
     """
-    bucket, items = plan.bucket, plan.items
-    assert bucket is not None, f"{plan.step=}"
+
+    def __init__(self, padding_slot: int, whole: Callable[[int], int]):
+        self._padding_slot, self._whole = padding_slot, whole
+        self._last: tuple[object, Batch] | None = None
+
+    def pack(self, plan: StepPlan) -> Batch:
+        """The batch of a plan that has items."""
+        bucket = plan.bucket
+        assert bucket is not None, f"{plan.step=}"
+        if not bucket.decodes_only:
+            return _pack(plan, bucket, self._padding_slot, self._whole)
+        key = bucket, plan.depth, [(item.slot, item.num_rows, item.samples) for item in plan.items]
+        if self._last is None or self._last[0] != key:
+            self._last = key, _pack(plan, bucket, self._padding_slot, self._whole)
+        return self._last[1]
+
+
+def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[int], int]) -> Batch:
+    items = plan.items
     slots = np.fromiter((item.slot for item in items), np.int64, len(items))
     counts = np.fromiter((item.num_rows for item in items), np.int64, len(items))
     ends = np.fromiter((item.start + item.num_rows for item in items), np.int64, len(items))
@@ -87,9 +101,9 @@ def pack(plan: StepPlan, *, padding_slot: int, rows_ahead: int, whole: Callable[
         sample_Q = np.repeat(first_rows, num_sampled) + sample_offset_Q
         sample_slot_Q = np.repeat(slots[samples], num_sampled)
     num_sampling = len(first_rows)
-    C = num_groups if bucket.decodes_only else _round_up(num_sampling)
-    Q = num_rows if bucket.decodes_only else whole(C * (1 + plan.depth)) if num_sampling else 0
-    C = whole(C) if num_sampling else 0
+    num_places = num_groups if bucket.decodes_only else _round_up(num_sampling)
+    Q = num_rows if bucket.decodes_only else whole(num_places * (1 + plan.depth)) if num_sampling else 0
+    C = whole(num_places) if num_sampling else 0
     return Batch(
         slot_B=padded(slots, num_groups + 1, padding_slot),
         group_R=group_R,
@@ -103,9 +117,7 @@ def pack(plan: StepPlan, *, padding_slot: int, rows_ahead: int, whole: Callable[
         slot_C=padded(slots[samples], C, padding_slot),
         first_C=padded(first_rows, C),
         place_C=padded(place, C),
-        sampling=tuple(item for item in items if item.samples),
         samples_all=bucket.decodes_only,
-        max_end=int(ends.max()) + rows_ahead,
     )
 
 

@@ -15,9 +15,10 @@ hold no index key; the MTP layer is one more layer. A page lies in one piece, la
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from glm5.config.model import ModelConfig
@@ -25,11 +26,13 @@ from glm5.engine.memory import Memory
 from glm5.kernels.block_scaled import FP8
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
 from glm5.kernels.groups import FewQueries
+from glm5.kernels.paging import EveryRow
 from glm5.kernels.select_keys import select_keys
 from glm5.kernels.select_keys.grouped import select_few
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.sparse_mla.grouped import attend_few
 from glm5.kernels.store_rows import store_rows
+from glm5.kernels.store_rows.in_place import Where, as_array, write_rows
 
 PAGE_SIZE = 64
 
@@ -68,13 +71,20 @@ class KVCache:
         """Memory of one page over all layers."""
         return sum(part.num_bytes for part in _parts(cfg, dtype, layout, mtp))
 
-    def append_latent(self, layer_idx: int, slot_T: Tensor, latent_TL: Tensor) -> None:
-        """Write one latent row per token. Where several tokens have one slot (of the dump page), any may win."""
-        store_rows(self._latent_PZL[layer_idx], slot_T, latent_TL)
+    def append_latent(self, layer_idx: int, slot_T: Tensor, latent_TL: Tensor, where: Where | None = None) -> None:
+        """Write one latent row per token. Where several tokens have one slot (of the dump page), any may win. `where`:
+        on a CPU, the same as `slot_T`."""
+        if where is not None and (array := self._latent_arrays[layer_idx]) is not None:
+            write_rows(array, where, latent_TL)
+        else:
+            store_rows(self._latent_PZL[layer_idx], slot_T, latent_TL)
 
-    def append_index_key(self, layer_idx: int, slot_T: Tensor, key_TI: Tensor) -> None:
+    def append_index_key(self, layer_idx: int, slot_T: Tensor, key_TI: Tensor, where: Where | None = None) -> None:
         """Write one index key per token; likewise."""
-        store_rows(self._index_key_PZI[layer_idx], slot_T, key_TI)
+        if where is not None and (array := self._index_key_arrays[layer_idx]) is not None:
+            write_rows(array, where, key_TI)
+        else:
+            store_rows(self._index_key_PZI[layer_idx], slot_T, key_TI)
 
     def select_keys(
         self,
@@ -112,7 +122,8 @@ class KVCache:
     ) -> Tensor:
         """`kernels.sparse_mla` over the latents of a layer, [T, H, value_dim]; likewise."""
         if few is not None:
-            return attend_few(few, q_THL, self._latent_PZL[layer_idx], keys_TK, scale=scale, value_dim=value_dim)
+            latent_PZL, every = self._latent_PZL[layer_idx], self._latent_rows[layer_idx]
+            return attend_few(few, q_THL, latent_PZL, keys_TK, scale=scale, value_dim=value_dim, every=every)
         latent_PZL, where = self._latent_PZL[layer_idx], (table_BN, row_T, end_T)
         return sparse_mla(q_THL, latent_PZL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=impl)[0]
 
@@ -146,6 +157,7 @@ class KVCache:
         form = _latent_format(self.cfg)
         latents = [parts[f"latent.{i}"] for i in layers]
         self._latent_PZL: list[Pool] = [Fp8Latents(part, form) if self.layout == "fp8" else part for part in latents]
+        self._latent_rows = [EveryRow.of(pool) if isinstance(pool, Tensor) else None for pool in self._latent_PZL]
         self._index_key_PZI: dict[int, Pool] = {
             i: parts[f"index_key.{i}"]
             if self.layout == "auto"
@@ -153,6 +165,8 @@ class KVCache:
             for i in layers
             if self.cfg.has_indexer(i)
         }
+        self._latent_arrays = [_array(pool) for pool in self._latent_PZL]
+        self._index_key_arrays = {i: _array(pool) for i, pool in self._index_key_PZI.items()}
 
     def _part_views(self) -> Iterator[tuple[str, Tensor]]:
         start = 0
@@ -161,6 +175,11 @@ class KVCache:
             rows_PB = self._page_PB[:, start : start + part.num_bytes]
             yield part.name, rows_PB.view(part.dtype).unflatten(1, part.shape)
             start += part.num_bytes
+
+
+def _array(pool: Pool) -> NDArray[Any] | None:
+    """A plain pool in host memory, to be written by NumPy."""
+    return as_array(pool) if isinstance(pool, Tensor) and pool.is_cpu else None
 
 
 class _Part(NamedTuple):

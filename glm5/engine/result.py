@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm5.engine.batch import Batch
+from glm5.engine.batch import Ints
 from glm5.engine.plan import Item
 from glm5.engine.sampling.logprobs import Logprobs
 from glm5.engine.wire import RoutedExperts, TokenLogprobs
@@ -42,9 +42,11 @@ class PromptLogprobs:
 
 @dataclass
 class Pending:
-    """Tensors of a launched step that its result is made of. `shown`: sequence id to the likeliest it asks for."""
+    """Tensors of a launched step that its result is made of. `sampling`: items that sampled, `place_C` as in `Batch`.
+    `shown`: sequence id to the likeliest it asks for."""
 
-    batch: Batch
+    sampling: Sequence[Item]
+    place_C: Ints
     max_depth: int
     token_CJ: Tensor
     count_C: Tensor
@@ -96,19 +98,19 @@ def _each_tensor(owner: Any, change: Any) -> None:
 
 
 def _result(pending: Pending) -> StepResult:
-    batch, result = pending.batch, StepResult()
+    result = StepResult()
     tokens, counts, drafts = pending.token_CJ.tolist(), pending.count_C.tolist(), pending.draft_CK.tolist()
     any_stuck = bool(pending.stuck_Q.any())
     drafted, accepted = [0] * pending.max_depth, [0] * pending.max_depth
     rows = None if pending.logprobs is None else _entries(pending.logprobs)
-    for index, item in enumerate(batch.sampling):
+    for index, item in enumerate(pending.sampling):
         seq_id, count = item.seq_id, counts[index]
         result.tokens[seq_id] = tokens[index][:count]
         result.drafts[seq_id] = drafts[index]
         for position in range(item.depth):
             drafted[position] += 1
             accepted[position] += position < count - 1
-        place = int(batch.place_C[index])
+        place = int(pending.place_C[index])
         if any_stuck and bool(pending.stuck_Q[place : place + count].any()):
             result.stuck.add(seq_id)
         if rows is not None and seq_id in pending.shown:
@@ -118,7 +120,7 @@ def _result(pending: Pending) -> StepResult:
         entries = _entries(prompt.found)
         result.prompt_logprobs[seq_id] = entries.of(prompt.token_N.tolist(), 0, prompt.num_likeliest)
     if pending.expert_RLA is not None:
-        counts_of = dict(zip((item.seq_id for item in batch.sampling), counts, strict=False))
+        counts_of = dict(zip((item.seq_id for item in pending.sampling), counts, strict=False))
         for item, first in pending.routed:
             result.routed[item.seq_id] = _routed(pending, item, first, counts_of)
     result.num_drafted, result.num_accepted = drafted, accepted

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glm5.engine.batch import Batch, arrays, pack
+from glm5.engine.batch import Batch, Packer, arrays
 from glm5.engine.drafting import Drafter, DraftRows
 from glm5.engine.kv import KVCache
 from glm5.engine.passes import Passes
@@ -94,6 +94,8 @@ class Runner:
             device=cache.device,
         )
         self.sampler = Sampler(max_num_seqs, model.cfg.vocab_size, max_drafts=max_depth, device=cache.device)
+        self._packer = Packer(self.padding_slot, self.passes.whole)
+        self._uploaded: tuple[Batch, _OnDevice] | None = None
         self._masks: tuple[list[int], Tensor] | None = None
         self._drafter = Drafter(self.passes, self.slots, self.sampler) if max_depth else None
         self._routing = RoutingRecord(model) if record_routing else None
@@ -108,21 +110,23 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
         """Enqueue a step. `specs` has the sequences that enter or have rows. To be called for every plan, in order."""
-        self.slots.enter(plan.entered)
+        if plan.entered:
+            self.slots.enter(plan.entered)
         self.slots.change(plan.table)
         self.cache.copy_pages(plan.page_copies)
-        self.sampler.place([_placement(one.slot, one.token_ids, specs[one.seq_id]) for one in plan.entered])
+        if plan.entered:
+            self.sampler.place([_placement(one.slot, one.token_ids, specs[one.seq_id]) for one in plan.entered])
         if self._masks is not None:
             # Not before: a sequence that takes a slot is free of any mask at first.
             self.sampler.permit(*self._masks)
             self._masks = None
         if not plan.items:
             return Launched(None)
-        batch = pack(plan, padding_slot=self.padding_slot, rows_ahead=self.max_depth, whole=self.passes.whole)
-        return Launched(self._run(plan, batch, specs))
+        return Launched(self._run(plan, self._packer.pack(plan), specs))
 
     def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
         on = self._upload(batch)
+        sampling = tuple([item for item in plan.items if item.samples])
         view = StepView.of(
             self.cache,
             self.slots,
@@ -131,7 +135,8 @@ class Runner:
             slot_T=on.slot_R,
             positions_T=self.slots.positions(on.slot_R, on.start_R, on.offset_R),
             live_T=on.live_R,
-            max_end=batch.max_end,
+            # What is drafted ahead for the next step included.
+            max_end=max([item.start + item.num_rows for item in plan.items]) + self.max_depth,
             invariant=self.passes.num_rows is not None,
         )
         if self._routing is not None:
@@ -141,19 +146,20 @@ class Runner:
         sampled, accepted = self._sample(batch, on, view.positions_T, hidden_RD)
         if self._drafter is not None:
             extended = self._drafter.extend(view, on.slot_R, hidden_RD)
-            if batch.sampling:
+            if sampling:
                 rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
                 self._drafter.draft(extended, view, rows, plan.draft_depth)
                 self.slots.assume(on.slot_C)
         pending = Pending(
-            batch,
+            sampling,
+            batch.place_C,
             max_depth=self.max_depth,
             token_CJ=accepted.token_SJ[on.slot_C],
             count_C=accepted.count_S[on.slot_C],
             draft_CK=self.slots.draft_SK[on.slot_C],
             stuck_Q=sampled.stuck_R,
             logprobs=sampled.logprobs,
-            shown=_shown(batch.sampling, specs),
+            shown=_shown(sampling, specs),
             prompt_logprobs=prompt_logprobs,
         )
         if self._routing is not None:
@@ -166,7 +172,7 @@ class Runner:
     def _sample(self, batch: Batch, on: _OnDevice, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
         """Tokens of the rows that sample, and which of them stand; the slots have them from then on."""
         draft_SK = self.slots.draft_SK
-        if not batch.sampling:
+        if not len(batch.sample_slot_Q):
             none = torch.zeros(0, dtype=torch.int64, device=hidden_RD.device)
             return Sampled(none, none.bool(), None), accept(none, none, none, draft_SK)
         position_Q = position_R
@@ -200,12 +206,14 @@ class Runner:
         return out
 
     def _upload(self, batch: Batch) -> _OnDevice:
-        """All arrays in one copy."""
-        parts = arrays(batch)
-        packed = torch.from_numpy(np.concatenate(parts))
-        if self.cache.device.type != "cpu":
-            packed = packed.pin_memory().to(self.cache.device, non_blocking=True)
-        return _OnDevice(*packed.split([len(part) for part in parts]))
+        """All arrays, in one copy; nothing to do where they are those of the last step."""
+        if self._uploaded is None or self._uploaded[0] is not batch:
+            parts = arrays(batch)
+            packed = torch.from_numpy(np.concatenate(parts))
+            if self.cache.device.type != "cpu":
+                packed = packed.pin_memory().to(self.cache.device, non_blocking=True)
+            self._uploaded = batch, _OnDevice(*packed.split([len(part) for part in parts]))
+        return self._uploaded[1]
 
 
 def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from glm5.engine.kv import KVCache
 from glm5.engine.slot_state import SlotState
 from glm5.kernels.groups import FewQueries, few_queries
+from glm5.kernels.store_rows.in_place import Where
 from glm5.model.seams import Selection
 
 
@@ -52,6 +54,10 @@ class StepView:
         size = cache.page_size
         # Few widths, so that shapes stay few too.
         num_pages = min(_round_up(-(-max_end // size)), slots.num_columns)
+        if positions_T.is_cpu:
+            table_BN, end_T, place_T = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
+            table_BN = table_BN[:, :num_pages]
+            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant)
         column_T = (positions_T // size).clamp_max_(slots.num_columns - 1)
         page_T = torch.where(live_T > 0, slots.table_SN[slot_T, column_T].long(), cache.dump_page)
         return cls(
@@ -78,10 +84,10 @@ class StepView:
             )
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
-        self.cache.append_latent(layer_idx, self.place_T, latent_TL)
+        self.cache.append_latent(layer_idx, self.place_T, latent_TL, self._where)
 
     def append_index_key(self, layer_idx: int, key_TI: Tensor) -> None:
-        self.cache.append_index_key(layer_idx, self.place_T, key_TI)
+        self.cache.append_index_key(layer_idx, self.place_T, key_TI, self._where)
 
     def select(self, layer_idx: int, q_TJI: Tensor, w_TJ: Tensor, top_k: int, scale: float) -> Selection:
         # Where every token would select all that it sees. (With `invariant` the width of a selection is always the
@@ -104,8 +110,14 @@ class StepView:
     def _few(self, num_heads: int) -> FewQueries | None:
         """One plan for all layers, where there are few queries on a CPU."""
         if num_heads not in self._is_few:
-            self._is_few[num_heads] = not self.invariant and few_queries(self.table_BN, self.end_T, num_heads)
+            self._is_few[num_heads] = not self.invariant and few_queries(
+                self.table_BN, self.end_T, num_heads, self.max_end
+            )
         return self._planned if self._is_few[num_heads] else None
+
+    @cached_property
+    def _where(self) -> Where | None:
+        return np.divmod(self.place_T.numpy(), self.cache.page_size) if self.place_T.is_cpu else None
 
     @cached_property
     def _is_few(self) -> dict[int, bool]:
@@ -118,6 +130,22 @@ class StepView:
     @property
     def _impl(self) -> Literal["auto", "invariant"]:
         return "invariant" if self.invariant else "auto"
+
+
+def _on_host(
+    cache: KVCache, slots: SlotState, slot_B: Tensor, slot_T: Tensor, positions_T: Tensor, live_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(table_BN of all columns, end_T, place_T) by NumPy, which takes a fraction of the time."""
+    size, table_SN = cache.page_size, slots.table_SN.numpy()
+    positions, live, slot = positions_T.numpy(), live_T.numpy(), slot_T.numpy()
+    column = np.minimum(positions // size, slots.num_columns - 1)
+    page = table_SN[slot, column].astype(np.int64)
+    end = (positions + 1).astype(np.int32)
+    if not live.all():
+        page[live == 0], end[live == 0] = cache.dump_page, 0
+    place = page * size + positions % size
+    table_BN = torch.from_numpy(table_SN[slot_B.numpy()])
+    return table_BN, torch.from_numpy(end), torch.from_numpy(place)
 
 
 def _round_up(count: int) -> int:

@@ -44,9 +44,14 @@ class Group:
         return int(self.end_X.max())
 
     @cached_property
+    def num_seen(self) -> int:
+        """No query sees less."""
+        return int(self.end_X.min())
+
+    @cached_property
     def hidden(self) -> NDArray[np.bool_] | None:
         """Which of the keys a query does not see, [X, num_keys]; None where all see all."""
-        if (self.end_X == self.num_keys).all():
+        if self.num_seen == self.num_keys:
             return None
         return np.arange(self.num_keys, dtype=np.int32) >= self.end_X[:, None]
 
@@ -96,13 +101,22 @@ class FewQueries:
             self._hidden = keys_TK, hidden_TK if hidden_TK.any() else None
         return self._hidden[1]
 
-    def read(self, pool_PZX: Pool, keys_TK: Tensor, part: slice = slice(None)) -> Tensor:
+    def note_all_seen(self, keys_TK: Tensor) -> None:
+        """Every one of these keys is a key, and is seen."""
+        self._hidden = keys_TK, None
+
+    def read(self, pool_PZX: Pool | EveryRow, keys_TK: Tensor, part: slice | None = None) -> Tensor:
         """[T, K, X]: the rows of these keys, of a part of the queries; of hidden ones, that of the request's key 0."""
-        if not isinstance(pool_PZX, Tensor):
-            return read_rows(pool_PZX, self._slots(keys_TK, self.page_size, 1)[part])
-        every = EveryRow.of(pool_PZX)
-        index_TK = self._slots(keys_TK, every.page_step, every.row_step)[part]
-        return every.view_GX.index_select(0, index_TK.flatten()).view(*index_TK.shape, -1)
+        every = EveryRow.of(pool_PZX) if isinstance(pool_PZX, Tensor) else pool_PZX
+        if isinstance(every, EveryRow):
+            index_TK = self._slots(keys_TK, every.page_step, every.row_step)
+        else:
+            index_TK = self._slots(keys_TK, self.page_size, 1)
+        if part is not None:
+            index_TK = index_TK[part]
+        if not isinstance(every, EveryRow):
+            return read_rows(every, index_TK)
+        return every.view_GX.index_select(0, index_TK.view(-1)).view(*index_TK.shape, -1)
 
     def _slots(self, keys_TK: Tensor, page_step: int, row_step: int) -> Tensor:
         """page * page_step + offset * row_step, int64 [T, K]."""
@@ -141,12 +155,15 @@ class FewQueries:
         return Group(query_X, row_G.astype(np.int64), end_X, num_pages, whole, page_N)
 
 
-def few_queries(page_table_BN: Tensor, end_T: Tensor, num_heads: int) -> bool:
-    """Whether groups are the way to compute these queries: few of a request, not too many keys, in host memory."""
+def few_queries(page_table_BN: Tensor, end_T: Tensor, num_heads: int, num_keys: int | None = None) -> bool:
+    """Whether groups are the way to compute these queries: few of a request, not too many keys, in host memory.
+
+    `num_keys`: a number that no query sees more of, where it is known."""
     num_queries, num_requests = len(end_T), len(page_table_BN)
-    if end_T.device.type != "cpu" or num_queries >= _FEW * num_requests:
+    if not end_T.is_cpu or num_queries >= _FEW * num_requests:
         return False
-    num_keys = int(end_T.numpy().max(initial=0))
+    if num_keys is None:
+        num_keys = int(end_T.numpy().max(initial=0))
     return num_heads * num_keys * num_queries <= _LONGEST * num_requests
 
 

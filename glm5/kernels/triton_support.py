@@ -22,7 +22,7 @@ def chosen(*tensors: Tensor) -> bool:
     """Whether `auto` means Triton: all of `tensors` on a GPU for which the kernels are cut, none in float64, and no
     gradient asked for.
     """
-    if not all(t.is_cuda and t.dtype != torch.float64 for t in tensors):
+    if tensors[0].is_cpu or not all(t.is_cuda and t.dtype != torch.float64 for t in tensors):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False

@@ -6,9 +6,10 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
+from glm5.model.direct import Direct
 
 
-class Linear(nn.Module):
+class Linear(Direct):
     """y = x W^T with `weight` [O, I] in the model's dtype."""
 
     def __init__(self, in_features: int, out_features: int):
@@ -23,7 +24,7 @@ class Linear(nn.Module):
         return self.weight.to(dtype)
 
 
-class BlockScaledLinear(nn.Module):
+class BlockScaledLinear(Direct):
     """y = x W^T with an FP8 weight in 128x128 blocks and activations quantized per token and 128 inputs.
 
     Parameters as in the checkpoint: `weight` [O, I] e4m3 and `weight_scale_inv` [ceil(O/128), ceil(I/128)] float32;

@@ -31,7 +31,7 @@ class Rows:
         return Rows(self.slots[part], self.slot_R[part], self.position_R[part], self.offset_R[part])
 
 
-def edited(logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, tables: SlotTables, features: Feature) -> Tensor:
+def edited(logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, tables: SlotTables, features: int) -> Tensor:
     """The logits in float32 as those of the rows' parameters leave them that are `features`: a copy, unless there is
     nothing to do."""
     if not features & _EDITS:

@@ -19,7 +19,7 @@ from glm5.engine.sampling.logprobs import Logprobs, logprobs
 from glm5.engine.sampling.slots import Feature, Placement, SlotTables
 
 _UNKNOWN_AHEAD = Feature.PERMITTED | Feature.LOGPROBS
-_ALL = ~Feature(0)
+_ALL = -1
 _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's L2
 
 
@@ -68,7 +68,7 @@ class Sampler:
         assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
         wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
         shown = self.tables.features_of(rows.slots) & wanted & Feature.LOGPROBS
-        num_likeliest = self.tables.num_likeliest_of(rows.slots)
+        num_likeliest = self.tables.num_likeliest_of(rows.slots) if shown else 0
         step = max(1, _CACHED // vocab_size) if logits_RW.device.type == "cpu" else num_rows
         if num_rows <= step:
             return self._sample(logits_RW, rows, draft_SK, wanted, shown, num_likeliest)
@@ -89,20 +89,19 @@ class Sampler:
         logits_RW: Tensor,
         rows: Rows,
         draft_SK: Tensor | None,
-        wanted: Feature,
-        shown: Feature,
+        wanted: int,
+        shown: int,
         num_likeliest: int,
     ) -> Sampled:
         features = self.tables.features_of(rows.slots) & wanted
         edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features)
-        token_R = self._draw(edited_RW, rows, features)
+        best = edited_RW.max(dim=-1)  # of equal ones the first
+        token_R = self._draw(edited_RW, rows, features) if features & Feature.RANDOM else best.indices
         temperature_R = self.tables.temperature_S.index_select(0, rows.slot_R) if features & Feature.TEMPERED else None
         found = logprobs(logits_RW, token_R, temperature_R, num_likeliest) if shown else None
-        return Sampled(token_R, ~edited_RW.amax(dim=-1).isfinite(), found)
+        return Sampled(token_R, best.values.isfinite().logical_not_(), found)
 
-    def _draw(self, logits_RW: Tensor, rows: Rows, features: Feature) -> Tensor:
-        if not features & Feature.RANDOM:
-            return logits_RW.argmax(dim=-1)
+    def _draw(self, logits_RW: Tensor, rows: Rows, features: int) -> Tensor:
         tables, slot_R = self.tables, rows.slot_R
         params = DrawParams(
             temperature_R=tables.temperature_S.index_select(0, slot_R),

@@ -8,7 +8,6 @@ flags are kept: they say which work a batch needs. Tables have one slot more tha
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntFlag
 
 import numpy as np
 import torch
@@ -29,8 +28,8 @@ ANY_TOKEN = -2  # in front of a bad word shorter than the longest
 _FOREVER = torch.iinfo(torch.int64).max
 
 
-class Feature(IntFlag):
-    """Work that a sequence's parameters need."""
+class Feature:
+    """Work that a sequence's parameters need, as bits of an int: an enum's would take longer than small tensors do."""
 
     RANDOM = 1
     MIN_P = 2
@@ -60,20 +59,20 @@ class Placement:
     bad_words: Sequence[Sequence[int]] = ()
 
     @property
-    def features(self) -> Feature:
-        params, none = self.params, Feature(0)
-        random = none if params.greedy else Feature.RANDOM
+    def features(self) -> int:
+        params = self.params
+        random = 0 if params.greedy else Feature.RANDOM
         if random:
-            random |= Feature.MIN_P if params.min_p > 0 else none
-            random |= Feature.HEAD if params.top_k > 0 or params.top_p < 1 else none
-        shown = none if params.logprobs is None else Feature.LOGPROBS
+            random |= Feature.MIN_P if params.min_p > 0 else 0
+            random |= Feature.HEAD if params.top_k > 0 or params.top_p < 1 else 0
+        shown = 0 if params.logprobs is None else Feature.LOGPROBS
         if shown and random and params.temperature != 1:
             shown |= Feature.TEMPERED
         permitted = params.allowed_token_ids is not None or params.constrained
-        edited = Feature.PENALTIES if params.penalized else none
-        edited |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else none
-        edited |= Feature.BAD_WORDS if self.bad_words else none
-        return random | shown | edited | (Feature.PERMITTED if permitted else none)
+        edited = Feature.PENALTIES if params.penalized else 0
+        edited |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else 0
+        edited |= Feature.BAD_WORDS if self.bad_words else 0
+        return random | shown | edited | (Feature.PERMITTED if permitted else 0)
 
 
 class SlotTables:
@@ -111,9 +110,9 @@ class SlotTables:
         self._num_likeliest = np.zeros(S, dtype=np.int64)
         self._allowed: dict[int, NDArray[np.int32]] = {}
 
-    def features_of(self, slots: NDArray[np.int64]) -> Feature:
-        """Work that any of the slots needs."""
-        return Feature(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
+    def features_of(self, slots: NDArray[np.int64]) -> int:
+        """Work that any of the slots needs: bits of `Feature`."""
+        return int(np.bitwise_or.reduce(self._features[slots], initial=0))
 
     def num_likeliest_of(self, slots: NDArray[np.int64]) -> int:
         return int(self._num_likeliest[slots].max(initial=0))
@@ -159,7 +158,7 @@ class SlotTables:
                 masks[row] &= self._allowed[slot]
         self.permitted_SJM.index_copy_(0, self._upload(np.asarray(slots, dtype=np.int64)), self._upload(masks))
 
-    def record(self, token_SJ: Tensor, count_S: Tensor, features: Feature) -> None:
+    def record(self, token_SJ: Tensor, count_S: Tensor, features: int) -> None:
         """The first `count_S[s]` of slot s's new tokens are its own now."""
         num_new = token_SJ.shape[1]
         if features & Feature.PENALTIES:

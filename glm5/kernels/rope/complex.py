@@ -24,5 +24,6 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None = 
 
 def fits(x: Tensor) -> bool:
     """Whether x can be looked at as complex numbers: whole pairs at even offsets."""
-    *outer, last = x.stride()
-    return last == 1 and not x.storage_offset() % 2 and not any(stride % 2 for stride in outer)
+    strides = x.stride()
+    # The row's stride, the head's if there is one, and where x begins: none may be odd.
+    return strides[-1] == 1 and not (strides[0] | strides[-2] | x.storage_offset()) & 1

@@ -33,14 +33,19 @@ def select_few(few: FewQueries, q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, *, t
     """The same for queries that are planned already. No gradient may be asked for."""
     wide = torch.promote_types(q_TJI.dtype, torch.float32)
     # relu(a scale) w = relu(a) (w scale), and w is smaller by far.
-    q_TJI, w_TJ = q_TJI.to(wide), w_TJ.to(wide) * scale
+    if q_TJI.dtype != wide or w_TJ.dtype != wide:
+        q_TJI, w_TJ = q_TJI.to(wide), w_TJ.to(wide)
+    w_TJ = w_TJ * scale
     groups = few.groups(q_TJI.shape[1])
     if len(groups) == 1 and groups[0].whole:
-        return best_keys(_scores(q_TJI, key_PZI, w_TJ, groups[0]), top_k)
-    keys_TK = np.full((len(few), top_k), -1, dtype=np.int32)
+        keys_TK = best_keys(_scores(q_TJI, key_PZI, w_TJ, groups[0]), top_k)
+        if groups[0].num_seen >= top_k:
+            few.note_all_seen(keys_TK)
+        return keys_TK
+    keys = np.full((len(few), top_k), -1, dtype=np.int32)
     for group in groups:
-        keys_TK[group.query_X] = best_keys(_scores(q_TJI, key_PZI, w_TJ, group), top_k).numpy()
-    return torch.from_numpy(keys_TK)
+        keys[group.query_X] = best_keys(_scores(q_TJI, key_PZI, w_TJ, group), top_k).numpy()
+    return torch.from_numpy(keys)
 
 
 def _scores(q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, group: Group) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from glm5.kernels.dispatch import without_gradient
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import FewQueries
+from glm5.kernels.paging import EveryRow
 
 _GATHERED = 1 << 18  # latent values gathered at a time: 1 MB in float32, about one core's L2
 # Not -inf: a row with nothing visible must stay free of NaN. exp(_HIDDEN - max) is zero next to any visible key.
@@ -47,20 +48,21 @@ def attend_few(
     scale: float,
     value_dim: int,
     lse_TH: Tensor | None = None,
+    every: EveryRow | None = None,
 ) -> Tensor:
     """[T, H, value_dim] for queries that are planned already; `lse_TH` is filled if it is given. No gradient may be
-    asked for."""
+    asked for. `every`: of the pool, where it is known."""
     if keys_TK is None or not len(keys_TK):
         return _attend_to_all(few, q_THL, latent_PZL, scale, value_dim, lse_TH)
     hidden_TK = few.hidden(keys_TK)
     num_queries, step = len(keys_TK), max(1, _GATHERED // max(1, keys_TK.shape[1] * q_THL.shape[2]))
     if num_queries <= step:
-        return _attend(q_THL, few.read(latent_PZL, keys_TK), hidden_TK, scale, value_dim, lse_TH)
+        return _attend(q_THL, few.read(every or latent_PZL, keys_TK), hidden_TK, scale, value_dim, lse_TH)
     outs: list[Tensor] = []
     for first in range(0, num_queries, step):
         part = slice(first, first + step)
         hidden_XK, lse_XH = (None if whole is None else whole[part] for whole in (hidden_TK, lse_TH))
-        latent_XKL = few.read(latent_PZL, keys_TK, part)
+        latent_XKL = few.read(every or latent_PZL, keys_TK, part)
         outs.append(_attend(q_THL[part], latent_XKL, hidden_XK, scale, value_dim, lse_XH))
     return torch.cat(outs)
 
@@ -97,16 +99,19 @@ def _attend(
     lse_XH: Tensor | None,
 ) -> Tensor:
     """Attention of X queries, X / G for each list of latents; every list is as long and free of NaN if it is seen."""
-    wide = torch.promote_types(q_XHL.dtype, torch.float32)
     num_lists, num_keys, width = latent_GSL.shape
-    latent_GSL = latent_GSL.to(wide)
-    logits_GYS = torch.bmm(q_XHL.to(wide).reshape(num_lists, -1, width), latent_GSL.mT).mul_(scale)
+    dtype, wide = q_XHL.dtype, torch.promote_types(q_XHL.dtype, torch.float32)
+    if dtype != wide or latent_GSL.dtype != wide:
+        q_XHL, latent_GSL = q_XHL.to(wide), latent_GSL.to(wide)
+    logits_GYS = torch.bmm(q_XHL.reshape(num_lists, -1, width), latent_GSL.mT).mul_(scale)
     logits_XHS = logits_GYS.view(*q_XHL.shape[:2], num_keys)
     if hidden_XS is not None:
         logits_XHS += torch.from_numpy(np.where(hidden_XS, _HIDDEN, np.float32(0)))[:, None]
     p_XHS = logits_XHS.softmax(dim=-1)
-    p_GYS = p_XHS.to(q_XHL.dtype).to(wide).view(num_lists, -1, num_keys)
-    out_XHC = torch.bmm(p_GYS, latent_GSL[..., :value_dim]).view(*q_XHL.shape[:2], value_dim).to(q_XHL.dtype)
+    p_GYS = p_XHS.view(num_lists, -1, num_keys)
+    if dtype != wide:
+        p_GYS = p_GYS.to(dtype).to(wide)
+    out_XHC = torch.bmm(p_GYS, latent_GSL[..., :value_dim]).view(*q_XHL.shape[:2], value_dim).to(dtype)
     if lse_XH is not None:  # from the largest term: e^top / sum = p at the top
         torch.sub(logits_XHS.amax(dim=-1), p_XHS.amax(dim=-1).log(), out=lse_XH)
     if hidden_XS is not None and (empty := hidden_XS.all(axis=1)).any():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from glm5.engine.sampling import Placement, Sampler, SamplingParams, accept
+from glm5.engine.sampling.drafts import accept_on_device
 from tests.unit.engine.sampling.oracle import rows_of
 
 VOCAB, LENGTH = 40, 48
@@ -51,6 +52,8 @@ def test_accept_is_the_definition(rng):
         rows = rows_of([slot for slot, _ in where], [0] * len(where), [offset for _, offset in where])
         token_R = torch.tensor([rng.randrange(3) for _ in where])
         accepted = accept(token_R, rows.slot_R, rows.offset_R, draft_SK)
+        on_device = accept_on_device(token_R, rows.slot_R, rows.offset_R, draft_SK)
+        assert all(map(torch.equal, accepted, on_device))
         for slot in range(num_slots + 1):
             drawn = [token for token, (owner, _) in zip(token_R.tolist(), where, strict=True) if owner == slot]
             want = accepted_by_hand(drawn, draft_SK[slot].tolist()) if slot in depths else []
