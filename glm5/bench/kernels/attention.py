@@ -139,8 +139,8 @@ def selection_case(kind: str, requests: int, queries: int, keys: int) -> Case:
     return Case("select_keys", f"{kind} {requests}x{queries} of {keys}", make, error, SCORE_BUDGET, size, flops, "bf16")
 
 
-def prompt_case(heads: int, requests: int, tokens: int) -> Case:
-    """Attention of prompts to themselves, over expanded keys and values."""
+def prompt_case(heads: int, requests: int, tokens: int, tiling: tuple[int, int, int, int] | None = None) -> Case:
+    """Attention of prompts to themselves, over expanded keys and values; `tiling` as in prompt_attention/triton.py."""
     nope = QK_HEAD - ROPE
 
     def inputs(i: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -149,21 +149,27 @@ def prompt_case(heads: int, requests: int, tokens: int) -> Case:
         first = torch.arange(requests, device="cuda", dtype=torch.int32).repeat_interleave(tokens) * tokens
         return q, kv[..., :nope], random_rows(gen, num, ROPE), kv[..., nope:], first
 
+    def run(*case: Tensor) -> Tensor:
+        if tiling is None:
+            return prompt_attention(*case, scale=QK_HEAD**-0.5)[0]
+        from glm5.kernels.prompt_attention import triton
+
+        return triton.prompt_attention(*case, scale=QK_HEAD**-0.5, tiling=triton.Tiling(*tiling))[0]
+
     def make(i: int) -> Launch:
         case = inputs(i, tokens)
-        return lambda: prompt_attention(*case, scale=QK_HEAD**-0.5)
+        return lambda: run(*case)
 
     def error() -> float:
         q, k, rope, v, first = inputs(0, min(tokens, 512))
         exact = q.double(), k.double(), rope.double(), v.double(), first
         want = prompt_attention(*exact, scale=QK_HEAD**-0.5, impl="reference")[0]
-        return rel_rms(prompt_attention(q, k, rope, v, first, scale=QK_HEAD**-0.5)[0], want)
+        return rel_rms(run(q, k, rope, v, first), want)
 
     size = 2 * requests * tokens * (heads * (2 * QK_HEAD + 2 * V_HEAD) + ROPE)
     flops = requests * tokens * (tokens + 1) // 2 * heads * 2 * (QK_HEAD + V_HEAD)
-    return Case(
-        "prompt_attention", f"H={heads} {requests}x{tokens}", make, error, ATTENTION_BUDGET, size, flops, "bf16"
-    )
+    shape, variant = f"H={heads} {requests}x{tokens}", f"{tiling}" if tiling else ""
+    return Case("prompt_attention", shape, make, error, ATTENTION_BUDGET, size, flops, "bf16", variant)
 
 
 def top_k_case(rows: int, keys: int) -> Case:
@@ -195,6 +201,8 @@ def cases() -> Iterator[Case]:
             if kind == "bf16":
                 yield prompt_case(HEADS // ranks, 1, 2048)
                 yield prompt_case(HEADS // ranks, 4, 2048)
+                for tiling in ((128, 32, 8, 3), (64, 32, 4, 2), (64, 32, 4, 3)):
+                    yield prompt_case(HEADS // ranks, 1, 2048, tiling)
         for requests in QUERIES:
             yield selection_case(kind, requests, 1, 2304)
         for requests, keys in ((1, 8192), (1, 32768), (1, 131072), (32, 32768)):
