@@ -1,7 +1,7 @@
 """What a caller asks becomes a request for the engine: every mistake is found here, before anything is sent."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,6 +9,7 @@ from glm5.chat.parser import THINK_END
 from glm5.chat.template import ends_in_reasoning
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import MissingExtra, RequestError
+from glm5.common.plain import plain, plain_list
 from glm5.engine.messages import Submit
 from glm5.engine.sampling.params import MAX_STOP_IDS, SamplingParams
 from glm5.engine.sampling.words import bad_word_ids
@@ -17,6 +18,8 @@ from glm5.engine.wire import Ask, Facts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _SEEDS = 2**64
+_BYTES = (bytes, bytearray, memoryview)  # sequences of integers that are no token ids
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True)
@@ -60,23 +63,65 @@ class ReadPrompt:
     cache_salt: str = ""
 
 
+def listed(prompts: Any, prompt_token_ids: Any = None) -> list[Any]:
+    """One prompt or several as a list of prompts, not read yet. `prompt_token_ids` is vLLM's older name for ids."""
+    name = "prompts"
+    if prompt_token_ids is not None:
+        if prompts is not None:
+            raise RequestError("prompts and prompt_token_ids are both given; allowed: one of the two", param="prompt")
+        name, prompts = "prompt_token_ids", prompt_token_ids
+    prompts = plain_list(prompts)
+    if isinstance(prompts, _BYTES) or not isinstance(prompts, (str, Mapping, Sequence)):
+        raise RequestError(f"{name} are {prompts!r:.60}; allowed: a prompt, or a list of them", param="prompt")
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> ReadPrompt:
     """A prompt in any of its forms: text, token ids, or vLLM's {"prompt": ...} and {"prompt_token_ids": ...}, with
     "cache_salt". Special tokens spelled in a text are special tokens."""
-    salt = ""
+    salt, forms = "", "a text or a list of token ids"
     if isinstance(prompt, Mapping):
+        if unknown := [key for key, value in prompt.items() if key not in _KEYS and value is not None]:
+            raise RequestError(
+                f"{name} has the key {unknown[0]!r:.60}; allowed: prompt or prompt_token_ids, and cache_salt",
+                param="prompt",
+            )
         salt = prompt.get("cache_salt") or ""
-        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", ())
+        if "prompt_token_ids" in prompt:
+            name, prompt, forms = f"{name}: prompt_token_ids", prompt["prompt_token_ids"], "a list of token ids"
+        else:
+            prompt = prompt.get("prompt", ())
     if not isinstance(salt, str):
         raise RequestError(f"{name}: cache_salt is {salt!r:.60}; allowed: a text", param="cache_salt")
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and forms != "a list of token ids":
         if tokenizer is None:
             raise RequestError(f"{name} is text and there is no tokenizer; give token ids", param="prompt")
         return ReadPrompt(prompt, tokenizer.encode(prompt), salt)
-    ids = list(prompt) if isinstance(prompt, Sequence) else []
-    if not isinstance(prompt, Sequence) or not set(map(type, ids)) <= {int}:
-        raise RequestError(f"{name} is {prompt!r:.60}; allowed: a text or a list of token ids", param="prompt")
+    ids = _ids(prompt)
+    if ids is None:
+        raise RequestError(f"{name} is {prompt!r:.60}; allowed: {forms}", param="prompt")
     return ReadPrompt(None, ids, salt)
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Options by name. RequestError for one that does not exist."""
+    names = [field.name for field in fields(Options)]
+    if unknown := [name for name in given if name not in names]:
+        raise RequestError(f"{unknown[0]} is no option of a request; allowed: {', '.join(names)}", param=unknown[0])
+    return Options(**dict(given) | {"priority": plain(given.get("priority", 0))})
+
+
+def _ids(prompt: Any) -> list[int] | None:
+    """Token ids, or None for what is something else."""
+    if type(prompt) is list and set(map(type, prompt)) <= {int}:
+        return prompt
+    prompt = plain_list(prompt)
+    if isinstance(prompt, (str, *_BYTES)) or not isinstance(prompt, Sequence):
+        return None
+    ids = list(prompt)
+    return ids if set(map(type, ids)) <= {int} else None
 
 
 class Asker:
@@ -93,22 +138,25 @@ class Asker:
             max_depth=facts.max_depth,
         )
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> None:
-        """RequestError, or MissingExtra for a grammar, for a request that cannot be served."""
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> list[int]:
+        """The prompt's ids, cut as the parameters say. RequestError, or MissingExtra for a grammar, for a request that
+        cannot be served."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {params!r:.60}; allowed: a SamplingParams", param="sampling_params")
         options.check()
         vocab_size = self.facts.vocab_size
-        if not set(map(type, prompt_ids)) <= {int}:
+        ids = _ids(prompt_ids)
+        if ids is None:
             raise RequestError(f"the prompt is {prompt_ids!r:.60}; allowed: token ids", param="prompt")
+        prompt_ids = self._cut(ids, params.truncate_prompt_tokens)
         num_new, depth = self._max_tokens(prompt_ids, params), options.num_speculative_tokens
         self._limits.check(Submit((), prompt_ids, num_new, max_depth=depth))
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-            ids = f"{min(prompt_ids)} to {max(prompt_ids)}"
-            raise RequestError(f"the prompt holds token ids {ids}; allowed: 0 to {vocab_size - 1}", param="prompt")
+            found = f"{min(prompt_ids)} to {max(prompt_ids)}"
+            raise RequestError(f"the prompt holds token ids {found}; allowed: 0 to {vocab_size - 1}", param="prompt")
         params.check_token_ids(vocab_size)
-        for name, ids in (("starts_after", (options.starts_after or 0,)), ("not_before", options.not_before)):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        for name, tokens in (("starts_after", (options.starts_after or 0,)), ("not_before", options.not_before)):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
                 raise RequestError(f"{name} is {getattr(options, name)}; allowed: below {vocab_size}", param=name)
         if (count := len(self._stop_ids(params))) > MAX_STOP_IDS:
             allowed = f"{MAX_STOP_IDS}, the model's end tokens included"
@@ -123,6 +171,7 @@ class Asker:
                 "routed_experts are not recorded by this engine; start it with enable_return_routed_experts",
                 param="routed_experts",
             )
+        return prompt_ids
 
     def write(
         self, seq_ids: tuple[int, ...], seed: int, prompt_ids: Sequence[int], params: SamplingParams, options: Options
@@ -149,6 +198,10 @@ class Asker:
             max_depth=None if depth is None else min(depth, self.facts.max_depth),
             routed_experts=options.routed_experts,
         )
+
+    def _cut(self, ids: list[int], truncate: int | None) -> list[int]:
+        most = self.facts.max_model_len - 1 if truncate == -1 else truncate
+        return ids if most is None else ids[-most:]
 
     def _plain(self, params: SamplingParams, prompt_ids: Sequence[int]) -> SamplingParams:
         """As the engine is to read it: of one answer, numbers of tokens none of which is beyond the answer's end."""

@@ -81,9 +81,9 @@ class Client:
         if self.dead_because is not None:
             raise EngineDead(self.dead_because)
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> None:
-        """RequestError for a request that cannot be served."""
-        self.asker.check(prompt_ids, params, options)
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> list[int]:
+        """The prompt's ids as they are computed. RequestError for a request that cannot be served."""
+        return self.asker.check(prompt_ids, params, options)
 
     def submit(
         self,
@@ -95,7 +95,7 @@ class Client:
     ) -> Request:
         """Send a request. From then on `deliver` gets its deltas, in the thread that pumps; or one error, and nothing
         after it. Raises RequestError for one that cannot be served, EngineDead when the engine has ended."""
-        self.asker.check(prompt_ids, params, options)
+        prompt_ids = self.asker.check(prompt_ids, params, options)
         request = Request(str(next(self._numbers)) if request_id is None else request_id, prompt_ids, params, deliver)
         request.seq_ids = tuple(next(self._seq_ids) for _ in range(params.n))
         request.unfinished.update(request.seq_ids)
@@ -104,7 +104,7 @@ class Client:
         with self._lock:
             self.check_alive()
             for index, seq_id in enumerate(request.seq_ids):
-                text = AnswerText(self.tokenizer, params)
+                text = AnswerText(self.tokenizer if params.detokenize else None, params)
                 self._growing[seq_id] = request, Growing(index, params, text, self._spell)
             try:
                 self.link.send(ask)

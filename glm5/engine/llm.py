@@ -16,15 +16,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from glm5.chat.parser import THINK_END
+from glm5.chat.template import ChatTemplate, ends_in_reasoning
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import GlmError, RequestError
 from glm5.common.interrupt import held_interrupt
 from glm5.common.log import style
+from glm5.common.plain import plain_list
 from glm5.common.progress import Progress
 from glm5.config.engine import EngineConfig
 from glm5.config.keywords import check_format, engine_config
 from glm5.config.model import ModelConfig
-from glm5.engine.asking import Options, Prompt, ReadPrompt, read_prompt
+from glm5.engine.asking import Options, Prompt, ReadPrompt, listed, read_prompt
 from glm5.engine.calls import Calls
 from glm5.engine.client import Client, Request
 from glm5.engine.defaults import read_defaults
@@ -117,12 +120,14 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         routed_experts: bool = False,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts: texts, token id lists, or {"prompt": ...} / {"prompt_token_ids": ...}.
 
@@ -132,29 +137,63 @@ class LLM:
         Raises RequestError for a prompt or parameter that cannot be served, before anything is computed; for a grammar
         that cannot be compiled, when that is found. Ctrl-C, like any error, aborts what is under way.
         """
-        if not isinstance(prompts, (str, Mapping, Sequence)):
-            raise RequestError(f"prompts are {prompts!r:.60}; allowed: a prompt, or a list of them", param="prompt")
-        listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        params = self._params_for(sampling_params, len(listed))
-        if priority is not None and not isinstance(priority, (list, tuple)):
-            raise RequestError(f"priority is {priority!r:.60}; allowed: a list, one for each prompt", param="priority")
-        if priority is not None and len(priority) != len(listed):
-            raise RequestError(f"{len(priority)} priorities for {len(listed)} prompts; give one for each prompt")
-        asked: list[_Asked] = []
-        for i, (prompt, each) in enumerate(zip(listed, params, strict=True)):
-            options = Options(priority=priority[i] if priority else 0, routed_experts=routed_experts)
-            asked.append(self._read(prompt, each, options, f"prompt {i}"))
-        gained: dict[Request, list[Delta]] = {}
-        num_answers = sum(one.params.n for one in asked)
-        bar = Progress(total=num_answers, unit="answer", desc="generate") if use_tqdm else None
-        start, num_tokens = time.monotonic(), 0
-        with bar or nullcontext():
-            for request, delta in self._run(asked, gained):
-                gained[request].append(delta)
-                num_tokens += len(delta.token_ids)
-                if delta.finish_reason is not None and bar is not None:
-                    bar.update(1, **{"tokens/s": num_tokens / (time.monotonic() - start)})
-        return [_output(request, one.prompt.text, gained[request]) for request, one in zip(gained, asked, strict=True)]
+        _check_adapter(lora_request)
+        each = listed(prompts, prompt_token_ids)
+        options = _options(priority, routed_experts, len(each))
+        return self._answer(each, self._params_for(sampling_params, len(each)), options, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        priority: Sequence[int] | None = None,
+        routed_experts: bool = False,
+        lora_request: None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation, or to each of a list of them, as the checkpoint's chat template writes them.
+
+        `chat_template`: another one, bundled or a file. `chat_template_kwargs`: what it reads, such as enable_thinking.
+        An answer's text holds thinking and tool calls as the model wrote them; structured output holds after thinking.
+        """
+        _check_adapter(lora_request)
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise RequestError(
+                f"messages are {messages!r:.60}; allowed: a list of messages, or a list of such lists", param="messages"
+            )
+        if self.tokenizer is None:
+            raise RequestError("a conversation needs a tokenizer, and this engine has none", param="messages")
+        if not isinstance(chat_template_kwargs, (Mapping, type(None))):
+            raise RequestError(
+                f"chat_template_kwargs is {chat_template_kwargs!r:.60}; allowed: names and values",
+                param="chat_template_kwargs",
+            )
+        more = dict(chat_template_kwargs or {})
+        if taken := sorted({"messages", "tools", "add_generation_prompt"} & more.keys()):
+            raise RequestError(f"chat_template_kwargs may not hold {taken[0]}: it has an argument of its own", taken[0])
+        template = ChatTemplate.for_checkpoint(
+            self.path, "shared" in self.cfg.indexer_types, chat_template, self.tokenizer
+        )
+        chats = list(messages) if isinstance(messages[0], (list, tuple)) else [messages]
+        prompts = [template.render(chat, tools, add_generation_prompt=add_generation_prompt, **more) for chat in chats]
+        params = self._params_for(sampling_params, len(prompts))
+        options = _options(priority, routed_experts, len(prompts))
+        for i, prompt in enumerate(prompts):
+            held = isinstance(params[i], SamplingParams) and params[i].structured_outputs is not None
+            if held and ends_in_reasoning(prompt):
+                options[i] = replace(options[i], starts_after=self.tokenizer.id_of(THINK_END))
+        return self._answer(prompts, params, options, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. GlmError where there is none."""
+        if self.tokenizer is None:
+            raise GlmError("this engine has no tokenizer: give one to LLM(...)")
+        return self.tokenizer
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, routed_experts: bool = False
@@ -228,6 +267,26 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _answer(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], options: Sequence[Options], *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Reads all before the first is asked."""
+        asked = [
+            self._read(prompt, each, option, f"prompt {i}")
+            for i, (prompt, each, option) in enumerate(zip(prompts, params, options, strict=True))
+        ]
+        gained: dict[Request, list[Delta]] = {}
+        num_answers = sum(one.params.n for one in asked)
+        bar = Progress(total=num_answers, unit="answer", desc="generate") if use_tqdm else None
+        start, num_tokens = time.monotonic(), 0
+        with bar or nullcontext():
+            for request, delta in self._run(asked, gained):
+                gained[request].append(delta)
+                num_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None and bar is not None:
+                    bar.update(1, **{"tokens/s": num_tokens / (time.monotonic() - start)})
+        return [_output(request, one.prompt.text, gained[request]) for request, one in zip(gained, asked, strict=True)]
+
     def _run(self, asked: Sequence[_Asked], requests: dict[Request, list[Delta]]) -> Iterator[tuple[Request, Delta]]:
         """Runs these until they are done, noting each in `requests`; what is left when it is cut short, is aborted."""
         self._check_mine()
@@ -286,7 +345,7 @@ class LLM:
         read = read_prompt(prompt, self.tokenizer, name)
         options = replace(options, cache_salt=read.cache_salt)
         try:
-            self.client.check(read.token_ids, params, options)
+            read = replace(read, token_ids=self.client.check(read.token_ids, params, options))
         except RequestError as error:
             raise RequestError(f"{name}: {error}", param=error.param) from None
         return _Asked(read, params, options, name)
@@ -328,9 +387,19 @@ def _output(request: Request, text: str | None, deltas: Sequence[Delta]) -> Requ
     )
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """A single prompt rather than a list of them."""
-    return isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _options(priority: Any, routed_experts: Any, count: int) -> list[Options]:
+    """One for each of `count` prompts."""
+    given = [0] * count if priority is None else plain_list(priority)
+    if not isinstance(given, list):
+        raise RequestError(f"priority is {priority!r:.60}; allowed: a list, one for each prompt", param="priority")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} priorities for {count} prompts; give one for each prompt", param="priority")
+    return [Options(priority=each, routed_experts=routed_experts) for each in given]
+
+
+def _check_adapter(lora_request: object) -> None:
+    if lora_request is not None:
+        raise RequestError(f"lora_request is {lora_request!r:.60}; allowed: None", param="lora_request")
 
 
 def _locate(model: str | Path) -> Path:

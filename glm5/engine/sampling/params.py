@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from glm5.common.errors import RequestError
+from glm5.common.plain import plain, plain_list
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: dividing by it would overflow
 MAX_N = 128
@@ -29,8 +30,12 @@ MAX_BAD_WORD_LEN = 32  # tokens
 _NUMBERS = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget"),
+    "truncate_prompt_tokens",
 )
-_PLAIN = frozenset((bool, int, float, str, type(None)))
+_SWITCHES = (
+    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "spaces_between_special_tokens"),
+)
+_KINDS = {0: "CUMULATIVE", 1: "DELTA", 2: "FINAL_ONLY"}
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
@@ -38,12 +43,12 @@ _HALVES = re.compile("[\ud800-\udfff]")
 class StructuredOutputsParams:
     """What the answer must look like: exactly one of the first six. Raises RequestError.
 
-    `json`: a JSON schema, as text or parsed. `regex`: a pattern of the whole answer. `choice`: one of these texts.
-    `grammar`: EBNF as llama.cpp writes it, beginning at `root`. `json_object`: any JSON object.
+    `json`: a JSON schema, as text, parsed, or a pydantic class. `regex`: a pattern of the whole answer. `choice`: one
+    of these texts. `grammar`: EBNF as llama.cpp writes it, beginning at `root`. `json_object`: any JSON object.
     `structural_tag`: xgrammar's structural tag, as text or parsed.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: Any = None  # str | Mapping[str, Any] | type: no message could hold the last
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -83,7 +88,11 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue one prompt. Raises RequestError naming the field, the value and what is allowed."""
+    """How to continue one prompt. Raises RequestError naming the field, the value and what is allowed.
+
+    The last ones are vLLM's, and taken where they ask for nothing else than what is done anyway: `stream` yields
+    deltas and `generate` returns finished answers, and no spaces are ever put between special tokens.
+    """
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -108,10 +117,17 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None  # tokens of thinking before its end tag is all that may come
+    detokenize: bool = True  # False: token ids alone, no text
+    truncate_prompt_tokens: int | None = None  # the prompt's last k tokens; -1: as many as the context takes
+    spaces_between_special_tokens: bool = True
+    output_kind: str | None = None
+    flat_logprobs: bool = False
+    extra_args: None = None
+    logits_processors: None = None
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+            object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             object.__setattr__(self, name, _as_tuple([value] if isinstance(value, str) else value))
@@ -119,7 +135,11 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
-        for name, good, allowed in (*self._numbers(), *self._lists(), *self._ending()):
+        object.__setattr__(self, "output_kind", _as_kind(self.output_kind))
+        for name in ("extra_args", "logits_processors"):
+            if isinstance(getattr(self, name), Sized) and not len(getattr(self, name)):
+                object.__setattr__(self, name, None)
+        for name, good, allowed in (*self._numbers(), *self._lists(), *self._ending(), *self._others()):
             if not good:
                 raise _refusal(name, getattr(self, name), allowed)
 
@@ -195,8 +215,19 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             yield name, value is None or _is_int(value, 0, MAX_LOGPROBS), f"None, or 0 to {MAX_LOGPROBS}"
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in _SWITCHES:
             yield name, isinstance(getattr(self, name), bool), "true or false"
+        yield "stop", self.detokenize or not self.stop, "none without text (detokenize is false)"
+
+    def _others(self) -> Iterator[tuple[str, bool, str]]:
+        cut = self.truncate_prompt_tokens
+        few = cut is None or cut == -1 or _is_int(cut, 1)
+        yield "truncate_prompt_tokens", few, "None, at least 1, or -1 for what the context takes"
+        kinds = "DELTA (what stream yields) or FINAL_ONLY (what generate returns)"
+        yield "output_kind", self.output_kind in (None, "DELTA", "FINAL_ONLY"), kinds
+        yield "flat_logprobs", self.flat_logprobs is False, "false: log-probabilities come by token"
+        yield "extra_args", self.extra_args is None, "None: there are none"
+        yield "logits_processors", self.logits_processors is None, "None: logit_bias, bad_words, structured_outputs"
 
 
 def _as_text(kind: str, value: Any) -> str:
@@ -210,6 +241,8 @@ def _as_text(kind: str, value: Any) -> str:
         if not _all(_as_tuple(value), _is_text) or not value:
             raise _refusal(param, value, "a list of non-empty texts")
         return json.dumps(list(value))
+    if kind == "json" and isinstance(value, type) and hasattr(value, "model_json_schema"):
+        value = _schema_of(value)
     if kind in ("json", "structural_tag") and isinstance(value, Mapping):
         try:
             return json.dumps(value)
@@ -217,23 +250,28 @@ def _as_text(kind: str, value: Any) -> str:
             raise RequestError(f"{param} cannot be written as JSON: {error}", param="structured_outputs") from error
     if not _is_text(value):
         raise _refusal(param, value, "a non-empty text")
-    return _plain(value)
+    return plain(value)
+
+
+def _schema_of(model: Any) -> Any:
+    """The JSON schema of a pydantic class."""
+    try:
+        return model.model_json_schema()
+    except Exception as error:  # whatever its fields make of it
+        raise RequestError(
+            f"structured_outputs.json: {model!r:.60} has no JSON schema: {error}", param="structured_outputs"
+        ) from error
 
 
 def _as_tuple(value: Any) -> Any:
-    """A list as a tuple, None as an empty one; anything else as it is, to be refused."""
-    if not isinstance(value, (list, tuple)):
-        return () if value is None else value
-    return tuple(value) if set(map(type, value)) <= _PLAIN else tuple(map(_plain, value))
+    """A list or array as a tuple, None as an empty one; anything else as it is, to be refused."""
+    value = () if value is None else plain_list(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _plain(value: Any) -> Any:
-    """A number or text of a class of its own, such as NumPy's, as Python's: messages have no others."""
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else value
+def _as_kind(value: Any) -> Any:
+    """The name of vLLM's RequestOutputKind, which may be given as such, by name or by number."""
+    return _KINDS.get(value, value) if type(value) is int else getattr(value, "name", value)
 
 
 def _as_biases(value: Any) -> dict[int, float]:

@@ -208,7 +208,8 @@ class TestSizes:
             make_llm(**{name: number})
 
     def test_settings_that_do_not_exist(self, make_llm):
-        with pytest.raises(ConfigError, match=r"max_length: got 5; allowed: no such setting; did you mean max_model_len\?"):
+        message = r"max_length: got 5; allowed: no such setting; did you mean max_model_len\?"
+        with pytest.raises(ConfigError, match=message):
             make_llm(max_length=5)
 
     def test_too_long_for_the_memory(self, make_llm, monkeypatch):
