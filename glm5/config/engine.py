@@ -6,7 +6,7 @@ resolves it when it starts and prints every choice.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from glm5.config.command import Command
 
@@ -22,7 +22,7 @@ class EngineConfig(Command):
     """Longest context in tokens, prompt and answer together. Default: what the checkpoint and the memory allow."""
     max_num_seqs: Annotated[int, Field(ge=1, lt=_MANY)] = 64
     """Requests that are answered at the same time; more wait."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1, lt=_MANY)] = 2048
+    max_num_batched_tokens: Annotated[int, Field(ge=1, lt=_MANY, validate_default=True)] = 2048
     """Tokens computed in one step, of all requests together; at least max_num_seqs."""
     long_prefill_token_threshold: Annotated[int, Field(ge=0, lt=_MANY)] = 0
     """Tokens of one prompt in one step, at most; 0: up to the step's budget, half of it while others wait."""
@@ -59,6 +59,14 @@ class EngineConfig(Command):
     """CPU threads of the engine's process. Default: 1 for small models, else one a core."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seed of requests that bring none of their own."""
+
+    @field_validator("max_num_batched_tokens")
+    @classmethod
+    def _room_for_all(cls, value: int, info: ValidationInfo) -> int:
+        least = info.data.get("max_num_seqs", 0)
+        if value < least:
+            raise ValueError(f"at least max_num_seqs ({least}), so that every request can take part in every step")
+        return value
 
     @field_validator("kv_cache_dtype", mode="before")
     @classmethod

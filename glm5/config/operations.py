@@ -70,6 +70,13 @@ class Operations(Command):
     otlp_traces_endpoint: _Text | None = None
     """Send OpenTelemetry traces there, such as http://localhost:4318/v1/traces. Needs the extra `otel`."""
 
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("an address that begins with http:// or https://")
+        return value
+
     @field_validator("allowed_origins", mode="before")
     @classmethod
     def _vllm_list(cls, value: Any) -> Any:

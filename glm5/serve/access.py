@@ -134,7 +134,8 @@ class Access:
         level = logging.DEBUG if is_open or scope["path"] in _WATCHED else logging.INFO
         # As it was sent, percent signs and all: a decoded path may hold line feeds.
         path, fields = scope["raw_path"].decode("ascii", "replace"), {"tenant": call.tenant.name, "seconds": seconds}
-        logger.log(level, "%s %s %s", method, path, status or "left", extra=fields)
+        caller = f" {call.tenant.name}" if call.tenant.name else ""
+        logger.log(level, "%s %s %s%s %.3f s", method, path, status or "left", caller, seconds, extra=fields)
 
 
 class _Sending:

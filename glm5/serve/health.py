@@ -44,6 +44,7 @@ def draining() -> ApiError:
     return ApiError(503, "the server is about to end and takes no more requests", code="draining", retry_after=1)
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", response_class=Response)
 async def health(service: Service = Depends(get_service)) -> Response:
     """200 while requests are answered; 503 with the reason before and after."""
@@ -51,6 +52,7 @@ async def health(service: Service = Depends(get_service)) -> Response:
     return Response()
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_class=Response)
 async def ready(service: Service = Depends(get_service)) -> Response:
     """200 while requests are taken; 503 with the reason before, after, and while the server drains."""

@@ -74,6 +74,9 @@ def test_ctrl_c_ends_running_answers(checkpoint):
         (["--speculative-config", "9" * 5000], 2, "--speculative-config: got '999"),
         (["--host", "256.1.1.1"], 1, "cannot listen on 256.1.1.1 port 0: "),
         (["--device", "cuda:7"], 1, "device: got cuda:7; allowed: "),
+        (["--max-num-batched-tokens", "10"], 2, "--max-num-batched-tokens: got '10'; allowed: at least max_num_seqs ("),
+        (["--max-num-seqs", "5000"], 2, "--max-num-batched-tokens: got 2048; allowed: at least max_num_seqs (5000)"),
+        (["--otlp-traces-endpoint", "x:4318"], 2, "--otlp-traces-endpoint: got 'x:4318'; allowed: an address "),
     ],
 )
 def test_what_cannot_be_honoured_is_one_line(checkpoint, argv, code, message, capsys):

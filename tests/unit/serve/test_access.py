@@ -195,13 +195,14 @@ def test_lines_of_the_log(caplog):
         http.post(CHAT, json=body, headers=bearer("alice"))
         http.get("/a%0Ab?x=1", headers=bearer("alice"))
         http.get("/health")
-    lines = [(record.levelname, record.getMessage(), record.__dict__.get("tenant")) for record in caplog.records]
-    access = [line for line, record in zip(lines, caplog.records, strict=True) if record.name == "glm5.serve.access"]
-    assert access == [
-        ("INFO", f"POST {CHAT} 200", "alice"),
-        ("INFO", "GET /a%0Ab 404", "alice"),
-        ("DEBUG", "GET /health 200", ""),
+    access = [record for record in caplog.records if record.name == "glm5.serve.access"]
+    lines = [(one.levelname, *one.getMessage().rsplit(" ", 2), one.__dict__["tenant"]) for one in access]
+    assert [(level, what, unit, tenant) for level, what, _, unit, tenant in lines] == [
+        ("INFO", f"POST {CHAT} 200 alice", "s", "alice"),
+        ("INFO", "GET /a%0Ab 404 alice", "s", "alice"),
+        ("DEBUG", "GET /health 200", "s", ""),
     ]
+    assert [float(line[2]) for line in lines] == [round(one.__dict__["seconds"], 3) for one in access]
     text = json.dumps([str(vars(record)) for record in caplog.records])
     assert "secret" not in text
     assert "alice" in text

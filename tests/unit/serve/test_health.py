@@ -36,6 +36,7 @@ def test_health_and_readiness_follow_engine_and_state():
     with served(engine, state=state) as http:
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
         assert http.get("/health").content == b""
+        assert http.head("/health").status_code == http.head("/ready").status_code == 200  # wget --spider asks so
         state.is_draining = True
         assert http.get("/health").status_code == 200
         assert error_of(http.get("/ready")) == (503, "draining")
