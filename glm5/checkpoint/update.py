@@ -55,6 +55,8 @@ def stage(model: Glm5, directory: Path) -> Staged:
     Raises `CheckpointError` (`ConfigError` for a bad config.json) when anything is damaged, does not fit the model or
     is not a finite number, and when files were written to meanwhile: half of them might be of another step.
     """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
     identity = identity_of(directory)
     current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     index = scan(directory)

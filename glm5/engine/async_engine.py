@@ -205,8 +205,8 @@ class AsyncEngine:
     async def sleep(self, level: Literal[1, 2] = 1) -> int:
         return (await self._wait(self._calls.sleep(level)))["freed_bytes"]
 
-    async def wake_up(self) -> None:
-        await self._wait(self._calls.wake_up())
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await self._wait(self._calls.wake_up(tags))
 
     async def update_weights(
         self, source: str | Path | Mapping[str, Tensor], *, policy: Policy = "recompute", version: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from glm5.common.errors import RequestError
 from glm5.engine.client import Client
 from glm5.engine.wire import (
+    PARTS,
+    Part,
     PauseCall,
     Policy,
     ProfileCall,
@@ -46,8 +48,13 @@ class Calls:
             raise RequestError(f"level is {level!r}; allowed: 1 or 2", param="level")
         return self.client.call(lambda call_id: SleepCall(call_id, level))
 
-    def wake_up(self) -> Called:
-        return self.client.call(WakeCall)
+    def wake_up(self, tags: Sequence[str] | None) -> Called:
+        if tags is not None and (
+            not isinstance(tags, (list, tuple)) or not tags or any(tag not in PARTS for tag in tags)
+        ):
+            raise RequestError(f"tags are {tags!r:.60}; allowed: a list of {' and '.join(PARTS)}", param="tags")
+        parts: tuple[Part, ...] = tuple(part for part in PARTS if tags is None or part in tags)
+        return self.client.call(lambda call_id: WakeCall(call_id, parts))
 
     def reset_prefix_cache(self) -> Called:
         return self.client.call(ResetCacheCall)

@@ -5,20 +5,22 @@ scheduler something, and yields until that has happened. Requests go on meanwhil
 A GlmError is the call's answer, and has changed nothing.
 """
 
+import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from glm5.common.errors import GlmError
+from glm5.common.errors import GlmError, RequestError
 from glm5.engine.failure import words_of
 from glm5.engine.messages import Message, Pause, ResetCache, Resume, SetWeights
 from glm5.engine.tiering import Tiering
 from glm5.engine.weights import WeightSource, in_background
 from glm5.engine.wire import (
     Answer,
+    Part,
     PauseCall,
     ResetCacheCall,
     ResumeCall,
@@ -71,13 +73,18 @@ class Control:
         self.engine, self.weights, self.cache, self.tiering = engine, weights, cache, tiering
         self.answers: list[Answer] = []
         self.is_paused = False
-        self.level = 0
+        self.level, self.has_cache = 0, True  # 0: the weights are awake
         self._weights_changed = weights_changed
         # Numbers that are chosen here are never those of other weights, though a wake may bring back older ones.
         self._last_version = weights.version
         self._calls: deque[Call] = deque()
         self._turns: _Turns | None = None
         self._awaited: Future[Any] | None = None
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Memory is given back, so that nothing can be computed."""
+        return self.level > 0 or not self.has_cache
 
     @property
     def is_busy(self) -> bool:
@@ -118,8 +125,8 @@ class Control:
                 return self._resume()
             case SleepCall(level=level):
                 return (yield from self._sleep(level))
-            case WakeCall():
-                return self._wake()
+            case WakeCall(parts=parts):
+                return self._wake(parts)
             case UpdateWeightsCall():
                 return (yield from self._update(call))
             case ResetCacheCall():
@@ -127,53 +134,74 @@ class Control:
 
     def _pause(self) -> _Turns:
         self.is_paused = True
-        if not self.level:
+        if not self.is_sleeping:
             self.engine.tell(Pause())
             yield from self._until_still()
         return {}
 
     def _resume(self) -> dict[str, Any]:
-        """While asleep, it takes `WakeCall` as well before anything is computed."""
+        if self.is_sleeping:
+            raise GlmError("the engine sleeps, so it cannot go on; call wake_up, and then resume if it was paused")
         self.is_paused = False
-        if not self.level:
-            self.engine.tell(Resume())
+        self.engine.tell(Resume())
         return {}
 
     def _sleep(self, level: int) -> _Turns:
-        if level <= self.level:
+        if level <= self.level and not self.has_cache:
             return {"freed_bytes": 0}
         if level == 2:
             self.weights.check_source()
         freed = 0
-        if not self.level:
+        if not self.is_sleeping:
             self.engine.tell(Pause(release=True))
             yield from self._until_still()
-            freed = self.cache.release_memory()
-        self.level = level
-        return {"freed_bytes": freed + self.weights.release(level)}
+        if self.has_cache:
+            freed += self.cache.release_memory()
+            self.has_cache = False
+        if level > self.level:
+            self.level = level
+            freed += self.weights.release(level)
+        return {"freed_bytes": freed}
 
-    def _wake(self) -> dict[str, Any]:
+    def _wake(self, parts: Collection[Part]) -> dict[str, Any]:
         """Weights first: if they cannot be read again, the engine sleeps on."""
-        if not self.level:
-            return {}
-        if self.weights.restore():
-            self.engine.tell(SetWeights(self.weights.version, recompute=True, identity=self.weights.identity))
-        self._weights_changed()
-        self.cache.restore_memory()
-        self.level = 0
-        if not self.is_paused:
+        if self.level and "weights" in parts:
+            if self.weights.restore():
+                self.engine.tell(SetWeights(self.weights.version, recompute=True, identity=self.weights.identity))
+            self._weights_changed()
+            self.level = 0
+            is_awake = self.has_cache
+        else:
+            is_awake = False
+        if not self.has_cache and "kv_cache" in parts:
+            self.cache.restore_memory()
+            self.has_cache = True
+            is_awake = not self.level
+        if is_awake and not self.is_paused:
             self.engine.tell(Resume())
         return {"version": self.weights.version}
 
     def _update(self, call: UpdateWeightsCall) -> _Turns:
         if self.level:
-            raise GlmError("the engine sleeps, so its weights cannot be replaced; wake it first")
-        staged = yield from self._result(self.weights.stage(Path(call.path)))
+            raise GlmError(
+                "the engine sleeps, so its weights cannot be replaced; call wake_up(tags=['weights']), update_weights, "
+                "and then wake_up(tags=['kv_cache'])"
+            )
+        if call.version is not None and call.version <= self._last_version:
+            raise RequestError(f"version is {call.version}; allowed: more than {self._last_version}", param="version")
+        try:
+            staged = yield from self._result(self.weights.stage(Path(call.path)))
+        except GlmError as error:
+            if not call.remove:
+                raise
+            # Whoever gave tensors knows of no folder.
+            text = re.sub(re.escape(call.path) + r"(/[\w.-]+\.(safetensors|json))?", "the update", str(error))
+            raise type(error)(text) from None
         # Between two launches: the step before this turn is launched, the next one is not planned yet.
         if call.policy == "abort":
             self.engine.drop(None)
         version = self._last_version + 1 if call.version is None else call.version
-        self._last_version = max(version, self._last_version)
+        self._last_version = version
         self.weights.swap(staged, version)
         self._weights_changed()
         is_kept = call.policy == "keep"

@@ -160,7 +160,13 @@ class EngineCore:
     def stats(self) -> dict[str, Any]:
         """What `StatsCall` is answered with (stats.py)."""
         tiers = self.tiering.copies.stats() if self.tiering is not None else None
-        return stats(self.counters, self.scheduler, num_held=self.intake.num_waiting, tiers=tiers)
+        return stats(
+            self.counters,
+            self.scheduler,
+            num_held=self.intake.num_waiting,
+            tiers=tiers,
+            is_sleeping=self.control.is_sleeping,
+        )
 
     def close(self, flush_s: float = 30.0) -> None:
         """End the threads; pages on their way to disk get that long to arrive."""

@@ -224,9 +224,10 @@ class LLM:
         Returns how many bytes. Requests wait and are computed anew after `wake_up`."""
         return self._wait(self._calls.sleep(level))["freed_bytes"]
 
-    def wake_up(self) -> None:
-        """Take back the memory that `sleep` gave."""
-        self._wait(self._calls.wake_up())
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back the memory that `sleep` gave: all of it, or that of "weights" or "kv_cache" first. With the weights
+        awake they can be updated; with both, requests go on."""
+        self._wait(self._calls.wake_up(tags))
 
     def update_weights(
         self, source: str | Path | Mapping[str, Tensor], *, policy: Policy = "recompute", version: int | None = None
@@ -234,7 +235,8 @@ class LLM:
         """Replace all or some weights, by those of a checkpoint folder or by tensors under its names or the model's.
 
         All are checked before the first is replaced, between two steps. `policy` for running requests: "keep" what
-        they have computed, "recompute" it, or "abort" them. Returns the version that tokens carry from then on.
+        they have computed, "recompute" it, or "abort" them. Returns the version that tokens carry from then on:
+        `version`, which must be larger than all before, or one more.
         """
         return self._wait(self._calls.update_weights(source, policy, version))["version"]
 

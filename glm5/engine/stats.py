@@ -51,7 +51,9 @@ class Counters:
             self.finished[output.reason] += 1
 
 
-def stats(counters: Counters, scheduler: Scheduler, *, num_held: int, tiers: dict[str, int] | None) -> dict[str, Any]:
+def stats(
+    counters: Counters, scheduler: Scheduler, *, num_held: int, tiers: dict[str, int] | None, is_sleeping: bool
+) -> dict[str, Any]:
     """Everything, as JSON. `num_held`: answers that wait for a grammar or a lookup before they reach the scheduler."""
     pool, found = scheduler.holdings.pool, scheduler.stats
     num_running = len(scheduler.prompting) + len(scheduler.decoding)
@@ -83,4 +85,5 @@ def stats(counters: Counters, scheduler: Scheduler, *, num_held: int, tiers: dic
         "tiers": tiers,
         "weight_version": scheduler.version,
         "is_paused": scheduler.is_paused,
+        "is_sleeping": is_sleeping,
     }

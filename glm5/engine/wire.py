@@ -13,6 +13,8 @@ from glm5.engine.plan import EndReason
 from glm5.engine.sampling.params import SamplingParams
 
 Policy = Literal["keep", "recompute", "abort"]
+Part = Literal["weights", "kv_cache"]  # what sleeps and wakes
+PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 
 
 class Start(msgspec.Struct, tag=True):
@@ -92,9 +94,11 @@ class SleepCall(msgspec.Struct, tag=True):
 
 
 class WakeCall(msgspec.Struct, tag=True):
-    """Take the memory again; after level 2 weights are read from where they came from. Answered when ready."""
+    """Take the memory of these parts again; after level 2 weights are read from where they came from. Answered when
+    ready. With all parts awake, requests go on."""
 
     call_id: int
+    parts: tuple[Part, ...] = PARTS
 
 
 class UpdateWeightsCall(msgspec.Struct, tag=True):

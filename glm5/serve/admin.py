@@ -50,6 +50,12 @@ class Release(Body):
     tags: list[Part] | None = None
 
 
+class Wake(Body):
+    """Memory that is taken again; none: all. With the weights awake they can be replaced; with all, requests go on."""
+
+    tags: list[Part] | None = None
+
+
 class Sleep(Body):
     """Level 1 gives the cache back, and the weights to host memory; level 2 drops the weights, to be read again."""
 
@@ -178,15 +184,14 @@ async def release_memory_occupation(
     return _done("the memory is given back", freed_bytes=freed)
 
 
-@router.post("/resume_memory_occupation", openapi_extra=described(Release))
+@router.post("/resume_memory_occupation", openapi_extra=described(Wake))
 async def resume_memory_occupation(
-    settings: Release = Depends(settings_of(Release)), service: Service = Depends(get_service)
+    settings: Wake = Depends(settings_of(Wake)), service: Service = Depends(get_service)
 ) -> Done:
-    """Take the memory again; requests go on."""
-    _check_all(settings)
+    """Take the memory again, or that of some parts; with all of it requests go on."""
     with _told():
-        await service.engine.wake_up()
-    return _done("the memory is taken again")
+        await service.engine.wake_up(settings.tags or None)
+    return _done(f"the memory is taken again ({', '.join(settings.tags or get_args(Part))})")
 
 
 @router.post("/sleep", openapi_extra=described(Sleep))
@@ -197,8 +202,8 @@ async def sleep(settings: Sleep = Depends(settings_of(Sleep)), service: Service 
     return _done(f"the engine sleeps at level {settings.level}", freed_bytes=freed)
 
 
-@router.post("/wake_up", openapi_extra=described(Release))
-async def wake_up(settings: Release = Depends(settings_of(Release)), service: Service = Depends(get_service)) -> Done:
+@router.post("/wake_up", openapi_extra=described(Wake))
+async def wake_up(settings: Wake = Depends(settings_of(Wake)), service: Service = Depends(get_service)) -> Done:
     """vLLM's name of resume_memory_occupation."""
     return await resume_memory_occupation(settings, service)
 

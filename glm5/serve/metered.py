@@ -151,8 +151,8 @@ class MeteredEngine:
     async def sleep(self, level: Literal[1, 2] = 1) -> int:
         return await self.engine.sleep(level)
 
-    async def wake_up(self) -> None:
-        await self.engine.wake_up()
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await self.engine.wake_up(tags)
 
     async def update_weights(self, source: str | Path, *, policy: Policy, version: int | None = None) -> int:
         return await self.engine.update_weights(source, policy=policy, version=version)

@@ -104,8 +104,8 @@ class ScriptedEngine:
         await self._note("sleep", level)
         return 1000 * level
 
-    async def wake_up(self) -> None:
-        await self._note("wake_up")
+    async def wake_up(self, tags=None) -> None:
+        await self._note("wake_up", *([tags] if tags else []))
 
     async def update_weights(self, source, *, policy, version=None) -> int:
         await self._note("update_weights", source, policy, version)

@@ -399,6 +399,7 @@ def test_odd_calls_are_refused_and_nothing_of_them_stays(scripted):
         *(lambda value=value: llm.update_weights("x", version=value) for value in (1.5, "x", True, -1, 2**63)),
         *(lambda value=value: llm.update_weights(value) for value in (5, None, ["x"], "\ud800")),
         *(lambda value=value: llm.sleep(value) for value in (True, 1.0, "1")),
+        *(lambda value=value: llm.wake_up(value) for value in ("weights", [], ["x"], [[]], 5)),
     ]
     for call in calls:
         with pytest.raises(RequestError, match="allowed"):

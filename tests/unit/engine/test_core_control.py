@@ -131,15 +131,73 @@ def test_a_pause_outlives_sleep():
     driver.check()
 
 
-def test_resume_while_asleep_ends_the_pause_only():
+def test_resume_while_asleep_is_refused_and_changes_nothing():
     driver = under_load()
     driver.call(PauseCall(1))
     driver.call(SleepCall(2))
-    driver.call(ResumeCall(3))
-    driver.turn(2)
+    assert "call wake_up" in driver.call(ResumeCall(3)).error
     driver.call(WakeCall(4))
+    count = num_tokens(driver)
+    driver.turn(3)
+    assert num_tokens(driver) == count
+    driver.call(ResumeCall(5))
     driver.run()
     driver.check()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("first", ["weights", "kv_cache"])
+def test_parts_wake_one_after_the_other(level, first):
+    """Nothing is computed before both are awake, and weights are replaced as soon as they are."""
+    driver = under_load()
+    second = ({"weights", "kv_cache"} - {first}).pop()
+    driver.call(SleepCall(1, level=level))
+    num_before = num_tokens(driver)
+    assert driver.call(UpdateWeightsCall(2, "/7")).error.startswith("the engine sleeps, so its weights cannot")
+    driver.call(WakeCall(3, parts=(first,)))
+    assert driver.runner.is_released == (first == "weights")
+    assert driver.call(StatsCall(4)).result["is_sleeping"]
+    assert "call wake_up" in driver.call(ResumeCall(5)).error
+    if first == "weights":
+        assert driver.call(UpdateWeightsCall(6, "/7")).result == {"version": 1}
+    driver.turn(3)
+    assert num_tokens(driver) == num_before
+    driver.call(WakeCall(7, parts=(second,)))
+    assert not driver.call(StatsCall(8)).result["is_sleeping"]
+    driver.run()
+    if first == "kv_cache":
+        driver.check()
+    else:
+        assert {version for heard in driver.heard.values() for version in heard.versions} <= {0, 1}
+        assert all(heard.versions[-1] == 1 for heard in driver.heard.values())
+
+
+def test_what_woke_sleeps_again():
+    driver = under_load()
+    memory = driver.runner.pool.numel() * 8
+    assert driver.call(SleepCall(1, level=2)).result == {"freed_bytes": 1000 + memory}
+    driver.call(WakeCall(2, parts=("weights",)))
+    assert driver.call(SleepCall(3, level=2)).result == {"freed_bytes": 1000}
+    driver.call(WakeCall(4, parts=("kv_cache",)))
+    assert driver.call(SleepCall(5, level=2)).result == {"freed_bytes": memory}
+    driver.call(WakeCall(6))
+    driver.run()
+    assert not driver.core.has_work
+
+
+def test_versions_grow():
+    driver = under_load()
+    assert driver.call(UpdateWeightsCall(1, "/7", version=5)).result == {"version": 5}
+    for call_id, version in ((2, 5), (4, 0)):
+        answer = driver.call(UpdateWeightsCall(call_id, "/8", version=version))
+        assert (answer.error, answer.kind) == (f"version is {version}; allowed: more than 5", "RequestError")
+    assert driver.call(UpdateWeightsCall(3, "/8")).result == {"version": 6}
+
+
+def test_errors_of_tensors_do_not_tell_of_the_folder_they_came_in():
+    driver = CoreDriver()
+    assert driver.call(UpdateWeightsCall(1, "/tmp/glm5-x", remove=True)).error == "the update is damaged"
+    assert driver.call(UpdateWeightsCall(2, "/tmp/glm5-x")).error == "/tmp/glm5-x is damaged"
 
 
 def check_versions(driver, numbers: dict[int, int]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import glm5
 from glm5.checkpoint import handover
-from glm5.common.errors import CheckpointError, EngineDead
+from glm5.common.errors import CheckpointError, EngineDead, GlmError, RequestError
 from glm5.engine.asking import Options
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
@@ -119,6 +119,31 @@ def test_sleep_frees_what_it_says_and_answers_stay(llm, rng, level):
     assert ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == before
 
 
+def test_weights_change_between_the_halves_of_waking_up(llm, models, folders):
+    """As vLLM's training loops do it: the new weights are there before the cache takes its memory."""
+    first = llm.update_weights(folders[0])
+    load = Load(llm, [[1, 2, 3], [9] * 40])
+    load.until(lambda: all(load.gained))
+    llm.sleep(2)
+    assert llm.stats()["is_sleeping"]
+    with pytest.raises(GlmError, match=r"call wake_up\(tags=\['weights'\]\)"):
+        llm.update_weights(folders[1])
+    with pytest.raises(GlmError, match="call wake_up"):
+        llm.resume()
+    llm.wake_up(tags=["weights"])
+    second = llm.update_weights(dict(models[1].state_dict()))
+    llm.wake_up(tags=["kv_cache"])
+    assert not llm.stats()["is_sleeping"]
+    load.until(lambda: all(load.versions(i).count(second) > 5 for i in range(2)))
+    load.end()
+    for i, prompt in enumerate(load.prompts):
+        tokens, versions = load.tokens(i), load.versions(i)
+        new, num_old = logprobs_of(models[1], prompt + tokens[:-1])[len(prompt) - 1 :], versions.count(first)
+        assert versions == [first] * num_old + [second] * (len(tokens) - num_old)
+        assert largest(load.logprobs(i)[num_old:] - chosen(new, tokens)[num_old:]) < LOGPROB_BUDGET
+    llm.update_weights(folders[0])
+
+
 class Load:
     """Requests without an end, and all that they gain. There are fewer seats than requests."""
 
@@ -206,8 +231,12 @@ def test_an_update_that_fails_changes_nothing(llm, models, folders, tmp_path):
     bad["model.norm.weight"] = torch.full_like(bad["model.norm.weight"], float("nan"))
     with pytest.raises(CheckpointError, match="NaN or infinity; nothing was replaced"):
         llm.update_weights(bad, policy="abort")
-    with pytest.raises(CheckpointError, match="does not fit the model in use"):
+    with pytest.raises(CheckpointError, match=r"^the update does not fit the model in use"):
         llm.update_weights({"model.norm.weight": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        llm.update_weights(tmp_path / "nowhere")
+    with pytest.raises(RequestError, match="version is 70; allowed: more than 70"):
+        llm.update_weights(folders[1], version=70)
     with pytest.raises(CheckpointError, match="holds neither"):
         llm.update_weights(tmp_path)
     counts = [len(gained) for gained in load.gained]

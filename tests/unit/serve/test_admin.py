@@ -5,7 +5,7 @@ import json
 import pytest
 
 from glm5.common.errors import CheckpointError, EngineDead, GlmError, RequestError
-from glm5.serve.admin import NewWeights, Nothing, Pause, Profile, Release, Sleep
+from glm5.serve.admin import NewWeights, Nothing, Pause, Profile, Release, Sleep, Wake
 from tests.support.serving import bearer, key, scripted, served
 from tests.unit.serve.test_fuzz import value
 
@@ -40,7 +40,9 @@ CALLS = [
     ("/sleep", {"level": 2}, [("sleep", 2)], {"freed_bytes": 2000}),
     ("/sleep?level=2", {}, [("sleep", 2)], {"freed_bytes": 2000}),
     ("/sleep", {}, [("sleep", 1)], {"freed_bytes": 1000}),
-    ("/wake_up?tags=weights&tags=kv_cache", {}, [("wake_up",)], {}),
+    ("/wake_up?tags=weights&tags=kv_cache", {}, [("wake_up", ["weights", "kv_cache"])], {}),
+    ("/wake_up?tags=weights", {}, [("wake_up", ["weights"])], {}),
+    ("/resume_memory_occupation", {"tags": ["kv_cache"]}, [("wake_up", ["kv_cache"])], {}),
     ("/update_weights_from_disk", {"model_path": "/w"}, [("update_weights", "/w", "recompute", None)],
      {"weight_version": 7}),
     ("/update_weights_from_disk", {"model_path": "/w", "flush_cache": False, "weight_version": 12},
@@ -79,7 +81,7 @@ REFUSED = [
     ("/sleep?level=high", {}, "level is 'high'; allowed: ", "level"),
     ("/sleep?level=1", {"level": 1}, "settings come in the query and in the body; allowed: one of the two", None),
     ("/sleep", {"Level": 1}, "'Level' is no setting of this route; allowed: level", "Level"),
-    ("/wake_up?tags=weights", {}, "tags are ['weights']; allowed: weights and kv_cache", "tags"),
+    ("/release_memory_occupation", {"tags": ["weights"]}, "tags are ['weights']; allowed: weights and", "tags"),
     ("/resume_memory_occupation", {"tags": ["lora"]}, "tags.0 is 'lora'", "tags.0"),
     ("/update_weights_from_disk", {}, "model_path is missing", "model_path"),
     ("/update_weights_from_disk", {"model_path": "/w", "is_async": True}, "is_async is not supported", "is_async"),
@@ -137,12 +139,13 @@ def test_the_document_of_the_admin_routes(http):
     ].keys()
 
 
-@pytest.mark.parametrize("kind", [Nothing, Pause, Release, Sleep, NewWeights, Profile])
+@pytest.mark.parametrize("kind", [Nothing, Pause, Release, Wake, Sleep, NewWeights, Profile])
 def test_any_value_in_any_setting(http, rng, kind):
     paths = {
         Nothing: "/continue_generation",
         Pause: "/pause_generation",
-        Release: "/wake_up",
+        Release: "/release_memory_occupation",
+        Wake: "/wake_up",
         Sleep: "/sleep",
         NewWeights: "/update_weights_from_disk",
         Profile: "/stop_profile",
