@@ -13,14 +13,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from glm5.common.errors import EngineDead, GlmError
+from glm5.common.errors import EngineDead, GlmError, RequestError
 from glm5.config.model import ModelConfig
-from glm5.engine.asking import Options
+from glm5.engine.asking import options_of
 from glm5.engine.calls import Called, Calls
 from glm5.engine.client import Request
 from glm5.engine.defaults import GenerationDefaults
@@ -66,8 +66,30 @@ class _Stream:
         raise StopAsyncIteration
 
 
+class Generation:
+    """What `AsyncEngine.generate` returns: to be entered with `async with`, which gives the deltas; or iterated over as
+    it is, where breaking out of the loop aborts only once nobody holds the iterator any more."""
+
+    def __init__(self, block: AbstractAsyncContextManager[AsyncIterator[Delta]]):
+        self._block = block
+
+    async def __aenter__(self) -> AsyncIterator[Delta]:
+        return await self._block.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._block.__aexit__(kind, error, trace)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        async with self._block as deltas:
+            async for delta in deltas:
+                yield delta
+
+
 class AsyncEngine:
-    """Generates for many coroutines at once. `start` and `close` it, or use it as a context manager.
+    """Generates for many coroutines at once. `start` and `close` it, or use it as a context manager,
+    with `with` or `async with`.
 
     Takes what `LLM` takes, or an `LLM`, which must not be used directly from then on and is closed with it.
     """
@@ -143,32 +165,50 @@ class AsyncEngine:
     ) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> None:
         """What `generate` would refuse at once: RequestError for a bad request, EngineDead when not running."""
-        self._client.check(prompt_ids, params, Options(**options))
+        self._client.check(prompt_ids, params, options_of(options))
         self._check_running()
 
-    @asynccontextmanager
-    async def generate(
+    def generate(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
         request_id: str | None = None,
         **options: Any,
-    ) -> AsyncIterator[AsyncIterator[Delta]]:
+    ) -> Generation:
         """Deltas of the answers to one prompt; the last of each `index` has a finish_reason. Leaving the block early
         aborts the request. `options`: fields of `Options`, such as priority.
 
-        Raises RequestError for a request that cannot be served and EngineDead when the engine is not running.
+        Entering raises RequestError for a request that cannot be served and EngineDead when the engine is not running.
         """
+        return Generation(self._generate(prompt_ids, params, request_id, options))
+
+    @asynccontextmanager
+    async def _generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None, options: Mapping[str, Any]
+    ) -> AsyncIterator[AsyncIterator[Delta]]:
         self._check_running()
+        asked = options_of(options)
+        if not isinstance(request_id, (str, type(None))):
+            raise RequestError(f"request_id is {request_id!r:.60}; allowed: a text", param="request_id")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {params!r:.60}; allowed: a SamplingParams", param="sampling_params")
         stream = _Stream(params.n)
 
         def deliver(request: Request, item: Item) -> None:
             self._deliver(stream, request, item)
 
-        request = self._client.submit(prompt_ids, params, Options(**options), deliver, request_id)
+        request = self._client.submit(prompt_ids, params, asked, deliver, request_id)
         self._streams[request] = stream
         try:
             yield stream

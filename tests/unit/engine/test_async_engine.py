@@ -197,3 +197,38 @@ def test_an_event_loop_that_is_gone_does_not_stop_the_engine(one_seat, gate):
         event_loop.close()
         gate.open()
         assert len(asyncio.run(answer(engine, [4, 5]))) == 12
+
+
+def test_async_with_and_a_plain_loop(llm, make_llm):
+    want = make_llm().generate([1, 2], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    async def main():
+        async with AsyncEngine(llm) as engine:
+            return [token async for delta in engine.generate([1, 2], GREEDY) for token in delta.token_ids]
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == want
+    with pytest.raises(EngineDead, match="it was closed"):
+        llm.client.check_alive()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling_params": GREEDY}, "sampling_params is no option of a request; allowed: priority, "),
+        ({"priority": "x"}, "priority is 'x'; allowed"),
+        ({"request_id": 5}, "request_id is 5; allowed: a text"),
+    ],
+)
+def test_options_that_do_not_exist(llm, options, message):
+    async def main():
+        with AsyncEngine(llm) as engine:
+            with pytest.raises(RequestError, match=message):
+                await answer_with(engine, options)
+            assert not engine.abort("5")
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def answer_with(engine, options):
+    async with engine.generate([1], GREEDY, **options) as deltas:
+        return [delta async for delta in deltas]
