@@ -45,6 +45,10 @@ def missing_paths(text: str) -> list[str]:
     return missing
 
 
+def docker_runs(text: str) -> list[str]:
+    return re.findall(r"docker run .*", text.replace("\\\n", " "))
+
+
 def wrong_commands(text: str) -> list[str]:
     """Command lines that do not parse: `glm5 ...` and `make TARGET`."""
     return [piece for piece in code_pieces(text) if re.match(r"(glm5|make)\s", piece) and not parses(piece)]
@@ -72,6 +76,21 @@ def test_every_path_exists(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_command_parses(document):
     assert not wrong_commands(document.read_text(encoding="utf-8"))
+
+
+def test_docker_lines_parse_and_let_nobody_in_without_a_key():
+    texts = [path.read_text(encoding="utf-8") for path in [*DOCUMENTS, REPO / "Dockerfile"]]
+    runs = [line for text in texts for line in docker_runs(text)]
+    assert len(runs) >= 3
+    for line in runs:
+        assert parses(f"glm5 serve{line.rpartition(' glm5')[2]}"), line
+        assert "-p 127.0.0.1:" in line, line
+        assert "-e GLM5_API_KEY" in line or "--api-keys-file" in line, line
+
+
+def test_examples_serve_what_fits_one_gpu():
+    texts = [path.read_text(encoding="utf-8") for path in [*DOCUMENTS, REPO / "Dockerfile"]]
+    assert not [line for text in texts for line in re.findall(r".*(?:serve|docker run).*zai-org/GLM-5-FP8.*", text)]
 
 
 def test_the_tests_notice():
