@@ -1,31 +1,33 @@
 """Grammars compiled off the step's path: a few threads, a cache, a bound on size and one on time.
 
-A request asks (`Compiler.compile`) and polls (`Compilation.ready`) until it has a grammar or a reason why not. Threads
-are the compiler's own and daemons: one that is stuck in a hostile grammar keeps nobody waiting, neither a request,
-which is refused after `timeout_s`, nor the process's end.
+A request asks (`Compiler.compile`) and polls (`Compilation.ready`) until it has a grammar or a reason why not. One that
+is stuck in a hostile grammar keeps nobody waiting: not its request, which is refused after `timeout_s`, not those with
+other grammars (`workers`), and not the process's end.
 """
 
 import json
-import queue
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 from glm5.common.errors import GlmError, RequestError
 from glm5.common.extras import require
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.sampling.schema import refuse_unenforced
+from glm5.engine.sampling.workers import Workers
 
 MAX_CHARS = 1 << 17
 MAX_NESTING = 128
 _MAX_GRAMMARS = 1024  # in the cache
+_MAX_WAITING = 256  # that nobody has begun to compile
 _MAX_WHITESPACE = 64  # between two JSON tokens: enough to indent, and a model cannot go on for ever
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _NO_TEXT = b"\xff"  # begins no character in UTF-8
@@ -46,15 +48,25 @@ class Vocabulary:
     is_markup: Callable[[int], bool] = lambda _: False
 
 
-class Compilation:
-    """A grammar on its way."""
+@dataclass(eq=False)
+class _Job:
+    """`waiters`: who has not gone; a job that nobody waits for is not begun."""
 
-    def __init__(self, future: Future[Any], timeout_s: float) -> None:
-        self._future, self._timeout_s = future, timeout_s
+    wanted: StructuredOutputsParams
+    future: "Future[Any]" = field(default_factory=Future)
+    waiters: "WeakSet[Compilation]" = field(default_factory=WeakSet)
+
+
+class Compilation:
+    """A grammar on its way; `tend` is called while it is waited for. Who does not want it any more forgets it."""
+
+    def __init__(self, future: Future[Any], timeout_s: float, tend: Callable[[], None] = lambda: None) -> None:
+        self._future, self._timeout_s, self._tend = future, timeout_s, tend
         self._deadline = time.monotonic() + timeout_s
 
     def ready(self) -> bool:
         """Whether `result` answers at once."""
+        self._tend()
         return self._future.done() or time.monotonic() >= self._deadline
 
     def wait(self, timeout_s: float) -> None:
@@ -66,57 +78,69 @@ class Compilation:
         try:
             return self._future.result(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError as error:
-            raise _refusal(f"did not compile within {self._timeout_s:g} s; simplify it") from error
+            if self._future.running():
+                raise _refusal(f"did not compile within {self._timeout_s:g} s; simplify it") from error
+            raise _refusal(f"waited {self._timeout_s:g} s while others were compiled; try again later") from error
 
 
 class Compiler:
-    """Compiles for one vocabulary. Compiled grammars are kept up to `cache_bytes`, the least recently used go first."""
+    """Compiles for one vocabulary; one thread asks. Compiled grammars are kept up to `cache_bytes`, the least recently
+    used go first. `slow_s`, `max_slow`: see `Workers`."""
 
     def __init__(
-        self, vocabulary: Vocabulary, *, num_threads: int = 2, timeout_s: float = 60.0, cache_bytes: int = 1 << 28
+        self,
+        vocabulary: Vocabulary,
+        *,
+        num_threads: int = 2,
+        max_slow: int = 4,
+        slow_s: float = 3.0,
+        timeout_s: float = 60.0,
+        cache_bytes: int = 1 << 28,
     ) -> None:
         self._vocabulary, self._timeout_s, self._cache_bytes = vocabulary, timeout_s, cache_bytes
-        self._jobs: queue.SimpleQueue[tuple[StructuredOutputsParams, Future[Any]] | None] = queue.SimpleQueue()
-        self._grammars: OrderedDict[tuple[str, str, bool], Future[Any]] = OrderedDict()
-        self._num_threads, self._threads = num_threads, list[threading.Thread]()
+        self._grammars: OrderedDict[tuple[str, str, bool], _Job] = OrderedDict()
+        self._workers: Workers[_Job] | None = None
+        self._new_workers = partial(Workers[_Job], self._run, num_threads=num_threads, max_slow=max_slow, slow_s=slow_s)
         self._tokenizer_infos: dict[tuple[bool, bool], Any] = {}
         self._lock = threading.Lock()
+        self._joining = threading.Lock()  # a job is either joined, or given up
 
     def compile(self, wanted: StructuredOutputsParams) -> Compilation:
         """Start compiling, or join whoever does. Raises RequestError for a text that is too long."""
         if len(wanted.text) > MAX_CHARS:
             raise _refusal(f"has {len(wanted.text)} characters; allowed: {MAX_CHARS}")
-        key = wanted.kind, wanted.text, wanted.disable_any_whitespace
-        future = self._grammars.get(key)
-        if future is None or (future.done() and future.exception() is not None):
-            future = self._grammars[key] = Future()
-            self._start_threads()
-            self._jobs.put((wanted, future))
+        if self._workers is None:
+            self._workers = self._new_workers()
+        workers, key = self._workers, (wanted.kind, wanted.text, wanted.disable_any_whitespace)
+        job = self._grammars.get(key)
+        with self._joining:
+            begins = job is None or _failed(job)
+            if begins and workers.num_waiting >= _MAX_WAITING:
+                raise _refusal(f"cannot be compiled now, as {_MAX_WAITING} others wait for it; try again later")
+            if job is None or begins:
+                job = self._grammars[key] = _Job(wanted)
+            compilation = Compilation(job.future, self._timeout_s, workers.tend)
+            job.waiters.add(compilation)
+        if begins:
+            workers.put(job)
         self._grammars.move_to_end(key)
         self._evict()
-        return Compilation(future, self._timeout_s)
+        return compilation
 
     def close(self) -> None:
         """Ends the threads once they are done with what they have. Who compiles later starts others."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        self._threads, self._jobs = [], queue.SimpleQueue()
-
-    def _start_threads(self) -> None:
-        while len(self._threads) < self._num_threads:
-            thread = threading.Thread(target=self._work, args=[self._jobs], name="grammar", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
     def _evict(self) -> None:
         """Forget what failed, then the least recently used, down to the limits. Who holds a Compilation keeps it."""
-        done = [(key, future) for key, future in self._grammars.items() if future.done()]
         sizes: dict[tuple[str, str, bool], int] = {}
-        for key, future in done:
-            if future.exception() is None:
-                sizes[key] = len(key[1]) + future.result().memory_size_bytes
-            else:
+        for key, job in list(self._grammars.items()):
+            if _failed(job):
                 del self._grammars[key]
+            elif job.future.done():
+                sizes[key] = len(key[1]) + job.future.result().memory_size_bytes
         total = sum(sizes.values())
         for key, size in sizes.items():
             if total <= self._cache_bytes and len(self._grammars) <= _MAX_GRAMMARS:
@@ -124,15 +148,18 @@ class Compiler:
             total -= size
             del self._grammars[key]
 
-    def _work(self, jobs: "queue.SimpleQueue[tuple[StructuredOutputsParams, Future[Any]] | None]") -> None:
-        while (job := jobs.get()) is not None:
-            wanted, future = job
-            try:
-                future.set_result(self._compiled(wanted))
-            except GlmError as error:
-                future.set_exception(error)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is the request's to hear, and ends nobody else
-                future.set_exception(_refusal(f"is not understood: {_reason(error)}"))
+    def _run(self, job: _Job) -> None:
+        with self._joining:
+            if not job.waiters:
+                job.future.cancel()
+        if not job.future.set_running_or_notify_cancel():
+            return
+        try:
+            job.future.set_result(self._compiled(job.wanted))
+        except GlmError as error:
+            job.future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the request's to hear, and ends nobody else
+            job.future.set_exception(_refusal(f"is not understood: {_reason(error)}"))
 
     def _compiled(self, wanted: StructuredOutputsParams) -> Any:
         xgrammar = require("xgrammar", "grammar")
@@ -153,6 +180,11 @@ class Compiler:
     def _markup(self) -> list[str]:
         ids = filter(self._vocabulary.is_markup, range(self._vocabulary.size))
         return [self._vocabulary.bytes_of(token_id).decode() for token_id in ids]
+
+
+def _failed(job: _Job) -> bool:
+    """Whether there is no grammar, and will be none."""
+    return job.future.cancelled() or (job.future.done() and job.future.exception() is not None)
 
 
 def _compile(compiler: Any, wanted: StructuredOutputsParams) -> Any:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 
 import pytest
 
@@ -169,36 +170,101 @@ def test_a_model_without_an_end_token_has_no_grammars():
 
 
 class Gated(Compiler):
-    """Compiles nothing before it may."""
+    """Compiles nothing but "quick" before it may."""
 
     def __init__(self, **options) -> None:
         super().__init__(vocabulary(), **options)
-        self.gate = threading.Event()
+        self.gate, self.begun = threading.Event(), []
 
     def _compiled(self, wanted):
-        assert self.gate.wait(PATIENCE_S)
+        self.begun.append(wanted.text)
+        assert wanted.text == "quick" or self.gate.wait(PATIENCE_S)
         return super()._compiled(wanted)
 
+    def asked(self, *regexes):
+        return [self.compile(StructuredOutputsParams(regex=regex)) for regex in regexes]
 
-def test_nobody_waits_for_a_compilation():
-    gated = Gated(num_threads=1)
-    first, second = (gated.compile(StructuredOutputsParams(regex=regex)) for regex in ("a+", "b+"))
+
+def until(is_so):
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+@pytest.fixture
+def gated(request):
+    """A compiler with these options; it may go on in the end."""
+    gated = Gated(**request.param)
+    yield gated
+    gated.gate.set()
+    gated.close()
+
+
+@pytest.mark.parametrize("gated", [{"num_threads": 1}], indirect=True)
+def test_nobody_waits_for_a_compilation(gated):
+    first, second = gated.asked("a+", "b+")
     assert not first.ready()
     assert not second.ready()
     gated.gate.set()
     assert second.result()
     assert first.ready()
-    gated.close()
 
 
-def test_one_that_takes_too_long_is_refused():
-    gated = Gated(timeout_s=0.01)
-    slow = gated.compile(StructuredOutputsParams(regex="a+"))
-    with pytest.raises(RequestError, match=r"did not compile within 0\.01 s"):
+@pytest.mark.parametrize("gated", [{"timeout_s": 0.01}], indirect=True)
+def test_one_that_takes_too_long_is_refused(gated):
+    (slow,) = gated.asked("a+")
+    with pytest.raises(RequestError, match=r"0\.01 s"):
         slow.result()
     assert slow.ready()
+
+
+@pytest.mark.parametrize("gated", [{"num_threads": 2, "max_slow": 3, "slow_s": 0.0}], indirect=True)
+def test_those_that_hang_hold_up_no_others(gated):
+    hanging = gated.asked("a", "b", "c")
+    (quick,) = gated.asked("quick")
+    until(quick.ready)  # each call starts a thread where one is missing
+    assert quick.result()
+    assert not any(one.ready() for one in hanging)
+    assert len(gated._workers.threads) <= 5
     gated.gate.set()
-    gated.close()
+    assert all(one.result() for one in hanging)
+    until(lambda: len(gated._workers.threads) <= 2)  # no more than are needed go on
+    assert gated.asked("d")[0].result()
+
+
+@pytest.mark.parametrize("gated", [{"num_threads": 1, "max_slow": 1, "slow_s": 0.0, "timeout_s": 0.2}], indirect=True)
+def test_where_too_many_hang_the_others_are_told(gated):
+    hanging, (quick,) = gated.asked("a", "b"), gated.asked("quick")
+    until(lambda: all(one.ready() for one in (*hanging, quick)))
+    for one in hanging:
+        with pytest.raises(RequestError, match=r"did not compile within 0\.2 s"):
+            one.result()
+    with pytest.raises(RequestError, match=r"waited 0\.2 s while others were compiled; try again later"):
+        quick.result()
+    assert gated.begun == ["a", "b"]
+
+
+@pytest.mark.parametrize("gated", [{"num_threads": 1, "max_slow": 0}], indirect=True)
+def test_what_nobody_waits_for_is_not_compiled(gated):
+    (hanging,), gone = gated.asked("a"), gated.asked("b", "c")
+    (joined,), (last,) = gated.asked("b"), gated.asked("d")
+    del gone
+    gated.gate.set()
+    assert all(one.result() for one in (hanging, joined, last))
+    assert gated.begun == ["a", "b", "d"]
+    assert gated.asked("c")[0].result()  # asked for again, it is compiled
+
+
+@pytest.mark.parametrize("gated", [{"num_threads": 1, "max_slow": 0}], indirect=True)
+def test_not_too_many_wait(gated):
+    waiting = gated.asked("a", *(f"b{number}" for number in range(255)))
+    until(lambda: gated.begun == ["a"])
+    waiting += gated.asked("c")
+    with pytest.raises(RequestError, match="cannot be compiled now, as 256 others wait for it; try again later"):
+        gated.asked("d")
+    assert gated.asked("b7")  # whoever has asked already is joined
+    del waiting
 
 
 def test_a_closed_compiler_compiles_again_when_asked():
@@ -230,7 +296,7 @@ def test_the_cache_is_bounded():
 def test_closing_ends_the_threads():
     lone = Compiler(vocabulary(), num_threads=2)
     lone.compile(StructuredOutputsParams(regex="a")).result()
-    threads = list(lone._threads)
+    threads = list(lone._workers.threads)
     lone.close()
     for thread in threads:
         thread.join(PATIENCE_S)
