@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from glm5.config.command import Command
+from glm5.config.tokens import number_of
 
 MAX_DEPTH = 16
 _MANY = 2**31  # of whatever: more fits into no table
@@ -19,7 +20,8 @@ class EngineConfig(Command):
     """Sizes, cache, drafting and watchdog of one engine."""
 
     max_model_len: Annotated[int, Field(ge=1, lt=_MANY)] | None = None
-    """Longest context in tokens, prompt and answer together. Default: what the checkpoint and the memory allow."""
+    """Longest context in tokens, prompt and answer together, such as 32768, 32k (32000) or 32K (32768). Default, and
+    for auto or -1: what the checkpoint and the memory allow."""
     max_num_seqs: Annotated[int, Field(ge=1, lt=_MANY)] = 64
     """Requests that are answered at the same time; more wait."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, lt=_MANY, validate_default=True)] = 2048
@@ -59,6 +61,13 @@ class EngineConfig(Command):
     """CPU threads of the engine's process. Default: 1 for small models, else one a core."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Seed of requests that bring none of their own."""
+
+    @field_validator("max_model_len", "max_num_batched_tokens", mode="before")
+    @classmethod
+    def _vllm_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "max_model_len" and (value in ("auto", "-1") or (value == -1 and type(value) is int)):
+            return None
+        return number_of(value) if isinstance(value, str) else value
 
     @field_validator("max_num_batched_tokens")
     @classmethod

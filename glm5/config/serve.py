@@ -6,14 +6,15 @@ honour is refused before anything is downloaded.
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from glm5.config.command import ModelSource, NoEffect
 from glm5.config.operations import Operations
 from glm5.config.speculative import EngineFlags
+from glm5.config.vllm import VllmFlags
 
 
-class ServeConfig(Operations, EngineFlags, ModelSource):
+class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     """An OpenAI-compatible server for one model."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -26,22 +27,9 @@ class ServeConfig(Operations, EngineFlags, ModelSource):
     """Splits reasoning from the answer."""
     tool_call_parser: Literal["glm45", "glm47"] = "glm47"
     """Reads tool calls; both names mean the one parser, which reads both formats."""
-    tensor_parallel_size: int = 1
-    """GPUs that share the model. Only 1 in this version."""
-    trust_remote_code: Annotated[bool, NoEffect("no code of a checkpoint is ever run")] = False
-    """Allow a checkpoint's own code."""
-    enable_expert_parallel: Annotated[bool, NoEffect("all experts are on one device")] = False
-    """Spread experts over GPUs."""
     enable_auto_tool_choice: Annotated[bool, NoEffect("a request that has tools always lets the model choose")] = False
     """Let the model decide whether to call a tool."""
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"], NoEffect("the templates take text and lists of parts alike")
     ] = "auto"
     """Shape of message content that the template expects."""
-
-    @field_validator("tensor_parallel_size")
-    @classmethod
-    def _one_device(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError("1 (this version runs a model on one device)")
-        return value
