@@ -25,6 +25,7 @@ from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.weights import Weights
 from glm5.engine.wire import Facts, Start
 from glm5.kernels.invariant import PASS_ROWS
+from glm5.model.direct import pin_members
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_invariant
 
@@ -75,6 +76,7 @@ def build_core(
     max_model_len, num_pages = _sizes(config, model, layout, mtp=depth > 0)
     if config.deterministic:
         use_invariant(model)
+    pin_members(model)
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
     weights = Weights(model, source)
     copies = _copies(config, cache)

@@ -50,7 +50,7 @@ class Drafter:
 
     def extend(self, view: StepView, slot_R: Tensor, hidden_RD: Tensor) -> Extended:
         """Run the layer over the rows of a step whose tokens are in their places."""
-        next_R = self.slots.token_SN[slot_R, view.positions_T + 1]
+        next_R = self.slots.tokens(slot_R, view.positions_T + 1)
         hidden_RD, selection = self.passes.draft(next_R, hidden_RD, view)
         return Extended(hidden_RD, selection)
 

@@ -141,7 +141,7 @@ class Runner:
         )
         if self._routing is not None:
             self._routing.clear()
-        hidden_RD = self.passes.hidden(self.slots.token_SN[on.slot_R, view.positions_T], view)
+        hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, view.positions_T), view)
         prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
         sampled, accepted = self._sample(batch, on, view.positions_T, hidden_RD)
         if self._drafter is not None:
@@ -154,9 +154,9 @@ class Runner:
             sampling,
             batch.place_C,
             max_depth=self.max_depth,
-            token_CJ=accepted.token_SJ[on.slot_C],
-            count_C=accepted.count_S[on.slot_C],
-            draft_CK=self.slots.draft_SK[on.slot_C],
+            token_CJ=accepted.token_SJ.index_select(0, on.slot_C),
+            count_C=accepted.count_S.index_select(0, on.slot_C),
+            draft_CK=self.slots.draft_SK.index_select(0, on.slot_C),
             stuck_Q=sampled.stuck_R,
             logprobs=sampled.logprobs,
             shown=_shown(sampling, specs),
@@ -178,11 +178,12 @@ class Runner:
         position_Q = position_R
         if not batch.samples_all:
             hidden_RD, position_Q = hidden_RD[on.sample_Q], position_R[on.sample_Q]
-        rows = Rows(batch.sample_slot_Q, on.sample_slot_Q, position_Q + 1, on.sample_offset_Q)
+        position_Q = position_Q + 1
+        rows = Rows(batch.sample_slot_Q, on.sample_slot_Q, position_Q, on.sample_offset_Q)
         sampled = self.sampler.sample(self.passes.logits(hidden_RD), rows, draft_SK if self.max_depth else None)
         accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
         self.sampler.record(accepted, batch.sample_slot_Q)
-        self.slots.take(sampled.token_R, on.sample_slot_Q, position_Q + 1, accepted)
+        self.slots.take(sampled.token_R, on.sample_slot_Q, position_Q, accepted)
         return sampled, accepted
 
     def _prompt_logprobs(
@@ -190,6 +191,8 @@ class Runner:
     ) -> dict[int, PromptLogprobs]:
         """Of the prompt tokens that follow the rows of prompt chunks, for sequences that ask for them."""
         out: dict[int, PromptLogprobs] = {}
+        if plan.bucket is not None and plan.bucket.decodes_only:
+            return out
         for item, first in _first_rows(plan):
             wanted = specs[item.seq_id].params.prompt_logprobs
             count = min(item.start + item.num_rows, specs[item.seq_id].num_prompt - 1) - item.start

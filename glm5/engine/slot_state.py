@@ -64,9 +64,18 @@ class SlotState:
             return torch.from_numpy(np.where(start < 0, length - 1, start) + offset_R.numpy())
         return torch.where(start_R < 0, self.len_S[slot_R] - 1, start_R) + offset_R
 
+    def tokens(self, slot_R: Tensor, position_R: Tensor) -> Tensor:
+        """Token ids at these positions."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(self.token_SN.numpy()[slot_R.numpy(), position_R.numpy()])
+        return self.token_SN[slot_R, position_R]
+
     def take(self, token_R: Tensor, slot_R: Tensor, position_R: Tensor, accepted: Accepted) -> None:
         """Sampled tokens take their places, and lengths grow by those that stand."""
-        self.token_SN[slot_R, position_R] = token_R
+        if self.device.type == "cpu":
+            self.token_SN.numpy()[slot_R.numpy(), position_R.numpy()] = token_R.numpy()
+        else:
+            self.token_SN[slot_R, position_R] = token_R
         self.len_S += accepted.count_S
 
     def assume(self, slot_C: Tensor) -> None:

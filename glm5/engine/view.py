@@ -5,8 +5,7 @@ writes to the dump page.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -20,7 +19,7 @@ from glm5.kernels.store_rows.in_place import Where
 from glm5.model.seams import Selection
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepView:
     """`group_T` int32: row of the page table `table_BN`; `end_T` int32: keys that each token sees; `place_T`: the slot
     of the pool that its own key goes to. No token sees more than `max_end` keys. `invariant`: results do not depend on
@@ -35,6 +34,9 @@ class StepView:
     place_T: Tensor
     max_end: int
     invariant: bool
+    _where: Where | None = None
+    _planned: FewQueries | None = None
+    _is_few: dict[int, bool] = field(default_factory=dict[int, bool])
 
     @classmethod
     def of(
@@ -55,9 +57,9 @@ class StepView:
         # Few widths, so that shapes stay few too.
         num_pages = min(_round_up(-(-max_end // size)), slots.num_columns)
         if positions_T.is_cpu:
-            table_BN, end_T, place_T = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
-            table_BN = table_BN[:, :num_pages]
-            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant)
+            table_BN, end_T, where = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
+            table_BN, place_T = table_BN[:, :num_pages], torch.from_numpy(where[0] * size + where[1])
+            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant, where)
         column_T = (positions_T // size).clamp_max_(slots.num_columns - 1)
         page_T = torch.where(live_T > 0, slots.table_SN[slot_T, column_T].long(), cache.dump_page)
         return cls(
@@ -81,6 +83,9 @@ class StepView:
                 group_T=self.group_T[span],
                 end_T=self.end_T[span],
                 place_T=self.place_T[span],
+                _where=None,
+                _planned=None,
+                _is_few={},
             )
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
@@ -113,19 +118,11 @@ class StepView:
             self._is_few[num_heads] = not self.invariant and few_queries(
                 self.table_BN, self.end_T, num_heads, self.max_end
             )
-        return self._planned if self._is_few[num_heads] else None
-
-    @cached_property
-    def _where(self) -> Where | None:
-        return np.divmod(self.place_T.numpy(), self.cache.page_size) if self.place_T.is_cpu else None
-
-    @cached_property
-    def _is_few(self) -> dict[int, bool]:
-        return {}
-
-    @cached_property
-    def _planned(self) -> FewQueries:
-        return FewQueries(self.table_BN, self.group_T, self.end_T, self.cache.page_size)
+        if not self._is_few[num_heads]:
+            return None
+        if self._planned is None:
+            self._planned = FewQueries(self.table_BN, self.group_T, self.end_T, self.cache.page_size)
+        return self._planned
 
     @property
     def _impl(self) -> Literal["auto", "invariant"]:
@@ -134,18 +131,15 @@ class StepView:
 
 def _on_host(
     cache: KVCache, slots: SlotState, slot_B: Tensor, slot_T: Tensor, positions_T: Tensor, live_T: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(table_BN of all columns, end_T, place_T) by NumPy, which takes a fraction of the time."""
-    size, table_SN = cache.page_size, slots.table_SN.numpy()
-    positions, live, slot = positions_T.numpy(), live_T.numpy(), slot_T.numpy()
-    column = np.minimum(positions // size, slots.num_columns - 1)
-    page = table_SN[slot, column].astype(np.int64)
+) -> tuple[Tensor, Tensor, Where]:
+    """(table_BN of all columns, end_T, pages and offsets of place_T) by NumPy, which takes a fraction of the time."""
+    positions, table_SN = positions_T.numpy(), slots.table_SN.numpy()
+    column, offset = np.divmod(positions, cache.page_size)
+    page = table_SN[slot_T.numpy(), np.minimum(column, slots.num_columns - 1)].astype(np.int64)
     end = (positions + 1).astype(np.int32)
-    if not live.all():
+    if not (live := live_T.numpy()).all():
         page[live == 0], end[live == 0] = cache.dump_page, 0
-    place = page * size + positions % size
-    table_BN = torch.from_numpy(table_SN[slot_B.numpy()])
-    return table_BN, torch.from_numpy(end), torch.from_numpy(place)
+    return torch.from_numpy(table_SN[slot_B.numpy()]), torch.from_numpy(end), (page, offset)
 
 
 def _round_up(count: int) -> int:

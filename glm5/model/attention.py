@@ -8,22 +8,23 @@ a key is one latent row for all heads. What differs (where the latents live, whi
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from glm5.config.model import ModelConfig
+from glm5.model.direct import Direct
 from glm5.model.indexer import Indexer
 from glm5.model.linear import Linear
 from glm5.model.norm import RMSNorm
 from glm5.model.seams import KVView, Rope, Selection
 
 
-class SparseLatentAttention(nn.Module):
+class SparseLatentAttention(Direct):
     """Attention of one layer; has an `indexer` unless the layer shares an earlier layer's selection."""
 
     def __init__(self, cfg: ModelConfig, layer_idx: int):
         super().__init__()
         heads, rope_dim = cfg.num_attention_heads, cfg.qk_rope_head_dim
-        self.cfg, self.layer_idx = cfg, layer_idx
+        self.cfg, self.layer_idx, self.qk_head_dim = cfg, layer_idx, cfg.qk_head_dim
         self.q_a_proj = Linear(cfg.hidden_size, cfg.q_lora_rank)
         self.q_a_layernorm = RMSNorm(cfg.q_lora_rank, cfg.lora_norm_eps)
         self.q_b_proj = Linear(cfg.q_lora_rank, heads * cfg.qk_head_dim)
@@ -38,11 +39,11 @@ class SparseLatentAttention(nn.Module):
         cfg, heads = self.cfg, self.cfg.num_attention_heads
         nope_dim, latent_dim = cfg.qk_nope_head_dim, cfg.kv_lora_rank
         q_lat_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
-        q_THX = self.q_b_proj(q_lat_TQ).view(-1, heads, cfg.qk_head_dim)
+        q_THX = self.q_b_proj(q_lat_TQ).view(-1, heads, self.qk_head_dim)
         kv_TL = self.kv_a_proj_with_mqa(x_TD)
 
         w_k_HNC, w_v_HVC = self._key_and_value_weights(x_TD.dtype)
-        q_THX = rope.part(q_THX, nope_dim, cfg.qk_head_dim)
+        q_THX = rope.part(q_THX, nope_dim, self.qk_head_dim)
         q_THL = torch.cat([_per_head(q_THX[..., :nope_dim], w_k_HNC), q_THX[..., nope_dim:]], dim=-1)
         kv_TL = rope.part(kv_TL, latent_dim, latent_dim + cfg.qk_rope_head_dim)
         latent_TL = torch.cat([self.kv_a_layernorm(kv_TL[:, :latent_dim]), kv_TL[:, latent_dim:]], dim=-1)
@@ -51,7 +52,7 @@ class SparseLatentAttention(nn.Module):
         if selection is None:
             selection = self.indexer(x_TD, q_lat_TQ, rope, view)
         # The scale belongs to the head width before absorption (X), not to the latent row.
-        out_THC = view.attend(self.layer_idx, q_THL, selection, scale=cfg.qk_head_dim**-0.5, value_dim=latent_dim)
+        out_THC = view.attend(self.layer_idx, q_THL, selection, scale=self.qk_head_dim**-0.5, value_dim=latent_dim)
         return self.o_proj(_per_head(out_THC, w_v_HVC.mT).flatten(1)), selection
 
     def _key_and_value_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

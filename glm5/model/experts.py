@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
 from glm5.kernels.grouped_experts import grouped_experts
+from glm5.model.direct import Direct
 
 
-class Experts(nn.Module):
+class Experts(Direct):
     """`gate_up_proj` [E, 2F, D] (gate rows first) and `down_proj` [E, D, F] in the model's dtype."""
 
     impl: Literal["auto", "invariant"] = "auto"
@@ -27,7 +28,7 @@ class Experts(nn.Module):
         return grouped_experts(x_TD, self.gate_up_proj, self.down_proj, weight_TA, expert_TA, impl=self.impl)
 
 
-class BlockScaledExperts(nn.Module):
+class BlockScaledExperts(Direct):
     """The same with e4m3 weights in 128x128 blocks.
 
     Gate and up keep the block grids they have on disk, one above the other: `gate_up_proj_scale_inv`

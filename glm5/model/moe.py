@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from glm5.config.model import ModelConfig
 from glm5.kernels.router import router
+from glm5.model.direct import Direct
 from glm5.model.experts import Experts
 from glm5.model.mlp import MLP
 
@@ -53,7 +54,7 @@ class Router(nn.Module):
         return self
 
 
-class MoE(nn.Module):
+class MoE(Direct):
     """Routed experts plus the shared expert, [T, D] to [T, D]."""
 
     def __init__(self, cfg: ModelConfig):

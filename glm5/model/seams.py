@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from glm5.kernels.rope import rope_part, rope_table, rope_turn
+from glm5.kernels.rope import rope_part, rope_table, rope_turn, rope_turns
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Rope:
 
     @classmethod
     def at(cls, positions_T: Tensor, dim: int, theta: float, like: Tensor) -> "Rope":
+        if (turn_TR2 := rope_turns(positions_T, dim, theta, like.dtype)) is not None:
+            return cls(turn_TR2.real, turn_TR2.imag, turn_TR2)
         cos_TR2, sin_TR2 = rope_table(positions_T, dim, theta, like.dtype)
         return cls(cos_TR2, sin_TR2, rope_turn(cos_TR2, sin_TR2))
 
@@ -48,7 +50,7 @@ class KVView(Protocol):
     """
 
     @property
-    def positions_T(self) -> Tensor:
+    def positions_T(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Position of each query within its sequence, int64."""
         ...
 

@@ -104,6 +104,7 @@ class SlotTables:
         self.tail_SL = table(tail_len, dtype=torch.int32, fill=NO_TOKEN)
         self.permitted_SJM = table(num_rows, -(-vocab_size // 32), dtype=torch.int32, fill=-1)
         self._features = np.zeros(S, dtype=np.int64)
+        self._asked: tuple[NDArray[np.int64], int] | None = None
         self._num_biases = np.zeros(S, dtype=np.int64)
         self._num_bad_words = np.zeros(S, dtype=np.int64)
         self._bad_word_len = np.zeros(S, dtype=np.int64)
@@ -112,7 +113,9 @@ class SlotTables:
 
     def features_of(self, slots: NDArray[np.int64]) -> int:
         """Work that any of the slots needs: bits of `Feature`."""
-        return int(np.bitwise_or.reduce(self._features[slots], initial=0))
+        if self._asked is None or self._asked[0] is not slots:  # decoding asks of the same slots, step after step
+            self._asked = slots, int(np.bitwise_or.reduce(self._features[slots], initial=0))
+        return self._asked[1]
 
     def num_likeliest_of(self, slots: NDArray[np.int64]) -> int:
         return int(self._num_likeliest[slots].max(initial=0))
@@ -134,6 +137,7 @@ class SlotTables:
         for placement in placements:
             self._neutralize(placement.slot)
         self._features[slots] = [placement.features for placement in placements]
+        self._asked = None
         self._num_likeliest[slots] = [placement.params.logprobs or 0 for placement in placements]
         index = self._upload(slots)
         floats = np.array([_floats(placement.params) for placement in placements], dtype=np.float32)

@@ -67,7 +67,8 @@ def _choose(
 ) -> Literal["reference", "grouped_mm", "one_by_one", "triton"]:
     if isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled):
         return "triton" if chosen(x_TD, gate_up_proj.scale) else "reference"
-    frozen = not torch.is_grad_enabled() and refusal(x_TD, gate_up_proj, down_proj) is None
-    if not frozen:
+    if torch.is_grad_enabled() or isinstance(gate_up_proj, BlockScaled) or isinstance(down_proj, BlockScaled):
         return "reference"
-    return "one_by_one" if 0 < num_pairs <= MAX_PAIRS else "grouped_mm"
+    if x_TD.is_cpu and 0 < num_pairs <= MAX_PAIRS:
+        return "one_by_one"
+    return "grouped_mm" if refusal(x_TD, gate_up_proj, down_proj) is None else "reference"

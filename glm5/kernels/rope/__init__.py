@@ -10,6 +10,8 @@ from glm5.kernels.rope import complex as _complex
 from glm5.kernels.rope import reference as _reference
 from glm5.kernels.triton_support import chosen
 
+_FEW = 64  # positions
+
 
 def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of each position's angles, [T, dim/2] each, rounded to `dtype` (model spec 3.2).
@@ -19,6 +21,14 @@ def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) 
     if dim % 2:
         raise ValueError(f"rope_table: dimensions rotate in pairs, got dim={dim}; give an even number")
     return _reference.rope_table(positions_T, dim, theta, dtype)
+
+
+def rope_turns(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Tensor | None:
+    """`rope_turn` of `rope_table`, looked up, where that is faster: for few positions on a CPU. Else None."""
+    is_small = positions_T.is_cpu and positions_T.numel() <= _FEW and not torch.is_grad_enabled()
+    if not is_small or dtype not in (torch.float32, torch.float64):
+        return None
+    return _complex.turns_at(positions_T, dim, theta, dtype)
 
 
 def rope_turn(cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor | None:
@@ -61,8 +71,8 @@ def rope_part(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | No
     if torch.is_grad_enabled():
         return torch.cat([x[..., :start], rope(x[..., start:stop], cos_TR2, sin_TR2, turn_TR2), x[..., stop:]], dim=-1)
     part = x[..., start:stop]
-    if turn_TR2 is None or not part.is_cpu or not _complex.fits(part):
-        part.copy_(rope(part, cos_TR2, sin_TR2, turn_TR2))
-    else:
+    if turn_TR2 is not None and part.is_cpu and _complex.fits(part):
         part.view(turn_TR2.dtype).mul_(turn_TR2 if x.dim() == 2 else turn_TR2.unsqueeze(1))
+    else:
+        part.copy_(rope(part, cos_TR2, sin_TR2, turn_TR2))
     return x

@@ -3,8 +3,14 @@
 Only where torch has complex numbers of the dtype: float32 and float64.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+
+from glm5.kernels.rope.reference import rope_table
+
+_CAPACITY = 1 << 12  # positions that are computed at once, at least
 
 
 def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None = None) -> Tensor:
@@ -25,5 +31,18 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None = 
 def fits(x: Tensor) -> bool:
     """Whether x can be looked at as complex numbers: whole pairs at even offsets."""
     strides = x.stride()
-    # The row's stride, the head's if there is one, and where x begins: none may be odd.
-    return strides[-1] == 1 and not (strides[0] | strides[-2] | x.storage_offset()) & 1
+    even = strides[0] % 2 == 0 and strides[-2] % 2 == 0 and x.storage_offset() % 2 == 0
+    return even and strides[-1] == 1
+
+
+def turns_at(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """cos + i sin of positions on a CPU, [T, dim/2], looked up: faster for few positions, such as a decoding step's."""
+    capacity = max(_CAPACITY, 1 << int(positions_T.numpy().max(initial=0)).bit_length())
+    return _turns(dim, theta, dtype, capacity).index_select(0, positions_T)
+
+
+@lru_cache(maxsize=8)
+def _turns(dim: int, theta: float, dtype: torch.dtype, capacity: int) -> Tensor:
+    """Of all positions below `capacity`."""
+    with torch.inference_mode(mode=False):
+        return torch.complex(*rope_table(torch.arange(capacity), dim, theta, dtype))

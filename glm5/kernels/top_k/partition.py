@@ -24,13 +24,19 @@ def top_k(score_TS: Tensor, k: int) -> Tensor:
     scores = score_TS.detach().to(torch.promote_types(score_TS.dtype, torch.float32)).numpy()
     if k >= num_keys:
         return torch.from_numpy(_filled(scores != -np.inf, k))
-    order = np.argpartition(scores, num_keys - k, axis=1)
-    keys = order[:, num_keys - k :]  # the first of them has the k-th score
+    keys = scores.argpartition(num_keys - k, axis=1)[:, num_keys - k :]  # the first of them has the k-th score
     kth_T1 = scores[np.arange(num_rows)[:, None], keys[:, :1]]
-    if (np.add.reduce(scores >= kth_T1, axis=1) == k).all() and not (kth_T1 == -np.inf).any():
+    if _are_all(scores, kth_T1, k):
         keys.sort(axis=1)
         return torch.from_numpy(keys.astype(np.int32))
     return _with_ties(score_TS, scores, kth_T1, k)
+
+
+def _are_all(scores: Floats, kth_T1: Floats, k: int) -> bool:
+    """Whether k scores of each row, and no more, are as good as its k-th, and are scores."""
+    if len(scores) == 1:
+        return bool(kth_T1[0, 0] != -np.inf) and np.count_nonzero(scores >= kth_T1) == k
+    return bool((np.add.reduce(scores >= kth_T1, axis=1) == k).all()) and not (kth_T1 == -np.inf).any()
 
 
 def _with_ties(score_TS: Tensor, scores: Floats, kth_T1: Floats, k: int) -> Tensor:
