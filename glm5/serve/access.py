@@ -45,7 +45,7 @@ ADMIN_PATHS = frozenset(
         "/admin/openapi.json",
     }
 )
-OPEN_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/health_generate", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/health_generate", "/ping", "/openapi.json"})
 _OPEN_FOLDER = "/page/"
 _WATCHED = frozenset({"/metrics", "/get_server_info", "/server_info"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})

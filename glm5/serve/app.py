@@ -28,6 +28,7 @@ from glm5.serve import (
     sglang,
     sglang_info,
     tokens,
+    vllm_info,
     watch,
 )
 from glm5.serve.access import Access
@@ -66,7 +67,7 @@ def create_app(
     metered = MeteredEngine(engine, figures, limits, bounds, shows, tracing)
     service = Service(metered, template, tokenizer, names, config.model, state, figures, config.profile_dir)
     app.state.service, app.state.probe = service, health.Probe()
-    apis = (chat, completions, responses, anthropic, sglang, sglang_info, tokens)
+    apis = (chat, completions, responses, anthropic, sglang, sglang_info, vllm_info, tokens)
     for part in (*apis, models, health, watch, admin, pages):
         app.include_router(part.router)
     documents.install(app)

@@ -1,6 +1,7 @@
 """Is it there? For load balancers, service managers and people. No key is needed.
 
 /health            200 while the model answers; 503 before it has been loaded and after its engine has died
+/ping              the same under SageMaker's name
 /ready             the same, and 503 also while the server drains: send it nothing more
 /health_generate   200 after the model has generated a token just now
 """
@@ -50,6 +51,13 @@ async def health(service: Service = Depends(get_service)) -> Response:
     """200 while requests are answered; 503 with the reason before and after."""
     check_health(service)
     return Response()
+
+
+@router.post("/ping", include_in_schema=False)
+@router.get("/ping", response_class=Response)
+async def ping(service: Service = Depends(get_service)) -> Response:
+    """/health under SageMaker's name."""
+    return await health(service)
 
 
 @router.head("/ready", include_in_schema=False)

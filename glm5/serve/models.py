@@ -1,5 +1,6 @@
-"""GET /v1/models."""
+"""GET /v1/models, for OpenAI's clients and Anthropic's alike: the fields of both."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -13,7 +14,14 @@ router = APIRouter()
 @router.get("/v1/models")
 async def models(service: Service = Depends(get_service)) -> dict[str, Any]:
     """The names that the model is served under."""
-    return {"object": "list", "data": [_card(name, service) for name in service.model_names]}
+    names = service.model_names
+    return {
+        "object": "list",
+        "data": [_card(name, service) for name in names],
+        "first_id": names[0],
+        "last_id": names[-1],
+        "has_more": False,
+    }
 
 
 @router.get("/v1/models/{name:path}", responses=documented(404))
@@ -27,6 +35,9 @@ async def model(name: str, service: Service = Depends(get_service)) -> dict[str,
 def _card(name: str, service: Service) -> dict[str, Any]:
     return {
         "id": name,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
         "object": "model",
         "created": service.created,
         "owned_by": "glm5",

@@ -272,6 +272,10 @@ def test_random_bytes_at_every_route(keyed):
     for path in sorted({*documents[0]["paths"], *documents[1]["paths"], *OPEN, "/admin/openapi.json"}):
         for method in ("POST", "PUT"):
             answer = keyed.request(method, path, content=noise, headers=bearer("boss"))
-            assert 400 <= answer.status_code < 500, (method, path, answer.status_code)
+            # SageMaker's probe may be a POST, and its body means nothing.
+            right = (
+                answer.status_code == 200 if (method, path) == ("POST", "/ping") else 400 <= answer.status_code < 500
+            )
+            assert right, (method, path, answer.status_code)
     assert keyed.get("/health_generate").status_code == 200
     assert threading.active_count() < before + 50  # a server's pool; not a thread for each request
