@@ -1,8 +1,8 @@
 """Threads for jobs of which some take very long, or never end: these hold up neither each other nor the rest.
 
-A job that has run for `slow_s` keeps its thread, and another thread takes that one's place, up to `max_slow` times.
-Threads cannot be ended from outside; these are daemons, which the process does not wait for, and step back behind all
-others where the operating system lets them.
+A job that has run for `slow_s` keeps its thread to itself, and another thread takes that one's place, up to `max_slow`
+times. Threads cannot be ended from outside; these are daemons, for which the process does not wait, and with a slow job
+they step back behind other threads where the operating system lets them.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
 
-_NICENESS = 10
+_NICENESS = 5  # of a slow thread: it gets a third of what others get
 
 
 class Workers(Generic[Job]):
@@ -29,6 +29,8 @@ class Workers(Generic[Job]):
         self._is_closed = False
         self.threads: list[threading.Thread] = []
         self._since: dict[threading.Thread, float] = {}  # when the job of a busy thread began
+        # Slow ones, whose place another has taken; they end after their job.
+        self._behind: set[threading.Thread] = set()
 
     @property
     def num_waiting(self) -> int:
@@ -44,9 +46,12 @@ class Workers(Generic[Job]):
     def tend(self) -> None:
         """Start threads where there are too few. Whoever waits for a job calls this now and then."""
         with self._changed:
-            missing = self._num_threads - self._num_quick()
-            room = self._num_threads + self._max_slow - len(self.threads)
-            for _ in range(min(missing, room)):
+            slow = {thread for thread in self._since if self._is_slow(thread)}
+            for thread in slow - self._behind:
+                _step_back(thread)
+            self._behind |= slow
+            missing = self._num_threads + len(self._behind) - len(self.threads)
+            for _ in range(min(missing, self._max_slow + self._num_threads - len(self.threads))):
                 thread = threading.Thread(target=self._work, name="grammar", daemon=True)
                 self.threads.append(thread)
                 thread.start()
@@ -57,34 +62,34 @@ class Workers(Generic[Job]):
             self._is_closed = True
             self._changed.notify_all()
 
-    def _num_quick(self) -> int:
-        """Threads that wait for a job, or have not had theirs for long."""
-        latest = time.monotonic() - self._slow_s
-        return sum(self._since.get(thread, latest) >= latest for thread in self.threads)
+    def _is_slow(self, thread: threading.Thread) -> bool:
+        return time.monotonic() > self._since[thread] + self._slow_s
 
     def _work(self) -> None:
-        _step_back()
         thread = threading.current_thread()
         while (job := self._next(thread)) is not None:
             self._run(job)
             del job  # nobody may be waiting for it any more
+            with self._changed:
+                del self._since[thread]
+        with self._changed:
+            self.threads.remove(thread)
+            self._behind.discard(thread)
+            if self._jobs:
+                self.tend()
 
     def _next(self, thread: threading.Thread) -> Job | None:
+        """None: this thread is to end, as another has taken its place or nothing more will come."""
         with self._changed:
-            self._since.pop(thread, None)
-            while self._num_quick() <= self._num_threads:
-                if self._jobs:
-                    self._since[thread] = time.monotonic()
-                    return self._jobs.popleft()
-                if self._is_closed:
-                    break
+            while thread not in self._behind and not self._jobs and not self._is_closed:
                 self._changed.wait()
-            # There are enough without this one, or none is needed any more.
-            self.threads.remove(thread)
-            return None
+            if thread in self._behind or not self._jobs:
+                return None
+            self._since[thread] = time.monotonic()
+            return self._jobs.popleft()
 
 
-def _step_back() -> None:
-    if sys.platform == "linux":  # where a thread has a priority of its own
+def _step_back(thread: threading.Thread) -> None:
+    if sys.platform == "linux" and thread.native_id is not None:  # where a thread has a priority of its own
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, thread.native_id, _NICENESS)
