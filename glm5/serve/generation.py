@@ -24,10 +24,12 @@ from glm5.engine.outputs import Delta, Logprob
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import RoutedExperts
 from glm5.serve.call import caller
-from glm5.serve.errors import named
+from glm5.serve.errors import ApiError, named
 from glm5.serve.service import Service
 
 logger = logging.getLogger(__name__)
+
+SERVER_CLOSING = "server_closing"
 
 LogprobRow = dict[int, Logprob]  # the token itself first, then the likeliest
 
@@ -176,8 +178,8 @@ class _Reading:
 async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step, None]:
     """The answers, as they come; `usage` grows along. Closing the generator aborts the request.
 
-    Raises RequestError for what the engine refuses, EngineDead when it ends. One line in the log for each request, with
-    nothing of its text.
+    Raises RequestError for what the engine refuses, EngineDead when it dies, ApiError `server_closing` when it is
+    ended with the server. One line in the log for each request, with nothing of its text.
     """
     start, reason = time.monotonic(), "left"
     reading = _Reading(job, usage)
@@ -189,18 +191,27 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
             async with asked as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "abort" and service.engine.stopped_because is not None:
-                        raise EngineDead("the server is closing")
+                        raise _closing()
                     step = reading.step(delta)
                     reason = step.finish_reason or reason
                     yield step
+    except EngineDead as error:
+        reason = SERVER_CLOSING if service.state.is_closing else type(error).__name__
+        if service.state.is_closing:
+            raise _closing() from None
+        raise
     except Exception as error:
-        reason = type(error).__name__
+        reason = (isinstance(error, ApiError) and error.code) or type(error).__name__
         raise
     finally:
         service.running.leave(tenant, job.id)
         seconds = time.monotonic() - start
         figures = (job.id, usage.prompt_tokens, usage.completion_tokens, seconds, reason)
         logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *figures)
+
+
+def _closing() -> ApiError:
+    return ApiError(503, "the server is closing", code=SERVER_CLOSING, retry_after=1)
 
 
 async def merged(sources: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerator[tuple[int, Step], None]:

@@ -8,11 +8,13 @@ import time
 
 
 class ServerState:
-    """`not_serving`: why the model does not answer although the server listens; None while it does."""
+    """`not_serving`: why the model does not answer although the server listens; None while it does.
+    `is_closing`: the engine is ended on purpose, and with it what is still under way."""
 
     def __init__(self, not_serving: str | None = None) -> None:
         self.not_serving = not_serving
         self.is_draining = False
+        self.is_closing = False
         self.num_active = 0
         self._changed = threading.Condition()
 

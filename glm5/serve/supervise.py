@@ -33,6 +33,7 @@ POLL_SECONDS = 0.05
 MAX_STARTS = 5  # in a row of engines that do not last, before the server ends
 MAX_PAUSE = 30.0
 SETTLED_SECONDS = 60.0  # an engine that lived as long has lasted
+_FAILED = "; the last start has failed: "
 
 RUNNING, DRAIN, STOP, KILL = range(4)
 
@@ -172,6 +173,7 @@ class _Keeper:
             self._num_failed = 0
         while self._num_failed < MAX_STARTS:
             self._num_failed += 1
+            state.not_serving = f"{reason}; it is being started again (start {self._num_failed} of {MAX_STARTS})"
             house.say(f"the engine has died ({reason}) and is started again")
             if self.signals.wait(min(MAX_PAUSE, (self._num_failed - 1) * house.pause)):
                 return False
@@ -179,7 +181,7 @@ class _Keeper:
                 house.replace(self.start())
             except GlmError as error:
                 logger.error("start %d of %d has failed: %s", self._num_failed, MAX_STARTS, error)
-                state.not_serving = f"{reason}; and it could not be started again: {error}"
+                reason = f"{reason.partition(_FAILED)[0]}{_FAILED}{error}"
                 continue
             state.not_serving = None
             house.say("the engine answers again")
@@ -194,6 +196,7 @@ def _end(house: House, server: Server, engine: Killable | None, signals: _Signal
     if engine is not None:
         if signals.level == DRAIN:
             left = _drain(house, engine, signals)
+        state.is_closing = engine.stopped_because is None  # what ends from now on is ended by us
         _close(engine, signals)
     server.stop(left, lambda: signals.level == KILL)
 

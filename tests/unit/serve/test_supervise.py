@@ -3,6 +3,8 @@
 The server runs in the test's thread, which is the main one and hears the signals; another thread is the client.
 """
 
+import json
+import logging
 import os
 import signal
 import threading
@@ -113,11 +115,9 @@ def test_sigterm_lets_what_is_under_way_come_to_its_end():
 
 
 @pytest.mark.parametrize(
-    ("signals", "told"),
-    [([signal.SIGINT], "the server is closing"), ([signal.SIGTERM, signal.SIGTERM], "it was killed")],
-    ids=["Ctrl-C", "SIGTERM twice"],
+    "signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]], ids=["Ctrl-C", "SIGTERM twice"]
 )
-def test_what_is_under_way_can_be_ended(signals, told, monkeypatch):
+def test_what_is_under_way_can_be_ended(signals, monkeypatch, caplog):
     engine, killed = hanging(), threading.Event()
 
     def kill():
@@ -136,11 +136,15 @@ def test_what_is_under_way_can_be_ended(signals, told, monkeypatch):
                 while not program.house.state.is_draining:
                     pass
             rest = [line for line in answer.iter_lines() if line]
-        assert told in rest[-2]
+        assert "the server is closing" in rest[-2]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "server_closing"
         assert rest[-1] == "data: [DONE]"
 
-    run(program, act)
+    with caplog.at_level(logging.INFO):
+        run(program, act)
     assert killed.is_set() == (len(signals) == 2)
+    assert [line for line in caplog.messages if line.endswith(", server_closing")]
+    assert "EngineDead" not in caplog.text
 
 
 def test_draining_ends_when_its_time_is_over():
@@ -202,6 +206,34 @@ def test_a_supervised_engine_is_started_again():
     run(program, act)
     assert first.is_closed
     assert second.is_closed
+
+
+def test_health_says_that_the_engine_is_started_again():
+    first, second, may_go_on, told = scripted(), scripted(), threading.Event(), []
+
+    def start():
+        assert may_go_on.wait(SECONDS)
+        program.started.append(second)
+        return second
+
+    def act(http):
+        program.listening.clear()
+        first.die("its process was killed")
+        while "start 2" not in (program.house.state.not_serving or ""):
+            pass
+        told.append(http.get("/health"))
+        may_go_on.set()
+        assert program.listening.wait(SECONDS)
+        assert http.get("/health").status_code == 200
+        send(signal.SIGTERM)
+
+    program = Program(first, CheckpointError("the disk is busy"), start, supervise=True)
+    run(program, act)
+    assert told[0].status_code == 503
+    assert told[0].json()["error"]["message"] == (
+        "the engine is not running: its process was killed; the last start has failed: the disk is busy; "
+        "it is being started again (start 2 of 5)"
+    )
 
 
 def test_an_engine_that_does_not_last_is_given_up():
