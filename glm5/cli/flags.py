@@ -80,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Command]) -> None:
             number = "*" if get_origin(flag.kind) is tuple else None if flag.field.is_required() else "?"
             parser.add_argument(dest, metavar=dest.upper(), nargs=number, default=argparse.SUPPRESS, help=text)
         elif flag.kind is bool:
-            action = argparse.BooleanOptionalAction if flag.field.default else "store_true"
+            action = "store_true" if flag.field.default is False else argparse.BooleanOptionalAction
             parser.add_argument(flag.name, dest=dest, action=action, default=argparse.SUPPRESS, help=text)
         elif get_origin(flag.kind) is tuple:
             parser.add_argument(

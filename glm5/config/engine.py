@@ -34,8 +34,9 @@ class EngineConfig(Command):
     """Tokens drafted by the MTP layer in a step; 0 drafts none. Default: 3 if the checkpoint has the layer, else 0."""
     adaptive_speculation: bool = True
     """Draft fewer under load, and where drafts are not accepted."""
-    async_scheduling: bool = True
-    """Plan and start a step before the tokens of the one before it are read."""
+    async_scheduling: bool | None = None
+    """Plan and start a step before the tokens of the one before it are read. Default: on a GPU. (A CPU computes a step
+    when it is started; tokens would only be told a step later.)"""
     deterministic: bool = False
     """Bitwise the same tokens and log-probabilities whatever else is computed beside a request. Slower."""
     kv_cache_dtype: KvCacheDtype = "auto"

@@ -87,7 +87,7 @@ def build_core(
         max_tokens_per_step=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_depth=depth,
-        launch_ahead=config.async_scheduling,
+        launch_ahead=_launches_ahead(config, model),
         prefix_cache=config.enable_prefix_caching,
         max_prompt_chunk=config.long_prefill_token_threshold or None,
         tiers=copies is not None,
@@ -227,6 +227,10 @@ def _adaptive(config: EngineConfig, model: Glm5, depth: int) -> AdaptiveDepth | 
     return AdaptiveDepth(depth, StepCost.of(model.cfg, weight_bytes, model.device.type))
 
 
+def _launches_ahead(config: EngineConfig, model: Glm5) -> bool:
+    return model.device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
+
+
 def _table(config: EngineConfig, model: Glm5, cache: KVCache, max_model_len: int, depth: int) -> list[tuple[str, str]]:
     """Every resolved choice, for a person."""
     cfg = model.cfg
@@ -250,7 +254,7 @@ def _table(config: EngineConfig, model: Glm5, cache: KVCache, max_model_len: int
         ("prefixes", on if config.enable_prefix_caching else off),
         ("batch", f"{config.max_num_seqs} requests, {config.max_num_batched_tokens} tokens a step"),
         ("drafts", f"up to {depth} a step, {drafts}" if depth else off),
-        ("steps", "launched ahead" if config.async_scheduling else "one after the other"),
+        ("steps", "launched ahead" if _launches_ahead(config, model) else "one after the other"),
         ("deterministic", on if config.deterministic else off),
         ("seed", str(config.seed)),
     ]

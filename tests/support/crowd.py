@@ -161,6 +161,7 @@ def endure(rng: Random, num_requests: int) -> str:
             kv_disk_size=2.0**-7,
             num_speculative_tokens=3,
             adaptive_speculation=False,
+            async_scheduling=True,
         )
         core = build_core(model, config, tokenizer=tokenizer)
         heard = crowd.run(core)

@@ -39,13 +39,16 @@ class Outcome:
 
 
 class RealCore:
-    """A core of `EngineConfig(**settings)`, without drafts unless the settings say so. A context manager: leaving it
-    ends the threads, and pages on their way to disk arrive."""
+    """A core of `EngineConfig(**settings)`, with launch-ahead and without drafts unless the settings say otherwise.
+
+    A context manager: leaving it ends the threads, and pages on their way to disk arrive.
+    """
 
     def __init__(
         self, model: Glm5, source: Path | None = None, tokenizer: Tokenizer | None = None, **settings: Any
     ) -> None:
-        settings = {"num_speculative_tokens": 0, "adaptive_speculation": False, "max_model_len": 320} | settings
+        defaults = {"num_speculative_tokens": 0, "adaptive_speculation": False, "async_scheduling": True}
+        settings = defaults | {"max_model_len": 320} | settings
         self.core = build_core(model, EngineConfig(**settings), source=source, tokenizer=tokenizer)
         self._outcomes: list[Outcome] = []
 

@@ -41,7 +41,7 @@ class Session:
             "max_num_batched_tokens": 64,
             "num_gpu_blocks_override": 16,
         }
-        defaults |= {"enable_return_routed_experts": True}
+        defaults |= {"enable_return_routed_experts": True, "async_scheduling": True}
         self.core = build_core(model, EngineConfig(**defaults | config), source=source)
         self.asks: dict[int, Ask] = {}
         self.updates: dict[int, list] = {}

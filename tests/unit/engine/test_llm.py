@@ -202,7 +202,7 @@ class TestSizes:
             make_llm(max_model_len=longest + 1)
 
     @pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs"])
-    @pytest.mark.parametrize("number", [0, -1, 1.5, "8", True])
+    @pytest.mark.parametrize("number", [0, -2, 1.5, True])
     def test_numbers_that_are_none(self, make_llm, name, number):
         with pytest.raises(ConfigError, match=f"{name}: got {number!r}; allowed: (an integer|at least 1)"):
             make_llm(**{name: number})
