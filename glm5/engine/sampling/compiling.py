@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -21,11 +21,17 @@ from weakref import WeakSet
 from glm5.common.errors import GlmError, RequestError
 from glm5.common.extras import require
 from glm5.engine.sampling.params import StructuredOutputsParams
-from glm5.engine.sampling.schema import refuse_unenforced
+from glm5.engine.sampling.schema import refuse_unenforced, too_slow
 from glm5.engine.sampling.workers import Workers
 
 MAX_CHARS = 1 << 17
 MAX_NESTING = 128
+_MAX_OPERATORS = 1024  # *, +, ? and {} of an EBNF grammar: compiling takes more than as much memory as their square
+_MAX_QUOTED = 4096  # characters of a string or a class in one: reading it takes their square
+_OPERATOR = re.compile(r"[*+?{]")
+# Also where they do not end: what is begun again and again would otherwise be read again and again.
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\n]*', re.DOTALL)
+_CONTENT_OF = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}  # in a structural tag
 _MAX_GRAMMARS = 1024  # in the cache
 _MAX_WAITING = 256  # that nobody has begun to compile
 _MAX_WHITESPACE = 64  # between two JSON tokens: enough to indent, and a model cannot go on for ever
@@ -197,15 +203,20 @@ def _compile(compiler: Any, wanted: StructuredOutputsParams) -> Any:
     if wanted.kind == "json_object":
         return compiler.compile_json_schema('{"type": "object"}', **whitespace)
     if wanted.kind == "regex":
+        _refuse_slow("regex", wanted.text)
         return compiler.compile_regex(wanted.text)
     if wanted.kind == "grammar":
+        _refuse_slow("grammar", wanted.text)
         return compiler.compile_grammar(wanted.text)
     if wanted.kind == "choice":
         texts = [{"type": "const_string", "value": text} for text in json.loads(wanted.text)]
         form = {"type": "or", "elements": texts}
         return compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": form}))
-    for schema in _schemas_within(_parsed(wanted.text)):
-        refuse_unenforced(schema)
+    for kind, content in _within_tag(_parsed(wanted.text)):
+        if kind == "json_schema":
+            refuse_unenforced(content)
+        elif isinstance(content, str):
+            _refuse_slow(kind, content)
     return compiler.compile_structural_tag(wanted.text)
 
 
@@ -255,16 +266,31 @@ def _within(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
-def _schemas_within(tag: Any) -> list[Any]:
-    """The JSON schemas of a structural tag."""
-    waiting, schemas = [tag], []
+def _within_tag(tag: Any) -> Iterator[tuple[str, Any]]:
+    """(kind, content) of the schemas, regexes and grammars of a structural tag."""
+    waiting = [tag]
     while waiting:
         here = waiting.pop()
-        if isinstance(here, dict) and here.get("type") == "json_schema" and "json_schema" in here:
-            schemas.append(here["json_schema"])
+        kind = here.get("type") if isinstance(here, dict) else None
+        if isinstance(kind, str) and (name := _CONTENT_OF.get(kind)) in here:
+            yield kind, here[name]
         else:
             waiting += _within(here)
-    return schemas
+
+
+def _refuse_slow(kind: str, text: str) -> None:
+    """Raises RequestError for a regex or an EBNF grammar that could not be compiled in time, or in memory."""
+    why = too_slow(text) if kind == "regex" else _too_slow_grammar(text)
+    if why is not None:
+        raise _refusal(why)
+
+
+def _too_slow_grammar(text: str) -> str | None:
+    longest = max(map(len, _QUOTED.findall(text)), default=0)
+    if longest > _MAX_QUOTED:
+        return f"has a text or a class of {longest} characters; allowed: {_MAX_QUOTED}"
+    count = len(_OPERATOR.findall(_QUOTED.sub("", text)))
+    return None if count <= _MAX_OPERATORS else f"repeats {count} parts; allowed: {_MAX_OPERATORS}"
 
 
 def _reason(error: Exception) -> str:

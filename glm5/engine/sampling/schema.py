@@ -38,13 +38,16 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 _UNWRITABLE = re.compile(r'"|\\(?:\\|[nrtfvb0c]|x[01]|x22|x5[cC]|u00[01]|u0022|u005[cC]|u\{)')
 _MAX_REPEATS = 128  # beyond, the compiler fails on an assertion of its own
 _MAX_PATTERN = 4096  # characters; longer ones take long to look through
+_MAX_REGEX = 1 << 14  # characters of a regex that is all of the answer
+_MAX_OPERATORS = 128  # *, +, ? and {} of a regex: compiling takes the square of them
+_MAX_COUNTED = 64  # optional properties of which some number must be there: compiling takes the cube of them
 _MAX_ALTERNATIVES = 256  # of a oneOf: each is compared to each
 # What a pattern is searched with, and in, to find whether it matches a name.
 _MAX_SEARCHED, _MAX_NAME = 3, 256
 _REPEATED_GROUP, _REPEAT = re.compile(r"\)[*+?{]"), re.compile(r"[*+?{]")
 _COUNT = re.compile(r"(?<=[{,])\d+(?=[,}])")
 _STRAY_ANCHOR = re.compile(r"(?<=[^|])\^|\$(?=[^|])")
-_NOT_ANCHORS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)  # escapes and classes
+_NOT_ANCHORS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)  # escapes and classes
 
 
 def refuse_unenforced(schema: Any) -> None:
@@ -69,6 +72,14 @@ def refuse_unenforced(schema: Any) -> None:
         if "$ref" in here:
             target_place, target = _target(here, schema)
             waiting.append((target_place, target, depth))
+
+
+def too_slow(regex: str) -> str | None:
+    """Why compiling a regex would take very long, if it would."""
+    if len(regex) > _MAX_REGEX:
+        return f"has {len(regex)} characters; allowed in a regex: {_MAX_REGEX}"
+    count = len(_REPEAT.findall(_NOT_ANCHORS.sub("", regex).replace("(?", "(")))
+    return None if count <= _MAX_OPERATORS else f"repeats {count} parts; allowed: {_MAX_OPERATORS}"
 
 
 def _complaints(here: Mapping[str, Any], root: Any) -> Iterator[tuple[str, str]]:
@@ -141,6 +152,8 @@ def _string_complaints(here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield dropped, f"is not enforced beside {described[-1]}; say it in one pattern"
     if isinstance(pattern, str) and len(pattern) > _MAX_PATTERN:
         yield "pattern", f"has {len(pattern)} characters; allowed: {_MAX_PATTERN}"
+    elif isinstance(pattern, str) and (why := too_slow(pattern)):
+        yield "pattern", why
     elif isinstance(pattern, str) and (found := _UNWRITABLE.search(pattern)):
         yield "pattern", f"{pattern!r} holds {found[0]!r}: quotes, backslashes and control characters are not escaped"
     elif isinstance(pattern, str) and any(int(count) > _MAX_REPEATS for count in _COUNT.findall(pattern)):
@@ -154,6 +167,13 @@ def _object_complaints(here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     missing = [name for name in here.get("required", ()) if name not in names]
     if missing:
         yield "required", f"names {missing[0]!r}, which properties does not describe; describe it there"
+    num_optional = len(names) - len(here.get("required", ()))
+    counts = here.get("minProperties", 0) > len(here.get("required", ())) or here.get(
+        "maxProperties", len(names)
+    ) < len(names)
+    if counts and num_optional > _MAX_COUNTED:
+        keyword = "minProperties" if "minProperties" in here else "maxProperties"
+        yield keyword, f"counts among {num_optional} optional properties; allowed: {_MAX_COUNTED}, or require some"
     open_ended = bool(patterns) or "propertyNames" in here or here.get("additionalProperties", False) is not False
     if open_ended and here.get("minProperties", 0) > max(1, len(here.get("required", ()))):
         yield "minProperties", "is not enforced for keys that the schema does not name: one key may come twice"

@@ -141,6 +141,41 @@ def test_what_would_take_long_to_look_through_is_refused_at_once():
     assert "#/oneOf has 5000 alternatives; allowed: 256" in refusal(json={"oneOf": [{}] * 5000})
 
 
+def optional(count: int, **more) -> dict:
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}, **more}
+
+
+def test_what_would_take_long_to_compile_is_refused_at_once():
+    assert "repeats 129 parts; allowed: 128" in refusal(regex="a*" * 129)
+    assert "repeats 129 parts; allowed: 128" in refusal(json={"type": "string", "pattern": "a?" * 129})
+    assert "repeats 1025 parts; allowed: 1024" in refusal(grammar="root ::= " + '"a"* ' * 1025)
+    inner = {"type": "sequence", "elements": [{"type": "regex", "pattern": "(a|b)*" * 129}]}
+    assert "repeats 129 parts" in refusal(structural_tag={"type": "structural_tag", "format": inner})
+    assert "has 20000 characters; allowed in a regex: 16384" in refusal(regex="a" * 20_000)
+    assert "#/minProperties counts among 65 optional" in refusal(json=optional(65, minProperties=2))
+    assert "#/maxProperties counts among 65 optional" in refusal(json=optional(65, maxProperties=64))
+    required = [f"p{i}" for i in range(40)]
+    fine = [
+        {"regex": r"[*+?]\*(?:a)" * 128 + "a*" * 128},
+        {"grammar": 'root ::= "****" [*+?]* # ****' + "*" * 2000},
+        {"json": optional(200)},
+        {"json": optional(100, required=required, minProperties=40, maxProperties=100)},
+        {"json": optional(60, required=required, minProperties=45)},
+    ]
+    for fields in fine:
+        assert compiler().compile(StructuredOutputsParams(**fields)).result()
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar", "json"])
+@pytest.mark.parametrize(
+    "part", ["[", "(", '"', "[\\", '"\\', "[\\\n", '"\\\n', "(?", "{", "|", "#", "\n", "(a|", "root ::= ", "a b c"]
+)
+def test_nothing_takes_long_to_look_through(kind, part):
+    """Whatever it begins, again and again, and never ends."""
+    text = (part * MAX_CHARS)[: MAX_CHARS - 50]
+    assert "within" not in refusal(**{kind: {"type": "string", "pattern": text} if kind == "json" else text})
+
+
 def nested(depth: int) -> dict:
     schema: dict = {"type": "integer"}
     for _ in range(depth):
