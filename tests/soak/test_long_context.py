@@ -128,7 +128,10 @@ def test_a_prompt_of_64k_tokens(rng):
         assert meter.num_answered == 1
         decode_ms = median(meter.step() for _ in range(NUM_DECODED))
         decodes += [counts := meter.counted_step()]
-        assert all(meter.counted_step() == counts for _ in range(NUM_COUNTED - 1))
+        for _ in range(NUM_COUNTED - 1):
+            again = meter.counted_step()
+            assert (again.attend, again.rest) == (counts.attend, counts.rest)
+            assert 1 <= again.select / counts.select < 1 + NUM_COUNTED / context  # a key more a token
         while meter.core.has_work:
             meter.step()
         assert meter.num_answered == NUM_ANSWERED
