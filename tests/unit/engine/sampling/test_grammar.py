@@ -126,7 +126,7 @@ def test_structural_tags_of_tool_calls():
 def test_a_grammar_that_is_made_to_be_slow(monkeypatch):
     """Nested repetitions: what may come next takes longer with every token, and is found out."""
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
-    matcher = matcher_of(regex="(" * 150 + "a" + "+)" * 150)
+    matcher = matcher_of(grammar="root ::= " + "(" * 150 + '"a"' + "+)" * 150)
     for _ in range(60):
         mask_of(matcher)
         assert matcher.advance(ids("a"))
