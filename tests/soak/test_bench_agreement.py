@@ -11,7 +11,7 @@ from tests.support.load_generator import Size, apart, measured_together
 
 pytestmark = pytest.mark.slow
 
-SIZE = Size(clients=4, rounds=5, num_tokens=160)
+SIZE = Size(clients=4, rounds=8, num_tokens=120)
 TOLERANCE, ATTEMPTS = 0.05, 10
 
 

@@ -10,10 +10,13 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from glm5.bench.serve.session import measure
 from glm5.config.bench_serve import BenchServeConfig
+
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,18 @@ def independent(url: str, model: str, size: Size) -> dict[str, float]:
     }
 
 
-def ours(url: str, model: str, size: Size) -> dict[str, float]:
-    """The same figures by `glm5 bench serve`."""
+def ours(url: str, model: str, size: Size, begun: threading.Event | None = None) -> dict[str, float]:
+    """The same figures by `glm5 bench serve`. `begun` is set when the run begins, after all preparations."""
+
+    def started(_plan: object) -> Callable[..., None]:
+        if begun is not None:
+            begun.set()
+        return lambda _outcome, _now: None
+
     given = {"base_url": url, "model": model, "max_concurrency": (size.clients,)}
     given |= {"num_prompts": size.clients * size.rounds, "random_input_len": 8, "random_output_len": size.num_tokens}
     settings = BenchServeConfig.model_validate(given)
-    (done,) = asyncio.run(measure(settings, None, lambda _plan: lambda _outcome, _now: None, lambda _done: None))
+    (done,) = asyncio.run(measure(settings, None, started, lambda _done: None))
     assert done.result.completed == size.clients * size.rounds
     times = {name: done.result.times[name].percentiles[50.0] for name in ("ttft", "tpot", "e2el")}
     return {"output_throughput": done.result.output_throughput, **times}
@@ -84,10 +93,16 @@ def ours(url: str, model: str, size: Size) -> dict[str, float]:
 def measured_together(url: str, model: str, size: Size) -> tuple[dict[str, float], dict[str, float]]:
     """Ours and the other's, of the same time."""
     theirs: dict[str, float] = {}
-    other = threading.Thread(target=lambda: theirs.update(independent(url, model, size)))
+    begun = threading.Event()
+
+    def wait_and_measure() -> None:
+        if begun.wait(PATIENCE_S):
+            theirs.update(independent(url, model, size))
+
+    other = threading.Thread(target=wait_and_measure)
     other.start()
     try:
-        return ours(url, model, size), theirs
+        return ours(url, model, size, begun), theirs
     finally:
         other.join()
 
