@@ -28,6 +28,7 @@ SCRIPTED_STATS = {
     "prefix_cache": {"query_tokens": 1000, "hit_tokens": {"device": 300, "host": 20, "disk": 1}},
     "speculation": {"depth": 2, "drafted": [100, 80], "accepted": [90, 40]},
     "weight_version": 4,
+    "is_sleeping": False,
 }
 
 
