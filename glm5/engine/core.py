@@ -22,7 +22,7 @@ from glm5.engine.depth import AdaptiveDepth
 from glm5.engine.failure import words_of
 from glm5.engine.grammars import fill_masks
 from glm5.engine.intake import Admission, Intake, Refusal
-from glm5.engine.messages import Abort, Finish, Message, SetDepth
+from glm5.engine.messages import Abort, Finish, Message, SetDepth, Submit
 from glm5.engine.plan import Output, StepPlan
 from glm5.engine.profiling import Profiling
 from glm5.engine.replies import PromptReport, Reply, note_prompts
@@ -239,8 +239,8 @@ class EngineCore:
 
     def _plan(self) -> StepPlan:
         scheduler = self.scheduler
-        if self.depth is not None and scheduler.decoding:
-            depth = self.depth.choose(len(scheduler.decoding))
+        if self.depth is not None and (num_seqs := self._num_decoding_soon()):
+            depth = self.depth.choose(num_seqs)
             if depth != scheduler.depth:
                 self.tell(SetDepth(depth))
         messages, self._messages = self._messages, []
@@ -253,6 +253,11 @@ class EngineCore:
             if entered.donor_slot is None and (report := self._reports.get(entered.seq_id)) is not None:
                 report.restart()
         return plan
+
+    def _num_decoding_soon(self) -> int:
+        """Sequences that decode, or will once their prompts are computed; those that just came included."""
+        num_new = sum([len(message.seq_ids) for message in self._messages if isinstance(message, Submit)])
+        return min(len(self.scheduler.live) + num_new, self.config.max_num_seqs)
 
     def _launch(self, plan: StepPlan) -> None:
         if self.tiering is not None:

@@ -1,7 +1,7 @@
 """How many tokens to draft, from what was accepted and how many sequences decode.
 
     tokens a step   = B (1 + r_1 + ... + r_k)          r_j: how often the j-th draft stands (all before too)
-    time of a step  = L t + bytes(n) / bandwidth + n flops / rate + k (t + B flops_draft / rate),   n = B (1 + k) rows
+    time of a step  = L t + bytes(n) / bandwidth + n flops / rate + k (d + B flops_draft / rate),   n = B (1 + k) rows
     bytes(n)        = dense + experts (1 - (1 - A/E)^n)                                  weights that some row needs
 
 Rows are nearly free until a step computes for longer than it reads weights and launches kernels: k falls with the
@@ -19,24 +19,27 @@ from glm5.config.tensors import count_parameters
 
 MARGIN = 0.03  # of tokens a time, so that noise in the counts does not move the depth
 WINDOW = 256.0  # drafts at a position after which earlier ones count for 1/e
-PRIOR, PRIOR_DRAFTS = 0.7, 10.0  # conditional acceptance before anything is known, and how many drafts it counts for
+PRIOR, PRIOR_DRAFTS = 0.7, 10.0  # acceptance before anything is known, and how many drafts an expectation counts for
 PROBE_EVERY, PROBE_STEPS = 1000, 8  # steps; also those after which a position that is not drafted counts for 1/e
 RECONSIDER_EVERY = 8  # steps
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds that a layer takes however few its rows are, bytes a second of weights, and multiply-adds a second x 2.
+    """Seconds that a layer takes however few its rows are, and a draft (a layer, the head and what belongs to both);
+    bytes a second of weights, and multiply-adds a second x 2.
 
     Orders of magnitude: a depth that is off by one costs a few percent.
     """
 
     layer_s: float
+    draft_s: float
     bytes_per_s: float
     flops_per_s: float
 
 
-MACHINES = {"cpu": Machine(4e-4, 1e10, 4e10), "cuda": Machine(1.5e-4, 3.5e12, 5e14)}
+# Of a CPU: one core of an AMD EPYC (Zen 4) and the demo's model. A layer is a hundred small operations there.
+MACHINES = {"cpu": Machine(5e-4, 1.3e-3, 1e10, 2e10), "cuda": Machine(1.5e-4, 1.5e-4, 3.5e12, 5e14)}
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class StepCost:
         num_bytes = self.dense_bytes + self.expert_bytes * (1 - (1 - self.active_share) ** num_rows)
         target = self.num_layers * machine.layer_s + num_bytes / machine.bytes_per_s
         target += num_rows * self.row_flops / machine.flops_per_s
-        return target + depth * (machine.layer_s + num_seqs * self.draft_flops / machine.flops_per_s)
+        return target + depth * (machine.draft_s + num_seqs * self.draft_flops / machine.flops_per_s)
 
 
 class AdaptiveDepth:
@@ -80,9 +83,8 @@ class AdaptiveDepth:
 
     def __init__(self, max_depth: int, cost: StepCost):
         self.max_depth, self.cost, self.depth = max_depth, cost, max_depth
-        self._drafted = [PRIOR_DRAFTS] * max_depth
-        self._accepted = [PRIOR_DRAFTS * PRIOR ** (j + 1) for j in range(max_depth)]
-        self._num_steps = 0
+        self._drafted, self._accepted = [0.0] * max_depth, [0.0] * max_depth
+        self._num_steps = self._decided_for = 0
 
     def observe(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
         """Counts of a step by position. Old ones fade, also where nothing is drafted: the next probe then says more."""
@@ -97,20 +99,25 @@ class AdaptiveDepth:
         phase = self._num_steps % PROBE_EVERY
         if phase < PROBE_STEPS <= self._num_steps:
             return self.max_depth
-        if num_seqs and phase % RECONSIDER_EVERY == 0:
+        is_other_load = not self._decided_for / 2 < num_seqs < 2 * self._decided_for
+        if num_seqs and (is_other_load or phase % RECONSIDER_EVERY == 0):
+            self._decided_for = num_seqs
             rates = self._rates(num_seqs)
             best = max(range(len(rates)), key=rates.__getitem__)
-            if rates[best] > rates[self.depth] * (1 + MARGIN):
+            if rates[best] > rates[self.depth] * (1 + MARGIN) or is_other_load:
                 self.depth = best
         return self.depth
 
     def _rates(self, num_seqs: int) -> list[float]:
         """Tokens a second for each depth."""
-        num_tokens, share, rates = 1.0, 1.0, [num_seqs / self.cost.seconds(num_seqs, 0)]
+        num_tokens, rates = 1.0, [num_seqs / self.cost.seconds(num_seqs, 0)]
+        share, conditional = 1.0, PRIOR
         for position in range(self.max_depth):
-            # A draft stands only if those before it do.
-            share = min(share, self._accepted[position] / self._drafted[position])
+            # As long as little is known of a draft, it is expected to stand as often as the one before it does.
+            expected = PRIOR_DRAFTS * share * conditional
+            found = (self._accepted[position] + expected) / (self._drafted[position] + PRIOR_DRAFTS)
+            conditional = min(found / share, 1.0) if share else 0.0
+            share *= conditional
             num_tokens += share
-            depth = position + 1
-            rates.append(num_seqs * num_tokens / self.cost.seconds(num_seqs, depth))
+            rates.append(num_seqs * num_tokens / self.cost.seconds(num_seqs, position + 1))
         return rates

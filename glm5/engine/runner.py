@@ -144,7 +144,9 @@ class Runner:
         hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, view.positions_T), view)
         prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
         sampled, accepted = self._sample(batch, on, view.positions_T, hidden_RD)
-        if self._drafter is not None:
+        # Where nothing is drafted, the draft layer need not keep up with what is generated: drafts after that are worse
+        # for a while. With prompts it does, as their pages are shared.
+        if self._drafter is not None and (plan.draft_depth or not batch.samples_all):
             extended = self._drafter.extend(view, on.slot_R, hidden_RD)
             if sampling:
                 rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])

@@ -43,7 +43,7 @@ class Life:
         self.driver = CoreDriver(
             tiers=rng.choice([None, None, True, folder]),
             compiler=compiler() if self.has_grammars else None,
-            adaptive=rng.choice([None, StepCost(Machine(1e-3, 1e12, 1e12), 4, 1e6, 0, 1.0, 2e7, 1e6)]),
+            adaptive=rng.choice([None, StepCost(Machine(1e-3, 1e-3, 1e12, 1e12), 4, 1e6, 0, 1.0, 2e7, 1e6)]),
             draft_quality=rng.choice([0, 5, 8]),
             num_pages=rng.randint(12, 40),
             max_num_seqs=max_num_seqs,
