@@ -14,8 +14,9 @@ How a runner must read a plan, in this order:
 5. A step writes no row before its first. After it, rows before the new true length - 1 are final in all layers, the
    MTP layer included: a page that they fill may be shared and copied as soon as the step's tokens have been applied.
    (So the MTP row of the last token of a shared page was computed with whatever token followed it first, and steps of
-   decoding sequences that draft nothing leave their MTP rows as they are: that touches drafts, never answers.) What is drafted ahead for the next step may be written up to 2 * depth - 1 rows further
-   than `start`; pages for that are reserved if there are any to spare.
+   decoding sequences that draft nothing leave their MTP rows as they are: that touches drafts, never answers.) What is
+   drafted ahead for the next step may be written up to 2 * depth - 1 rows further than `start`; pages for that are
+   reserved if there are any to spare.
 
 All launches happen in the order of the plans, so a page that one plan frees can be written by the next.
 """

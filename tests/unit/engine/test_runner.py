@@ -108,6 +108,26 @@ def test_depth_may_change_at_any_step(model, rng):
     assert bench.run(prompts, params).tokens == want
 
 
+def test_where_nothing_is_drafted_the_draft_layer_sees_prompts_alone(model, rng):
+    prompts, params = random_prompts(rng, 3), SamplingParams(temperature=0, max_tokens=20)
+    bench = Bench(model, depth=2)
+    plan, draft, rows = bench.scheduler.plan, bench.runner.passes.draft, []
+
+    def without_drafts(step):
+        bench.scheduler.deliver(step, [SetDepth(0)])
+        return plan(step)
+
+    def noting(ids_R, *args):
+        rows.append(len(ids_R))
+        return draft(ids_R, *args)
+
+    bench.scheduler.plan, bench.runner.passes.draft = without_drafts, noting
+    run = bench.run(prompts, params)
+    assert run.tokens == Bench(model).run(prompts, params).tokens
+    with_prompts = [plan for plan in run.plans if any(item.kind == "prefill" for item in plan.items)]
+    assert len(rows) == len(with_prompts) < len(run.plans)
+
+
 @pytest.mark.parametrize("depth", [0, 3])
 def test_log_probabilities_are_the_models_own(model, rng, depth):
     prompts = random_prompts(rng, 5, longest=60)
