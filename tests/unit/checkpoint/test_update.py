@@ -157,7 +157,7 @@ def test_truncated_files_absent_files_and_absent_folders(model, changed):
     with pytest.raises(CheckpointError, match="truncated"):
         stage(model, changed)
     file.unlink()
-    with pytest.raises(CheckpointError, match="no such directory"):
+    with pytest.raises(CheckpointError, match="holds neither"):
         stage(model, changed)
     with pytest.raises(CheckpointError, match="no such directory"):
         stage(model, changed / "nowhere")
