@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import islice
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from fastapi import Request
@@ -176,7 +177,11 @@ def _refuse_halves(content: Mapping[str, Any]) -> None:
 
 def log_unknown(body: Body, service: Service, where: str = "") -> None:
     """Log the fields that no one has heard of, each once."""
-    unknown = {where + name for name in (body.model_extra or {}).keys() - body.refused.keys() - body.meaningless}
-    for name in sorted(unknown - service.logged_fields)[: MAX_LOGGED_FIELDS - len(service.logged_fields)]:
+    room = MAX_LOGGED_FIELDS - len(service.logged_fields)
+    if room <= 0:
+        return
+    known = body.refused.keys() | body.meaningless
+    unknown = (where + name for name in body.model_extra or () if name not in known)
+    for name in islice((name for name in unknown if name not in service.logged_fields), room):
         service.logged_fields.add(name)
         logger.warning("requests have a field %r, which this server does not know and ignores", name[:100])

@@ -39,8 +39,7 @@ async def tokenize(
     body: TokenizeBody = Depends(body_of(TokenizeBody)), service: Service = Depends(get_service)
 ) -> dict[str, Any]:
     """Token ids of a text, or of the prompt that a conversation becomes."""
-    ids = await asyncio.to_thread(_ids, body, service)
-    names = [Speller(service.tokenizer).name(token_id) for token_id in ids] if body.return_token_strs else None
+    ids, names = await asyncio.to_thread(_spelled, body, service)
     return {"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids, "token_strs": names}
 
 
@@ -50,6 +49,12 @@ async def detokenize(
 ) -> dict[str, str]:
     """Text of token ids, special tokens included."""
     return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)}
+
+
+def _spelled(body: TokenizeBody, service: Service) -> tuple[list[int], list[str] | None]:
+    """Token ids, and their names if asked for."""
+    ids = _ids(body, service)
+    return ids, list(map(Speller(service.tokenizer).name, ids)) if body.return_token_strs else None
 
 
 def _ids(body: TokenizeBody, service: Service) -> list[int]:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from glm5.common.errors import RequestError
 from glm5.engine.sampling.params import MAX_BAD_WORD_LEN
 
+_MAX_CHARS = 4096  # no more are worth encoding
+
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
     """Token sequences that `words` stand for, as vLLM spells them.
@@ -14,10 +16,13 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tu
     """
     spellings: list[tuple[int, ...]] = []
     for word in words:
+        if len(word) > _MAX_CHARS:
+            got = f"{word[:60]!r}... is {len(word)} characters"
+            raise RequestError(f"bad_words: {got}; allowed: 1 to {_MAX_CHARS}", param="bad_words")
         plain, spaced = (tuple(encode(prefix + word.lstrip())) for prefix in ("", " "))
         if not 0 < len(plain) <= MAX_BAD_WORD_LEN:
             raise RequestError(
-                f"bad_words: {word!r} is {len(plain)} tokens; allowed: 1 to {MAX_BAD_WORD_LEN}", param="bad_words"
+                f"bad_words: {word!r:.60} is {len(plain)} tokens; allowed: 1 to {MAX_BAD_WORD_LEN}", param="bad_words"
             )
         spellings.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
