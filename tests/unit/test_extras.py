@@ -75,7 +75,7 @@ def test_serve_names_its_extra_before_it_downloads():
 
 def test_bench_names_its_extra_before_it_downloads():
     done = glm5_without(
-        ["transformers", "huggingface_hub"], *"bench latency --model a/b --against transformers".split()
+        ["transformers", "huggingface_hub"], *["bench", "latency", "--model", "a/b", "--against", "transformers"]
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("package 'transformers': run  pip install 'glm5[bench]'")

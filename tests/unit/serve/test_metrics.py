@@ -11,7 +11,9 @@ from glm5.serve.figures import Figures, Measured
 from glm5.serve.metrics import Page
 from tests.support.serving import ASK, CHAT, bearer, key, scripted, served
 
-SAMPLE = re.compile(r'^[a-z_:\d]+(?:_bucket|_sum|_count)?(?:\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)*\})? [-+.\deInf]+$')
+SAMPLE = re.compile(
+    r'^[a-z_:\d]+(?:_bucket|_sum|_count)?(?:\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)*\})? [-+.\deInf]+$'
+)
 
 
 def values(page: str, name: str) -> dict[str, float]:
