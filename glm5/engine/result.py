@@ -65,7 +65,7 @@ class Launched:
 
     def __init__(self, pending: Pending | None):
         self._pending, self._arrived = pending, None
-        if pending is not None:
+        if pending is not None and not pending.token_CJ.is_cpu:
             _each_tensor(pending, _to_host)
             if pending.token_CJ.is_pinned():
                 self._arrived = torch.cuda.Event()

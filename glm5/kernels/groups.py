@@ -21,6 +21,7 @@ Ints = NDArray[np.int64]
 _FEW = 16  # queries of a request, on average; more of them see too unlike numbers of keys (tiles.py cuts those)
 _CACHED = 1 << 18  # elements of a group's largest intermediate: 1 MB in float32, about one core's L2
 _LONGEST = 1 << 20  # elements of one request's, beyond which keys are better read in blocks (tiles.py)
+_SHORT = 16  # pages of a request, of which all keys are looked up sooner than some
 _WASTED = 1 << 15  # elements computed in vain that cost less than another group
 
 
@@ -82,6 +83,7 @@ class FewQueries:
         self.rows, self.ends, self.page_size = row_T.numpy(), end_T.numpy(), page_size
         self._groups: dict[int, list[Group]] = {}
         self._index: tuple[Tensor, tuple[int, int], Tensor] | None = None
+        self._all_places: tuple[tuple[int, int], Ints] | None = None
         self._hidden: tuple[Tensor, NDArray[np.bool_] | None] | None = None
 
     def __len__(self) -> int:
@@ -125,11 +127,22 @@ class FewQueries:
             keys, hidden_TK = keys_TK.numpy(), self.hidden(keys_TK)
             if hidden_TK is not None:
                 keys = np.where(hidden_TK, 0, keys)
-            columns = keys // self.page_size
-            pages_TK = self.table_BN[self.rows[:, None], columns] * page_step
-            pages_TK += (keys - columns * self.page_size) * row_step
-            self._index = keys_TK, steps, torch.from_numpy(pages_TK)
+            self._index = keys_TK, steps, torch.from_numpy(self._places(keys, page_step, row_step))
         return self._index[2]
+
+    def _places(self, keys: NDArray[np.int32], page_step: int, row_step: int) -> Ints:
+        num_pages = self.table_BN.shape[1]
+        if num_pages > _SHORT:
+            columns = keys // self.page_size
+            places = self.table_BN[self.rows[:, None], columns] * page_step
+            places += (keys - columns * self.page_size) * row_step
+            return places
+        # Of short contexts the places of all keys are known once and for all layers.
+        if self._all_places is None or self._all_places[0] != (page_step, row_step):
+            offset_Z = np.arange(self.page_size) * row_step
+            places_BS = (self.table_BN[:, :, None] * page_step + offset_Z).reshape(len(self.table_BN), -1)
+            self._all_places = (page_step, row_step), places_BS
+        return self._all_places[1][self.rows[:, None], keys]
 
     def _plan(self, num_heads: int) -> list[Group]:
         rows, ends = self.rows, self.ends

@@ -20,8 +20,9 @@ def top_k(score_TS: Tensor, k: int) -> Tensor:
     if score_TS.device.type != "cpu":
         raise ValueError(f"top_k[partition] needs scores in host memory, got {score_TS.device}; use impl='reference'")
     num_rows, num_keys = score_TS.shape
-    # NumPy has no bfloat16.
-    scores = score_TS.detach().to(torch.promote_types(score_TS.dtype, torch.float32)).numpy()
+    if score_TS.dtype != torch.float32 or score_TS.requires_grad:  # NumPy has no bfloat16
+        score_TS = score_TS.detach().to(torch.promote_types(score_TS.dtype, torch.float32))
+    scores = score_TS.numpy()
     if k >= num_keys:
         return torch.from_numpy(_filled(scores != -np.inf, k))
     keys = scores.argpartition(num_keys - k, axis=1)[:, num_keys - k :]  # the first of them has the k-th score
