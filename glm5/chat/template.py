@@ -155,10 +155,10 @@ class ChatTemplate:
             options.setdefault("enable_thinking", options["thinking"])
         for key in _SWITCHES:
             if key in options and not isinstance(options[key], bool):
-                raise RequestError(f"{key} must be true or false, got {options[key]!r}", key)
+                raise RequestError(f"{key} must be true or false, got {options[key]!r:.60}", key)
         effort = options.get("reasoning_effort", "")
         if not isinstance(effort, str):
-            raise RequestError(f"reasoning_effort must be text such as 'high', got {effort!r}", "reasoning_effort")
+            raise RequestError(f"reasoning_effort must be text such as 'high', got {effort!r:.60}", "reasoning_effort")
         if taken := sorted({"messages", "tools", "add_generation_prompt"} & options.keys()):
             raise RequestError(f"chat_template_kwargs may not hold {taken[0]}: it has a field of its own", taken[0])
         return options

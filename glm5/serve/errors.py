@@ -19,6 +19,7 @@ from glm5.common.log import REQUEST_ID
 from glm5.config.refusal import complaint
 
 ANTHROPIC_PATH = "/v1/messages"
+_MAX_MESSAGE, _MAX_PARAM = 800, 200  # characters: a refusal does not send a long request back
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -44,8 +45,15 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after = retry_after
+        self.status, self.code, self.retry_after = status, code, retry_after
+        self.message = _shortened(message, _MAX_MESSAGE)
+        self.param = None if param is None else _shortened(param, _MAX_PARAM)
+
+
+def _shortened(text: str, most: int) -> str:
+    """Its beginning and its end, which say what is wrong and what is allowed."""
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 @contextmanager

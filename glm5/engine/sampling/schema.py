@@ -146,7 +146,7 @@ def _number_complaints(here: Mapping[str, Any], kinds: set[str]) -> Iterator[tup
 def _string_complaints(here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     pattern, described = here.get("pattern"), [key for key in ("pattern", "format") if key in here]
     if here.get("format") in _BROKEN_FORMATS:
-        yield "format", f"{here['format']!r} lets invalid JSON through; use a pattern"
+        yield "format", f"{here['format']!r:.60} lets invalid JSON through; use a pattern"
     if len(described) > 1 or (described and ("minLength" in here or "maxLength" in here)):
         dropped = next(key for key in _FOR_STRINGS if key in here and key != described[-1])
         yield dropped, f"is not enforced beside {described[-1]}; say it in one pattern"
@@ -155,18 +155,18 @@ def _string_complaints(here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif isinstance(pattern, str) and (why := too_slow(pattern)):
         yield "pattern", why
     elif isinstance(pattern, str) and (found := _UNWRITABLE.search(pattern)):
-        yield "pattern", f"{pattern!r} holds {found[0]!r}: quotes, backslashes and control characters are not escaped"
+        yield "pattern", f"{pattern!r:.60} holds {found[0]!r}: quotes, backslashes and control characters are not escaped"
     elif isinstance(pattern, str) and any(int(count) > _MAX_REPEATS for count in _COUNT.findall(pattern)):
-        yield "pattern", f"{pattern!r} repeats something more than {_MAX_REPEATS} times; use *, + or maxLength"
+        yield "pattern", f"{pattern!r:.60} repeats something more than {_MAX_REPEATS} times; use *, + or maxLength"
     elif isinstance(pattern, str) and _STRAY_ANCHOR.search(_NOT_ANCHORS.sub("x", pattern)):
-        yield "pattern", f"{pattern!r} has an anchor inside; allowed: ^ first and $ last"
+        yield "pattern", f"{pattern!r:.60} has an anchor inside; allowed: ^ first and $ last"
 
 
 def _object_complaints(here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     names, patterns = here.get("properties", {}), here.get("patternProperties", {})
     missing = [name for name in here.get("required", ()) if name not in names]
     if missing:
-        yield "required", f"names {missing[0]!r}, which properties does not describe; describe it there"
+        yield "required", f"names {missing[0]!r:.60}, which properties does not describe; describe it there"
     num_optional = len(names) - len(here.get("required", ()))
     counts = here.get("minProperties", 0) > len(here.get("required", ())) or here.get(
         "maxProperties", len(names)
@@ -211,7 +211,7 @@ def _target(here: Mapping[str, Any], root: Any) -> tuple[str, Any]:
     reference = here["$ref"]
     while True:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise _refusal("$ref", f"is {reference!r}; allowed: # and #/..., within this schema")
+            raise _refusal("$ref", f"is {reference!r:.60}; allowed: # and #/..., within this schema")
         if reference in seen:
             raise _refusal(reference, "refers to itself and nothing else")
         seen.add(reference)

@@ -307,3 +307,34 @@ def test_no_other_origin_is_let_in(http, engine):
     engine.script = "x"
     answer = post(http, {"messages": ASK}, headers={"origin": "https://elsewhere.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+LONG = "n" * 100_000
+SCHEMA = {"type": "object", "properties": {LONG: {"type": "string", "pattern": LONG}}, "required": [LONG, LONG + "x"]}
+ECHOES = [
+    {"model": LONG},
+    {"bad_words": [LONG]},
+    {"logit_bias": {LONG: 1}},
+    {"chat_template_kwargs": {"enable_thinking": LONG}},
+    {"chat_template_kwargs": {"reasoning_effort": [LONG]}},
+    {"stream_options": {LONG: LONG}, "stream": LONG},
+    {"tool_choice": {"type": "function", "function": {"name": LONG}}},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]},
+    {"tools": [{"type": LONG, "function": {"name": LONG, LONG: LONG}}]},
+    {"structured_outputs": {"json": SCHEMA}},
+    {"structured_outputs": {"json": {"$ref": LONG}}},
+    {"structured_outputs": {"json": {"$ref": "#/" + LONG}}},
+    {"structured_outputs": {"json": {"type": "string", "format": LONG}}},
+    {"structured_outputs": {"grammar": LONG}},
+    {"structured_outputs": {LONG: LONG}},
+    {"response_format": {"type": LONG}},
+    {"messages": [{"role": LONG, "content": LONG}]},
+    {"messages": [*ASK, {"role": "tool", "tool_call_id": LONG, "content": LONG}]},
+]
+
+
+@pytest.mark.parametrize("number", range(len(ECHOES)))
+def test_a_refusal_does_not_send_a_long_value_back(http, number):
+    answer = post(http, {"messages": ASK, "tool_choice": "auto", **ECHOES[number]})
+    assert answer.status_code in (200, 400, 404)
+    assert answer.status_code == 200 or len(answer.text) < 1500

@@ -28,11 +28,11 @@ ROUTES = {
     "/abort_request": (AbortBody, {"rid": "x"}),
 }
 ATOMS = [None, True, False, 0, 1, -1, 7, 2**31, 2**63, 2**70, 0.5, -1e300, 1e-300, "", "x", "auto", "\u00fc\U0001f600",
-         "a" * 300, "\x00", "</think>", "none", "required", "high", "json_object", "function"]  # fmt: skip
+         "a" * 300, "a" * 5000, "\x00", "</think>", "none", "required", "high", "json_object", "function"]  # fmt: skip
 KEYS = ["type", "function", "name", "parameters", "properties", "required", "strict", "json", "json_schema", "schema",
         "role", "content", "text", "tool_calls", "arguments", "enum", "items", "anyOf", "$ref", "pattern", "minLength",
         "include_usage", "enable_thinking", "budget_tokens", "5", "regex", "choice",
-        "additionalProperties"]  # fmt: skip
+        "additionalProperties", "k" * 5000]  # fmt: skip
 NUM_REQUESTS = 120
 
 
