@@ -8,6 +8,8 @@
 Tokens of a chunk are what the server says of it (`counted` is "chunk"). If it only says the total, and that is not the
 number of chunks, the total is spread over the chunks as evenly as whole tokens allow ("usage"): right in the mean,
 smoothed in the percentiles. Without any usage each chunk is taken for one token ("guess").
+
+An answer without text is one, if the server says why it ended: its tokens, as many as usage tells, came with its end.
 """
 
 from array import array
@@ -62,11 +64,17 @@ class Record:
 
     def settle(self) -> None:
         """Close the books on an answer whose stream ended well. Raises `RequestFailed` if it is no whole answer."""
-        if not self.arrivals:
-            raise RequestFailed(NO_TOKENS, "the answer has no token")
+        if not self.arrivals and not self.end:
+            raise RequestFailed(NO_TOKENS, "the stream has nothing of an answer")
         if self.finish is None:
             raise RequestFailed(CUT_OFF, f"the stream ended after {len(self.arrivals)} chunks without a finish reason")
-        total, num_chunks = self.usage.completion_tokens, len(self.arrivals)
+        total = self.usage.completion_tokens
+        if not self.arrivals:  # nothing of it can be read: the model ended it at once, or its tokens are not shown
+            self.arrivals.append(self.end)
+            self.counted = "guess" if total is None else "chunk"
+            self.tokens = array("q", [1 if total is None else total])
+            return
+        num_chunks = len(self.arrivals)
         if self._ends_empty and total == num_chunks + 1:  # the token that ended the answer came with its reason
             self.arrivals.append(self.end)
             self._totals.append(UNKNOWN)

@@ -224,6 +224,8 @@ def _honesty(outcome: Outcome, records: Sequence[Record]) -> Honesty:
     guessed = sum(record.counted == "guess" for record in records)
     if guessed:
         warnings.append(f"{guessed} answers came without usage: each chunk was taken for one token")
+    if empty := sum(record.num_tokens == 0 for record in records):
+        warnings.append(f"{empty} answers had no token: their first is taken to have come with their end")
     if outcome.num_held:
         warnings.append(
             f"{outcome.num_held} requests waited for --max-concurrency, which no latency includes: "

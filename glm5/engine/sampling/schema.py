@@ -155,7 +155,8 @@ def _string_complaints(here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif isinstance(pattern, str) and (why := too_slow(pattern)):
         yield "pattern", why
     elif isinstance(pattern, str) and (found := _UNWRITABLE.search(pattern)):
-        yield "pattern", f"{pattern!r:.60} holds {found[0]!r}: quotes, backslashes and control characters are not escaped"
+        not_escaped = "quotes, backslashes and control characters are not escaped"
+        yield "pattern", f"{pattern!r:.60} holds {found[0]!r}: {not_escaped}"
     elif isinstance(pattern, str) and any(int(count) > _MAX_REPEATS for count in _COUNT.findall(pattern)):
         yield "pattern", f"{pattern!r:.60} repeats something more than {_MAX_REPEATS} times; use *, + or maxLength"
     elif isinstance(pattern, str) and _STRAY_ANCHOR.search(_NOT_ANCHORS.sub("x", pattern)):

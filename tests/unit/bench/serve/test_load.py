@@ -96,6 +96,24 @@ def test_a_conversation_in_messages_repeats_reasoning_answer_and_call():
     assert of(outcome, "ttft", "num_tokens", "counted") == [(1.0, 3, "guess")] * 2
 
 
+def test_an_answer_of_reasoning_alone_and_one_of_nothing_are_answers():
+    def chat(*deltas, num_tokens):
+        *rest, last = [{"choices": [{"delta": delta}]} for delta in deltas]
+        last["choices"][0]["finish_reason"] = "length"
+        usage = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": num_tokens}}
+        return Script([*((1.0, event(chunk)) for chunk in (*rest, last)), (0.0, event(usage)), (0.0, event(b"[DONE]"))])
+
+    answers = {
+        "0": chat({"role": "assistant", "reasoning_content": "hm"}, {"reasoning_content": " so"}, {}, num_tokens=2),
+        "1": chat({"role": "assistant"}, num_tokens=1),
+    }
+    plan = Plan(single(2), [0.0] * 2)
+    outcome = run_virtually(
+        lambda request: answers[request.json["messages"][0]["content"]], plan, backend="openai-chat"
+    )
+    assert of(outcome, "error", "ttft", "num_tokens", "counted") == [(None, 1.0, 2, "chunk"), (None, 1.0, 1, "chunk")]
+
+
 def test_errors_are_counted_by_kind_and_end_their_conversation():
     answers = {
         "0": Script([], status=503, headers={"Retry-After": "1"}),
@@ -117,7 +135,7 @@ def test_errors_are_counted_by_kind_and_end_their_conversation():
         ("disconnected", "the server closed the connection"),
         ("error in stream", "died"),
         ("bad answer", "'nonsense' is no chunk: JSON is malformed: invalid character (byte 4)"),
-        ("no tokens", "the answer has no token"),
+        ("no tokens", "the stream has nothing of an answer"),
         ("cut off", "the stream ended after 1 chunks without a finish reason"),
         ("timeout", "no whole answer within 8 s"),
         ("timeout", "no whole answer within 8 s"),

@@ -121,10 +121,21 @@ def test_one_token_has_no_tpot():
 
 
 @pytest.mark.parametrize(
+    ("said", "num_tokens", "counted"),
+    [([usage(1)], 1, "chunk"), ([usage(3)], 3, "chunk"), ([usage(0)], 0, "chunk"), ([], 1, "guess")],
+)
+def test_an_answer_without_text_is_an_answer(said, num_tokens, counted):
+    record = settled([(11.0, ROLE), (12.0, END), *((13.0, piece) for piece in said)])
+    assert (record.num_tokens, record.counted, record.finish) == (num_tokens, counted, "stop")
+    assert (record.ttft, record.latency) == (EXACT(2.0), EXACT(2.0))
+    assert (list(record.tokens), record.itl()) == ([num_tokens], [])
+
+
+@pytest.mark.parametrize(
     ("pieces", "kind"),
     [
         ([], NO_TOKENS),
-        ([(11.0, ROLE), (12.0, END), (12.0, usage(0))], NO_TOKENS),
+        ([(11.0, ROLE), (12.0, usage(0))], NO_TOKENS),
         ([(11.0, token()), (12.0, usage(1))], CUT_OFF),
     ],
 )
