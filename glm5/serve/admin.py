@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter(tags=["admin"])
 
+MAX_NAME = 256  # characters of what weights are called
+
 Done = dict[str, Any]
 Part = Literal["weights", "kv_cache"]
 
@@ -64,7 +66,8 @@ class Sleep(Body):
 
 class NewWeights(Body):
     """`model_path`: a checkpoint folder of the server's machine. `flush_cache` false keeps what running requests have
-    computed with the weights before; `abort_all_requests` ends them."""
+    computed with the weights before; `abort_all_requests` ends them. `weight_version`: as SGLang has it, a text that
+    SGLang's routes call these weights by; or their number, above that of those before."""
 
     refused = {
         "load_format": ("auto",),
@@ -79,14 +82,15 @@ class NewWeights(Body):
     abort_all_requests: bool = False
     weight_version: int | str | None = None
 
-    def version(self) -> int | None:
-        """SGLang's is a text."""
+    def version(self) -> tuple[int | None, str | None]:
+        """The number of these weights, and their name, as far as they are given."""
         given = self.weight_version
-        if given is None or isinstance(given, int):
-            return given
-        if not (given.isascii() and given.isdecimal() and len(given) <= 18):
-            raise ApiError(400, f"weight_version is {given!r:.60}; allowed: a whole number", param="weight_version")
-        return int(given)
+        if not isinstance(given, str):
+            return given, None
+        if len(given) > MAX_NAME:
+            allowed = f"up to {MAX_NAME} characters, or a number"
+            raise ApiError(400, f"weight_version is {given!r:.60}; allowed: {allowed}", param="weight_version")
+        return None, given
 
 
 B = TypeVar("B", bound=Body)
@@ -166,11 +170,13 @@ async def update_weights_from_disk(
     settings: NewWeights = Depends(settings_of(NewWeights)), service: Service = Depends(get_service)
 ) -> Done:
     """Replace the weights by those of a checkpoint folder, which is checked whole before any is replaced."""
+    number, name = settings.version()
     policy = "abort" if settings.abort_all_requests else "recompute" if settings.flush_cache else "keep"
     with _told():
-        version = await service.engine.update_weights(settings.model_path, policy=policy, version=settings.version())
-    logger.info("the weights are those of %s now, version %d", settings.model_path, version)
-    return _done("the weights are replaced", weight_version=version)
+        version = await service.engine.update_weights(settings.model_path, policy=policy, version=number)
+    service.name_weights(version, name)
+    logger.info("the weights are those of %s now, version %d (%r)", settings.model_path, version, name)
+    return _done("the weights are replaced", weight_version=version if name is None else name)
 
 
 @router.post("/release_memory_occupation", openapi_extra=described(Release))

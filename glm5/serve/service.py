@@ -21,6 +21,8 @@ from glm5.serve.responses_store import ResponseStore
 from glm5.serve.running import Running
 from glm5.serve.state import ServerState
 
+MAX_WEIGHT_NAMES = 1000  # the oldest are forgotten: no answer goes on through so many updates
+
 
 class Engine(Protocol):
     """The part of `AsyncEngine` that a server needs."""
@@ -70,6 +72,19 @@ class Service:
     logged_fields: set[str] = field(default_factory=set)
     running: Running = field(default_factory=Running)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    _weight_names: dict[int, str] = field(default_factory=dict)
+
+    def weight_name(self, version: int) -> str:
+        """What a version of the weights is called: as whoever loaded them said, else by its number."""
+        return self._weight_names.get(version, str(version))
+
+    def name_weights(self, version: int, name: str | None) -> None:
+        """Call a version that was loaded just now by this name; None: by its number."""
+        self._weight_names.pop(version, None)  # of an engine that has died since
+        if name is not None:
+            self._weight_names[version] = name
+        while len(self._weight_names) > MAX_WEIGHT_NAMES:
+            del self._weight_names[next(iter(self._weight_names))]
 
 
 def get_service(request: Request) -> Service:

@@ -87,7 +87,7 @@ def _prepare(body: GenerateBody, service: Service) -> tuple[list[Job], Answers, 
             )
         )
     num_answers = options[0].n
-    return jobs, Answers(asked, num_answers, service.engine.cfg), is_batch or num_answers > 1
+    return jobs, Answers(asked, num_answers, service), is_batch or num_answers > 1
 
 
 def _params(

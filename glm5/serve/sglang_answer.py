@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.config.model import ModelConfig
 from glm5.engine.outputs import Logprob
 from glm5.engine.wire import RoutedExperts
 from glm5.serve.generation import LogprobRow, Step
+from glm5.serve.service import Service
 from glm5.serve.sglang_body import Wanted
 
 
@@ -54,8 +54,8 @@ class _Prompt:
 class Growing:
     """One answer to a prompt, as it grows."""
 
-    def __init__(self, prompt: _Prompt, answer_id: str, cfg: ModelConfig):
-        self._prompt, self._id, self._cfg = prompt, answer_id, cfg
+    def __init__(self, prompt: _Prompt, answer_id: str, service: Service):
+        self._prompt, self._id, self._service = prompt, answer_id, service
         self._started = time.monotonic()
         self._text, self._ids, self._logprobs, self._likeliest = "", "", "", ""  # JSON, without what encloses it
         self._num_tokens, self._num_steps = 0, 0
@@ -129,7 +129,7 @@ class Growing:
 
     def _take_version(self, step: Step) -> None:
         """Runs of tokens by the weights that drew them."""
-        version, end = str(step.version), self._num_tokens + len(step.token_ids)
+        version, end = self._service.weight_name(step.version), self._num_tokens + len(step.token_ids)
         if self._versions and self._versions[-1]["version"] == version:
             self._versions[-1]["end"] = end
         elif step.token_ids:
@@ -155,8 +155,9 @@ class Growing:
         runs = [*self._prompt.experts, *self._experts]
         if not runs or asked.experts_from is None:
             return None
-        sparse = [layer_idx for layer_idx in range(self._cfg.num_hidden_layers) if self._cfg.is_moe(layer_idx)]
-        shape = (max(0, num_tokens), self._cfg.num_hidden_layers, runs[0].shape[2])
+        cfg = self._service.engine.cfg
+        sparse = [layer_idx for layer_idx in range(cfg.num_hidden_layers) if cfg.is_moe(layer_idx)]
+        shape = (max(0, num_tokens), cfg.num_hidden_layers, runs[0].shape[2])
         told = np.zeros(shape, dtype="<i4")
         told[:, sparse] = -1
         for run in runs:
@@ -168,11 +169,11 @@ class Growing:
 class Answers:
     """All answers of one request, each by the number of its prompt and its own."""
 
-    def __init__(self, asked: Sequence[Asked], num_answers: int, cfg: ModelConfig):
+    def __init__(self, asked: Sequence[Asked], num_answers: int, service: Service):
         self.num_answers = num_answers
         self._prompts = [_Prompt(one) for one in asked]
         self._growing = [
-            Growing(prompt, prompt.asked.id if num_answers == 1 else f"{prompt.asked.id}_{index}", cfg)
+            Growing(prompt, prompt.asked.id if num_answers == 1 else f"{prompt.asked.id}_{index}", service)
             for prompt in self._prompts
             for index in range(num_answers)
         ]

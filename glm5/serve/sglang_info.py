@@ -28,7 +28,7 @@ async def model_info(service: Service = Depends(get_service)) -> Info:
         "served_model_name": service.model_names[0],
         "is_generation": True,
         "preferred_sampling_params": None,
-        "weight_version": _version(stats),
+        "weight_version": _version(stats, service),
         "has_image_understanding": False,
         "has_audio_understanding": False,
         "max_model_len": service.engine.max_model_len,
@@ -40,7 +40,7 @@ async def model_info(service: Service = Depends(get_service)) -> Info:
 @router.get("/weight_version")
 async def weight_version(service: Service = Depends(get_service)) -> Info:
     """The version of the weights in use; null where the engine does not say in time."""
-    return {"weight_version": _version(await _stats(service))}
+    return {"weight_version": _version(await _stats(service), service)}
 
 
 @router.get("/get_server_info")
@@ -58,7 +58,7 @@ async def server_info(service: Service = Depends(get_service)) -> Info:
         "max_model_len": engine.max_model_len,
         **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size"), 1),
         "resolved": dict(engine.table),
-        "weight_version": _version(stats),
+        "weight_version": _version(stats, service),
         "version": __version__,
         "internal_states": [_state(stats)],
     }
@@ -73,8 +73,8 @@ async def _stats(service: Service) -> Info | None:
         return None
 
 
-def _version(stats: Info | None) -> str | None:
-    return None if stats is None else str(stats["weight_version"])
+def _version(stats: Info | None, service: Service) -> str | None:
+    return None if stats is None else service.weight_name(stats["weight_version"])
 
 
 def _state(stats: Info | None) -> Info:

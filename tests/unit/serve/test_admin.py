@@ -49,7 +49,7 @@ CALLS = [
      [("update_weights", "/w", "keep", 12)], {"weight_version": 12}),
     ("/update_weights_from_disk", {"model_path": "/w", "abort_all_requests": True, "weight_version": "3",
                                    "load_format": "auto", "is_async": False, "torch_empty_cache": True},
-     [("update_weights", "/w", "abort", 3)], {"weight_version": 3}),
+     [("update_weights", "/w", "abort", None)], {"weight_version": "3"}),
     ("/stop_profile", {}, [("profile", None)], {"path": "trace.json.gz"}),
     ("/start_profile", {"model": "tiny", "prompt": "x", "stream": True, "stream_options": {}}, ..., {}),
 ]  # fmt: skip
@@ -86,7 +86,7 @@ REFUSED = [
     ("/update_weights_from_disk", {}, "model_path is missing", "model_path"),
     ("/update_weights_from_disk", {"model_path": "/w", "is_async": True}, "is_async is not supported", "is_async"),
     ("/update_weights_from_disk", {"model_path": "/w", "load_format": "gguf"}, "load_format is not", "load_format"),
-    ("/update_weights_from_disk", {"model_path": "/w", "weight_version": "v1"}, "weight_version is 'v1'; allowed: a",
+    ("/update_weights_from_disk", {"model_path": "/w", "weight_version": "v" * 257}, "allowed: up to 256 ch",
      "weight_version"),
     ("/start_profile", {"output_dir": "/etc"}, "'output_dir' is no setting of this route", "output_dir"),
 ]  # fmt: skip
