@@ -86,6 +86,19 @@ class KVCache:
         else:
             store_rows(self._index_key_PZI[layer_idx], slot_T, key_TI)
 
+    def latents(self, layer_idx: int) -> Pool:
+        """The latents of a layer, for kernels that write them."""
+        return self._latent_PZL[layer_idx]
+
+    def index_keys(self, layer_idx: int) -> Pool:
+        """The index keys of a layer, likewise."""
+        return self._index_key_PZI[layer_idx]
+
+    @property
+    def place(self) -> int:
+        """Where the pool lies: what a captured graph depends on."""
+        return self._page_PB.data_ptr()
+
     def select_keys(
         self,
         layer_idx: int,

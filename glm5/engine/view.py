@@ -24,6 +24,9 @@ class StepView:
     """`group_T` int32: row of the page table `table_BN`; `end_T` int32: keys that each token sees; `place_T`: the slot
     of the pool that its own key goes to. No token sees more than `max_end` keys. `invariant`: results do not depend on
     what else is in the batch, bit for bit; every token then selects keys, however few there are.
+
+    `first_T` int32: where all rows are those of whole prompts, the row with which each token's prompt begins; of
+    padding, one behind it.
     """
 
     cache: KVCache
@@ -34,6 +37,7 @@ class StepView:
     place_T: Tensor
     max_end: int
     invariant: bool
+    first_T: Tensor | None = None
     _where: Where | None = None
     _planned: FewQueries | None = None
     _is_few: dict[int, bool] = field(default_factory=dict[int, bool])
@@ -51,6 +55,7 @@ class StepView:
         live_T: Tensor,
         max_end: int,
         invariant: bool,
+        first_T: Tensor | None = None,
     ) -> "StepView":
         """A view of tokens at these positions of the sequences in these slots; those that are not live are padding."""
         size = cache.page_size
@@ -59,18 +64,19 @@ class StepView:
         if positions_T.is_cpu:
             table_BN, end_T, where = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
             table_BN, place_T = table_BN[:, :num_pages], torch.from_numpy(where[0] * size + where[1])
-            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant, where)
+            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant, first_T, where)
         column_T = (positions_T // size).clamp_max_(slots.num_columns - 1)
         page_T = torch.where(live_T > 0, slots.table_SN[slot_T, column_T].long(), cache.dump_page)
         return cls(
             cache=cache,
-            table_BN=slots.table_SN.index_select(0, slot_B)[:, :num_pages],
+            table_BN=slots.table_SN[:, :num_pages].index_select(0, slot_B),
             positions_T=positions_T,
             group_T=group_T.int(),
             end_T=((positions_T + 1) * live_T).int(),
             place_T=page_T * size + positions_T % size,
             max_end=max_end,
             invariant=invariant,
+            first_T=first_T,
         )
 
     def parts(self, num_rows: int) -> Iterator["StepView"]:
@@ -83,6 +89,7 @@ class StepView:
                 group_T=self.group_T[span],
                 end_T=self.end_T[span],
                 place_T=self.place_T[span],
+                first_T=None,
                 _where=None,
                 _planned=None,
                 _is_few={},
@@ -94,10 +101,13 @@ class StepView:
     def append_index_key(self, layer_idx: int, key_TI: Tensor) -> None:
         self.cache.append_index_key(layer_idx, self.place_T, key_TI, self._where)
 
+    def selects(self, top_k: int) -> bool:
+        """Whether any token may see more keys than it selects."""
+        return self.max_end > top_k or self.invariant
+
     def select(self, layer_idx: int, q_TJI: Tensor, w_TJ: Tensor, top_k: int, scale: float) -> Selection:
-        # Where every token would select all that it sees. (With `invariant` the width of a selection is always the
-        # same, or sums would be taken in another order.)
-        if self.max_end <= top_k and not self.invariant:
+        # (With `invariant` the width of a selection is always the same, or sums would be taken in another order.)
+        if not self.selects(top_k):
             return Selection(None)
         where = (self.table_BN, self.group_T, self.end_T)
         few = self._few(q_TJI.shape[1])

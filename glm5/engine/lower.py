@@ -1,0 +1,298 @@
+"""The model in its inference form: the same weights, run by fused kernels, rule by rule.
+
+    residual add, norm (and quantization)      one kernel: `add_rms_norm`, handed from layer to layer
+    index key, query and key products of x     one product: a `Stack` of wk, q_a, kv_a
+    norms, rotation, both writes to the cache  one kernel: `mla_keys`
+    queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
+    every visible key is read                  the indexer's queries are not computed
+    prompts that begin in this pass            heads' keys and values expanded: `prompt_attention`
+    routed and shared experts                  one sum: `grouped_experts` with `shared`
+    gate and up of dense layers                one product
+    angles of positions                        looked up
+
+Rules change how sums are rounded, never what is computed; tests/unit/engine/test_lower.py holds each to the model's own
+modules. `Lowered` has the calls of `Glm5` that a runner makes. What it derives from weights it derives again in
+`refresh`; everything else are views.
+"""
+
+from itertools import islice
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.engine.stack import AnyLinear, Rows, Stack, product
+from glm5.engine.view import StepView
+from glm5.kernels.act_quant import act_quant
+from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
+from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.grouped_experts import SharedExpert, grouped_experts
+from glm5.kernels.mla_keys import IndexKeys, mla_keys, mla_keys_quantized
+from glm5.kernels.mla_queries import mla_queries
+from glm5.kernels.per_head import per_head
+from glm5.kernels.prompt_attention import prompt_attention
+from glm5.kernels.rms_norm import rms_norm
+from glm5.kernels.rope import rope_part, rope_table
+from glm5.model.attention import SparseLatentAttention
+from glm5.model.block import DecoderLayer
+from glm5.model.experts import BlockScaledExperts, Experts
+from glm5.model.glm5 import Glm5
+from glm5.model.linear import BlockScaledLinear
+from glm5.model.mlp import MLP
+from glm5.model.moe import MoE
+from glm5.model.norm import RMSNorm
+from glm5.model.seams import Rope, Selection
+
+FEW_ROWS = 16  # up to here FP8 products take rows as they are, so that nobody quantizes for them
+
+
+class Join(Protocol):
+    """Adds what is new to the residual stream: (normed rows, the stream)."""
+
+    def __call__(
+        self, new_TD: Tensor, residual_TD: Tensor, norm: RMSNorm, *, quantize: bool
+    ) -> tuple[Rows, Tensor]: ...
+
+
+def join(new_TD: Tensor, residual_TD: Tensor, norm: RMSNorm, *, quantize: bool) -> tuple[Rows, Tensor]:
+    """Of one device; ranks that share a layer add theirs up first."""
+    if not quantize:
+        x_TD, total_TD = add_rms_norm(new_TD, residual_TD, norm.weight, norm.eps)
+        return Rows(x_TD), total_TD
+    x_TD, total_TD, data, scale = add_rms_norm_quantized(new_TD, residual_TD, norm.weight, norm.eps)
+    return Rows(x_TD, (data, scale)), total_TD
+
+
+class LoweredAttention:
+    """`SparseLatentAttention` of one layer."""
+
+    def __init__(self, module: SparseLatentAttention):
+        self.module, indexer = module, module.indexer
+        self.of_input = Stack([*([indexer.wk] if indexer is not None else []), *_latent_linears(module)])
+        self.of_query = Stack([module.q_b_proj, *([indexer.wq_b] if indexer is not None else [])])
+        self.num_key = module.cfg.index_head_dim if indexer is not None else 0
+        self.w_k_HNC, self.w_v_HCV = _absorbed(module)
+
+    @property
+    def stacks(self) -> list[Stack]:
+        return [self.of_input, self.of_query]
+
+    def refresh(self) -> None:
+        """Absorb the weights of now, in place."""
+        for mine, now in zip((self.w_k_HNC, self.w_v_HCV), _absorbed(self.module), strict=True):
+            mine.copy_(now)
+
+    def __call__(self, x: Rows, rope: Rope, view: StepView, selection: Selection | None) -> tuple[Tensor, Selection]:
+        """Output [T, D] and the selection used."""
+        module, cfg = self.module, self.module.cfg
+        heads, head_dim, layer_idx = cfg.num_attention_heads, module.qk_head_dim, module.layer_idx
+        has_key = selection is None
+        assert not has_key or module.indexer is not None, f"{layer_idx=}"
+        out_TY = self.of_input(x, 0 if has_key or not self.num_key else 1)
+        num_key = self.num_key if has_key else 0
+        qkv_TY = out_TY[:, num_key:]
+        q_lat = self._keys(qkv_TY, out_TY[:, :num_key], rope, view, quantize=x.quantized is not None)
+
+        if selection is None and not view.selects(cfg.index_topk):
+            selection = Selection(None)
+        query_TY = self.of_query(q_lat, 0, 2 if selection is None else 1)
+        q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+        if view.first_T is not None and selection is not None and selection.keys_TK is None:
+            return self._prompt(q_THX, qkv_TY, rope, view.first_T), selection
+        index_TJI = None
+        if selection is None:
+            index_TJI = query_TY[:, heads * head_dim :].unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
+        q_THL = mla_queries(q_THX, self.w_k_HNC, rope.cos_TR2, rope.sin_TR2, index_TJI)
+        if selection is None:
+            assert module.indexer is not None
+            assert index_TJI is not None
+            # Weights of index heads are scaled with the scores: they enter in the dtype that the product has.
+            w_TJ = module.indexer.weights_proj(x.x_TD)
+            scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
+            selection = view.select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale)
+        out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
+        return product(Rows(per_head(out_THC, self.w_v_HCV).flatten(1)), module.o_proj), selection
+
+    def _keys(self, qkv_TY: Tensor, key_TI: Tensor, rope: Rope, view: StepView, *, quantize: bool) -> Rows:
+        """The query latent; the latents, and index keys if there are any, go to the cache."""
+        module, layer_idx, index = self.module, self.module.layer_idx, None
+        if key_TI.shape[1]:
+            assert module.indexer is not None
+            norm = module.indexer.k_norm
+            index = IndexKeys(key_TI, norm.weight, norm.bias, norm.eps, view.cache.index_keys(layer_idx))
+        norms = module.q_a_layernorm.weight, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps
+        where = rope.cos_TR2, rope.sin_TR2, view.place_T, view.cache.latents(layer_idx), index
+        if not quantize:
+            return Rows(mla_keys(qkv_TY, *norms, *where))
+        q_TQ, data, scale = mla_keys_quantized(qkv_TY, *norms, *where)
+        return Rows(q_TQ, (data, scale))
+
+    def _prompt(self, q_THX: Tensor, qkv_TY: Tensor, rope: Rope, first_T: Tensor) -> Tensor:
+        """Attention of whole prompts to themselves."""
+        module, cfg = self.module, self.module.cfg
+        q_THX = rope_part(q_THX, rope.cos_TR2, rope.sin_TR2, None, cfg.qk_nope_head_dim, module.qk_head_dim)
+        kv_TC = qkv_TY[:, cfg.q_lora_rank : cfg.q_lora_rank + cfg.kv_lora_rank]
+        kv_TC = rms_norm(kv_TC, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps)
+        turned_TR = rope_part(
+            qkv_TY[:, cfg.q_lora_rank + cfg.kv_lora_rank :], rope.cos_TR2, rope.sin_TR2, None, 0, cfg.qk_rope_head_dim
+        )
+        k_THN = F.linear(kv_TC, self.w_k_HNC.flatten(0, 1)).unflatten(1, (cfg.num_attention_heads, -1))
+        v_THV = torch.matmul(kv_TC, self.w_v_HCV).transpose(0, 1)
+        out_THV, _ = prompt_attention(q_THX, k_THN, turned_TR, v_THV, first_T, scale=module.qk_head_dim**-0.5)
+        return product(Rows(out_THV.flatten(1)), module.o_proj)
+
+
+def _latent_linears(module: SparseLatentAttention) -> list[AnyLinear]:
+    return [module.q_a_proj, module.kv_a_proj_with_mqa]
+
+
+def _absorbed(module: SparseLatentAttention) -> tuple[Tensor, Tensor]:
+    """kv_b_proj by heads, as the kernels read it: [H, N, C] for keys, [H, C, V] for values."""
+    cfg = module.cfg
+    dtype = module.kv_a_layernorm.weight.dtype
+    kv_b_HOC = module.kv_b_proj.dense(dtype).detach().unflatten(0, (cfg.num_attention_heads, -1))
+    keys, values = kv_b_HOC[:, : cfg.qk_nope_head_dim], kv_b_HOC[:, cfg.qk_nope_head_dim :]
+    return keys.contiguous(), values.mT.contiguous()
+
+
+class LoweredMLP:
+    """A dense layer's `MLP`."""
+
+    def __init__(self, module: MLP):
+        self.module = module
+        self.gate_up = Stack([module.gate_proj, module.up_proj])
+
+    @property
+    def stacks(self) -> list[Stack]:
+        return [self.gate_up]
+
+    def __call__(self, x: Rows) -> Tensor:
+        gate_TM, up_TM = self.gate_up(x).chunk(2, dim=-1)
+        return product(Rows(F.silu(gate_TM) * up_TM), self.module.down_proj)
+
+
+class LoweredMoE:
+    """`MoE`: the shared expert is one more of the experts. `heard` takes down which experts were chosen."""
+
+    def __init__(self, module: MoE):
+        self.module, self.heard = module, None
+        self.heard: list[Tensor] | None
+
+    @property
+    def stacks(self) -> list[Stack]:
+        return []
+
+    def __call__(self, x: Rows) -> Tensor:
+        weight_TA, expert_TA = self.module.gate(x.x_TD)
+        if self.heard is not None:
+            self.heard.append(expert_TA)
+        experts, mlp = self.module.experts, self.module.shared_experts
+        shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
+        return grouped_experts(x.x_TD, *_stacks(experts), weight_TA, expert_TA, shared=shared)
+
+
+def _weight(linear: AnyLinear) -> Tensor | BlockScaled:
+    if isinstance(linear, BlockScaledLinear):
+        return BlockScaled(linear.weight, linear.weight_scale_inv)
+    return linear.weight
+
+
+def _stacks(experts: Experts | BlockScaledExperts) -> tuple[Tensor | BlockScaled, Tensor | BlockScaled]:
+    if isinstance(experts, BlockScaledExperts):
+        gate_up = BlockScaled(experts.gate_up_proj, experts.gate_up_proj_scale_inv)
+        return gate_up, BlockScaled(experts.down_proj, experts.down_proj_scale_inv)
+    return experts.gate_up_proj, experts.down_proj
+
+
+class LoweredLayer:
+    """One decoder layer between two norms: what it adds is added by whoever reads it."""
+
+    def __init__(self, module: DecoderLayer, join: Join):
+        self.module, self.join = module, join
+        self.attention = LoweredAttention(module.self_attn)
+        self.mlp = LoweredMoE(module.mlp) if isinstance(module.mlp, MoE) else LoweredMLP(module.mlp)
+        self.is_fp8 = self.attention.of_input.is_fp8
+
+    def quantizes(self, num_rows: int) -> bool:
+        return self.is_fp8 and num_rows > FEW_ROWS
+
+    def __call__(
+        self, new_TD: Tensor | None, residual_TD: Tensor, rope: Rope, view: StepView, selection: Selection | None
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """(what the layer adds, the stream without it, the selection used)."""
+        norm, quantizes = self.module.input_layernorm, self.quantizes(len(residual_TD))
+        if new_TD is None:
+            x_TD = norm(residual_TD)
+            x = Rows(x_TD, act_quant(x_TD) if quantizes else None)
+        else:
+            x, residual_TD = self.join(new_TD, residual_TD, norm, quantize=quantizes)
+        new_TD, selection = self.attention(x, rope, view, selection)
+        # Experts quantize by themselves, where they do at all.
+        quantizes = quantizes and isinstance(self.mlp, LoweredMLP)
+        x, residual_TD = self.join(new_TD, residual_TD, self.module.post_attention_layernorm, quantize=quantizes)
+        return self.mlp(x), residual_TD, selection
+
+
+class Lowered:
+    """The inference form of `model`, which stays the owner of its weights. `max_len`: positions that are asked for."""
+
+    def __init__(self, model: Glm5, max_len: int, join: Join = join):
+        cfg, trunk = model.cfg, model.model
+        self.model, self.join = model, join
+        decoders = [layer for layer in trunk.layers if isinstance(layer, DecoderLayer)]
+        self.layers = [LoweredLayer(layer, join) for layer in decoders]
+        positions = torch.arange(max_len, device=model.device)
+        self._cos_NR2, self._sin_NR2 = rope_table(positions, cfg.qk_rope_head_dim, cfg.rope_theta, model.dtype)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where the weights lie: what a captured graph depends on."""
+        tensors = (tensor.data_ptr() for tensor in self.model.state_dict(keep_vars=True).values())
+        return tuple(tensors)
+
+    def refresh(self) -> None:
+        """Other weights lie in the model, perhaps elsewhere."""
+        for layer in self.layers:
+            for stack in (*layer.attention.stacks, *layer.mlp.stacks):
+                stack.join()
+            layer.attention.refresh()
+
+    def record_routing(self) -> list[list[Tensor]]:
+        """From now on, lists that get the experts of each pass, one a MoE layer; the MTP layer's are not."""
+        heard: list[list[Tensor]] = []
+        for layer in islice(self.layers, self.model.cfg.num_hidden_layers):
+            if isinstance(layer.mlp, LoweredMoE):
+                layer.mlp.heard = []
+                heard.append(layer.mlp.heard)
+        return heard
+
+    def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
+        """`Glm5.forward`."""
+        cfg, rope = self.model.cfg, self._rope(view.positions_T)
+        new_TD, residual_TD, selection = None, self.model.model.embed_tokens(ids_T), None
+        for layer_idx, layer in enumerate(islice(self.layers, cfg.num_hidden_layers)):
+            inherited = None if cfg.has_indexer(layer_idx) else selection
+            new_TD, residual_TD, selection = layer(new_TD, residual_TD, rope, view, inherited)
+        return self._last(new_TD, residual_TD, self.model.model.norm)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """`Glm5.head`."""
+        return self.model.head(hidden_TD)
+
+    def draft(
+        self, next_ids_T: Tensor, hidden_TD: Tensor, view: StepView, selection: Selection | None = None
+    ) -> tuple[Tensor, Selection]:
+        """`Glm5.draft`."""
+        layer, mtp = self.layers[self.model.cfg.num_hidden_layers], self.model.mtp
+        merged_TD = mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD)
+        new_TD, residual_TD, used = layer(None, merged_TD, self._rope(view.positions_T), view, selection)
+        return self._last(new_TD, residual_TD, mtp.shared_head.norm), used
+
+    def _last(self, new_TD: Tensor | None, residual_TD: Tensor, norm: RMSNorm) -> Tensor:
+        return norm(residual_TD) if new_TD is None else self.join(new_TD, residual_TD, norm, quantize=False)[0].x_TD
+
+    def _rope(self, positions_T: Tensor) -> Rope:
+        # Rows that are nobody's may lie beyond.
+        place_T = positions_T.clamp_max(len(self._cos_NR2) - 1)
+        return Rope(self._cos_NR2.index_select(0, place_T), self._sin_NR2.index_select(0, place_T), None)

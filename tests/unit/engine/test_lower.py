@@ -1,0 +1,153 @@
+"""The inference form computes what the model's own modules compute, rule by rule; and its budget can tell."""
+
+import copy
+
+import pytest
+import torch
+
+from glm5.checkpoint.names import slot_of
+from glm5.config.presets import preset
+from glm5.config.tensors import tensor_specs
+from glm5.engine.lower import Lowered
+from glm5.engine.stack import Rows, Stack
+from glm5.kernels.block_scaled import quantize_blocks
+from glm5.model.experts import BlockScaledExperts
+from glm5.model.linear import BlockScaledLinear, Linear
+from glm5.model.lowering import use_block_scaled
+from glm5.model.seams import Selection
+from tests.support.models import random_model
+from tests.support.steps import Steps, random_ids, typically_far
+
+EXACT = 2e-5  # float32 sums in another order: 1e-6 measured
+MAX_LEN = 96
+
+
+def fp8_model(seed):
+    """`nano`, whose widths are whole blocks, with float32 activations."""
+    model = random_model(seed, preset("nano"))
+    names = sorted({slot_of(spec.name).module for spec in tensor_specs(model.cfg) if spec.fp8})
+    plain = {name: copy.deepcopy(model.get_submodule(name)) for name in names}
+    use_block_scaled(model, names)
+    for name, old in plain.items():
+        new = model.get_submodule(name)
+        if isinstance(new, BlockScaledLinear):
+            weight = quantize_blocks(old.weight.detach())
+            new.weight.data, new.weight_scale_inv.data = weight
+        elif isinstance(new, BlockScaledExperts):
+            new.gate_up_proj.data, new.gate_up_proj_scale_inv.data = quantize_blocks(old.gate_up_proj.detach())
+            new.down_proj.data, new.down_proj_scale_inv.data = quantize_blocks(old.down_proj.detach())
+    return model
+
+
+@pytest.fixture(scope="module", params=["float32", "fp8"])
+def model(request):
+    return random_model(5, preset("tiny")) if request.param == "float32" else fp8_model(6)
+
+
+@pytest.fixture(scope="module")
+def lowered(model):
+    return Lowered(model, MAX_LEN)
+
+
+PASSES = {
+    "few keys": [(0, 0, 5), (1, 0, 3)],
+    "many rows": [(0, 0, 20), (1, 0, 7)],
+    "one row": [(0, 0, 1)],
+    "long": [(0, 0, 60)],
+}
+
+
+@pytest.mark.parametrize("rows", PASSES.values(), ids=PASSES)
+@torch.inference_mode()
+def test_hidden_states_and_drafts(model, lowered, rows):
+    """A pass, then one more row of each sequence, which finds what the first pass wrote."""
+    there, here = Steps(model, 2, MAX_LEN), Steps(model, 2, MAX_LEN)
+    for passes in (rows, [(slot, start + count, 1) for slot, start, count in rows]):
+        ids = random_ids(model, sum(count for _, _, count in passes) + 2, seed=1)
+        want = model(ids, there.view(passes, padding=2))[:-2]
+        got = lowered.hidden(ids, here.view(passes, padding=2))[:-2]
+        assert typically_far(got, want) < EXACT
+        hidden = torch.cat([want, want[:2].flip(0), want[:1]])[: len(ids)]
+        want, used = model.draft(ids, hidden, there.view(passes, padding=2))
+        got, mine = lowered.draft(ids, hidden, here.view(passes, padding=2))
+        assert typically_far(got[:-2], want[:-2]) < EXACT
+        again, _ = model.draft(ids, hidden, there.view(passes, padding=2), used)
+        got, _ = lowered.draft(ids, hidden, here.view(passes, padding=2), mine)
+        assert typically_far(got[:-2], again[:-2]) < EXACT
+    assert typically_far(lowered.logits(want), model.head(want)) == 0
+
+
+@torch.inference_mode()
+def test_whole_prompts_expand_keys(model, lowered):
+    rows = [(0, 0, 5), (1, 0, 8)]
+    there, here = Steps(model, 2, MAX_LEN), Steps(model, 2, MAX_LEN)
+    ids = random_ids(model, 15, seed=2)
+    got = lowered.hidden(ids, here.view(rows, padding=2, whole=True))[:-2]
+    assert typically_far(got, model(ids, there.view(rows, padding=2))[:-2]) < EXACT
+    after = [(0, 5, 1), (1, 8, 1)]
+    assert typically_far(lowered.hidden(ids[:2], here.view(after)), model(ids[:2], there.view(after))) < EXACT
+
+
+@torch.inference_mode()
+def test_attention_rule(model, lowered):
+    """The layer's attention alone, also with keys that are given."""
+    layer, mine = model.model.layers[0].self_attn, lowered.layers[0].attention
+    there, here = Steps(model, 1, MAX_LEN), Steps(model, 1, MAX_LEN)
+    x_TD = torch.randn(40, model.cfg.hidden_size, generator=torch.Generator().manual_seed(3))
+    for given in (None, Selection(torch.arange(8).int().repeat(40, 1))):
+        view, other = there.view([(0, 0, 40)]), here.view([(0, 0, 40)])
+        rope = model._rope(view)
+        want, chosen = layer(x_TD, rope, view, given)
+        got, picked = mine(Rows(x_TD), rope, other, given)
+        assert typically_far(got, want) < EXACT
+        assert torch.equal(chosen.keys_TK, picked.keys_TK)
+
+
+@torch.inference_mode()
+def test_mlp_rules(model, lowered):
+    x_TD = torch.randn(20, model.cfg.hidden_size, generator=torch.Generator().manual_seed(4))
+    for layer, mine in zip(model.model.layers, lowered.layers, strict=True):
+        assert typically_far(mine.mlp(Rows(x_TD)), layer.mlp(x_TD)) < EXACT
+
+
+def test_a_stack_holds_nothing_twice():
+    linears = [Linear(16, rows) for rows in (8, 24, 4)]
+    for linear in linears:
+        torch.nn.init.normal_(linear.weight)
+    x_TD = torch.randn(3, 16)
+    want = [linear(x_TD).detach() for linear in linears]
+    stack = Stack(linears)
+    assert len({linear.weight.untyped_storage().data_ptr() for linear in linears}) == 1
+    torch.testing.assert_close(stack(Rows(x_TD)), torch.cat(want, dim=1))
+    torch.testing.assert_close(stack(Rows(x_TD), 1), torch.cat(want[1:], dim=1))
+    torch.testing.assert_close(stack(Rows(x_TD), 0, 2), torch.cat(want[:2], dim=1))
+    with torch.no_grad():
+        linears[1].weight.copy_(torch.ones(24, 16))
+    torch.testing.assert_close(stack(Rows(x_TD), 1, 2)[:, 0], x_TD.sum(dim=1))
+    linears[2].weight.data = torch.zeros(4, 16)  # lies elsewhere now
+    place = stack.place
+    stack.join()
+    assert stack.place != place
+    assert not stack(Rows(x_TD))[:, -4:].any()
+
+
+@torch.no_grad()
+def test_weights_replaced_in_place_are_used(model):
+    changed = copy.deepcopy(model)
+    lowered = Lowered(changed, MAX_LEN)
+    ids = random_ids(model, 6, seed=7)
+    for layer in changed.model.layers:
+        scale = getattr(layer.self_attn.kv_b_proj, "weight_scale_inv", layer.self_attn.kv_b_proj.weight)
+        scale.mul_(1.5)
+    lowered.refresh()
+    view, other = (Steps(model, 1, MAX_LEN).view([(0, 0, 6)]) for _ in range(2))
+    assert typically_far(lowered.hidden(ids, view), changed(ids, other)) < EXACT
+
+
+@torch.no_grad()
+def test_the_budget_notices_one_norm(model):
+    wrong = copy.deepcopy(model)
+    wrong.model.layers[0].self_attn.q_a_layernorm.weight.mul_(1.3)
+    ids = random_ids(model, 40, seed=8)
+    views = [Steps(model, 1, MAX_LEN).view([(0, 0, 40)]) for _ in range(2)]
+    assert typically_far(Lowered(wrong, MAX_LEN).hidden(ids, views[0]), model(ids, views[1])) > 1000 * EXACT
