@@ -4,12 +4,16 @@
 
 A weight that is kept as stored is read from the file into the parameter itself. One that is cast or dequantized goes
 through a buffer of a few megabytes. So host memory stays at the model plus buffers, however large the shards are.
+
+One of several ranks that share a model reads its own part of each tensor (`glm5.parallel.table`), all ranks at once.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +25,14 @@ from glm5.checkpoint.fit import Fit, fit
 from glm5.checkpoint.index import ShardIndex, counted, scan
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.resolve import resolve
-from glm5.checkpoint.shard import DTYPES, TensorEntry, read_into, read_tensor
+from glm5.checkpoint.shard import DTYPES, TensorEntry, read_columns, read_into, read_tensor
 from glm5.common.errors import ConfigError
 from glm5.common.progress import Progress
 from glm5.config.model import ModelConfig
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_block_scaled
+from glm5.parallel.table import WHOLE, Shard, Span, check_blocks, local_config, scale_span, span_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +45,16 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     lora_norm_eps: float | None = None,
+    shard: Shard = WHOLE,
 ) -> Glm5:
     """The model of a checkpoint directory or hub id, in eval mode; `model.cfg` says what it became.
 
     `dtype` "auto" keeps what the checkpoint holds, FP8 weights included; a name or a torch.dtype dequantizes and casts
     (float64 product of weight and scale, rounded once). The router's selection bias is float32 always.
-    `lora_norm_eps` overrides the config's. Raises `CheckpointError` for files that are damaged or do not fit the
-    config, `ConfigError` for a bad config.json, dtype or device.
+    `lora_norm_eps` overrides the config's. Of a `shard` the modules hold that rank's part of their weights, and nothing
+    that adds up the parts (`glm5.parallel.apply` does); `model.cfg` is the whole model's. Raises `CheckpointError` for
+    files that are damaged or do not fit the config, `ConfigError` for a bad config.json, dtype or device, and for a
+    model that cannot be dealt out to so many ranks.
     """
     wanted = None if dtype == "auto" else parse_dtype(dtype, special=("auto",))
     target = parse_device(device)
@@ -64,9 +72,20 @@ def load(
         changes["lora_norm_eps"] = lora_norm_eps
     if not kept:
         changes["quantization_config"] = None
-    model = _empty_model(found.cfg.replace(**changes), kept, compute, target)
+    whole = found.cfg.replace(**changes)
+    local = local_config(whole, shard.size)
+    check_blocks(whole, [(name, found.specs[name].shape) for name in sorted(kept)], shard.size)
+    model = _empty_model(local, kept, compute, target)
+    model.cfg = whole
     parameters = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    read_weights(parameters, directory, index, found.specs, scaled=found.scaled, kept=kept)
+    began = time.monotonic()
+    num_bytes = read_weights(
+        parameters, directory, index, found.specs, scaled=found.scaled, kept=kept, shard=shard, may_map=True
+    )
+    seconds = time.monotonic() - began
+    of = f", rank {shard.rank} of {shard.size}" if shard.size > 1 else ""
+    gigabytes = num_bytes / 1e9
+    logger.info("%s: read %.2f GB in %.1f s, %.2f GB/s%s", directory, gigabytes, seconds, gigabytes / seconds, of)
     return model.eval()
 
 
@@ -125,50 +144,85 @@ def read_weights(
     *,
     scaled: frozenset[str],
     kept: frozenset[str],
-) -> None:
+    shard: Shard = WHOLE,
+    may_map: bool = False,
+) -> int:
     """Read the weights called `names` on disk into their places in `parameters`, in the order of the files.
 
-    `scaled`: those stored as FP8 with block scales; of them `kept` stay FP8, the others are dequantized.
+    `scaled`: those stored as FP8 with block scales; of them `kept` stay FP8, the others are dequantized. Of a `shard`,
+    `parameters` are that rank's. `may_map`: see `read_columns`. Returns the bytes that the parts have on disk.
     """
-    entries = [index.entries[name] for name in names]
-    entries += [index.entries[entry.name + SCALE_SUFFIX] for entry in entries if entry.name in kept]
-    entries.sort(key=lambda entry: (entry.file, entry.start))
+    weights = [index.entries[name] for name in names]
+    spans = {entry.name: span_of(entry.name, entry.shape, shard) for entry in weights}
+    scales = [index.entries[entry.name + SCALE_SUFFIX] for entry in weights if entry.name in kept]
+    for scale in scales:
+        span = spans[scale.name.removesuffix(SCALE_SUFFIX)]
+        spans[scale.name] = None if span is None else scale_span(span)
+    entries = sorted([*weights, *scales], key=lambda entry: (entry.file, entry.start))
     dequantized = scaled - kept
-    total = sum(entry.num_bytes for entry in entries)
+    num_bytes = {entry.name: _num_bytes(entry, spans[entry.name]) for entry in entries}
 
     def place(entry: TensorEntry) -> None:
         slot = slot_of(entry.name)
-        target = slot.view(parameters[slot.parameter])
+        target, span = slot.view(parameters[slot.parameter]), spans[entry.name]
         if entry.name in dequantized:
-            _dequantize_into(directory, entry, index.entries, target)
+            _dequantize_into(directory, entry, index.entries, target, span)
+        elif span is not None and span.dim == 1:
+            _read_columns_into(directory, entry, target, span, may_map=may_map)
         else:
-            _read_or_cast_into(directory, entry, target)
+            _read_or_cast_into(directory, entry, target, 0 if span is None else span.start)
 
-    title = f"loading {directory.name}"
-    with ThreadPoolExecutor(NUM_READERS) as readers, Progress(total=total, unit="B", desc=title) as progress:
+    title, total = f"loading {directory.name}", sum(num_bytes.values())
+    shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 else nullcontext()
+    with ThreadPoolExecutor(NUM_READERS) as readers, shown as progress:
         for entry, _ in zip(entries, readers.map(place, entries), strict=True):  # an error cancels what has not begun
-            progress.update(entry.num_bytes, shard=entry.file)
+            if progress is not None:
+                progress.update(num_bytes[entry.name], shard=entry.file)
+    return total
 
 
-def _read_or_cast_into(directory: Path, entry: TensorEntry, target: Tensor) -> None:
-    stored = DTYPES[entry.dtype]
+def _num_bytes(entry: TensorEntry, span: Span | None) -> int:
+    """Of a part of a tensor."""
+    return entry.num_bytes if span is None else entry.num_bytes // entry.shape[span.dim] * (span.stop - span.start)
+
+
+def _read_or_cast_into(directory: Path, entry: TensorEntry, target: Tensor, first_row: int) -> None:
+    """The rows from `first_row` on that the target has."""
+    stored, row_bytes = DTYPES[entry.dtype], entry.num_bytes // max(1, entry.shape[0])
     if target.dtype == stored and target.device.type == "cpu":
-        read_into(directory, entry, target)
+        read_into(directory, entry, target, first_byte=first_row * row_bytes)
         return
-    for start, stop in _row_ranges(entry.shape, multiple_of=1):
+    for start, stop in _row_ranges(target.shape, multiple_of=1):
         rows = torch.empty((stop - start, *entry.shape[1:]), dtype=stored)
-        read_into(directory, entry, rows, first_byte=start * (entry.num_bytes // entry.shape[0]))
+        read_into(directory, entry, rows, first_byte=(first_row + start) * row_bytes)
         target[start:stop].copy_(cast(rows.to(target.device), target.dtype))
 
 
-def _dequantize_into(directory: Path, entry: TensorEntry, entries: Mapping[str, TensorEntry], target: Tensor) -> None:
-    """Weight times scale, which may be in another shard. Ragged edges: the last scale is cut, not stretched."""
+def _read_columns_into(directory: Path, entry: TensorEntry, target: Tensor, span: Span, *, may_map: bool) -> None:
+    columns = range(span.start, span.stop)
+    for start, stop in _row_ranges(entry.shape, multiple_of=1):
+        part = read_columns(directory, entry, range(start, stop), columns, may_map=may_map)
+        target[start:stop].copy_(cast(part.to(target.device), target.dtype))
+
+
+def _dequantize_into(
+    directory: Path, entry: TensorEntry, entries: Mapping[str, TensorEntry], target: Tensor, span: Span | None
+) -> None:
+    """Weight times scale, which may be in another shard. Ragged edges: the last scale is cut, not stretched. Blocks
+    that a rank's part begins or ends within are read whole."""
     scale = read_tensor(directory, entries[entry.name + SCALE_SUFFIX]).to(target.device)
+    (first_row, last_row), (first, last) = (0, entry.shape[0]), (0, entry.shape[1])
+    if span is not None:
+        first_row, last_row = (span.start, span.stop) if span.dim == 0 else (first_row, last_row)
+        first, last = (span.start, span.stop) if span.dim == 1 else (first, last)
     for start, stop in _row_ranges(entry.shape, multiple_of=BLOCK):
+        begin, end = max(start, first_row), min(stop, last_row)
+        if begin >= end:
+            continue
         rows = torch.empty((stop - start, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
         read_into(directory, entry, rows, first_byte=start * entry.shape[1])
-        part = BlockScaled(rows.to(target.device), scale[start // BLOCK : -(-stop // BLOCK)])
-        target[start:stop].copy_(part.dequantize(target.dtype))
+        part = BlockScaled(rows.to(target.device), scale[start // BLOCK : -(-stop // BLOCK)]).dequantize(target.dtype)
+        target[begin - first_row : end - first_row].copy_(part[begin - start : end - start, first:last])
 
 
 def _row_ranges(shape: tuple[int, ...], multiple_of: int) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,6 +139,27 @@ def read_tensor(directory: Path, entry: TensorEntry) -> Tensor:
     out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     read_into(directory, entry, out)
     return out
+
+
+def read_columns(directory: Path, entry: TensorEntry, rows: range, columns: range, *, may_map: bool = False) -> Tensor:
+    """Some rows and columns of a matrix in a new host buffer, in its stored dtype.
+
+    `may_map`: read by way of a mapping, which moves no other columns; not for files that somebody may cut meanwhile,
+    as that would end the process.
+    """
+    dtype, num_columns = DTYPES[entry.dtype], entry.shape[1]
+    row_bytes = num_columns * dtype.itemsize
+    if may_map:
+        try:
+            shape, start = (len(rows), row_bytes), entry.start + rows.start * row_bytes
+            whole = np.memmap(directory / entry.file, np.uint8, "r", offset=start, shape=shape)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory / entry.file}: reading {entry.name} failed: {error}") from None
+        part = whole[:, columns.start * dtype.itemsize : columns.stop * dtype.itemsize]
+        return torch.from_numpy(np.ascontiguousarray(part)).view(dtype)
+    held = torch.empty((len(rows), num_columns), dtype=dtype)
+    read_into(directory, entry, held, first_byte=rows.start * row_bytes)
+    return held[:, columns.start : columns.stop]
 
 
 def read_into(directory: Path, entry: TensorEntry, out: Tensor, first_byte: int = 0) -> None:

@@ -23,6 +23,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
 from glm5.model.glm5 import Glm5
+from glm5.parallel.table import WHOLE, Shard
 
 # Say nothing of what a forward pass computes, or differ between exports of one model.
 _FREE_KEYS = {
@@ -49,8 +50,9 @@ class Staged:
     is_complete: bool
 
 
-def stage(model: Glm5, directory: Path) -> Staged:
-    """Read and check the weights in `directory`, beside the model. Takes as much host memory as they do.
+def stage(model: Glm5, directory: Path, shard: Shard = WHOLE) -> Staged:
+    """Read and check the weights in `directory`, beside the model. Takes as much host memory as they do. `shard`: as
+    the model was loaded.
 
     Raises `CheckpointError` (`ConfigError` for a bad config.json) when anything is damaged, does not fit the model or
     is not a finite number, and when files were written to meanwhile: half of them might be of another step.
@@ -66,7 +68,7 @@ def stage(model: Glm5, directory: Path) -> Staged:
     _check(found, names, kept, directory)
     _check_config(model.cfg, directory)
     new = _copies(current, model.cfg, names, kept)
-    read_weights(new, directory, index, names, scaled=found.scaled, kept=kept)
+    read_weights(new, directory, index, names, scaled=found.scaled, kept=kept, shard=shard)
     if bad := [name for name, tensor in new.items() if not _is_finite(tensor)]:
         raise CheckpointError(
             f"{directory}: {counted(bad, 'parameter')} would hold NaN or infinity; nothing was replaced"
@@ -84,14 +86,14 @@ def replace(model: Glm5, staged: Staged) -> None:
         current[name].copy_(tensor)
 
 
-def read_all(model: Glm5, directory: Path) -> None:
+def read_all(model: Glm5, directory: Path, shard: Shard = WHOLE) -> None:
     """Read the whole checkpoint that the model was loaded from into its parameters again; errors as from `load`."""
     current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     index = scan(directory)
     found = fit(index, model.cfg)
     found.check()
     kept = frozenset(name for name in found.specs if current[slot_of(name).parameter].dtype == FP8)
-    read_weights(current, directory, index, found.specs, scaled=found.scaled, kept=kept)
+    read_weights(current, directory, index, found.specs, scaled=found.scaled, kept=kept, shard=shard, may_map=True)
 
 
 def identity_of(directory: Path) -> bytes:

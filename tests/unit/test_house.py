@@ -21,6 +21,7 @@ LAYERS = """
     serve bench
     engine
     checkpoint
+    parallel
     model
     kernels chat
     config testing

@@ -1,0 +1,162 @@
+"""Which part of every tensor of a checkpoint a rank holds, under tensor parallelism: names to placements, as data.
+
+    heads        rows of q_b_proj and kv_b_proj, columns of o_proj: whole attention heads
+    units        rows of gate_proj and up_proj, columns of down_proj: units of an MLP, of each expert (an F slice)
+    vocabulary   rows of the embedding and of lm_head: token ids
+    replicated   everything else: norms, low-rank and index projections, routers
+
+A rank's columns of o_proj and down_proj give a part of a sum, which a collective completes (`apply.py`). Block scales
+of FP8 weights follow their blocks of 128.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
+
+_BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"
+
+
+class Placement(NamedTuple):
+    """How a tensor is cut: along which dimension (None: not at all), into equal parts of which count of the config."""
+
+    kind: Literal["column", "row", "expert F slice", "vocabulary", "replicated"]
+    dim: int | None = None
+    counted: str | None = None
+
+
+REPLICATED = Placement("replicated")
+VOCABULARY = Placement("vocabulary", 0, "vocab_size")
+HEAD_ROWS = Placement("column", 0, "num_attention_heads")
+HEAD_COLUMNS = Placement("row", 1, "num_attention_heads")
+UNIT_ROWS = Placement("column", 0, "intermediate_size")
+UNIT_COLUMNS = Placement("row", 1, "intermediate_size")
+EXPERT_ROWS = Placement("expert F slice", 0, "moe_intermediate_size")
+EXPERT_COLUMNS = Placement("expert F slice", 1, "moe_intermediate_size")
+
+# Names on disk; `*` is a number.
+TABLE: dict[str, Placement] = {
+    "model.embed_tokens.weight": VOCABULARY,
+    "model.norm.weight": REPLICATED,
+    "lm_head.weight": VOCABULARY,
+    "model.layers.*.input_layernorm.weight": REPLICATED,
+    "model.layers.*.post_attention_layernorm.weight": REPLICATED,
+    "model.layers.*.self_attn.q_a_proj.weight": REPLICATED,
+    "model.layers.*.self_attn.q_a_layernorm.weight": REPLICATED,
+    "model.layers.*.self_attn.q_b_proj.weight": HEAD_ROWS,
+    "model.layers.*.self_attn.kv_a_proj_with_mqa.weight": REPLICATED,
+    "model.layers.*.self_attn.kv_a_layernorm.weight": REPLICATED,
+    "model.layers.*.self_attn.kv_b_proj.weight": HEAD_ROWS,
+    "model.layers.*.self_attn.o_proj.weight": HEAD_COLUMNS,
+    "model.layers.*.self_attn.indexer.wq_b.weight": REPLICATED,
+    "model.layers.*.self_attn.indexer.wk.weight": REPLICATED,
+    "model.layers.*.self_attn.indexer.k_norm.weight": REPLICATED,
+    "model.layers.*.self_attn.indexer.k_norm.bias": REPLICATED,
+    "model.layers.*.self_attn.indexer.weights_proj.weight": REPLICATED,
+    "model.layers.*.mlp.gate_proj.weight": UNIT_ROWS,
+    "model.layers.*.mlp.up_proj.weight": UNIT_ROWS,
+    "model.layers.*.mlp.down_proj.weight": UNIT_COLUMNS,
+    "model.layers.*.mlp.gate.weight": REPLICATED,
+    "model.layers.*.mlp.gate.e_score_correction_bias": REPLICATED,
+    "model.layers.*.mlp.experts.*.gate_proj.weight": EXPERT_ROWS,
+    "model.layers.*.mlp.experts.*.up_proj.weight": EXPERT_ROWS,
+    "model.layers.*.mlp.experts.*.down_proj.weight": EXPERT_COLUMNS,
+    "model.layers.*.mlp.shared_experts.gate_proj.weight": EXPERT_ROWS,
+    "model.layers.*.mlp.shared_experts.up_proj.weight": EXPERT_ROWS,
+    "model.layers.*.mlp.shared_experts.down_proj.weight": EXPERT_COLUMNS,
+    "model.layers.*.enorm.weight": REPLICATED,
+    "model.layers.*.hnorm.weight": REPLICATED,
+    "model.layers.*.eh_proj.weight": REPLICATED,
+    "model.layers.*.shared_head.norm.weight": REPLICATED,
+}
+_COUNTED = tuple(dict.fromkeys(one.counted for one in TABLE.values() if one.counted is not None))
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class Shard(NamedTuple):
+    """One of `size` ranks that share a model."""
+
+    rank: int = 0
+    size: int = 1
+
+
+WHOLE = Shard()
+
+
+class Span(NamedTuple):
+    """What a rank holds of a tensor: `start` to `stop` of dimension `dim`, all of the others."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+def placement_of(name: str) -> Placement:
+    """Of the tensor called `name` on disk, or of its block scales. KeyError for a name that no table has."""
+    return TABLE[_NUMBER.sub("*", name.removesuffix(SCALE_SUFFIX))]
+
+
+def span_of(name: str, shape: tuple[int, ...], shard: Shard) -> Span | None:
+    """What `shard` holds of the weight called `name`, which has this shape as a whole; None: all of it."""
+    dim = placement_of(name).dim
+    if dim is None or shard.size == 1:
+        return None
+    part, rest = divmod(shape[dim], shard.size)
+    assert not rest, f"{name=} {shape=} {shard=}"  # see check_divides
+    return Span(dim, shard.rank * part, (shard.rank + 1) * part)
+
+
+def scale_span(span: Span) -> Span:
+    """The scales of a weight's span."""
+    return Span(span.dim, span.start // _BLOCK, -(-span.stop // _BLOCK))
+
+
+def local_config(cfg: ModelConfig, size: int) -> ModelConfig:
+    """The sizes of one rank's modules. What is not cut is as it was.
+
+    Raises ConfigError when heads, widths or vocabulary cannot be dealt out evenly.
+    """
+    if size == 1:
+        return cfg
+    counts = {name: getattr(cfg, name) for name in _COUNTED}
+    if wrong := {name: count for name, count in counts.items() if count % size}:
+        got = ", ".join(f"{name} {count}" for name, count in wrong.items())
+        raise _refused(size, f"does not divide this model's {got}", _sizes(counts))
+    return cfg.model_copy(update={name: count // size for name, count in counts.items()})
+
+
+def check_blocks(cfg: ModelConfig, shapes: Iterable[tuple[str, tuple[int, ...]]], size: int) -> None:
+    """`shapes`: names of FP8 weights and their shapes. Raises ConfigError where a rank's part would begin or end
+    inside a block of 128 that it shares with a part of other blocks."""
+    wrong: dict[str, int] = {}
+    for name, shape in shapes:
+        for rank in range(size):
+            span = span_of(name, shape, Shard(rank, size))
+            if span is not None and not _fits_blocks(span):
+                wrong[_NUMBER.sub("*", name)] = span.stop - span.start
+                break
+    if wrong:
+        name, width = next(iter(wrong.items()))
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        counts = {name: getattr(cfg, name) for name in _COUNTED}
+        smaller = [one for one in _sizes(counts) if one < size]
+        raise _refused(
+            size, f"cuts {name}{more} of this FP8 checkpoint into {width}, which is no multiple of {_BLOCK}", smaller
+        )
+
+
+def _fits_blocks(span: Span) -> bool:
+    """Whole blocks, or within one."""
+    within = span.start // _BLOCK == (span.stop - 1) // _BLOCK
+    return within or (span.start % _BLOCK == 0 and (span.stop % _BLOCK == 0))
+
+
+def _sizes(counts: dict[str, Any]) -> list[int]:
+    return [size for size in range(1, min(counts.values()) + 1) if not any(count % size for count in counts.values())]
+
+
+def _refused(size: int, why: str, allowed: list[int]) -> ConfigError:
+    return ConfigError(f"tensor_parallel_size: got {size}, which {why}; allowed here: {', '.join(map(str, allowed))}")
