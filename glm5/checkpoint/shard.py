@@ -156,7 +156,7 @@ def read_columns(directory: Path, entry: TensorEntry, rows: range, columns: rang
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{directory / entry.file}: reading {entry.name} failed: {error}") from None
         part = whole[:, columns.start * dtype.itemsize : columns.stop * dtype.itemsize]
-        return torch.from_numpy(np.ascontiguousarray(part)).view(dtype)
+        return torch.from_numpy(np.array(part, order="C")).view(dtype)
     held = torch.empty((len(rows), num_columns), dtype=dtype)
     read_into(directory, entry, held, first_byte=rows.start * row_bytes)
     return held[:, columns.start : columns.stop]

@@ -132,14 +132,11 @@ def check_blocks(cfg: ModelConfig, shapes: Iterable[tuple[str, tuple[int, ...]]]
     """`shapes`: names of FP8 weights and their shapes. Raises ConfigError where a rank's part would begin or end
     inside a block of 128 that it shares with a part of other blocks."""
     wrong: dict[str, int] = {}
-    for name, shape in shapes:
-        for rank in range(size):
-            span = span_of(name, shape, Shard(rank, size))
-            if span is not None and not _fits_blocks(span):
-                wrong[_NUMBER.sub("*", name)] = span.stop - span.start
-                break
+    for name, shape in {(_NUMBER.sub("*", name), shape) for name, shape in shapes}:
+        spans = [span_of(name, shape, Shard(rank, size)) for rank in range(size)]
+        wrong |= {name: span.stop - span.start for span in spans if span is not None and not _fits_blocks(span)}
     if wrong:
-        name, width = next(iter(wrong.items()))
+        name, width = min(wrong.items())
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         counts = {name: getattr(cfg, name) for name in _COUNTED}
         smaller = [one for one in _sizes(counts) if one < size]

@@ -41,7 +41,11 @@ def parts(model, shard):
 @pytest.fixture(scope="module", params=["bf16", "fp8"])
 def checkpoint(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("parts") / request.param
-    save(random_model(3, preset("tiny").replace(**WIDE), torch.bfloat16), path, dtype="fp8" if request.param == "fp8" else "auto")
+    save(
+        random_model(3, preset("tiny").replace(**WIDE), torch.bfloat16),
+        path,
+        dtype="fp8" if request.param == "fp8" else "auto",
+    )
     return path
 
 
