@@ -10,6 +10,7 @@ from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.grouped_experts.grouped_mm import grouped_experts as _grouped_mm
 from glm5.kernels.grouped_experts.grouped_mm import refusal
 from glm5.kernels.grouped_experts.invariant import grouped_experts as _invariant
+from glm5.kernels.grouped_experts.on_device import grouped_experts as _on_device
 from glm5.kernels.grouped_experts.one_by_one import MAX_PAIRS
 from glm5.kernels.grouped_experts.one_by_one import grouped_experts as _one_by_one
 from glm5.kernels.grouped_experts.reference import grouped_experts as _reference
@@ -27,7 +28,7 @@ def grouped_experts(
     expert_TA: Tensor,
     *,
     shared: SharedExpert | None = None,
-    impl: Literal["auto", "reference", "grouped_mm", "one_by_one", "invariant", "triton"] = "auto",
+    impl: Literal["auto", "reference", "grouped_mm", "on_device", "one_by_one", "invariant", "triton"] = "auto",
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
@@ -38,7 +39,8 @@ def grouped_experts(
     `shared`: an expert that every token visits with weight 1; its term comes last.
 
     `invariant`: a row's result does not depend on the others, bit for bit; no gradient. `grouped_mm`: on a CPU, with
-    plain weights; no gradient. `one_by_one`: likewise, for a token or two. `triton`: on a GPU, BlockScaled weights, no
+    plain weights; no gradient. `one_by_one`: likewise, for a token or two. `on_device`: with plain weights on a GPU,
+    without waiting for it; no gradient. `triton`: on a GPU, BlockScaled weights, no
     gradient. It sums in float32, does not quantize x for few tokens, and rounds terms to x's dtype for many only:
     nearer to float64 than the reference.
     """
@@ -54,21 +56,26 @@ def grouped_experts(
         run = _grouped_mm
     elif impl == "one_by_one":
         run = _one_by_one
+    elif impl == "on_device":
+        run = _on_device
     elif impl == "invariant":
         run = _invariant
     else:
-        raise unknown_impl("grouped_experts", impl, ("reference", "grouped_mm", "one_by_one", "invariant", "triton"))
+        allowed = ("reference", "grouped_mm", "on_device", "one_by_one", "invariant", "triton")
+        raise unknown_impl("grouped_experts", impl, allowed)
     out_TD = run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
     return out_TD if shared is None else out_TD + shared(x_TD)
 
 
 def _choose(
     x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, num_pairs: int
-) -> Literal["reference", "grouped_mm", "one_by_one", "triton"]:
+) -> Literal["reference", "grouped_mm", "on_device", "one_by_one", "triton"]:
     if isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled):
         return "triton" if chosen(x_TD, gate_up_proj.scale) else "reference"
     if torch.is_grad_enabled() or isinstance(gate_up_proj, BlockScaled) or isinstance(down_proj, BlockScaled):
         return "reference"
     if x_TD.is_cpu and 0 < num_pairs <= MAX_PAIRS:
         return "one_by_one"
+    if x_TD.is_cuda:
+        return "on_device"
     return "grouped_mm" if refusal(x_TD, gate_up_proj, down_proj) is None else "reference"

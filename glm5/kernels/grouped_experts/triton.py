@@ -18,6 +18,7 @@ from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks
 from glm5.kernels.grouped_experts import triton_few as few
 from glm5.kernels.grouped_experts import triton_many as many
+from glm5.kernels.grouped_experts import triton_rows as by_rows
 from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.triton_support import dependent_launch
 
@@ -218,7 +219,9 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     h = torch.empty(rows, inner, dtype=FP8 if whole else x_TD.dtype, device=device)
     h_scale = torch.empty(num_blocks(inner) if whole else 0, rows, dtype=torch.float32, device=device)
     y = torch.empty(rows, width, dtype=x_TD.dtype, device=device)
-    many.gate_up_tiles[(triton.cdiv(inner, tiling.block_f), len(tiles) + shared_tiles)](
+    is_wide = tiling.way == "rows"
+    gate_up, down = (by_rows.gate_up_rows, by_rows.down_rows) if is_wide else (many.gate_up_tiles, many.down_tiles)
+    gate_up[(triton.cdiv(inner, tiling.block_f), len(tiles) + shared_tiles)](
         x_fp8,
         x_scale,
         order,
@@ -242,7 +245,7 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     if not whole:
         h, scale = act_quant(h)
         h_scale = scale.T
-    many.down_tiles[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), len(tiles) + shared_tiles)](
+    down[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), len(tiles) + shared_tiles)](
         h,
         h_scale,
         order,

@@ -75,7 +75,7 @@ def plan(
 
 
 @triton.jit
-def _tile(tile_ptr, tile, T, A: tl.constexpr, SHARED_TILES, BLOCK_T: tl.constexpr):
+def tile_at(tile_ptr, tile, T, A: tl.constexpr, SHARED_TILES, BLOCK_T: tl.constexpr):
     """(expert or -1 for the shared one, first position, rows) of a tile; the shared expert's come first."""
     if tile < SHARED_TILES:
         expert = -1
@@ -120,7 +120,7 @@ def gate_up_tiles(
     """
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    expert, first, count = _tile(tile_ptr, tl.program_id(1), T, A, shared_tiles, BLOCK_T)
+    expert, first, count = tile_at(tile_ptr, tl.program_id(1), T, A, shared_tiles, BLOCK_T)
     if count == 0:
         return
     r = tl.arange(0, BLOCK_T)
@@ -199,7 +199,7 @@ def down_tiles(
     """
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    expert, first, count = _tile(tile_ptr, tl.program_id(1), T, A, shared_tiles, BLOCK_T)
+    expert, first, count = tile_at(tile_ptr, tl.program_id(1), T, A, shared_tiles, BLOCK_T)
     if count == 0:
         return
     r = tl.arange(0, BLOCK_T)

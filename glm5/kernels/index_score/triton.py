@@ -6,6 +6,8 @@ A program has every n-th block of keys that its queries see, so blocks that nobo
 widened to q's dtype, which is exact, and their scales (positive) multiply the sum.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,7 @@ from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
-_BLOCK_S = 64  # keys at a time: rows of the smallest product of a warp group
 _QUERIES = 8  # of a prompt, that read the same keys
-_PROGRAMS = 1056  # at most, for a query or a few: eight a multiprocessor
 
 
 @triton.jit
@@ -30,8 +30,7 @@ def _score(
     row_ptr,
     end_ptr,
     score_ptr,
-    fine_ptr,
-    coarse_ptr,
+    group_ptr,
     num_queries,
     num_columns,
     page_stride,
@@ -39,8 +38,7 @@ def _score(
     scale_page_stride,
     scale_row_stride,
     score_stride,
-    fine_stride,
-    coarse_stride,
+    group_stride,
     scale,
     J: tl.constexpr,
     I: tl.constexpr,
@@ -49,12 +47,11 @@ def _score(
     BLOCK_J: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    FINE: tl.constexpr,
-    COARSE: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """score[t, s] of the blocks that a query sees, -inf behind its end; if COARSE, the largest of groups, too."""
+    """score[t, s] of the blocks that a query sees, -inf behind its end; if GROUP, the largest of so many, too."""
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     tile, share, num_shares = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0), tl.num_programs(0)
@@ -90,16 +87,30 @@ def _score(
             score_SQ = tl.where(s[:, None] < end_Q[None, :], score_SQ, float("-inf"))
             at = score_ptr + t_Q[None, :] * score_stride
             tl.store(at + s[:, None], score_SQ, mask=mine_Q[None, :] & (s[:, None] < num_columns * Z))
-            if COARSE:
-                fine_GQ = tl.max(tl.reshape(score_SQ, [BLOCK_S // FINE, FINE, QUERIES]), axis=1)
-                g = block * (BLOCK_S // FINE) + tl.arange(0, BLOCK_S // FINE)
-                at = fine_ptr + t_Q[None, :] * fine_stride
-                tl.store(at + g[:, None], fine_GQ, mask=mine_Q[None, :] & (g[:, None] < fine_stride))
-            if COARSE > FINE:
-                coarse_GQ = tl.max(tl.reshape(fine_GQ, [BLOCK_S // COARSE, COARSE // FINE, QUERIES]), axis=1)
-                g = block * (BLOCK_S // COARSE) + tl.arange(0, BLOCK_S // COARSE)
-                at = coarse_ptr + t_Q[None, :] * coarse_stride
-                tl.store(at + g[:, None], coarse_GQ, mask=mine_Q[None, :] & (g[:, None] < coarse_stride))
+            if GROUP > 1:
+                group_GQ = tl.max(tl.reshape(score_SQ, [BLOCK_S // GROUP, GROUP, QUERIES]), axis=1)
+                g = block * (BLOCK_S // GROUP) + tl.arange(0, BLOCK_S // GROUP)
+                at = group_ptr + t_Q[None, :] * group_stride
+                tl.store(at + g[:, None], group_GQ, mask=mine_Q[None, :] & (g[:, None] < group_stride))
+
+
+class Tiling(NamedTuple):
+    """Keys and queries at a time, and how many programs there may be for a few queries."""
+
+    keys: int
+    queries: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def tiling_for(*, crowded: bool, is_float32: bool) -> Tiling:
+    """What was measured as fastest on H200 (docs/performance.md). Of 64 keys is the smallest product of a warp group;
+    1056 programs are eight a multiprocessor.
+    """
+    if is_float32:  # products of float32 take registers where others take matrix units
+        return Tiling(64, _QUERIES if crowded else 1, warps=4, stages=3, programs=1056)
+    return Tiling(64, _QUERIES if crowded else 1, warps=4, stages=3, programs=1056)
 
 
 def index_score(
@@ -120,17 +131,16 @@ def score_visible(
     row_T: Tensor,
     end_T: Tensor,
     score_TS: Tensor,
-    fine_TG: Tensor | None = None,
-    coarse_TG: Tensor | None = None,
+    group_TG: Tensor | None = None,
     *,
     scale: float,
-    fine: int = 0,
-    coarse: int = 0,
+    group: int = 1,
+    tiling: Tiling | None = None,
 ) -> None:
-    """Writes the scores of what each query sees into `score_TS`, and the largest of every `fine` and `coarse` of them.
+    """Writes the scores of what each query sees into `score_TS`, and the largest of every `group` of them.
 
-    `fine_TG` and `coarse_TG` may be one, if their groups are. Of what a query does not see, only what shares a block
-    with what it does is written. Raises ValueError for pools that it cannot read.
+    Of what a query does not see, only what shares a block with what it does is written. Raises ValueError for pools
+    that it cannot read.
     """
     num_queries, J, I = q_TJI.shape
     if isinstance(key_PZI, Fp8Latents):
@@ -141,11 +151,11 @@ def score_visible(
     if num_queries == 0:
         return
     crowded = num_queries >= _QUERIES * page_table_BN.shape[0]
-    queries = _QUERIES if crowded else 1
-    block_j = max(16 // queries, triton.next_power_of_2(J))
-    tiles = triton.cdiv(num_queries, queries)
-    shares = max(1, min(triton.cdiv(score_TS.shape[1], _BLOCK_S), _PROGRAMS // tiles))
-    fine_TG, coarse_TG = (score_TS if x is None else x for x in (fine_TG, coarse_TG))
+    cut = tiling or tiling_for(crowded=crowded, is_float32=q_TJI.element_size() > 2)
+    block_j = max(16 // cut.queries, triton.next_power_of_2(J))
+    tiles = triton.cdiv(num_queries, cut.queries)
+    shares = max(1, min(triton.cdiv(score_TS.shape[1], cut.keys), cut.programs // tiles))
+    group_TG = score_TS if group_TG is None else group_TG
     _score[(shares, tiles)](
         q_TJI.contiguous(),
         data,
@@ -155,8 +165,7 @@ def score_visible(
         row_T,
         end_T,
         score_TS,
-        fine_TG,
-        coarse_TG,
+        group_TG,
         num_queries,
         page_table_BN.shape[1],
         data.stride(0),
@@ -164,20 +173,18 @@ def score_visible(
         0 if key_scale is None else key_scale.stride(0),
         0 if key_scale is None else key_scale.stride(1),
         score_TS.stride(0),
-        fine_TG.stride(0),
-        coarse_TG.stride(0),
+        group_TG.stride(0),
         scale,
         J=J,
         I=I,
         Z=key_PZI.shape[1],
-        QUERIES=queries,
+        QUERIES=cut.queries,
         BLOCK_J=block_j,
         BLOCK_I=max(16, triton.next_power_of_2(I)),
-        BLOCK_S=_BLOCK_S,
-        FINE=fine,
-        COARSE=coarse,
+        BLOCK_S=cut.keys,
+        GROUP=group,
         IS_FP8=key_scale is not None,
         **dependent_launch(q_TJI.device),
-        num_warps=4,
-        num_stages=3,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
     )

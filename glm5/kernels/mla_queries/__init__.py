@@ -6,7 +6,6 @@ from torch import Tensor
 
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.mla_queries.reference import mla_queries as _reference
-from glm5.kernels.per_head import FEW_TOKENS
 from glm5.kernels.triton_support import chosen
 
 
@@ -22,10 +21,10 @@ def mla_queries(
     """Queries [T, H, N + R] absorbed into latents, [T, H, C + R]: the first N dimensions by `w_HNC`, the rest rotated.
 
     `index_TJI`, an indexer's queries if any, is given away: the first R dimensions of each are rotated in place. cos
-    and sin as in `rope`. `triton`: on a GPU, in one launch, for few tokens. No gradient passes.
+    and sin as in `rope`. `triton`: on a GPU, in one launch. No gradient passes.
     """
     if impl == "auto":
-        impl = "triton" if len(q_THX) <= FEW_TOKENS and chosen(q_THX.detach()) else "reference"
+        impl = "triton" if chosen(q_THX.detach()) else "reference"
     if impl == "reference":
         return _reference(q_THX, w_HNC, cos_TR2, sin_TR2, index_TJI)
     if impl == "triton":

@@ -1,11 +1,13 @@
 """mla_queries in one launch: programs for values of a head, one for its rotated part, others for index queries."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.per_head.triton import BLOCK_O, block_sizes, product
+from glm5.kernels.per_head.triton import product
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
@@ -47,29 +49,51 @@ def _mla_queries(
     BLOCK_O: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """program_id(0): block of C, or one more for the rotated part; (1): head, then index head; (2): tile of tokens."""
-    block, h = tl.program_id(0), tl.program_id(1)
-    t = (tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    """program_id(0): blocks of C of each head, then rotated parts of heads, then index heads; (1): tile of tokens."""
+    BLOCKS: tl.constexpr = (C + BLOCK_O - 1) // BLOCK_O
+    job = tl.program_id(0)
+    t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     known = t < num_tokens
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    cos, sin = cos_ptr + t * HALF, sin_ptr + t * HALF
-    is_last = block == tl.num_programs(0) - 1
-    q, out = q_ptr + t * q_stride + h * q_head, out_ptr + (t * H + h) * (C + 2 * HALF)
-    if h < H:
-        if is_last:
+    if job < H * BLOCKS:
+        h, o = job // BLOCKS, (job % BLOCKS) * BLOCK_O + tl.arange(0, BLOCK_O)
+        q, out = q_ptr + t * q_stride + h * q_head, out_ptr + (t * H + h) * (C + 2 * HALF)
+        value = product(q, known, w_ptr + h * N * C, o, C, N, BLOCK_I).to(out_ptr.dtype.element_ty)
+        tl.store(out[:, None] + o[None, :], value, mask=known[:, None] & (o < C)[None, :])
+    else:
+        h = job - H * BLOCKS
+        cos, sin = cos_ptr + t * HALF, sin_ptr + t * HALF
+        if h < H:
+            q, out = q_ptr + t * q_stride + h * q_head, out_ptr + (t * H + h) * (C + 2 * HALF)
             _rotate(q + N, known, out + C, cos, sin, HALF)
         else:
-            o = block * BLOCK_O + tl.arange(0, BLOCK_O)
-            value = product(q, known, w_ptr + h * N * C, o, C, N, BLOCK_I).to(out_ptr.dtype.element_ty)
-            tl.store(out[:, None] + o[None, :], value, mask=known[:, None] & (o < C)[None, :])
-    elif is_last:
-        index = index_ptr + t * index_stride + (h - H) * index_head
-        _rotate(index, known, index, cos, sin, HALF)
+            index = index_ptr + t * index_stride + (h - H) * index_head
+            _rotate(index, known, index, cos, sin, HALF)
+
+
+class Tiling(NamedTuple):
+    """Tokens and outputs of a program, and its warps."""
+
+    tokens: int
+    outputs: int
+    warps: int = 4
+
+
+def tiling_for(num_tokens: int) -> Tiling:
+    """What was measured as fastest on H200 (docs/performance.md)."""
+    if num_tokens <= 64:
+        return Tiling(max(16, triton.next_power_of_2(num_tokens)), 64)
+    return Tiling(128, 128, warps=8)
 
 
 def mla_queries(
-    q_THX: Tensor, w_HNC: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, index_TJI: Tensor | None = None
+    q_THX: Tensor,
+    w_HNC: Tensor,
+    cos_TR2: Tensor,
+    sin_TR2: Tensor,
+    index_TJI: Tensor | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """As `reference.mla_queries`. Raises ValueError for index queries whose rows are not in one piece."""
     (num_tokens, H, _), (_, N, C), half = q_THX.shape, w_HNC.shape, cos_TR2.shape[1]
@@ -79,8 +103,10 @@ def mla_queries(
     index, J = (q_THX, 0) if index_TJI is None else (index_TJI, index_TJI.shape[1])
     out_THL = torch.empty(num_tokens, H, C + 2 * half, dtype=q_THX.dtype, device=q_THX.device)
     if num_tokens:
-        sizes = block_sizes(num_tokens, N)
-        _mla_queries[(triton.cdiv(C, BLOCK_O) + 1, H + J, triton.cdiv(num_tokens, sizes["BLOCK_T"]))](
+        cut = tiling or tiling_for(num_tokens)
+        if q_THX.element_size() > 2:  # products of float32 take registers where others take matrix units
+            cut = Tiling(16, 32)
+        _mla_queries[(H * triton.cdiv(C, cut.outputs) + H + J, triton.cdiv(num_tokens, cut.tokens))](
             q_THX,
             w_HNC.contiguous(),
             cos_TR2.contiguous(),
@@ -96,9 +122,10 @@ def mla_queries(
             N=N,
             C=C,
             HALF=half,
-            **sizes,
-            BLOCK_O=BLOCK_O,
-            num_warps=4,
+            BLOCK_T=cut.tokens,
+            BLOCK_I=max(16, min(128, N & -N)),
+            BLOCK_O=cut.outputs,
+            num_warps=cut.warps,
             enable_fp_fusion=False,  # would skip a rounding
             **dependent_launch(q_THX.device),
         )

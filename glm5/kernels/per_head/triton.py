@@ -8,8 +8,6 @@ from torch import Tensor
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
-BLOCK_O = 64
-
 
 @triton.jit
 def product(x, known, w, o, O: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr):
@@ -52,22 +50,14 @@ def _per_head(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=known[:, None] & (o < O)[None, :])
 
 
-def block_sizes(num_tokens: int, width: int) -> dict[str, int]:
-    """Tokens of a program and values of a step of its sum; a product takes 16 at least."""
-    return {
-        "BLOCK_T": max(16, min(64, triton.next_power_of_2(num_tokens))),
-        "BLOCK_I": max(16, min(128, width & -width)),
-    }
-
-
-def per_head(x_THI: Tensor, w_HIO: Tensor) -> Tensor:
+def per_head(x_THI: Tensor, w_HIO: Tensor, block_o: int = 64) -> Tensor:
     """As `reference.per_head`, contiguous. Rows of x must lie in one piece each, and w as a whole."""
     (num_tokens, H, I), O = x_THI.shape, w_HIO.shape[2]
     x_THI = x_THI if x_THI.stride(-1) == 1 else x_THI.contiguous()
     out_THO = torch.empty(num_tokens, H, O, dtype=x_THI.dtype, device=x_THI.device)
     if num_tokens:
-        sizes = block_sizes(num_tokens, I)
-        _per_head[(triton.cdiv(O, BLOCK_O), H, triton.cdiv(num_tokens, sizes["BLOCK_T"]))](
+        block_t = max(16, min(64, triton.next_power_of_2(num_tokens)))
+        _per_head[(triton.cdiv(O, block_o), H, triton.cdiv(num_tokens, block_t))](
             x_THI,
             w_HIO.contiguous(),
             out_THO,
@@ -77,8 +67,9 @@ def per_head(x_THI: Tensor, w_HIO: Tensor) -> Tensor:
             H=H,
             I=I,
             O=O,
-            **sizes,
-            BLOCK_O=BLOCK_O,
+            BLOCK_T=block_t,
+            BLOCK_I=max(16, min(128, I & -I)),
+            BLOCK_O=block_o,
             num_warps=4,
             **dependent_launch(x_THI.device),
         )

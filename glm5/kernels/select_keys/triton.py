@@ -1,4 +1,5 @@
-"""select_keys on a GPU: scores of what each query sees, then the best of them, in two launches and bounded memory."""
+"""select_keys on a GPU: scores of what each query sees, then the best of them, in two launches (four for long rows)
+and bounded memory."""
 
 import torch
 import triton
@@ -6,7 +7,7 @@ from torch import Tensor
 
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.index_score.triton import score_visible
-from glm5.kernels.top_k.triton import GROUPS, LONGEST, Groups, best_of
+from glm5.kernels.top_k.triton import GROUPS, LONGEST, best_of, group_size
 
 _SCORES = 1 << 26  # of a piece of the queries: 256 MB
 
@@ -27,21 +28,13 @@ def select_keys(
 ) -> Tensor:
     """As `reference.select_keys`. Rows of more than `longest` keys go through groups of them (`top_k/triton.py`)."""
     num_keys = page_table_BN.shape[1] * key_PZI.shape[1]
-    groups = Groups.of(num_keys, num_groups) if num_keys > longest else Groups(1, 1)
+    group = group_size(num_keys, num_groups) if num_keys > longest else 1
     step = max(1, _SCORES // max(1, num_keys))
     pieces = zip(*(x.split(step) for x in (q_TJI, w_TJ, row_T, end_T)), strict=True)
     parts = []
     for q, w, row, end in pieces:
         score_TS = q.new_empty(len(q), num_keys, dtype=torch.float32)
-        where = q, key_PZI, w, page_table_BN, row, end, score_TS
-        if groups.coarse == 1:
-            score_visible(*where, scale=scale)
-            parts.append(best_of(score_TS, None, None, end, groups, top_k))
-            continue
-        fine_TG = q.new_empty(len(q), triton.cdiv(num_keys, groups.fine), dtype=torch.float32)
-        coarse_TG = fine_TG
-        if groups.coarse > groups.fine:
-            coarse_TG = q.new_empty(len(q), triton.cdiv(num_keys, groups.coarse), dtype=torch.float32)
-        score_visible(*where, fine_TG, coarse_TG, scale=scale, fine=groups.fine, coarse=groups.coarse)
-        parts.append(best_of(score_TS, fine_TG, coarse_TG, end, groups, top_k))
+        group_TG = q.new_empty(len(q), triton.cdiv(num_keys, group), dtype=torch.float32) if group > 1 else None
+        score_visible(q, key_PZI, w, page_table_BN, row, end, score_TS, group_TG, scale=scale, group=group)
+        parts.append(best_of(score_TS, group_TG, end, group, top_k))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -5,12 +5,11 @@ at least m2, and goes on with the range that holds the k-th; m1 and m2 lie about
 evenly, or, where that gets nowhere, at the thirds of the range. Six to eight steps for random scores. A running sum
 over the row then gives every chosen key its place, in index order.
 
-Of long rows, groups of neighbours come first, about 4,096 of them. If k groups have a maximum of at least m, then k
-keys are at least m, so none below m is among the best. What remains, some 2,800 of random scores, is taken in runs of
-4,096: the best so far and the next ones. However unlike the scores, the result is the same, only later.
+Of long rows, the maxima of groups of neighbours come first, about 4,096 of them. If k groups have a maximum of at least
+m, then k keys are at least m, so none below m is among the best. Many programs write down which scores reach m, each of
+its own stretch of the row; what remains, some 3,300 of random scores, is taken in runs of 4,096: the best so far and
+the next ones. However unlike the scores, the result is the same, only later.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,22 +23,15 @@ from glm5.kernels.triton_support import dependent_launch
 LONGEST = 8192
 _MAX_K = 1 << 14
 GROUPS = 4096  # of a long row, about
-_RUN, _COARSEST = 4096, 64
+_RUN, _LARGEST_GROUP = 4096, 64
+_STRETCH = 2048  # scores that a program sifts
 _ABSENT = tl.constexpr(-(2**31))
 _LARGEST = tl.constexpr(0x7F7FFFFF)  # rank of the largest finite number; the rank of its negative is its complement
 
 
-class Groups(NamedTuple):
-    """Neighbours that are looked at together: `fine`, and `coarse` of four fine ones; alike where one size will do."""
-
-    fine: int
-    coarse: int
-
-    @classmethod
-    def of(cls, num_keys: int, num_groups: int = GROUPS) -> "Groups":
-        """For rows of `num_keys` scores."""
-        coarse = min(_COARSEST, triton.next_power_of_2(triton.cdiv(num_keys, num_groups)))
-        return cls(coarse // 4 if coarse > 8 else coarse, coarse)
+def group_size(num_keys: int, num_groups: int = GROUPS) -> int:
+    """Neighbours that are looked at together in rows of `num_keys` scores, a power of two."""
+    return min(_LARGEST_GROUP, triton.next_power_of_2(triton.cdiv(num_keys, num_groups)))
 
 
 @triton.jit
@@ -112,55 +104,14 @@ def _put_best(rank_S, index_S, out_ptr, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _keep(value_ptr, groups_ptr, num_groups, out_ptr, num_values, least, FAN: tl.constexpr, RUN: tl.constexpr):
-    """Writes the indices of those values of some groups that reach rank `least`, and says how many."""
-    tl.debug_barrier()
-    kept = 0
-    for run in range(tl.cdiv(num_groups * FAN, RUN)):
-        place = run * RUN + tl.arange(0, RUN)
-        group = tl.load(groups_ptr + place // FAN, mask=place < num_groups * FAN, other=num_values)
-        i = group * FAN + place % FAN
-        rank = _ranked(tl.load(value_ptr + i, mask=i < num_values, other=float("-inf")))
-        reaches = ((rank >= least) & (rank > _ABSENT)).to(tl.int32)
-        tl.store(out_ptr + (kept + tl.cumsum(reaches, axis=0) - 1), i, mask=reaches > 0)
-        kept += tl.sum(reaches, axis=0)
-    tl.debug_barrier()
-    return kept
-
-
-@triton.jit
-def _best_of_kept(score_ptr, kept_ptr, num_kept, out_ptr, k, BLOCK_K: tl.constexpr, RUN: tl.constexpr):
-    """As `_put_best` of the scores with the indices at `kept_ptr`, in runs: the best so far, then the next ones."""
-    p = tl.arange(0, RUN)
-    for run in range(1 + tl.cdiv(tl.maximum(num_kept - RUN, 0), RUN - k)):
-        is_old = (run > 0) & (p < k)
-        place = run * (RUN - k) + p
-        i = tl.load(kept_ptr + place, mask=(place < num_kept) & (is_old == 0), other=-1)
-        i = tl.where(is_old, tl.load(out_ptr + p, mask=is_old, other=-1), i)
-        rank = _ranked(tl.load(score_ptr + i, mask=i >= 0, other=float("-inf")))
-        tl.debug_barrier()
-        _put_best(rank, i, out_ptr, k, BLOCK_K)
-        tl.debug_barrier()
-
-
-@triton.jit
-def _best(
+def _best_of_row(
     score_ptr,
-    fine_ptr,
-    coarse_ptr,
     end_ptr,
-    scratch_ptr,
     out_ptr,
     num_keys,
     score_stride,
-    fine_stride,
-    coarse_stride,
-    scratch_stride,
     k,
-    FINE: tl.constexpr,
-    COARSE: tl.constexpr,
     WIDTH: tl.constexpr,
-    RUN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_END: tl.constexpr,
     PDL: tl.constexpr,
@@ -169,34 +120,119 @@ def _best(
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     t = tl.program_id(0).to(tl.int64)
-    score, out = score_ptr + t * score_stride, out_ptr + t * k
     end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
     i = tl.arange(0, WIDTH)
-    if COARSE == 1:
-        _put_best(_ranked(tl.load(score + i, mask=i < end, other=float("-inf"))), i, out, k, BLOCK_K)
-    else:
-        coarse, scratch = coarse_ptr + t * coarse_stride, scratch_ptr + t * scratch_stride
-        rank = _ranked(tl.load(coarse + i, mask=i < tl.cdiv(end, COARSE), other=float("-inf")))
-        least, count, _ = _bracket(rank, k, k // 16)
-        least = tl.where(count >= k, least, _ABSENT + 1)
-        reaches = ((rank >= least) & (rank > _ABSENT)).to(tl.int32)
-        tl.store(scratch + (tl.cumsum(reaches, axis=0) - 1), i, mask=reaches > 0)
-        num_kept = tl.sum(reaches, axis=0)
-        kept = scratch + WIDTH
-        if COARSE > FINE:
-            fine, num_fine = fine_ptr + t * fine_stride, tl.cdiv(end, FINE)
-            num_kept = _keep(fine, scratch, num_kept, kept, num_fine, least, COARSE // FINE, RUN)
-            scratch, kept = kept, kept + WIDTH * (COARSE // FINE)
-        num_kept = _keep(score, scratch, num_kept, kept, end, least, FINE, RUN)
-        _best_of_kept(score, kept, num_kept, out, k, BLOCK_K, RUN)
+    rank = _ranked(tl.load(score_ptr + t * score_stride + i, mask=i < end, other=float("-inf")))
+    _put_best(rank, i, out_ptr + t * k, k, BLOCK_K)
 
 
 @triton.jit
-def _largest(value_ptr, out_ptr, num_values, value_stride, out_stride, FAN: tl.constexpr, BLOCK: tl.constexpr):
+def _threshold(
+    group_ptr,
+    end_ptr,
+    least_ptr,
+    num_keys,
+    group_stride,
+    k,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_END: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """least[t]: a rank that k groups reach, and not many more; below all ranks if there are not so many groups."""
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
+    i = tl.arange(0, WIDTH)
+    rank = _ranked(tl.load(group_ptr + t * group_stride + i, mask=i < tl.cdiv(end, GROUP), other=float("-inf")))
+    least, count, _ = _bracket(rank, k, k // 8)
+    tl.store(least_ptr + t, tl.where(count >= k, least, _ABSENT + 1))
+
+
+@triton.jit
+def _sift(
+    score_ptr,
+    end_ptr,
+    least_ptr,
+    kept_ptr,
+    count_ptr,
+    num_keys,
+    score_stride,
+    STRETCH: tl.constexpr,
+    HAS_END: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """kept[t, n, :count[t, n]]: which scores of stretch n = program_id(1) reach least[t], in order."""
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    t, n, num_stretches = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
+    i = n * STRETCH + tl.arange(0, STRETCH)
+    rank = _ranked(tl.load(score_ptr + t * score_stride + i, mask=i < end, other=float("-inf")))
+    reaches = ((rank >= tl.load(least_ptr + t)) & (rank > _ABSENT)).to(tl.int32)
+    place = (t * num_stretches + n) * STRETCH + tl.cumsum(reaches, axis=0) - 1
+    tl.store(kept_ptr + place, i, mask=reaches > 0)
+    tl.store(count_ptr + t * num_stretches + n, tl.sum(reaches, axis=0))
+
+
+@triton.jit
+def _best_of_kept(
+    score_ptr,
+    kept_ptr,
+    count_ptr,
+    out_ptr,
+    num_stretches,
+    score_stride,
+    k,
+    STRETCH: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    STEPS: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As `_best_of_row`, of what is kept, in runs: the best so far, then the next ones. STRETCHES is 2 ** STEPS."""
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    t, n, p = tl.program_id(0).to(tl.int64), tl.arange(0, STRETCHES), tl.arange(0, RUN)
+    score, out, kept = score_ptr + t * score_stride, out_ptr + t * k, kept_ptr + t * num_stretches * STRETCH
+    count = tl.load(count_ptr + t * num_stretches + n, mask=n < num_stretches, other=0)
+    first = tl.cumsum(count, axis=0) - count
+    num_kept = tl.sum(count, axis=0)
+    for run in range(1 + tl.cdiv(tl.maximum(num_kept - RUN, 0), RUN - k)):
+        is_old = (run > 0) & (p < k)
+        place = run * (RUN - k) + p
+        of_stretch = tl.zeros([RUN], tl.int32)  # the last that begins at `place` or before it
+        for step in tl.static_range(STEPS):
+            later = of_stretch + (STRETCHES >> (step + 1))
+            of_stretch = tl.where(tl.gather(first, later, 0) <= place, later, of_stretch)
+        at = kept + of_stretch * STRETCH + (place - tl.gather(first, of_stretch, 0))
+        i = tl.load(at, mask=(place < num_kept) & (is_old == 0), other=-1)
+        i = tl.where(is_old, tl.load(out + p, mask=is_old, other=-1), i)
+        rank = _ranked(tl.load(score + i, mask=i >= 0, other=float("-inf")))
+        tl.debug_barrier()
+        _put_best(rank, i, out, k, BLOCK_K)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _largest(
+    value_ptr,
+    out_ptr,
+    num_values,
+    value_stride,
+    out_stride,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """out[t, g] = the largest value of a group, a NaN if it has one."""
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    i = g[:, None] * FAN + tl.arange(0, FAN)[None, :]
+    i = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.load(value_ptr + t * value_stride + i, mask=i < num_values, other=float("-inf")).to(tl.float32)
     has_nan = tl.max((value != value).to(tl.int32), axis=1) > 0
     largest = tl.max(tl.where(value != value, float("-inf"), value), axis=1)
@@ -213,57 +249,50 @@ def top_k(score_TS: Tensor, k: int, *, longest: int = LONGEST, num_groups: int =
     if k > _MAX_K:
         raise ValueError(f"top_k[triton] takes k up to {_MAX_K}, got {k}; use impl='reference'")
     score_TS = score_TS.detach().contiguous()
-    if score_TS.shape[1] <= longest or not len(score_TS):
-        return best_of(score_TS, None, None, None, Groups(1, 1), k)
-    groups = Groups.of(score_TS.shape[1], num_groups)
-    fine_TG = _maxima(score_TS, groups.fine)
-    coarse_TG = fine_TG if groups.coarse == groups.fine else _maxima(fine_TG, groups.coarse // groups.fine)
-    return best_of(score_TS, fine_TG, coarse_TG, None, groups, k)
-
-
-def best_of(
-    score_TS: Tensor, fine_TG: Tensor | None, coarse_TG: Tensor | None, end_T: Tensor | None, groups: Groups, k: int
-) -> Tensor:
-    """Best keys of rows, int32 [T, k], of which `end_T` scores count; by way of groups, if their maxima are given."""
     num_rows, num_keys = score_TS.shape
-    out_TK = torch.empty(num_rows, k, dtype=torch.int32, device=score_TS.device)
+    if num_keys <= longest or not num_rows:
+        return best_of(score_TS, None, None, 1, k)
+    group = group_size(num_keys, num_groups)
+    group_TG = score_TS.new_empty(num_rows, triton.cdiv(num_keys, group), dtype=torch.float32)
+    block = max(1, _STRETCH // group)
+    grid = (num_rows, triton.cdiv(group_TG.shape[1], block))
+    _largest[grid](
+        score_TS, group_TG, num_keys, score_TS.stride(0), group_TG.stride(0), GROUP=group, BLOCK=block,
+        **dependent_launch(score_TS.device),
+    )  # fmt: skip
+    return best_of(score_TS, group_TG, None, group, k)
+
+
+def best_of(score_TS: Tensor, group_TG: Tensor | None, end_T: Tensor | None, group: int, k: int) -> Tensor:
+    """Best keys of rows, int32 [T, k], of which `end_T` scores count; by way of maxima of groups, if they are given."""
+    num_rows, num_keys = score_TS.shape
+    device, launch = score_TS.device, dependent_launch(score_TS.device)
+    out_TK = torch.empty(num_rows, k, dtype=torch.int32, device=device)
     if num_rows == 0:
         return out_TK
-    fine_TG = score_TS if fine_TG is None else fine_TG
-    coarse_TG = score_TS if coarse_TG is None else coarse_TG
-    width, block_k = triton.next_power_of_2(coarse_TG.shape[1]), triton.next_power_of_2(k)
-    run = max(_RUN, 2 * block_k)
-    scratch_size = 0 if groups.coarse == 1 else width * (1 + groups.coarse // groups.fine) + width * groups.coarse
-    scratch = torch.empty(num_rows, scratch_size, dtype=torch.int32, device=score_TS.device)
-    _best[(num_rows,)](
-        score_TS,
-        fine_TG,
-        coarse_TG,
-        out_TK if end_T is None else end_T,
-        scratch,
-        out_TK,
-        num_keys,
-        score_TS.stride(0),
-        fine_TG.stride(0),
-        coarse_TG.stride(0),
-        scratch_size,
-        k,
-        FINE=groups.fine,
-        COARSE=groups.coarse,
-        WIDTH=width,
-        RUN=run,
-        BLOCK_K=block_k,
-        HAS_END=end_T is not None,
-        **dependent_launch(score_TS.device),
-        num_warps=8 if max(width, run) <= LONGEST else 16,
-    )
+    has_end, end_T = end_T is not None, out_TK if end_T is None else end_T
+    block_k = triton.next_power_of_2(k)
+    if group_TG is None:
+        width = triton.next_power_of_2(num_keys)
+        warps = 8 if max(width, block_k) <= LONGEST else 16
+        sizes = {"WIDTH": width, "BLOCK_K": block_k, "HAS_END": has_end, "num_warps": warps}
+        _best_of_row[(num_rows,)](score_TS, end_T, out_TK, num_keys, score_TS.stride(0), k, **sizes, **launch)
+        return out_TK
+    width, stretches, run = group_TG.shape[1], triton.cdiv(num_keys, _STRETCH), max(_RUN, 2 * block_k)
+    least_T = torch.empty(num_rows, dtype=torch.int32, device=device)
+    count_TN = torch.empty(num_rows, stretches, dtype=torch.int32, device=device)
+    kept_TNS = torch.empty(num_rows, stretches, _STRETCH, dtype=torch.int32, device=device)
+    sizes = {"WIDTH": triton.next_power_of_2(width), "HAS_END": has_end, "num_warps": 8 if width <= LONGEST else 16}
+    where = num_keys, group_TG.stride(0), k
+    _threshold[(num_rows,)](group_TG, end_T, least_T, *where, GROUP=group, **sizes, **launch)
+    _sift[(num_rows, stretches)](
+        score_TS, end_T, least_T, kept_TNS, count_TN, num_keys, score_TS.stride(0), STRETCH=_STRETCH, HAS_END=has_end,
+        **launch,
+    )  # fmt: skip
+    steps = (stretches - 1).bit_length()
+    sizes = {"STRETCH": _STRETCH, "STRETCHES": 1 << steps, "STEPS": steps, "RUN": run, "BLOCK_K": block_k}
+    _best_of_kept[(num_rows,)](
+        score_TS, kept_TNS, count_TN, out_TK, stretches, score_TS.stride(0), k, **sizes,
+        num_warps=8 if run <= LONGEST else 16, **launch,
+    )  # fmt: skip
     return out_TK
-
-
-def _maxima(value_TS: Tensor, fan: int) -> Tensor:
-    num_rows, num_values = value_TS.shape
-    num_groups = triton.cdiv(num_values, fan)
-    out_TG = value_TS.new_empty(num_rows, num_groups, dtype=torch.float32)
-    grid = (num_rows, triton.cdiv(num_groups, 256))
-    _largest[grid](value_TS, out_TG, num_values, value_TS.stride(0), num_groups, FAN=fan, BLOCK=256)
-    return out_TG

@@ -25,6 +25,7 @@ CUTS = {
     "vector": {"block_f": 8, "up_tiles": 2, "up_warps": 1, "block_d": 16, "down_tiles": 2},
     "pairs": {"block_f": 32, "up_warps": 2, "block_d": 64, "down_tiles": 2},
     "tiles": {"block_f": 128, "up_warps": 8, "block_d": 64, "down_tiles": 2, "block_t": 16},
+    "rows": {"block_f": 128, "up_warps": 8, "block_d": 64, "down_tiles": 2, "block_t": 128},
 }
 
 
@@ -53,6 +54,18 @@ def test_many_tokens_agree_with_the_reference(shape, block_f, gen):
     assert rel_rms(got, grouped_experts(*case[:5], shared=case.shared, impl="reference")) < TILES_BUDGET
 
 
+@pytest.mark.parametrize(
+    ("shape", "block_f", "block_t"), [((90, 3, 2, 136, 72), 128, 128), ((9, 3, 2, 72, 600), 64, 64)], ids=str
+)
+def test_very_many_tokens_agree_with_the_reference(shape, block_f, block_t, gen):
+    case = make_experts(*shape, gen)
+    case.expert[5:, 0] = 1  # more rows than a tile has, and fewer than half of one
+    case.expert[5:, 1:] = 2
+    got = run(case, "rows", with_shared=True, block_f=block_f, block_t=block_t)
+    want = grouped_experts(*case[:5], shared=case.shared, impl="reference")
+    assert rel_rms(got, want) < TILES_BUDGET
+
+
 def test_tokens_that_all_choose_one_expert(gen):
     case = make_experts(19, 3, 1, 128, 32, gen)
     case.expert[:] = 2
@@ -69,7 +82,8 @@ def test_budgets_notice_one_percent_of_one_expert(gen):
         assert rel_rms(run(case, way, with_shared=True), want) > 10 * budget
     want = grouped_experts(*case[:5], impl="reference")
     case.down.scale[int(case.expert[1, 1])] *= 1.05
-    assert rel_rms(run(case, "tiles", with_shared=False), want) > 5 * TILES_BUDGET
+    for way in ("tiles", "rows"):
+        assert rel_rms(run(case, way, with_shared=False), want) > 5 * TILES_BUDGET
 
 
 def test_the_shared_expert_of_every_implementation(gen):
