@@ -54,8 +54,10 @@ class Drafter:
         hidden_RD, selection = self.passes.draft(next_R, hidden_RD, view)
         return Extended(hidden_RD, selection)
 
-    def draft(self, extended: Extended, view: StepView, rows: DraftRows, depth: int) -> None:
-        """`depth` drafts for each sequence that gained tokens."""
+    def draft(
+        self, extended: Extended, view: StepView, rows: DraftRows, depth: int, features: int | None = None
+    ) -> None:
+        """`depth` drafts for each sequence that gained tokens. `features`: of `Sampler.sample`."""
         last_C = rows.first_C + rows.count_C - 1
         hidden_CD = extended.hidden_RD[last_C]
         selection = rows_of(extended.selection, last_C) if self.shares_selection else None
@@ -71,7 +73,8 @@ class Drafter:
                 offset_R=torch.full_like(rows.slot_C, index),
             )
             assumed_SK = self.slots.draft_SK if index else None
-            guess = self.sampler.sample(self.passes.logits(hidden_CD), where, assumed_SK, drafting=True)
+            logits_CW = self.passes.logits(hidden_CD)
+            guess = self.sampler.sample(logits_CW, where, assumed_SK, drafting=True, features=features)
             self.slots.draft_SK[rows.slot_C, index] = guess.token_R
 
     def _view(self, step: StepView, rows: DraftRows, position_C: Tensor) -> StepView:

@@ -7,16 +7,30 @@ A pass runs through all layers before the next one begins: later rows of a seque
 import torch
 from torch import Tensor
 
+from glm5.engine.lower import Lowered
 from glm5.engine.view import StepView
 from glm5.model.glm5 import Glm5
 from glm5.model.seams import Selection
 
 
 class Passes:
-    """`num_rows`: the rows of a pass; None runs everything in one."""
+    """`num_rows`: the rows of a pass; None runs everything in one, by `lowered` if there is one.
 
-    def __init__(self, model: Glm5, num_rows: int | None):
-        self.model, self.num_rows = model, num_rows
+    `generation` counts how often weights came to lie elsewhere.
+    """
+
+    def __init__(self, model: Glm5, num_rows: int | None, lowered: Lowered | None = None):
+        assert lowered is None or num_rows is None, f"{num_rows=}"
+        self.model, self.num_rows, self.lowered, self.generation = model, num_rows, lowered, 0
+        self._place = None if lowered is None else lowered.place
+
+    def weights_changed(self) -> None:
+        """Other weights lie in the model, perhaps elsewhere."""
+        if self.lowered is not None:
+            self.lowered.refresh()
+            if (place := self.lowered.place) != self._place:
+                self._place = place
+                self.generation += 1
 
     def whole(self, count: int) -> int:
         """`count` rows rounded up to whole passes."""
@@ -24,6 +38,8 @@ class Passes:
 
     def hidden(self, ids_R: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
+        if self.lowered is not None:
+            return self.lowered.hidden(ids_R, view)
         if self.num_rows is None:
             return self.model(ids_R, view)
         pairs = zip(ids_R.split(self.num_rows), view.parts(self.num_rows), strict=True)
@@ -31,6 +47,8 @@ class Passes:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """`Glm5.head`."""
+        if self.lowered is not None:
+            return self.lowered.logits(hidden_RD)
         if self.num_rows is None:
             return self.model.head(hidden_RD)
         return torch.cat([self.model.head(part) for part in hidden_RD.split(self.num_rows)])
@@ -39,6 +57,8 @@ class Passes:
         self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None = None
     ) -> tuple[Tensor, Selection]:
         """`Glm5.draft`."""
+        if self.lowered is not None:
+            return self.lowered.draft(next_ids_R, hidden_RD, view, selection)
         if self.num_rows is None:
             return self.model.draft(next_ids_R, hidden_RD, view, selection)
         size, outs = self.num_rows, []

@@ -1,6 +1,6 @@
 """What a step brought, read back from the device: tokens, the next drafts, log-probabilities, experts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,8 @@ class PromptLogprobs:
 @dataclass
 class Pending:
     """Tensors of a launched step that its result is made of. `sampling`: items that sampled, `place_C` as in `Batch`.
-    `shown`: sequence id to the likeliest it asks for."""
+    `shown`: sequence id to the likeliest it asks for. `parts` of `whole`: token_CJ, count_C, draft_CK and stuck_Q,
+    which come to the host in one copy."""
 
     sampling: Sequence[Item]
     place_C: Ints
@@ -55,6 +56,8 @@ class Pending:
     logprobs: Logprobs | None = None
     shown: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    whole: Tensor | None = None
+    parts: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
     position_R: Tensor | None = None
     expert_RLA: Tensor | None = None
     routed: list[tuple[Item, int]] = field(default_factory=list)
@@ -65,7 +68,16 @@ class Launched:
 
     def __init__(self, pending: Pending | None):
         self._pending, self._arrived = pending, None
-        if pending is not None and not pending.token_CJ.is_cpu:
+        if pending is not None and pending.whole is not None and pending.parts is not None:
+            # The next step writes where this one did.
+            whole = pending.whole.clone() if pending.whole.is_cpu else _to_host(pending.whole)
+            pending.token_CJ, pending.count_C, pending.draft_CK, pending.stuck_Q = pending.parts(whole)
+            pending.whole = None
+            if whole.is_pinned():
+                self._arrived = torch.cuda.Event()
+                _each_tensor(pending, _to_host)
+                self._arrived.record()
+        elif pending is not None and not pending.token_CJ.is_cpu:
             _each_tensor(pending, _to_host)
             if pending.token_CJ.is_pinned():
                 self._arrived = torch.cuda.Event()

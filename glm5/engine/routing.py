@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm5.model.glm5 import Glm5
+from glm5.engine.passes import Passes
 from glm5.model.moe import MoE
 
 
@@ -17,8 +17,11 @@ def _hear(heard: list[Tensor], _module: Any, _inputs: Any, out: tuple[Tensor, Te
 class RoutingRecord:
     """Listens to the routers of a model's decoder layers, the MTP layer's excepted."""
 
-    def __init__(self, model: Glm5):
-        self._layers: list[list[Tensor]] = []
+    def __init__(self, passes: Passes):
+        if passes.lowered is not None:
+            self._layers = passes.lowered.record_routing()
+            return
+        self._layers, model = list[list[Tensor]](), passes.model
         for layer in model.model.layers[: model.cfg.num_hidden_layers]:
             if isinstance(layer.mlp, MoE):
                 heard: list[Tensor] = []

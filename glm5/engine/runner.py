@@ -15,7 +15,9 @@ from torch import Tensor
 
 from glm5.engine.batch import Batch, Packer, arrays
 from glm5.engine.drafting import Drafter, DraftRows
+from glm5.engine.graphs import DecodeSteps, OnDevice, Shape
 from glm5.engine.kv import KVCache
+from glm5.engine.lower import Lowered
 from glm5.engine.passes import Passes
 from glm5.engine.plan import Item, StepPlan
 from glm5.engine.result import Launched, Pending, PromptLogprobs
@@ -44,29 +46,12 @@ class SeqSpec:
     routed: bool = False
 
 
-@dataclass(frozen=True)
-class _OnDevice:
-    """A batch's arrays, uploaded: the fields are `Batch`'s."""
-
-    slot_B: Tensor
-    group_R: Tensor
-    slot_R: Tensor
-    start_R: Tensor
-    offset_R: Tensor
-    live_R: Tensor
-    sample_Q: Tensor
-    sample_slot_Q: Tensor
-    sample_offset_Q: Tensor
-    slot_C: Tensor
-    first_C: Tensor
-    place_C: Tensor
-
-
 class Runner:
     """A model with its cache, its slots and its sampler. `max_depth` > 0 needs a cache with the MTP layer's keys.
 
     `pass_rows`: the rows of a pass in deterministic mode, None for the fastest shapes (passes.py). `record_routing`:
-    sequences may ask which experts computed them.
+    sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and decoding
+    steps in pieces of static shape (graphs.py), captured as graphs on a GPU. Default: on a GPU, unless in passes.
     """
 
     @torch.inference_mode()
@@ -80,10 +65,12 @@ class Runner:
         max_depth: int = 0,
         pass_rows: int | None = None,
         record_routing: bool = False,
+        fused: bool | None = None,
     ):
         assert not max_depth or cache.mtp, f"{max_depth=} {cache.mtp=}"
         self.model, self.cache, self.max_depth = model, cache, max_depth
-        self.passes = Passes(model, pass_rows)
+        fused = model.device.type == "cuda" and pass_rows is None if fused is None else fused
+        self.passes = Passes(model, pass_rows, Lowered(model, max_model_len) if fused else None)
         self.padding_slot = max_num_seqs
         self.slots = SlotState(
             max_num_seqs,
@@ -95,17 +82,30 @@ class Runner:
         )
         self.sampler = Sampler(max_num_seqs, model.cfg.vocab_size, max_drafts=max_depth, device=cache.device)
         self._packer = Packer(self.padding_slot, self.passes.whole)
-        self._uploaded: tuple[Batch, _OnDevice] | None = None
+        self._uploaded: tuple[Batch, OnDevice] | None = None
         self._masks: tuple[list[int], Tensor] | None = None
         self._drafter = Drafter(self.passes, self.slots, self.sampler) if max_depth else None
-        self._routing = RoutingRecord(model) if record_routing else None
+        self._routing = RoutingRecord(self.passes) if record_routing else None
+        self.steps: DecodeSteps | None = None
+        if fused:
+            self.steps = DecodeSteps(
+                self.passes,
+                cache,
+                self.slots,
+                self.sampler,
+                self._drafter,
+                max_len=max_model_len,
+                captures=cache.device.type == "cuda",
+                routing=self._routing,
+            )
 
     def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
         """Masks of the rows of the next launch, for sequences with a grammar (`Sampler.permit`)."""
         self._masks = slots, masks_BJM
 
     def weights_changed(self) -> None:
-        """Other weights lie in the model. (Nothing here is derived from them.)"""
+        """Other weights lie in the model, or they lie elsewhere."""
+        self.passes.weights_changed()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
@@ -122,7 +122,38 @@ class Runner:
             self._masks = None
         if not plan.items:
             return Launched(None)
-        return Launched(self._run(plan, self._packer.pack(plan), specs))
+        batch = self._packer.pack(plan)
+        if self.steps is not None and batch.samples_all:
+            return Launched(self._decode(self.steps, plan, batch, specs))
+        return Launched(self._run(plan, batch, specs))
+
+    def _decode(self, steps: DecodeSteps, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
+        """A step of decoding sequences alone, in pieces of static shape."""
+        bucket, items = plan.bucket, plan.items
+        assert bucket is not None, f"{plan.step=}"
+        shape, max_end = Shape(bucket.num_seqs, bucket.depth), self._max_end(plan)
+        buffers, sampled = steps.run(batch, shape, max_end, plan.draft_depth if self._drafter is not None else 0)
+        token_CJ, count_C, draft_CK, stuck_Q = buffers.parts(buffers.result)
+        pending = Pending(
+            items,
+            batch.place_C,
+            max_depth=self.max_depth,
+            token_CJ=token_CJ,
+            count_C=count_C,
+            draft_CK=draft_CK,
+            stuck_Q=stuck_Q,
+            logprobs=None if sampled is None else sampled.logprobs,
+            shown=_shown(items, specs),
+            whole=buffers.result,
+            parts=buffers.parts,
+        )
+        if buffers.expert_RLA is not None:
+            self._add_routing(pending, plan, specs, buffers.expert_RLA.clone(), buffers.position_R.clone())
+        return pending
+
+    def _max_end(self, plan: StepPlan) -> int:
+        """The furthest end of what a row sees, what is drafted ahead for the next step included."""
+        return max([item.start + item.num_rows for item in plan.items]) + self.max_depth
 
     def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
         on = self._upload(batch)
@@ -135,8 +166,7 @@ class Runner:
             slot_T=on.slot_R,
             positions_T=self.slots.positions(on.slot_R, on.start_R, on.offset_R),
             live_T=on.live_R,
-            # What is drafted ahead for the next step included.
-            max_end=max([item.start + item.num_rows for item in plan.items]) + self.max_depth,
+            max_end=self._max_end(plan) if self.steps is None else self.steps.reach(self._max_end(plan)),
             invariant=self.passes.num_rows is not None,
         )
         if self._routing is not None:
@@ -165,13 +195,17 @@ class Runner:
             prompt_logprobs=prompt_logprobs,
         )
         if self._routing is not None:
-            expert_RLA = self._routing.take()
-            pending.routed = [(item, first) for item, first in _first_rows(plan) if specs[item.seq_id].routed]
-            if pending.routed:
-                pending.expert_RLA, pending.position_R = expert_RLA, view.positions_T
+            self._add_routing(pending, plan, specs, self._routing.take(), view.positions_T)
         return pending
 
-    def _sample(self, batch: Batch, on: _OnDevice, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
+    def _add_routing(
+        self, pending: Pending, plan: StepPlan, specs: Mapping[int, SeqSpec], expert_RLA: Tensor, position_R: Tensor
+    ) -> None:
+        pending.routed = [(item, first) for item, first in _first_rows(plan) if specs[item.seq_id].routed]
+        if pending.routed:
+            pending.expert_RLA, pending.position_R = expert_RLA, position_R
+
+    def _sample(self, batch: Batch, on: OnDevice, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
         """Tokens of the rows that sample, and which of them stand; the slots have them from then on."""
         draft_SK = self.slots.draft_SK
         if not len(batch.sample_slot_Q):
@@ -210,14 +244,14 @@ class Runner:
             out[item.seq_id] = PromptLogprobs(next_N, Logprobs.joined(parts), wanted)
         return out
 
-    def _upload(self, batch: Batch) -> _OnDevice:
+    def _upload(self, batch: Batch) -> OnDevice:
         """All arrays, in one copy; nothing to do where they are those of the last step."""
         if self._uploaded is None or self._uploaded[0] is not batch:
             parts = arrays(batch)
             packed = torch.from_numpy(np.concatenate(parts))
             if self.cache.device.type != "cpu":
                 packed = packed.pin_memory().to(self.cache.device, non_blocking=True)
-            self._uploaded = batch, _OnDevice(*packed.split([len(part) for part in parts]))
+            self._uploaded = batch, OnDevice(*packed.split([len(part) for part in parts]))
         return self._uploaded[1]
 
 

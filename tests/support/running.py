@@ -48,6 +48,7 @@ class Bench:
         max_model_len: int = 256,
         routing: bool = False,
         pass_rows: int | None = None,
+        fused: bool | None = None,
         **config: object,
     ):
         cache = KVCache(model.cfg, num_pages, dtype=model.dtype, mtp=depth > 0, device=model.device)
@@ -71,6 +72,7 @@ class Bench:
             max_depth=depth,
             record_routing=routing,
             pass_rows=pass_rows,
+            fused=fused,
         )
         self._num_seqs = 0
 

@@ -56,26 +56,35 @@ class Sampler:
         self.tables.permit(slots, masks_BJM)
 
     def sample(
-        self, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None = None, *, drafting: bool = False
+        self,
+        logits_RW: Tensor,
+        rows: Rows,
+        draft_SK: Tensor | None = None,
+        *,
+        drafting: bool = False,
+        features: int | None = None,
     ) -> Sampled:
         """One token a row. The logits are left alone. `draft_SK`: drafts [S, K], None where every offset is 0.
 
         `drafting`: the tokens are only guesses. Masks are not applied, as they are not known yet so far ahead, and
-        there are no log-probabilities.
+        there are no log-probabilities. `features`: the work to do, if not what the slots of `rows` need; more than
+        that changes no token.
         """
         num_rows, vocab_size = logits_RW.shape
         assert vocab_size == self.tables.vocab_size, f"{vocab_size=} {self.tables.vocab_size=}"
         assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
         wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
-        shown = self.tables.features_of(rows.slots) & wanted & Feature.LOGPROBS
+        features = (self.tables.features_of(rows.slots) if features is None else features) & wanted
+        shown = features & Feature.LOGPROBS
         num_likeliest = self.tables.num_likeliest_of(rows.slots) if shown else 0
         step = max(1, _CACHED // vocab_size) if logits_RW.device.type == "cpu" else num_rows
         if num_rows <= step:
-            return self._sample(logits_RW, rows, draft_SK, wanted, shown, num_likeliest)
+            return self._sample(logits_RW, rows, draft_SK, features, num_likeliest)
         spans = [slice(first, first + step) for first in range(0, num_rows, step)]
-        return _joined(
-            self._sample(logits_RW[span], rows[span], draft_SK, wanted, shown, num_likeliest) for span in spans
-        )
+        parts = ((logits_RW[span], rows[span]) for span in spans)
+        # Each part does its own rows' work.
+        mine = ((logits, part, self.tables.features_of(part.slots) & features | shown) for logits, part in parts)
+        return _joined(self._sample(logits, part, draft_SK, work, num_likeliest) for logits, part, work in mine)
 
     def record(self, accepted: Accepted, slots: NDArray[np.int64]) -> None:
         """Count the tokens that sequences gained: later rows are penalized for them. `slots`: the step's `Rows.slots`.
@@ -89,16 +98,14 @@ class Sampler:
         logits_RW: Tensor,
         rows: Rows,
         draft_SK: Tensor | None,
-        wanted: int,
-        shown: int,
+        features: int,
         num_likeliest: int,
     ) -> Sampled:
-        features = self.tables.features_of(rows.slots) & wanted
         edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features)
         best = edited_RW.max(dim=-1)  # of equal ones the first
         token_R = self._draw(edited_RW, rows, features) if features & Feature.RANDOM else best.indices
         temperature_R = self.tables.temperature_S.index_select(0, rows.slot_R) if features & Feature.TEMPERED else None
-        found = logprobs(logits_RW, token_R, temperature_R, num_likeliest) if shown else None
+        found = logprobs(logits_RW, token_R, temperature_R, num_likeliest) if features & Feature.LOGPROBS else None
         return Sampled(token_R, best.values.isfinite().logical_not_(), found)
 
     def _draw(self, logits_RW: Tensor, rows: Rows, features: int) -> Tensor:

@@ -1,0 +1,296 @@
+"""Steps in which every sequence decodes, on a GPU: three pieces of static shape, each captured as a CUDA graph.
+
+    target   rows -> positions, hidden states        by number of sequences, depth and reach
+    sample   hidden states -> tokens, what stands    by number of sequences, depth and kind of sampling
+    draft    MTP layer over the rows, then drafts    by number of sequences, depth, reach and kind of sampling
+
+What a step reads and writes lies where it always does: its batch, uploaded when it changes; tables of the slots and of
+the sampler; one tensor of results. So a step costs the host three launches and one copy, and waits for nothing. A piece
+that parameters ask more of (penalties, grammars, log-probabilities, top-p) runs as it is, with the same tokens.
+
+`reach`: no token sees more keys. Few reaches, or there would be many graphs: kernels skip what nobody sees, but their
+grids, and how top-k goes about it, are cut for all of it.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.engine.batch import Batch, Ints, arrays
+from glm5.engine.drafting import Drafter, DraftRows
+from glm5.engine.kv import KVCache
+from glm5.engine.passes import Passes
+from glm5.engine.routing import RoutingRecord
+from glm5.engine.sampling import Rows, Sampled, Sampler, accept
+from glm5.engine.sampling.slots import Feature
+from glm5.engine.slot_state import SlotState
+from glm5.engine.view import StepView
+
+KINDS = (0, Feature.RANDOM)  # of sampling, that are captured
+_REACHES = (1, 2, 4, 16, 64)  # times index_topk; then the longest context
+
+
+def reaches_of(top_k: int, max_len: int) -> tuple[int, ...]:
+    """Reaches that contexts of up to `max_len` are rounded up to. Within the first, everything visible is read."""
+    return (*[top_k * times for times in _REACHES if top_k * times < max_len], max_len)
+
+
+class Shape(NamedTuple):
+    """Static shape of a step: sequences, and drafts that each may assume."""
+
+    num_seqs: int
+    depth: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_seqs * (1 + self.depth)
+
+
+@dataclass
+class OnDevice:
+    """A batch's arrays: the fields are `Batch`'s."""
+
+    slot_B: Tensor
+    group_R: Tensor
+    slot_R: Tensor
+    start_R: Tensor
+    offset_R: Tensor
+    live_R: Tensor
+    sample_Q: Tensor
+    sample_slot_Q: Tensor
+    sample_offset_Q: Tensor
+    slot_C: Tensor
+    first_C: Tensor
+    place_C: Tensor
+
+
+class Buffers:
+    """What steps of one shape read and write. `result`: tokens [C, J], counts [C], drafts [C, K], stuck rows [R]."""
+
+    def __init__(self, shape: Shape, padding: Batch, like_D: Tensor, num_slots: int, max_depth: int):
+        device, C, J = like_D.device, shape.num_seqs, 1 + max_depth
+        self.shape, self.padding = shape, padding
+        self.packed = torch.from_numpy(_packed(padding)).to(device)
+        self.on = OnDevice(*self.packed.split([len(part) for part in arrays(padding)]))
+        self.position_R = torch.zeros(shape.num_rows, dtype=torch.int64, device=device)
+        self.hidden_RD = like_D.new_zeros(shape.num_rows, like_D.shape[-1])
+        self.count_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.expert_RLA: Tensor | None = None
+        self.sizes = C * J, C, C * max_depth, shape.num_rows
+        self.result = torch.zeros(sum(self.sizes), dtype=torch.int64, device=device)
+        self._loaded: Batch | None = padding
+
+    def load(self, batch: Batch) -> None:
+        """Upload a batch, unless it is the one that lies here."""
+        if self._loaded is not batch:
+            packed = torch.from_numpy(_packed(batch))
+            if self.packed.is_cuda:
+                packed = packed.pin_memory()
+            self.packed.copy_(packed, non_blocking=True)
+            self._loaded = batch
+
+    def parts(self, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(token_CJ, count_C, draft_CK, stuck_R) of `result`, here or on the host."""
+        tokens, counts, drafts, stuck = result.split(list(self.sizes))
+        C = self.shape.num_seqs
+        return tokens.view(C, -1), counts, drafts.view(C, self.sizes[2] // C), stuck
+
+
+class DecodeSteps:
+    """Runs decoding steps. `captures`: as graphs, which are captured where they are missing; else as they are."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        cache: KVCache,
+        slots: SlotState,
+        sampler: Sampler,
+        drafter: Drafter | None,
+        *,
+        max_len: int,
+        captures: bool,
+        routing: RoutingRecord | None = None,
+    ):
+        self.passes, self.cache, self.slots, self.sampler, self.drafter = passes, cache, slots, sampler, drafter
+        self.captures, self.routing = captures, routing
+        self.reaches = reaches_of(passes.model.cfg.index_topk, max_len)
+        self.num_captured = 0
+        self._buffers: dict[Shape, Buffers] = {}
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if captures else None
+        self._place: object = None
+
+    def reach(self, max_end: int) -> int:
+        """The smallest reach that holds `max_end`."""
+        return next((reach for reach in self.reaches if max_end <= reach), self.reaches[-1])
+
+    def run(self, batch: Batch, shape: Shape, max_end: int, draft_depth: int) -> tuple[Buffers, Sampled | None]:
+        """Enqueue a step. Of what was sampled, only log-probabilities are not in the buffers."""
+        self._forget_if_moved()
+        buffers, reach = self.buffers(shape), self.reach(max_end)
+        buffers.load(batch)
+        tables, found = self.sampler.tables, None
+        wanted = tables.features_of(batch.sample_slot_Q)
+        self._do(buffers, ("target", shape, reach), lambda: self._target(buffers, reach))
+        if wanted in KINDS:
+            self._do(buffers, ("sample", shape, wanted), lambda: self._sample(buffers, wanted, batch.sample_slot_Q))
+        else:
+            found = self._sample(buffers, None, batch.sample_slot_Q)
+        if draft_depth:
+            kind = tables.features_of(batch.slot_C) & ~(Feature.PERMITTED | Feature.LOGPROBS | Feature.TEMPERED)
+            if kind in KINDS and draft_depth == shape.depth:
+                key = "draft", shape, reach, kind
+                self._do(buffers, key, lambda: self._draft(buffers, reach, draft_depth, kind, batch.slot_C))
+            else:
+                self._draft(buffers, reach, draft_depth, None, batch.slot_C)
+        return buffers, found
+
+    def capture_all(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Capture every graph for these numbers of sequences and depths, the largest first: (done, all) as it goes."""
+        shapes = [Shape(count, depth) for count in sorted(num_seqs, reverse=True) for depth in depths]
+        for done, shape in enumerate(shapes, start=1):
+            self._forget_if_moved()
+            buffers = self.buffers(shape)
+            nobody = buffers.padding
+            for reach in reversed(self.reaches):
+                self._graph(buffers, ("target", shape, reach), lambda b=buffers, r=reach: self._target(b, r))
+            for kind in KINDS:
+                piece = lambda b=buffers, k=kind, n=nobody: self._sample(b, k, n.sample_slot_Q)  # noqa: E731
+                self._graph(buffers, ("sample", shape, kind), piece)
+                for reach in reversed(self.reaches) if shape.depth else ():
+                    piece = lambda b=buffers, r=reach, k=kind, n=nobody: self._draft(  # noqa: E731
+                        b, r, b.shape.depth, k, n.slot_C
+                    )
+                    self._graph(buffers, ("draft", shape, reach, kind), piece)
+            yield done, len(shapes)
+
+    def buffers(self, shape: Shape) -> Buffers:
+        """Of a shape; made when first asked for."""
+        if shape not in self._buffers:
+            padding = _nobody(shape, len(self.slots.len_S) - 1)
+            like_D = self.passes.model.model.norm.weight.detach()
+            self._buffers[shape] = Buffers(shape, padding, like_D, len(self.slots.len_S), self.slots.max_depth)
+        return self._buffers[shape]
+
+    def _target(self, b: Buffers, reach: int) -> None:
+        slots, on = self.slots, b.on
+        b.position_R.copy_(slots.positions(on.slot_R, on.start_R, on.offset_R))
+        view = self._view(b, reach)
+        if self.routing is not None:
+            self.routing.clear()
+        b.hidden_RD.copy_(self.passes.hidden(slots.tokens(on.slot_R, b.position_R), view))
+        if self.routing is not None:
+            expert_RLA = self.routing.take()
+            if b.expert_RLA is None:
+                b.expert_RLA = torch.empty_like(expert_RLA)
+            b.expert_RLA.copy_(expert_RLA)
+
+    def _sample(self, b: Buffers, kind: int | None, slots_of_rows: Ints) -> Sampled:
+        slots, on, draft_SK = self.slots, b.on, self.slots.draft_SK
+        position_Q = b.position_R + 1
+        rows = Rows(slots_of_rows, on.sample_slot_Q, position_Q, on.sample_offset_Q)
+        logits_QW = self.passes.logits(b.hidden_RD)
+        sampled = self.sampler.sample(logits_QW, rows, draft_SK if slots.max_depth else None, features=kind)
+        accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
+        if kind is None:
+            self.sampler.record(accepted, slots_of_rows)
+        slots.take(sampled.token_R, on.sample_slot_Q, position_Q, accepted)
+        b.count_S.copy_(accepted.count_S)
+        token_CJ, count_C, draft_CK, stuck_R = b.parts(b.result)
+        token_CJ.copy_(accepted.token_SJ.index_select(0, on.slot_C))
+        count_C.copy_(accepted.count_S.index_select(0, on.slot_C))
+        draft_CK.copy_(draft_SK.index_select(0, on.slot_C))
+        stuck_R.copy_(sampled.stuck_R)
+        return sampled
+
+    def _draft(self, b: Buffers, reach: int, depth: int, kind: int | None, slots_of_rows: Ints) -> None:
+        assert self.drafter is not None
+        on = b.on
+        view = self._view(b, reach)
+        extended = self.drafter.extend(view, on.slot_R, b.hidden_RD)
+        rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.count_S.index_select(0, on.slot_C))
+        self.drafter.draft(extended, view, rows, depth, features=kind)
+        self.slots.assume(on.slot_C)
+        b.parts(b.result)[2].copy_(self.slots.draft_SK.index_select(0, on.slot_C))
+
+    def _view(self, b: Buffers, reach: int) -> StepView:
+        on = b.on
+        return StepView.of(
+            self.cache,
+            self.slots,
+            slot_B=on.slot_B,
+            group_T=on.group_R,
+            slot_T=on.slot_R,
+            positions_T=b.position_R,
+            live_T=on.live_R,
+            max_end=reach,
+            invariant=False,
+        )
+
+    def _do(self, buffers: Buffers, key: Hashable, piece: Callable[[], object]) -> None:
+        if not self.captures:
+            piece()
+        else:
+            self._graph(buffers, key, piece).replay()
+
+    def _graph(self, buffers: Buffers, key: Hashable, piece: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """The graph of a piece, captured if it is missing. Nobody's rows warm it up: state is left as it is."""
+        if (graph := self._graphs.get(key)) is not None:
+            return graph
+        packed = buffers.packed.clone()
+        kept = [tensor.clone() for tensor in (buffers.position_R, buffers.hidden_RD, buffers.count_S, buffers.result)]
+        buffers.packed.copy_(torch.from_numpy(_packed(buffers.padding)))
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            piece()
+        main.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            piece()
+        buffers.packed.copy_(packed)
+        for tensor, old in zip(
+            (buffers.position_R, buffers.hidden_RD, buffers.count_S, buffers.result), kept, strict=True
+        ):
+            tensor.copy_(old)
+        self._graphs[key] = graph
+        self.num_captured += 1
+        return graph
+
+    def _forget_if_moved(self) -> None:
+        """Graphs hold addresses: of no use once weights or cache lie elsewhere."""
+        if self.captures and (place := (self.passes.generation, self.cache.place)) != self._place:
+            self._graphs.clear()
+            self._place = place
+
+
+def _packed(batch: Batch) -> Ints:
+    return np.concatenate(arrays(batch))
+
+
+def _nobody(shape: Shape, padding_slot: int) -> Batch:
+    """A batch of padding."""
+    C, R = shape.num_seqs, shape.num_rows
+
+    def full(count: int, value: int = 0) -> Ints:
+        return np.full(count, value, dtype=np.int64)
+
+    return Batch(
+        slot_B=full(C + 1, padding_slot),
+        group_R=full(R, C),
+        slot_R=full(R, padding_slot),
+        start_R=full(R),
+        offset_R=full(R),
+        live_R=full(R),
+        sample_Q=np.arange(R),
+        sample_slot_Q=full(R, padding_slot),
+        sample_offset_Q=full(R),
+        slot_C=full(C, padding_slot),
+        first_C=full(C),
+        place_C=full(C),
+        samples_all=True,
+    )
