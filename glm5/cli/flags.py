@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -27,6 +27,8 @@ C = TypeVar("C", bound=Command)
 
 class Parser(argparse.ArgumentParser):
     """argparse that raises `UsageError` instead of printing its usage, and never guesses from a prefix."""
+
+    elsewhere: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
@@ -47,6 +49,8 @@ class Parser(argparse.ArgumentParser):
             name = token.partition("=")[0]
             if not re.match(r"--?[A-Za-z]", name) or " " in name or name in self._option_string_actions:
                 continue
+            if name in self.elsewhere:
+                raise UsageError(f"{self.prog} has no flag {name}: {self.elsewhere[name]}")
             near = difflib.get_close_matches(name, list(self._option_string_actions), n=1)
             hint = f"did you mean {near[0]}?" if near else f"see  {self.prog} --help"
             raise UsageError(f"{self.prog} has no flag {name}; {hint}")
@@ -65,8 +69,7 @@ class _Flag(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        also = self.mark(Also)
-        return (self.name,) if also is None else (self.name, also.name)
+        return (self.name, *(mark.name for mark in self.field.metadata if isinstance(mark, Also)))
 
     def mark(self, kind: type) -> Any:
         return next((mark for mark in self.field.metadata if isinstance(mark, kind)), None)
@@ -74,6 +77,8 @@ class _Flag(NamedTuple):
 
 def add_flags(parser: argparse.ArgumentParser, config: type[Command]) -> None:
     """One argument for each field. Values stay text here: the config class is what checks them."""
+    if isinstance(parser, Parser):
+        parser.elsewhere = config.elsewhere
     for flag in _flags(config):
         dest, text = ".".join(flag.path), _help(flag)
         if flag.mark(Positional):

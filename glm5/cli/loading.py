@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from glm5.engine.sampling.params import SamplingParams
 
 
-def load_llm(settings: ModelSource, engine: EngineConfig) -> "LLM":
-    """The model of the settings. A chat template that does not exist is refused before anything is downloaded."""
+def load_llm(settings: ModelSource, engine: EngineConfig, **more: Any) -> "LLM":
+    """The model of the settings. A chat template that does not exist is refused before anything is downloaded. `more`:
+    keywords of `LLM`."""
     from glm5.chat.template import ChatTemplate
     from glm5.engine.llm import LLM
 
@@ -25,6 +26,7 @@ def load_llm(settings: ModelSource, engine: EngineConfig) -> "LLM":
         generation_config=settings.generation_config,
         lora_norm_eps=settings.lora_norm_eps,
         **engine.model_dump(),
+        **more,
     )
 
 

@@ -85,7 +85,8 @@ class _Program:
         from glm5.engine.async_engine import AsyncEngine
         from glm5.serve.health import warm_up
 
-        engine = AsyncEngine(load_llm(self.settings, self.settings.engine_config()))
+        settings = self.settings
+        engine = AsyncEngine(load_llm(settings, settings.engine_config(), quantization=settings.quantization))
         engine.start()
         try:
             warm_up(engine)

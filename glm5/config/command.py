@@ -3,12 +3,13 @@
 The field `max_model_len` is the flag `--max-model-len`; the string under it is its help. Three marks refine it:
 
     model: Annotated[str, Positional()]                     given by place, not by name
-    num_prompts: Annotated[int, Also("--requests")]         a second name
+    num_prompts: Annotated[int, Also("--requests")]         another name; there may be several
     trust_remote_code: Annotated[bool, NoEffect("why")]     understood, checked, and without effect; said at start
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,7 +21,7 @@ class Positional:
 
 @dataclass(frozen=True)
 class Also:
-    """The flag has a second name, which other tools or documents use."""
+    """The flag has another name, which other tools or documents use."""
 
     name: str
 
@@ -36,6 +37,8 @@ class Command(BaseModel):
     """Base of all commands' settings: frozen, nothing unknown, documented by the strings under the fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Flags of other tools that are none here: what to say instead."""
 
 
 class ModelSource(Command):

@@ -1,9 +1,11 @@
 """vLLM's flags of `serve` that ask for what is done anyway, or for nothing that is here; each says so at start.
+And what to say instead of other flags, SGLang's above all.
 
 Why is written once: flags that are keywords of `LLM` too have the reasons of keywords.py.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -15,14 +17,72 @@ def _as_keyword(name: str) -> NoEffect:
     return next(mark for mark in EngineKeywords.model_fields[name].metadata if isinstance(mark, NoEffect))
 
 
+_MODEL = "the model is given without a flag, before all others"
+_MEMORY = "--gpu-memory-utilization is the share of the GPU's memory that is used in all"
+_NONE = "nothing of the kind is here to choose; leave it out"
+_TOKENIZER = "the tokenizer is the checkpoint's"
+
+ELSEWHERE: Mapping[str, str] = {
+    "--model": _MODEL,
+    "--model-path": _MODEL,
+    "--tokenizer": _TOKENIZER,
+    "--tokenizer-path": _TOKENIZER,
+    "--tokenizer-mode": _TOKENIZER,
+    "--revision": "download the checkpoint at that revision, and give its folder",
+    "--download-dir": "set HF_HOME, or download the checkpoint and give its folder",
+    "--mem-fraction-static": _MEMORY,
+    "--context-length": "use --max-model-len",
+    "--max-running-requests": "use --max-num-seqs",
+    "--max-queued-requests": "use --max-queue",
+    "--chunked-prefill-size": "use --max-num-batched-tokens",
+    "--max-prefill-tokens": "use --max-num-batched-tokens",
+    "--max-total-tokens": "use --num-gpu-blocks-override, in pages of 64 tokens",
+    "--page-size": "pages are of 64 tokens; leave it out",
+    "--disable-radix-cache": "use --no-enable-prefix-caching",
+    "--no-enable-chunked-prefill": "prompts are always computed in parts, of up to --max-num-batched-tokens",
+    "--random-seed": "use --seed",
+    "--enable-deterministic-inference": "use --deterministic",
+    "--enable-hierarchical-cache": "use --kv-offloading-size, in GiB",
+    "--hicache-size": "use --kv-offloading-size, in GiB",
+    "--hicache-ratio": "use --kv-offloading-size, in GiB",
+    "--cpu-offload-gb": "weights stay on the device; for pages, --kv-offloading-size",
+    "--enable-metrics": "/metrics is always there; leave it out",
+    "--enable-request-id-headers": "X-Request-Id is always answered; leave it out",
+    "--disable-cuda-graph": "use --enforce-eager",
+    "--cuda-graph-max-bs": _NONE,
+    "--compilation-config": _NONE,
+    "--attention-backend": _NONE,
+    "--moe-runner-backend": _NONE,
+    "--nsa-prefill-backend": _NONE,
+    "--nsa-decode-backend": _NONE,
+    "--enable-flashinfer-allreduce-fusion": _NONE,
+    "--ssl-keyfile": "put a proxy before the server: docs/operations.md",
+    "--ssl-certfile": "put a proxy before the server: docs/operations.md",
+    "--root-path": "put a proxy before the server: docs/operations.md",
+    "--uvicorn-log-level": "use --log-level",
+    "--log-requests": "use --enable-log-requests",
+    "--tp-size": "use --tensor-parallel-size",
+    "--dp-size": "use --data-parallel-size",
+    "--dp": "use --data-parallel-size",
+    "--ep-size": "use --enable-expert-parallel",
+    "--ep": "use --enable-expert-parallel",
+    "--pp-size": "use --pipeline-parallel-size",
+}
+"""Flags of vLLM and SGLang that are none here."""
+
+
 class VllmFlags(Command):
     """Flags of deployment guides."""
 
-    tensor_parallel_size: Annotated[int, Also("--tp")] = 1
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
+
+    quantization: Annotated[Literal["fp8"] | None, Also("-q")] = None
+    """How the weights are held. Only as the checkpoint holds them: fp8 is refused where that has none."""
+    tensor_parallel_size: Annotated[int, Also("--tp"), Also("-tp")] = 1
     """GPUs that share the model. Only 1 in this version."""
-    pipeline_parallel_size: Annotated[int, _as_keyword("pipeline_parallel_size")] = 1
+    pipeline_parallel_size: Annotated[int, Also("-pp"), _as_keyword("pipeline_parallel_size")] = 1
     """GPUs that have layers each. Only 1."""
-    data_parallel_size: Annotated[int, _as_keyword("data_parallel_size")] = 1
+    data_parallel_size: Annotated[int, Also("-dp"), _as_keyword("data_parallel_size")] = 1
     """Copies of the model. Only 1."""
     enable_expert_parallel: Annotated[bool, NoEffect("all experts are on one device")] = False
     """Spread experts over GPUs."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from glm5.chat.message import Message
@@ -31,9 +31,10 @@ PING = event({"type": "ping"}, "ping")
 
 @router.post("/v1/messages", response_model=None, openapi_extra=described(MessagesBody, streams=True))
 async def messages(
-    body: MessagesBody = Depends(body_of(MessagesBody)), service: Service = Depends(get_service)
+    request: Request, body: MessagesBody = Depends(body_of(MessagesBody)), service: Service = Depends(get_service)
 ) -> Response:
     """Answer a conversation, as a stream of events or in one piece."""
+    body.check_budget(request.headers.get("anthropic-beta", ""))
     job = await asyncio.to_thread(_prepare, body, service)
     check(job, service)
     omits = body.thinking is not None and body.thinking.display == "omitted"

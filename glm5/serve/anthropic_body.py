@@ -15,6 +15,7 @@ from glm5.serve.prompting import ToolChoice
 from glm5.serve.shapes import BLOCK_MESSAGES, BLOCK_TOOLS, TEXT_OR_BLOCKS
 
 CLEAR_THINKING = "clear_thinking_20251015"
+INTERLEAVED = "interleaved-thinking"  # begins the name of a beta
 
 
 class _Part(BaseModel):
@@ -137,6 +138,16 @@ class MessagesBody(PromptFields):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+
+    def check_budget(self, betas: str) -> None:
+        """RequestError for a budget of thinking that leaves no room for an answer, as Anthropic has it. `betas`: the
+        header; thinking between tool calls has a budget of all of them together, which may be larger."""
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens and INTERLEAVED not in betas:
+            raise RequestError(
+                f"`max_tokens` must be greater than `thinking.budget_tokens`; got {self.max_tokens} and {budget}",
+                "thinking.budget_tokens",
+            )
 
 
 class CountBody(PromptFields):

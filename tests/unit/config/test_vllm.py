@@ -1,8 +1,11 @@
 """vLLM's ways of writing a command: numbers with suffixes, and flags that mean nothing here."""
 
+import re
+
 import pytest
 
 from glm5.cli.flags import Parser, add_flags, notes, read
+from glm5.cli.main import parsers
 from glm5.common.errors import ConfigError, UsageError
 from glm5.config.keywords import engine_config
 from glm5.config.serve import ServeConfig
@@ -39,6 +42,10 @@ def test_numbers_as_people_write_them(text, number):
         ("--max-num-batched-tokens auto", "--max-num-batched-tokens: got 'auto'; allowed: an integer"),
         ("--max-num-batched-tokens -1", "--max-num-batched-tokens: got '-1'; allowed: at least 1"),
         ("--tp 2", "--tensor-parallel-size: got '2'; allowed: 1 "),
+        ("-tp 2", "--tensor-parallel-size: got '2'; allowed: 1 "),
+        ("-pp 2", "--pipeline-parallel-size: got '2'; allowed: 1 "),
+        ("-dp=2", "--data-parallel-size: got '2'; allowed: 1 "),
+        ("--quantization awq", "--quantization: got 'awq'; allowed: 'fp8'"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size: got '2'; allowed: 1 "),
         ("--block-size 16", "--block-size: got '16'; allowed: 64"),
     ],
@@ -54,6 +61,21 @@ def test_keywords_of_python_take_them_too():
     assert engine_config({"max_model_len": -1}).max_model_len is None
     with pytest.raises(ConfigError, match="max_model_len: got True"):
         engine_config({"max_model_len": True})
+
+
+def test_flags_of_sglang_are_refused_with_what_to_use():
+    """The cookbook's command but for its model's place; every flag that is told of is one."""
+    line = "--tp 1 --tool-call-parser glm47 --reasoning-parser glm45 --speculative-algorithm EAGLE"
+    line += " --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+    assert serve(line).engine_config().num_speculative_tokens == 3
+    with pytest.raises(UsageError, match="has no flag --mem-fraction-static: --gpu-memory-utilization is the share"):
+        serve(line + " --mem-fraction-static 0.85")
+    with pytest.raises(UsageError, match="has no flag --model: the model is given without a flag"):
+        serve("--model=x")
+    parser = parsers("serve")[1]["serve"]
+    for flag, instead in parser.elsewhere.items():
+        assert flag not in parser.flags()
+        assert set(re.findall(r"--[a-z-]+[a-z]", instead)) <= set(parser.flags())
 
 
 def test_flags_without_effect_are_taken_and_said():

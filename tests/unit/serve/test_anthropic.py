@@ -29,7 +29,7 @@ CALLS = (
     + CALL
     + "\n<tool_call>weather<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><|observation|>"
 )
-THINK = {"type": "enabled", "budget_tokens": 100}
+THINK = {"type": "enabled", "budget_tokens": 40}
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_thinking_then_text(client, engine):
     assert message.content[0].signature
     assert (message.stop_reason, message.stop_sequence, message.role) == ("end_turn", None, "assistant")
     assert (message.type, message.model, message.id[:4]) == ("message", "tiny", "msg_")
-    assert engine.params.thinking_token_budget == 100
+    assert engine.params.thinking_token_budget == 40
     usage = message.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens) == (len(engine.prompt_ids), 0)
     assert usage.output_tokens == len(engine.tokenizer.encode(engine.script))
@@ -358,6 +358,8 @@ BAD = [
     ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'; allowed: ", "thinking.type"),
     ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens is -1; allowed: ",
      "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "`max_tokens` must be greater than `thinking.budget",
+     "thinking.budget_tokens"),
     ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, and there are no tools", "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'", "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing", "tool_choice.name"),
@@ -388,6 +390,15 @@ def test_refusals_name_the_field_in_anthropics_envelope(http, engine, fields, me
     error = content["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert message in error["message"]
+
+
+def test_thinking_between_tool_calls_may_have_a_larger_budget(client, engine):
+    """As Anthropic's beta of the name has it: the budget is of all calls together."""
+    engine.script = "hm</think>yes<|user|>"
+    headers = {"anthropic-beta": "other-2025-01-01,interleaved-thinking-2025-05-14"}
+    assert whole(client, thinking=THINK, max_tokens=20, extra_headers=headers).content[1].text == "yes"
+    with pytest.raises(anthropic.BadRequestError, match="must be greater than"):
+        whole(client, thinking=THINK, max_tokens=20)
 
 
 def test_other_errors_have_anthropics_types(client, http, engine):
