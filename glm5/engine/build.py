@@ -28,6 +28,7 @@ from glm5.kernels.invariant import PASS_ROWS
 from glm5.model.direct import pin_members
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_invariant
+from glm5.model.native import use_native
 
 AUTO_DEPTH = 3
 # Below this many active parameters a second thread costs more than it brings (the demo's model: 1.1 M).
@@ -77,6 +78,7 @@ def build_core(
     if config.deterministic:
         use_invariant(model)
     pin_members(model)
+    is_native = _runs_native(config, model, layout)
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
     weights = Weights(model, source)
     copies = _copies(config, cache)
@@ -111,7 +113,7 @@ def build_core(
         max_depth=depth,
         vocab_size=cfg.vocab_size,
         routed_experts=config.enable_return_routed_experts,
-        table=_table(config, model, cache, max_model_len, depth),
+        table=_table(config, model, cache, max_model_len, depth, is_native=is_native),
     )
     if tokenizer is not None:
         known = tokenizer
@@ -124,7 +126,7 @@ def build_core(
         cache=cache,
         compiler=None if load_tokenizer is None else Compiler(_vocabulary(cfg, source, load_tokenizer)),
         copies=copies,
-        depth=_adaptive(config, model, depth),
+        depth=_adaptive(config, model, depth, is_native=is_native),
     )
 
 
@@ -220,23 +222,33 @@ def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[
     )
 
 
-def _adaptive(config: EngineConfig, model: Glm5, depth: int) -> AdaptiveDepth | None:
+def _runs_native(config: EngineConfig, model: Glm5, layout: Layout) -> bool:
+    """Small models alone: native layers run on one thread. They tell nobody of their routing."""
+    is_small = count_parameters(model.cfg).active < _ONE_THREAD
+    is_plain = layout == "auto" and not (config.deterministic or config.enable_return_routed_experts)
+    return is_small and is_plain and use_native(model)
+
+
+def _adaptive(config: EngineConfig, model: Glm5, depth: int, *, is_native: bool) -> AdaptiveDepth | None:
     if not (depth and config.adaptive_speculation):
         return None
     weight_bytes = 1.0 if model.cfg.quantization_config else float(model.dtype.itemsize)
-    return AdaptiveDepth(depth, StepCost.of(model.cfg, weight_bytes, model.device.type))
+    return AdaptiveDepth(depth, StepCost.of(model.cfg, weight_bytes, "native" if is_native else model.device.type))
 
 
 def _launches_ahead(config: EngineConfig, model: Glm5) -> bool:
     return model.device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
 
 
-def _table(config: EngineConfig, model: Glm5, cache: KVCache, max_model_len: int, depth: int) -> list[tuple[str, str]]:
+def _table(
+    config: EngineConfig, model: Glm5, cache: KVCache, max_model_len: int, depth: int, *, is_native: bool
+) -> list[tuple[str, str]]:
     """Every resolved choice, for a person."""
     cfg = model.cfg
     on, off = "on", "off"
     weights = "FP8 weights, " if cfg.quantization_config else ""
-    threads = [("threads", str(torch.get_num_threads()))] if model.device.type == "cpu" else []
+    layers = "native code" if is_native else "torch"
+    threads = [("threads", f"{torch.get_num_threads()}; layers in {layers}")] if model.device.type == "cpu" else []
     names: dict[Layout, Any] = {"auto": str(model.dtype).removeprefix("torch."), "fp8_key": "FP8 keys", "fp8": "FP8"}
     page = KVCache.bytes_per_page(cfg, model.dtype, cache.layout, mtp=cache.mtp)
     tiers = [f"{config.kv_offloading_size:g} GiB of host memory"] if config.kv_offloading_size else []

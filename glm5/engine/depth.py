@@ -38,8 +38,13 @@ class Machine:
     flops_per_s: float
 
 
-# Of a CPU: one core of an AMD EPYC (Zen 4) and the demo's model. A layer is a hundred small operations there.
-MACHINES = {"cpu": Machine(5e-4, 1.3e-3, 1e10, 2e10), "cuda": Machine(1.5e-4, 1.5e-4, 3.5e12, 5e14)}
+# Of a CPU: one core of an AMD EPYC (Zen 4) and the demo's model. A layer is a hundred small operations there, unless it
+# is native code (model/native.py): then a step is mostly what surrounds its layers.
+MACHINES = {
+    "cpu": Machine(5e-4, 1.3e-3, 1e10, 2e10),
+    "native": Machine(2e-4, 4.5e-4, 1e10, 4e10),
+    "cuda": Machine(1.5e-4, 1.5e-4, 3.5e12, 5e14),
+}
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,12 @@ class StepCost:
     draft_flops: float
 
     @classmethod
-    def of(cls, cfg: ModelConfig, weight_bytes: float, device_type: str) -> "StepCost":
-        """`weight_bytes`: of one weight."""
+    def of(cls, cfg: ModelConfig, weight_bytes: float, machine: str) -> "StepCost":
+        """`weight_bytes`: of one weight. `machine`: of MACHINES; what is not known there counts as a CPU."""
         count = count_parameters(cfg)
         experts = count.by_part.get("experts", 0)
         return cls(
-            machine=MACHINES.get(device_type, MACHINES["cpu"]),
+            machine=MACHINES.get(machine, MACHINES["cpu"]),
             num_layers=cfg.num_hidden_layers,
             dense_bytes=(count.total - experts) * weight_bytes,
             expert_bytes=experts * weight_bytes,

@@ -27,6 +27,7 @@ from glm5.engine.sampling.logprobs import Logprobs, logprobs
 from glm5.engine.slot_state import SlotState
 from glm5.engine.view import StepView
 from glm5.model.glm5 import Glm5
+from glm5.model.native import parameters_moved
 
 _PROMPT_ROWS = 256  # rows of a prompt's logits that exist at a time
 
@@ -105,6 +106,7 @@ class Runner:
 
     def weights_changed(self) -> None:
         """Other weights lie in the model, or they lie elsewhere."""
+        parameters_moved(self.model)
         self.passes.weights_changed()
 
     @torch.inference_mode()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glm5.engine.kv import KVCache
 from glm5.engine.slot_state import SlotState
+from glm5.kernels.cpu_layer import HostKeys, HostStep
 from glm5.kernels.groups import FewQueries, few_queries
 from glm5.kernels.store_rows.in_place import Where
 from glm5.model.seams import Selection
@@ -41,6 +42,7 @@ class StepView:
     _where: Where | None = None
     _planned: FewQueries | None = None
     _is_few: dict[int, bool] = field(default_factory=dict[int, bool])
+    _step: HostStep | None = None
 
     @classmethod
     def of(
@@ -93,6 +95,7 @@ class StepView:
                 _where=None,
                 _planned=None,
                 _is_few={},
+                _step=None,
             )
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
@@ -121,6 +124,14 @@ class StepView:
         return self.cache.attend(
             layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self._impl, few=few
         )
+
+    def on_host(self, layer_idx: int) -> HostKeys | None:
+        pools = self.cache.host_pools(layer_idx)
+        if pools is None or self.invariant:
+            return None
+        if self._step is None:
+            self._step = HostStep(self.table_BN, self.group_T, self.end_T, self.place_T, self.cache.page_size)
+        return HostKeys(self._step, *pools, sees_few=self.max_end <= self.cache.cfg.index_topk)
 
     def _few(self, num_heads: int) -> FewQueries | None:
         """One plan for all layers, where there are few queries on a CPU."""

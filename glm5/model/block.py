@@ -7,11 +7,13 @@ from glm5.model.attention import SparseLatentAttention
 from glm5.model.mlp import MLP
 from glm5.model.moe import MoE
 from glm5.model.norm import RMSNorm
-from glm5.model.seams import KVView, Rope, Selection
+from glm5.model.seams import KVView, LayerImpl, Rope, Selection
 
 
 class DecoderLayer(nn.Module):
-    """Layer `layer_idx`, dense or mixture of experts as the config says."""
+    """Layer `layer_idx`, dense or mixture of experts as the config says. `native` computes what it can (native.py)."""
+
+    native: LayerImpl | None = None
 
     def __init__(self, cfg: ModelConfig, layer_idx: int):
         super().__init__()
@@ -21,6 +23,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(cfg) if cfg.is_moe(layer_idx) else MLP(cfg.hidden_size, cfg.intermediate_size)
 
     def forward(self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None) -> tuple[Tensor, Selection]:
+        if self.native is not None and (done := self.native(x_TD, rope, view, selection)) is not None:
+            return done
         attn_TD, selection = self.self_attn(self.input_layernorm(x_TD), rope, view, selection)
         x_TD = x_TD + attn_TD
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD)), selection

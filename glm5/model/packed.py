@@ -77,6 +77,9 @@ class PackedView:
             )
         return out_THC
 
+    def on_host(self, layer_idx: int) -> None:
+        """Not in native code: gradients may be asked for."""
+
     def index_loss(self) -> Tensor:
         """Mean KL over indexers and queries of this pass (index_loss.py); a view with `learn_index` only."""
         return index_loss(self._records)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from glm5.kernels.cpu_layer import HostKeys
 from glm5.kernels.rope import rope_part, rope_table, rope_turn, rope_turns
 
 
@@ -68,4 +69,18 @@ class KVView(Protocol):
 
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
         """Attention of absorbed queries over the selected latents: [T, H, value_dim]."""
+        ...
+
+    def on_host(self, layer_idx: int) -> HostKeys | None:
+        """Where the layer's keys lie, if in float32 in host memory, for native code; else None."""
+        ...
+
+
+class LayerImpl(Protocol):
+    """Another way to compute a decoder layer."""
+
+    def __call__(
+        self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
+    ) -> tuple[Tensor, Selection] | None:
+        """As `DecoderLayer.forward`, or None, with nothing done, where this way does not lead."""
         ...

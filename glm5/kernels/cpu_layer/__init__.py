@@ -1,0 +1,104 @@
+"""A whole decoder layer for a few rows on a CPU, in one call of native code (layer.cpp).
+
+Of a small model, a layer on torch is a hundred operations of a few microseconds that compute for less than one each.
+What it computes is the model's layer (model spec, section 3) in float32; the torch layers are the tests' reference.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.cpu_layer.compiling import library
+from glm5.kernels.cpu_layer.structs import (
+    Constants,
+    PoolStruct,
+    SelectionStruct,
+    Sizes,
+    StepStruct,
+    Weights,
+    layer_struct,
+)
+
+__all__ = ["Constants", "CpuLayer", "HostKeys", "HostPool", "HostStep", "Sizes", "Weights", "available", "host_pool"]
+
+HostPool = PoolStruct
+
+
+def available() -> bool:
+    """Whether native layers can run here. The first call may compile them."""
+    return library() is not None
+
+
+class HostStep:
+    """Rows of a step and what they see, in host memory.
+
+    `table_BN` int32 pages of each request, `request_T` int32, `end_T` int32 keys that a row sees, `place_T` int64 slot
+    of its own key (page * page_size + offset).
+    """
+
+    def __init__(self, table_BN: Tensor, request_T: Tensor, end_T: Tensor, place_T: Tensor, page_size: int):
+        self._kept = table_BN, request_T, end_T, place_T
+        self.struct = StepStruct(
+            len(end_T),
+            page_size,
+            table_BN.stride(0),
+            table_BN.data_ptr(),
+            request_T.data_ptr(),
+            end_T.data_ptr(),
+            place_T.data_ptr(),
+        )
+
+
+class HostKeys(NamedTuple):
+    """Where a layer finds keys: the step, its latents, its index keys (of a layer that has any), and whether every row
+    sees so few keys that nothing is to be selected."""
+
+    step: HostStep
+    latents: HostPool
+    index_keys: HostPool | None
+    sees_few: bool
+
+
+def host_pool(pool_PZX: Tensor) -> HostPool:
+    """A float32 pool [P, Z, X] in host memory, whose rows may lie apart."""
+    if not (pool_PZX.is_cpu and pool_PZX.dtype == torch.float32 and pool_PZX.stride(2) == 1):
+        raise ValueError(f"native layers need float32 rows in host memory, got {pool_PZX.dtype} on {pool_PZX.device}")
+    return HostPool(pool_PZX.data_ptr(), pool_PZX.stride(0), pool_PZX.stride(1))
+
+
+class CpuLayer:
+    """One layer's weights, read where they lie: they may change in place, and must not move. Not for gradients."""
+
+    def __init__(self, sizes: Sizes, constants: Constants, weights: Weights[Tensor]):
+        native = library()
+        if native is None:
+            raise ValueError("native layers need a C++ compiler; use the torch layers")
+        self._run: Callable[..., Any] = native.glm5_layer
+        self._weights, self._top_k = weights, sizes.index_topk
+        self._layer = ctypes.byref(layer_struct(sizes, constants, weights))
+
+    def __call__(
+        self, x_TD: Tensor, turn_TR2: Tensor, keys: HostKeys, selected_TK: Tensor | None, *, is_given: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output [T, D] and the keys that its rows read, int32 [T, index_topk], or None for all that they
+        see. `turn_TR2`: cos + i sin, complex64. `selected_TK` is another layer's choice if `is_given`."""
+        x_TD = x_TD.contiguous()
+        if not is_given and not keys.sees_few:
+            selected_TK = torch.empty(len(x_TD), self._top_k, dtype=torch.int32)
+        elif selected_TK is not None:
+            selected_TK = selected_TK.contiguous()
+        y_TD = torch.empty_like(x_TD)
+        self._run(
+            self._layer,
+            ctypes.byref(keys.step.struct),
+            ctypes.byref(keys.latents),
+            ctypes.byref(keys.index_keys) if keys.index_keys is not None else None,
+            ctypes.byref(SelectionStruct(None if selected_TK is None else selected_TK.data_ptr(), is_given)),
+            ctypes.c_void_p(turn_TR2.data_ptr()),
+            ctypes.c_void_p(x_TD.data_ptr()),
+            ctypes.c_void_p(y_TD.data_ptr()),
+        )
+        return y_TD, selected_TK

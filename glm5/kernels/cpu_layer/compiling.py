@@ -1,0 +1,85 @@
+"""The native code, compiled for this machine when it is first asked for, and kept: a second or two, once.
+
+It is found again under a digest of the sources, the flags, the compiler and the processor, so a stale file is never
+loaded. Without a C++ compiler on the PATH (c++, g++ or clang++) there is none, and everything runs on torch.
+"""
+
+import ctypes
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).parent / "layer.cpp"
+# No -ffast-math: it would lose NaN, and set the whole process to flush small numbers to zero.
+_FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_TIMEOUT_S = 120
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled code, or None where it cannot be had; the log says why."""
+    compiler = find_compiler()
+    if compiler is None:
+        logger.info("no C++ compiler found: layers run on torch, which takes several times as long for small models")
+        return None
+    try:
+        return _loaded(compiler, Path.home() / ".cache" / "glm5" / f"cpu_layer-{_digest(compiler)}.so")
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        logger.warning("native layers could not be compiled with %s, torch runs them: %s", compiler, said[-2000:])
+        return None
+
+
+def find_compiler() -> str | None:
+    """Path of a C++ compiler."""
+    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+
+
+def _loaded(compiler: str, path: Path) -> ctypes.CDLL:
+    if path.is_file():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            logger.warning("%s is damaged; it is compiled again", path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError as error:
+        logger.warning("native layers are compiled at every start, as nothing can be kept: %s", error)
+        folder = tempfile.TemporaryDirectory()
+    # Under another name first: others may be at it, and half a file must never be loaded.
+    with folder:
+        made = Path(folder.name) / path.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        found = ctypes.CDLL(str(made))
+        if made.parent.parent == path.parent:
+            made.replace(path)
+    return found
+
+
+def _digest(compiler: str) -> str:
+    digest = blake2b(digest_size=12, person=b"glm5 cpu_layer")
+    for path in sorted([*_SOURCE.parent.glob("*.h"), _SOURCE]):
+        digest.update(path.read_bytes())
+    stat = os.stat(compiler)
+    digest.update(f"{_FLAGS} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns} {_processor()}".encode())
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    """What -march=native goes by."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.node()}"
+    wanted = ("vendor_id", "cpu family", "model\t", "flags", "Features", "CPU part")
+    return " ".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,0 +1,131 @@
+"""What native code is handed, field by field as in layer.h."""
+
+import ctypes
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+
+class Sizes(NamedTuple):
+    """Of a layer, by the names of layer.h. `experts` 0: a dense layer."""
+
+    hidden: int
+    heads: int
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    v_dim: int
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    dense_width: int
+    experts: int
+    active: int
+    expert_width: int
+    norm_weights: int
+
+
+class Constants(NamedTuple):
+    """Epsilons of the norms (layers, low-rank, index keys) and the factor of routing weights."""
+
+    eps: float
+    lora_eps: float
+    index_eps: float
+    routed_scale: float
+
+
+Part = TypeVar("Part")
+
+
+class Weights(NamedTuple, Generic[Part]):
+    """Of a layer, [out, in]; None where it has no such part. `gate`, `up`, `down`: dense MLP or shared expert."""
+
+    input_norm: Part
+    q_a: Part
+    q_a_norm: Part
+    q_b: Part
+    kv_a: Part
+    kv_a_norm: Part
+    kv_b: Part
+    o: Part
+    index_q: Part | None
+    index_k: Part | None
+    index_k_weight: Part | None
+    index_k_bias: Part | None
+    index_w: Part | None
+    post_norm: Part
+    gate: Part
+    up: Part
+    down: Part
+    router: Part | None
+    router_bias: Part | None
+    experts_gate_up: Part | None
+    experts_down: Part | None
+
+
+class LayerStruct(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_int32) for name in Sizes._fields],
+        *[(name, ctypes.c_float) for name in Constants._fields],
+        *[(name, ctypes.c_void_p) for name in Weights._fields],
+    ]
+
+
+class StepStruct(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_int32) for name in ("rows", "page_size", "table_step")],
+        *[(name, ctypes.c_void_p) for name in ("table", "request", "end", "place")],
+    ]
+
+
+class PoolStruct(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("page_step", ctypes.c_int64), ("row_step", ctypes.c_int64)]
+
+
+class SelectionStruct(ctypes.Structure):
+    _fields_ = [("keys", ctypes.c_void_p), ("is_given", ctypes.c_int32)]
+
+
+def shapes(sizes: Sizes) -> Weights[tuple[int, ...]]:
+    """Of the weights that native code reads, by name; None for parts that a dense layer lacks."""
+    s, latent = sizes, sizes.kv_rank + sizes.rope
+    of_moe = s.experts > 0
+    return Weights(
+        input_norm=(s.hidden,),
+        q_a=(s.q_rank, s.hidden),
+        q_a_norm=(s.q_rank,),
+        q_b=(s.heads * (s.nope + s.rope), s.q_rank),
+        kv_a=(latent, s.hidden),
+        kv_a_norm=(s.kv_rank,),
+        kv_b=(s.heads * (s.nope + s.v_dim), s.kv_rank),
+        o=(s.hidden, s.heads * s.v_dim),
+        index_q=(s.index_heads * s.index_dim, s.q_rank),
+        index_k=(s.index_dim, s.hidden),
+        index_k_weight=(s.index_dim,),
+        index_k_bias=(s.index_dim,),
+        index_w=(s.index_heads, s.hidden),
+        post_norm=(s.hidden,),
+        gate=(s.dense_width, s.hidden),
+        up=(s.dense_width, s.hidden),
+        down=(s.hidden, s.dense_width),
+        router=(s.experts, s.hidden) if of_moe else None,
+        router_bias=(s.experts,) if of_moe else None,
+        experts_gate_up=(s.experts, 2 * s.expert_width, s.hidden) if of_moe else None,
+        experts_down=(s.experts, s.hidden, s.expert_width) if of_moe else None,
+    )
+
+
+def layer_struct(sizes: Sizes, constants: Constants, weights: Weights[Tensor]) -> LayerStruct:
+    """Raises ValueError for weights that cannot be read in place."""
+    pointers: dict[str, Any] = {}
+    wanted = shapes(sizes)._asdict()
+    for name, tensor in weights._asdict().items():
+        if tensor is not None:
+            if not (tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == torch.float32):
+                raise ValueError(f"{name}: native layers read contiguous float32 in host memory, got {tensor.dtype}")
+            if tuple(tensor.shape) != wanted[name]:
+                raise ValueError(f"{name}: native layers expect {wanted[name]}, got {tuple(tensor.shape)}")
+        pointers[name] = None if tensor is None else tensor.data_ptr()
+    return LayerStruct(**sizes._asdict(), **constants._asdict(), **pointers)

@@ -1,0 +1,107 @@
+"""Decoder layers in native code: a small float32 model on a CPU. Parameters stay where they are and what they are."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from glm5.config.model import ModelConfig
+from glm5.kernels.cpu_layer import Constants, CpuLayer, Sizes, Weights, available
+from glm5.model.block import DecoderLayer
+from glm5.model.glm5 import Glm5
+from glm5.model.indexer import K_NORM_EPS
+from glm5.model.moe import MoE
+from glm5.model.seams import KVView, Rope, Selection
+
+
+def use_native(model: Glm5) -> bool:
+    """Run `model`'s layers in native code from now on, for views of host memory. False, and nothing changed, where that
+    cannot be: no compiler, other weights than float32 in host memory, experts in groups."""
+    cfg = model.cfg
+    is_plain = all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in model.state_dict().values())
+    if not is_plain or cfg.n_group > 1 or not available():
+        return False
+    for layer_idx, layer in enumerate(_layers(model)):
+        layer.native = NativeLayer(cfg, layer, layer_idx)
+    return True
+
+
+def parameters_moved(model: Glm5) -> None:
+    """To be called when parameters may lie elsewhere in memory than before."""
+    if any(layer.native is not None for layer in _layers(model)):
+        use_native(model)
+
+
+def _layers(model: Glm5) -> list[DecoderLayer]:
+    layers = list(model.model.layers)
+    assert all(isinstance(layer, DecoderLayer) for layer in layers), f"{layers=}"
+    return cast("list[DecoderLayer]", layers)
+
+
+class NativeLayer:
+    """A `LayerImpl` over the parameters of `layer`."""
+
+    def __init__(self, cfg: ModelConfig, layer: DecoderLayer, layer_idx: int):
+        self.layer_idx = layer_idx
+        is_moe = isinstance(layer.mlp, MoE)
+        sizes = Sizes(
+            hidden=cfg.hidden_size,
+            heads=cfg.num_attention_heads,
+            q_rank=cfg.q_lora_rank,
+            kv_rank=cfg.kv_lora_rank,
+            nope=cfg.qk_nope_head_dim,
+            rope=cfg.qk_rope_head_dim,
+            v_dim=cfg.v_head_dim,
+            index_heads=cfg.index_n_heads,
+            index_dim=cfg.index_head_dim,
+            index_topk=cfg.index_topk,
+            dense_width=cfg.moe_intermediate_size * cfg.n_shared_experts if is_moe else cfg.intermediate_size,
+            experts=cfg.n_routed_experts if is_moe else 0,
+            active=cfg.num_experts_per_tok,
+            expert_width=cfg.moe_intermediate_size,
+            norm_weights=cfg.norm_topk_prob,
+        )
+        constants = Constants(cfg.rms_norm_eps, cfg.lora_norm_eps, K_NORM_EPS, cfg.routed_scaling_factor)
+        self._run = CpuLayer(sizes, constants, _weights(layer))
+
+    def __call__(
+        self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
+    ) -> tuple[Tensor, Selection] | None:
+        if rope.turn_TR2 is None or (keys := view.on_host(self.layer_idx)) is None:
+            return None
+        given_TK = None if selection is None else selection.keys_TK
+        y_TD, keys_TK = self._run(x_TD, rope.turn_TR2, keys, given_TK, is_given=selection is not None)
+        return y_TD, Selection(keys_TK) if selection is None else selection
+
+
+def _weights(layer: DecoderLayer) -> Weights[Tensor]:
+    attn, indexer, mlp = layer.self_attn, layer.self_attn.indexer, layer.mlp
+    moe = mlp if isinstance(mlp, MoE) else None
+    dense = mlp if not isinstance(mlp, MoE) else mlp.shared_experts
+    return Weights(
+        input_norm=layer.input_layernorm.weight,
+        q_a=_of(attn.q_a_proj),
+        q_a_norm=attn.q_a_layernorm.weight,
+        q_b=_of(attn.q_b_proj),
+        kv_a=_of(attn.kv_a_proj_with_mqa),
+        kv_a_norm=attn.kv_a_layernorm.weight,
+        kv_b=_of(attn.kv_b_proj),
+        o=_of(attn.o_proj),
+        index_q=None if indexer is None else _of(indexer.wq_b),
+        index_k=None if indexer is None else _of(indexer.wk),
+        index_k_weight=None if indexer is None else indexer.k_norm.weight,
+        index_k_bias=None if indexer is None else indexer.k_norm.bias,
+        index_w=None if indexer is None else _of(indexer.weights_proj),
+        post_norm=layer.post_attention_layernorm.weight,
+        gate=_of(dense.gate_proj),
+        up=_of(dense.up_proj),
+        down=_of(dense.down_proj),
+        router=None if moe is None else moe.gate.weight,
+        router_bias=None if moe is None else moe.gate.e_score_correction_bias,
+        experts_gate_up=None if moe is None else moe.experts.gate_up_proj,
+        experts_down=None if moe is None else moe.experts.down_proj,
+    )
+
+
+def _of(linear: Any) -> Tensor:
+    return linear.weight

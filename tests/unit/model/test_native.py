@@ -1,0 +1,233 @@
+"""Layers in native code against the torch layers in float64: logits and drafts of ragged batches, chunk by chunk.
+
+Tolerance: float32 sums of up to 300 terms through four layers err by about 1e-6 of the largest value; 1e-4 leaves room
+for other instruction sets. Where two keys or experts score alike within that, a row may read the other one: one row in
+a hundred may differ.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from glm5.config.engine import EngineConfig
+from glm5.config.presets import preset
+from glm5.engine.build import build_core
+from glm5.engine.kv import KVCache
+from glm5.kernels import cpu_layer
+from glm5.kernels.cpu_layer import compiling
+from glm5.model.native import parameters_moved, use_native
+from glm5.model.packed import PackedView
+from tests.support.cached import CachedRun, view_of
+from tests.support.models import random_model
+
+needs_compiler = pytest.mark.skipif(compiling.find_compiler() is None, reason="needs a C++ compiler")
+
+TOLERANCE, FLIPPED = 1e-4, 0.01
+ODD = {
+    "hidden_size": 36,
+    "num_attention_heads": 3,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 21,
+    "qk_nope_head_dim": 11,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 5,
+    "index_n_heads": 5,
+    "index_head_dim": 13,
+    "index_topk": 9,
+    "moe_intermediate_size": 19,
+    "intermediate_size": 45,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "vocab_size": 67,
+}
+CONFIGS = {
+    "nano": preset("nano"),
+    "tiny": preset("tiny"),
+    "odd widths": preset("tiny").replace(**ODD),
+    "every key": preset("tiny").replace(index_topk=512),
+    "one of each": preset("tiny").replace(
+        num_attention_heads=1, index_n_heads=1, index_topk=1, num_experts_per_tok=1, norm_topk_prob=False
+    ),
+}
+
+
+def share_unlike(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of rows that are further away than the tolerance."""
+    assert found.shape == wanted.shape
+    error_T = (found.double() - wanted).abs().amax(dim=-1) / wanted.abs().max()
+    return (error_T > TOLERANCE).double().mean().item()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_torch_layers(name, seed, rng):
+    cfg = CONFIGS[name]
+    model = random_model(seed, cfg)
+    lengths = [200, 90, 33, 1]
+    sequences = [[rng.randrange(cfg.vocab_size) for _ in range(length)] for length in lengths]
+    wanted = [copy.deepcopy(model).double().logits(ids) for ids in sequences]
+    assert use_native(model)
+    run = CachedRun(model, sequences)
+    while left := {i: n - run.done[i] for i, n in enumerate(lengths) if n > run.done[i]}:
+        counts = {i: min(left[i], rng.choice([1, 1, 2, 5, 40])) for i in left}
+        run.advance(counts, num_padding=rng.choice([0, 3]))
+    for i in range(len(lengths)):
+        assert share_unlike(run.logits(i), wanted[i]) <= FLIPPED
+
+
+@needs_compiler
+def test_another_weight_would_show(seed):
+    """The control: a tenth of one norm's weights a little off."""
+    model = random_model(seed)
+    ids = list(range(1, 60))
+    wanted = copy.deepcopy(model).double().logits(ids)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.kv_a_layernorm.weight[0] *= 1.05
+    assert use_native(model)
+    assert share_unlike(CachedRun(model, [ids]).finish().logits(), wanted) > 0.5
+
+
+@needs_compiler
+def test_drafts_are_those_of_the_torch_layers(seed, rng):
+    model = random_model(seed)
+    ids = torch.tensor([rng.randrange(model.cfg.vocab_size) for _ in range(120)])
+    exact = copy.deepcopy(model).double()
+    with torch.inference_mode():
+        hidden_TD = exact(ids[:-1], PackedView([119]))
+        wanted, _ = exact.draft(ids[1:], hidden_TD, PackedView([119]))
+        assert use_native(model)
+        cache = KVCache(model.cfg, 2, dtype=torch.float32, mtp=True)
+        found = []
+        for start, end in [(0, 50), (50, 51), (51, 119)]:
+            view = view_of(cache, [([1, 0], start, end)])
+            found.append(model.draft(ids[start + 1 : end + 1], model(ids[start:end], view), view)[0])
+    assert share_unlike(torch.cat(found), wanted) <= FLIPPED
+
+
+@needs_compiler
+def test_a_draft_reads_the_selection_it_is_given(seed):
+    model = random_model(seed)
+    ids = torch.arange(1, 81)
+    plain = copy.deepcopy(model)
+    results = []
+    for one in (plain, model):
+        if one is model:
+            assert use_native(one)
+        cache = KVCache(one.cfg, 2, dtype=torch.float32, mtp=True)
+        with torch.inference_mode():
+            view = view_of(cache, [([0, 1], 0, 79)])
+            hidden_TD, selection = one.draft(ids[1:80], one(ids[:79], view), view)
+            ahead = view_of(cache, [([0, 1], 79, 80)])
+            last = type(selection)(selection.keys_TK[-1:])
+            results.append(one.draft(ids[5:6], hidden_TD[-1:], ahead, last)[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+def test_weights_may_change_in_place_and_may_move(seed):
+    model, other = random_model(seed), random_model(seed + 1)
+    ids = list(range(1, 40))
+    assert use_native(model)
+    before = CachedRun(model, [ids]).finish().logits()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(other.state_dict()[name])
+    wanted = other.logits(ids)
+    torch.testing.assert_close(CachedRun(model, [ids]).finish().logits(), wanted, rtol=1e-4, atol=1e-4)
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor.data = tensor.data.clone()
+    parameters_moved(model)
+    torch.testing.assert_close(CachedRun(model, [ids]).finish().logits(), wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(before, wanted, atol=1e-2)
+
+
+@needs_compiler
+def test_scores_that_are_no_numbers_stay_within_bounds(seed):
+    """NaN from a broken checkpoint: a NaN answer, not another's memory."""
+    model = random_model(seed)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.indexer.wk.weight.fill_(float("nan"))
+        model.model.layers[1].mlp.gate.weight.fill_(float("nan"))
+    assert use_native(model)
+    assert CachedRun(model, [list(range(1, 100))]).finish().logits().isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "native"),
+    [
+        ({}, torch.float32, True),
+        ({"deterministic": True}, torch.float32, False),
+        ({"kv_cache_dtype": "fp8"}, torch.float32, False),
+        ({"enable_return_routed_experts": True}, torch.float32, False),
+        ({}, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_what_an_engine_runs(settings, dtype, native, seed):
+    if native and compiling.find_compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    model = random_model(seed, dtype=dtype)
+    core = build_core(model, EngineConfig(num_gpu_blocks_override=4, max_num_seqs=2, **settings))
+    assert (model.model.layers[0].native is not None) == native
+    assert dict(core.facts.table)["threads"].endswith("native code" if native else "torch")
+
+
+def test_weights_of_other_shapes_are_not_read(seed):
+    """Such as a rank's slices."""
+    if compiling.find_compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    model = random_model(seed)
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight[:, :8].contiguous())
+    with pytest.raises(ValueError, match=r"down: native layers expect \(\d+, \d+\), got \(\d+, 8\)"):
+        use_native(model)
+
+
+def test_without_a_compiler_torch_runs_everything(monkeypatch, seed):
+    monkeypatch.setattr(cpu_layer, "library", lambda: None)
+    model = random_model(seed)
+    assert not use_native(model)
+    assert model.model.layers[0].native is None
+
+
+BUILD = "from glm5.kernels.cpu_layer import compiling; print(compiling.library())"
+
+
+def build(home, path: str) -> subprocess.CompletedProcess:
+    env = {"HOME": str(home), "PATH": path}
+    return subprocess.run([sys.executable, "-c", BUILD], env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_compiler_that_fails_is_reported_and_leaves_nothing(tmp_path):
+    bad = tmp_path / "bin" / "c++"
+    bad.parent.mkdir()
+    bad.write_text("#!/bin/sh\necho 'error: no such flag' >&2\nexit 1\n")
+    bad.chmod(0o755)
+    done = build(tmp_path, str(bad.parent))
+    assert done.returncode == 0
+    assert done.stdout.strip() == "None"
+    assert "error: no such flag" in done.stderr
+    assert [path for path in (tmp_path / ".cache").rglob("*") if path.is_file()] == []
+
+
+@needs_compiler
+def test_what_was_compiled_is_kept_and_damage_is_survived(tmp_path):
+    assert "CDLL" in build(tmp_path, os.environ["PATH"]).stdout
+    (made,) = (tmp_path / ".cache" / "glm5").iterdir()
+    made.write_bytes(b"not a library")
+    done = build(tmp_path, os.environ["PATH"])
+    assert "CDLL" in done.stdout, done.stderr
+    assert "damaged" in done.stderr
+
+
+@needs_compiler
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(tmp_path):
+    home = tmp_path / "file"
+    home.write_text("")
+    done = build(home, os.environ["PATH"])
+    assert "CDLL" in done.stdout, done.stderr
+    assert "nothing can be kept" in done.stderr
