@@ -75,7 +75,7 @@ def load(
     whole = found.cfg.replace(**changes)
     local = local_config(whole, shard.size)
     check_blocks(whole, [(name, found.specs[name].shape) for name in sorted(kept)], shard.size)
-    model = _empty_model(local, kept, compute, target)
+    model = empty_model(local, kept, compute, target)
     model.cfg = whole
     parameters = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     began = time.monotonic()
@@ -116,8 +116,8 @@ def _log(found: Fit, cfg: ModelConfig) -> None:
         logger.warning("%s has no MTP tensors: loaded without the MTP layer, so it cannot draft", found.source)
 
 
-def _empty_model(cfg: ModelConfig, kept: frozenset[str], compute: torch.dtype, device: torch.device) -> Glm5:
-    """A model with uninitialised parameters on `device`, FP8 modules for the weights `kept`."""
+def empty_model(cfg: ModelConfig, kept: frozenset[str], compute: torch.dtype, device: torch.device) -> Glm5:
+    """A model with uninitialised parameters on `device`, FP8 modules for the weights `kept`, by name on disk."""
     with torch.device("meta"):
         model = Glm5(cfg)
         use_block_scaled(model, sorted({slot_of(name).module for name in kept}))

@@ -1,0 +1,59 @@
+"""Random weights of the real shapes, made on the device that holds them: what speed is measured with.
+
+Speed does not depend on values as long as they are values: products keep activations at unit scale, so that FP8 neither
+overflows nor rounds to nothing, and router logits spread by 1, so that tokens visit experts evenly. FP8 weights are
+any e4m3 number alike, the scales of their blocks between half and one and a half times what gives unit scale.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.checkpoint.load import empty_model
+from glm5.config.model import ModelConfig
+from glm5.config.tensors import tensor_specs
+from glm5.kernels.block_scaled import FP8
+from glm5.model.glm5 import Glm5
+
+_E4M3_RMS = 130.0  # of its finite values
+_CHUNK = 1 << 28  # elements filled at a time
+FP8_CONFIG: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def dummy(
+    cfg: ModelConfig,
+    *,
+    fp8: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Glm5:
+    """A model of `cfg` with random weights, `fp8` where a published FP8 checkpoint has it; the same for one seed."""
+    kept = frozenset(spec.name for spec in tensor_specs(cfg) if spec.fp8) if fp8 else frozenset[str]()
+    cfg = cfg.replace(quantization_config=FP8_CONFIG if fp8 else None, dtype=str(dtype).removeprefix("torch."))
+    model = empty_model(cfg, kept, dtype, torch.device(device))
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            _fill(name, tensor, generator)
+    return model.eval()
+
+
+def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    if name.endswith("norm.weight"):
+        tensor.fill_(1.0)
+    elif name.endswith(("norm.bias", "e_score_correction_bias")):
+        tensor.zero_()
+    elif name.endswith("_scale_inv"):
+        # The scale's own width stands for the weight's: that of a ragged last block is a little too small.
+        num_inputs = tensor.shape[-1] * 128
+        tensor.uniform_(0.5, 1.5, generator=generator).div_(_E4M3_RMS * num_inputs**0.5)
+    elif tensor.dtype == FP8:
+        for part in tensor.view(torch.uint8).view(-1).split(_CHUNK):
+            part.random_(0, 256, generator=generator)
+            part.masked_fill_((part & 0x7F) == 0x7F, 0)  # the two that are no numbers
+    else:
+        std = 1.0 if name.endswith("embed_tokens.weight") else tensor.shape[-1] ** -0.5
+        for part in tensor.view(-1).split(_CHUNK):
+            part.normal_(0.0, std, generator=generator)
