@@ -133,8 +133,10 @@ def check_blocks(cfg: ModelConfig, shapes: Iterable[tuple[str, tuple[int, ...]]]
     inside a block of 128 that it shares with a part of other blocks."""
     wrong: dict[str, int] = {}
     for name, shape in {(_NUMBER.sub("*", name), shape) for name, shape in shapes}:
-        spans = [span_of(name, shape, Shard(rank, size)) for rank in range(size)]
-        wrong |= {name: span.stop - span.start for span in spans if span is not None and not _fits_blocks(span)}
+        for rank in range(size):
+            span = span_of(name, shape, Shard(rank, size))
+            if span is not None and not _fits_blocks(span):
+                wrong[name] = span.stop - span.start
     if wrong:
         name, width = min(wrong.items())
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from glm5.engine.sampling.noise import log_exponential
 
-_ONE = 2.0**40  # the mass of the likeliest token; 2**18 of them still fit 63 bits
+ONE = 2.0**40  # the mass of the likeliest token; 2**18 of them still fit 63 bits
 _ALL = torch.iinfo(torch.int64).max
 _HEAD = 1024  # tokens of a row that a CPU sorts before it sorts all
 
@@ -53,7 +53,7 @@ def _dropped(z_RW: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
     rank_R = torch.where(top_k_R > 0, top_k_R, vocab_size).clamp_max_(vocab_size)
     limited_R = (rank_R < vocab_size) | (top_p_R < 1)
     # The largest z is 0, so its probability is one over the sum of all exp(z).
-    mass_R = (_ONE / z_RW.softmax(dim=-1).amax(dim=-1).double()).long()
+    mass_R = (ONE / z_RW.softmax(dim=-1).amax(dim=-1).double()).long()
     cut: _Cut | None = None
     if z_RW.device.type == "cpu" and vocab_size > _HEAD:
         cut = _find_cut(z_RW.topk(_HEAD, dim=-1).values, rank_R, top_p_R, mass_R, vocab_size)
@@ -77,7 +77,7 @@ class _Cut(NamedTuple):
 def _find_cut(z_RU: Tensor, rank_R: Tensor, top_p_R: Tensor, mass_R: Tensor, vocab_size: int) -> _Cut:
     """The cut of rows of which z_RU are the U largest values, descending, and `mass_R` the mass of all."""
     num_sorted = z_RU.shape[1]
-    heads_RU = (z_RU.exp() * _ONE).long().cumsum(dim=-1)
+    heads_RU = (z_RU.exp() * ONE).long().cumsum(dim=-1)
     ranked_R = heads_RU.gather(1, (rank_R.clamp_max(num_sorted) - 1)[:, None])[:, 0]
     mass_R = torch.where(rank_R < vocab_size, ranked_R, mass_R)
     # top_p 1 keeps all: rounding may bring the sum to the whole before the last token.

@@ -31,21 +31,28 @@ class Rows:
         return Rows(self.slots[part], self.slot_R[part], self.position_R[part], self.offset_R[part])
 
 
-def edited(logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, tables: SlotTables, features: int) -> Tensor:
+def edited(
+    logits_RW: Tensor,
+    rows: Rows,
+    draft_SK: Tensor | None,
+    tables: SlotTables,
+    features: int,
+    first: int | None = None,
+) -> Tensor:
     """The logits in float32 as those of the rows' parameters leave them that are `features`: a copy, unless there is
-    nothing to do."""
+    nothing to do. `first`: they are of the W token ids from there on; None: of all."""
     if not features & _EDITS:
         return logits_RW.float()
     assumed_RK = _assumed(rows, draft_SK)
     logits_RW = logits_RW.to(torch.float32, copy=True)
     if features & Feature.PERMITTED:
-        _keep_permitted(logits_RW, tables.permitted_SJM[rows.slot_R, rows.offset_R])
+        _keep_permitted(logits_RW, tables.permitted_SJM[rows.slot_R, rows.offset_R], first or 0)
     if features & Feature.BAD_WORDS:
-        _bar_bad_words(logits_RW, rows, assumed_RK, tables)
+        _bar_bad_words(logits_RW, rows, assumed_RK, tables, first)
     if features & Feature.BIASES:
-        _add_biases(logits_RW, rows, tables)
+        _add_biases(logits_RW, rows, tables, first)
     if features & Feature.PENALTIES:
-        _penalize(logits_RW, rows, assumed_RK, tables)
+        _penalize(logits_RW, rows, assumed_RK, tables, first)
     return logits_RW
 
 
@@ -57,17 +64,26 @@ def _assumed(rows: Rows, draft_SK: Tensor | None) -> Tensor | None:
     return draft_SK.index_select(0, rows.slot_R).masked_fill(index_K >= rows.offset_R[:, None], -1)
 
 
-def _keep_permitted(logits_RW: Tensor, permitted_RM: Tensor) -> None:
+def _keep_permitted(logits_RW: Tensor, permitted_RM: Tensor, first: int) -> None:
     """-inf for every token whose bit is 0 in the row's mask."""
     byte = torch.arange(256, device=logits_RW.device)[:, None]
     barred = ((byte >> torch.arange(8, device=logits_RW.device)) & 1) == 0
     added = torch.zeros(256, 8, device=logits_RW.device).masked_fill_(barred, -torch.inf)
     bytes_RM4 = permitted_RM.contiguous().view(torch.uint8)  # little-endian, as every device that torch runs on
-    added_RW = added.index_select(0, bytes_RM4.flatten().int()).view(len(logits_RW), -1)
-    logits_RW += added_RW[:, : logits_RW.shape[1]]
+    begin, end = first // 8, -(-(first + logits_RW.shape[1]) // 8)
+    added_RW = added.index_select(0, bytes_RM4[:, begin:end].flatten().int()).view(len(logits_RW), -1)
+    logits_RW += added_RW[:, first % 8 :][:, : logits_RW.shape[1]]
 
 
-def _bar_bad_words(logits_RW: Tensor, rows: Rows, assumed_RK: Tensor | None, tables: SlotTables) -> None:
+def _within(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Places of token ids among the `count` from `first` on (any place for others), and whether they are among them."""
+    place = ids - first
+    return place.clamp(0, count - 1), (place >= 0) & (place < count)
+
+
+def _bar_bad_words(
+    logits_RW: Tensor, rows: Rows, assumed_RK: Tensor | None, tables: SlotTables, first: int | None
+) -> None:
     """-inf for the last token of each bad word whose other tokens the row's output ends with."""
     num_words, longest = tables.bad_words_of(rows.slots)
     tail_RL = tables.tail_SL.index_select(0, rows.slot_R)
@@ -80,30 +96,39 @@ def _bar_bad_words(logits_RW: Tensor, rows: Rows, assumed_RK: Tensor | None, tab
     same_RUL = (heads_RUL == tail_RL[:, None, begin:]) | (heads_RUL == ANY_TOKEN)
     hit_RU = same_RUL.all(dim=-1) & tables.is_bad_word_SU[:, :num_words].index_select(0, rows.slot_R)
     last_RU = tables.bad_last_SU[:, :num_words].index_select(0, rows.slot_R)
+    if first is not None:
+        last_RU, is_within_RU = _within(last_RU, first, logits_RW.shape[1])
+        hit_RU &= is_within_RU
     logits_RW.scatter_add_(1, last_RU, torch.zeros_like(hit_RU, dtype=torch.float32).masked_fill_(hit_RU, -torch.inf))
 
 
-def _add_biases(logits_RW: Tensor, rows: Rows, tables: SlotTables) -> None:
+def _add_biases(logits_RW: Tensor, rows: Rows, tables: SlotTables, first: int | None) -> None:
     """Logit biases, and -inf for stop tokens before min_tokens: entries that hold while position < end."""
     num_biases = tables.num_biases_of(rows.slots)
     ids_RU, biases_RU, ends_RU = (
         table[:, :num_biases].index_select(0, rows.slot_R)
         for table in (tables.bias_ids_SU, tables.biases_SU, tables.bias_ends_SU)
     )
-    logits_RW.scatter_add_(1, ids_RU, torch.where(rows.position_R[:, None] < ends_RU, biases_RU, 0.0))
+    holds_RU = rows.position_R[:, None] < ends_RU
+    if first is not None:
+        ids_RU, is_within_RU = _within(ids_RU, first, logits_RW.shape[1])
+        holds_RU &= is_within_RU
+    logits_RW.scatter_add_(1, ids_RU, torch.where(holds_RU, biases_RU, 0.0))
 
 
-def _penalize(logits_RW: Tensor, rows: Rows, assumed_RK: Tensor | None, tables: SlotTables) -> None:
+def _penalize(logits_RW: Tensor, rows: Rows, assumed_RK: Tensor | None, tables: SlotTables, first: int | None) -> None:
     """Repetition (of prompt and output), then frequency and presence (of output), as vLLM defines them."""
-    counts_RW = tables.counts_SW.index_select(0, rows.slot_R)
+    span = slice(None) if first is None else slice(first, first + logits_RW.shape[1])
+    counts_RW = tables.counts_SW[:, span].index_select(0, rows.slot_R)
     if assumed_RK is not None:
-        counts_RW.scatter_add_(1, assumed_RK.clamp_min(0), (assumed_RK >= 0).int())
+        place_RK, is_within_RK = _within(assumed_RK, first or 0, logits_RW.shape[1])
+        counts_RW.scatter_add_(1, place_RK, is_within_RK.int())
     presence_R1, frequency_R1, repetition_R1 = (
         table.index_select(0, rows.slot_R)[:, None]
         for table in (tables.presence_S, tables.frequency_S, tables.repetition_S)
     )
     written_RW = counts_RW > 0
-    seen_RW = tables.in_prompt_SW.index_select(0, rows.slot_R).logical_or_(written_RW)
+    seen_RW = tables.in_prompt_SW[:, span].index_select(0, rows.slot_R).logical_or_(written_RW)
     repeated_RW = torch.where(logits_RW > 0, logits_RW / repetition_R1, logits_RW * repetition_R1)
     logits_RW.copy_(torch.where(seen_RW, repeated_RW, logits_RW))
     logits_RW -= counts_RW * frequency_R1

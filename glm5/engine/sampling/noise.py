@@ -18,11 +18,11 @@ _GOLDEN_32 = 0x9E3779B1 - (1 << 32)
 _MIX_32 = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 
 
-def log_exponential(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
-    """log of the Exp(1) noise, float32 [R, W], for int64 seeds and positions."""
+def log_exponential(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int = 0) -> Tensor:
+    """log of the Exp(1) noise, float32 [R, W], for int64 seeds and positions; of W token ids from `first` on."""
     key_R = _mix(_mix(seed_R) + position_R)
     low_R1, high_R1 = key_R.int()[:, None], (key_R >> 32).int()[:, None]
-    ids_W = torch.arange(vocab_size, dtype=torch.int32, device=seed_R.device)
+    ids_W = torch.arange(first, first + vocab_size, dtype=torch.int32, device=seed_R.device)
     x_RW = ids_W * _GOLDEN_32 + low_R1
     x_RW ^= (x_RW >> 16) & 0xFFFF  # shifts keep the sign: the mask makes them logical
     x_RW *= _MIX_32[0]

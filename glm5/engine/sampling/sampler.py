@@ -16,6 +16,7 @@ from glm5.engine.sampling.drafts import Accepted
 from glm5.engine.sampling.draw import DrawParams, draw
 from glm5.engine.sampling.edits import Rows, edited
 from glm5.engine.sampling.logprobs import Logprobs, logprobs
+from glm5.engine.sampling.parts import Part, best_of, draw_part, logprobs_part
 from glm5.engine.sampling.slots import Feature, Placement, SlotTables
 
 _UNKNOWN_AHEAD = Feature.PERMITTED | Feature.LOGPROBS
@@ -36,12 +37,21 @@ class Sampler:
     """Sampling state of `num_slots` sequences with up to `max_drafts` drafts each.
 
     `place` and `permit` write the slots' tables between steps, `sample` reads them, `record` keeps them up to date;
-    all work is enqueued in that order and none of it waits for the device.
+    all work is enqueued in that order and none of it waits for the device. With a `part`, logits are of its token ids
+    alone, and the ranks that have the others do the same.
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, *, max_drafts: int = 0, device: torch.device | str = "cpu"
+        self,
+        num_slots: int,
+        vocab_size: int,
+        *,
+        max_drafts: int = 0,
+        device: torch.device | str = "cpu",
+        part: Part | None = None,
     ) -> None:
+        self.part = part
+        self._width = vocab_size if part is None else part.size
         self.tables = SlotTables(num_slots, vocab_size, 1 + max_drafts, torch.device(device))
 
     def place(self, placements: list[Placement]) -> None:
@@ -71,7 +81,7 @@ class Sampler:
         that changes no token.
         """
         num_rows, vocab_size = logits_RW.shape
-        assert vocab_size == self.tables.vocab_size, f"{vocab_size=} {self.tables.vocab_size=}"
+        assert vocab_size == self._width, f"{vocab_size=} {self._width=}"
         assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
         wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
         features = (self.tables.features_of(rows.slots) if features is None else features) & wanted
@@ -101,6 +111,8 @@ class Sampler:
         features: int,
         num_likeliest: int,
     ) -> Sampled:
+        if self.part is not None:
+            return self._sample_part(self.part, logits_RW, rows, draft_SK, features, num_likeliest)
         edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features)
         best = edited_RW.max(dim=-1)  # of equal ones the first
         token_R = self._draw(edited_RW, rows, features) if features & Feature.RANDOM else best.indices
@@ -108,17 +120,41 @@ class Sampler:
         found = logprobs(logits_RW, token_R, temperature_R, num_likeliest) if features & Feature.LOGPROBS else None
         return Sampled(token_R, best.values.isfinite().logical_not_(), found)
 
+    def logprobs(self, logits_RW: Tensor, token_R: Tensor, num_likeliest: int) -> Logprobs:
+        """`logprobs` of tokens that are given, without temperature."""
+        if self.part is not None:
+            return logprobs_part(logits_RW, token_R, None, num_likeliest, self.part)
+        return logprobs(logits_RW, token_R, None, num_likeliest)
+
+    def _sample_part(
+        self, part: Part, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, features: int, num_likeliest: int
+    ) -> Sampled:
+        edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features, part.first)
+        best = best_of(edited_RW, part)
+        token_R = best.token_R
+        if features & Feature.RANDOM:
+            min_p, head = bool(features & Feature.MIN_P), bool(features & Feature.HEAD)
+            params = self._draw_params(rows)
+            token_R = draw_part(edited_RW, best, rows.position_R, params, part, min_p=min_p, head=head)
+        temperature_R = self.tables.temperature_S.index_select(0, rows.slot_R) if features & Feature.TEMPERED else None
+        found = None
+        if features & Feature.LOGPROBS:
+            found = logprobs_part(logits_RW, token_R, temperature_R, num_likeliest, part)
+        return Sampled(token_R, best.value_R.isfinite().logical_not_(), found)
+
     def _draw(self, logits_RW: Tensor, rows: Rows, features: int) -> Tensor:
+        min_p, head = bool(features & Feature.MIN_P), bool(features & Feature.HEAD)
+        return draw(logits_RW, rows.position_R, self._draw_params(rows), min_p=min_p, head=head)
+
+    def _draw_params(self, rows: Rows) -> DrawParams:
         tables, slot_R = self.tables, rows.slot_R
-        params = DrawParams(
+        return DrawParams(
             temperature_R=tables.temperature_S.index_select(0, slot_R),
             log_min_p_R=tables.log_min_p_S.index_select(0, slot_R),
             top_p_R=tables.top_p_S.index_select(0, slot_R),
             top_k_R=tables.top_k_S.index_select(0, slot_R),
             seed_R=tables.seed_S.index_select(0, slot_R),
         )
-        min_p, head = bool(features & Feature.MIN_P), bool(features & Feature.HEAD)
-        return draw(logits_RW, rows.position_R, params, min_p=min_p, head=head)
 
 
 def _joined(parts: Any) -> Sampled:

@@ -1,0 +1,5 @@
+"""Sums over ranks. The reference takes all parts at once; `symmetric.py` has the kernels, which write to other GPUs."""
+
+from glm5.kernels.all_reduce.reference import all_reduce_reference
+
+__all__ = ["all_reduce_reference"]

@@ -1,0 +1,69 @@
+"""A model of which every rank holds its part (`table.py`), made whole by what its modules exchange.
+
+    embedding    rows of other ranks are zero, and the parts are added up
+    layer        attention and MLP give parts of sums: each is added up before it joins the residual stream
+    head         stays a part: each rank has the logits of its own token ids, and the sampler knows (engine/sampling)
+
+Modules are replaced in place and keep their parameters' names.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from glm5.model.block import DecoderLayer
+from glm5.model.glm5 import Embedding, Glm5
+from glm5.model.mtp import MTPLayer
+from glm5.model.seams import KVView, Rope, Selection
+from glm5.parallel.group import Group
+
+
+class ParallelEmbedding(Embedding):
+    """Rows of the whole table, of which this rank holds `weight`."""
+
+    def __init__(self, whole: Embedding, group: Group):
+        nn.Module.__init__(self)
+        self.weight, self.group = whole.weight, group
+        self.first = group.shard.rank * len(whole.weight)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        place_T = ids_T - self.first
+        is_mine_T = (place_T >= 0) & (place_T < len(self.weight))
+        rows_TD = F.embedding(torch.where(is_mine_T, place_T, 0), self.weight)
+        return self.group.all_reduce(rows_TD.masked_fill(~is_mine_T[:, None], 0))
+
+
+class ParallelLayer(DecoderLayer):
+    """A layer whose attention and MLP compute parts."""
+
+    def __init__(self, layer: DecoderLayer, group: Group):
+        _adopt(self, layer)
+        self.group = group
+
+    def forward(self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None) -> tuple[Tensor, Selection]:
+        part_TD, used = self.self_attn(self.input_layernorm(x_TD), rope, view, selection)
+        norm = self.post_attention_layernorm
+        normed_TD, x_TD = self.group.add_rms_norm(part_TD, x_TD, norm.weight, norm.eps)
+        return x_TD + self.group.all_reduce(self.mlp(normed_TD)), used
+
+
+class ParallelMTPLayer(ParallelLayer, MTPLayer):
+    """The MTP layer likewise."""
+
+
+def connect(model: Glm5, group: Group) -> None:
+    """Make a model that was loaded as `group.shard`'s part compute what the whole one does, up to rounding."""
+    if group.shard.size == 1:
+        return
+    trunk = model.model
+    trunk.embed_tokens = ParallelEmbedding(trunk.embed_tokens, group)
+    for index, layer in enumerate(trunk.layers):
+        assert isinstance(layer, DecoderLayer), f"{type(layer)=}"
+        kind = ParallelMTPLayer if isinstance(layer, MTPLayer) else ParallelLayer
+        trunk.layers[index] = kind(layer, group)
+
+
+def _adopt(module: nn.Module, other: nn.Module) -> None:
+    """All of `other`'s parameters, modules and attributes, under the same names."""
+    nn.Module.__init__(module)
+    vars(module).update(vars(other))

@@ -1,0 +1,116 @@
+"""Ranks that compute one model together, and what they exchange: sums and gathered rows, in a fixed order.
+
+    GlooGroup       processes on CPUs: rows are gathered, and every rank adds them up in the order of ranks
+    CudaGroup       one process a GPU: symmetric memory and kernels of our own; NCCL for what does not fit there
+
+Every rank gets the same bits, and the same bits again for the same rows: what follows from them (which experts, which
+keys, which token) is then the same everywhere without being told.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from glm5.kernels.add_rms_norm import add_rms_norm
+from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.parallel.table import Shard
+
+
+class Group(Protocol):
+    """What modules, the sampler and the engine ask of the ranks. All ranks make the same calls in the same order."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' `part`s, added in float32 at least, rounded once."""
+        ...
+
+    def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(out, sum): `kernels.add_rms_norm` of the `all_reduce` of `part_TD`."""
+        ...
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """All ranks' `part`s, [ranks, ...], in their order."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GlooGroup:
+    """Processes that exchange through sockets of this machine."""
+
+    def __init__(self, shard: Shard):
+        self.shard = shard
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        return all_reduce_reference(self.all_gather(part))
+
+    def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self.all_reduce(part_TD), residual_TD, weight_D, eps)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        part = part.contiguous()
+        # As bytes: not every dtype is known there.
+        out = torch.empty((self.shard.size, *part.shape), dtype=part.dtype, device=part.device)
+        if part.numel():
+            dist.all_gather([one.view(-1).view(torch.uint8) for one in out], part.view(-1).view(torch.uint8))
+        return out
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def open_group(shard: Shard, device: torch.device, store: Path, *, timeout_s: float) -> Group:
+    """Meet the other ranks, all of which call this. `store`: a file that does not exist yet, the same for all.
+
+    `timeout_s`: how long a collective may take before it fails, on CPUs.
+    """
+    if device.type == "cuda":
+        from glm5.parallel.cuda import CudaGroup
+
+        torch.cuda.set_device(device)
+        _meet("nccl", shard, store, timeout_s, device)
+        return CudaGroup(shard, device)
+    _meet("gloo", shard, store, timeout_s, None)
+    return GlooGroup(shard)
+
+
+def _meet(backend: str, shard: Shard, store: Path, timeout_s: float, device: torch.device | None) -> None:
+    dist.init_process_group(
+        backend,
+        store=FileStore(str(store), shard.size),
+        rank=shard.rank,
+        world_size=shard.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
+    )
+
+
+class Alone:
+    """A group of one rank: nothing is exchanged."""
+
+    shard = Shard()
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        return part
+
+    def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(part_TD, residual_TD, weight_D, eps)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        return part.unsqueeze(0)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def least(group: Group, numbers: Sequence[int], device: torch.device) -> list[int]:
+    """The smallest of all ranks' numbers, one by one."""
+    return group.all_gather(torch.tensor(numbers, dtype=torch.int64, device=device)).amin(dim=0).tolist()
