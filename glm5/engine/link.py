@@ -36,7 +36,9 @@ FORKED = "this process is a fork of the one that started it; start another engin
 START_SECONDS = 60.0  # a process may take this long to say its first word, if the machine is busy
 CLOSE_SECONDS = 45.0  # to write to disk what is to be found again, for which the core takes up to 30
 _RECONNECT_MS = 5  # until the process has opened its end
-_QUIET_MS = 200  # after its end, nothing more of a process is on its way
+# After the end of a process nothing more of it is on its way, when nothing has come for so long.
+_QUIET_MS = 200
+_DEAD_MS = 20  # of one that did not end in order: its requests have failed, and whoever asks is to know at once
 _LEAVE_SECONDS = 5.0  # to notice that a process has ended, which takes no time unless this machine has none
 _MAX_FOLDER = 70  # characters; the path of a socket may have 107
 
@@ -227,13 +229,13 @@ class ProcessLink:
 
     def _end(self) -> list[ToClient]:
         """The process has ended: what it still said, and why."""
-        messages: list[ToClient] = []
-        while self._inbox.poll(_QUIET_MS):
-            messages += self._drain()
         try:
             code = self.process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:  # it has closed its pipe and lives on
-            return messages + self._kill("its process closed its pipe; it has been killed")
+            return self._drain() + self._kill("its process closed its pipe; it has been killed")
+        messages: list[ToClient] = []
+        while self._inbox.poll(_QUIET_MS if code == 0 else _DEAD_MS):
+            messages += self._drain()
         if code == 0 and self._closing_since is not None:
             self._last_words = Dead(CLOSED)
         elif self._last_words is None:
