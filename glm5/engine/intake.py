@@ -83,7 +83,7 @@ class Intake:
                     raise RequestError(
                         "structured_outputs need a tokenizer, and this engine has none", param="structured_outputs"
                     )
-                compilation = self.compiler.compile(grammar)
+                compilation = self.compiler.compile(grammar, ask.salt)
         except GlmError as error:
             return Refusal(ask.seq_ids, words_of(error), getattr(error, "param", None))
         lookup = self.tiering.look_up(submit, weights) if self.tiering is not None else None

@@ -38,6 +38,7 @@ _MAX_WHITESPACE = 64  # between two JSON tokens: enough to indent, and a model c
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _NO_TEXT = b"\xff"  # begins no character in UTF-8
 _BOUNDED = re.compile('"(min|max)Length"')
+_Key = tuple[bytes, str, str, bool]  # salt, kind, text, whether there may be whitespace
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,21 @@ class Compiler:
         cache_bytes: int = 1 << 28,
     ) -> None:
         self._vocabulary, self._timeout_s, self._cache_bytes = vocabulary, timeout_s, cache_bytes
-        self._grammars: OrderedDict[tuple[str, str, bool], _Job] = OrderedDict()
+        self._grammars: OrderedDict[_Key, _Job] = OrderedDict()
         self._workers: Workers[_Job] | None = None
         self._new_workers = partial(Workers[_Job], self._run, num_threads=num_threads, max_slow=max_slow, slow_s=slow_s)
         self._tokenizer_infos: dict[tuple[bool, bool], Any] = {}
         self._lock = threading.Lock()
         self._joining = threading.Lock()  # a job is either joined, or given up
 
-    def compile(self, wanted: StructuredOutputsParams) -> Compilation:
-        """Start compiling, or join whoever does. Raises RequestError for a text that is too long."""
+    def compile(self, wanted: StructuredOutputsParams, salt: bytes = b"") -> Compilation:
+        """Start compiling, or join whoever of the same salt does: how long it takes says what others have asked for.
+        Raises RequestError for a text that is too long."""
         if len(wanted.text) > MAX_CHARS:
             raise _refusal(f"has {len(wanted.text)} characters; allowed: {MAX_CHARS}")
         if self._workers is None:
             self._workers = self._new_workers()
-        workers, key = self._workers, (wanted.kind, wanted.text, wanted.disable_any_whitespace)
+        workers, key = self._workers, (salt, wanted.kind, wanted.text, wanted.disable_any_whitespace)
         job = self._grammars.get(key)
         with self._joining:
             begins = job is None or _failed(job)
@@ -141,12 +143,12 @@ class Compiler:
 
     def _evict(self) -> None:
         """Forget what failed, then the least recently used, down to the limits. Who holds a Compilation keeps it."""
-        sizes: dict[tuple[str, str, bool], int] = {}
+        sizes: dict[_Key, int] = {}
         for key, job in list(self._grammars.items()):
             if _failed(job):
                 del self._grammars[key]
             elif job.future.done():
-                sizes[key] = len(key[1]) + job.future.result().memory_size_bytes
+                sizes[key] = len(key[2]) + job.future.result().memory_size_bytes
         total = sum(sizes.values())
         for key, size in sizes.items():
             if total <= self._cache_bytes and len(self._grammars) <= _MAX_GRAMMARS:

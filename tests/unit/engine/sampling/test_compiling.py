@@ -314,6 +314,15 @@ def test_a_closed_compiler_compiles_again_when_asked():
 def test_the_same_grammar_is_compiled_once():
     again = [compiler().compile(StructuredOutputsParams(regex="abc+")).result() for _ in range(2)]
     assert again[0] is again[1]
+
+
+def test_but_once_for_each_salt():
+    """How long a grammar takes says whether somebody has asked for it before."""
+    wanted, fresh = StructuredOutputsParams(regex="abcd+"), Compiler(vocabulary())
+    first, second, again = (fresh.compile(wanted, salt).result() for salt in (b"alice", b"bob", b"alice"))
+    assert first is again
+    assert first is not second
+    fresh.close()
     other = compiler().compile(StructuredOutputsParams(json_object=True, disable_any_whitespace=True)).result()
     assert other is not compiler().compile(StructuredOutputsParams(json_object=True)).result()
 
