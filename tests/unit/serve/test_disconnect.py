@@ -13,14 +13,23 @@ ASK = [{"role": "user", "content": "hi"}]
 SECONDS = 20  # an upper limit for what takes milliseconds; passing never waits for it
 
 
+ROUTES = {
+    "/v1/chat/completions": {"messages": ASK},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": ASK, "max_tokens": 9},
+    "/generate": {"text": "hi"},
+}
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_a_scripted_answer_aborts(scripted_server, engine, stream):
+@pytest.mark.parametrize("path", ROUTES)
+def test_leaving_a_scripted_answer_aborts(scripted_server, engine, path, stream):
     engine.script, engine.hangs = "abc", True
 
     async def main():
         async with httpx.AsyncClient(base_url=scripted_server[0], timeout=SECONDS) as client:
-            body = {"messages": ASK, "stream": stream}
-            task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            task = asyncio.create_task(client.post(path, json=ROUTES[path] | {"stream": stream}))
             assert await asyncio.to_thread(engine.started.wait, SECONDS)
             assert not engine.left.is_set()
             task.cancel()
