@@ -25,7 +25,8 @@ class Batch:
     there. `group_R` is the row of `slot_B` that a row belongs to. `sample_Q` are the rows that sample, with their
     slot and how many drafts they assume; `first_C` is the first of them of each sequence that samples, as a row of
     the step, and `place_C` the same as an index into Q. Padding comes last everywhere. `samples_all`: every row
-    belongs to a decoding sequence, and samples.
+    belongs to a decoding sequence, and samples. `whole_prompts`: every row is one of a prompt that begins in this step,
+    with row `first_R` (of padding, a row behind it); `first_R` is empty where sequences decode alone.
     """
 
     slot_B: Ints
@@ -40,7 +41,9 @@ class Batch:
     slot_C: Ints
     first_C: Ints
     place_C: Ints
+    first_R: Ints
     samples_all: bool
+    whole_prompts: bool
 
 
 class Packer:
@@ -89,6 +92,9 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[in
     live_R = group_R < num_groups
     offset_R *= live_R
 
+    first_R = np.zeros(0, np.int64)
+    if not bucket.decodes_only:
+        first_R = np.append(np.cumsum(counts) - counts, num_rows)[np.minimum(group_R, len(items))]
     first_rows = np.arange(len(items)) * (1 + bucket.depth) if bucket.decodes_only else np.cumsum(counts) - counts
     first_rows = np.where(decodes, first_rows, first_rows + counts - 1)[samples]
     num_sampled = np.where(decodes, counts, 1)[samples]
@@ -117,7 +123,34 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[in
         slot_C=padded(slots[samples], C, padding_slot),
         first_C=padded(first_rows, C),
         place_C=padded(place, C),
+        first_R=first_R,
         samples_all=bucket.decodes_only,
+        whole_prompts=not decodes.any() and not starts.any(),
+    )
+
+
+def nobodys_rows(num_rows: int, padding_slot: int) -> Batch:
+    """Padding alone, in the shape of a step with prompts of which none samples."""
+
+    def full(count: int, value: int = 0) -> Ints:
+        return np.full(count, value, dtype=np.int64)
+
+    return Batch(
+        slot_B=full(2, padding_slot),
+        group_R=full(num_rows, 1),
+        slot_R=full(num_rows, padding_slot),
+        start_R=full(num_rows),
+        offset_R=full(num_rows),
+        live_R=full(num_rows),
+        sample_Q=full(0),
+        sample_slot_Q=full(0),
+        sample_offset_Q=full(0),
+        slot_C=full(0),
+        first_C=full(0),
+        place_C=full(0),
+        first_R=full(num_rows, num_rows),
+        samples_all=False,
+        whole_prompts=False,
     )
 
 

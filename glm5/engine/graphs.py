@@ -14,6 +14,7 @@ grids, and how top-k goes about it, are cut for all of it.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +67,7 @@ class OnDevice:
     slot_C: Tensor
     first_C: Tensor
     place_C: Tensor
+    first_R: Tensor
 
 
 class Buffers:
@@ -149,23 +151,30 @@ class DecodeSteps:
                 self._draft(buffers, reach, draft_depth, None, batch.slot_C)
         return buffers, found
 
+    def run_eagerly(self, buffers: Buffers, max_end: int) -> None:
+        """The target's piece as it is, whatever is captured."""
+        self._target(buffers, self.reach(max_end))
+
     def capture_all(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Capture every graph for these numbers of sequences and depths, the largest first: (done, all) as it goes."""
+        """Capture graphs for these numbers of sequences and depths, the largest first: (done, all) as it goes.
+
+        Every graph of greedy sampling, and the targets of all. Random draws have no kernels of our own: a first one
+        takes milliseconds longer.
+        """
         shapes = [Shape(count, depth) for count in sorted(num_seqs, reverse=True) for depth in depths]
         for done, shape in enumerate(shapes, start=1):
             self._forget_if_moved()
             buffers = self.buffers(shape)
-            nobody = buffers.padding
-            for reach in reversed(self.reaches):
-                self._graph(buffers, ("target", shape, reach), lambda b=buffers, r=reach: self._target(b, r))
-            for kind in KINDS:
-                piece = lambda b=buffers, k=kind, n=nobody: self._sample(b, k, n.sample_slot_Q)  # noqa: E731
-                self._graph(buffers, ("sample", shape, kind), piece)
-                for reach in reversed(self.reaches) if shape.depth else ():
-                    piece = lambda b=buffers, r=reach, k=kind, n=nobody: self._draft(  # noqa: E731
-                        b, r, b.shape.depth, k, n.slot_C
-                    )
-                    self._graph(buffers, ("draft", shape, reach, kind), piece)
+            slots, rows = buffers.padding.slot_C, buffers.padding.sample_slot_Q
+            for index, reach in enumerate(reversed(self.reaches)):
+                # Kernels differ by reach or by rows, not by both.
+                warm = index == 0 or done in (1, len(shapes))
+                target = partial(self._target, buffers, reach)
+                self._graph(buffers, ("target", shape, reach), target, warm=warm)
+                if shape.depth:
+                    draft = partial(self._draft, buffers, reach, shape.depth, KINDS[0], slots)
+                    self._graph(buffers, ("draft", shape, reach, KINDS[0]), draft, warm=warm)
+            self._graph(buffers, ("sample", shape, KINDS[0]), partial(self._sample, buffers, KINDS[0], rows))
             yield done, len(shapes)
 
     def buffers(self, shape: Shape) -> Buffers:
@@ -237,7 +246,9 @@ class DecodeSteps:
         else:
             self._graph(buffers, key, piece).replay()
 
-    def _graph(self, buffers: Buffers, key: Hashable, piece: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def _graph(
+        self, buffers: Buffers, key: Hashable, piece: Callable[[], object], *, warm: bool = True
+    ) -> torch.cuda.CUDAGraph:
         """The graph of a piece, captured if it is missing. Nobody's rows warm it up: state is left as it is."""
         if (graph := self._graphs.get(key)) is not None:
             return graph
@@ -246,8 +257,9 @@ class DecodeSteps:
         buffers.packed.copy_(torch.from_numpy(_packed(buffers.padding)))
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
-        with torch.cuda.stream(side):
-            piece()
+        if warm:
+            with torch.cuda.stream(side):
+                piece()
         main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
@@ -292,5 +304,7 @@ def _nobody(shape: Shape, padding_slot: int) -> Batch:
         slot_C=full(C, padding_slot),
         first_C=full(C),
         place_C=full(C),
+        first_R=full(0),
         samples_all=True,
+        whole_prompts=False,
     )

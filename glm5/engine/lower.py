@@ -267,6 +267,11 @@ class Lowered:
                 heard.append(layer.mlp.heard)
         return heard
 
+    def stop_recording(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer.mlp, LoweredMoE):
+                layer.mlp.heard = None
+
     def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
         cfg, rope = self.model.cfg, self._rope(view.positions_T)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glm5.engine.batch import Batch, Packer, arrays
+from glm5.engine.batch import Batch, Packer, arrays, nobodys_rows
 from glm5.engine.drafting import Drafter, DraftRows
 from glm5.engine.graphs import DecodeSteps, OnDevice, Shape
 from glm5.engine.kv import KVCache
@@ -104,6 +104,7 @@ class Runner:
         """Masks of the rows of the next launch, for sequences with a grammar (`Sampler.permit`)."""
         self._masks = slots, masks_BJM
 
+    @torch.inference_mode()
     def weights_changed(self) -> None:
         """Other weights lie in the model, or they lie elsewhere."""
         parameters_moved(self.model)
@@ -124,10 +125,33 @@ class Runner:
             self._masks = None
         if not plan.items:
             return Launched(None)
-        batch = self._packer.pack(plan)
+        batch = self.pack(plan)
         if self.steps is not None and batch.samples_all:
             return Launched(self._decode(self.steps, plan, batch, specs))
         return Launched(self._run(plan, batch, specs))
+
+    def shapes_of_nobody(self, num_tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """(rows, reach) of steps with prompts: every number of rows, and every reach for the most and the fewest."""
+        assert self.steps is not None
+        near, far = self.steps.reaches[:2], self.steps.reaches[2:]
+        shapes = [(count, reach) for count in num_tokens for reach in near]
+        return shapes + [(count, reach) for reach in far for count in {max(num_tokens), min(num_tokens)}]
+
+    @torch.inference_mode()
+    def run_nobody(self, num_tokens: int, reach: int) -> None:
+        """A step with prompts whose rows are all padding: it leaves everything as it was."""
+        on = self._upload(nobodys_rows(num_tokens, self.padding_slot))
+        position_R = torch.zeros_like(on.slot_R)
+        for first_T in (on.first_R.int(), None):
+            view = self._view(on, position_R, reach, first_T)
+            hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, position_R), view)
+        if self._drafter is not None:
+            self._drafter.extend(view, on.slot_R, hidden_RD)
+        self._uploaded = None
+
+    def pack(self, plan: StepPlan) -> Batch:
+        """The batch of a plan that has items."""
+        return self._packer.pack(plan)
 
     def _decode(self, steps: DecodeSteps, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
         """A step of decoding sequences alone, in pieces of static shape."""
@@ -160,16 +184,12 @@ class Runner:
     def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
         on = self._upload(batch)
         sampling = tuple([item for item in plan.items if item.samples])
-        view = StepView.of(
-            self.cache,
-            self.slots,
-            slot_B=on.slot_B,
-            group_T=on.group_R,
-            slot_T=on.slot_R,
-            positions_T=self.slots.positions(on.slot_R, on.start_R, on.offset_R),
-            live_T=on.live_R,
-            max_end=self._max_end(plan) if self.steps is None else self.steps.reach(self._max_end(plan)),
-            invariant=self.passes.num_rows is not None,
+        max_end = self._max_end(plan)
+        view = self._view(
+            on,
+            self.slots.positions(on.slot_R, on.start_R, on.offset_R),
+            max_end if self.steps is None else self.steps.reach(max_end),
+            on.first_R.int() if batch.whole_prompts and self.steps is not None else None,
         )
         if self._routing is not None:
             self._routing.clear()
@@ -206,6 +226,20 @@ class Runner:
         pending.routed = [(item, first) for item, first in _first_rows(plan) if specs[item.seq_id].routed]
         if pending.routed:
             pending.expert_RLA, pending.position_R = expert_RLA, position_R
+
+    def _view(self, on: OnDevice, position_R: Tensor, max_end: int, first_R: Tensor | None) -> StepView:
+        return StepView.of(
+            self.cache,
+            self.slots,
+            slot_B=on.slot_B,
+            group_T=on.group_R,
+            slot_T=on.slot_R,
+            positions_T=position_R,
+            live_T=on.live_R,
+            max_end=max_end,
+            invariant=self.passes.num_rows is not None,
+            first_T=first_R,
+        )
 
     def _sample(self, batch: Batch, on: OnDevice, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
         """Tokens of the rows that sample, and which of them stand; the slots have them from then on."""
@@ -255,6 +289,7 @@ class Runner:
                 packed = packed.pin_memory().to(self.cache.device, non_blocking=True)
             self._uploaded = batch, OnDevice(*packed.split([len(part) for part in parts]))
         return self._uploaded[1]
+
 
 
 def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:

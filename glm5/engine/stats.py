@@ -6,6 +6,7 @@ from typing import Any
 
 from glm5.engine.plan import Output, StepPlan
 from glm5.engine.scheduler import Scheduler
+from glm5.kernels.kernel_count import built_late
 
 
 @dataclass
@@ -67,6 +68,7 @@ def stats(
         "rows": counters.rows,
         "sampled_tokens": counters.sampled,
         "preemptions": counters.preempted,
+        "kernels_built_late": built_late(),
         "pages": {"all": pool.num_pages, "in_use": pool.num_pages - pool.num_available, "idle": pool.num_idle},
         "prefix_cache": {
             "queries": found.queries,

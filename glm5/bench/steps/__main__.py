@@ -1,0 +1,69 @@
+"""`python -m glm5.bench.steps`: a table of steps, then the anatomy of each."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.bench.steps.anatomy import kernels_of, timed
+from glm5.bench.steps.case import Load, StepCase, expected_experts, rank_config
+
+_SHOWN = 24  # kernels of an anatomy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m glm5.bench.steps")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--context", type=int, nargs="+", default=[2304])
+    parser.add_argument("--depth", type=int, default=0)
+    parser.add_argument("--dtype", choices=["fp8", "bfloat16"], default="fp8", help="of the weights")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_key", "fp8"], default="auto")
+    parser.add_argument("--anatomy", type=int, nargs="*", default=[1], help="batches that are taken apart")
+    parser.add_argument("--max-keys", type=int, default=1 << 20, help="no load with more tokens in the cache")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    loads = [Load(batch, context, args.depth) for context in args.context for batch in args.batch]
+    loads = [load for load in loads if load.batch * load.context <= args.max_keys]
+    cfg = rank_config(args.ranks, args.layers)
+    case = StepCase(cfg, loads, fp8=args.dtype == "fp8", layout=args.kv_cache_dtype)
+    found = [_measure(case, load, anatomy=load.batch in args.anatomy) for load in loads]
+    if args.json is not None:
+        about = {name: str(value) for name, value in vars(args).items()} | {"gpu": torch.cuda.get_device_name()}
+        args.json.write_text(json.dumps({"about": about, "steps": found}, indent=1))
+    return 0
+
+
+def _measure(case: StepCase, load: Load, *, anatomy: bool) -> dict[str, Any]:
+    plan, specs = case.enter(load)
+    step = lambda: case.step(plan, specs, load)  # noqa: E731
+    time = timed(step)
+    distinct = case.experts(load)
+    even = expected_experts(case.runner.model.cfg, load.batch * (1 + load.depth))
+    case.enter(load)
+    line = f"batch {load.batch:4} context {load.context:7} depth {load.depth}: {time.gpu_ms:7.3f} ms"
+    _say(f"{line}, host {time.host_ms:.3f}; experts {[round(n) for n in distinct]} of {even:.1f} expected")
+    out: dict[str, Any] = {**asdict(load), **asdict(time), "experts": distinct, "expected_experts": even}
+    if anatomy:
+        kernels = kernels_of(step)
+        total = sum(kernel.micros for kernel in kernels)
+        count = sum(kernel.launches for kernel in kernels)
+        _say(f"  {count:.0f} kernels, {total:.0f} us, {1e3 * time.gpu_ms - total:.0f} us between them")
+        for kernel in kernels[:_SHOWN]:
+            _say(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
+        out["kernels"] = [asdict(kernel) for kernel in kernels]
+    return out
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

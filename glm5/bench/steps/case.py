@@ -1,0 +1,123 @@
+"""A runner over a model of one rank's shape, and sequences that are somewhere in the middle of decoding."""
+
+from dataclasses import dataclass
+
+import torch
+
+from glm5.checkpoint.dummy import dummy
+from glm5.config.model import ModelConfig
+from glm5.config.presets import preset
+from glm5.engine.graphs import Shape
+from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
+from glm5.engine.plan import Bucket, Entered, Item, StepPlan
+from glm5.engine.runner import Runner, SeqSpec
+from glm5.engine.sampling import SamplingParams
+
+_ROWS = 1 << 16  # written to the cache at a time
+
+
+def rank_config(ranks: int, layers: int, name: str = "glm-5") -> ModelConfig:
+    """What one of `ranks` has of the first `layers` layers: heads, a part of every expert, of the vocabulary."""
+    cfg = preset(name)
+    return cfg.replace(
+        num_hidden_layers=layers,
+        mlp_layer_types=list(cfg.mlp_layer_types[:layers]),
+        indexer_types=list(cfg.indexer_types[:layers]),
+        num_attention_heads=cfg.num_attention_heads // ranks,
+        intermediate_size=cfg.intermediate_size // ranks,
+        moe_intermediate_size=cfg.moe_intermediate_size // ranks,
+        vocab_size=cfg.vocab_size // ranks,
+        eos_token_id=[1],
+        pad_token_id=0,
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """`batch` sequences of `context` tokens, each step with `depth` drafts."""
+
+    batch: int
+    context: int
+    depth: int = 0
+
+
+class StepCase:
+    """A model with random weights and a cache for the largest of `loads`, filled with random keys."""
+
+    def __init__(
+        self, cfg: ModelConfig, loads: list[Load], *, fp8: bool, layout: Layout = "auto", device: str = "cuda"
+    ):
+        self.depth = max(load.depth for load in loads)
+        model = dummy(cfg, fp8=fp8, device=device)
+        room = 4 * (1 + self.depth) + PAGE_SIZE
+        self.max_len = max(load.context for load in loads) + room
+        num_pages = max(load.batch * -(-(load.context + room) // PAGE_SIZE) for load in loads)
+        cache = KVCache(cfg, num_pages, dtype=model.dtype, device=device, layout=layout, mtp=self.depth > 0)
+        self.runner = Runner(
+            model,
+            cache,
+            max_num_seqs=max(load.batch for load in loads),
+            max_model_len=self.max_len,
+            max_depth=self.depth,
+            fused=True,
+        )
+        self._fill(cache)
+
+    @torch.inference_mode()
+    def enter(self, load: Load) -> tuple[StepPlan, dict[int, SeqSpec]]:
+        """Sequences with random last tokens take their slots; the plan of their steps."""
+        runner, B = self.runner, load.batch
+        pages = -(-(load.context + 4 * (1 + self.depth)) // PAGE_SIZE)
+        order = torch.randperm(runner.cache.num_pages, generator=torch.Generator().manual_seed(B)).tolist()
+        specs = {i: SeqSpec(SamplingParams(temperature=0, ignore_eos=True), i, 1) for i in range(B)}
+        entered = [Entered(i, i, [2 + i], tuple(order[i * pages : (i + 1) * pages]), 0, 0, None) for i in range(B)]
+        runner.launch(StepPlan(0, 0, entered=entered), specs)
+        slots, cfg = runner.slots, runner.model.cfg
+        slots.len_S[:B] = load.context
+        gen = torch.Generator().manual_seed(load.context)
+        slots.token_SN[:B, load.context - 1] = torch.randint(2, cfg.vocab_size, (B,), generator=gen).to(slots.device)
+        rows = 1 + load.depth
+        items = [Item(i, i, load.context - 1, rows, load.depth, "decode", samples=True) for i in range(B)]
+        plan = StepPlan(1, 0, items=items, num_tokens=B * rows, depth=load.depth, draft_depth=load.depth)
+        plan.bucket = Bucket(B, load.depth, B * rows, decodes_only=True)
+        return plan, specs
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan, specs: dict[int, SeqSpec], load: Load) -> None:
+        """One step, enqueued; the sequences then are where they were."""
+        self.runner.launch(plan, specs)
+        self.runner.slots.len_S[: load.batch] = load.context
+
+    @torch.inference_mode()
+    def experts(self, load: Load) -> list[float]:
+        """Distinct experts of each MoE layer in a step of `load`."""
+        runner = self.runner
+        assert runner.steps is not None
+        assert runner.passes.lowered is not None
+        plan, _ = self.enter(load)
+        heard = runner.passes.lowered.record_routing()
+        buffers = runner.steps.buffers(Shape(load.batch, load.depth))
+        buffers.load(runner.pack(plan))
+        runner.steps.run_eagerly(buffers, load.context + 1 + load.depth)
+        counts = [float(len(torch.cat(layer).unique())) for layer in heard]
+        runner.passes.lowered.stop_recording()
+        return counts
+
+    def _fill(self, cache: KVCache) -> None:
+        cfg, gen = cache.cfg, torch.Generator(cache.device).manual_seed(0)
+        num_layers = cfg.num_layers_with_mtp if cache.mtp else cfg.num_hidden_layers
+        width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+        every = torch.arange(cache.num_pages * PAGE_SIZE, device=cache.device)
+        with torch.inference_mode():
+            for layer_idx in range(num_layers):
+                for slot_T in every.split(_ROWS):
+                    rows = torch.randn(len(slot_T), width, device=cache.device, generator=gen, dtype=cache.dtype)
+                    cache.append_latent(layer_idx, slot_T, rows)
+                    if cfg.has_indexer(layer_idx):
+                        cache.append_index_key(layer_idx, slot_T, rows[:, : cfg.index_head_dim].contiguous())
+
+
+def expected_experts(cfg: ModelConfig, num_tokens: int) -> float:
+    """Distinct experts that tokens visit if every choice is as likely as any other."""
+    num_experts = cfg.n_routed_experts
+    return num_experts * (1 - (1 - cfg.num_experts_per_tok / num_experts) ** num_tokens)

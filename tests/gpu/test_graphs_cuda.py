@@ -1,0 +1,63 @@
+"""Decoding steps as CUDA graphs: the tokens of the same pieces run one by one, bit for bit, whatever the load."""
+
+import pytest
+import torch
+
+from glm5.config.presets import preset
+from glm5.engine.sampling import SamplingParams
+from tests.support.models import random_model
+from tests.support.running import Bench
+
+pytestmark = pytest.mark.gpu
+
+NUM_PROMPTS = 7
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(3, preset("nano"), torch.bfloat16).cuda()
+
+
+def prompts_of(rng, count=NUM_PROMPTS, longest=150):
+    return [[rng.randrange(700) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+KINDS = [
+    {"temperature": 0},
+    {"temperature": 0.8},
+    {"top_p": 0.8, "top_k": 30},
+    {"presence_penalty": 0.5, "logprobs": 2},
+    {"temperature": 0, "logprobs": 1},
+    {"temperature": 0},
+    {"temperature": 1.2},
+]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_graphs_and_pieces_give_the_same(model, rng, depth):
+    prompts = prompts_of(rng)
+    params = [SamplingParams(seed=i, max_tokens=24, **kind) for i, kind in enumerate(KINDS)]
+    runs = []
+    for captures in (False, True, True):
+        bench = Bench(model, depth=depth, fused=True, routing=True)
+        bench.runner.steps.captures = captures
+        runs.append(bench.run(prompts, params, routed=True))
+        greedy = bench.run(prompts[:3], SamplingParams(temperature=0, max_tokens=12))
+        runs[-1].tokens |= {100 + i: tokens for i, tokens in greedy.tokens.items()}
+    for other in runs[1:]:
+        assert other.tokens == runs[0].tokens
+        assert other.logprobs == runs[0].logprobs
+        assert other.num_accepted == runs[0].num_accepted
+
+
+def test_graphs_are_captured_anew_when_weights_move(model, rng):
+    prompts = prompts_of(rng)
+    bench = Bench(model, fused=True)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    want = bench.run(prompts, params).tokens
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    bench.runner.weights_changed()
+    before = bench.runner.steps.num_captured
+    assert bench.run(prompts, params).tokens == want
+    assert bench.runner.steps.num_captured > before

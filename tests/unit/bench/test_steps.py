@@ -1,0 +1,30 @@
+"""The benchmark of steps runs, on a CPU and a small model, and counts experts as they should fall."""
+
+import pytest
+import torch
+
+from glm5.bench.steps.case import Load, StepCase, expected_experts, rank_config
+from glm5.config.presets import preset
+
+
+@pytest.mark.parametrize("layout", ["auto", "fp8"])
+def test_steps_of_a_small_model(layout):
+    cfg, loads = preset("nano"), [Load(2, 100, 1), Load(8, 100)]
+    case = StepCase(cfg, loads, fp8=True, layout=layout, device="cpu")
+    for load in loads:
+        plan, specs = case.enter(load)
+        for _ in range(2):
+            case.step(plan, specs, load)
+        assert (case.runner.slots.len_S[: load.batch] == load.context).all()
+        distinct = case.experts(load)
+        assert len(distinct) == 2
+        assert max(distinct) <= cfg.n_routed_experts
+        assert min(distinct) > expected_experts(cfg, load.batch * (1 + load.depth)) / 2
+
+
+def test_one_ranks_shape():
+    cfg = rank_config(8, 6)
+    assert (cfg.num_attention_heads, cfg.moe_intermediate_size, cfg.vocab_size) == (8, 256, 19360)
+    assert cfg.mlp_layer_types == ("dense",) * 3 + ("sparse",) * 3
+    assert expected_experts(cfg, 1) == pytest.approx(8)
+    assert torch.tensor(expected_experts(cfg, 128)) > 250
