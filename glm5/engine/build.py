@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,27 @@ from glm5.engine.core import EngineCore
 from glm5.engine.defaults import read_defaults
 from glm5.engine.depth import AdaptiveDepth, StepCost
 from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
+from glm5.engine.process import Pulse
+from glm5.engine.rank import Follower, Say
+from glm5.engine.rank_wire import Begin
+from glm5.engine.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.runner import Runner
 from glm5.engine.sampling.compiling import Compiler, Vocabulary
 from glm5.engine.scheduler_config import SchedulerConfig
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
+from glm5.engine.warm import warm_up
 from glm5.engine.weights import Weights
 from glm5.engine.wire import Facts, Start
+from glm5.kernels import cpu_layer
 from glm5.kernels.invariant import PASS_ROWS
+from glm5.kernels.kernel_count import start_counting
 from glm5.model.direct import pin_members
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_invariant
-from glm5.model.native import use_native
+from glm5.model.native import use_native, use_torch
+from glm5.parallel.apply import connect
+from glm5.parallel.group import ALONE, Group, Meeting, least, open_group, store_at
+from glm5.parallel.table import WHOLE, Shard, local_config
 
 AUTO_DEPTH = 3
 # Below this many active parameters a second thread costs more than it brings (the demo's model: 1.1 M).
@@ -43,21 +54,71 @@ _TOKEN_BUCKETS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768
 Progress = Callable[[str, float], None]
 
 
-def build_for(start: Start, on_progress: Progress) -> EngineCore:
-    """The core of an engine process. Raises ConfigError and CheckpointError."""
+def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -> EngineCore:
+    """The core of an engine process, which `pulse` ends with the other ranks' processes, if there are any. Raises
+    ConfigError and CheckpointError."""
     config, path = EngineConfig(**start.config), Path(start.path)
+    folder = Path(start.tokenizer) if start.tokenizer is not None else path
+    load_tokenizer = lambda: Tokenizer.from_dir(folder)  # noqa: E731
+    size = config.tensor_parallel_size
+    if size == 1:
+        model = _load(start, config, WHOLE, _device(start, 0), on_progress)
+        return build_core(model, config, source=path, load_tokenizer=load_tokenizer, on_progress=on_progress)
+    cfg, device = ModelConfig.from_file(path), _device(start, size - 1)
+    local_config(cfg, size)
+    _check_ranks(config)
+    assert pulse is not None, "ranks need a process of their own"
+    meeting = Meeting()
+    store = meeting.open(size)
+    pulse.ranks = ranks = Ranks(start, size, meeting.port, pulse)
+    group = open_group(Shard(0, size), _device(start, 0), store, timeout_s=config.watchdog_timeout)
+    model = _load(start, config, group.shard, _device(start, 0), on_progress)
+    connect(model, group)
+    parts = _parts(model, config, path, group, on_progress)
+    parts.facts.table.append(("ranks", f"{size}, tensor parallel, on {'GPUs' if device.type == 'cuda' else 'CPUs'}"))
+    return parts.core(load_tokenizer, ranks)
+
+
+def build_follower(begin: Begin, say: Say) -> Follower:
+    """What a rank beside the first runs. Raises ConfigError and CheckpointError."""
+    start, shard = begin.start, Shard(begin.rank, begin.size)
+    config, device = EngineConfig(**start.config), _device(start, begin.rank)
+    group = open_group(shard, device, store_at(begin.port, begin.size), timeout_s=config.watchdog_timeout)
+    model = _load(start, config, shard, device, lambda _phase, _share: None)
+    connect(model, group)
+    parts = _parts(model, config, Path(start.path), group, lambda _phase, _share: None)
+    return Follower(parts.runner, parts.scheduler, weights=parts.weights, cache=parts.cache, say=say)
+
+
+def _device(start: Start, rank: int) -> torch.device:
+    """Of a rank: GPUs are dealt out in order."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if start.device == "auto" else start.device
-    device = parse_device(name)
+    if rank and name.startswith("cuda:"):
+        raise ConfigError(
+            f"device: got {name}, which is one GPU, and tensor_parallel_size asks for more; allowed: cuda"
+        )
+    return parse_device(f"cuda:{rank}" if name == "cuda" and rank else name)
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    if config.kv_offloading_size or config.kv_disk_dir is not None:
+        raise ConfigError(
+            f"tensor_parallel_size: got {config.tensor_parallel_size}; allowed with kv_offloading_size or kv_disk_dir: 1"
+        )
+
+
+def _load(start: Start, config: EngineConfig, shard: Shard, device: torch.device, on_progress: Progress) -> Glm5:
+    path = Path(start.path)
     cfg = ModelConfig.from_file(path)
     check_length(cfg, config.max_model_len)
     if device.type == "cpu":
-        automatic = 1 if count_parameters(cfg).active < _ONE_THREAD else os.cpu_count() or 1
+        cores = max(1, (os.cpu_count() or 1) // shard.size)
+        automatic = 1 if count_parameters(cfg).active < _ONE_THREAD else cores
         torch.set_num_threads(config.num_threads or automatic)
     on_progress("loading weights", 0.0)
-    model = load(path, dtype=start.dtype, device=device, lora_norm_eps=start.lora_norm_eps)
+    model = load(path, dtype=start.dtype, device=device, lora_norm_eps=start.lora_norm_eps, shard=shard)
     on_progress("loading weights", 1.0)
-    folder = Path(start.tokenizer) if start.tokenizer is not None else path
-    return build_core(model, config, source=path, load_tokenizer=lambda: Tokenizer.from_dir(folder))
+    return model
 
 
 def build_core(
@@ -67,21 +128,68 @@ def build_core(
     source: Path | None = None,
     tokenizer: Tokenizer | None = None,
     load_tokenizer: Callable[[], Tokenizer] | None = None,
+    on_progress: Progress = lambda _phase, _share: None,
 ) -> EngineCore:
     """The core of a model in memory. `source`: the folder that its weights came from.
 
     The tokenizer spells tokens for grammars; it is loaded by the first request that has one.
     """
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"tensor_parallel_size: got {config.tensor_parallel_size}; allowed for a model in memory: 1 (give its folder)"
+        )
+    parts = _parts(model, config, source, ALONE, on_progress)
+    if tokenizer is not None:
+        known = tokenizer
+        load_tokenizer = lambda: known  # noqa: E731
+    return parts.core(load_tokenizer)
+
+
+@dataclass
+class _Parts:
+    """What a rank consists of."""
+
+    cfg: ModelConfig
+    source: Path | None
+    runner: Runner
+    scheduler: SchedulerConfig
+    facts: Facts
+    weights: Weights
+    cache: KVCache
+    copies: CopyQueue | None
+    depth: AdaptiveDepth | None
+
+    def core(self, load_tokenizer: Callable[[], Tokenizer] | None, ranks: Ranks | None = None) -> EngineCore:
+        """The core of the first rank."""
+        runner, weights, cache = self.runner, self.weights, self.cache
+        followed = RankedRunner(runner, ranks) if ranks is not None else None
+        return EngineCore(
+            runner if followed is None else followed,
+            self.scheduler,
+            self.facts,
+            weights=weights if ranks is None else RankedWeights(weights, ranks),
+            cache=cache if ranks is None else RankedCache(cache, ranks),
+            compiler=None if load_tokenizer is None else Compiler(_vocabulary(self.cfg, self.source, load_tokenizer)),
+            copies=self.copies,
+            depth=self.depth,
+            ranks=followed,
+        )
+
+
+def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group, on_progress: Progress) -> _Parts:
+    """Everything but what talks to clients."""
+    start_counting()
     cfg = model.cfg
     depth, layout = _depth(config, cfg), _layout(config, model.dtype)
-    max_model_len, num_pages = _sizes(config, model, layout, mtp=depth > 0)
-    if config.deterministic:
-        use_invariant(model)
+    max_model_len, num_pages = _sizes(config, model, layout, group, mtp=depth > 0)
+    is_native = _runs_native(config, model, layout, group)
+    in_passes = config.deterministic and not is_native
+    if in_passes:
+        use_invariant(model, local_config(cfg, group.shard.size))
     pin_members(model)
-    is_native = _runs_native(config, model, layout)
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
-    weights = Weights(model, source)
-    copies = _copies(config, cache)
+    weights = Weights(model, source, group.shard)
+    copies = _copies(config, cache, is_native=is_native)
     scheduler = SchedulerConfig(
         page_size=PAGE_SIZE,
         num_pages=num_pages,
@@ -101,9 +209,11 @@ def build_core(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         max_depth=depth,
-        pass_rows=PASS_ROWS if config.deterministic else None,
+        pass_rows=PASS_ROWS if in_passes else None,
         record_routing=config.enable_return_routed_experts,
+        group=group,
     )
+    warmth = warm_up(runner, scheduler, on_progress)
     facts = Facts(
         page_size=PAGE_SIZE,
         num_pages=num_pages,
@@ -113,18 +223,19 @@ def build_core(
         max_depth=depth,
         vocab_size=cfg.vocab_size,
         routed_experts=config.enable_return_routed_experts,
-        table=_table(config, model, cache, max_model_len, depth, is_native=is_native),
+        table=[
+            *_table(config, model, cache, max_model_len, depth, is_native=is_native),
+            *([("graphs", str(warmth))] if warmth is not None else []),
+        ],
     )
-    if tokenizer is not None:
-        known = tokenizer
-        load_tokenizer = lambda: known  # noqa: E731
-    return EngineCore(
-        runner,
-        scheduler,
-        facts,
+    return _Parts(
+        cfg=cfg,
+        source=source,
+        runner=runner,
+        scheduler=scheduler,
+        facts=facts,
         weights=weights,
         cache=cache,
-        compiler=None if load_tokenizer is None else Compiler(_vocabulary(cfg, source, load_tokenizer)),
         copies=copies,
         depth=_adaptive(config, model, depth, is_native=is_native),
     )
@@ -149,8 +260,8 @@ def _layout(config: EngineConfig, dtype: torch.dtype) -> Layout:
     return "auto"
 
 
-def _sizes(config: EngineConfig, model: Glm5, layout: Layout, *, mtp: bool) -> tuple[int, int]:
-    """(max_model_len, number of pages)."""
+def _sizes(config: EngineConfig, model: Glm5, layout: Layout, group: Group, *, mtp: bool) -> tuple[int, int]:
+    """(max_model_len, number of pages), the same for all ranks."""
     cfg = model.cfg
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
@@ -161,6 +272,10 @@ def _sizes(config: EngineConfig, model: Glm5, layout: Layout, *, mtp: bool) -> t
         check_length(cfg, config.max_model_len)
         return config.max_model_len or min(cfg.max_position_embeddings, num_pages * PAGE_SIZE), num_pages
     memory = config.kv_cache_memory_bytes or free_bytes(model.device, config.gpu_memory_utilization)
+    if group.shard.size > 1:
+        (memory,) = least(group, [memory], model.device)
+        if model.device.type == "cpu" and config.kv_cache_memory_bytes is None:  # which all of them share
+            memory //= group.shard.size
     return plan_cache(
         cfg,
         model.dtype,
@@ -172,7 +287,7 @@ def _sizes(config: EngineConfig, model: Glm5, layout: Layout, *, mtp: bool) -> t
     )
 
 
-def _copies(config: EngineConfig, cache: KVCache) -> CopyQueue | None:
+def _copies(config: EngineConfig, cache: KVCache, *, is_native: bool) -> CopyQueue | None:
     """Tiers behind the cache, if any were asked for."""
     if not config.kv_offloading_size and config.kv_disk_dir is None:
         return None
@@ -186,7 +301,7 @@ def _copies(config: EngineConfig, cache: KVCache) -> CopyQueue | None:
         "layout": cache.layout,
     }
     if config.deterministic:
-        facts["arithmetic"] = _arithmetic(cache.device)
+        facts["arithmetic"] = str(cpu_layer.identity()) if is_native else _arithmetic(cache.device)
     parts = cache.parts()
     layout = layout_of(parts, facts)
     num_bytes = max(int(config.kv_offloading_size * _GIB), _STAGED_PAGES * layout.num_bytes)
@@ -222,11 +337,14 @@ def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[
     )
 
 
-def _runs_native(config: EngineConfig, model: Glm5, layout: Layout) -> bool:
+def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group) -> bool:
     """Small models alone: native layers run on one thread. They tell nobody of their routing."""
     is_small = count_parameters(model.cfg).active < _ONE_THREAD
-    is_plain = layout == "auto" and not (config.deterministic or config.enable_return_routed_experts)
-    return is_small and is_plain and use_native(model)
+    is_plain = group.shard.size == 1 and layout == "auto" and not config.enable_return_routed_experts
+    if is_small and is_plain and use_native(model):
+        return True
+    use_torch(model)  # another engine may have had it
+    return False
 
 
 def _adaptive(config: EngineConfig, model: Glm5, depth: int, *, is_native: bool) -> AdaptiveDepth | None:

@@ -1,16 +1,23 @@
-"""Decoder layers in native code: a small float32 model on a CPU. Parameters stay where they are and what they are."""
+"""Decoder layers in native code: a small float32 model on a CPU. Parameters stay where they are and what they are.
+
+A row's result does not depend on the rows beside it, bit for bit: deterministic mode costs nothing here.
+"""
 
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from glm5.config.model import ModelConfig
+from glm5.kernels import cpu_layer
 from glm5.kernels.cpu_layer import Constants, CpuLayer, Sizes, Weights, available
 from glm5.model.block import DecoderLayer
+from glm5.model.direct import Direct
 from glm5.model.glm5 import Glm5
 from glm5.model.indexer import K_NORM_EPS
+from glm5.model.linear import Linear
 from glm5.model.moe import MoE
+from glm5.model.norm import RMSNorm
 from glm5.model.seams import KVView, Rope, Selection
 
 
@@ -23,7 +30,19 @@ def use_native(model: Glm5) -> bool:
         return False
     for layer_idx, layer in enumerate(_layers(model)):
         layer.native = NativeLayer(cfg, layer, layer_idx)
+    _replace(model, "lm_head")
+    _replace(model.model, "norm")
+    if cfg.num_nextn_predict_layers:
+        for name in ("enorm", "hnorm", "eh_proj"):
+            _replace(model.mtp, name)
+        _replace(model.mtp.shared_head, "norm")
     return True
+
+
+def use_torch(model: Glm5) -> None:
+    """Run layers as torch operations again. (Norms and products around them stay native: nobody listens to those.)"""
+    for layer in _layers(model):
+        layer.native = None
 
 
 def parameters_moved(model: Glm5) -> None:
@@ -36,6 +55,37 @@ def _layers(model: Glm5) -> list[DecoderLayer]:
     layers = list(model.model.layers)
     assert all(isinstance(layer, DecoderLayer) for layer in layers), f"{layers=}"
     return cast("list[DecoderLayer]", layers)
+
+
+def _replace(parent: nn.Module, name: str) -> None:
+    """A norm or a linear layer by its native form, over the same parameter."""
+    module = getattr(parent, name)
+    if isinstance(module, RMSNorm):
+        setattr(parent, name, NativeNorm(module))
+    elif isinstance(module, Linear):
+        setattr(parent, name, NativeLinear(module))
+
+
+class NativeNorm(Direct):
+    """`RMSNorm` in native code."""
+
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cpu_layer.rms_norm(x, self.weight, self.eps)
+
+
+class NativeLinear(Direct):
+    """`Linear` in native code."""
+
+    def __init__(self, linear: Linear):
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cpu_layer.linear(x, self.weight)
 
 
 class NativeLayer:

@@ -1,7 +1,8 @@
-"""A whole decoder layer for a few rows on a CPU, in one call of native code (layer.cpp).
+"""A whole decoder layer on a CPU, in one call of native code (layer.cpp), and the norms and products around layers.
 
 Of a small model, a layer on torch is a hundred operations of a few microseconds that compute for less than one each.
-What it computes is the model's layer (model spec, section 3) in float32; the torch layers are the tests' reference.
+What it computes is the model's layer (model spec, section 3) in float32; the torch layers are the tests' reference. The
+result of a row does not depend on the rows beside it, bit for bit.
 """
 
 import ctypes
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from glm5.kernels.cpu_layer.compiling import library
+from glm5.kernels.cpu_layer.compiling import identity, library
 from glm5.kernels.cpu_layer.structs import (
     Constants,
     PoolStruct,
@@ -22,7 +23,20 @@ from glm5.kernels.cpu_layer.structs import (
     layer_struct,
 )
 
-__all__ = ["Constants", "CpuLayer", "HostKeys", "HostPool", "HostStep", "Sizes", "Weights", "available", "host_pool"]
+__all__ = [
+    "Constants",
+    "CpuLayer",
+    "HostKeys",
+    "HostPool",
+    "HostStep",
+    "Sizes",
+    "Weights",
+    "available",
+    "host_pool",
+    "identity",
+    "linear",
+    "rms_norm",
+]
 
 HostPool = PoolStruct
 
@@ -69,14 +83,39 @@ def host_pool(pool_PZX: Tensor) -> HostPool:
     return HostPool(pool_PZX.data_ptr(), pool_PZX.stride(0), pool_PZX.stride(1))
 
 
+def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """x [..., I] times a contiguous weight, transposed: [..., O]. float32, no gradient."""
+    x, (num_out, width) = x.contiguous(), weight_OI.shape
+    y = x.new_empty(*x.shape[:-1], num_out)
+    sizes = x.numel() // width, width, num_out
+    _native().glm5_linear(_at(x), _at(weight_OI), *map(ctypes.c_int32, sizes), _at(y))
+    return y
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `kernels.rms_norm`. float32, no gradient."""
+    x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    sizes = x.numel() // x.shape[-1], x.shape[-1]
+    _native().glm5_norm(_at(x), _at(weight), *map(ctypes.c_int32, sizes), ctypes.c_float(eps), _at(y))
+    return y
+
+
+def _native() -> ctypes.CDLL:
+    native = library()
+    if native is None:
+        raise ValueError("native layers need a C++ compiler; use the torch layers")
+    return native
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
 class CpuLayer:
     """One layer's weights, read where they lie: they may change in place, and must not move. Not for gradients."""
 
     def __init__(self, sizes: Sizes, constants: Constants, weights: Weights[Tensor]):
-        native = library()
-        if native is None:
-            raise ValueError("native layers need a C++ compiler; use the torch layers")
-        self._run: Callable[..., Any] = native.glm5_layer
+        self._run: Callable[..., Any] = _native().glm5_layer
         self._weights, self._top_k = weights, sizes.index_topk
         self._layer = ctypes.byref(layer_struct(sizes, constants, weights))
 
@@ -97,8 +136,8 @@ class CpuLayer:
             ctypes.byref(keys.latents),
             ctypes.byref(keys.index_keys) if keys.index_keys is not None else None,
             ctypes.byref(SelectionStruct(None if selected_TK is None else selected_TK.data_ptr(), is_given)),
-            ctypes.c_void_p(turn_TR2.data_ptr()),
-            ctypes.c_void_p(x_TD.data_ptr()),
-            ctypes.c_void_p(y_TD.data_ptr()),
+            _at(turn_TR2),
+            _at(x_TD),
+            _at(y_TD),
         )
         return y_TD, selected_TK

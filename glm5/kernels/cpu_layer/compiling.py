@@ -38,6 +38,12 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def identity() -> str | None:
+    """Tells this machine's native code from any that might give other bits; None where there is none."""
+    compiler = find_compiler()
+    return _digest(compiler) if compiler is not None and library() is not None else None
+
+
 def find_compiler() -> str | None:
     """Path of a C++ compiler."""
     return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)

@@ -1,4 +1,6 @@
-// One decoder layer for few rows, in one call: x += attention(norm(x)); x += mlp(norm(x)).
+// One decoder layer in one call: x += attention(norm(x)); x += mlp(norm(x)). And the norms and products around it.
+//
+// A row is computed in the same order whatever stands beside it, so its bits do not depend on the batch.
 
 #include "attention.h"
 
@@ -79,4 +81,13 @@ extern "C" void glm5_layer(const glm5::Layer* layer, const glm5::Step* step, con
     float* sum = sized(scratch.y, int64_t(T) * D);
     run_mlp(scratch.x.data(), T, D, layer->dense_width, layer->gate, layer->up, layer->down, scratch, sum);
     for (int64_t at = 0; at < int64_t(T) * D; ++at) y[at] += sum[at];
+}
+
+// y [T, O] = x [T, I] w^T
+extern "C" void glm5_linear(const float* x, const float* w, int32_t T, int32_t I, int32_t O, float* y) {
+    glm5::multiply(x, I, T, w, I, O, y, O);
+}
+
+extern "C" void glm5_norm(const float* x, const float* weight, int32_t T, int32_t width, float eps, float* y) {
+    for (int64_t row = 0; row < T; ++row) glm5::rms_norm(x + row * width, weight, width, eps, y + row * width);
 }

@@ -10,8 +10,6 @@ from glm5.kernels.rope import complex as _complex
 from glm5.kernels.rope import reference as _reference
 from glm5.kernels.triton_support import chosen
 
-_FEW = 64  # positions
-
 
 def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of each position's angles, [T, dim/2] each, rounded to `dtype` (model spec 3.2).
@@ -24,9 +22,8 @@ def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) 
 
 
 def rope_turns(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Tensor | None:
-    """`rope_turn` of `rope_table`, looked up, where that is faster: for few positions on a CPU. Else None."""
-    is_small = positions_T.is_cpu and positions_T.numel() <= _FEW and not torch.is_grad_enabled()
-    if not is_small or dtype not in (torch.float32, torch.float64):
+    """`rope_turn` of `rope_table`, looked up, where that is faster: on a CPU. Else None."""
+    if not positions_T.is_cpu or torch.is_grad_enabled() or dtype not in (torch.float32, torch.float64):
         return None
     return _complex.turns_at(positions_T, dim, theta, dtype)
 

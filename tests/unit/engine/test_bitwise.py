@@ -4,6 +4,7 @@ The weights are those of `glm5 init --preset nano --seed 0`, computed with in fl
 itself first, without cache, drafts or launch-ahead; then all of them in one engine, in one way after another. In
 default mode the same is measured: a first difference may only stand where the two best choices are nearly equal.
 
+Layers in native code give every row the same bits in either mode; layers on torch take passes of fixed shapes for it.
 `make test` asks 16 requests, half of them greedy; `make soak` asks 64, once greedy and once sampled.
 """
 
@@ -19,9 +20,11 @@ import torch
 
 import glm5
 from glm5.cli.main import main
+from glm5.engine import build
 from glm5.engine.sampling.noise import log_exponential
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.scheduler_config import RestoreCost
+from glm5.kernels import cpu_layer
 from glm5.model.glm5 import Glm5
 from tests.support.real_core import Outcome, RealCore, Request
 
@@ -85,8 +88,22 @@ def loaded(checkpoint: Path) -> Glm5:
     return glm5.load(checkpoint, dtype="float32")
 
 
+on_both = pytest.mark.parametrize("layers", ["native", "torch"], indirect=True, scope="module")
+
+
 @pytest.fixture(scope="module")
-def model(checkpoint) -> Glm5:
+def layers(request):
+    """What the layers of this test's engines run on."""
+    if request.param == "native" and not cpu_layer.available():
+        pytest.skip("native layers need a C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(build, "use_native", lambda _model: False)
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint, layers) -> Glm5:
     return loaded(checkpoint)
 
 
@@ -153,8 +170,15 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_bit_is_the_same(way, model, checkpoint, requests, alone, tmp_path, monkeypatch):
+# On torch each takes ten times as long: in `make test` those that combine most.
+ON_TORCH = ("chunks of 7", "adaptive drafts", "one by one", "all at once")
+PAIRS = [("native", way) for way in WAYS] + [
+    pytest.param("torch", way, marks=() if way in ON_TORCH else pytest.mark.slow) for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("layers", "way"), PAIRS, indirect=["layers"], scope="module")
+def test_every_bit_is_the_same(way, layers, model, checkpoint, requests, alone, tmp_path, monkeypatch):
     way, settings = WAYS[way], {"deterministic": True, **WAYS[way].settings}
     if way.hits in ("host", "disk"):
         # Whatever lies behind the device is brought back, however cheap it would be to compute.
@@ -191,22 +215,27 @@ def check(got: Sequence[Outcome], want: Sequence[Outcome]) -> None:
     assert not unlike, f"{len(unlike)} differences, the first in answer {unlike[0][:2000]}"
 
 
+@on_both
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_pages_of_other_arithmetic_are_no_hits_in_deterministic_mode(
-    deterministic, model, checkpoint, tmp_path, monkeypatch
+    deterministic, layers, model, checkpoint, tmp_path, monkeypatch
 ):
-    """With another number of threads a sum may have other bits. Default mode takes what it finds."""
+    """Another compiler, or on torch another number of threads, may give other bits. Default mode takes any."""
     monkeypatch.setattr(RestoreCost, "num_pages", lambda _self, tiers, _page_size: len(tiers))
     request = Request([*range(4, 70)], SamplingParams(max_tokens=None, temperature=0.0), 1, 2)
     num_found: list[int] = []
-    for num_threads in (1, 1, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
+    for number in (1, 1, 3):
+        if layers == "torch":
+            monkeypatch.setattr(torch, "get_num_threads", lambda num=number: num)
+        else:
+            monkeypatch.setattr(cpu_layer, "identity", lambda num=number: f"compiler {num}")
         with RealCore(model, checkpoint, deterministic=deterministic, kv_disk_dir=str(tmp_path)) as engine:
             engine.answer([request])
             num_found.append(engine.hits["disk"])
     assert num_found == [0, 64, 0 if deterministic else 64]
 
 
+@on_both
 def test_what_is_compared_says_something(requests, alone):
     """Answers of all kinds of endings, with all their log-probabilities, no two alike."""
     assert {outcome.reason for outcome in alone} == {"stop", "length"}
@@ -220,8 +249,9 @@ def test_what_is_compared_says_something(requests, alone):
 DEFAULT_WAYS = ("batched", "chunks of 7", "3 drafts", "adaptive drafts")
 
 
-def test_in_default_mode_answers_differ_where_two_choices_are_near(checkpoint, requests):
-    """Greedy requests, and those sampled at a temperature alone."""
+@on_both
+def test_in_default_mode_answers_differ_where_two_choices_are_near(layers, checkpoint, requests):
+    """Greedy requests, and those sampled at a temperature alone. In native code there is no difference at all."""
     model = loaded(checkpoint)
     plain = [one for one in requests if not one.params.logit_bias and one.params.top_k in (-1, 0)]
     plain = [one for one in plain if one.params.top_p == 1 and one.params.min_p == 0 and not one.params.min_tokens]
@@ -243,7 +273,8 @@ def test_in_default_mode_answers_differ_where_two_choices_are_near(checkpoint, r
     print(f"default mode: of {num} answers {num_unlike} differ in a token, {num_logprobs} in a log-probability's bits")
     print(f"the largest difference of a log-probability is {largest:.1e}")
     assert largest < NEAR
-    assert num_logprobs > 0  # the control: were nothing to differ, deterministic mode could not be told from it
+    # The control on torch: were nothing to differ, deterministic mode could not be told from it.
+    assert (num_logprobs > 0) == (layers == "torch")
 
 
 def first_difference(got: Outcome, want: Outcome) -> int | None:
