@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from glm5.config.command import Command
+from glm5.config.command import Also, Command
 from glm5.config.tokens import number_of
 
 MAX_DEPTH = 16
+MAX_RANKS = 64
 _MANY = 2**31  # of whatever: more fits into no table
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_key", "fp8"]
 
@@ -19,6 +20,9 @@ KvCacheDtype = Literal["auto", "bfloat16", "fp8_key", "fp8"]
 class EngineConfig(Command):
     """Sizes, cache, drafting and watchdog of one engine."""
 
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS), Also("--tp"), Also("-tp")] = 1
+    """GPUs that share the model, each with a process and its part of every layer; without a GPU, processes. It must
+    divide the model's heads and widths."""
     max_model_len: Annotated[int, Field(ge=1, lt=_MANY)] | None = None
     """Longest context in tokens, prompt and answer together, such as 32768, 32k (32000) or 32K (32768). Default, and
     for auto or -1: what the checkpoint and the memory allow."""

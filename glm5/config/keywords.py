@@ -34,7 +34,6 @@ class EngineKeywords(EngineFlags):
     """The engine's settings, and what is understood beside them."""
 
     trust_remote_code: Annotated[bool, NoEffect("no code of a checkpoint is ever run")] = False
-    tensor_parallel_size: Annotated[Literal[1], _ONE_DEVICE] = 1
     pipeline_parallel_size: Annotated[Literal[1], _ONE_DEVICE] = 1
     data_parallel_size: Annotated[Literal[1], _ONE_DEVICE] = 1
     enable_expert_parallel: Annotated[bool, _ONE_DEVICE] = False

@@ -78,8 +78,6 @@ class VllmFlags(Command):
 
     quantization: Annotated[Literal["fp8"] | None, Also("-q")] = None
     """How the weights are held. Only as the checkpoint holds them: fp8 is refused where that has none."""
-    tensor_parallel_size: Annotated[int, Also("--tp"), Also("-tp")] = 1
-    """GPUs that share the model. Only 1 in this version."""
     pipeline_parallel_size: Annotated[int, Also("-pp"), _as_keyword("pipeline_parallel_size")] = 1
     """GPUs that have layers each. Only 1."""
     data_parallel_size: Annotated[int, Also("-dp"), _as_keyword("data_parallel_size")] = 1
@@ -111,7 +109,7 @@ class VllmFlags(Command):
     disable_log_stats: Annotated[bool, NoEffect("figures are on /metrics, not in the log")] = False
     """Write no figures to the log."""
 
-    @field_validator("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    @field_validator("pipeline_parallel_size", "data_parallel_size")
     @classmethod
     def _one_device(cls, value: int) -> int:
         if value != 1:

@@ -103,7 +103,8 @@ def _device(start: Start, rank: int) -> torch.device:
 def _check_ranks(config: EngineConfig) -> None:
     if config.kv_offloading_size or config.kv_disk_dir is not None:
         raise ConfigError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size}; allowed with kv_offloading_size or kv_disk_dir: 1"
+            f"tensor_parallel_size: got {config.tensor_parallel_size}; allowed with kv_offloading_size or kv_disk_dir: "
+            "1"
         )
 
 
@@ -136,7 +137,8 @@ def build_core(
     """
     if config.tensor_parallel_size != 1:
         raise ConfigError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size}; allowed for a model in memory: 1 (give its folder)"
+            f"tensor_parallel_size: got {config.tensor_parallel_size}; allowed for a model in memory: 1 (or give its "
+            "folder)"
         )
     parts = _parts(model, config, source, ALONE, on_progress)
     if tokenizer is not None:

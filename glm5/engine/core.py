@@ -69,10 +69,21 @@ class StepRunner(Protocol):
     def weights_changed(self) -> None: ...
 
 
+class Followers(Protocol):
+    """The other ranks of an engine over several (`glm5.engine.ranks`)."""
+
+    def hear(self, messages: list[Message]) -> None:
+        """What the scheduler is told before the plan that is launched next."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class EngineCore:
     """`receive` messages, take `step`s while it `has_work`; `facts` say what it is.
 
-    `compiler` None refuses grammars, `copies` None has no tiers, `depth` None drafts as much as it can.
+    `compiler` None refuses grammars, `copies` None has no tiers, `depth` None drafts as much as it can. `ranks`: others
+    that compute the same steps; they are told all that the scheduler is.
     """
 
     def __init__(
@@ -86,7 +97,9 @@ class EngineCore:
         compiler: Compiler | None = None,
         copies: CopyQueue | None = None,
         depth: AdaptiveDepth | None = None,
+        ranks: Followers | None = None,
     ):
+        self.ranks = ranks
         self.runner, self.config, self.facts = runner, config, facts
         self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
         self.weights, self.compiler, self.depth = weights, compiler, depth
@@ -174,6 +187,8 @@ class EngineCore:
             self.tiering.close(flush_s)
         if self.compiler is not None:
             self.compiler.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def _hear(self) -> None:
         """Everything that came from outside since the last turn."""
@@ -244,6 +259,8 @@ class EngineCore:
             if depth != scheduler.depth:
                 self.tell(SetDepth(depth))
         messages, self._messages = self._messages, []
+        if self.ranks is not None:
+            self.ranks.hear(messages)
         scheduler.deliver(scheduler.next_step, messages)
         plan = scheduler.plan(scheduler.next_step)
         self.counters.count_plan(plan)

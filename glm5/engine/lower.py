@@ -43,6 +43,7 @@ from glm5.model.mlp import MLP
 from glm5.model.moe import MoE
 from glm5.model.norm import RMSNorm
 from glm5.model.seams import Rope, Selection
+from glm5.parallel.group import Group
 
 FEW_ROWS = 16  # up to here FP8 products take rows as they are, so that nobody quantizes for them
 
@@ -62,6 +63,18 @@ def join(new_TD: Tensor, residual_TD: Tensor, norm: RMSNorm, *, quantize: bool) 
         return Rows(x_TD), total_TD
     x_TD, total_TD, data, scale = add_rms_norm_quantized(new_TD, residual_TD, norm.weight, norm.eps)
     return Rows(x_TD, (data, scale)), total_TD
+
+
+def join_of(group: Group) -> Join:
+    """Of ranks that each have a part of what is new."""
+    if group.shard.size == 1:
+        return join
+
+    def join_parts(new_TD: Tensor, residual_TD: Tensor, norm: RMSNorm, *, quantize: bool) -> tuple[Rows, Tensor]:
+        x_TD, total_TD = group.add_rms_norm(new_TD, residual_TD, norm.weight, norm.eps)
+        return Rows(x_TD, act_quant(x_TD) if quantize else None), total_TD
+
+    return join_parts
 
 
 class LoweredAttention:

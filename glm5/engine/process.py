@@ -17,9 +17,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import zmq
@@ -43,7 +43,7 @@ def main(folder: str, cwd: str) -> NoReturn:
     """Serve until told to close. Ends the process in every case."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's, which ends this in order: a terminal or a service
         signal.signal(number, signal.SIG_IGN)  # manager may send them to both
-    pulse = _Pulse(_take_stdout())
+    pulse = Pulse(take_stdout())
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     with suppress(OSError):  # started elsewhere so that nothing there is imported by mistake
         os.chdir(cwd)
@@ -54,7 +54,7 @@ def main(folder: str, cwd: str) -> NoReturn:
         start = inbox.start()
         log.configure(start.log_level, start.log_style)
         pulse.start(start.config["watchdog_timeout"])
-        core = _build(start, lambda phase, share: outbox.send(Loading(phase, share)))
+        core = _build(start, lambda phase, share: outbox.send(Loading(phase, share)), pulse)
         gc.collect()
         gc.freeze()  # what was loaded stays; no collection needs to look at it again
         outbox.send(Ready(core.facts))
@@ -66,6 +66,8 @@ def main(folder: str, cwd: str) -> NoReturn:
     except BaseException as error:  # the clients that wait must learn of it, whatever it was
         mine = isinstance(error, GlmError) and not started
         if not mine:
+            if pulse.ranks is not None:
+                pulse.ranks.explain()
             logger.exception("the engine process ends")
         reason = words_of(error) if mine else reason_of(error)
         pulse.end(Dead(reason, type(error).__name__ if mine else "EngineDead"), code=1)
@@ -73,17 +75,17 @@ def main(folder: str, cwd: str) -> NoReturn:
     os._exit(0)  # the interpreter's own end takes torch a while, and there is nothing left to save
 
 
-def _build(start: Start, on_progress: Progress) -> Any:
+def _build(start: Start, on_progress: Progress, pulse: "Pulse") -> Any:
     """The core. A test may name another builder."""
     if start.builder is None:
         from glm5.engine.build import build_for
 
-        return build_for(start, on_progress)
+        return build_for(start, on_progress, pulse)
     module, _, name = start.builder.partition(":")
     return getattr(importlib.import_module(module), name)(start, on_progress)
 
 
-def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", pulse: "_Pulse") -> None:
+def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", pulse: "Pulse") -> None:
     """Turn after turn; without work, asleep on the inbox."""
     while True:
         for message in inbox.take(wait=not core.has_work):
@@ -91,11 +93,9 @@ def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", pulse: "_Pulse") -> No
                 core.close()
                 return
             core.receive(message)
-        pulse.busy_since = time.monotonic()
-        for message in core.step():
-            outbox.send(message)
-        pulse.busy_since = None
-        pulse.num_steps += 1
+        with pulse.busy():
+            for message in core.step():
+                outbox.send(message)
 
 
 class _Inbox:
@@ -136,11 +136,21 @@ class _Outbox:
         self._socket.close(linger=_FLUSH_MS)
 
 
-class _Pulse:
+class Ranks(Protocol):
+    """Processes that this one computes with (ranks.py)."""
+
+    def explain(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Pulse:
     """Says now and then that the process lives, and ends it when a step takes too long.
 
-    `busy_since`: start of the step that runs, None between steps.
+    `busy_since`: start of the step that runs, None between steps. `ranks`: they end with this process.
     """
+
+    ranks: Ranks | None = None
 
     def __init__(self, pipe: int):
         self.num_steps: int = 0
@@ -152,9 +162,19 @@ class _Pulse:
         self._watchdog = watchdog_timeout
         threading.Thread(target=self._run, daemon=True, name="glm5-pulse").start()
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """A step."""
+        self.busy_since = time.monotonic()
+        yield
+        self.busy_since = None
+        self.num_steps += 1
+
     def end(self, last_words: Dead, code: int) -> NoReturn:
         last_words.reason = last_words.reason[:_MAX_REASON]
-        self._say(last_words)
+        if self.ranks is not None:
+            self.ranks.kill()
+        self.say(last_words)
         with suppress(OSError, ValueError):
             sys.stderr.flush()
         os._exit(code)
@@ -169,9 +189,10 @@ class _Pulse:
             if busy > self._watchdog:
                 _dump_stacks()
                 self.end(Dead(_hung(busy, self._watchdog)), HUNG)
-            self._say(Beat(self.num_steps, busy))
+            self.say(Beat(self.num_steps, busy))
 
-    def _say(self, message: Beat | Dead) -> None:
+    def say(self, message: msgspec.Struct) -> None:
+        """A line on stdout."""
         with self._lock, suppress(OSError):  # the parent has gone, or has not listened until the pipe was full
             os.write(self._pipe, msgspec.json.encode(message) + b"\n")
 
@@ -187,7 +208,7 @@ def _dump_stacks() -> None:
         faulthandler.dump_traceback(all_threads=True)
 
 
-def _take_stdout() -> int:
+def take_stdout() -> int:
     """The pipe that stdout is. What others print from now on goes to stderr."""
     pipe = os.dup(1)  # not inherited: it ends when this process does, whatever it started
     os.set_blocking(pipe, False)

@@ -17,17 +17,19 @@ from glm5.engine.batch import Batch, Packer, arrays, nobodys_rows
 from glm5.engine.drafting import Drafter, DraftRows
 from glm5.engine.graphs import DecodeSteps, OnDevice, Shape
 from glm5.engine.kv import KVCache
-from glm5.engine.lower import Lowered
+from glm5.engine.lower import Lowered, join_of
 from glm5.engine.passes import Passes
 from glm5.engine.plan import Item, StepPlan
 from glm5.engine.result import Launched, Pending, PromptLogprobs
 from glm5.engine.routing import RoutingRecord
 from glm5.engine.sampling import Accepted, Placement, Rows, Sampled, Sampler, SamplingParams, accept
-from glm5.engine.sampling.logprobs import Logprobs, logprobs
+from glm5.engine.sampling.logprobs import Logprobs
+from glm5.engine.sampling.parts import Part
 from glm5.engine.slot_state import SlotState
 from glm5.engine.view import StepView
 from glm5.model.glm5 import Glm5
 from glm5.model.native import parameters_moved
+from glm5.parallel.group import ALONE, Group
 
 _PROMPT_ROWS = 256  # rows of a prompt's logits that exist at a time
 
@@ -53,6 +55,7 @@ class Runner:
     `pass_rows`: the rows of a pass in deterministic mode, None for the fastest shapes (passes.py). `record_routing`:
     sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and decoding
     steps in pieces of static shape (graphs.py), captured as graphs on a GPU. Default: on a GPU, unless in passes.
+    `group`: of ranks that do the same, each with its part of the model.
     """
 
     @torch.inference_mode()
@@ -67,11 +70,12 @@ class Runner:
         pass_rows: int | None = None,
         record_routing: bool = False,
         fused: bool | None = None,
+        group: Group = ALONE,
     ):
         assert not max_depth or cache.mtp, f"{max_depth=} {cache.mtp=}"
         self.model, self.cache, self.max_depth = model, cache, max_depth
         fused = model.device.type == "cuda" and pass_rows is None if fused is None else fused
-        self.passes = Passes(model, pass_rows, Lowered(model, max_model_len) if fused else None)
+        self.passes = Passes(model, pass_rows, Lowered(model, max_model_len, join_of(group)) if fused else None)
         self.padding_slot = max_num_seqs
         self.slots = SlotState(
             max_num_seqs,
@@ -81,7 +85,9 @@ class Runner:
             dump_page=cache.dump_page,
             device=cache.device,
         )
-        self.sampler = Sampler(max_num_seqs, model.cfg.vocab_size, max_drafts=max_depth, device=cache.device)
+        self.sampler = Sampler(
+            max_num_seqs, model.cfg.vocab_size, max_drafts=max_depth, device=cache.device, part=_part(model, group)
+        )
         self._packer = Packer(self.padding_slot, self.passes.whole)
         self._uploaded: tuple[Batch, OnDevice] | None = None
         self._masks: tuple[list[int], Tensor] | None = None
@@ -276,7 +282,7 @@ class Runner:
             for begin in range(0, count, _PROMPT_ROWS):
                 span = slice(first + begin, first + min(begin + _PROMPT_ROWS, count))
                 logits_NW = self.passes.logits(_filled(hidden_RD[span], self.passes))[: span.stop - span.start]
-                parts.append(logprobs(logits_NW, next_N[begin : begin + _PROMPT_ROWS], None, wanted))
+                parts.append(self.sampler.logprobs(logits_NW, next_N[begin : begin + _PROMPT_ROWS], wanted))
             out[item.seq_id] = PromptLogprobs(next_N, Logprobs.joined(parts), wanted)
         return out
 
@@ -290,6 +296,13 @@ class Runner:
             self._uploaded = batch, OnDevice(*packed.split([len(part) for part in parts]))
         return self._uploaded[1]
 
+
+def _part(model: Glm5, group: Group) -> Part | None:
+    """The token ids whose logits this rank has."""
+    if group.shard.size == 1:
+        return None
+    size = model.cfg.vocab_size // group.shard.size
+    return Part(group, group.shard.rank, group.shard.rank * size, size)
 
 
 def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:

@@ -21,6 +21,7 @@ from torch import Tensor
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
 from glm5.common.errors import GlmError, RequestError
 from glm5.model.glm5 import Glm5
+from glm5.parallel.table import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,11 @@ Result = TypeVar("Result")
 class WeightSource(Protocol):
     """What the engine core asks of the owner of the weights."""
 
-    version: int
-    identity: bytes
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def identity(self) -> bytes: ...
 
     def stage(self, folder: Path) -> "Future[Any]":
         """Weights read and checked, on their way. The future may raise anything; nothing is replaced yet."""
@@ -56,10 +60,11 @@ class WeightSource(Protocol):
 
 
 class Weights:
-    """The weights of `model`. `source`: the folder that they were loaded from, None if they came from memory."""
+    """The weights of `model`. `source`: the folder that they were loaded from, None if they came from memory. `shard`:
+    the part of them that it has."""
 
-    def __init__(self, model: Glm5, source: Path | None):
-        self.model, self.source = model, source
+    def __init__(self, model: Glm5, source: Path | None, shard: Shard = WHOLE):
+        self.model, self.source, self.shard = model, source, shard
         self.version = 0
         self.identity = uuid4().bytes if source is None else identity_of(source)
         # Tensors given back: their shapes, and their content on the host unless that was dropped too.
@@ -68,7 +73,7 @@ class Weights:
 
     def stage(self, folder: Path) -> "Future[Staged]":
         """See `WeightSource`. Raises CheckpointError or ConfigError for what is damaged or does not fit."""
-        return in_background(lambda: stage(self.model, folder), "glm5-weights")
+        return in_background(lambda: stage(self.model, folder, self.shard), "glm5-weights")
 
     def swap(self, staged: Staged, version: int) -> None:
         replace(self.model, staged)
@@ -114,7 +119,7 @@ class Weights:
         assert self.source is not None
         identity = identity_of(self.source)
         try:
-            read_all(self.model, self.source)
+            read_all(self.model, self.source, self.shard)
         except GlmError:
             self.release(2)
             raise

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
 from glm5.kernels.invariant import WIDTH_UNIT
 from glm5.model.experts import BlockScaledExperts, Experts
 from glm5.model.glm5 import Glm5
@@ -50,13 +51,14 @@ def _block_scaled_form(name: str, module: torch.nn.Module) -> BlockScaledLinear 
             raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts have an FP8 form")
 
 
-def use_invariant(model: Glm5) -> None:
+def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
     """Make rows of `model` independent of each other, bit for bit, in calls with exactly PASS_ROWS rows; in place.
+    `local`: the widths of its modules, where they are others than the config's.
 
     The view has to do its part: keys selected and read by the kernels' `invariant` implementations. Forward only from
     then on. Raises ConfigError for widths that cannot give that. (What it rests on: kernels/invariant.py.)
     """
-    wrong = {name: width for name in _WIDTHS if (width := getattr(model.cfg, name)) % WIDTH_UNIT}
+    wrong = {name: width for name in _WIDTHS if (width := getattr(local or model.cfg, name)) % WIDTH_UNIT}
     if wrong:
         got = ", ".join(f"{name} {width}" for name, width in wrong.items())
         raise ConfigError(

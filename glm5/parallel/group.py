@@ -7,19 +7,22 @@ Every rank gets the same bits, and the same bits again for the same rows: what f
 keys, which token) is then the same everywhere without being told.
 """
 
+import socket
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.parallel.table import Shard
+
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 class Group(Protocol):
@@ -67,30 +70,46 @@ class GlooGroup:
         dist.destroy_process_group()
 
 
-def open_group(shard: Shard, device: torch.device, store: Path, *, timeout_s: float) -> Group:
-    """Meet the other ranks, all of which call this. `store`: a file that does not exist yet, the same for all.
+class Meeting:
+    """Where ranks find each other: a store that the first rank keeps, on this machine alone."""
 
-    `timeout_s`: how long a collective may take before it fails, on CPUs.
-    """
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def open(self, size: int) -> Store:
+        return TCPStore(
+            "127.0.0.1",
+            self.port,
+            size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+
+
+def store_at(port: int, size: int) -> Store:
+    """The store of a `Meeting`, for the other ranks."""
+    return TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+
+
+def open_group(shard: Shard, device: torch.device, store: Store, *, timeout_s: float) -> Group:
+    """Meet the other ranks, all of which call this. `timeout_s`: how long a collective may take before it fails."""
+    timeout = timedelta(seconds=timeout_s)
+    ranks = {"store": store, "rank": shard.rank, "world_size": shard.size, "timeout": timeout}
     if device.type == "cuda":
         from glm5.parallel.cuda import CudaGroup
 
         torch.cuda.set_device(device)
-        _meet("nccl", shard, store, timeout_s, device)
+        dist.init_process_group("nccl", device_id=device, **ranks)
         return CudaGroup(shard, device)
-    _meet("gloo", shard, store, timeout_s, None)
+    # The one way to stay on this machine's own interface without the environment.
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface=_LOOPBACK)]
+    options._timeout = timeout
+    dist.init_process_group("gloo", pg_options=options, **ranks)
     return GlooGroup(shard)
-
-
-def _meet(backend: str, shard: Shard, store: Path, timeout_s: float, device: torch.device | None) -> None:
-    dist.init_process_group(
-        backend,
-        store=FileStore(str(store), shard.size),
-        rank=shard.rank,
-        world_size=shard.size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device,
-    )
 
 
 class Alone:
@@ -109,6 +128,9 @@ class Alone:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+ALONE: Group = Alone()
 
 
 def least(group: Group, numbers: Sequence[int], device: torch.device) -> list[int]:

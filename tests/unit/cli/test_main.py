@@ -54,7 +54,7 @@ def test_every_command_has_help(name, capsys):
         ("init --preset huge --out x", "--preset: got 'huge'; allowed: 'glm-5', 'glm-5.2', 'nano' or 'tiny'"),
         ("inspect", "allowed: either a checkpoint (folder or id) or --preset; got neither"),
         ("inspect x --preset nano", "allowed: either a checkpoint (folder or id) or --preset; got both"),
-        (GUIDE, "--tensor-parallel-size: got '8'; allowed: 1 (this version runs a model on one device)"),
+        (GUIDE + " -pp 2", "--pipeline-parallel-size: got '2'; allowed: 1 (this version runs a model on one device)"),
         ("serve m --max-model-length 1", "glm5 serve has no flag --max-model-length; did you mean --max-model-len?"),
         ("serve m --kv-cache-dtype int4",
          "--kv-cache-dtype: got 'int4'; allowed: 'auto', 'bfloat16', 'fp8_key' or 'fp8'"),

@@ -28,7 +28,7 @@ def test_drafting_under_any_name(given):
 
 def test_what_has_no_effect_is_taken_and_said(caplog):
     given = {"trust_remote_code": True, "enforce_eager": True, "enable_sleep_mode": True, "swap_space": 4,
-             "disable_log_stats": True, "tensor_parallel_size": 1, "block_size": 64, "cpu_offload_gb": 0,
+             "disable_log_stats": True, "pipeline_parallel_size": 1, "block_size": 64, "cpu_offload_gb": 0,
              "enable_chunked_prefill": True, "distributed_executor_backend": "mp"}  # fmt: skip
     with caplog.at_level(logging.INFO):
         assert engine_config(given | {"quantization": None, "max_num_seqs": None}) == EngineConfig()
@@ -46,7 +46,8 @@ def test_fp8_is_what_an_fp8_checkpoint_is():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: got 2; allowed: 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: got 0; allowed: at least 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2; allowed: 1"),
         ({"quantization": "awq"}, "quantization: got 'awq'; allowed: 'fp8'"),
         ({"block_size": 16}, "block_size: got 16; allowed: 64"),
         ({"hf_overrides": {"a": 1}}, "hf_overrides: got {'a': 1}; allowed: None"),

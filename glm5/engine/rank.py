@@ -1,0 +1,179 @@
+"""A rank beside the first: `python -m glm5.engine.rank`, started by `ranks.Ranks` and by nobody else.
+
+    stdin     orders (rank_wire.py); when it ends, the first rank has ended, and so does this process
+    stdout    signs of life, answers and last words, JSON lines, as those of an engine process (process.py)
+
+It has a scheduler and a runner as the first rank has, hears what that one's scheduler hears, and so computes the same
+steps. It knows of no client: no text, no grammars, no calls.
+"""
+
+import ctypes
+import gc
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import Any, NoReturn, Protocol
+
+from glm5.common import log
+from glm5.common.errors import GlmError
+from glm5.engine.control import Memory
+from glm5.engine.core import Launched, StepRunner
+from glm5.engine.failure import ORPHANED, reason_of, words_of
+from glm5.engine.plan import StepPlan
+from glm5.engine.process import Pulse, take_stdout
+from glm5.engine.rank_wire import (
+    Begin,
+    End,
+    Order,
+    ReleaseCache,
+    ReleaseWeights,
+    RestoreCache,
+    RestoreWeights,
+    Said,
+    Stage,
+    Swap,
+    Turn,
+    WeightsChanged,
+    digest_of,
+    read_all,
+)
+from glm5.engine.runner import SeqSpec
+from glm5.engine.scheduler import Scheduler
+from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.weights import WeightSource
+from glm5.engine.wire import Dead
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Say(Protocol):
+    def __call__(self, said: Said) -> None: ...
+
+
+class Follower:
+    """The engine of a rank that follows."""
+
+    def __init__(self, runner: StepRunner, config: SchedulerConfig, *, weights: WeightSource, cache: Memory, say: Say):
+        self.runner, self.config, self.weights, self.cache, self.say = runner, config, weights, cache, say
+        self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
+        self._specs: dict[int, SeqSpec] = {}
+        self._unread: deque[tuple[StepPlan, Launched]] = deque()
+        self._staged: Any = None
+        self._digest = 0
+
+    def obey(self, order: Order) -> None:
+        """Do what the first rank has told."""
+        match order:
+            case Turn():
+                self._turn(order)
+            case Stage(call=call, folder=folder):
+                self._staged = future = self.weights.stage(folder)
+                future.add_done_callback(lambda done: self.say(_said(call, done.exception())))
+            case Swap(version=version):
+                self.weights.swap(self._staged.result(), version)
+                self._staged = None
+            case ReleaseWeights(call=call, level=level):
+                self.say(Said(call, self.weights.release(level)))
+            case RestoreWeights(call=call):
+                self.say(self._restore(call))
+            case ReleaseCache(call=call):
+                self.say(Said(call, self.cache.release_memory()))
+            case RestoreCache():
+                self.cache.restore_memory()
+            case WeightsChanged():
+                self.runner.weights_changed()
+            case Begin() | End():
+                raise AssertionError(f"{order=}")
+
+    def _turn(self, turn: Turn) -> None:
+        """As `EngineCore.step`, without anybody to tell."""
+        if turn.digest != self._digest:
+            raise RuntimeError(f"ranks differ in the tokens before step {turn.step}; they must compute the same bits")
+        self._specs |= turn.specs
+        self.scheduler.deliver(turn.step, turn.messages)
+        plan = self.scheduler.plan(turn.step)
+        for output in plan.ended:
+            self._forget(output.seq_id, output.reason)
+        if turn.masks is not None:
+            self.runner.permit(*turn.masks)
+        launched = self.runner.launch(plan, self._specs)
+        if plan.items:
+            self._unread.append((plan, launched))
+        num_unread = 1 if self.config.launch_ahead and plan.items else 0
+        while len(self._unread) > num_unread:
+            read, launched = self._unread.popleft()
+            tokens = launched.read().tokens
+            self._digest = digest_of(self._digest, read.step, tokens)
+            for output in self.scheduler.apply(read.step, tokens):
+                self._forget(output.seq_id, output.reason)
+
+    def _forget(self, seq_id: int, reason: str | None) -> None:
+        if reason is not None:
+            self._specs.pop(seq_id, None)
+
+    def _restore(self, call: int) -> Said:
+        try:
+            return Said(call, int(self.weights.restore()))
+        except GlmError as error:
+            return _said(call, error)
+
+
+def _said(call: int, error: BaseException | None) -> Said:
+    if error is None:
+        return Said(call)
+    if isinstance(error, GlmError):
+        return Said(call, error=words_of(error), kind=type(error).__name__)
+    return Said(call, error=reason_of(error))
+
+
+def main() -> NoReturn:
+    """Follow until told to end. Ends the process in every case."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError, AttributeError):  # Linux: also while it is stopped, when nobody reads the end of its stdin
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    pulse = Pulse(take_stdout())
+    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(orders,), daemon=True).start()
+    began = False
+    try:
+        begin = orders.get()
+        assert isinstance(begin, Begin), f"{begin=}"
+        log.configure(begin.start.log_level, begin.start.log_style)
+        pulse.start(begin.start.config["watchdog_timeout"])
+        from glm5.engine.build import build_follower
+
+        follower = build_follower(begin, lambda said: pulse.say(said))
+        gc.collect()
+        gc.freeze()
+        began = True
+        while not isinstance(order := orders.get(), End):
+            with pulse.busy():
+                follower.obey(order)
+    except BaseException as error:  # the first rank must learn of it, whatever it was
+        mine = isinstance(error, GlmError) and not began
+        if not mine:
+            logger.exception("a rank of the engine ends")
+        pulse.end(
+            Dead(words_of(error) if mine else reason_of(error), type(error).__name__ if mine else "EngineDead"), 1
+        )
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _listen(orders: "queue.SimpleQueue[Order]") -> NoReturn:
+    with suppress(OSError, EOFError), os.fdopen(os.dup(0), "rb") as pipe:
+        for order in read_all(pipe):
+            orders.put(order)
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    main()

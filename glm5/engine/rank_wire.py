@@ -1,0 +1,128 @@
+"""What the first rank of an engine tells the others, and what they say back.
+
+A rank does what it is told in order. `Turn`s carry what schedulers hear, stamped with the step it takes effect at:
+every rank plans for itself, and no plan is ever sent. Pickled: both ends are one program, on one machine, in one pipe.
+"""
+
+import pickle
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import torch
+
+from glm5.engine.messages import Message
+from glm5.engine.runner import SeqSpec
+from glm5.engine.wire import Start
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first words to a rank. `port`: where ranks meet."""
+
+    start: Start
+    rank: int
+    size: int
+    port: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Deliver, plan, launch. `specs`: of sequences that are new. `masks`: of grammars (`Runner.permit`). `digest`: of
+    the tokens that the first rank has read so far; another one means that ranks do not compute the same."""
+
+    step: int
+    messages: list[Message]
+    specs: dict[int, SeqSpec]
+    masks: tuple[list[int], torch.Tensor] | None
+    digest: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Read new weights beside the old ones; answered."""
+
+    call: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Take the weights that were staged last."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class ReleaseWeights:
+    """Answered with the bytes."""
+
+    call: int
+    level: int
+
+
+@dataclass(frozen=True)
+class RestoreWeights:
+    """Answered."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class ReleaseCache:
+    """Answered with the bytes."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class RestoreCache:
+    """Not answered."""
+
+
+@dataclass(frozen=True)
+class WeightsChanged:
+    """Not answered."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Leave in order."""
+
+
+Order = (
+    Begin | Turn | Stage | Swap | ReleaseWeights | RestoreWeights | ReleaseCache | RestoreCache | WeightsChanged | End
+)
+
+
+class Said(msgspec.Struct, tag=True):
+    """A rank's answer: a number, or why not. `kind`: name of the GlmError subclass."""
+
+    call: int
+    number: int = 0
+    error: str | None = None
+    kind: str = "GlmError"
+
+
+def write(pipe: IO[bytes], order: Order) -> None:
+    """Send a rank its next order."""
+    data = pickle.dumps(order, protocol=pickle.HIGHEST_PROTOCOL)
+    pipe.write(_LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def read_all(pipe: IO[bytes]) -> Iterator[Any]:
+    """Orders as they come, up to the end of the pipe."""
+    while len(head := pipe.read(_LENGTH.size)) == _LENGTH.size:
+        data = pipe.read(_LENGTH.unpack(head)[0])
+        yield pickle.loads(data)
+
+
+def digest_of(before: int, step: int, tokens: dict[int, list[int]]) -> int:
+    """Of everything read up to a step. Hashes of integers are the same in every process."""
+    return hash((before, step, *((seq_id, *new) for seq_id, new in sorted(tokens.items()))))

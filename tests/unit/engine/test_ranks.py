@@ -1,0 +1,160 @@
+"""An engine over several processes: the same answers as one of a single process, and the same fate for all of them."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm5.checkpoint.init import write_random
+from glm5.common.errors import CheckpointError, ConfigError, EngineDead
+from glm5.config.presets import preset
+from glm5.engine.llm import LLM
+from glm5.engine.sampling.params import SamplingParams
+from tests.support.models import random_model
+
+SIZES = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24, "num_threads": 1}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+PROMPTS = [[5, 6, 7], list(range(40)), [9] * 20]
+BUDGET = 2e-3  # of log-probabilities: float32, sums over two or four parts; rounding alone gives 1e-5
+SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("ranks") / "tiny"
+    write_random(preset("tiny"), path, seed=3, dtype="float32")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    with LLM(checkpoint, num_speculative_tokens=2, adaptive_speculation=False, **SIZES) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two(checkpoint):
+    """Two ranks that draft, without a CPU's way of running steps: launched ahead."""
+    options = {"num_speculative_tokens": 2, "adaptive_speculation": False, "async_scheduling": True}
+    with LLM(checkpoint, tensor_parallel_size=2, **options, **SIZES) as llm:
+        yield llm
+
+
+def answers(llm, params=GREEDY, prompts=PROMPTS):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_same(got, want):
+    assert tokens(got) == tokens(want)
+    for ours, whole in zip(got, want, strict=True):
+        for mine, known in zip(ours.outputs[0].logprobs, whole.outputs[0].logprobs, strict=True):
+            assert mine.keys() == known.keys()
+            assert all(abs(mine[token].logprob - known[token].logprob) < BUDGET for token in mine)
+        for mine, known in zip(ours.prompt_logprobs[1:], whole.prompt_logprobs[1:], strict=True):
+            assert all(abs(mine[token].logprob - known[token].logprob) < BUDGET for token in mine)
+
+
+def ranks_of(llm) -> list[int]:
+    """Process ids of an engine's ranks, the first's excepted."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(llm.client.link.pid)], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def test_two_ranks_answer_as_one(two, alone):
+    assert ("ranks", "2, tensor parallel, on CPUs") in two.table
+    assert_same(answers(two), answers(alone))
+    drafts = two.stats()["speculation"]
+    assert drafts["drafted"][0] > 0
+    assert drafts["accepted"] == alone.stats()["speculation"]["accepted"]
+
+
+def test_four_ranks_answer_as_one(checkpoint, alone):
+    with LLM(checkpoint, tensor_parallel_size=4, num_speculative_tokens=1, **SIZES) as llm:
+        assert_same(answers(llm, GREEDY.but(max_tokens=4)), answers(alone, GREEDY.but(max_tokens=4)))
+
+
+def test_sampled_answers_are_those_of_one(two, alone):
+    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, frequency_penalty=0.2, seed=5, max_tokens=10, n=2)
+    params = params.but(ignore_eos=True, bad_words=["a"], logit_bias={3: 1.0})
+    for ours, whole in zip(answers(two, params), answers(alone, params), strict=True):
+        assert [one.token_ids for one in ours.outputs] == [one.token_ids for one in whole.outputs]
+
+
+def test_requests_come_and_go_on_every_rank(two, alone):
+    for delta in two.stream([1, 2, 3], GREEDY.but(max_tokens=50)):  # leaving it aborts the request
+        assert delta.token_ids
+        break
+    assert_same(answers(two, prompts=PROMPTS[::-1]), answers(alone, prompts=PROMPTS[::-1]))
+
+
+@torch.no_grad()
+def test_new_weights_sleep_and_wake(two, alone, tmp_path):
+    before = tokens(answers(two))
+    other = {name: tensor.contiguous() for name, tensor in random_model(5, two.cfg).state_dict().items()}
+    assert two.update_weights(other) == alone.update_weights(other)
+    after = answers(alone)
+    assert tokens(after) != before
+    assert_same(answers(two), after)
+    some = {
+        "lm_head.weight": -other["lm_head.weight"],
+        "model.layers.1.mlp.experts.3.down_proj.weight": torch.zeros(64, 32),
+    }
+    broken = some | {"lm_head.weight": torch.full_like(other["lm_head.weight"], torch.nan)}
+    with pytest.raises(CheckpointError, match="NaN"):
+        two.update_weights(broken)
+    assert two.update_weights(some, policy="keep") == alone.update_weights(some, policy="keep")
+    assert_same(answers(two), answers(alone))
+    assert two.sleep(1) > 0
+    two.wake_up()
+    assert_same(answers(two), answers(alone))
+    two.sleep(2)
+    alone.sleep(2)
+    two.wake_up()
+    alone.wake_up()
+    assert tokens(answers(two)) == before == tokens(answers(alone))
+
+
+def test_what_cannot_be_dealt_out_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 3, which does not divide .* 1, 2, 4$"):
+        LLM(checkpoint, tensor_parallel_size=3, **SIZES)
+    with pytest.raises(ConfigError, match="allowed for a model in memory: 1"):
+        LLM(random_model(3), tensor_parallel_size=2, **SIZES)
+    with pytest.raises(ConfigError, match="allowed with kv_offloading_size or kv_disk_dir: 1"):
+        LLM(checkpoint, tensor_parallel_size=2, kv_offloading_size=0.1, **SIZES)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_engine_and_all_others(checkpoint, number):
+    """Killed: at once. Stopped: it says nothing, nor can the first rank go on."""
+    llm = LLM(
+        checkpoint, tensor_parallel_size=2, watchdog_timeout=SECONDS if number == signal.SIGKILL else 4.0, **SIZES
+    )
+    (rank,) = ranks_of(llm)
+    requests = iter(llm.stream([1, 2, 3], GREEDY.but(max_tokens=120)))
+    next(requests)
+    os.kill(rank, number)
+    killed = r"rank 1 of 2: its process was killed by SIGKILL"
+    with pytest.raises(EngineDead, match=killed if number == signal.SIGKILL else r"rank 1 of 2: .* said nothing|hung"):
+        list(requests)
+    assert llm.client.link.process.poll() is not None
+    assert not Path(f"/proc/{rank}").exists() or "Z" in Path(f"/proc/{rank}/stat").read_text().split(")")[1][:3]
+
+
+def test_ranks_end_with_the_first(checkpoint):
+    llm = LLM(checkpoint, tensor_parallel_size=2, **SIZES)
+    (rank,) = ranks_of(llm)
+    watch = os.pidfd_open(rank)
+    llm.client.link.kill()
+    import select
+
+    poller = select.poll()
+    poller.register(watch, select.POLLIN)
+    assert poller.poll(SECONDS * 1000), "the rank lives on"
+    os.close(watch)
