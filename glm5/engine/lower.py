@@ -28,7 +28,7 @@ from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.grouped_experts import SharedExpert, grouped_experts
-from glm5.kernels.mla_keys import IndexKeys, mla_keys, mla_keys_quantized
+from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.per_head import per_head
 from glm5.kernels.prompt_attention import prompt_attention
@@ -38,7 +38,7 @@ from glm5.model.attention import SparseLatentAttention
 from glm5.model.block import DecoderLayer
 from glm5.model.experts import BlockScaledExperts, Experts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import BlockScaledLinear
+from glm5.model.linear import BlockScaledLinear, Linear
 from glm5.model.mlp import MLP
 from glm5.model.moe import MoE
 from glm5.model.norm import RMSNorm
@@ -105,10 +105,14 @@ class LoweredAttention:
         out_TY = self.of_input(x, 0 if has_key or not self.num_key else 1)
         num_key = self.num_key if has_key else 0
         qkv_TY = out_TY[:, num_key:]
-        q_lat = self._keys(qkv_TY, out_TY[:, :num_key], rope, view, quantize=x.quantized is not None)
-
         if selection is None and not view.selects(cfg.index_topk):
             selection = Selection(None)
+        # Weights of index heads are scaled with the scores: they enter in the dtype that the product has.
+        w_TJ, weights = None, None
+        if selection is None:
+            assert module.indexer is not None
+            weights, w_TJ = _head_weights(x.x_TD, module.indexer.weights_proj)
+        q_lat = self._keys(qkv_TY, out_TY[:, :num_key], weights, rope, view, quantize=x.quantized is not None)
         query_TY = self.of_query(q_lat, 0, 2 if selection is None else 1)
         q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
         if view.first_T is not None and selection is not None and selection.keys_TK is None:
@@ -118,22 +122,29 @@ class LoweredAttention:
             index_TJI = query_TY[:, heads * head_dim :].unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
         q_THL = mla_queries(q_THX, self.w_k_HNC, rope.cos_TR2, rope.sin_TR2, index_TJI)
         if selection is None:
-            assert module.indexer is not None
             assert index_TJI is not None
-            # Weights of index heads are scaled with the scores: they enter in the dtype that the product has.
-            w_TJ = module.indexer.weights_proj(x.x_TD)
+            assert w_TJ is not None
             scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
             selection = view.select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
         return product(Rows(per_head(out_THC, self.w_v_HCV).flatten(1)), module.o_proj), selection
 
-    def _keys(self, qkv_TY: Tensor, key_TI: Tensor, rope: Rope, view: StepView, *, quantize: bool) -> Rows:
+    def _keys(
+        self,
+        qkv_TY: Tensor,
+        key_TI: Tensor,
+        heads: HeadWeights | None,
+        rope: Rope,
+        view: StepView,
+        *,
+        quantize: bool,
+    ) -> Rows:
         """The query latent; the latents, and index keys if there are any, go to the cache."""
         module, layer_idx, index = self.module, self.module.layer_idx, None
         if key_TI.shape[1]:
             assert module.indexer is not None
             norm = module.indexer.k_norm
-            index = IndexKeys(key_TI, norm.weight, norm.bias, norm.eps, view.cache.index_keys(layer_idx))
+            index = IndexKeys(key_TI, norm.weight, norm.bias, norm.eps, view.cache.index_keys(layer_idx), heads)
         norms = module.q_a_layernorm.weight, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps
         where = rope.cos_TR2, rope.sin_TR2, view.place_T, view.cache.latents(layer_idx), index
         if not quantize:
@@ -154,6 +165,14 @@ class LoweredAttention:
         v_THV = torch.matmul(kv_TC, self.w_v_HCV).transpose(0, 1)
         out_THV, _ = prompt_attention(q_THX, k_THN, turned_TR, v_THV, first_T, scale=module.qk_head_dim**-0.5)
         return product(Rows(out_THV.flatten(1)), module.o_proj)
+
+
+def _head_weights(x_TD: Tensor, linear: AnyLinear) -> tuple[HeadWeights | None, Tensor]:
+    """(what `mla_keys` is to compute along the way, the weights)."""
+    if len(x_TD) > FEW_ROWS or not isinstance(linear, Linear):
+        return None, product(Rows(x_TD), linear)
+    w_TJ = x_TD.new_empty(len(x_TD), len(linear.weight))
+    return HeadWeights(x_TD, linear.weight, w_TJ), w_TJ
 
 
 def _latent_linears(module: SparseLatentAttention) -> list[AnyLinear]:

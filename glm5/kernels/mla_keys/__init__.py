@@ -7,11 +7,11 @@ from torch import Tensor
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.mla_keys.index_keys import IndexKeys
+from glm5.kernels.mla_keys.index_keys import HeadWeights, IndexKeys
 from glm5.kernels.mla_keys.reference import mla_keys as _reference
 from glm5.kernels.triton_support import chosen
 
-__all__ = ["IndexKeys", "mla_keys", "mla_keys_quantized"]
+__all__ = ["HeadWeights", "IndexKeys", "mla_keys", "mla_keys_quantized"]
 
 Impl = Literal["auto", "reference", "triton"]
 

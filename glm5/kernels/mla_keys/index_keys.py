@@ -1,4 +1,4 @@
-"""An indexer's part in `mla_keys`."""
+"""An indexer's part in `mla_keys`: its keys, and the weights of its heads."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,24 @@ from torch import Tensor
 from glm5.kernels.fp8_pool import Pool
 
 
+class HeadWeights(NamedTuple):
+    """`x_TD`, the layer's input, times the transpose of `weight_JD` goes to `out_TJ`. For a few tokens."""
+
+    x_TD: Tensor
+    weight_JD: Tensor
+    out_TJ: Tensor
+
+
 class IndexKeys(NamedTuple):
     """`x_TI` [T, I], the product of the layer's input with wk (rows may be a piece of longer ones); LayerNorm's weight
-    and bias, [I]; its eps; and the pool that keys go to. The first R of their I dimensions are rotated."""
+    and bias, [I]; its eps; and the pool that keys go to. The first R of their I dimensions are rotated.
+
+    `heads`: weights of index heads, computed along the way.
+    """
 
     x_TI: Tensor
     weight_I: Tensor
     bias_I: Tensor
     eps: float
     pool_PZI: Pool
+    heads: HeadWeights | None = None

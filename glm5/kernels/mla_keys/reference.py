@@ -34,6 +34,8 @@ def mla_keys(
     kv_TC = rms_norm(kv_TC, kv_weight_C, eps, impl="reference")
     rope_TR = rope(rope_TR, cos_TR2, sin_TR2, impl="reference")
     store_rows(latent_PZL, slot_T, torch.cat([kv_TC, rope_TR], dim=-1), impl="reference")
+    if index is not None and index.heads is not None:
+        index.heads.out_TJ.copy_(F.linear(index.heads.x_TD, index.heads.weight_JD))
     if index is not None:
         x_TI = F.layer_norm(index.x_TI, index.weight_I.shape, index.weight_I, index.bias_I, index.eps)
         turned_TR = rope(x_TI[:, :rope_dim], cos_TR2, sin_TR2, impl="reference")

@@ -1,4 +1,5 @@
-"""mla_keys in one launch: a token has three programs, one for each thing that is made of it."""
+"""mla_keys in one launch: a token has three programs, one for each thing that is made of it, and one a weight of an
+index head."""
 
 import torch
 import triton
@@ -96,6 +97,17 @@ def _put_key(
 
 
 @triton.jit
+def _put_head_weight(x_ptr, weight_ptr, out_ptr, t, j, stride, J: tl.constexpr, D: tl.constexpr):
+    BLOCK_D: tl.constexpr = 2048 if D > 2048 else triton.next_power_of_2(D)
+    d = tl.arange(0, BLOCK_D)
+    sums = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        x = tl.load(x_ptr + t * stride + start + d, mask=start + d < D, other=0.0).to(tl.float32)
+        sums += x * tl.load(weight_ptr + j * D + start + d, mask=start + d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * J + j, tl.sum(sums, 0).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
 def _mla_keys(
     qkv_ptr,
     q_weight_ptr,
@@ -106,6 +118,7 @@ def _mla_keys(
     latent,
     index,
     key,
+    heads,
     out_ptr,
     fp8_ptr,
     scale_ptr,
@@ -117,12 +130,15 @@ def _mla_keys(
     R: tl.constexpr,
     I: tl.constexpr,
     Z: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
     LATENT: tl.constexpr,
     KEY: tl.constexpr,
     QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """latent, key: parts and strides of the pools; index: x, weight, bias, eps and x's stride."""
+    """latent, key: parts and strides of the pools; index: x, weight, bias, eps and x's stride; heads: x, weight, out
+    and x's stride."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait_for_earlier(PDL)
     slot = tl.load(slot_ptr + t).to(tl.int64)
@@ -131,6 +147,9 @@ def _mla_keys(
         _put_query(qkv, q_weight_ptr, out_ptr, fp8_ptr, scale_ptr, t, eps, stride_b, Q, QUANTIZE)
     elif part == 1:
         _put_latent(qkv + Q, kv_weight_ptr, rotation, latent, t, slot // Z, slot % Z, eps, C, R, LATENT)
+    elif part > 2:
+        x_ptr, weight_ptr, w_out_ptr, stride = heads
+        _put_head_weight(x_ptr, weight_ptr, w_out_ptr, t, part - 3, stride, J, D)
     else:
         x_ptr, weight_ptr, bias_ptr, key_eps, stride = index
         where = rotation, key, t, slot // Z, slot % Z, key_eps
@@ -161,8 +180,12 @@ def mla_keys(
     latents = Parts.of(latent_PZL)
     keys, key_kind = (latents, "plain") if index is None else (Parts.of(index.pool_PZI), kind_of(index.pool_PZI))
     x = qkv_TY if index is None else index.x_TI if index.x_TI.stride(-1) == 1 else index.x_TI.contiguous()
+    heads = None if index is None else index.heads
+    if heads is not None and not (heads.weight_JD.is_contiguous() and heads.out_TJ.is_contiguous()):
+        raise ValueError("mla_keys[triton] needs weights of index heads, and their place, in one piece")
+    J, D = (1, BLOCK) if heads is None else heads.weight_JD.shape
     if num_tokens:
-        _mla_keys[(num_tokens, 2 if index is None else 3)](
+        _mla_keys[(num_tokens, 2 if index is None else 3 if heads is None else 3 + J)](
             qkv_TY,
             q_weight_Q,
             kv_weight_C,
@@ -172,6 +195,7 @@ def mla_keys(
             (*latents, *latents.strides()),
             (x, q_weight_Q, q_weight_Q, 0.0, 0) if index is None else (x, *index[1:4], x.stride(0)),
             (*keys, *keys.strides()),
+            (x, q_weight_Q, out_TQ, 0) if heads is None else (*heads, heads.x_TD.stride(0)),
             out_TQ,
             fp8_TQ,
             scale,
@@ -183,6 +207,8 @@ def mla_keys(
             R=R,
             I=BLOCK if index is None else x.shape[1],
             Z=latent_PZL.shape[1],
+            J=J,
+            D=D,
             LATENT=kind_of(latent_PZL),
             KEY=key_kind,
             QUANTIZE=quantize,

@@ -6,7 +6,7 @@ import torch
 
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.fp8_pool import Fp8Latents, LatentFormat
-from glm5.kernels.mla_keys import IndexKeys, mla_keys, mla_keys_quantized
+from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
 from glm5.kernels.paging import read_pages
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
@@ -121,3 +121,16 @@ def test_without_quantization(gen):
 def test_unknown_implementation(gen):
     with pytest.raises(ValueError, match="mla_keys: unknown impl 'fast', expected one of auto, reference, triton"):
         run(make_case("plain", torch.float32, gen), index=False, impl="fast")
+
+
+@pytest.mark.parametrize("width", [40, 2048 + 64])
+def test_weights_of_index_heads_come_along(gen, width):
+    qkv, x, weights, table, slots, latents, keys = make_case("plain", torch.float32, gen)
+    x_TD, w_JD = torch.randn(T, width + 3, generator=gen)[:, :width], torch.randn(6, width, generator=gen)
+    out = torch.full((T, 6), torch.nan, device=DEVICE)
+    heads = HeadWeights(x_TD.to(DEVICE), w_JD.to(DEVICE), out)
+    extra = IndexKeys(x.to(DEVICE), *(w.to(DEVICE) for w in weights[2:]), 1e-6, on_device(keys), heads)
+    norms = [weight.to(DEVICE) for weight in weights[:2]]
+    where = *(t.to(DEVICE) for t in table), slots.to(DEVICE), on_device(latents), extra
+    mla_keys(qkv.to(DEVICE), *norms, EPS, *where, impl="triton")
+    assert rel_rms(out.cpu(), x_TD @ w_JD.T) < BUDGET
