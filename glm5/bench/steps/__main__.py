@@ -11,6 +11,7 @@ import torch
 
 from glm5.bench.steps.anatomy import kernels_of, timed
 from glm5.bench.steps.case import Load, StepCase, expected_experts, rank_config
+from glm5.config.presets import preset
 
 _SHOWN = 24  # kernels of an anatomy
 
@@ -18,7 +19,7 @@ _SHOWN = 24  # kernels of an anatomy
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m glm5.bench.steps")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, nargs="+", default=[6], help="two numbers project the whole model")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--context", type=int, nargs="+", default=[2304])
     parser.add_argument("--depth", type=int, default=0)
@@ -30,9 +31,18 @@ def main() -> int:
     args = parser.parse_args()
     loads = [Load(batch, context, args.depth) for context in args.context for batch in args.batch]
     loads = [load for load in loads if load.batch * load.context <= args.max_keys]
-    cfg = rank_config(args.ranks, args.layers)
-    case = StepCase(cfg, loads, fp8=args.dtype == "fp8", layout=args.kv_cache_dtype)
-    found = [_measure(case, load, anatomy=load.batch in args.anatomy) for load in loads]
+    found: list[dict[str, Any]] = []
+    for count in args.layers:
+        cfg = rank_config(args.ranks, count)
+        case = StepCase(cfg, loads, fp8=args.dtype == "fp8", layout=args.kv_cache_dtype)
+        _say(f"{count} layers, {args.dtype} weights, {args.kv_cache_dtype} cache, one of {args.ranks} ranks")
+        for load in loads:
+            anatomy = load.batch in args.anatomy and count == args.layers[0]
+            found.append({"layers": count, **_measure(case, load, anatomy=anatomy)})
+        del case
+        torch.cuda.empty_cache()
+    if len(args.layers) == 2:
+        _project(found, loads, *args.layers)
     if args.json is not None:
         about = {name: str(value) for name, value in vars(args).items()} | {"gpu": torch.cuda.get_device_name()}
         args.json.write_text(json.dumps({"about": about, "steps": found}, indent=1))
@@ -58,6 +68,18 @@ def _measure(case: StepCase, load: Load, *, anatomy: bool) -> dict[str, Any]:
             _say(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
         out["kernels"] = [asdict(kernel) for kernel in kernels]
     return out
+
+
+def _project(found: list[dict[str, Any]], loads: list[Load], few: int, more: int) -> None:
+    """The whole model, all of whose further layers have experts, without what ranks say to each other."""
+    whole = preset("glm-5").num_hidden_layers
+    for load, short, long in zip(loads, found, found[len(loads) :], strict=True):
+        layer = (long["gpu_ms"] - short["gpu_ms"]) / (more - few)
+        total = short["gpu_ms"] + (whole - few) * layer
+        short["projected_ms"] = total
+        _say(
+            f"batch {load.batch:4} context {load.context:7}: {1e3 * layer:6.1f} us a layer, {total:6.2f} ms for {whole}"
+        )
 
 
 def _say(line: str) -> None:
