@@ -19,9 +19,9 @@ LAYERS = """
     cli
     demo
     serve bench
-    engine
+    engine quantize
     checkpoint
-    parallel
+    parallel quant
     model
     kernels chat
     config testing
