@@ -9,7 +9,8 @@
 
 namespace glm5 {
 
-constexpr int BLOCK = 64;  // keys that are scored at a time
+constexpr int BLOCK = 64;                // keys that are scored at a time
+constexpr int64_t MOST_SCORES = 1 << 20;  // that are kept at a time, of one row at least
 
 inline const int32_t* table_of(const Step& step, int row) { return step.table + int64_t(step.request[row]) * step.table_step; }
 
@@ -136,7 +137,11 @@ inline void run_indexer(const Layer& layer, const Step& step, const Pool& pool, 
     for (int64_t head = 0; head < int64_t(T) * layer.index_heads; ++head)
         rotate(q + head * width, turn + head / layer.index_heads * layer.rope, layer.rope);
     for (int first = 0, stop; first < T; first = stop) {
-        for (stop = first + 1; stop < T && step.request[stop] == step.request[first]; ++stop) {}
+        int64_t most = step.end[first] + BLOCK;
+        for (stop = first + 1; stop < T && step.request[stop] == step.request[first]; ++stop) {
+            most = std::max<int64_t>(most, step.end[stop] + BLOCK);
+            if ((stop + 1 - first) * most > MOST_SCORES) break;
+        }
         select_of_request(layer, step, pool, first, stop, scratch, selection.keys);
     }
 }
