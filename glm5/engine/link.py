@@ -35,6 +35,8 @@ CLOSED = "it was closed"
 FORKED = "this process is a fork of the one that started it; start another engine here"
 START_SECONDS = 60.0  # a process may take this long to say its first word, if the machine is busy
 CLOSE_SECONDS = 45.0  # to write to disk what is to be found again, for which the core takes up to 30
+# A program that uses NVLink multicast and ends badly can take a machine's GPUs out of service.
+_NO_MULTICAST = ("TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "NCCL_NVLS_ENABLE=0", "NVSHMEM_DISABLE_NVLS=1")
 _RECONNECT_MS = 5  # until the process has opened its end
 # After the end of a process nothing more of it is on its way, when nothing has come for so long.
 _QUIET_MS = 200
@@ -141,7 +143,7 @@ class ProcessLink:
         self._inbox.bind(f"ipc://{self._folder}/{OUTBOX}")
         self._outbox.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._outbox.connect(f"ipc://{self._folder}/{INBOX}")
-        self.process = _spawn(self._folder)
+        self.process = _spawn(self._folder, several=start.config.get("tensor_parallel_size", 1) > 1)
         assert self.process.stdout is not None
         self._pipe, self._half_line = self.process.stdout, b""
         self._poller = zmq.Poller()
@@ -269,13 +271,16 @@ def _private_folder() -> str:
     return tempfile.mkdtemp(prefix="glm5-", dir=base if len(base) <= _MAX_FOLDER else "/tmp")
 
 
-def _spawn(folder: str) -> subprocess.Popen[bytes]:
+def _spawn(folder: str, *, several: bool) -> subprocess.Popen[bytes]:
     """The child, in a process group of its own: Ctrl-C in the terminal is for this process.
 
     It starts in the folder that holds the package, so that nothing in the current one is imported by mistake.
+    `several`: ranks that it starts inherit its environment.
     """
     home = Path(__file__).parents[2]
     command = [sys.executable, "-m", "glm5.engine.process", folder, os.getcwd()]
+    if several:
+        command = ["env", *_NO_MULTICAST, *command]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe, stderr=_stderr(), process_group=0, bufsize=0)
 

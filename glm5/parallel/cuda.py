@@ -1,17 +1,33 @@
-"""Ranks on the GPUs of one machine, over NCCL: sums of every size in the order of ranks, rounded once.
+"""Ranks on the GPUs of one machine: symmetric memory with kernels of our own, NCCL for what does not fit there.
 
-    all_reduce   each rank gets its share of the rows from all others, adds it up, and gives the sum to all others
+    one shot     few rows: every rank sends its part to all others (kernels/all_reduce/triton.py)
+    two shots    more rows: each piece has an owner that adds it up
+    NCCL         whole prompts: the same in two collectives; every size works
 
-NCCL's own all-reduce would round at every hop.
+All three add in the order of ranks, in float32, and round once. (NCCL's own all-reduce would round at every hop.)
+NVLink multicast is never used: a program that does and ends badly can take a machine's GPUs out of service. Processes
+start with it turned off (engine/link.py); in one where it is not, there is no symmetric memory.
 """
+
+import logging
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C import _distributed_c10d
+from torch._C._autograd import DeviceType
 
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.triton_support import installed
 from glm5.parallel.table import Shard
+
+logger = logging.getLogger(__name__)
+
+BUFFER_BYTES = 32 << 20  # of each of three
+ONE_SHOT_BYTES = 256 << 10  # that a rank sends in one shot, at most
+TWO_SHOTS_BYTES = 12 << 20  # of a message, at most
 
 
 class CudaGroup:
@@ -19,19 +35,67 @@ class CudaGroup:
 
     def __init__(self, shard: Shard, device: torch.device):
         self.shard, self.device = shard, device
+        self.buffers = None
+        c10d: Any = _distributed_c10d
+        has_multicast = c10d._SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0)
+        if has_multicast:
+            logger.warning("TORCH_SYMM_MEM_DISABLE_MULTICAST is not 1, so NCCL does all that ranks exchange")
+        elif installed():
+            self._share()
+
+    def _share(self) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        from glm5.kernels.all_reduce.triton import NUM_BUFFERS, Buffers, empty, empty_state
+
+        num_words, world = BUFFER_BYTES // 4, dist.group.WORLD
+        assert world is not None
+        self._memory = symmetric.empty(NUM_BUFFERS * num_words, dtype=torch.int32, device=self.device)
+        self._handle = symmetric.rendezvous(self._memory, world)
+        empty(self._memory)
+        self.buffers = Buffers(
+            pointers=torch.tensor(list(self._handle.buffer_ptrs), dtype=torch.int64, device=self.device),
+            state=empty_state(self.device),
+            rank=self.shard.rank,
+            size=self.shard.size,
+            num_words=num_words,
+            max_programs=torch.cuda.get_device_properties(self.device).multi_processor_count,
+        )
+        torch.cuda.synchronize(self.device)
+        dist.barrier()  # before anybody writes into what others still fill
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        return self.all_reduce_nccl(part)
+        total = self._reduced(part, None)
+        return self.all_reduce_nccl(part) if total is None else total[0]
 
     def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.all_reduce(part_TD), residual_TD, weight_D, eps)
+        both = self._reduced(part_TD, (residual_TD, weight_D, eps))
+        return add_rms_norm(self.all_reduce_nccl(part_TD), residual_TD, weight_D, eps) if both is None else both
 
     def all_gather(self, part: Tensor) -> Tensor:
+        if self.buffers is not None and part.numel() and part.numel() * part.element_size() % 4 == 0:
+            from glm5.kernels.all_reduce.triton import gather
+
+            if (out := gather(self.buffers, part)) is not None:
+                return out
         part = part.contiguous()
         out = torch.empty((self.shard.size, *part.shape), dtype=part.dtype, device=part.device)
         if part.numel():
             dist.all_gather_into_tensor(out.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
         return out
+
+    def _reduced(self, part: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor] | None:
+        """Through symmetric memory; None where that is not the way."""
+        if self.buffers is None or not part.numel():
+            return None
+        from glm5.kernels.all_reduce.triton import fits, one_shot, two_shots
+
+        num_bytes = part.numel() * part.element_size()
+        if num_bytes * (self.shard.size - 1) <= ONE_SHOT_BYTES and fits(self.buffers, part, two_shots=False):
+            return one_shot(self.buffers, part, norm)
+        if num_bytes <= TWO_SHOTS_BYTES and fits(self.buffers, part, two_shots=True):
+            return two_shots(self.buffers, part, norm)
+        return None
 
     def all_reduce_nccl(self, part: Tensor) -> Tensor:
         """The fallback, of any size."""

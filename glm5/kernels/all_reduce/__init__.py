@@ -1,4 +1,4 @@
-"""Sums over ranks. The reference takes all parts at once; `symmetric.py` has the kernels, which write to other GPUs."""
+"""Sums over ranks. The reference takes all parts at once; `triton.py` has kernels that write to other GPUs."""
 
 from glm5.kernels.all_reduce.reference import all_reduce_reference
 

@@ -1,0 +1,230 @@
+"""Sums over the GPUs of this machine, checked and then timed: `python -m glm5.bench.kernels.collectives`.
+
+One process a GPU. Each way is held to a sum in float64, to the same bits on every rank and in twenty repeats, and is
+timed as microseconds a call in a CUDA graph of many, the slowest rank's.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from glm5.common.console import out
+from glm5.kernels.add_rms_norm import add_rms_norm
+from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.parallel.cuda import CudaGroup
+from glm5.parallel.group import Group, Meeting, open_group, store_at
+from glm5.parallel.table import Shard
+from glm5.testing.numerics import rel_rms
+
+WIDTH = 6144
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+EDGES = ((1, 8), (3, 136), (5, 1032), (17, 2048), (131, 6144))
+BUDGET = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 1e-6}
+REPEATS, CALLS, REPLAYS = 20, 100, 7
+EPS = 1e-5
+SECONDS = 300
+
+Way = Callable[[Tensor], Tensor]
+NormWay = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def sums(group: CudaGroup) -> dict[str, Way]:
+    """Ways to add up; NCCL's own among them."""
+    from glm5.kernels.all_reduce.triton import one_shot, two_shots
+
+    buffers = group.buffers
+    assert buffers is not None, "no symmetric memory here"
+    return {
+        "one shot": lambda part: one_shot(buffers, part)[0],
+        "two shots": lambda part: two_shots(buffers, part)[0],
+        "in two collectives": group.all_reduce_nccl,
+        "chosen": group.all_reduce,
+        "NCCL": _nccl,
+    }
+
+
+def norms(group: CudaGroup) -> dict[str, NormWay]:
+    """The same with residual add and norm."""
+    from glm5.kernels.all_reduce.triton import one_shot, two_shots
+
+    buffers = group.buffers
+    assert buffers is not None, "no symmetric memory here"
+    return {
+        "one shot": lambda x, residual, weight: one_shot(buffers, x, (residual, weight, EPS)),
+        "two shots": lambda x, residual, weight: two_shots(buffers, x, (residual, weight, EPS)),
+        "chosen": lambda x, residual, weight: group.add_rms_norm(x, residual, weight, EPS),
+        "NCCL, then add_rms_norm": lambda x, residual, weight: add_rms_norm(_nccl(x), residual, weight, EPS),
+    }
+
+
+def _nccl(part: Tensor) -> Tensor:
+    part = part.clone()
+    dist.all_reduce(part)
+    return part
+
+
+def fits(group: CudaGroup, way: str, part: Tensor) -> bool:
+    from glm5.kernels.all_reduce.triton import fits as has_room
+
+    assert group.buffers is not None
+    if way not in ("one shot", "two shots"):
+        return True
+    return has_room(group.buffers, part, two_shots=way == "two shots")
+
+
+def check(group: CudaGroup) -> dict[str, float]:
+    """The largest error of each way; AssertionError for one beyond its budget, or for other bits."""
+    worst: dict[str, float] = {}
+    for dtype, budget in BUDGET.items():
+        for number, (rows, width) in enumerate((*EDGES, *((rows, WIDTH) for rows in (1, 8, 64, 600)))):
+            parts = _parts(group.shard, rows, width, dtype, number)
+            mine, exact = parts[group.shard.rank], parts.double().sum(dim=0)
+            residual, weight = _parts(group.shard, 2, rows * width, dtype, 99)[0, 0].view(rows, width), parts[0, 0]
+            known = add_rms_norm(all_reduce_reference(parts), residual, weight, EPS, impl="reference")
+            for name, way in sums(group).items():
+                if not fits(group, name, mine):
+                    continue
+                first = way(mine)
+                error = rel_rms(first, exact)
+                assert error < budget * (3 if name == "NCCL" else 1), f"{name} {rows=} {width=} {dtype=} {error=}"
+                worst[name] = max(worst.get(name, 0.0), error / budget)
+                if name != "NCCL":
+                    assert torch.equal(first, all_reduce_reference(parts)), f"{name} {rows=} {width=} {dtype=}"
+                    _same(group, name, partial(way, mine), first)
+            for name, joined in norms(group).items():
+                if not fits(group, name, mine) or name.startswith("NCCL"):
+                    continue
+                normed, total = joined(mine, residual, weight)
+                assert torch.equal(total, known[1]), f"{name} {rows=} {width=} {dtype=}: sum"
+                error = rel_rms(normed, known[0].double())
+                assert error < budget, f"{name} {rows=} {width=} {dtype=} {error=}: norm"
+                _same(group, name, partial(_normed, joined, mine, residual, weight), normed)
+    wrong = _parts(group.shard, 8, WIDTH, torch.bfloat16, 1)
+    exact = wrong.double().sum(dim=0)
+    off = group.all_reduce(wrong[group.shard.rank] * (1.1 if group.shard.rank == 0 else 1.0))
+    assert rel_rms(off, exact) > 3 * BUDGET[torch.bfloat16], "the budget notices nothing"
+    _check_gather(group)
+    return worst
+
+
+def _normed(way: NormWay, part: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    return way(part, residual, weight)[0]
+
+
+def _check_gather(group: CudaGroup) -> None:
+    for count in (1, 7, 1000, 40_000):
+        for dtype in (torch.float64, torch.int64, torch.int32, torch.float32):
+            parts = _parts(group.shard, 1, count, torch.float32, count).mul(1000).to(dtype)
+            for _ in range(REPEATS):
+                assert torch.equal(group.all_gather(parts[group.shard.rank]), parts), f"gather {count=} {dtype=}"
+
+
+def _parts(shard: Shard, rows: int, width: int, dtype: torch.dtype, number: int) -> Tensor:
+    """Of all ranks, the same on each; some zeros of both signs among them."""
+    generator = torch.Generator(device="cuda").manual_seed(number)
+    parts = torch.randn(shard.size, rows, width, device="cuda", generator=generator).to(dtype)
+    parts[:, 0, :2] = torch.tensor([0.0, -0.0], device="cuda", dtype=dtype)[: parts.shape[2]]
+    return parts
+
+
+def _same(group: Group, name: str, run: Callable[[], Tensor], first: Tensor) -> None:
+    for _ in range(REPEATS):
+        assert torch.equal(run(), first), f"{name}: another result in a repeat"
+    others = torch.empty((group.shard.size, *first.shape), dtype=first.dtype, device=first.device)
+    dist.all_gather_into_tensor(others, first)
+    assert all(torch.equal(one, first) for one in others), f"{name}: another result on another rank"
+
+
+def measure(run: Callable[[], object]) -> float:
+    """Microseconds a call, the slowest rank's."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(CALLS):
+            run()
+    times: list[float] = []
+    for _ in range(REPLAYS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier()
+        torch.cuda.synchronize()
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / CALLS)
+    worst = torch.tensor(sorted(times)[REPLAYS // 2], device="cuda")
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def time_all(group: CudaGroup) -> list[dict[str, object]]:
+    """Rows of a table: microseconds by way and number of rows."""
+    rows: list[dict[str, object]] = []
+    weight = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
+    for count in ROWS:
+        part = torch.randn(count, WIDTH, device="cuda").to(torch.bfloat16)
+        found: dict[str, object] = {"rows": count, "bytes": part.numel() * 2}
+        for name, way in sums(group).items():
+            if fits(group, name, part):
+                found[name] = round(measure(partial(way, part)), 1)
+        for name, joined in norms(group).items():
+            if fits(group, name, part):
+                found[f"+ norm, {name}"] = round(measure(partial(joined, part, part, weight)), 1)
+        rows.append(found)
+        if group.shard.rank == 0:
+            out(json.dumps(found))
+    few = torch.randn(2, 64, device="cuda", dtype=torch.float64)
+    gathered = {"gather": few.numel() * 8, "us": round(measure(lambda: group.all_gather(few)), 1)}
+    if group.shard.rank == 0:
+        out(json.dumps(gathered))
+    return rows
+
+
+def rank_main(rank: int, size: int, port: int) -> None:
+    device = torch.device("cuda", rank)
+    group = open_group(Shard(rank, size), device, store_at(port, size), timeout_s=SECONDS)
+    assert isinstance(group, CudaGroup)
+    worst = check(group)
+    if rank == 0:
+        out(
+            f"{size} x {torch.cuda.get_device_name(device)}: right, to the bit and {REPEATS} times; "
+            f"errors by budget {worst}"
+        )
+    time_all(group)
+    torch.cuda.synchronize()
+    group.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--port", type=int)
+    given = parser.parse_args()
+    if given.rank is not None:
+        rank_main(given.rank, given.ranks, given.port)
+        return 0
+    meeting = Meeting()
+    store = meeting.open(given.ranks)
+    command = [sys.executable, "-m", __spec__.name, "--ranks", str(given.ranks), "--port", str(meeting.port), "--rank"]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(given.ranks)]
+    codes = [rank.wait() for rank in ranks]
+    del store
+    return max(map(abs, codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

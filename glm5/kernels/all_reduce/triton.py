@@ -1,0 +1,397 @@
+"""Sums over GPUs that write into each other's memory. No flags and no barriers: data says of itself that it has come.
+
+    one shot    every rank sends its rows to all others, and each adds all of them up: one way, N times the bytes
+    two shots   a row's pieces are dealt out to owners, who add up what they get and send the sum to all: twice the way
+    gather      words of all ranks, side by side
+
+A buffer is full of EMPTY, a bit pattern that is never sent (minus zero in 16 bits), so a reader waits until none is
+left. Calls take three buffers in turns: while one is read, a faster rank may write to the next, and the one before is
+emptied again. Sums are taken in the order of ranks in float32 and rounded once, so every rank has the same bits.
+
+`Buffers.state`, int32 on the device: calls so far, programs that have ended, words used of each buffer; a CUDA graph
+can hold any number of calls. All programs of a launch must run at once, as they wait for each other's data: grids are
+at most as large as the GPU. One stream at a time, and all ranks make the same calls.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_BUFFERS = 3
+PIECE = 1024  # elements that have one owner in two shots
+_CHUNK = 1024  # words that a program empties or gathers at a time
+_MAX_WIDTH = 1 << 14
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """A rank's and its peers' buffers: `pointers` int64 [N], `num_words` of 4 bytes each (one of NUM_BUFFERS).
+    `max_programs`: how many run at once."""
+
+    pointers: Tensor
+    state: Tensor
+    rank: int
+    size: int
+    num_words: int
+    max_programs: int
+
+
+def empty_state(device: torch.device) -> Tensor:
+    """The state of buffers that were never used."""
+    return torch.zeros(2 + NUM_BUFFERS, dtype=torch.int32, device=device)
+
+
+def empty(words: Tensor) -> None:
+    """Fill int32 memory with what means that nothing has come."""
+    words.fill_(_EMPTY_WORD)
+
+
+_EMPTY_WORD = -0x7FFF8000  # 0x80008000: two times minus zero in 16 bits, next to zero in 32
+
+
+@triton.jit
+def _is_empty(x):
+    if x.dtype.primitive_bitwidth == 16:
+        is_empty = x.to(tl.int16, bitcast=True) == -32768
+    else:
+        is_empty = x.to(tl.int32, bitcast=True) == -0x7FFF8000
+    return is_empty
+
+
+@triton.jit
+def _sendable(x):
+    """The same, but never EMPTY: minus zero becomes zero, and in 32 bits one number next to zero its neighbour."""
+    if x.dtype.primitive_bitwidth == 16:
+        sendable = tl.where(_is_empty(x), tl.zeros_like(x), x)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        sendable = tl.where(bits == -0x7FFF8000, bits + 1, bits).to(x.dtype, bitcast=True)
+    return sendable
+
+
+@triton.jit
+def _buffer(pointers, rank, slot, num_words, like):
+    """Where a rank's buffer begins, as a pointer to what `like` points to."""
+    address = tl.load(pointers + rank) + slot * num_words * 4
+    return tl.multiple_of(address, 16).to(like.dtype)
+
+
+@triton.jit
+def _empty_last(pointers, state, rank, call, num_words, CHUNK: tl.constexpr, NUM: tl.constexpr):
+    """Empty the buffer of the call before this one; every program its part."""
+    slot = (call + NUM - 1) % NUM
+    used = tl.load(state + 2 + slot)
+    words = (tl.load(pointers + rank) + slot.to(tl.int64) * num_words * 4).to(tl.pointer_type(tl.int32))
+    for first in range(tl.program_id(0) * CHUNK, used, tl.num_programs(0) * CHUNK):
+        place = first + tl.arange(0, CHUNK)
+        tl.store(words + place, tl.full((CHUNK,), -0x7FFF8000, tl.int32), mask=place < used)
+
+
+@triton.jit
+def _end(state, call, slot, used):
+    """The last program to come here counts the call."""
+    tl.debug_barrier()
+    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(state + 1, 0)
+        tl.store(state + 2 + slot, used)
+        tl.store(state, call + 1)
+
+
+@triton.jit
+def _wait(place, mask):
+    """What lies at `place`, once all of it has come."""
+    x = tl.load(place, mask=mask, other=1.0, volatile=True)
+    while tl.max(_is_empty(x).to(tl.int32), 0) != 0:
+        x = tl.load(place, mask=mask, other=1.0, volatile=True)
+    return x
+
+
+@triton.jit
+def _wait_sum(place, stride, mask, rank, mine, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum over ranks of what lies `stride` apart; of this rank `mine`, which need not have come."""
+    missing = 1
+    total = tl.zeros((BLOCK,), tl.float32)
+    while missing != 0:
+        total = tl.zeros((BLOCK,), tl.float32)
+        is_missing = tl.zeros((BLOCK,), tl.int32)
+        for r in tl.static_range(SIZE):
+            x = tl.load(place + r * stride, mask=mask, other=1.0, volatile=True)
+            x = tl.where(rank == r, mine, x)
+            is_missing |= _is_empty(x).to(tl.int32)
+            total += x.to(tl.float32)
+        missing = tl.max(tl.where(mask, is_missing, 0), 0)
+    return total
+
+
+@triton.jit
+def _finish(x, t, d, D, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_r, eps, NORM: tl.constexpr):
+    """Write a row's sum, or add it to the residual stream and write that and its norm."""
+    mask = d < D
+    if NORM:
+        residual = tl.load(residual_ptr + t * stride_r + d, mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + d, mask=mask, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + t * D + d, x, mask=mask)
+        wide = tl.where(mask, x.to(tl.float32), 0.0)
+        normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(x.dtype)
+        x = (normed.to(tl.float32) * weight).to(x.dtype)
+    tl.store(out_ptr + t * D + d, x, mask=mask)
+
+
+@triton.jit
+def _one_shot(
+    pointers,
+    state,
+    part_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    rank,
+    num_words,
+    T,
+    D,
+    stride_r,
+    eps,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM: tl.constexpr,
+):
+    """Programs: SPLITS a row send a part of it each, and the first of them adds up."""
+    call = tl.load(state)
+    slot = (call % NUM).to(tl.int64)
+    t, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    part = split * (BLOCK_D // SPLITS) + tl.arange(0, BLOCK_D // SPLITS)
+    x = _sendable(tl.load(part_ptr + t * D + part, mask=part < D, other=0.0))
+    for step in tl.static_range(1, SIZE):
+        peer = (rank + step) % SIZE
+        tl.store(_buffer(pointers, peer, slot, num_words, part_ptr) + (rank * T + t) * D + part, x, mask=part < D)
+    _empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
+    if split == 0:
+        d = tl.arange(0, BLOCK_D)
+        mine = _sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0))
+        place = _buffer(pointers, rank, slot, num_words, part_ptr) + t * D + d
+        total = _wait_sum(place, T * D, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
+        _finish(total, t, d, D, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_r, eps, NORM)
+    _end(state, call, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
+
+
+@triton.jit
+def _two_shots(
+    pointers,
+    state,
+    part_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    rank,
+    num_words,
+    T,
+    D,
+    stride_r,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PIECE: tl.constexpr,
+    NORM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM: tl.constexpr,
+):
+    """Pieces of rows are owned in turns. Every program sends pieces, adds some up and sends the sums, finishes rows."""
+    call = tl.load(state)
+    slot = (call % NUM).to(tl.int64)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    pieces_a_row = tl.cdiv(D, PIECE)
+    pieces = T * pieces_a_row
+    owned = tl.cdiv(pieces, SIZE)
+    sums = SIZE * owned * PIECE  # where sums lie, behind parts
+    e = tl.arange(0, PIECE)
+    for index in range(program, pieces, programs):
+        piece = (index + rank * owned) % pieces  # not all ranks to the same owner at once
+        d = (piece % pieces_a_row) * PIECE + e
+        x = tl.load(part_ptr + (piece // pieces_a_row) * D + d, mask=d < D, other=0.0)
+        place = _buffer(pointers, piece % SIZE, slot, num_words, part_ptr) + (rank * owned + piece // SIZE) * PIECE
+        tl.store(place + e, _sendable(x), mask=d < D)
+    _empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
+    mine = _buffer(pointers, rank, slot, num_words, part_ptr)
+    for index in range(program, owned, programs):
+        piece = index * SIZE + rank
+        if piece < pieces:
+            d = (piece % pieces_a_row) * PIECE + e
+            none = tl.zeros((PIECE,), part_ptr.dtype.element_ty)
+            total = _wait_sum(mine + index * PIECE + e, owned * PIECE, d < D, -1, none, SIZE, PIECE)
+            x = _sendable(total.to(part_ptr.dtype.element_ty))
+            for step in tl.static_range(SIZE):
+                peer = (rank + step) % SIZE
+                place = _buffer(pointers, peer, slot, num_words, part_ptr) + sums + (piece // pieces_a_row) * D
+                tl.store(place + d, x, mask=d < D)
+    d = tl.arange(0, BLOCK_D)
+    for row in range(program, T, programs):
+        x = _wait(mine + sums + row * D + d, d < D)
+        _finish(x, row, d, D, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_r, eps, NORM)
+    _end(state, call, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
+
+
+@triton.jit
+def _gather(
+    pointers,
+    state,
+    part_ptr,
+    out_ptr,
+    rank,
+    num_words,
+    count,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM: tl.constexpr,
+):
+    call = tl.load(state)
+    slot = (call % NUM).to(tl.int64)
+    w = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    x = _sendable(tl.load(part_ptr + w, mask=w < count, other=0))
+    for step in tl.static_range(SIZE):
+        peer = (rank + step) % SIZE
+        tl.store(_buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + w, x, mask=w < count)
+    _empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
+    mine = _buffer(pointers, rank, slot, num_words, part_ptr)
+    for r in tl.static_range(SIZE):
+        tl.store(out_ptr + r * count + w, _wait_words(mine + r * count + w, w < count), mask=w < count)
+    _end(state, call, slot, SIZE * count)
+
+
+@triton.jit
+def _wait_words(place, mask):
+    x = tl.load(place, mask=mask, other=0, volatile=True)
+    while tl.max((x == -0x7FFF8000).to(tl.int32), 0) != 0:
+        x = tl.load(place, mask=mask, other=0, volatile=True)
+    return x
+
+
+def fits(buffers: Buffers, part: Tensor, *, two_shots: bool) -> bool:
+    """Whether rows [T, D] can go this way."""
+    if part.dim() != 2 or part.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    num_rows, width = part.shape
+    size = buffers.size
+    words_a = part.element_size() / 4
+    if two_shots:
+        pieces = num_rows * -(-width // PIECE)
+        count = size * -(-pieces // size) * PIECE + num_rows * width
+    else:
+        count = size * num_rows * width
+        if num_rows > buffers.max_programs:
+            return False
+    return width % 8 == 0 and width <= _MAX_WIDTH and count * words_a + 1 <= buffers.num_words
+
+
+def one_shot(
+    buffers: Buffers, part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None = None, splits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, sum): with `norm` (residual, weight, eps) those of `add_rms_norm`, else both the sum over ranks."""
+    part_TD = part_TD.contiguous()
+    num_rows, width = part_TD.shape
+    block = max(128, triton.next_power_of_2(width))
+    out_TD, sum_TD, given = _outputs(part_TD, norm)
+    if splits is None:
+        splits = min(8, block // 128)
+        while splits > 1 and splits * num_rows > buffers.max_programs:
+            splits //= 2
+    _one_shot[(num_rows * splits,)](
+        buffers.pointers,
+        buffers.state,
+        part_TD,
+        *given[:2],
+        out_TD,
+        sum_TD,
+        buffers.rank,
+        buffers.num_words,
+        num_rows,
+        width,
+        *given[2:],
+        SIZE=buffers.size,
+        SPLITS=splits,
+        BLOCK_D=block,
+        NORM=norm is not None,
+        CHUNK=_CHUNK,
+        NUM=NUM_BUFFERS,
+        num_warps=_num_warps(block),
+    )
+    return out_TD, sum_TD
+
+
+def two_shots(
+    buffers: Buffers, part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None = None, programs: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same; for more rows."""
+    part_TD = part_TD.contiguous()
+    num_rows, width = part_TD.shape
+    block = max(128, triton.next_power_of_2(width))
+    out_TD, sum_TD, given = _outputs(part_TD, norm)
+    pieces = num_rows * triton.cdiv(width, PIECE)
+    _two_shots[(min(programs or buffers.max_programs, pieces),)](
+        buffers.pointers,
+        buffers.state,
+        part_TD,
+        *given[:2],
+        out_TD,
+        sum_TD,
+        buffers.rank,
+        buffers.num_words,
+        num_rows,
+        width,
+        *given[2:],
+        SIZE=buffers.size,
+        BLOCK_D=block,
+        PIECE=PIECE,
+        NORM=norm is not None,
+        CHUNK=_CHUNK,
+        NUM=NUM_BUFFERS,
+        num_warps=_num_warps(block),
+    )
+    return out_TD, sum_TD
+
+
+def gather(buffers: Buffers, part: Tensor) -> Tensor | None:
+    """[N, ...] of whatever is a whole number of words; None where it is too large. A word 0x80008000 becomes
+    0x80008001, on every rank."""
+    words = part.contiguous().view(-1).view(torch.int32)
+    count = len(words)
+    programs = triton.cdiv(count, _CHUNK)
+    if buffers.size * count > buffers.num_words or programs > buffers.max_programs:
+        return None
+    out = torch.empty((buffers.size, *part.shape), dtype=part.dtype, device=part.device)
+    _gather[(programs,)](
+        buffers.pointers,
+        buffers.state,
+        words,
+        out.view(-1).view(torch.int32),
+        buffers.rank,
+        buffers.num_words,
+        count,
+        SIZE=buffers.size,
+        CHUNK=_CHUNK,
+        NUM=NUM_BUFFERS,
+        num_warps=4,
+    )
+    return out
+
+
+def _outputs(part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor, tuple[object, ...]]:
+    """(out, sum, what the kernel takes of `norm`)."""
+    out_TD = torch.empty_like(part_TD)
+    if norm is None:
+        return out_TD, out_TD, (part_TD, part_TD, 0, 0.0)
+    residual_TD, weight_D, eps = norm
+    residual_TD = residual_TD if residual_TD.stride(-1) == 1 else residual_TD.contiguous()
+    return out_TD, torch.empty_like(part_TD), (residual_TD, weight_D, residual_TD.stride(0), eps)
+
+
+def _num_warps(block: int) -> int:
+    return min(16, max(1, block // 512))

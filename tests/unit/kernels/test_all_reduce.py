@@ -1,0 +1,61 @@
+"""Sums over ranks: the reference against float64; the kernels with one rank alone (more in tests/gpu)."""
+
+import pytest
+import torch
+
+from glm5.kernels.add_rms_norm import add_rms_norm
+from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.testing.numerics import rel_rms
+from tests.support.interpreter import DTYPES, interpreted
+
+ROUNDING = {torch.float32: 1e-7, torch.float16: 5e-4, torch.bfloat16: 3e-3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_reference_rounds_once(dtype, seed):
+    parts = torch.randn(8, 33, 40, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    exact = parts.double().sum(dim=0)
+    assert rel_rms(all_reduce_reference(parts), exact) < ROUNDING[dtype]
+    if dtype != torch.float32:
+        assert torch.equal(all_reduce_reference(parts), parts.float().sum(dim=0).to(dtype))
+    assert torch.equal(all_reduce_reference(torch.arange(6).view(3, 2)), torch.tensor([6, 9]))
+    parts[3, 0] *= 1.5
+    assert rel_rms(all_reduce_reference(parts), exact) > 10 * ROUNDING[dtype]
+
+
+def buffers(num_words=1 << 15):
+    """Of one rank."""
+    from glm5.kernels.all_reduce.triton import NUM_BUFFERS, Buffers, empty, empty_state
+
+    memory = torch.empty(NUM_BUFFERS * num_words, dtype=torch.int32)
+    empty(memory)
+    pointers = torch.tensor([memory.data_ptr()])
+    return memory, Buffers(pointers, empty_state(torch.device("cpu")), 0, 1, num_words, 1)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernels_with_one_rank(dtype, seed):
+    from glm5.kernels.all_reduce.triton import fits, gather, one_shot, two_shots
+
+    generator = torch.Generator().manual_seed(seed)
+    memory, buffer = buffers()
+    for num_rows, width in [(1, 136), (1, 1288), (1, 24), (1, 1288)]:
+        x, residual = (torch.randn(num_rows, width, generator=generator).to(dtype) for _ in range(2))
+        x[0, 1], x[0, 2] = -0.0, 0.0
+        weight = torch.randn(width, generator=generator).to(dtype)
+        assert fits(buffer, x, two_shots=True)
+        assert fits(buffer, x, two_shots=False)
+        want, total = add_rms_norm(x, residual, weight, 1e-5, impl="reference")
+        for kernel in (lambda *a: one_shot(*a, splits=1), lambda *a: two_shots(*a, programs=1)):
+            assert torch.equal(kernel(buffer, x)[0], x)
+            out, added = kernel(buffer, x, (residual, weight, 1e-5))
+            assert torch.equal(added, total)
+            assert rel_rms(out, want.double()) < ROUNDING[dtype]
+        assert torch.equal(gather(buffer, weight[:20].double())[0], weight[:20].double())
+        assert torch.equal(gather(buffer, torch.tensor([3, 1 << 40]))[0], torch.tensor([3, 1 << 40]))
+    assert buffer.state[:2].tolist() == [4 * 6, 0]
+    assert int((memory != memory[-1]).sum()) > 0  # the last buffer is emptied by the next call
+    assert not fits(buffer, torch.empty(40, 1288), two_shots=True)
+    assert not fits(buffer, torch.empty(2, 9), two_shots=False)
+    assert gather(buffer, torch.empty(1 << 20)) is None
