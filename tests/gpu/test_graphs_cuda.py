@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-import glm5
-from glm5.checkpoint.init import write_random
-from glm5.checkpoint.save import save
+from glm5.checkpoint.dummy import dummy
 from glm5.config.presets import preset
 from glm5.engine.llm import LLM
 from glm5.engine.sampling import SamplingParams
@@ -68,14 +66,13 @@ def test_graphs_are_captured_anew_when_weights_move(model, rng):
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8", "num_speculative_tokens": 2}], ids=["plain", "fp8"])
-def test_no_kernel_is_built_after_the_start(rng, tmp_path, options):
+def test_no_kernel_is_built_after_the_start(rng, options):
     """Prompts of many lengths, contexts beyond every reach, batches that grow and shrink, drafts."""
     cfg = preset("nano").model_copy(update={"max_position_embeddings": 1024})
-    write_random(cfg, tmp_path / "plain", seed=0)
-    save(glm5.load(tmp_path / "plain"), tmp_path / "fp8", dtype="fp8")
+    model = dummy(cfg, fp8=True, device="cuda")
     prompts = [[rng.randrange(700) for _ in range(rng.choice([3, 17, 40, 100, 333, 900]))] for _ in range(20)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=5 + 3 * i, ignore_eos=True) for i in range(20)]
-    with LLM(tmp_path / "fp8", device="cuda", max_num_seqs=16, num_gpu_blocks_override=400, **options) as llm:
+    with LLM(model, max_num_seqs=16, num_gpu_blocks_override=400, **options) as llm:
         print(dict(llm.table)["graphs"])
         llm.generate(prompts, params, use_tqdm=False)
         assert llm.stats()["kernels_built_late"] == 0

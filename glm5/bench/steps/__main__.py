@@ -73,7 +73,7 @@ def _measure(case: StepCase, load: Load, *, anatomy: bool) -> dict[str, Any]:
 def _project(found: list[dict[str, Any]], loads: list[Load], few: int, more: int) -> None:
     """The whole model, all of whose further layers have experts, without what ranks say to each other."""
     whole = preset("glm-5").num_hidden_layers
-    for load, short, long in zip(loads, found, found[len(loads) :], strict=True):
+    for load, short, long in zip(loads, found[: len(loads)], found[len(loads) :], strict=True):
         layer = (long["gpu_ms"] - short["gpu_ms"]) / (more - few)
         total = short["gpu_ms"] + (whole - few) * layer
         short["projected_ms"] = total
