@@ -33,6 +33,14 @@ def widened(w, x):
 
 
 @triton.jit
+def once(x):
+    """x of 16 bits, computed where it is written: the compiler may not do it over for each use, in another layout."""
+    if not _CUTS:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
 def last_to_arrive(arrivals_ptr, tile, COUNT: tl.constexpr):
     """Whether this is the last of COUNT programs that come here for `tile`, which then sees what the others stored.
 

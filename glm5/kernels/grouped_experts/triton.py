@@ -2,7 +2,7 @@
 
     1..VECTOR_TOKENS    matrix-vector products, two kernels      (triton_few.py)
     ..PAIR_TOKENS       matrix units, x as it is, three kernels  (triton_few.py)
-    more                FP8 matrix units, five kernels           (triton_many.py)
+    more                FP8 matrix units, six kernels            (triton_many.py, triton_rows.py)
 
 Terms are not rounded to x's dtype before they are summed, except in the third way, and the sum runs in float32: nearer
 to float64 than the reference.
@@ -24,7 +24,7 @@ from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
 PAIR_TOKENS = 32
-_CHUNK, _PLAN_TILES = 256, 8  # pairs and tiles that one program of the plan places
+_CHUNK = 128  # pairs that one program of the plan places
 _HELD_BLOCKS = 4  # of h, that a program keeps for all of its outputs
 
 
@@ -63,6 +63,8 @@ class Tiling(NamedTuple):
     up_stages: int = 4
     down_stages: int = 3
     block_t: int = 8
+    down_t: int = 0
+    """Of rows, that the second product takes at a time; 0: as many as the first."""
 
 
 def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) -> Tiling:
@@ -76,10 +78,10 @@ def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) ->
     if num_tokens <= PAIR_TOKENS:
         return Tiling("pairs", 64, 4, block_d=64, down_tiles=8, up_stages=6 if wide or num_tokens <= 16 else 4)
     rows = num_pairs // num_experts
-    block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
-    block_d, warps = (64, 4) if block_t == 64 else (128, 8)
-    stages = 5 if block_t == 16 else 3
-    return Tiling("tiles", 128, 8, block_d, warps, down_tiles=8, up_stages=stages, block_t=block_t)
+    if rows >= 16:
+        return Tiling("rows", 128, 8, 64, 4, down_tiles=16, up_stages=4, block_t=128, down_t=64)
+    block_t = min(32, max(16, triton.next_power_of_2(rows + rows // 2)))
+    return Tiling("tiles", 128, 8, 128, 8, down_tiles=8, up_stages=5 if block_t == 16 else 3, block_t=block_t)
 
 
 def grouped_experts(
@@ -218,9 +220,10 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     whole = tiling.block_f == BLOCK  # then the kernel that makes h quantizes it
     h = torch.empty(rows, inner, dtype=FP8 if whole else x_TD.dtype, device=device)
     h_scale = torch.empty(num_blocks(inner) if whole else 0, rows, dtype=torch.float32, device=device)
-    y = torch.empty(rows, width, dtype=x_TD.dtype, device=device)
     is_wide = tiling.way == "rows"
     gate_up, down = (by_rows.gate_up_rows, by_rows.down_rows) if is_wide else (many.gate_up_tiles, many.down_tiles)
+    down_t = tiling.down_t or block_t
+    parts, cut = (block_t // down_t, {"TILE_T": block_t, "BLOCK_T": down_t}) if is_wide else (1, {"BLOCK_T": block_t})
     gate_up[(triton.cdiv(inner, tiling.block_f), len(tiles) + shared_tiles)](
         x_fp8,
         x_scale,
@@ -245,7 +248,8 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     if not whole:
         h, scale = act_quant(h)
         h_scale = scale.T
-    down[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), len(tiles) + shared_tiles)](
+    y = torch.empty(rows, width, dtype=x_TD.dtype, device=device)
+    down[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), (len(tiles) + shared_tiles) * parts)](
         h,
         h_scale,
         order,
@@ -259,7 +263,7 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
         rows,
         shared_tiles,
         A=active,
-        BLOCK_T=block_t,
+        **cut,
         BLOCK_D=tiling.block_d,
         BLOCKS=num_blocks(inner),
         TILES=tiling.down_tiles,
@@ -278,11 +282,13 @@ def _plan(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Te
     tiles = torch.empty(min(num_pairs, num_experts + num_pairs // block_t), 3, dtype=torch.int32, device=device)
     chunks, experts = triton.cdiv(num_pairs, _CHUNK), triton.next_power_of_2(num_experts + 1)
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
+    ranks = torch.empty_like(order)
     options = dependent_launch(device)
-    many.count[(chunks,)](expert_TA, counts, num_pairs, EXPERTS=experts, CHUNK=_CHUNK, **options)
-    many.plan[(max(chunks, triton.cdiv(len(tiles), _PLAN_TILES)),)](
+    many.count[(chunks,)](expert_TA, counts, ranks, num_pairs, EXPERTS=experts, CHUNK=_CHUNK, num_warps=8, **options)
+    many.plan[(chunks,)](
         expert_TA,
         counts,
+        ranks,
         order,
         tiles,
         num_pairs,
@@ -292,7 +298,6 @@ def _plan(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Te
         EXPERTS=experts,
         BLOCK_T=block_t,
         CHUNK=_CHUNK,
-        TILES=_PLAN_TILES,
         num_warps=8,
         **options,
     )

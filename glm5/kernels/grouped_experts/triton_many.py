@@ -12,19 +12,25 @@ from glm5.kernels.triton_fp8 import let_later_begin, quotient, scale_of, wait_fo
 
 
 @triton.jit
-def count(expert_ptr, count_ptr, num_pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """count [chunks, EXPERTS]: how many of a chunk's pairs each expert has; what is beyond the pairs, the last one."""
-    j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+def count(expert_ptr, count_ptr, rank_ptr, num_pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """count [chunks, EXPERTS]: how many of a chunk's pairs each expert has; what is beyond the pairs, the last one.
+    rank [pairs]: how many of them come before a pair.
+    """
+    i = tl.arange(0, CHUNK)
+    j = tl.program_id(0) * CHUNK + i
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     experts = tl.load(expert_ptr + j, mask=j < num_pairs, other=EXPERTS - 1)
     tl.store(count_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(experts, EXPERTS))
+    alike = (experts[:, None] == experts[None, :]) & (i[None, :] < i[:, None])
+    tl.store(rank_ptr + j, tl.sum(alike.to(tl.int32), 1), mask=j < num_pairs)
 
 
 @triton.jit
 def plan(
     expert_ptr,
     count_ptr,
+    rank_ptr,
     order_ptr,
     tile_ptr,
     num_pairs,
@@ -34,12 +40,10 @@ def plan(
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
-    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Places a chunk's pairs in `order`, and writes TILES of the tiles: (expert, first position, rows), or no rows.
-
-    EXPERTS: a power of two greater than E.
+    """Places a chunk's pairs in `order`. The first program writes the tiles: (expert, first position, rows); the rest
+    of them have no rows. EXPERTS: a power of two greater than E.
     """
     e = tl.arange(0, EXPERTS)
     c = tl.arange(0, 16)
@@ -48,7 +52,7 @@ def plan(
     let_later_begin(PDL)
     earlier = tl.zeros([EXPERTS], tl.int32)
     total = tl.zeros([EXPERTS], tl.int32)
-    for start in range(0, num_chunks, 16):
+    for start in tl.range(0, num_chunks, 16, num_stages=3):
         at = count_ptr + (start + c)[:, None] * EXPERTS + e[None, :]
         counts = tl.load(at, mask=(start + c < num_chunks)[:, None] & (e < E)[None, :], other=0)
         total += tl.sum(counts, 0)
@@ -57,21 +61,19 @@ def plan(
 
     j = tl.program_id(0) * CHUNK + i
     expert = tl.load(expert_ptr + j, mask=j < num_pairs, other=EXPERTS - 1)
-    alike = (expert[:, None] == expert[None, :]) & (i[None, :] < i[:, None])
-    rank = tl.sum(alike.to(tl.int32), 1)
+    rank = tl.load(rank_ptr + j, mask=j < num_pairs, other=0)
     tl.store(order_ptr + tl.gather(first + earlier, expert, 0) + rank, j, mask=j < num_pairs)
 
-    tiles = (total + BLOCK_T - 1) // BLOCK_T
-    end = tl.cumsum(tiles)
-    n = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    owner = tl.sum((end[None, :] <= n[:, None]).to(tl.int32), 1)
-    mine = owner[:, None] == e[None, :]
-    before = tl.sum(tl.where(mine, (end - tiles)[None, :], 0), 1)
-    begin = tl.sum(tl.where(mine, first[None, :], 0), 1) + (n - before) * BLOCK_T
-    rows = tl.sum(tl.where(mine, total[None, :], 0), 1) - (n - before) * BLOCK_T
-    tl.store(tile_ptr + n * 3, owner, mask=n < num_tiles)
-    tl.store(tile_ptr + n * 3 + 1, begin, mask=n < num_tiles)
-    tl.store(tile_ptr + n * 3 + 2, tl.where(owner < E, tl.minimum(rows, BLOCK_T), 0), mask=n < num_tiles)
+    if tl.program_id(0) == 0:
+        tiles = tl.where(e < E, (total + BLOCK_T - 1) // BLOCK_T, 0)
+        begin = tl.cumsum(tiles) - tiles
+        for piece in range(tl.max(tiles)):
+            entry = tile_ptr + (begin + piece) * 3
+            tl.store(entry, e, mask=piece < tiles)
+            tl.store(entry + 1, first + piece * BLOCK_T, mask=piece < tiles)
+            tl.store(entry + 2, tl.minimum(total - piece * BLOCK_T, BLOCK_T), mask=piece < tiles)
+        for n in range(tl.sum(tiles), num_tiles, EXPERTS):
+            tl.store(tile_ptr + (n + e) * 3 + 2, tl.zeros_like(e), mask=n + e < num_tiles)
 
 
 @triton.jit

@@ -192,6 +192,7 @@ def down_rows(
     rows,
     shared_tiles,
     A: tl.constexpr,
+    TILE_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -200,20 +201,21 @@ def down_rows(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As `down_tiles`."""
+    """As `down_tiles`; a tile of TILE_T rows goes to several programs of BLOCK_T."""
+    PARTS: tl.constexpr = TILE_T // BLOCK_T
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    expert, first, count = tile_at(tile_ptr, tl.program_id(1), T, A, shared_tiles, BLOCK_T)
-    if count == 0:
+    expert, first, count = tile_at(tile_ptr, tl.program_id(1) // PARTS, T, A, shared_tiles, TILE_T)
+    before = tl.program_id(1) % PARTS * BLOCK_T
+    if count <= before:
         return
+    first += before
+    count = min(count - before, BLOCK_T)
     if expert < 0:
         at_ptr, at_scale_ptr = shared_ptr, shared_scale_ptr
     else:
         at_ptr = w_ptr + expert.to(tl.int64) * F * D
         at_scale_ptr = scale_ptr + expert * tl.cdiv(D, 128) * BLOCKS
-    tile, h, weights, sizes = (expert, first, count), (h_ptr, h_scale_ptr), (at_ptr, at_scale_ptr), (D, F, rows)
-    cut: tl.constexpr = max(64, BLOCK_T // 2)
-    if (count <= BLOCK_T // 2) & (BLOCK_T > 64):
-        _down(tile, h, weights, y_ptr, sizes, order_ptr, weight_ptr, cut, BLOCK_D, BLOCKS, TILES, HELD, STAGES)
-    else:
-        _down(tile, h, weights, y_ptr, sizes, order_ptr, weight_ptr, BLOCK_T, BLOCK_D, BLOCKS, TILES, HELD, STAGES)
+    tile, h, weights = (expert, first, count), (h_ptr, h_scale_ptr), (at_ptr, at_scale_ptr)
+    sizes = (D, F, rows)
+    _down(tile, h, weights, y_ptr, sizes, order_ptr, weight_ptr, BLOCK_T, BLOCK_D, BLOCKS, TILES, HELD, STAGES)

@@ -73,17 +73,27 @@ def _score(
         is_new = tl.min(tl.where(row_Q == its_row, query, QUERIES), axis=0) == first
         last_end = tl.where(is_new, tl.max(tl.where(mine_Q, end_Q, 0), axis=0), 0)
         pages = table_ptr + its_row.to(tl.int64) * num_columns
-        for block in range(share, tl.cdiv(last_end, BLOCK_S), num_shares):
+        stop = tl.cdiv(last_end, BLOCK_S)
+        next_page = tl.load(pages + share * BLOCK_S // Z, mask=share < stop, other=0).to(tl.int64)
+        for block in range(share, stop, num_shares):
             s = block * BLOCK_S + tl.arange(0, BLOCK_S)
-            page = tl.load(pages + s // Z, mask=s < last_end, other=0).to(tl.int64)
-            key = key_ptr + (page * page_stride + (s % Z) * row_stride)[:, None] + i[None, :]
+            if Z % BLOCK_S == 0:  # one page, whose number is read a block ahead
+                page = next_page
+                following = block + num_shares
+                next_page = tl.load(pages + following * BLOCK_S // Z, mask=following < stop, other=0).to(tl.int64)
+                rows = page * page_stride + (s % Z) * row_stride
+                scales = page * scale_page_stride + (s % Z) * scale_row_stride
+            else:
+                pages_S = tl.load(pages + s // Z, mask=s < last_end, other=0).to(tl.int64)
+                rows = pages_S * page_stride + (s % Z) * row_stride
+                scales = pages_S * scale_page_stride + (s % Z) * scale_row_stride
+            key = key_ptr + rows[:, None] + i[None, :]
             key_SI = tl.load(key, mask=(s[:, None] < last_end) & (i[None, :] < I), other=0.0)
             hits = tl.dot(key_SI.to(q_I.dtype), q_I, input_precision="ieee")
             hits = tl.maximum(hits, 0.0) * w[None, :]
             score_SQ = tl.sum(tl.reshape(hits, [BLOCK_S, QUERIES, BLOCK_J]), axis=2) * scale
             if IS_FP8:
-                key_scale = key_scale_ptr + page * scale_page_stride + (s % Z) * scale_row_stride
-                score_SQ *= tl.load(key_scale, mask=s < last_end, other=0.0)[:, None]
+                score_SQ *= tl.load(key_scale_ptr + scales, mask=s < last_end, other=0.0)[:, None]
             score_SQ = tl.where(s[:, None] < end_Q[None, :], score_SQ, float("-inf"))
             at = score_ptr + t_Q[None, :] * score_stride
             tl.store(at + s[:, None], score_SQ, mask=mine_Q[None, :] & (s[:, None] < num_columns * Z))
@@ -105,12 +115,12 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(*, crowded: bool, is_float32: bool) -> Tiling:
-    """What was measured as fastest on H200 (docs/performance.md). Of 64 keys is the smallest product of a warp group;
-    1056 programs are eight a multiprocessor.
+    """What was measured as fastest on H200 (docs/performance.md). 64 keys make the smallest product of a warp group; of
+    528 programs, two at a time, every multiprocessor has four.
     """
     if is_float32:  # products of float32 take registers where others take matrix units
         return Tiling(64, _QUERIES if crowded else 1, warps=4, stages=3, programs=1056)
-    return Tiling(64, _QUERIES if crowded else 1, warps=4, stages=3, programs=1056)
+    return Tiling(64, _QUERIES, 4, 2, programs=528) if crowded else Tiling(64, 1, 4, 2, programs=2112)
 
 
 def index_score(

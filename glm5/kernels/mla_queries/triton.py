@@ -7,9 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.per_head.triton import product
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
+
+
+@triton.jit
+def _product(x, known, w, o, O: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr):
+    """float32 rows at `x`, where known, by a matrix [I, O] at `w`, its columns `o`. Every load comes before the sum."""
+    i, xs, ws = tl.arange(0, BLOCK_I), (), ()
+    for start in tl.static_range(0, I, BLOCK_I):
+        at = w + (start + i)[:, None] * O + o[None, :]
+        ws = ws + (tl.load(at, mask=(start + i < I)[:, None] & (o < O)[None, :], other=0.0),)
+        known_TI = known[:, None] & (start + i < I)[None, :]
+        xs = xs + (tl.load(x[:, None] + (start + i)[None, :], mask=known_TI, other=0.0),)
+    out = tl.zeros([x.shape[0], o.shape[0]], tl.float32)
+    for piece in tl.static_range(len(xs)):
+        out = tl.dot(xs[piece], ws[piece], out, input_precision="ieee")
+    return out
 
 
 @triton.jit
@@ -59,7 +73,7 @@ def _mla_queries(
     if job < H * BLOCKS:
         h, o = job // BLOCKS, (job % BLOCKS) * BLOCK_O + tl.arange(0, BLOCK_O)
         q, out = q_ptr + t * q_stride + h * q_head, out_ptr + (t * H + h) * (C + 2 * HALF)
-        value = product(q, known, w_ptr + h * N * C, o, C, N, BLOCK_I).to(out_ptr.dtype.element_ty)
+        value = _product(q, known, w_ptr + h * N * C, o, C, N, BLOCK_I).to(out_ptr.dtype.element_ty)
         tl.store(out[:, None] + o[None, :], value, mask=known[:, None] & (o < C)[None, :])
     else:
         h = job - H * BLOCKS
@@ -82,9 +96,7 @@ class Tiling(NamedTuple):
 
 def tiling_for(num_tokens: int) -> Tiling:
     """What was measured as fastest on H200 (docs/performance.md)."""
-    if num_tokens <= 64:
-        return Tiling(max(16, triton.next_power_of_2(num_tokens)), 64)
-    return Tiling(128, 128, warps=8)
+    return Tiling(max(16, min(64, triton.next_power_of_2(num_tokens))), 64)
 
 
 def mla_queries(

@@ -6,9 +6,10 @@ are (query, head) pairs, 16 of one query (the least that a product takes; a rank
     logits[r, n] = q[r] . latent[n]        out[r, c] = sum_n p[r, n] latent[n, c]
 
 A latent goes from the pool to shared memory once for both products, in groups of 128 values: more would take more
-registers than there are. FP8 latents come as bytes, a block ahead, and are widened to q's dtype on the way, 128 values
-having one scale. The sum over a share is taken in float32, in base 2; a second kernel adds the shares up in order. How
-many there are follows from shapes alone, so results are the same in every run.
+registers than there are. FP8 latents come as bytes, some blocks ahead, and are widened to q's dtype on the way from
+there to where both products read them, 128 values having one scale. The sum over a share is taken in float32, in base
+2; a second kernel adds the shares up in order. How many there are follows from shapes alone, so results are the same in
+every run.
 """
 
 import math
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8
 from glm5.kernels.fp8_pool import ROPE_DTYPE, Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import let_later_begin, once, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
 _SHARED_ROWS = 64
@@ -83,7 +84,7 @@ def _bytes(
 def _widened(bytes_GNC, scale_GN, GROUPS: tl.constexpr, dtype: tl.constexpr):
     values_GNC = ()
     for g in tl.static_range(GROUPS):
-        values_GNC = values_GNC + ((bytes_GNC[g].to(tl.float32) * scale_GN[g][:, None]).to(dtype),)
+        values_GNC = values_GNC + (once((bytes_GNC[g].to(tl.float32) * scale_GN[g][:, None]).to(dtype)),)
     return values_GNC
 
 
@@ -169,26 +170,17 @@ def _add_fp8_blocks(
     GROUPS: tl.constexpr,
     SELECTED: tl.constexpr,
 ):
-    """As `_add_blocks`. A block's bytes are read while the one before is added, its pages a block earlier, and its keys
-    one more: none waits for another."""
+    """As `_add_blocks`."""
     q_GHC, q_HR = q
     top_H, sum_H, out_GHC = sums
     keys_ptr, num_keys, pages_ptr, last_end = keys
-    key_N = _keys(start, keys_ptr, num_keys, SELECTED, BLOCK_N)
-    key1_N = _keys(start + 1, keys_ptr, num_keys, SELECTED, BLOCK_N)
-    key2_N = _keys(start + 2, keys_ptr, num_keys, SELECTED, BLOCK_N)
-    known_N, page_N, slot_N = _slots(key_N, pages_ptr, last_end, Z)
-    known1_N, page1_N, slot1_N = _slots(key1_N, pages_ptr, last_end, Z)
-    bytes_GNC, scale_GN, rope_NR = _bytes(known_N, page_N, slot_N, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS)
-    for block in tl.range(start, stop, num_stages=1):
-        bytes1, scale1, rope1 = _bytes(known1_N, page1_N, slot1_N, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS)
-        known2_N, page1_N, slot1_N = _slots(key2_N, pages_ptr, last_end, Z)
-        key3_N = _keys(block + 3, keys_ptr, num_keys, SELECTED, BLOCK_N)
+    for block in range(start, stop):
+        key_N = _keys(block, keys_ptr, num_keys, SELECTED, BLOCK_N)
+        known_N, page_N, slot_N = _slots(key_N, pages_ptr, last_end, Z)
+        bytes_GNC, scale_GN, rope_NR = _bytes(known_N, page_N, slot_N, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS)
         values_GNC, rope_NR = _widened(bytes_GNC, scale_GN, GROUPS, q_HR.dtype), rope_NR.to(q_HR.dtype)
         seen_HN = known_N[None, :] & (mine[:, None] & (key_N[None, :] < end[:, None]))
         top_H, sum_H, out_GHC = _add(q_GHC, q_HR, values_GNC, rope_NR, seen_HN, scale, top_H, sum_H, out_GHC, GROUPS)
-        bytes_GNC, scale_GN, rope_NR = bytes1, scale1, rope1
-        key_N, key1_N, key2_N, known_N, known1_N = key1_N, key2_N, key3_N, known1_N, known2_N
     return top_H, sum_H, out_GHC
 
 
@@ -317,6 +309,8 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     programs: int
+    registers: int = 0
+    """Of a thread, at most; 0: as the compiler likes."""
 
 
 def tiling(q_THL: Tensor, is_fp8: bool, crowded: bool) -> Tiling:
@@ -325,9 +319,9 @@ def tiling(q_THL: Tensor, is_fp8: bool, crowded: bool) -> Tiling:
     if q_THL.element_size() == 4:  # products of float32 take registers where others take matrix units
         return Tiling(1, 16, 16, warps=4, stages=2, programs=1)
     if crowded and num_heads <= _SHARED_ROWS // 2:
-        return Tiling(_SHARED_ROWS // num_heads, _SHARED_ROWS, 32 if is_fp8 else 64, warps=8, stages=2, programs=1)
+        return Tiling(_SHARED_ROWS // num_heads, _SHARED_ROWS, 64, warps=8, stages=2, programs=1)
     if is_fp8:
-        return Tiling(1, 16, 16, warps=4, stages=1, programs=2)
+        return Tiling(1, 16, 32, warps=4, stages=4, programs=2)
     return Tiling(1, 16, 64, warps=4, stages=3, programs=2)
 
 
@@ -416,6 +410,7 @@ def _constants(q_THL: Tensor, pool: Pool, value_dim: int, tile: Tiling) -> dict[
         "IS_FP8": isinstance(pool, Fp8Latents),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        **({"maxnreg": tile.registers} if tile.registers else {}),
     }
 
 

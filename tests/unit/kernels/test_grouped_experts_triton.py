@@ -25,7 +25,7 @@ CUTS = {
     "vector": {"block_f": 8, "up_tiles": 2, "up_warps": 1, "block_d": 16, "down_tiles": 2},
     "pairs": {"block_f": 32, "up_warps": 2, "block_d": 64, "down_tiles": 2},
     "tiles": {"block_f": 128, "up_warps": 8, "block_d": 64, "down_tiles": 2, "block_t": 16},
-    "rows": {"block_f": 128, "up_warps": 8, "block_d": 64, "down_tiles": 2, "block_t": 128},
+    "rows": {"block_f": 128, "up_warps": 8, "block_d": 64, "down_tiles": 2, "block_t": 128, "down_t": 64},
 }
 
 
