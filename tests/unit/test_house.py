@@ -41,6 +41,7 @@ CORE = {
     "numpy",
     "msgspec",
     "zmq",
+    "yaml",
 }
 # Packages of extras, and the folders that may import them. pyproject.toml says which extra brings what.
 EXTRAS = {

@@ -1,0 +1,148 @@
+"""`glm5 quantize`, `glm5 quant` and `glm5 convert`: what a run is told."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from glm5.common.errors import ConfigError
+from glm5.config.command import Also, Command, NoEffect, Positional
+from glm5.config.refusal import refuse
+
+SchemeName = Literal["w8a8", "w4a8", "w4a16", "fp8", "nvfp4"]
+Target = Literal["glm5", "vllm", "sglang", "ascend"]
+
+
+class QuantizeConfig(Command):
+    """Quantize a BF16 or FP8 checkpoint, layer by layer. The same command goes on where a run was cut off."""
+
+    model: Annotated[str, Positional()]
+    """Checkpoint folder, or a Hugging Face id such as zai-org/GLM-5-FP8."""
+    out: Annotated[str | None, Positional()] = None
+    """Folder to write; it appears when all is done. With --analyze: folder for the analysis."""
+    scheme: SchemeName | None = None
+    """Bits of weights and activations. Default: w4a8 (attention and dense MLPs w8a8, experts w4a8)."""
+    recipe: str | None = None
+    """A file in place of a scheme: TOML, or msModelSlim's YAML."""
+    target: Target | None = None
+    """Who loads the result, which decides the files. Default: glm5, or what the recipe names."""
+    w4a8_weights: Literal["channel", "group"] | None = None
+    """w4a8: int4 per channel under int8 tokens, or in groups of 128 under e4m3 tokens. Default: the target's."""
+    method: Literal["minmax", "ssz", "gptq"] | None = None
+    """How 4-bit weights are found. minmax alone, without rotation and smoothing, suits a QAT checkpoint. Default: the
+    recipe's."""
+    upstream_faithful: bool = False
+    """Search and round as msModelSlim does, its known faults included; for comparisons."""
+    mtp: Literal["keep", "drop"] = "keep"
+    """The MTP layer under rotation. keep: corrected, or, where the target has no place for that (vllm, sglang), the
+    residual stream is not rotated. drop: rotated all the same, and the MTP layer left out."""
+    calibration: str = "generated"
+    """Text to calibrate on: a file (.txt, .jsonl or .json), or generated."""
+    num_samples: Annotated[int, Field(ge=1, le=10**5)] = 48
+    """Calibration samples."""
+    sample_len: Annotated[int, Field(ge=8)] = 2048
+    """Longest sample in tokens."""
+    calibrate_all_experts: bool = False
+    """Show every token to every expert while statistics are gathered."""
+    min_tokens: Annotated[int, Field(ge=1)] = 16
+    """An expert that saw fewer calibration tokens is named, and treated by methods that need none."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of rotation and choice of samples."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?(,cuda:\d+)*)$")] = "auto"
+    """auto (all GPUs, else the CPU), cpu, cuda:0, or several as cuda:0,cuda:1, which share experts."""
+    compute_dtype: Literal["float32", "float64"] = "float32"
+    """Element type of weights and activations while they are worked on."""
+    max_shard_gb: Annotated[float, Field(gt=0)] = 4.0
+    """Largest file of weights."""
+    held_out: str = "generated"
+    """Text that the report measures on: a file, or generated."""
+    held_out_tokens: Annotated[int, Field(ge=0)] = 8192
+    """Tokens of it. 0: no measurement, only the verification of the files."""
+    analyze: bool = False
+    """Write no checkpoint: measure each layer and module at each width, and propose a fallback list."""
+    budget: Annotated[float, Field(gt=0, lt=16)] | None = None
+    """With --analyze: bits a weight that the proposal may take on average. Default: half a bit above the scheme's."""
+    restart: bool = False
+    """Throw away what a run that was cut off has left, and begin anew."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.scheme is not None and self.recipe is not None:
+            raise ValueError("either --scheme or --recipe; got both")
+        if self.out is None:
+            raise ValueError("OUT: the folder to write must be given")
+        if self.w4a8_weights is not None and self.scheme not in (None, "w4a8"):
+            raise ValueError(f"--w4a8-weights is for --scheme w4a8, got --scheme {self.scheme}")
+        return self
+
+
+_UPSTREAM_TAGS = {"vllm_ascend", "sglang", "mindie", "atlas_a2_inference", "atlas_a3_inference"}
+_NPU = re.compile(r"npu(:\d+(,\d+)*)?")
+
+
+class QuantConfig(Command):
+    """Quantize with msModelSlim's command line. For what it cannot say, see `glm5 quantize`."""
+
+    model_path: Annotated[str, Also("--model_path")]
+    """Checkpoint folder, or a Hugging Face id."""
+    save_path: Annotated[str, Also("--save_path")]
+    """Folder to write."""
+    model_type: Annotated[Literal["GLM-5", "GLM-5.1", "GLM-5.2"], Also("--model_type")] = "GLM-5"
+    """The architecture; all of these are one here."""
+    quant_type: Annotated[Literal["w4a8", "w8a8", "w4a16"] | None, Also("--quant_type")] = None
+    """The scheme."""
+    config_path: Annotated[str | None, Also("--config_path")] = None
+    """A recipe in place of a scheme."""
+    device: str = "auto"
+    """cpu, cuda:N or auto. npu is understood as auto."""
+    tag: tuple[str, ...] = ()
+    """Engine and hardware, which choose among msModelSlim's recipes: there is one a scheme here."""
+    debug: Annotated[bool, NoEffect("--log-level debug says more")] = False
+    trust_remote_code: Annotated[
+        Literal["True", "False"] | None, Also("--trust_remote_code"), NoEffect("no code of a checkpoint is ever run")
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_recipe(self) -> Self:
+        if (self.quant_type is None) == (self.config_path is None):
+            got = "neither" if self.quant_type is None else "both"
+            raise ValueError(f"either --quant_type or --config_path; got {got}")
+        if unknown := [tag for tag in self.tag if tag.lower() not in _UPSTREAM_TAGS]:
+            raise ValueError(f"tag {unknown[0]} is not known; known are {', '.join(sorted(_UPSTREAM_TAGS))}")
+        return self
+
+    def settings(self) -> QuantizeConfig:
+        """The same run in `glm5 quantize`'s words; the target is Ascend's, as it is there."""
+        device = "auto" if _NPU.fullmatch(self.device) else self.device
+        return QuantizeConfig(
+            model=self.model_path,
+            out=self.save_path,
+            scheme=self.quant_type,
+            recipe=self.config_path,
+            target="ascend",
+            device=device,
+        )
+
+
+class ConvertConfig(Command):
+    """Convert a checkpoint between FP8 and BF16, tensor by tensor."""
+
+    model: Annotated[str, Positional()]
+    """Checkpoint folder, or a Hugging Face id."""
+    out: Annotated[str, Positional()]
+    """Folder to write. A checkpoint that is there is replaced; a folder with other files is refused."""
+    dtype: Literal["bfloat16", "fp8", "float16", "float32"]
+    """What to write. fp8: in blocks of 128x128, what published FP8 checkpoints quantize; the rest bfloat16."""
+    max_shard_gb: Annotated[float, Field(gt=0)] = 5.0
+    """Largest file of weights."""
+
+
+def check_out(out: str) -> Path:
+    """The folder to write, which must not be there yet, or be empty."""
+    path = Path(out).expanduser().resolve()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise refuse("OUT", out, "a folder that is not there yet, or is empty; move it away or choose another")
+    if not path.parent.is_dir():
+        raise ConfigError(f"OUT: there is no folder {path.parent}")
+    return path

@@ -1,0 +1,9 @@
+"""A checkpoint to a quantized one, layer by layer: the pipeline over `glm5.quant`'s functions.
+
+recipe    names and files -> one recipe, one target     plan       recipe -> what becomes of each module
+source    checkpoint -> layers, ahead of their use      layer      one layer's tensors, experts stacked
+texts     calibration text -> token ids                 calibrate  inputs of linear layers, as a layer runs
+work      one layer: rotate, smooth, quantize           run        all layers; goes on where it was cut off
+formats/  quantized tensors <-> files of an engine      verify     what was written, read again
+report    figures -> HTML and JSON                      ladder     methods side by side
+"""

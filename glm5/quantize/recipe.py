@@ -1,0 +1,112 @@
+"""Recipes by name or file, and what settings of a run make of them: one resolved recipe and one target."""
+
+import logging
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from glm5.common.errors import ConfigError
+from glm5.config.quantize import QuantizeConfig, Target
+from glm5.config.recipe import LinearQuant, Recipe, WeightExt, parse_recipe
+from glm5.config.refusal import refuse
+
+logger = logging.getLogger(__name__)
+
+
+class Resolved(NamedTuple):
+    """A recipe with every choice made. `notes`: what was decided and why, a sentence each."""
+
+    recipe: Recipe
+    target: Target
+    name: str
+    notes: tuple[str, ...] = ()
+
+
+def resolve(settings: QuantizeConfig) -> Resolved:
+    """The recipe and target of a run. ConfigError for what contradicts itself."""
+    if settings.recipe is not None:
+        path = Path(settings.recipe).expanduser()
+        recipe, name = read_recipe(path), path.name
+        target = settings.target or recipe.save or "glm5"
+    else:
+        target = settings.target or "glm5"
+        name = _built_in(settings, target)
+        recipe = built_in(name)
+    notes: list[str] = []
+    if settings.method is not None:
+        recipe = with_method(recipe, settings.method)
+    rotation = recipe.rotation
+    if rotation is not None and rotation.residual and settings.mtp == "keep" and target in ("vllm", "sglang"):
+        recipe = _replaced(recipe, rotation, residual=False)
+        notes.append(
+            f"the residual stream is not rotated: {target} has no place for what MTP would need; "
+            "--mtp drop rotates it and leaves MTP out"
+        )
+    if rotation is not None and rotation.seed is None:
+        recipe = _replaced(recipe, recipe.rotation, seed=settings.seed)
+    return Resolved(recipe, target, name, tuple(notes))
+
+
+def built_in(name: str) -> Recipe:
+    """A recipe that comes with the package, by its file's name without the ending."""
+    file = resources.files("glm5.quantize") / "recipes" / f"{name}.toml"
+    return parse_recipe(tomllib.loads(file.read_text(encoding="utf-8")), file.name)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """A recipe from a .toml, .yaml or .yml file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"{path}: cannot be read: {getattr(err, 'strerror', None) or err}") from None
+    try:
+        if path.suffix == ".toml":
+            raw: Any = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            raw = yaml.safe_load(text)
+        else:
+            raise refuse("--recipe", str(path), "a file ending in .toml, .yaml or .yml")
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as err:
+        raise ConfigError(f"{path}: cannot be understood: {' '.join(str(err).split())}") from None
+    recipe = parse_recipe(raw, str(path))
+    if recipe.dataset is not None and (beside := path.parent / recipe.dataset).is_file():
+        recipe = recipe.model_copy(update={"dataset": str(beside)})
+    elif recipe.dataset is not None:
+        logger.info("%s: dataset %s is not beside it: --calibration decides", path, recipe.dataset)
+        recipe = recipe.model_copy(update={"dataset": None})
+    return recipe
+
+
+def _built_in(settings: QuantizeConfig, target: Target) -> str:
+    scheme = settings.scheme or "w4a8"
+    if scheme != "w4a8":
+        return scheme
+    own = {"glm5": "channel", "ascend": "channel", "vllm": "group", "sglang": "sglang"}[target]
+    asked = settings.w4a8_weights
+    if asked is None or (asked == "group" and own == "sglang"):
+        return f"w4a8-{own}"
+    if target != "glm5" and asked != own:
+        kernels = {"ascend": "int4 per channel", "vllm": "groups of 128", "sglang": "groups of 128"}[target]
+        raise ConfigError(f"--w4a8-weights {asked}: kernels of {target} take {kernels}; --target glm5 has both")
+    return f"w4a8-{asked}"
+
+
+def with_method(recipe: Recipe, method: str) -> Recipe:
+    """The same recipe with another method for its 4-bit integer weights; `minmax` for weights alone also leaves
+    nothing else to do, so that a QAT checkpoint passes unchanged."""
+    steps: list[Any] = []
+    for step in recipe.process:
+        if isinstance(step, LinearQuant) and step.qconfig.weight.dtype == "int4":
+            ext = WeightExt(group_size=step.qconfig.weight.ext.group_size)
+            weight = step.qconfig.weight.model_copy(update={"method": method, "ext": ext})
+            step = step.model_copy(update={"qconfig": step.qconfig.model_copy(update={"weight": weight})})
+        steps.append(step)
+    return recipe.model_copy(update={"process": tuple(steps)})
+
+
+def _replaced(recipe: Recipe, old: Any, **changes: Any) -> Recipe:
+    steps = tuple(step.model_copy(update=changes) if step is old else step for step in recipe.process)
+    return recipe.model_copy(update={"process": steps})

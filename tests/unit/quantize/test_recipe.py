@@ -1,0 +1,102 @@
+"""Recipes: those of the package, msModelSlim's file, and what is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from glm5.common.errors import ConfigError
+from glm5.config.quantize import QuantConfig, QuantizeConfig
+from glm5.config.recipe import parse_recipe
+from glm5.quantize.recipe import built_in, read_recipe, resolve
+
+UPSTREAM = Path(__file__).parent / "upstream.yaml"
+NAMES = ("w8a8", "w4a8-channel", "w4a8-group", "w4a8-sglang", "w4a16", "fp8", "nvfp4")
+EIGHT = {"scope": "per_channel", "dtype": "int8"}
+
+
+def settings(**more: object) -> QuantizeConfig:
+    return QuantizeConfig.model_validate({"model": "m", "out": "o", **more})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_of_the_package_are_read(name):
+    assert built_in(name).linears
+
+
+def test_msmodelslims_file_runs_unchanged():
+    found = resolve(settings(recipe=str(UPSTREAM)))
+    assert found.target == "ascend"
+    assert [step.type for step in found.recipe.process] == [
+        "quarot",
+        "flex_awq_ssz",
+        "flex_smooth_quant",
+        "linear_quant",
+        "linear_quant",
+        "linear_quant",
+    ]
+    experts = found.recipe.linears[-1]
+    assert experts.takes("model.layers.3.mlp.experts.7.up_proj")
+    assert not experts.takes("model.layers.78.mlp.experts.7.up_proj")
+    assert found.recipe.smoothing[0].qconfig.weight.ext.step == 10
+    assert found.recipe.rotation.seed == 0
+
+
+def test_the_article_command_line():
+    given = {"model_path": "m", "save_path": "o", "quant_type": "w4a8", "device": "npu:0,1", "tag": ("vLLM_Ascend",)}
+    run = QuantConfig.model_validate(given).settings()
+    assert (run.scheme, run.target, run.device) == ("w4a8", "ascend", "auto")
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "residual"),
+    [
+        ({}, "w4a8-channel", True),
+        ({"target": "ascend"}, "w4a8-channel", True),
+        ({"target": "vllm"}, "w4a8-group", False),
+        ({"target": "vllm", "mtp": "drop"}, "w4a8-group", True),
+        ({"target": "sglang"}, "w4a8-sglang", False),
+        ({"w4a8_weights": "group"}, "w4a8-group", True),
+    ],
+)
+def test_the_target_decides(given, name, residual):
+    found = resolve(settings(scheme="w4a8", **given))
+    assert (found.name, found.recipe.rotation.residual) == (name, residual)
+    assert bool(found.notes) == (not residual)
+
+
+def test_a_target_without_such_kernels_is_refused():
+    with pytest.raises(ConfigError, match="kernels of vllm take groups of 128"):
+        resolve(settings(scheme="w4a8", target="vllm", w4a8_weights="channel"))
+
+
+def test_minmax_alone_suits_qat():
+    assert resolve(settings(scheme="w4a16", method="minmax")).recipe.is_plain
+    assert not resolve(settings(scheme="w4a16")).recipe.is_plain
+
+
+def changed(**linear: object) -> dict[str, object]:
+    return {"process": [{"type": "linear_quant", "qconfig": {"weight": EIGHT}, **linear}]}
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (changed(inculde=["*"]), "inculde: got .* no such key"),
+        (changed(qconfig={"weight": {**EIGHT, "dtype": "int3"}}), "dtype: got 'int3'; allowed: 'int8'"),
+        (changed(qconfig={"weight": {**EIGHT, "scope": "per_block"}}), "per_channel or per_group, got per_block"),
+        ({"process": [{"type": "kv_smooth"}]}, "process.0.type: got 'kv_smooth'; allowed: quarot"),
+        ({"process": [], "procces": 1}, "procces"),
+        ({"process": [*changed()["process"], {"type": "quarot"}]}, "quarot comes first"),
+        ({"spec": {"process": [], "saev": []}}, "spec.saev: got"),
+        ({"spec": {"process": [], "save": [{"type": "mindie_format_saver"}]}}, "spec.save.type: got 'mindie"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(raw, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_recipe(raw, "a file")
+
+
+def test_a_broken_file_is_named(tmp_path):
+    (tmp_path / "r.toml").write_text("process = [")
+    with pytest.raises(ConfigError, match=r"r\.toml: cannot be understood"):
+        read_recipe(tmp_path / "r.toml")
