@@ -2,6 +2,8 @@
 //
 // A row is computed in the same order whatever stands beside it, so its bits do not depend on the batch.
 
+#include <new>
+
 #include "attention.h"
 
 namespace glm5 {
@@ -64,23 +66,32 @@ static void norm_rows(const float* x, const float* weight, int T, int width, flo
     for (int64_t row = 0; row < T; ++row) rms_norm(x + row * width, weight, width, eps, y + row * width);
 }
 
+static void run_layer(const Layer& layer, const Step& step, const Pool& latents, const Pool& index_keys,
+                      const Selection& selection, const float* turn, const float* x, float* y) {
+    static thread_local Scratch scratch;
+    int T = step.rows, D = layer.hidden;
+    std::memcpy(y, x, int64_t(T) * D * sizeof(float));
+    norm_rows(y, layer.input_norm, T, D, layer.eps, scratch);
+    run_attention(layer, step, latents, index_keys, selection, turn, scratch, y);
+    norm_rows(y, layer.post_norm, T, D, layer.eps, scratch);
+    if (layer.experts) run_experts(layer, T, scratch, y);
+    float* sum = sized(scratch.y, int64_t(T) * D);
+    run_mlp(scratch.x.data(), T, D, layer.dense_width, layer.gate, layer.up, layer.down, scratch, sum);
+    for (int64_t at = 0; at < int64_t(T) * D; ++at) y[at] += sum[at];
+}
+
 }  // namespace glm5
 
-// x [T, hidden] to y [T, hidden]. Rows are written to the pools; `selection` is read or filled.
-extern "C" void glm5_layer(const glm5::Layer* layer, const glm5::Step* step, const glm5::Pool* latents,
-                           const glm5::Pool* index_keys, const glm5::Selection* selection, const float* turn,
-                           const float* x, float* y) {
-    using namespace glm5;
-    static thread_local Scratch scratch;
-    int T = step->rows, D = layer->hidden;
-    std::memcpy(y, x, int64_t(T) * D * sizeof(float));
-    norm_rows(y, layer->input_norm, T, D, layer->eps, scratch);
-    run_attention(*layer, *step, *latents, *index_keys, *selection, turn, scratch, y);
-    norm_rows(y, layer->post_norm, T, D, layer->eps, scratch);
-    if (layer->experts) run_experts(*layer, T, scratch, y);
-    float* sum = sized(scratch.y, int64_t(T) * D);
-    run_mlp(scratch.x.data(), T, D, layer->dense_width, layer->gate, layer->up, layer->down, scratch, sum);
-    for (int64_t at = 0; at < int64_t(T) * D; ++at) y[at] += sum[at];
+// x [T, hidden] to y [T, hidden]. Rows are written to the pools; `selection` is read or filled. 1: out of memory.
+extern "C" int glm5_layer(const glm5::Layer* layer, const glm5::Step* step, const glm5::Pool* latents,
+                          const glm5::Pool* index_keys, const glm5::Selection* selection, const float* turn,
+                          const float* x, float* y) {
+    try {
+        glm5::run_layer(*layer, *step, *latents, *index_keys, *selection, turn, x, y);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
 }
 
 // y [T, O] = x [T, I] w^T
