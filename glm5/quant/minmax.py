@@ -1,0 +1,109 @@
+"""Scales from the largest values, and codes under given scales.
+
+    symmetric     s = max|x| / highest                  code = clamp(round(x / s), lowest, highest)
+    asymmetric    s = (max - min) / (2^b - 1)           o = round(-min / s) + lowest
+                                                        code = clamp(round(x / s + o), lowest, highest)
+
+highest is 7 for 4 bits, 127 for 8, 448 for e4m3; fp8 codes are rounded by the format instead. As msModelSlim
+(`ir/`), but for two things: 0 is always within the asymmetric range, so that an offset is itself a code; and the scale
+of zeros is 1, where msModelSlim never goes below float32's epsilon and so loses rows of small numbers.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.common.errors import ConfigError
+from glm5.kernels.block_scaled import FP8
+from glm5.quant.nvfp4 import quantize_nvfp4
+from glm5.quant.parts import parts, stacked, wide
+from glm5.quant.record import Grid, Quantized
+
+
+def as_groups(x: Tensor, grid: Grid) -> Tensor:
+    """x [..., O, I] with elements that share a scale side by side: [*grid.scale_shape, elements]; blocks are padded
+    with zeros at the edges."""
+    shape = grid.scale_shape(x.shape)
+    if grid.scope == "tensor":
+        return x.reshape(*shape, -1)
+    if grid.scope != "block":
+        return x.unflatten(-1, (shape[-1], -1))
+    size = grid.group or 0
+    pad = (0, shape[-1] * size - x.shape[-1], 0, shape[-2] * size - x.shape[-2])
+    return F.pad(x, pad).unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).transpose(-3, -2).flatten(-2)
+
+
+def minmax(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
+    """(scale, offset) of `grid` for x [..., O, I]; float32, float64 for a float64 x. Offset is None if symmetric."""
+    scale = torch.empty(grid.scale_shape(x.shape), dtype=wide(x[..., :0]).dtype, device=x.device)
+    offset = None if grid.symmetric else torch.empty_like(scale)
+    for some, rows, of_scale in _parts(x, grid):
+        groups = as_groups(wide(stacked(x)[some, rows]), grid)
+        low, high = groups.amin(-1).clamp_max_(0), groups.amax(-1).clamp_min_(0)
+        reach = torch.maximum(high, -low) if offset is None else high - low
+        # A tensor as divisor: by a plain number, torch on CUDA multiplies with the rounded reciprocal instead.
+        step = reach / torch.full_like(reach, grid.highest if offset is None else grid.highest - grid.lowest)
+        step.masked_fill_(step == 0, 1.0)
+        stacked(scale)[some, of_scale] = step
+        if offset is not None:
+            stacked(offset)[some, of_scale] = (-low / step).round_() + grid.lowest
+    return scale, offset
+
+
+def encode(x: Tensor, grid: Grid, scale: Tensor, offset: Tensor | None = None) -> Tensor:
+    """Codes of x [..., O, I] nearest under the given scale: int8, or float8_e4m3fn for kind "fp8"."""
+    if grid.kind == "nvfp4":
+        raise ConfigError("codes of nvfp4 come from quantize: it has two scales")
+    codes = torch.empty(x.shape, dtype=FP8 if grid.kind == "fp8" else torch.int8, device=x.device)
+    for some, rows, of_scale in _parts(x, grid):
+        offset_OG = None if offset is None else stacked(offset)[some, of_scale]
+        stacked(codes)[some, rows] = _nearest(
+            wide(stacked(x)[some, rows]), grid, stacked(scale)[some, of_scale], offset_OG
+        )
+    return codes
+
+
+def _nearest(x: Tensor, grid: Grid, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """Codes in x's dtype."""
+    x = x / grid.spread(scale, x.shape)
+    if offset is not None:
+        x += grid.spread(offset, x.shape)
+    if grid.kind == "fp8":
+        return x.clamp_(grid.lowest, grid.highest).to(FP8).to(x.dtype)
+    return x.round_().clamp_(grid.lowest, grid.highest)
+
+
+def quantize(x: Tensor, grid: Grid, scale: Tensor | None = None, offset: Tensor | None = None) -> Quantized:
+    """x [..., O, I] on `grid`, under the given scale or min-max's. nvfp4 takes no scale."""
+    if grid.kind == "nvfp4":
+        return quantize_nvfp4(x, grid)
+    if scale is None:
+        scale, offset = minmax(x, grid)
+    return Quantized(grid, encode(x, grid, scale, offset), scale, offset)
+
+
+def fake_quantize(x: Tensor, grid: Grid | None, scale: Tensor | None = None) -> Tensor:
+    """x [..., T, I] after a round trip through `grid`, in its own dtype; None is no grid. A vector is one row."""
+    if grid is None:
+        return x
+    if x.dim() == 1:
+        return fake_quantize(x.unsqueeze(0), grid, scale).squeeze(0)
+    if grid.kind == "nvfp4" or not grid.symmetric or x.dtype not in (torch.float32, torch.float64):
+        return quantize(x, grid, scale).dequantize(x.dtype)
+    # A code has at most 8 bits, so its product with a scale is rounded once here too.
+    scale = minmax(x, grid)[0] if scale is None else scale
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for some, rows, of_scale in _parts(x, grid):
+        part, each = stacked(x)[some, rows], stacked(scale)[some, of_scale]
+        stacked(out)[some, rows] = _nearest(part, grid, each, None).mul_(grid.spread(each, part.shape))
+    return out
+
+
+def _parts(x: Tensor, grid: Grid) -> Iterator[tuple[slice, slice, slice]]:
+    """Slices of a stack along its matrices and rows, and the slice of rows of the scale that belongs to them."""
+    flat = stacked(x)
+    unit = {"block": grid.group or 1, "tensor": max(1, flat.shape[1])}.get(grid.scope, 1)
+    for some, rows in parts(flat, unit):
+        yield some, rows, slice(rows.start // unit, -(-rows.stop // unit))
