@@ -33,12 +33,13 @@ class Extended:
 @dataclass(frozen=True)
 class DraftRows:
     """The sequences that sampled: their slots (on the host and on the device), the step's row with which each begins
-    to sample, and how many tokens it gained."""
+    to sample, and how many tokens it gained. `ahead_KC`: -1, 0, 1 .., in rows of their own, where that is at hand."""
 
     slots: NDArray[np.int64]
     slot_C: Tensor
     first_C: Tensor
     count_C: Tensor
+    ahead_KC: Tensor | None = None
 
 
 class Drafter:
@@ -48,9 +49,8 @@ class Drafter:
         self.passes, self.slots, self.sampler = passes, slots, sampler
         self.shares_selection = passes.model.cfg.index_share_for_mtp_iteration
 
-    def extend(self, view: StepView, slot_R: Tensor, hidden_RD: Tensor) -> Extended:
-        """Run the layer over the rows of a step whose tokens are in their places."""
-        next_R = self.slots.tokens(slot_R, view.positions_T + 1)
+    def extend(self, view: StepView, next_R: Tensor, hidden_RD: Tensor) -> Extended:
+        """Run the layer over the rows of a step, `next_R` being the token after each."""
         hidden_RD, selection = self.passes.draft(next_R, hidden_RD, view)
         return Extended(hidden_RD, selection)
 
@@ -61,32 +61,35 @@ class Drafter:
         last_C = rows.first_C + rows.count_C - 1
         hidden_CD = extended.hidden_RD[last_C]
         selection = rows_of(extended.selection, last_C) if self.shares_selection else None
+        token_C = rows.slot_C  # anything, before the first
         for index in range(depth):
             if index:
-                ahead = self._view(view, rows, self.slots.len_S[rows.slot_C] - 2 + index)
-                before_C = self.slots.draft_SK[rows.slot_C, index - 1]
-                hidden_CD, _ = self.passes.draft(before_C, hidden_CD, ahead, selection)
-            where = Rows(
-                rows.slots,
-                rows.slot_C,
-                position_R=self.slots.len_S[rows.slot_C] + index,
-                offset_R=torch.full_like(rows.slot_C, index),
-            )
+                hidden_CD, _ = self.passes.draft(token_C, hidden_CD, self._view(view, rows, index), selection)
+            # Greedy drafts look at neither position nor offset.
+            position_C = offset_C = rows.slot_C
+            if features != 0:
+                position_C, offset_C = self.slots.len_S[rows.slot_C] + index, torch.full_like(rows.slot_C, index)
+            where = Rows(rows.slots, rows.slot_C, position_C, offset_C)
             assumed_SK = self.slots.draft_SK if index else None
             logits_CW = self.passes.logits(hidden_CD)
             guess = self.sampler.sample(logits_CW, where, assumed_SK, drafting=True, features=features)
-            self.slots.draft_SK[rows.slot_C, index] = guess.token_R
+            token_C = guess.token_R
+            self.slots.draft_SK[rows.slot_C, index] = token_C
 
-    def _view(self, step: StepView, rows: DraftRows, position_C: Tensor) -> StepView:
-        """One token of each sequence, at a position that lies ahead of the step's."""
-        return StepView.of(
-            step.cache,
-            self.slots,
-            slot_B=rows.slot_C,
-            group_T=torch.arange(len(rows.slot_C), device=self.slots.device),
-            slot_T=rows.slot_C,
-            positions_T=position_C,
-            live_T=(rows.count_C > 0).long(),
-            max_end=step.max_end,
-            invariant=step.invariant,
-        )
+    def _view(self, step: StepView, rows: DraftRows, index: int) -> StepView:
+        """One token of each sequence, `index` - 1 behind the last that is known."""
+        if step.invariant or rows.ahead_KC is None:
+            return StepView.of(
+                step.cache,
+                self.slots,
+                slot_B=rows.slot_C,
+                group_T=torch.arange(len(rows.slot_C), device=self.slots.device),
+                slot_T=rows.slot_C,
+                positions_T=self.slots.len_S[rows.slot_C] - 2 + index,
+                live_T=(rows.count_C > 0).long(),
+                max_end=step.max_end,
+                invariant=step.invariant,
+            )
+        where = self.slots.rows(rows.slot_C, rows.ahead_KC[0], rows.ahead_KC[index], rows.count_C)
+        group_C = torch.arange(len(rows.slot_C), dtype=torch.int32, device=self.slots.device)
+        return StepView.at(step.cache, self.slots, where, slot_B=rows.slot_C, group_T=group_C, max_end=step.max_end)

@@ -30,6 +30,8 @@ from glm5.engine.sampling import Rows, Sampled, Sampler, accept
 from glm5.engine.sampling.slots import Feature
 from glm5.engine.slot_state import SlotState
 from glm5.engine.view import StepView
+from glm5.kernels.settle import Settled, settle
+from glm5.kernels.step_rows import StepRows
 
 KINDS = (0, Feature.RANDOM)  # of sampling, that are captured
 _REACHES = (1, 2, 4, 16, 64)  # times index_topk; then the longest context
@@ -73,14 +75,16 @@ class OnDevice:
 class Buffers:
     """What steps of one shape read and write. `result`: tokens [C, J], counts [C], drafts [C, K], stuck rows [R]."""
 
-    def __init__(self, shape: Shape, padding: Batch, like_D: Tensor, num_slots: int, max_depth: int):
+    def __init__(self, shape: Shape, padding: Batch, like_D: Tensor, max_depth: int):
         device, C, J = like_D.device, shape.num_seqs, 1 + max_depth
         self.shape, self.padding = shape, padding
         self.packed = torch.from_numpy(_packed(padding)).to(device)
         self.on = OnDevice(*self.packed.split([len(part) for part in arrays(padding)]))
         self.position_R = torch.zeros(shape.num_rows, dtype=torch.int64, device=device)
         self.hidden_RD = like_D.new_zeros(shape.num_rows, like_D.shape[-1])
-        self.count_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # -1, which stands for the last known token, then how far behind it each further draft is made.
+        self.ahead_KC = torch.arange(-1, max(1, max_depth), device=device)[:, None].repeat(1, C)
+        self.further_KR = torch.arange(2, device=device)[:, None].repeat(1, shape.num_rows)
         self.expert_RLA: Tensor | None = None
         self.sizes = C * J, C, C * max_depth, shape.num_rows
         self.result = torch.zeros(sum(self.sizes), dtype=torch.int64, device=device)
@@ -182,16 +186,17 @@ class DecodeSteps:
         if shape not in self._buffers:
             padding = _nobody(shape, len(self.slots.len_S) - 1)
             like_D = self.passes.model.model.norm.weight.detach()
-            self._buffers[shape] = Buffers(shape, padding, like_D, len(self.slots.len_S), self.slots.max_depth)
+            self._buffers[shape] = Buffers(shape, padding, like_D, self.slots.max_depth)
         return self._buffers[shape]
 
     def _target(self, b: Buffers, reach: int) -> None:
-        slots, on = self.slots, b.on
-        b.position_R.copy_(slots.positions(on.slot_R, on.start_R, on.offset_R))
-        view = self._view(b, reach)
+        on = b.on
+        rows = self.slots.rows(on.slot_R, on.start_R, on.offset_R, on.live_R)
+        b.position_R.copy_(rows.position_T)
+        view = self._view(b, rows, reach)
         if self.routing is not None:
             self.routing.clear()
-        b.hidden_RD.copy_(self.passes.hidden(slots.tokens(on.slot_R, b.position_R), view))
+        b.hidden_RD.copy_(self.passes.hidden(rows.id_T, view))
         if self.routing is not None:
             expert_RLA = self.routing.take()
             if b.expert_RLA is None:
@@ -204,41 +209,29 @@ class DecodeSteps:
         rows = Rows(slots_of_rows, on.sample_slot_Q, position_Q, on.sample_offset_Q)
         logits_QW = self.passes.logits(b.hidden_RD)
         sampled = self.sampler.sample(logits_QW, rows, draft_SK if slots.max_depth else None, features=kind)
-        accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
-        if kind is None:
-            self.sampler.record(accepted, slots_of_rows)
-        slots.take(sampled.token_R, on.sample_slot_Q, position_Q, accepted)
-        b.count_S.copy_(accepted.count_S)
-        token_CJ, count_C, draft_CK, stuck_R = b.parts(b.result)
-        token_CJ.copy_(accepted.token_SJ.index_select(0, on.slot_C))
-        count_C.copy_(accepted.count_S.index_select(0, on.slot_C))
-        draft_CK.copy_(draft_SK.index_select(0, on.slot_C))
+        *told, stuck_R = b.parts(b.result)
         stuck_R.copy_(sampled.stuck_R)
+        if kind is None:  # what has been written is counted
+            accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
+            self.sampler.record(accepted, slots_of_rows)
+        where = on.sample_slot_Q, on.sample_offset_Q, position_Q, draft_SK, on.slot_C, slots.token_SN, slots.len_S
+        settle(sampled.token_R, *where, Settled(*told))
         return sampled
 
     def _draft(self, b: Buffers, reach: int, depth: int, kind: int | None, slots_of_rows: Ints) -> None:
         assert self.drafter is not None
-        on = b.on
-        view = self._view(b, reach)
-        extended = self.drafter.extend(view, on.slot_R, b.hidden_RD)
-        rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.count_S.index_select(0, on.slot_C))
+        on, (here_R, next_R) = b.on, b.further_KR
+        view = self._view(b, self.slots.rows(on.slot_R, b.position_R, here_R, on.live_R), reach)
+        next_ids_R = self.slots.rows(on.slot_R, b.position_R, next_R, on.live_R).id_T
+        extended = self.drafter.extend(view, next_ids_R, b.hidden_RD)
+        rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.parts(b.result)[1], b.ahead_KC)
         self.drafter.draft(extended, view, rows, depth, features=kind)
         self.slots.assume(on.slot_C)
         b.parts(b.result)[2].copy_(self.slots.draft_SK.index_select(0, on.slot_C))
 
-    def _view(self, b: Buffers, reach: int) -> StepView:
+    def _view(self, b: Buffers, rows: StepRows, reach: int) -> StepView:
         on = b.on
-        return StepView.of(
-            self.cache,
-            self.slots,
-            slot_B=on.slot_B,
-            group_T=on.group_R,
-            slot_T=on.slot_R,
-            positions_T=b.position_R,
-            live_T=on.live_R,
-            max_end=reach,
-            invariant=False,
-        )
+        return StepView.at(self.cache, self.slots, rows, slot_B=on.slot_B, group_T=on.group_R.int(), max_end=reach)
 
     def _do(self, buffers: Buffers, key: Hashable, piece: Callable[[], object]) -> None:
         if not self.captures:
@@ -253,7 +246,7 @@ class DecodeSteps:
         if (graph := self._graphs.get(key)) is not None:
             return graph
         packed = buffers.packed.clone()
-        kept = [tensor.clone() for tensor in (buffers.position_R, buffers.hidden_RD, buffers.count_S, buffers.result)]
+        kept = [tensor.clone() for tensor in (buffers.position_R, buffers.hidden_RD, buffers.result)]
         buffers.packed.copy_(torch.from_numpy(_packed(buffers.padding)))
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
@@ -265,9 +258,7 @@ class DecodeSteps:
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             piece()
         buffers.packed.copy_(packed)
-        for tensor, old in zip(
-            (buffers.position_R, buffers.hidden_RD, buffers.count_S, buffers.result), kept, strict=True
-        ):
+        for tensor, old in zip((buffers.position_R, buffers.hidden_RD, buffers.result), kept, strict=True):
             tensor.copy_(old)
         self._graphs[key] = graph
         self.num_captured += 1

@@ -152,7 +152,7 @@ class Runner:
             view = self._view(on, position_R, reach, first_T)
             hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, position_R), view)
         if self._drafter is not None:
-            self._drafter.extend(view, on.slot_R, hidden_RD)
+            self._drafter.extend(view, on.slot_R, hidden_RD)  # any tokens do
         self._uploaded = None
 
     def pack(self, plan: StepPlan) -> Batch:
@@ -205,7 +205,7 @@ class Runner:
         # Where nothing is drafted, the draft layer need not keep up with what is generated: drafts after that are worse
         # for a while. With prompts it does, as their pages are shared.
         if self._drafter is not None and (plan.draft_depth or not batch.samples_all):
-            extended = self._drafter.extend(view, on.slot_R, hidden_RD)
+            extended = self._drafter.extend(view, self.slots.tokens(on.slot_R, view.positions_T + 1), hidden_RD)
             if sampling:
                 rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
                 self._drafter.draft(extended, view, rows, plan.draft_depth)

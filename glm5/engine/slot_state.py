@@ -12,6 +12,7 @@ from torch import Tensor
 
 from glm5.engine.plan import Entered, TableEntry
 from glm5.engine.sampling.drafts import Accepted
+from glm5.kernels.step_rows import StepRows, step_rows
 
 # Letters beside those of `glm5.model`: S slots, the last for padding; N columns of a table; C sequences that sample.
 
@@ -69,6 +70,12 @@ class SlotState:
         if self.device.type == "cpu":
             return torch.from_numpy(self.token_SN.numpy()[slot_R.numpy(), position_R.numpy()])
         return self.token_SN[slot_R, position_R]
+
+    def rows(self, slot_R: Tensor, start_R: Tensor, offset_R: Tensor, live_R: Tensor) -> StepRows:
+        """`kernels.step_rows` of these tables."""
+        tables = self.len_S, self.token_SN, self.table_SN
+        where = slot_R, start_R, offset_R, live_R
+        return step_rows(*where, *tables, page_size=self.page_size, dump_page=self.dump_page)
 
     def take(self, token_R: Tensor, slot_R: Tensor, position_R: Tensor, accepted: Accepted) -> None:
         """Sampled tokens take their places, and lengths grow by those that stand."""

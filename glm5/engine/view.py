@@ -16,6 +16,7 @@ from glm5.engine.kv import KVCache
 from glm5.engine.slot_state import SlotState
 from glm5.kernels.cpu_layer import HostKeys, HostStep
 from glm5.kernels.groups import FewQueries, few_queries
+from glm5.kernels.step_rows import StepRows
 from glm5.kernels.store_rows.in_place import Where
 from glm5.model.seams import Selection
 
@@ -80,6 +81,15 @@ class StepView:
             invariant=invariant,
             first_T=first_T,
         )
+
+    @classmethod
+    def at(
+        cls, cache: KVCache, slots: SlotState, rows: StepRows, *, slot_B: Tensor, group_T: Tensor, max_end: int
+    ) -> "StepView":
+        """A view of rows whose places are known; of `group_T` int32."""
+        num_pages = min(_round_up(-(-max_end // cache.page_size)), slots.num_columns)
+        table_BN = slots.table_SN[:, :num_pages].index_select(0, slot_B)
+        return cls(cache, table_BN, rows.position_T, group_T, rows.end_T, rows.place_T, max_end, invariant=False)
 
     def parts(self, num_rows: int) -> Iterator["StepView"]:
         """Views of `num_rows` tokens each, which divides their number; to be run in order."""

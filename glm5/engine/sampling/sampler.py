@@ -18,6 +18,7 @@ from glm5.engine.sampling.edits import Rows, edited
 from glm5.engine.sampling.logprobs import Logprobs, logprobs
 from glm5.engine.sampling.parts import Part, best_of, draw_part, logprobs_part
 from glm5.engine.sampling.slots import Feature, Placement, SlotTables
+from glm5.kernels.best_token import best_token
 
 _UNKNOWN_AHEAD = Feature.PERMITTED | Feature.LOGPROBS
 _ALL = -1
@@ -113,6 +114,8 @@ class Sampler:
     ) -> Sampled:
         if self.part is not None:
             return self._sample_part(self.part, logits_RW, rows, draft_SK, features, num_likeliest)
+        if not features:
+            return Sampled(*best_token(logits_RW), None)
         edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features)
         best = edited_RW.max(dim=-1)  # of equal ones the first
         token_R = self._draw(edited_RW, rows, features) if features & Feature.RANDOM else best.indices

@@ -1,0 +1,8 @@
+"""token = argmax of a row; stuck where the largest value is not finite."""
+
+from torch import Tensor
+
+
+def best_token(logits_RW: Tensor) -> tuple[Tensor, Tensor]:
+    best = logits_RW.max(dim=-1)  # of equal ones the first
+    return best.indices, best.values.isfinite().logical_not_()

@@ -1,0 +1,55 @@
+"""best_token in two launches: pieces of rows, then the best of each row's pieces."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import dependent_launch
+
+_PIECE = 4096
+
+
+@triton.jit
+def _pieces(x_ptr, value_ptr, index_ptr, W, stride, PIECE: tl.constexpr, PDL: tl.constexpr):
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    w = piece * PIECE + tl.arange(0, PIECE)
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    x = tl.load(x_ptr + row * stride + w, mask=w < W, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))  # what is no number wins, and is noticed
+    value, place = tl.max(x, 0, return_indices=True)
+    at = row * tl.num_programs(1) + piece
+    tl.store(value_ptr + at, value)
+    tl.store(index_ptr + at, piece * PIECE + place)
+
+
+@triton.jit
+def _best(value_ptr, index_ptr, token_ptr, stuck_ptr, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row, p = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    value, place = tl.max(
+        tl.load(value_ptr + row * pieces + p, mask=p < pieces, other=float("-inf")), 0, return_indices=True
+    )
+    tl.store(token_ptr + row, tl.load(index_ptr + row * pieces + place).to(tl.int64))
+    tl.store(stuck_ptr + row, (value == float("inf")) | (value == float("-inf")))
+
+
+def best_token(logits_RW: Tensor) -> tuple[Tensor, Tensor]:
+    """As `reference.best_token`."""
+    logits_RW = logits_RW if logits_RW.stride(-1) == 1 else logits_RW.contiguous()
+    (num_rows, width), device = logits_RW.shape, logits_RW.device
+    token_R = torch.empty(num_rows, dtype=torch.int64, device=device)
+    stuck_R = torch.empty(num_rows, dtype=torch.bool, device=device)
+    if not num_rows:
+        return token_R, stuck_R
+    pieces = triton.cdiv(width, _PIECE)
+    value = torch.empty(num_rows, pieces, dtype=torch.float32, device=device)
+    index = torch.empty(num_rows, pieces, dtype=torch.int32, device=device)
+    options = dependent_launch(device)
+    _pieces[(num_rows, pieces)](logits_RW, value, index, width, logits_RW.stride(0), PIECE=_PIECE, **options)
+    block = max(16, triton.next_power_of_2(pieces))
+    _best[(num_rows,)](value, index, token_R, stuck_R, pieces, BLOCK=block, num_warps=1, **options)
+    return token_R, stuck_R

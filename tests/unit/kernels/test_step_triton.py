@@ -1,0 +1,72 @@
+"""The kernels around a decoding step, under Triton's interpreter where there is no GPU: exactly the definitions."""
+
+import pytest
+import torch
+
+from glm5.engine.sampling.drafts import accept_on_device
+from glm5.kernels.best_token import best_token
+from glm5.kernels.settle import Settled, settle
+from glm5.kernels.step_rows import step_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+S, N, Z, DUMP = 5, 40, 8, 99
+
+
+@pytest.fixture
+def tables(gen):
+    len_S = torch.randint(2, 20, (S,), generator=gen)
+    token_SN = torch.randint(0, 1000, (S, N), generator=gen)
+    table_SN = torch.randint(0, DUMP, (S, 4), generator=gen).int()
+    return [table.to(DEVICE) for table in (len_S, token_SN, table_SN)]
+
+
+@pytest.mark.parametrize("count", [1, 7, 200])
+def test_where_rows_are(gen, tables, count):
+    slot = torch.randint(0, S, (count,), generator=gen)
+    start = torch.randint(-1, 12, (count,), generator=gen)
+    offset, live = (torch.randint(0, high, (count,), generator=gen) for high in (6, 3))
+    rows = [each.to(DEVICE) for each in (slot, start, offset, live)]
+    got, want = (step_rows(*rows, *tables, page_size=Z, dump_page=DUMP, impl=impl) for impl in ("triton", "reference"))
+    for mine, right in zip(got, want, strict=True):
+        assert mine.dtype == right.dtype
+        assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_what_a_step_comes_to(gen, tables, depth):
+    """Drafts that stand, that do not, that a slot does not have; a slot without rows, and padding's rows."""
+    rows = [(slot, offset) for slot in (0, 2, 3) for offset in range(1 + (depth if slot != 3 else 0))] + [
+        (S - 1, 0)
+    ] * 3
+    slot_R, offset_R = torch.tensor(rows).T.contiguous().to(DEVICE)
+    draft_SK = torch.randint(0, 3, (S, depth), generator=gen).to(DEVICE)
+    token_R = torch.randint(0, 3, (len(rows),), generator=gen).to(DEVICE)
+    token_R[: depth + 1][:-1] = draft_SK[0]  # all of the first slot's stand
+    slot_C = torch.tensor([2, 0, 3, S - 1], device=DEVICE)
+    position_R = tables[0][slot_R] + offset_R
+    told = []
+    for impl in ("triton", "reference"):
+        len_S, token_SN = tables[0].clone(), tables[1].clone()
+        out = Settled(*(torch.full(size, -9, device=DEVICE) for size in ((4, depth + 1), (4,), (4, depth))))
+        settle(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, out, impl=impl)
+        told.append([*(part[:3] for part in out), len_S, token_SN[:-1], out.count_C])
+    for mine, right in zip(*told, strict=True):
+        assert torch.equal(mine, right)
+    accepted = accept_on_device(token_R, slot_R, offset_R, draft_SK)
+    assert torch.equal(told[0][1], accepted.count_S[slot_C][:3])
+    assert told[0][1][1] == depth + 1
+    assert told[0][-1][3] == 0
+
+
+@pytest.mark.parametrize("width", [5, 4096, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_likeliest_token(gen, width, dtype):
+    logits = torch.randn(6, width, generator=gen).to(dtype)
+    logits[0, [1, 3]] = 50.0  # equals
+    logits[1] = -torch.inf
+    logits[2, -1] = torch.nan
+    logits[3, -1] = 60.0
+    got, want = (best_token(logits.to(DEVICE), impl=impl) for impl in ("triton", "reference"))
+    assert torch.equal(got[1], want[1])
+    assert got[1].tolist() == [False, True, True, False, False, False]
+    assert torch.equal(got[0][~got[1]], want[0][~want[1]])
