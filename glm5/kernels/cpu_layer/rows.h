@@ -56,27 +56,40 @@ inline Lanes reduce(const Lanes sums[LANES]) {
     return fold<8>(fold<4>(four[0], four[1]), fold<4>(four[2], four[3]));
 }
 
+// In a register from here on: compilers would rather read it again for every product, which takes longer than they do.
+inline void keep([[maybe_unused]] Lanes& lanes) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(lanes));
+#endif
+}
+
+// The products of ROWS x OUTS rows from `at` on. Written out by the compiler, so that all sums stay in registers.
+template <int ROWS, int OUTS, typename Get, int... ROW, int... OUT, int... PAIR>
+inline void add_products(Lanes* sums, Get get, const float* x, int64_t x_step, const float* const* weight,
+                         std::integer_sequence<int, ROW...>, std::integer_sequence<int, OUT...>,
+                         std::integer_sequence<int, PAIR...>) {
+    Lanes part[] = {get(x + ROW * x_step)...}, by[] = {get(weight[OUT])...};
+    if (ROWS > 1) ((keep(part[ROW]), ...), (keep(by[OUT]), ...));
+    ((sums[PAIR] += part[PAIR / OUTS] * by[PAIR % OUTS]), ...);
+}
+
 // ROWS rows of x by 16 / ROWS rows of w, of which num_out exist.
 template <int ROWS>
 inline void tile(const float* x, int64_t x_step, const float* w, int width, int num_out, float* y, int64_t y_step) {
     constexpr int OUTS = LANES / ROWS;
+    constexpr std::make_integer_sequence<int, ROWS> rows{};
+    constexpr std::make_integer_sequence<int, OUTS> outs{};
+    constexpr std::make_integer_sequence<int, LANES> pairs{};
     Lanes sums[LANES] = {};
     const float* weight[OUTS];
     for (int out = 0; out < OUTS; ++out) weight[out] = w + int64_t(out < num_out ? out : 0) * width;
-    auto add = [&](auto get) {
-        Lanes part[ROWS];
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row) part[row] = get(x + row * x_step);
-#pragma GCC unroll 16
-        for (int out = 0; out < OUTS; ++out) {
-            Lanes by = get(weight[out]);
-#pragma GCC unroll 16
-            for (int row = 0; row < ROWS; ++row) sums[row * OUTS + out] += part[row] * by;
-        }
-    };
     int at = 0;
-    for (; at + LANES <= width; at += LANES) add([at](const float* from) { return load(from + at); });
-    if (int rest = width - at) add([at, rest](const float* from) { return load_some(from + at, rest); });
+    for (; at + LANES <= width; at += LANES)
+        add_products<ROWS, OUTS>(sums, [at](const float* from) { return load(from + at); }, x, x_step, weight, rows, outs,
+                                 pairs);
+    if (int rest = width - at)
+        add_products<ROWS, OUTS>(sums, [at, rest](const float* from) { return load_some(from + at, rest); }, x, x_step,
+                                 weight, rows, outs, pairs);
     float found[LANES];
     store(found, reduce(sums));
     for (int row = 0; row < ROWS; ++row)
