@@ -76,7 +76,7 @@ def _sendable(x):
 def _buffer(pointers, rank, slot, num_words, like):
     """Where a rank's buffer begins, as a pointer to what `like` points to."""
     address = tl.load(pointers + rank) + slot * num_words * 4
-    return tl.multiple_of(address, 16).to(like.dtype)
+    return tl.multiple_of(address.to(like.dtype), 16)
 
 
 @triton.jit
@@ -100,44 +100,46 @@ def _end(state, call, slot, used):
         tl.store(state, call + 1)
 
 
+# Loops carry no tensor: Triton 3.6 does not compile those. What has come is read once more.
+
+
 @triton.jit
 def _wait(place, mask):
     """What lies at `place`, once all of it has come."""
-    x = tl.load(place, mask=mask, other=1.0, volatile=True)
-    while tl.max(_is_empty(x).to(tl.int32), 0) != 0:
+    missing = 1
+    while missing != 0:
         x = tl.load(place, mask=mask, other=1.0, volatile=True)
-    return x
+        missing = tl.max(_is_empty(x).to(tl.int32), 0)
+    return tl.load(place, mask=mask, other=1.0, volatile=True)
 
 
 @triton.jit
 def _wait_sum(place, stride, mask, rank, mine, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Sum over ranks of what lies `stride` apart; of this rank `mine`, which need not have come."""
     missing = 1
-    total = tl.zeros((BLOCK,), tl.float32)
     while missing != 0:
-        total = tl.zeros((BLOCK,), tl.float32)
         is_missing = tl.zeros((BLOCK,), tl.int32)
         for r in tl.static_range(SIZE):
             x = tl.load(place + r * stride, mask=mask, other=1.0, volatile=True)
-            x = tl.where(rank == r, mine, x)
-            is_missing |= _is_empty(x).to(tl.int32)
-            total += x.to(tl.float32)
-        missing = tl.max(tl.where(mask, is_missing, 0), 0)
+            is_missing |= tl.where(rank == r, 0, _is_empty(x).to(tl.int32))
+        missing = tl.max(is_missing, 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for r in tl.static_range(SIZE):
+        x = tl.load(place + r * stride, mask=mask, other=1.0, volatile=True)
+        total += tl.where(rank == r, mine, x).to(tl.float32)
     return total
 
 
 @triton.jit
-def _finish(x, t, d, D, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_r, eps, NORM: tl.constexpr):
+def _finish(x, residual, weight, t, d, D, out_ptr, sum_ptr, eps, NORM: tl.constexpr):
     """Write a row's sum, or add it to the residual stream and write that and its norm."""
     mask = d < D
     if NORM:
-        residual = tl.load(residual_ptr + t * stride_r + d, mask=mask, other=0.0)
-        weight = tl.load(weight_ptr + d, mask=mask, other=0.0).to(tl.float32)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + t * D + d, x, mask=mask)
         wide = tl.where(mask, x.to(tl.float32), 0.0)
         normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(x.dtype)
-        x = (normed.to(tl.float32) * weight).to(x.dtype)
+        x = (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
     tl.store(out_ptr + t * D + d, x, mask=mask)
 
 
@@ -176,9 +178,13 @@ def _one_shot(
     if split == 0:
         d = tl.arange(0, BLOCK_D)
         mine = _sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0))
+        residual, weight = mine, mine
+        if NORM:
+            residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
+            weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
         place = _buffer(pointers, rank, slot, num_words, part_ptr) + t * D + d
         total = _wait_sum(place, T * D, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
-        _finish(total, t, d, D, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_r, eps, NORM)
+        _finish(total, residual, weight, t, d, D, out_ptr, sum_ptr, eps, NORM)
     _end(state, call, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
 
 
@@ -234,8 +240,12 @@ def _two_shots(
                 tl.store(place + d, x, mask=d < D)
     d = tl.arange(0, BLOCK_D)
     for row in range(program, T, programs):
+        residual, weight = d, d
+        if NORM:
+            residual = tl.load(residual_ptr + row * stride_r + d, mask=d < D, other=0.0)
+            weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
         x = _wait(mine + sums + row * D + d, d < D)
-        _finish(x, row, d, D, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_r, eps, NORM)
+        _finish(x, residual, weight, row, d, D, out_ptr, sum_ptr, eps, NORM)
     _end(state, call, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
 
 
@@ -268,10 +278,11 @@ def _gather(
 
 @triton.jit
 def _wait_words(place, mask):
-    x = tl.load(place, mask=mask, other=0, volatile=True)
-    while tl.max((x == -0x7FFF8000).to(tl.int32), 0) != 0:
+    missing = 1
+    while missing != 0:
         x = tl.load(place, mask=mask, other=0, volatile=True)
-    return x
+        missing = tl.max((x == -0x7FFF8000).to(tl.int32), 0)
+    return tl.load(place, mask=mask, other=0, volatile=True)
 
 
 def fits(buffers: Buffers, part: Tensor, *, two_shots: bool) -> bool:
