@@ -1,0 +1,121 @@
+"""What of GLM-5 belongs together when weights are changed: one table of facts, read by fold.py, rotate.py, smooth.py.
+
+Names are the checkpoint's, without `model.layers.N.` and `.weight`; `experts.*` is every routed expert, alone or
+stacked [E, O, I]. Tensors that a layer does not have (an indexer that it shares, experts of a dense layer) are left
+out. Sources: the forward pass (model/), msModelSlim `model/glm_5/quarot.py` and `model_adapter.py`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Side = Literal["inputs", "outputs"]
+RotationName = Literal["residual", "q latent", "kv latent", "value heads"]
+SubgraphKind = Literal["norm-linear", "linear-linear", "ov", "up-down"]
+
+Part = Literal["all", "latent", "values", "heads", "halves", "first half", "second half"]
+"""Which inputs or outputs of a matrix are meant: "latent" the first kv_lora_rank outputs; "values" the last v_head_dim
+outputs of each head; "heads" the v_head_dim inputs of each head; "halves" each half of the inputs."""
+
+_READS_RESIDUAL = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
+_INDEXER_READS_RESIDUAL = ("self_attn.indexer.wk", "self_attn.indexer.weights_proj")
+_READS_Q_LATENT = ("self_attn.q_b_proj", "self_attn.indexer.wq_b")
+_MLPS = ("mlp", "mlp.experts.*", "mlp.shared_experts")
+_GATE_AND_UP = tuple(f"{mlp}.{name}" for mlp in _MLPS for name in ("gate_proj", "up_proj"))
+_MLP_READS = (*_GATE_AND_UP, "mlp.gate")
+
+
+class Fold(NamedTuple):
+    """A norm whose weight can move into the inputs of the matrices behind it, after which it is 1."""
+
+    norm: str
+    into: tuple[str, ...]
+    part: Part = "all"
+
+
+class Turn(NamedTuple):
+    """A side of a matrix that a rotation turns."""
+
+    tensor: str
+    side: Side
+    part: Part = "all"
+
+
+class RotationFacts(NamedTuple):
+    """A rotation: the config field with its size, the norms that must be 1 for it, and every side that it turns."""
+
+    size: str
+    folds: tuple[Fold, ...]
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """`source` makes what `targets` read, channel by channel, so a channel can be divided there and multiplied here.
+
+    norm-linear: a norm. up-down: rows of up. ov: value rows of kv_b, by head.
+    """
+
+    kind: SubgraphKind
+    source: str
+    targets: tuple[str, ...]
+
+
+ROTATIONS: dict[RotationName, RotationFacts] = {
+    "residual": RotationFacts(
+        "hidden_size",
+        (
+            Fold("input_layernorm", (*_READS_RESIDUAL, *_INDEXER_READS_RESIDUAL)),
+            Fold("post_attention_layernorm", _MLP_READS),
+            Fold("enorm", ("eh_proj",), "first half"),
+            Fold("hnorm", ("eh_proj",), "second half"),
+            Fold("model.norm", ("lm_head",)),
+            Fold("shared_head.norm", ("shared_head.head",)),
+        ),
+        (
+            Turn("model.embed_tokens", "inputs"),
+            *(Turn(name, "inputs") for name in (*_READS_RESIDUAL, *_INDEXER_READS_RESIDUAL, *_MLP_READS)),
+            Turn("lm_head", "inputs"),
+            Turn("shared_head.head", "inputs"),
+            Turn("eh_proj", "inputs", "halves"),
+            Turn("eh_proj", "outputs"),
+            Turn("self_attn.o_proj", "outputs"),
+            *(Turn(f"{mlp}.down_proj", "outputs") for mlp in _MLPS),
+        ),
+    ),
+    "q latent": RotationFacts(
+        "q_lora_rank",
+        (Fold("self_attn.q_a_layernorm", _READS_Q_LATENT),),
+        (Turn("self_attn.q_a_proj", "outputs"), *(Turn(name, "inputs") for name in _READS_Q_LATENT)),
+    ),
+    "kv latent": RotationFacts(
+        "kv_lora_rank",
+        (Fold("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj",)),),
+        (Turn("self_attn.kv_a_proj_with_mqa", "outputs", "latent"), Turn("self_attn.kv_b_proj", "inputs")),
+    ),
+    "value heads": RotationFacts(
+        "v_head_dim",
+        (),
+        (Turn("self_attn.kv_b_proj", "outputs", "values"), Turn("self_attn.o_proj", "inputs", "heads")),
+    ),
+}
+
+SUBGRAPHS: tuple[Subgraph, ...] = (
+    *(Subgraph("up-down", f"{mlp}.up_proj", (f"{mlp}.down_proj",)) for mlp in _MLPS),
+    Subgraph("ov", "self_attn.kv_b_proj", ("self_attn.o_proj",)),
+    Subgraph("norm-linear", "self_attn.q_a_layernorm", _READS_Q_LATENT),
+    Subgraph("norm-linear", "input_layernorm", (*_READS_RESIDUAL, *_INDEXER_READS_RESIDUAL)),
+    Subgraph("norm-linear", "post_attention_layernorm", _MLP_READS),
+)
+"""In the order in which they are smoothed. msModelSlim has no post_attention_layernorm: its recipe excludes it, because
+the router reads it too, which here is a target like the others (and multiplied back, so its choices stay)."""
+
+_LAYER = re.compile(r"(model\.layers\.\d+\.)?(.*?)(\.weight)?$")
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
+
+
+def place(name: str) -> tuple[str, str]:
+    """A tensor's layer ("model.layers.3." or "") and its name in the tables above."""
+    match = _LAYER.fullmatch(name)
+    assert match is not None, f"{name=}"
+    return match[1] or "", _EXPERT.sub("experts.*.", match[2])

@@ -1,0 +1,112 @@
+"""Orthogonal matrices that spread every input over all outputs, applied by additions.
+
+    x R = (x H) / sqrt(n) * signs          H a Hadamard matrix of order n, signs random
+
+Order 2^k: Sylvester's. Order (q + 1) 2^k, q a prime that is 3 mod 4: Paley's of order q + 1 times Sylvester's (6144 is
+12 times 512). Where an order has neither: as many equal blocks as it takes. Only additions and one multiplication
+by element: a batch gives its members' bits. x is last in every product of the model: y = x W^T.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """An orthogonal matrix R [n, n]. `shift`: R is B P B instead, B blocks of Hadamard matrices, P a cyclic shift."""
+
+    size: int
+    block: int
+    paley: int
+    signs: Tensor
+    shift: int = 0
+
+    def turn(self, x: Tensor) -> Tensor:
+        """x R over the last dimension, in x's dtype."""
+        y = self._blocks(x)
+        if self.shift:
+            y = self._blocks(y.roll(self.shift, -1))
+        return y * self.signs.to(y)
+
+    def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """R itself."""
+        return self.turn(torch.eye(self.size, dtype=dtype, device=self.signs.device))
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """Every block of x times the Hadamard matrix, normalised."""
+        y = x.unflatten(-1, (-1, self.paley, self.block // self.paley))
+        y = _paley_product(_sylvester_product(y), self.paley)
+        return y.flatten(-3) * self.block**-0.5
+
+
+def random_hadamard(size: int, seed: int) -> Rotation:
+    """A Hadamard matrix of order `size` with random signs, or blocks of the largest one that there is."""
+    block, paley = _structure(size)
+    return Rotation(size, block, paley, _signs(size, seed))
+
+
+def shifted_blocks(size: int, block: int = 32) -> Rotation:
+    """B P B without signs, as msModelSlim turns the q latent: `block` neighbours, a shift by half of that, again."""
+    if size % block:
+        return random_hadamard(size, 0)
+    return Rotation(size, block, 1, torch.ones(size), shift=block // 2)
+
+
+def _structure(size: int) -> tuple[int, int]:
+    """(order of the Hadamard matrix, its factor that is Paley's or 1) for the largest order that divides `size`."""
+    odd = size
+    while odd % 2 == 0:
+        odd //= 2
+    if odd == 1:
+        return size, 1
+    paley = odd * 4
+    while size % paley == 0:
+        if _is_prime(paley - 1):
+            return size, paley
+        paley *= 2
+    return size // odd, 1
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
+
+
+def _signs(size: int, seed: int) -> Tensor:
+    bits = torch.randint(2, (size,), generator=torch.Generator().manual_seed(seed))
+    return bits.mul_(2).sub_(1).float()
+
+
+def _sylvester_product(x: Tensor) -> Tensor:
+    """x times the unnormalised Sylvester matrix over the last dimension, a power of two."""
+    size, half = x.shape[-1], 1
+    while half < size:
+        pairs = x.unflatten(-1, (-1, 2, half))
+        x = torch.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).flatten(-3)
+        half *= 2
+    return x
+
+
+def _paley_product(x: Tensor, order: int) -> Tensor:
+    """x times the unnormalised Paley matrix over the last but one dimension."""
+    if order == 1:
+        return x
+    columns = []
+    for column in zip(*_paley(order), strict=True):
+        total = x[..., 0, :] * column[0]
+        for i in range(1, order):
+            total = total + x[..., i, :] if column[i] > 0 else total - x[..., i, :]
+        columns.append(total)
+    return torch.stack(columns, -2)
+
+
+@cache
+def _paley(order: int) -> tuple[tuple[int, ...], ...]:
+    """I + S, S skew: a border of ones around the quadratic characters of differences modulo q = order - 1."""
+    q = order - 1
+    squares = {i * i % q for i in range(1, q)}
+    chi = [0] + [1 if i in squares else -1 for i in range(1, q)]
+    rows = [[0] + [1] * q] + [[-1] + [chi[(i - j) % q] for j in range(q)] for i in range(q)]
+    return tuple(tuple(v + (i == j) for j, v in enumerate(row)) for i, row in enumerate(rows))
