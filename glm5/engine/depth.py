@@ -42,7 +42,7 @@ class Machine:
 # is native code (model/native.py): then a step is mostly what surrounds its layers.
 MACHINES = {
     "cpu": Machine(5e-4, 1.3e-3, 1e10, 2e10),
-    "native": Machine(2e-4, 4.5e-4, 1e10, 4e10),
+    "native": Machine(1.2e-4, 3e-4, 5e10, 2.5e10),
     "cuda": Machine(1.5e-4, 1.5e-4, 3.5e12, 5e14),
 }
 
