@@ -32,8 +32,9 @@ COMMANDS = {
     "bench throughput": "glm5.cli.bench_throughput",
     "bench latency": "glm5.cli.bench_latency",
     "bench serve": "glm5.cli.bench_serve",
+    "bench kernels": "glm5.cli.bench_kernels",
 }
-GROUPS = {"bench": "measure throughput, latency and servers"}
+GROUPS = {"bench": "measure throughput, latency, servers and kernels"}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 LOG_FORMAT_HELP = "How: lines for people, or JSON objects, one a line. Default: text."

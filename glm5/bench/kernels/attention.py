@@ -5,8 +5,9 @@ keys are random. Bytes are those of the keys that are read, once for each reques
 """
 
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,9 +78,16 @@ def _chosen(gen: torch.Generator, queries: int, keys: int) -> Tensor:
     return order[:, :TOP_K].int().sort(-1).values.contiguous()
 
 
-def attention_case(kind: str, heads: int, requests: int, queries: int, keys: int, selected: bool) -> Case:
-    """Attention of `queries` queries of each of `requests` requests with `keys` keys."""
-    opts = {"scale": QK_HEAD**-0.5, "value_dim": KV_LORA}
+def attention_case(
+    kind: str, heads: int, requests: int, queries: int, keys: int, selected: bool, tiling: Any = None
+) -> Case:
+    """Attention of `queries` queries of each of `requests` requests with `keys` keys; `tiling` as in the kernel."""
+    opts: dict[str, Any] = {"scale": QK_HEAD**-0.5, "value_dim": KV_LORA}
+    run: Callable[..., tuple[Tensor, Tensor]] = sparse_mla
+    if tiling is not None:
+        from glm5.kernels.sparse_mla import triton
+
+        run = partial(triton.sparse_mla, tile=tiling)
 
     def inputs(i: int, requests: int, queries: int) -> tuple[Tensor, Tensor | None, Where]:
         gen = generator(i)
@@ -88,11 +96,11 @@ def attention_case(kind: str, heads: int, requests: int, queries: int, keys: int
 
     def make(i: int) -> Launch:
         (q, chosen, at), pool = inputs(i, requests, queries), _latents(kind)
-        return lambda: sparse_mla(q, pool, chosen, *at, **opts)
+        return lambda: run(q, pool, chosen, *at, **opts)
 
     def error() -> float:
         q, chosen, (table, *at) = inputs(0, min(requests, 4), min(queries, 64))
-        got = sparse_mla(q, _latents(kind), chosen, table, *at, **opts)[0]
+        got = run(q, _latents(kind), chosen, table, *at, **opts)[0]
         exact = _plain(_latents(kind), table.flatten())
         own = torch.arange(table.numel(), device="cuda", dtype=torch.int32).view_as(table)
         return rel_rms(got, sparse_mla(q.double(), exact, chosen, own, *at, impl="gather", **opts)[0])
@@ -108,9 +116,14 @@ def attention_case(kind: str, heads: int, requests: int, queries: int, keys: int
     return Case("sparse_mla", shape, make, error, ATTENTION_BUDGET, size, flops, "bf16")
 
 
-def selection_case(kind: str, requests: int, queries: int, keys: int) -> Case:
-    """Selection for `queries` queries of each of `requests` requests with `keys` keys."""
+def selection_case(kind: str, requests: int, queries: int, keys: int, tiling: Any = None) -> Case:
+    """Selection for `queries` queries of each of `requests` requests with `keys` keys; `tiling`: of the scores."""
     scale = INDEX_DIM**-0.5
+    run: Callable[..., Tensor] = select_keys
+    if tiling is not None:
+        from glm5.kernels.select_keys import triton
+
+        run = partial(triton.select_keys, tiling=tiling)
 
     def inputs(i: int, requests: int, queries: int) -> tuple[Tensor, Tensor, Where]:
         gen, num = generator(i), requests * queries
@@ -119,12 +132,12 @@ def selection_case(kind: str, requests: int, queries: int, keys: int) -> Case:
 
     def make(i: int) -> Launch:
         (q, w, at), pool = inputs(i, requests, queries), _index_keys(kind)
-        return lambda: select_keys(q, pool, w, *at, top_k=TOP_K, scale=scale)
+        return lambda: run(q, pool, w, *at, top_k=TOP_K, scale=scale)
 
     def error() -> float:
         q, w, (table, *at) = inputs(0, min(requests, 2), min(queries, 16))
         score = index_score(q, _index_keys(kind), w, table, *at, scale=scale)
-        keys_TK = select_keys(q, _index_keys(kind), w, table, *at, top_k=TOP_K, scale=scale)
+        keys_TK = run(q, _index_keys(kind), w, table, *at, top_k=TOP_K, scale=scale)
         if not torch.equal(keys_TK, top_k(score, TOP_K, impl="reference")):
             return float("inf")
         exact = _plain(_index_keys(kind), table.flatten())
@@ -201,8 +214,6 @@ def cases() -> Iterator[Case]:
             if kind == "bf16":
                 yield prompt_case(HEADS // ranks, 1, 2048)
                 yield prompt_case(HEADS // ranks, 4, 2048)
-                for tiling in ((128, 32, 8, 3), (64, 32, 4, 2), (64, 32, 4, 3)):
-                    yield prompt_case(HEADS // ranks, 1, 2048, tiling)
         for requests in QUERIES:
             yield selection_case(kind, requests, 1, 2304)
         for requests, keys in ((1, 8192), (1, 32768), (1, 131072), (32, 32768)):

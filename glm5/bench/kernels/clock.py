@@ -15,7 +15,7 @@ _MAX_SETS = 48
 _MEMORY = 24 << 30  # bytes of inputs of a round
 
 
-def measure(case: Case) -> tuple[float, float, float]:
+def measure(case: Case, launches_a_graph: int = _LAUNCHES, replays: int = _REPLAYS) -> tuple[float, float, float]:
     """(median, 20th, 80th percentile) over replays of microseconds a launch."""
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     wanted = min(_MAX_SETS, max(2, -(-_CACHES * l2 // case.num_bytes)))
@@ -27,13 +27,13 @@ def measure(case: Case) -> tuple[float, float, float]:
             launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    rounds = max(1, -(-_LAUNCHES // len(launches)))
+    rounds = max(1, -(-launches_a_graph // len(launches)))
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(rounds):
             for launch in launches:
                 launch()
     graph.replay()
-    times = sorted(_milliseconds(graph) for _ in range(_REPLAYS))
+    times = sorted(_milliseconds(graph) for _ in range(replays))
     to_micros = 1e3 / (rounds * len(launches))
     p50, p20, p80 = (times[round(q * (len(times) - 1))] * to_micros for q in (0.5, 0.2, 0.8))
     return p50, p20, p80

@@ -1,7 +1,9 @@
 """What prepares sparse attention on one rank, and what follows it: `python -m glm5.bench.kernels.preparation`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,8 +73,13 @@ def keys_case(kind: str, tokens: int) -> Case:
     return Case("mla_keys", f"{kind} M={tokens}", make, error, BUDGET, tokens * (read + written))
 
 
-def queries_case(heads: int, tokens: int) -> Case:
-    """Absorption and rotation, index queries' too."""
+def queries_case(heads: int, tokens: int, tiling: Any = None) -> Case:
+    """Absorption and rotation, index queries' too; `tiling` as in the kernel."""
+    run: Callable[..., Tensor] = mla_queries
+    if tiling is not None:
+        from glm5.kernels.mla_queries import triton
+
+        run = partial(triton.mla_queries, tiling=tiling)
 
     def inputs(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         gen = generator(i)
@@ -81,12 +88,12 @@ def queries_case(heads: int, tokens: int) -> Case:
 
     def make(i: int) -> Launch:
         case = inputs(i)
-        return lambda: mla_queries(*case)
+        return lambda: run(*case)
 
     def error() -> float:
         q, w, cos, sin, index = inputs(0)
         want = mla_queries(q.double(), w.double(), cos.double(), sin.double(), impl="reference")
-        return rel_rms(mla_queries(q, w, cos, sin, index), want)
+        return rel_rms(run(q, w, cos, sin, index), want)
 
     size = (
         2 * heads * NOPE * KV_LORA + 2 * tokens * heads * (QK_HEAD + KV_LORA + ROPE) + 4 * tokens * INDEX_HEADS * ROPE

@@ -74,17 +74,22 @@ def document(rows: Sequence[Row], machine: Machine) -> dict[str, Any]:
     }
 
 
+def report(cases: Iterable[Case], only: str = "", file: Path | None = None) -> int:
+    """Measures those cases whose name contains `only`; writes rows to `file`, too. Returns 1 where one was wrong."""
+    from glm5.bench.kernels.clock import measure
+    from glm5.bench.kernels.machine import measured
+
+    machine = measured()
+    rows = run([case for case in cases if only in case.name], machine, measure)
+    if file:
+        file.write_text(json.dumps(document(rows, machine), indent=1) + "\n", encoding="utf-8")
+    return int(any(row.failure for row in rows))
+
+
 def main(cases: Sequence[Case], arguments: Sequence[str] | None = None) -> int:
     """Command line of a file of cases. Returns 1 where one was wrong."""
     parser = argparse.ArgumentParser(description="Check and time kernels at GLM-5's shapes.")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(arguments)
-    from glm5.bench.kernels.clock import measure
-    from glm5.bench.kernels.machine import measured
-
-    machine = measured()
-    rows = run([case for case in cases if options.only in case.name], machine, measure)
-    if options.json:
-        options.json.write_text(json.dumps(document(rows, machine), indent=1) + "\n", encoding="utf-8")
-    return int(any(row.failure for row in rows))
+    return report(cases, options.only, options.json)

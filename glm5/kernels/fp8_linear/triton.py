@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels import tuned
 from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
 from glm5.kernels.triton_fp8 import (
@@ -191,7 +192,9 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int, rows: int, cols: int, *, quantized: bool) -> Tiling:
-    """What was measured as fastest on an H200 (docs/performance.md); shapes between take the nearest rule."""
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md); shapes between take the
+    nearest rule.
+    """
     blocks = num_blocks(cols)
     if num_tokens == 1:
         return Tiling(block_o=4, split=2 if rows >= 6144 and blocks <= 16 else 1)
@@ -217,6 +220,8 @@ def fp8_linear(
     y_TO = torch.empty(num_tokens, rows, dtype=x_TD.dtype, device=x_TD.device)
     if not num_tokens:
         return y_TO
+    if tiling is None and quantized is None:
+        tiling = tuned.find(Tiling, "fp8_linear", f"O={rows} D={cols}", num_tokens, x_TD.device)
     tiling = tiling or tiling_for(num_tokens, rows, cols, quantized=quantized is not None)
     data, scale = data.contiguous(), scale.contiguous()
     if num_tokens == 1 and not tiling.quantize:

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from glm5.kernels import tuned
 from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks
 from glm5.kernels.grouped_experts import triton_few as few
@@ -68,7 +69,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) -> Tiling:
-    """What was measured as fastest on an H200 (docs/performance.md)."""
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
     blocks = num_blocks(inner)
     wide = blocks > 2
     if num_tokens <= VECTOR_TOKENS and blocks <= _HELD_BLOCKS:
@@ -82,6 +83,12 @@ def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) ->
         return Tiling("rows", 128, 8, 64, 4, down_tiles=16, up_stages=4, block_t=128, down_t=64)
     block_t = min(32, max(16, triton.next_power_of_2(rows + rows // 2)))
     return Tiling("tiles", 128, 8, 128, 8, down_tiles=8, up_stages=5 if block_t == 16 else 3, block_t=block_t)
+
+
+def sizes_of(sizes: tuple[int, int, int]) -> str:
+    """Under which an entry of `kernels/tuned` is found."""
+    num_experts, width, inner = sizes
+    return f"E={num_experts} D={width} F={inner}"
 
 
 def grouped_experts(
@@ -98,6 +105,7 @@ def grouped_experts(
     num_experts, width, inner = weights.sizes
     if not len(x_TD):
         return torch.empty_like(x_TD)
+    tiling = tiling or tuned.find(Tiling, "grouped_experts", sizes_of(weights.sizes), len(x_TD), x_TD.device)
     tiling = tiling or tiling_for(len(x_TD), expert_TA.numel(), num_experts, inner)
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.contiguous(), expert_TA.contiguous()
     if tiling.way == "vector":

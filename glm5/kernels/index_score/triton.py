@@ -13,11 +13,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels import tuned
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
 _QUERIES = 8  # of a prompt, that read the same keys
+
+
+@triton.jit
+def _places(page, slot, page_stride, row_stride, scale_page_stride, scale_row_stride):
+    """Where keys and their scales are."""
+    return page * page_stride + slot * row_stride, page * scale_page_stride + slot * scale_row_stride
+
+
+@triton.jit
+def _store_groups(score_SQ, mine_Q, group, t_Q, group_stride, block, GROUP: tl.constexpr):
+    """The largest of every GROUP scores of a block."""
+    BLOCK_S: tl.constexpr = score_SQ.shape[0]
+    group_GQ = tl.max(tl.reshape(score_SQ, [BLOCK_S // GROUP, GROUP, score_SQ.shape[1]]), axis=1)
+    g = block * (BLOCK_S // GROUP) + tl.arange(0, BLOCK_S // GROUP)
+    at = group + t_Q[None, :] * group_stride + g[:, None]
+    tl.store(at, group_GQ, mask=mine_Q[None, :] & (g[:, None] < group_stride))
 
 
 @triton.jit
@@ -31,6 +48,7 @@ def _score(
     end_ptr,
     score_ptr,
     group_ptr,
+    q_stride,
     num_queries,
     num_columns,
     page_stride,
@@ -63,7 +81,7 @@ def _score(
     t, j, i = (tile * QUERIES + pair // BLOCK_J).to(tl.int64), pair % BLOCK_J, tl.arange(0, BLOCK_I)
     real = (t < num_queries) & (j < J)
     w = tl.load(w_ptr + t * J + j, mask=real, other=0.0).to(tl.float32)
-    q = q_ptr + (t * J + j)[:, None] * I + i[None, :]
+    q = q_ptr + (t * q_stride + j * I)[:, None] + i[None, :]
     q_I = tl.trans(tl.load(q, mask=real[:, None] & (i[None, :] < I), other=0.0))
 
     for first in range(QUERIES):
@@ -78,15 +96,12 @@ def _score(
         for block in range(share, stop, num_shares):
             s = block * BLOCK_S + tl.arange(0, BLOCK_S)
             if Z % BLOCK_S == 0:  # one page, whose number is read a block ahead
-                page = next_page
-                following = block + num_shares
+                page, following = next_page, block + num_shares
                 next_page = tl.load(pages + following * BLOCK_S // Z, mask=following < stop, other=0).to(tl.int64)
-                rows = page * page_stride + (s % Z) * row_stride
-                scales = page * scale_page_stride + (s % Z) * scale_row_stride
+                rows, scales = _places(page, s % Z, page_stride, row_stride, scale_page_stride, scale_row_stride)
             else:
-                pages_S = tl.load(pages + s // Z, mask=s < last_end, other=0).to(tl.int64)
-                rows = pages_S * page_stride + (s % Z) * row_stride
-                scales = pages_S * scale_page_stride + (s % Z) * scale_row_stride
+                page_S = tl.load(pages + s // Z, mask=s < last_end, other=0).to(tl.int64)
+                rows, scales = _places(page_S, s % Z, page_stride, row_stride, scale_page_stride, scale_row_stride)
             key = key_ptr + rows[:, None] + i[None, :]
             key_SI = tl.load(key, mask=(s[:, None] < last_end) & (i[None, :] < I), other=0.0)
             hits = tl.dot(key_SI.to(q_I.dtype), q_I, input_precision="ieee")
@@ -98,10 +113,7 @@ def _score(
             at = score_ptr + t_Q[None, :] * score_stride
             tl.store(at + s[:, None], score_SQ, mask=mine_Q[None, :] & (s[:, None] < num_columns * Z))
             if GROUP > 1:
-                group_GQ = tl.max(tl.reshape(score_SQ, [BLOCK_S // GROUP, GROUP, QUERIES]), axis=1)
-                g = block * (BLOCK_S // GROUP) + tl.arange(0, BLOCK_S // GROUP)
-                at = group_ptr + t_Q[None, :] * group_stride
-                tl.store(at + g[:, None], group_GQ, mask=mine_Q[None, :] & (g[:, None] < group_stride))
+                _store_groups(score_SQ, mine_Q, group_ptr, t_Q, group_stride, block, GROUP)
 
 
 class Tiling(NamedTuple):
@@ -115,8 +127,8 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(*, crowded: bool, is_float32: bool) -> Tiling:
-    """What was measured as fastest on H200 (docs/performance.md). 64 keys make the smallest product of a warp group; of
-    528 programs, two at a time, every multiprocessor has four.
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md). 64 keys make the smallest
+    product of a warp group; of 528 programs, two at a time, every multiprocessor has four.
     """
     if is_float32:  # products of float32 take registers where others take matrix units
         return Tiling(64, _QUERIES if crowded else 1, warps=4, stages=3, programs=1056)
@@ -160,14 +172,18 @@ def score_visible(
         raise ValueError(f"index_score[triton] needs rows in one piece, got a pool with strides {data.stride()}")
     if num_queries == 0:
         return
+    q_TJI = q_TJI if q_TJI.stride()[1:] == (I, 1) else q_TJI.contiguous()
     crowded = num_queries >= _QUERIES * page_table_BN.shape[0]
+    if tiling is None and q_TJI.element_size() == 2:
+        sizes = f"J={J} I={I}{' fp8' if key_scale is not None else ''}{' crowded' if crowded else ''}"
+        tiling = tuned.find(Tiling, "index_score", sizes, num_queries, q_TJI.device)
     cut = tiling or tiling_for(crowded=crowded, is_float32=q_TJI.element_size() > 2)
     block_j = max(16 // cut.queries, triton.next_power_of_2(J))
     tiles = triton.cdiv(num_queries, cut.queries)
     shares = max(1, min(triton.cdiv(score_TS.shape[1], cut.keys), cut.programs // tiles))
     group_TG = score_TS if group_TG is None else group_TG
     _score[(shares, tiles)](
-        q_TJI.contiguous(),
+        q_TJI,
         data,
         data if key_scale is None else key_scale,
         w_TJ.contiguous(),
@@ -176,6 +192,7 @@ def score_visible(
         end_T,
         score_TS,
         group_TG,
+        q_TJI.stride(0),
         num_queries,
         page_table_BN.shape[1],
         data.stride(0),

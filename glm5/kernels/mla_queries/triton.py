@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels import tuned
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
@@ -95,7 +96,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int) -> Tiling:
-    """What was measured as fastest on H200 (docs/performance.md)."""
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md)."""
     return Tiling(max(16, min(64, triton.next_power_of_2(num_tokens))), 64)
 
 
@@ -115,6 +116,7 @@ def mla_queries(
     index, J = (q_THX, 0) if index_TJI is None else (index_TJI, index_TJI.shape[1])
     out_THL = torch.empty(num_tokens, H, C + 2 * half, dtype=q_THX.dtype, device=q_THX.device)
     if num_tokens:
+        tiling = tiling or tuned.find(Tiling, "mla_queries", f"H={H} N={N} C={C}", num_tokens, q_THX.device)
         cut = tiling or tiling_for(num_tokens)
         if q_THX.element_size() > 2:  # products of float32 take registers where others take matrix units
             cut = Tiling(16, 32)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels import tuned
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
@@ -109,7 +110,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int) -> Tiling:
-    """What was measured as fastest on H200 (docs/performance.md)."""
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md)."""
     if num_tokens <= 8:
         return Tiling(8, 32, 128, 12, warps=2)
     if num_tokens <= 256:
@@ -148,6 +149,7 @@ def router(
     expert_TA = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
     if not num_tokens:
         return weight_TA, expert_TA
+    tiling = tiling or tuned.find(Tiling, "router", f"E={num_experts} D={width}", num_tokens, device)
     cut = tiling or tiling_for(num_tokens)
     if max(x_TD.itemsize, weight_ED.itemsize) > 2:
         cut = cut._replace(block_d=32)  # float32 products take four times the shared memory

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.index_score.triton import score_visible
+from glm5.kernels.index_score.triton import Tiling, score_visible
 from glm5.kernels.top_k.triton import GROUPS, LONGEST, best_of, group_size
 
 _SCORES = 1 << 26  # of a piece of the queries: 256 MB
@@ -25,8 +25,12 @@ def select_keys(
     scale: float,
     longest: int = LONGEST,
     num_groups: int = GROUPS,
+    tiling: Tiling | None = None,
 ) -> Tensor:
-    """As `reference.select_keys`. Rows of more than `longest` keys go through groups of them (`top_k/triton.py`)."""
+    """As `reference.select_keys`. Rows of more than `longest` keys go through groups of them (`top_k/triton.py`).
+
+    `tiling`: of the scores.
+    """
     num_keys = page_table_BN.shape[1] * key_PZI.shape[1]
     group = group_size(num_keys, num_groups) if num_keys > longest else 1
     step = max(1, _SCORES // max(1, num_keys))
@@ -35,6 +39,8 @@ def select_keys(
     for q, w, row, end in pieces:
         score_TS = q.new_empty(len(q), num_keys, dtype=torch.float32)
         group_TG = q.new_empty(len(q), triton.cdiv(num_keys, group), dtype=torch.float32) if group > 1 else None
-        score_visible(q, key_PZI, w, page_table_BN, row, end, score_TS, group_TG, scale=scale, group=group)
+        score_visible(
+            q, key_PZI, w, page_table_BN, row, end, score_TS, group_TG, scale=scale, group=group, tiling=tiling
+        )
         parts.append(best_of(score_TS, group_TG, end, group, top_k))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels import tuned
 from glm5.kernels.block_scaled import BLOCK, FP8
 from glm5.kernels.fp8_pool import ROPE_DTYPE, Fp8Keys, Fp8Latents, Pool
 from glm5.kernels.triton_fp8 import let_later_begin, once, wait_for_earlier
@@ -313,8 +314,11 @@ class Tiling(NamedTuple):
     """Of a thread, at most; 0: as the compiler likes."""
 
 
-def tiling(q_THL: Tensor, is_fp8: bool, crowded: bool) -> Tiling:
-    """Measured on an H200 at GLM-5's sizes. `crowded`: queries in a row read the same keys."""
+def tiling_for(q_THL: Tensor, is_fp8: bool, crowded: bool) -> Tiling:
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 at GLM-5's sizes.
+
+    `crowded`: queries in a row read the same keys.
+    """
     num_heads = q_THL.shape[1]
     if q_THL.element_size() == 4:  # products of float32 take registers where others take matrix units
         return Tiling(1, 16, 16, warps=4, stages=2, programs=1)
@@ -336,6 +340,7 @@ def sparse_mla(
     scale: float,
     value_dim: int,
     num_shares: int | None = None,
+    tile: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.sparse_mla`, without a gradient.
 
@@ -345,7 +350,11 @@ def sparse_mla(
     (num_queries, H, _), page_size = q_THL.shape, latent_PZL.shape[1]
     num_keys = page_table_BN.shape[1] * page_size if keys_TK is None else keys_TK.shape[1]
     crowded = keys_TK is None and num_queries >= 2 * page_table_BN.shape[0]
-    tile = tiling(q_THL, isinstance(latent_PZL, Fp8Latents), crowded)
+    is_fp8 = isinstance(latent_PZL, Fp8Latents)
+    if tile is None and num_shares is None and q_THL.element_size() == 2:
+        sizes = f"H={H} C={value_dim}{' fp8' if is_fp8 else ''}{' crowded' if crowded else ''}"
+        tile = tuned.find(Tiling, "sparse_mla", sizes, num_queries, q_THL.device)
+    tile = tile or tiling_for(q_THL, is_fp8, crowded)
     tiles, head_blocks = triton.cdiv(num_queries, tile.queries), triton.cdiv(H, tile.rows)
     if num_shares is None:
         wanted = tile.programs * _multiprocessors(q_THL.device) // max(1, tiles * head_blocks)

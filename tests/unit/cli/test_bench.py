@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from glm5.bench import measure, workload
 from glm5.cli.main import main
@@ -40,7 +41,7 @@ def test_an_interrupt_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        ("bench", 2, "bench needs one more word; allowed: throughput, latency, serve"),
+        ("bench", 2, "bench needs one more word; allowed: throughput, latency, serve, kernels"),
         ("bench latencie", 2, "no command 'bench latencie'; did you mean bench latency?"),
         ("bench throughput", 2, "the following arguments are required: --model; see  glm5 bench throughput --help"),
         ("bench latency --model m --requests 0", 2, "--num-prompts: got '0'; allowed: at least 1"),
@@ -52,3 +53,13 @@ def test_an_interrupt_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
 def test_what_cannot_be_done_is_said_in_one_line(argv, code, message, capsys):
     assert main(argv.split()) == code
     assert capsys.readouterr().err == f"glm5: error: {message}\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it needs where that is missing")
+def test_kernels_need_a_gpu(capsys, tmp_path):
+    assert main(["bench", "kernels", "--only", "router"]) == 1
+    assert capsys.readouterr().err == "glm5: error: glm5 bench kernels needs an NVIDIA GPU, and Triton\n"
+    assert main(["bench", "kernels", "--json", str(tmp_path / "none" / "x.json")]) == 2
+    assert "--json: there is no folder" in capsys.readouterr().err
+    assert main(["bench", "kernels", "--tuned", str(tmp_path / "x.json")]) == 2
+    assert "add --tune" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""`glm5 bench kernels`: microseconds of each kernel beside its floor on this GPU. The table goes to standard output."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from glm5.cli.flags import add_flags, read
+from glm5.common.console import out
+from glm5.common.errors import GlmError, UsageError
+from glm5.config.bench_kernels import BenchKernelsConfig
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "kernels", help="kernels on this GPU: microseconds, floor, share", description=BenchKernelsConfig.__doc__
+    )
+    add_flags(parser, BenchKernelsConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = read(BenchKernelsConfig, args)
+    for flag, path in (("--json", settings.json_), ("--tuned", settings.tuned)):
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise UsageError(f"{flag}: there is no folder {Path(path).parent}")
+    if settings.tuned is not None and not settings.tune:
+        raise UsageError("--tuned says where --tune writes; add --tune")
+    import torch
+
+    from glm5.kernels import triton_support
+
+    if not torch.cuda.is_available() or not triton_support.installed():
+        raise GlmError("glm5 bench kernels needs an NVIDIA GPU, and Triton")
+    from glm5.bench.kernels import every_case, table, tune
+
+    if settings.tune:
+        out(f"written to {tune.tune(settings.only, Path(settings.tuned) if settings.tuned else None)}")
+        return 0
+    return table.report(every_case(), settings.only, Path(settings.json_) if settings.json_ else None)
