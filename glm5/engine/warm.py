@@ -35,6 +35,7 @@ class Warmth:
 
 
 @torch.inference_mode()
+@torch.inference_mode()
 def warm_up(runner: Runner, config: SchedulerConfig, on_progress: Progress) -> Warmth | None:
     """None where steps are not captured: then there is nothing to do that a first step would not do as well."""
     steps = runner.steps
