@@ -32,7 +32,7 @@ class KeyConfig(Command):
 class Operations(Command):
     """Keys, limits, timeouts, shutdown, logs and traces of a server."""
 
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[_Text, ...] = ()
     """Keys of which clients must send one. Others on this machine can read a command line: GLM5_API_KEY in the
     environment (several with commas between) and api_keys_file are better."""
     api_keys_file: _Text | None = None

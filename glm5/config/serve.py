@@ -21,7 +21,7 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     """Address to listen on; 0.0.0.0 for all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes a free one."""
-    served_model_name: tuple[str, ...] = ()
+    served_model_name: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names of the model in the API. Default: MODEL as given."""
     reasoning_parser: Literal["glm45"] = "glm45"
     """Splits reasoning from the answer."""

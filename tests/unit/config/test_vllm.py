@@ -47,6 +47,8 @@ def test_numbers_as_people_write_them(text, number):
         ("-dp=2", "--data-parallel-size: got '2'; allowed: 1 "),
         ("--quantization awq", "--quantization: got 'awq'; allowed: 'fp8'"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size: got '2'; allowed: 1 "),
+        ("--served-model-name=", "--served-model-name: got ''; allowed: a text that is not empty"),
+        ("--api-key=", "--api-key: got ''; allowed: a text that is not empty"),
         ("--block-size 16", "--block-size: got '16'; allowed: 64"),
     ],
 )
