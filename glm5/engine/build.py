@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.checkpoint.dtypes import parse_dtype
+from glm5.checkpoint.dummy import dummy
 from glm5.checkpoint.load import load, parse_device
 from glm5.common.errors import ConfigError
 from glm5.config.engine import EngineConfig
@@ -48,6 +50,8 @@ _GIB = 2**30
 # Pages that pass through host memory on their way to disk, where no more of it is given.
 _STAGED_PAGES = 64
 _COPY_WORKERS = 2
+# A rank may wait so long for the others; while steps run, the watchdog is what ends waiting.
+_MEET_SECONDS = 1800.0
 # A mixed step computes at most a third more rows than it needs.
 _TOKEN_BUCKETS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
 
@@ -62,17 +66,17 @@ def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -
     load_tokenizer = lambda: Tokenizer.from_dir(folder)  # noqa: E731
     size = config.tensor_parallel_size
     if size == 1:
-        model = _load(start, config, WHOLE, _device(start, 0), on_progress)
+        model = _load(start, config, WHOLE, _device(start, 0, size), on_progress)
         return build_core(model, config, source=path, load_tokenizer=load_tokenizer, on_progress=on_progress)
-    cfg, device = ModelConfig.from_file(path), _device(start, size - 1)
+    cfg, device = ModelConfig.from_file(path), _device(start, size - 1, size)
     local_config(cfg, size)
     _check_ranks(config)
     assert pulse is not None, "ranks need a process of their own"
     meeting = Meeting()
     store = meeting.open(size)
     pulse.ranks = ranks = Ranks(start, size, meeting.port, pulse)
-    group = open_group(Shard(0, size), _device(start, 0), store, timeout_s=config.watchdog_timeout)
-    model = _load(start, config, group.shard, _device(start, 0), on_progress)
+    group = open_group(Shard(0, size), _device(start, 0, size), store, timeout_s=_MEET_SECONDS)
+    model = _load(start, config, group.shard, _device(start, 0, size), on_progress)
     connect(model, group)
     parts = _parts(model, config, path, group, on_progress)
     parts.facts.table.append(("ranks", f"{size}, tensor parallel, on {'GPUs' if device.type == 'cuda' else 'CPUs'}"))
@@ -82,22 +86,22 @@ def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -
 def build_follower(begin: Begin, say: Say) -> Follower:
     """What a rank beside the first runs. Raises ConfigError and CheckpointError."""
     start, shard = begin.start, Shard(begin.rank, begin.size)
-    config, device = EngineConfig(**start.config), _device(start, begin.rank)
-    group = open_group(shard, device, store_at(begin.port, begin.size), timeout_s=config.watchdog_timeout)
+    config, device = EngineConfig(**start.config), _device(start, begin.rank, begin.size)
+    group = open_group(shard, device, store_at(begin.port, begin.size), timeout_s=_MEET_SECONDS)
     model = _load(start, config, shard, device, lambda _phase, _share: None)
     connect(model, group)
     parts = _parts(model, config, Path(start.path), group, lambda _phase, _share: None)
     return Follower(parts.runner, parts.scheduler, weights=parts.weights, cache=parts.cache, say=say)
 
 
-def _device(start: Start, rank: int) -> torch.device:
+def _device(start: Start, rank: int, size: int) -> torch.device:
     """Of a rank: GPUs are dealt out in order."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if start.device == "auto" else start.device
-    if rank and name.startswith("cuda:"):
+    if size > 1 and name.startswith("cuda:"):
         raise ConfigError(
             f"device: got {name}, which is one GPU, and tensor_parallel_size asks for more; allowed: cuda"
         )
-    return parse_device(f"cuda:{rank}" if name == "cuda" and rank else name)
+    return parse_device(f"cuda:{rank}" if name == "cuda" and size > 1 else name)
 
 
 def _check_ranks(config: EngineConfig) -> None:
@@ -117,9 +121,21 @@ def _load(start: Start, config: EngineConfig, shard: Shard, device: torch.device
         automatic = 1 if count_parameters(cfg).active < _ONE_THREAD else cores
         torch.set_num_threads(config.num_threads or automatic)
     on_progress("loading weights", 0.0)
-    model = load(path, dtype=start.dtype, device=device, lora_norm_eps=start.lora_norm_eps, shard=shard)
+    if config.load_format == "dummy":
+        model = _dummy(start, cfg, shard, device)
+    else:
+        model = load(path, dtype=start.dtype, device=device, lora_norm_eps=start.lora_norm_eps, shard=shard)
     on_progress("loading weights", 1.0)
     return model
+
+
+def _dummy(start: Start, cfg: ModelConfig, shard: Shard, device: torch.device) -> Glm5:
+    """In the dtype asked for, or as a checkpoint of this config would be."""
+    if start.lora_norm_eps is not None:
+        cfg = cfg.replace(lora_norm_eps=start.lora_norm_eps)
+    is_fp8 = start.dtype == "auto" and cfg.quantization_config is not None
+    dtype = parse_dtype(cfg.dtype if start.dtype == "auto" else start.dtype)
+    return dummy(cfg, fp8=is_fp8, dtype=dtype, device=device, shard=shard)
 
 
 def build_core(

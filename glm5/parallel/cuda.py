@@ -1,8 +1,8 @@
 """Ranks on the GPUs of one machine: symmetric memory with kernels of our own, NCCL for what does not fit there.
 
     one shot     few rows: every rank sends its part to all others (kernels/all_reduce/triton.py)
-    two shots    more rows: each piece has an owner that adds it up
-    NCCL         whole prompts: the same in two collectives; every size works
+    two shots    more rows: each piece has an owner that adds it up; whole prompts some rows after the other
+    NCCL         where there is no symmetric memory, in two collectives
 
 All three add in the order of ranks, in float32, and round once. (NCCL's own all-reduce would round at every hop.)
 NVLink multicast is never used: a program that does and ends badly can take a machine's GPUs out of service. Processes
@@ -25,9 +25,9 @@ from glm5.parallel.table import Shard
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES = 32 << 20  # of each of three
+BUFFER_BYTES = 16 << 20  # of each of three
 ONE_SHOT_BYTES = 256 << 10  # that a rank sends in one shot, at most
-TWO_SHOTS_BYTES = 12 << 20  # of a message, at most
+TWO_SHOTS_BYTES = 6 << 20  # of a message, at most: longer ones are slower than several of these
 
 
 class CudaGroup:
@@ -93,9 +93,16 @@ class CudaGroup:
         num_bytes = part.numel() * part.element_size()
         if num_bytes * (self.shard.size - 1) <= ONE_SHOT_BYTES and fits(self.buffers, part, two_shots=False):
             return one_shot(self.buffers, part, norm)
-        if num_bytes <= TWO_SHOTS_BYTES and fits(self.buffers, part, two_shots=True):
+        num_rows = max(1, TWO_SHOTS_BYTES // (num_bytes // len(part)))
+        if not fits(self.buffers, part[:num_rows], two_shots=True):
+            return None
+        if num_rows >= len(part):
             return two_shots(self.buffers, part, norm)
-        return None
+        pairs = [
+            two_shots(self.buffers, rows, norm and (norm[0][first : first + num_rows], *norm[1:]))
+            for first, rows in zip(range(0, len(part), num_rows), part.split(num_rows), strict=True)
+        ]
+        return torch.cat([out for out, _ in pairs]), torch.cat([total for _, total in pairs])
 
     def all_reduce_nccl(self, part: Tensor) -> Tensor:
         """The fallback, of any size."""

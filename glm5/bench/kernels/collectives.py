@@ -193,7 +193,28 @@ def time_all(group: CudaGroup) -> list[dict[str, object]]:
     return rows
 
 
-def rank_main(rank: int, size: int, port: int) -> None:
+def tune(group: CudaGroup) -> None:
+    """Microseconds by how many programs share the work."""
+    from glm5.kernels.all_reduce.triton import one_shot, two_shots
+
+    buffers = group.buffers
+    assert buffers is not None, "no symmetric memory here"
+    weight = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
+    for count in (1, 8, 32, 128, 512):
+        part = torch.randn(count, WIDTH, device="cuda").to(torch.bfloat16)
+        norm = part, weight, EPS
+        found: dict[str, object] = {"rows": count}
+        for splits in (1, 2, 4, 8, 16):
+            if splits * count <= buffers.max_programs:
+                found[f"{splits} splits"] = round(measure(partial(one_shot, buffers, part, norm, splits)), 1)
+        for programs in (16, 32, 64, 132):
+            if programs <= 6 * count:
+                found[f"{programs} programs"] = round(measure(partial(two_shots, buffers, part, norm, programs)), 1)
+        if group.shard.rank == 0:
+            out(json.dumps(found))
+
+
+def rank_main(rank: int, size: int, port: int, *, tunes: bool) -> None:
     device = torch.device("cuda", rank)
     group = open_group(Shard(rank, size), device, store_at(port, size), timeout_s=SECONDS)
     assert isinstance(group, CudaGroup)
@@ -203,6 +224,8 @@ def rank_main(rank: int, size: int, port: int) -> None:
             f"{size} x {torch.cuda.get_device_name(device)}: right, to the bit and {REPEATS} times; "
             f"errors by budget {worst}"
         )
+    if tunes:
+        tune(group)
     time_all(group)
     torch.cuda.synchronize()
     group.close()
@@ -213,14 +236,16 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--rank", type=int)
     parser.add_argument("--port", type=int)
+    parser.add_argument("--tune", action="store_true", help="also by numbers of programs")
     given = parser.parse_args()
     if given.rank is not None:
-        rank_main(given.rank, given.ranks, given.port)
+        rank_main(given.rank, given.ranks, given.port, tunes=given.tune)
         return 0
     meeting = Meeting()
     store = meeting.open(given.ranks)
-    command = [sys.executable, "-m", __spec__.name, "--ranks", str(given.ranks), "--port", str(meeting.port), "--rank"]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(given.ranks)]
+    command = [sys.executable, "-m", __spec__.name, "--ranks", str(given.ranks), "--port", str(meeting.port)]
+    command += ["--tune"] * given.tune
+    ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(given.ranks)]
     codes = [rank.wait() for rank in ranks]
     del store
     return max(map(abs, codes))

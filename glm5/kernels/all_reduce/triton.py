@@ -85,6 +85,7 @@ def _empty_last(pointers, state, rank, call, num_words, CHUNK: tl.constexpr, NUM
     slot = (call + NUM - 1) % NUM
     used = tl.load(state + 2 + slot)
     words = (tl.load(pointers + rank) + slot.to(tl.int64) * num_words * 4).to(tl.pointer_type(tl.int32))
+    words = tl.multiple_of(words, 16)
     for first in range(tl.program_id(0) * CHUNK, used, tl.num_programs(0) * CHUNK):
         place = first + tl.arange(0, CHUNK)
         tl.store(words + place, tl.full((CHUNK,), -0x7FFF8000, tl.int32), mask=place < used)
