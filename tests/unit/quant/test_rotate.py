@@ -1,7 +1,5 @@
 """Folding and rotating change every number and nothing that the model says: in float64, MTP and indexer included."""
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,71 +7,18 @@ from torch import Tensor
 from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
 from glm5.model.glm5 import Glm5
-from glm5.model.packed import PackedView
-from glm5.model.seams import Selection
 from glm5.quant import parts
 from glm5.quant.graph import ROTATIONS
 from glm5.quant.hadamard import random_hadamard, shifted_blocks
 from glm5.quant.rotate import fold, mtp_corrections, rotate, rotations
 from glm5.testing.numerics import rel_rms
 from tests.support.models import random_model
+from tests.support.saying import said, worst
 from tests.support.stacks import stacked_by_name, with_tensors
 
 # The bar of "unchanged" in float64; measured 2e-14. A router row left unturned gives 0.1 and more.
 UNCHANGED = 1e-9
 ALL = tuple(ROTATIONS)
-
-
-class WatchingView(PackedView):
-    """Notes what the indexers choose."""
-
-    def __init__(self, length: int):
-        super().__init__([length])
-        self.chosen: list[Tensor] = []
-
-    def select(self, *args, **kwargs) -> Selection:
-        selection = super().select(*args, **kwargs)
-        assert selection.keys_TK is not None
-        self.chosen.append(selection.keys_TK)
-        return selection
-
-
-@dataclass
-class Said:
-    """Everything that a model decides about a text, and about two drafts in a row at each place of it."""
-
-    logits: Tensor
-    drafts: list[Tensor]
-    experts: list[Tensor] = field(default_factory=list)
-    keys: list[Tensor] = field(default_factory=list)
-
-
-@torch.inference_mode()
-def said(model: Glm5, ids: Tensor, corrections=None, head_by_matrix=False) -> Said:
-    experts: list[Tensor] = []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _m, _i, out: experts.append(out[1]))
-        for layer in model.model.layers
-        if hasattr(layer.mlp, "gate")
-    ]
-    view = WatchingView(len(ids))
-    hidden = model(ids, view)
-    logits, drafts, keys = model.head(hidden), [], view.chosen
-    if corrections is not None:
-        hidden = hidden @ corrections.hidden
-    for _ in range(2):
-        view = WatchingView(len(ids))
-        hidden, _ = model.draft(ids.roll(-1), hidden, view)
-        keys += view.chosen
-        if corrections is None:
-            drafts.append(model.head(hidden))
-        else:
-            own = hidden @ corrections.head.T
-            drafts.append(model.head(hidden @ corrections.to_head) if head_by_matrix else own)
-            hidden = hidden @ corrections.chained
-    for hook in hooks:
-        hook.remove()
-    return Said(logits, drafts, experts, keys)
 
 
 def rotated(model: Glm5, names, *, upstream=False, leave_out: str = "") -> tuple[Glm5, object]:
@@ -91,15 +36,6 @@ def rotated(model: Glm5, names, *, upstream=False, leave_out: str = "") -> tuple
         mtp_norm = tensors[f"model.layers.{model.cfg.num_hidden_layers}.shared_head.norm.weight"]
         corrections = mtp_corrections(by["residual"], tensors["model.norm.weight"], mtp_norm, tensors["lm_head.weight"])
     return with_tensors(model, {**folded, **turned}), corrections
-
-
-def worst(got: Said, want: Said) -> float:
-    assert len(got.experts) == len(want.experts)
-    assert len(got.keys) == len(want.keys)
-    assert all(torch.equal(a, b) for a, b in zip(got.experts, want.experts, strict=True)), "other experts"
-    assert all(torch.equal(a, b) for a, b in zip(got.keys, want.keys, strict=True)), "other keys"
-    pairs = [(got.logits, want.logits), *zip(got.drafts, want.drafts, strict=True)]
-    return max(rel_rms(a, b) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,228 @@
+"""Moving outliers of activations into weights: a channel is divided on one side and multiplied on the other.
+
+    X' = X / s    W' = W diag(s)    X' W'^T = X W^T          s_k = a_k^alpha / w_k^beta
+    E(s) = |Q(X') Q(W')^T - X W^T| / |X W^T|                 a, w: sizes of input k and of column k
+
+Flex_Smooth_Quant: alpha over 0, 0.05 .. 1 with beta = 1 - alpha, then beta with that alpha. Flex_AWQ_SSZ: beta = 0,
+with the real quantizer in the loop. Ties go to the larger exponent. Source: msModelSlim
+`processor/anti_outlier/flex_smooth/`. `upstream=True` does as it does, faults included:
+
+- Flex_Smooth_Quant scores with 8 bits, whatever follows, and has to smooth, even where that does harm;
+- Flex_AWQ_SSZ scores a = max|X| and returns mean|X|, and its activations share a scale by channel, not by token;
+- a channel that no token used is divided by 1e-5, which rounds its weights away.
+
+Otherwise Q is what follows, s is what was scored, of either size, s = 1 is a candidate, unused channels keep s = 1, and
+the geometric mean of s is 1. Tokens [..., T, K] of a stack of experts are padded with rows of zeros, which change
+nothing here; `counts` [...] says how many are real where a mean is taken.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from glm5.quant.minmax import fake_quantize
+from glm5.quant.parts import wide
+from glm5.quant.record import INT8_TOKEN, Grid, Scheme
+from glm5.quant.ssz import ssz, ssz_upstream
+
+EXPONENTS = tuple(i / 20 for i in range(21))
+SEARCH_STARTS = (1.0, 0.8, 0.6, 0.45, 0.3)
+"""Of SSZ within a search: the error that it compares is within 1 % of what all starts give."""
+
+_LEAST = 1e-5
+
+
+class Target(NamedTuple):
+    """A weight [..., O, K] that reads the smoothed channels. Without a scheme it is only carried along."""
+
+    weight: Tensor
+    scheme: Scheme | None
+
+
+class Smoothing(NamedTuple):
+    """Scales [..., K], for each member of the batch the exponents that they have and the error with them, and the error
+    without. All zeros, and scales 1, for a member without tokens."""
+
+    scale: Tensor
+    alpha: Tensor
+    beta: Tensor
+    error: Tensor
+    error_before: Tensor
+
+
+RoundWeight = Callable[[Tensor, Grid], Tensor]
+"""A weight [..., O, K] to the same after a round trip through a grid."""
+
+
+def by_minmax(weight: Tensor, grid: Grid) -> Tensor:
+    return fake_quantize(weight, grid)
+
+
+def by_ssz(weight: Tensor, grid: Grid) -> Tensor:
+    """SSZ where the grid has it, by few starts."""
+    if grid.kind != "int" or grid.bits > 4:
+        return fake_quantize(weight, grid)
+    return fake_quantize(weight, grid, ssz(weight, grid, starts=SEARCH_STARTS, polish=1))
+
+
+def by_ssz_upstream(weight: Tensor, grid: Grid) -> Tensor:
+    return fake_quantize(weight, grid, ssz_upstream(weight, grid, steps=10))
+
+
+def flex_smooth(
+    x: Tensor,
+    targets: Sequence[Target],
+    *,
+    alpha: float | None = None,
+    beta: float | None = None,
+    shared: bool = False,
+    upstream: bool = False,
+    round_weight: RoundWeight = by_minmax,
+) -> Smoothing:
+    """Flex_Smooth_Quant for tokens x [..., T, K] and what reads them. `shared`: one scale [K] for the whole stack.
+
+    Given exponents are not searched. Float32, float64 for float64.
+    """
+    if upstream:
+        targets = [Target(torch.cat([wide(t.weight) for t in targets], -2), Scheme(INT8_TOKEN, INT8_TOKEN))]
+    search = _Search(x, targets, shared, round_weight, normal=not upstream)
+    input_size, column_size = search.largest_inputs(), search.largest_columns()
+
+    def consider(first: float, second: float) -> None:
+        search.consider(input_size**first / column_size**second, first, second)
+
+    if not upstream:
+        search.consider(torch.ones_like(input_size), 0.0, 0.0)
+    if alpha is not None:
+        consider(alpha, 1 - alpha if beta is None else beta)
+    else:
+        for first in EXPONENTS:
+            consider(first, 1 - first if beta is None else beta)
+        if beta is None:
+            search.second_exponent(input_size, column_size)
+    return search.result()
+
+
+def flex_awq(
+    x: Tensor,
+    targets: Sequence[Target],
+    *,
+    counts: Tensor | None = None,
+    shared: bool = False,
+    upstream: bool = False,
+    round_weight: RoundWeight | None = None,
+) -> Smoothing:
+    """Flex_AWQ_SSZ for tokens x [..., T, K] and what reads them. `shared`: one scale [K] for the whole stack."""
+    if round_weight is None:
+        round_weight = by_ssz_upstream if upstream else by_ssz
+    search = _Search(x, targets, shared, round_weight, normal=not upstream, by_channel=upstream)
+    largest, mean = search.largest_inputs(), search.mean_inputs(counts)
+    if upstream:
+        for first in EXPONENTS:
+            search.consider(largest**first, first, 0.0)
+        applied = (mean ** search.alpha.unsqueeze(-1)).clamp_min(_LEAST)
+        search.scale = torch.where(search.used.unsqueeze(-1), applied, torch.ones_like(mean))
+        return search.result()
+    for first in EXPONENTS:
+        for size in (largest, mean) if first else (largest,):
+            search.consider(size**first, first, 0.0)
+    return search.result()
+
+
+class _Search:
+    """The best scales so far, for every member of a batch [B, T, K]. With `shared`, members are one."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        targets: Iterable[Target],
+        shared: bool,
+        round_weight: RoundWeight,
+        *,
+        normal: bool,
+        by_channel: bool = False,
+    ):
+        self.lead, self.shared, self.round_weight = x.shape[:-2], shared, round_weight
+        self.normal, self.by_channel = normal, by_channel
+        self.x = wide(x.reshape(-1, *x.shape[-2:]))
+        self.targets = [
+            (wide(t.weight.reshape(-1, *t.weight.shape[-2:])), t.scheme) for t in targets if t.scheme is not None
+        ]
+        self.want = [self.x @ weight.mT for weight, _ in self.targets]
+        self.size = sum((want.square().sum((-2, -1)) for want in self.want), self.x.new_zeros(len(self.x)))
+        self.size = self._together(self.size)
+        self.used = self.size > 0
+        members, width = (1 if shared else len(self.x)), self.x.shape[-1]
+        self.scale = self.x.new_ones(members, width)
+        self.alpha, self.beta = self.x.new_zeros(members), self.x.new_zeros(members)
+        self.error = torch.full_like(self.alpha, torch.inf)
+        self.before = self._error(self.scale)
+
+    def largest_inputs(self) -> Tensor:
+        largest = self.x.abs().amax(-2)
+        return largest.amax(0, keepdim=True) if self.shared else largest
+
+    def mean_inputs(self, counts: Tensor | None) -> Tensor:
+        total = self.x.abs().sum(-2)
+        each = total.new_full((len(total),), self.x.shape[-2]) if counts is None else counts.reshape(-1).to(total)
+        if self.shared:
+            total, each = total.sum(0, keepdim=True), each.sum(0, keepdim=True)
+        return total / each.clamp_min(1).unsqueeze(-1)
+
+    def largest_columns(self) -> Tensor:
+        columns = torch.stack([weight.abs().amax(-2) for weight, _ in self.targets]).amax(0)
+        return columns.amax(0, keepdim=True) if self.shared else columns
+
+    def consider(self, scale: Tensor, alpha: float | Tensor, beta: float | Tensor) -> None:
+        scale = self._usable(scale)
+        error = self._error(scale)
+        better = (error <= self.error) & self.used
+        self.error = torch.where(better, error, self.error)
+        self.scale = torch.where(better.unsqueeze(-1), scale, self.scale)
+        self.alpha = torch.where(better, torch.as_tensor(alpha, dtype=error.dtype, device=error.device), self.alpha)
+        self.beta = torch.where(better, torch.as_tensor(beta, dtype=error.dtype, device=error.device), self.beta)
+
+    def second_exponent(self, input_size: Tensor, column_size: Tensor) -> None:
+        """Every beta, with each member's best alpha."""
+        alpha = self.alpha.clone()
+        raised = input_size ** alpha.unsqueeze(-1)
+        for beta in EXPONENTS:
+            self.consider(raised / column_size**beta, alpha, beta)
+
+    def result(self) -> Smoothing:
+        lead = () if self.shared else self.lead
+        error = torch.where(self.used, self.error, torch.zeros_like(self.error))
+        values = (self.scale, self.alpha, self.beta, error, self.before)
+        return Smoothing(*(value.reshape((*lead, *value.shape[1:])) for value in values))
+
+    def _usable(self, scale: Tensor) -> Tensor:
+        if not self.normal:
+            return scale.clamp_min(_LEAST)
+        live = scale.isfinite() & (scale > 0)
+        log = torch.where(live, scale, torch.ones_like(scale)).log()
+        middle = log.sum(-1, keepdim=True) / live.sum(-1, keepdim=True).clamp_min(1)
+        return torch.where(live, (log - middle).exp(), torch.ones_like(scale))
+
+    def _error(self, scale: Tensor) -> Tensor:
+        """E of every member, for scale [B or 1, K]; 0 for members without tokens."""
+        scale = scale.unsqueeze(-2)
+        x, rounded = self.x / scale, dict[Grid | None, Tensor]()
+        wrong = self.x.new_zeros(len(self.x))
+        for (weight, scheme), want in zip(self.targets, self.want, strict=True):
+            assert scheme is not None
+            if scheme.act not in rounded:
+                rounded[scheme.act] = self._round_inputs(x, scheme.act)
+            got = rounded[scheme.act] @ self.round_weight(weight * scale, scheme.weight).mT
+            wrong += (got - want).square_().sum((-2, -1))
+        error = (self._together(wrong) / self.size).sqrt()
+        return torch.where(self.used, error, torch.zeros_like(error))
+
+    def _round_inputs(self, x: Tensor, grid: Grid | None) -> Tensor:
+        if self.by_channel:
+            return fake_quantize(x.mT.contiguous(), grid).mT
+        return fake_quantize(x, grid)
+
+    def _together(self, sums: Tensor) -> Tensor:
+        return sums.sum(0, keepdim=True) if self.shared else sums
