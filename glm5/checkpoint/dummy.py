@@ -3,8 +3,11 @@
 Speed does not depend on values as long as they are values: products keep activations at unit scale, so that FP8 neither
 overflows nor rounds to nothing, and router logits spread by 1, so that tokens visit experts evenly. FP8 weights are
 any e4m3 number alike, the scales of their blocks between half and one and a half times what gives unit scale.
+
+Ranks that share a model draw what every one of them has from one seed, and their own parts from seeds of their own.
 """
 
+import hashlib
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
 from glm5.model.glm5 import Glm5
+from glm5.parallel.table import WHOLE, Shard, local_config
 
 _E4M3_RMS = 130.0  # of its finite values
 _CHUNK = 1 << 28  # elements filled at a time
@@ -28,32 +32,41 @@ def dummy(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    shard: Shard = WHOLE,
 ) -> Glm5:
-    """A model of `cfg` with random weights, `fp8` where a published FP8 checkpoint has it; the same for one seed."""
+    """A model of `cfg` with random weights, `fp8` where a published FP8 checkpoint has it; the same for one seed. Of a
+    model that ranks share, `shard`'s part."""
     kept = frozenset(spec.name for spec in tensor_specs(cfg) if spec.fp8) if fp8 else frozenset[str]()
     cfg = cfg.replace(quantization_config=FP8_CONFIG if fp8 else None, dtype=str(dtype).removeprefix("torch."))
-    model = empty_model(cfg, kept, dtype, torch.device(device))
-    generator = torch.Generator(device).manual_seed(seed)
+    model = empty_model(local_config(cfg, shard.size), kept, dtype, torch.device(device))
+    model.cfg = cfg
+    whole = empty_model(cfg, kept, dtype, torch.device("meta")).state_dict()
+    generator = torch.Generator(device)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            _fill(name, tensor, generator)
+            shape = whole[name].shape
+            own = "" if shape == tensor.shape else f":{shard.rank}"
+            digest = hashlib.sha256(f"{seed}:{name}{own}".encode()).digest()
+            generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            _fill(name, tensor, shape[-1], generator)
     return model.eval()
 
 
-def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+def _fill(name: str, tensor: Tensor, width: int, generator: torch.Generator) -> None:
+    """`width`: of the whole tensor's last dimension."""
     if name.endswith("norm.weight"):
         tensor.fill_(1.0)
     elif name.endswith(("norm.bias", "e_score_correction_bias")):
         tensor.zero_()
     elif name.endswith("_scale_inv"):
         # The scale's own width stands for the weight's: that of a ragged last block is a little too small.
-        num_inputs = tensor.shape[-1] * 128
+        num_inputs = width * 128
         tensor.uniform_(0.5, 1.5, generator=generator).div_(_E4M3_RMS * num_inputs**0.5)
     elif tensor.dtype == FP8:
         for part in tensor.view(torch.uint8).view(-1).split(_CHUNK):
             part.random_(0, 256, generator=generator)
             part.masked_fill_((part & 0x7F) == 0x7F, 0)  # the two that are no numbers
     else:
-        std = 1.0 if name.endswith("embed_tokens.weight") else tensor.shape[-1] ** -0.5
+        std = 1.0 if name.endswith("embed_tokens.weight") else width**-0.5
         for part in tensor.view(-1).split(_CHUNK):
             part.normal_(0.0, std, generator=generator)

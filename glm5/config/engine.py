@@ -23,6 +23,9 @@ class EngineConfig(Command):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS), Also("--tp"), Also("-tp")] = 1
     """GPUs that share the model, each with a process and its part of every layer; without a GPU, processes. It must
     divide the model's heads and widths."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """auto or safetensors: the checkpoint's files. dummy: random weights of config.json's sizes, made on the device, to
+    measure speed with."""
     max_model_len: Annotated[int, Field(ge=1, lt=_MANY)] | None = None
     """Longest context in tokens, prompt and answer together, such as 32768, 32k (32000) or 32K (32768). Default, and
     for auto or -1: what the checkpoint and the memory allow."""

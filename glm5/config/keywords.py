@@ -52,7 +52,6 @@ class EngineKeywords(EngineFlags):
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], NoEffect("requests of one priority are served in order of arrival")
     ] = "fcfs"
-    load_format: Annotated[Literal["auto", "safetensors"], _FILES] = "auto"
     tokenizer_mode: Annotated[Literal["auto", "hf"], NoEffect("tokenizer.json is read")] = "auto"
     skip_tokenizer_init: Annotated[Literal[False], NoEffect("give a model in memory to run without a tokenizer")] = (
         False

@@ -100,8 +100,6 @@ class VllmFlags(Command):
     """GiB of host memory for sequences that wait."""
     block_size: Annotated[int, _as_keyword("block_size")] = 64
     """Tokens of a page. Only 64."""
-    load_format: Annotated[Literal["auto", "safetensors"], _as_keyword("load_format")] = "auto"
-    """Format of the weights."""
     trust_remote_code: Annotated[bool, _as_keyword("trust_remote_code")] = False
     """Allow a checkpoint's own code."""
     disable_log_requests: Annotated[bool, NoEffect("prompts are logged only by --enable-log-requests")] = False

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.checkpoint.dtypes import parse_dtype
+from glm5.checkpoint.dummy import dummy
 from glm5.checkpoint.load import load, parse_device
 from glm5.common.errors import ConfigError
 from glm5.config.engine import EngineConfig
@@ -119,9 +121,21 @@ def _load(start: Start, config: EngineConfig, shard: Shard, device: torch.device
         automatic = 1 if count_parameters(cfg).active < _ONE_THREAD else cores
         torch.set_num_threads(config.num_threads or automatic)
     on_progress("loading weights", 0.0)
-    model = load(path, dtype=start.dtype, device=device, lora_norm_eps=start.lora_norm_eps, shard=shard)
+    if config.load_format == "dummy":
+        model = _dummy(start, cfg, shard, device)
+    else:
+        model = load(path, dtype=start.dtype, device=device, lora_norm_eps=start.lora_norm_eps, shard=shard)
     on_progress("loading weights", 1.0)
     return model
+
+
+def _dummy(start: Start, cfg: ModelConfig, shard: Shard, device: torch.device) -> Glm5:
+    """In the dtype asked for, or as a checkpoint of this config would be."""
+    if start.lora_norm_eps is not None:
+        cfg = cfg.replace(lora_norm_eps=start.lora_norm_eps)
+    is_fp8 = start.dtype == "auto" and cfg.quantization_config is not None
+    dtype = parse_dtype(cfg.dtype if start.dtype == "auto" else start.dtype)
+    return dummy(cfg, fp8=is_fp8, dtype=dtype, device=device, shard=shard)
 
 
 def build_core(

@@ -30,7 +30,6 @@ from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.grouped_experts import SharedExpert, grouped_experts
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
-from glm5.kernels.per_head import per_head
 from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope_part, rope_table
@@ -127,7 +126,7 @@ class LoweredAttention:
             scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
             selection = view.select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
-        return product(Rows(per_head(out_THC, self.w_v_HCV).flatten(1)), module.o_proj), selection
+        return product(Rows(_values(out_THC, self.w_v_HCV)), module.o_proj), selection
 
     def _keys(
         self,
@@ -165,6 +164,13 @@ class LoweredAttention:
         v_THV = torch.matmul(kv_TC, self.w_v_HCV).transpose(0, 1)
         out_THV, _ = prompt_attention(q_THX, k_THN, turned_TR, v_THV, first_T, scale=module.qk_head_dim**-0.5)
         return product(Rows(out_THV.flatten(1)), module.o_proj)
+
+
+def _values(out_THC: Tensor, w_HCV: Tensor) -> Tensor:
+    """Of each head its own product, heads side by side: written where they belong, or they would have to be moved."""
+    values_THV = out_THC.new_empty(len(out_THC), len(w_HCV), w_HCV.shape[2])
+    torch.bmm(out_THC.transpose(0, 1), w_HCV, out=values_THV.transpose(0, 1))
+    return values_THV.flatten(1)
 
 
 def _head_weights(x_TD: Tensor, linear: AnyLinear) -> tuple[HeadWeights | None, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from glm5.checkpoint.dummy import dummy
 from glm5.config.presets import preset
 from glm5.model.moe import MoE
+from glm5.parallel.table import Shard
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
@@ -32,3 +33,14 @@ def test_one_seed_gives_one_model():
     name = "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(first[name], again[name])
     assert not torch.equal(first[name], other[name])
+
+
+def test_ranks_share_what_every_one_has():
+    cfg = preset("tiny")
+    parts = [dummy(cfg, fp8=False, shard=Shard(rank, 2)).state_dict() for rank in range(2)]
+    router, heads = "model.layers.1.mlp.gate.weight", "model.layers.1.self_attn.o_proj.weight"
+    assert torch.equal(parts[0][router], parts[1][router])
+    assert parts[0][heads].shape[1] == cfg.num_attention_heads * cfg.v_head_dim // 2
+    assert not torch.equal(parts[0][heads], parts[1][heads])
+    whole_width = cfg.num_attention_heads * cfg.v_head_dim
+    assert float(parts[0][heads].float().std()) == pytest.approx(whole_width**-0.5, rel=0.1)
