@@ -16,7 +16,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.engine import EngineConfig
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
-from glm5.engine.capacity import check_length, free_bytes, plan_cache
+from glm5.engine.capacity import check_length, free_bytes, plan_cache, workspace_bytes
 from glm5.engine.core import EngineCore
 from glm5.engine.defaults import read_defaults
 from glm5.engine.depth import AdaptiveDepth, StepCost
@@ -290,6 +290,13 @@ def _sizes(config: EngineConfig, model: Glm5, layout: Layout, group: Group, *, m
         check_length(cfg, config.max_model_len)
         return config.max_model_len or min(cfg.max_position_embeddings, num_pages * PAGE_SIZE), num_pages
     memory = config.kv_cache_memory_bytes or free_bytes(model.device, config.gpu_memory_utilization)
+    if model.device.type == "cuda" and config.kv_cache_memory_bytes is None:
+        counts = {
+            "num_tokens": config.max_num_batched_tokens,
+            "num_seqs": config.max_num_seqs,
+            "ranks": group.shard.size,
+        }
+        memory -= workspace_bytes(cfg, model.dtype, depth=_depth(config, cfg), **counts)
     if group.shard.size > 1:
         (memory,) = least(group, [memory], model.device)
         if model.device.type == "cpu" and config.kv_cache_memory_bytes is None:  # which all of them share

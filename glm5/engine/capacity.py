@@ -13,6 +13,9 @@ from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
 
+_SCORES_BYTES = 1 << 29  # of the indexer, for a piece of a prompt, and what finds the best of them
+_PROMPT_LOGITS = 256  # rows
+_GRAPH_BYTES = 10 << 20  # of a layer, in all graphs of it
 # Of what is free on a machine without a GPU: the rest is for everything else that runs there.
 _CPU_SHARE = 0.5
 
@@ -27,6 +30,20 @@ def free_bytes(device: torch.device, utilization: float) -> int:
     found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     available = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(available * _CPU_SHARE * utilization)
+
+
+def workspace_bytes(
+    cfg: ModelConfig, dtype: torch.dtype, *, num_tokens: int, num_seqs: int, depth: int, ranks: int
+) -> int:
+    """Memory of a GPU that steps of up to `num_tokens` rows need beside weights and cache: absorbed weights, terms of
+    experts and what they are made of, logits as they are sampled, scores of the indexer, tables and graphs."""
+    heads, vocab_size = cfg.num_attention_heads // ranks, cfg.vocab_size // ranks
+    absorbed = heads * (cfg.qk_nope_head_dim + cfg.v_head_dim) * cfg.kv_lora_rank * dtype.itemsize
+    rows = num_tokens * (cfg.num_experts_per_tok + 1) * cfg.hidden_size * 8
+    logits = max(num_seqs * (1 + depth), _PROMPT_LOGITS) * vocab_size * 16
+    tables = num_seqs * (cfg.vocab_size * 5 + cfg.max_position_embeddings * 8)
+    graphs = cfg.num_layers_with_mtp * _GRAPH_BYTES
+    return absorbed * cfg.num_layers_with_mtp + rows + logits + tables + graphs + _SCORES_BYTES
 
 
 def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
-from glm5.engine.capacity import plan_cache
+from glm5.engine.capacity import plan_cache, workspace_bytes
 from glm5.engine.kv import PAGE_SIZE, KVCache
 
 CFG = preset("tiny")
@@ -54,3 +54,11 @@ def test_lengths_and_counts_that_are_none():
     for bad in (0, True, 2.0):
         with pytest.raises(ConfigError, match="max_num_seqs: got"):
             plan(100, num_seqs=bad)
+
+
+def test_workspace_of_glm5_is_a_few_gibibytes():
+    """Absorbed weights are shared out over ranks, logits of their part of the vocabulary too."""
+    sizes = {"num_tokens": 2048, "num_seqs": 128, "depth": 3}
+    alone, of_eight = (workspace_bytes(preset("glm-5"), torch.bfloat16, **sizes, ranks=ranks) for ranks in (1, 8))
+    assert 4 * 2**30 < alone < 8 * 2**30
+    assert 2 * 2**30 < of_eight < 4 * 2**30
