@@ -169,7 +169,7 @@ def _queries() -> Iterator[Subject]:
         heads = HEADS // ranks
         for tokens in (1, 8, 32, 64, 128, 512, 2048):
             rows = op.tiling_for(tokens).tokens
-            cuts = [(rows, 64), (rows, 32), (rows, 64, 8)] + [(64, 128), (128, 64), (128, 128, 8)] * (tokens > 64)
+            cuts = [(rows, 64), (rows, 32), (rows, 64, 8)] + [(64, 0), (64, 64), (128, 128, 8)] * (tokens > 64)
 
             def case(tiling: Any, tokens: int = tokens, heads: int = heads) -> Case:
                 return queries_case(heads, tokens, tiling)

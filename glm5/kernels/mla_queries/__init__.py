@@ -21,7 +21,7 @@ def mla_queries(
     """Queries [T, H, N + R] absorbed into latents, [T, H, C + R]: the first N dimensions by `w_HNC`, the rest rotated.
 
     `index_TJI`, an indexer's queries if any, is given away: the first R dimensions of each are rotated in place. cos
-    and sin as in `rope`. `triton`: on a GPU, in one launch. No gradient passes.
+    and sin as in `rope`. `triton`: on a GPU. No gradient passes.
     """
     if impl == "auto":
         impl = "triton" if chosen(q_THX.detach()) else "reference"

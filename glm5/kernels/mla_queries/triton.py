@@ -1,4 +1,7 @@
-"""mla_queries in one launch: programs for values of a head, one for its rotated part, others for index queries."""
+"""mla_queries in one launch: programs for values of a head, one for its rotated part, others for index queries.
+
+Of many tokens, the values are a batched product of the library, which writes them where they belong.
+"""
 
 from typing import NamedTuple
 
@@ -43,6 +46,30 @@ def _rotate(x, known, out, cos, sin, HALF: tl.constexpr):
 
 
 @triton.jit
+def _rotated(
+    h,
+    q,
+    out,
+    index,
+    known,
+    table,
+    q_head,
+    index_head,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """The rotated part of head h's queries, or of index head h - H's."""
+    cos, sin = table
+    if h < H:
+        _rotate(q + h * q_head + N, known, out + h * (C + 2 * HALF) + C, cos, sin, HALF)
+    else:
+        its = index + (h - H) * index_head
+        _rotate(its, known, its, cos, sin, HALF)
+
+
+@triton.jit
 def _mla_queries(
     q_ptr,
     w_ptr,
@@ -65,30 +92,29 @@ def _mla_queries(
     PDL: tl.constexpr,
 ):
     """program_id(0): blocks of C of each head, then rotated parts of heads, then index heads; (1): tile of tokens."""
-    BLOCKS: tl.constexpr = (C + BLOCK_O - 1) // BLOCK_O
     job = tl.program_id(0)
     t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     known = t < num_tokens
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    if job < H * BLOCKS:
-        h, o = job // BLOCKS, (job % BLOCKS) * BLOCK_O + tl.arange(0, BLOCK_O)
-        q, out = q_ptr + t * q_stride + h * q_head, out_ptr + (t * H + h) * (C + 2 * HALF)
-        value = _product(q, known, w_ptr + h * N * C, o, C, N, BLOCK_I).to(out_ptr.dtype.element_ty)
-        tl.store(out[:, None] + o[None, :], value, mask=known[:, None] & (o < C)[None, :])
-    else:
-        h = job - H * BLOCKS
-        cos, sin = cos_ptr + t * HALF, sin_ptr + t * HALF
-        if h < H:
-            q, out = q_ptr + t * q_stride + h * q_head, out_ptr + (t * H + h) * (C + 2 * HALF)
-            _rotate(q + N, known, out + C, cos, sin, HALF)
+    q, out = q_ptr + t * q_stride, out_ptr + t * (H * (C + 2 * HALF))
+    index = index_ptr + t * index_stride
+    table = cos_ptr + t * HALF, sin_ptr + t * HALF
+    if BLOCK_O:
+        BLOCKS: tl.constexpr = (C + BLOCK_O - 1) // BLOCK_O
+        if job < H * BLOCKS:
+            h, o = job // BLOCKS, (job % BLOCKS) * BLOCK_O + tl.arange(0, BLOCK_O)
+            values = _product(q + h * q_head, known, w_ptr + h * N * C, o, C, N, BLOCK_I)
+            at = (out + h * (C + 2 * HALF))[:, None] + o[None, :]
+            tl.store(at, values.to(out_ptr.dtype.element_ty), mask=known[:, None] & (o < C)[None, :])
         else:
-            index = index_ptr + t * index_stride + (h - H) * index_head
-            _rotate(index, known, index, cos, sin, HALF)
+            _rotated(job - H * BLOCKS, q, out, index, known, table, q_head, index_head, H, N, C, HALF)
+    else:
+        _rotated(job, q, out, index, known, table, q_head, index_head, H, N, C, HALF)
 
 
 class Tiling(NamedTuple):
-    """Tokens and outputs of a program, and its warps."""
+    """Tokens and outputs of a program, and its warps. With 0 outputs, the product is the library's."""
 
     tokens: int
     outputs: int
@@ -97,7 +123,7 @@ class Tiling(NamedTuple):
 
 def tiling_for(num_tokens: int) -> Tiling:
     """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md)."""
-    return Tiling(max(16, min(64, triton.next_power_of_2(num_tokens))), 64)
+    return Tiling(max(16, min(64, triton.next_power_of_2(num_tokens))), 64 if num_tokens < 512 else 0)
 
 
 def mla_queries(
@@ -120,7 +146,10 @@ def mla_queries(
         cut = tiling or tiling_for(num_tokens)
         if q_THX.element_size() > 2:  # products of float32 take registers where others take matrix units
             cut = Tiling(16, 32)
-        _mla_queries[(H * triton.cdiv(C, cut.outputs) + H + J, triton.cdiv(num_tokens, cut.tokens))](
+        if not cut.outputs:
+            torch.bmm(q_THX[..., :N].transpose(0, 1), w_HNC, out=out_THL[..., :C].transpose(0, 1))
+        blocks = triton.cdiv(C, cut.outputs) if cut.outputs else 0
+        _mla_queries[(H * blocks + H + J, triton.cdiv(num_tokens, cut.tokens))](
             q_THX,
             w_HNC.contiguous(),
             cos_TR2.contiguous(),

@@ -83,13 +83,15 @@ def _choose(
     p = 1 / (1 + tl.exp(-logit))
     choice = p + bias
     choice = tl.where(choice == choice, choice, _LOWEST)
-    # One number to compare: the score's bits, ordered as integers, then the expert's rank from behind.
+    # As integers of the same order: a warp has the largest of its 32 bit integers in one instruction.
     bits = tl.where(e < E, choice, float("-inf")).to(tl.int32, bitcast=True)
-    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (EXPERTS - 1 - e)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     taken = tl.zeros_like(bits)
     for _ in tl.static_range(A):
-        best = tl.max(tl.where(taken > 0, -(1 << 63), key), 0)
-        taken = tl.where(key == best, 1, taken)
+        best = tl.max(key, 0)
+        first = tl.min(tl.where(key == best, e, EXPERTS), 0)
+        taken = tl.where(e == first, 1, taken)
+        key = tl.where(e == first, -(2**31), key)
     weight = tl.where(taken > 0, p, 0.0)
     if NORM:
         weight = weight / (tl.sum(weight, 0) + 1e-20)

@@ -41,6 +41,20 @@ def test_queries(impl, tokens, dtype, gen):
         assert tokens == 0 or rel_rms(wrong, want) > 3 * BUDGET[dtype]
 
 
+@pytest.mark.parametrize("outputs", [0, 16, 32])
+def test_every_way_to_multiply(outputs, gen):
+    from glm5.kernels.mla_queries.triton import Tiling
+    from glm5.kernels.mla_queries.triton import mla_queries as run
+
+    case = make_case(18, gen, torch.float16)
+    q, w, cos, sin, index = (x.double() for x in case)
+    want = mla_queries(q, w, cos, sin, index, impl="reference")
+    *at, its_index = (x.to(DEVICE, copy=True) for x in case)
+    got = run(*at, its_index, Tiling(16, outputs))
+    assert rel_rms(got.cpu(), want) < BUDGET[torch.float16]
+    assert rel_rms(its_index.cpu(), index) < BUDGET[torch.float16]
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 18])
 def test_a_product_per_head(tokens, gen):
     q, w, *_ = make_case(tokens, gen, torch.float32)
