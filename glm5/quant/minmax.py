@@ -59,14 +59,14 @@ def encode(x: Tensor, grid: Grid, scale: Tensor, offset: Tensor | None = None) -
     codes = torch.empty(x.shape, dtype=FP8 if grid.kind == "fp8" else torch.int8, device=x.device)
     for some, rows, of_scale in _parts(x, grid):
         offset_OG = None if offset is None else stacked(offset)[some, of_scale]
-        stacked(codes)[some, rows] = _nearest(
+        stacked(codes)[some, rows] = nearest(
             wide(stacked(x)[some, rows]), grid, stacked(scale)[some, of_scale], offset_OG
         )
     return codes
 
 
-def _nearest(x: Tensor, grid: Grid, scale: Tensor, offset: Tensor | None) -> Tensor:
-    """Codes in x's dtype."""
+def nearest(x: Tensor, grid: Grid, scale: Tensor, offset: Tensor | None = None) -> Tensor:
+    """Codes of x [..., O, I] in its own dtype, under a scale that `grid.spread` spreads to it."""
     x = x / grid.spread(scale, x.shape)
     if offset is not None:
         x += grid.spread(offset, x.shape)
@@ -97,7 +97,7 @@ def fake_quantize(x: Tensor, grid: Grid | None, scale: Tensor | None = None) -> 
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for some, rows, of_scale in _parts(x, grid):
         part, each = stacked(x)[some, rows], stacked(scale)[some, of_scale]
-        stacked(out)[some, rows] = _nearest(part, grid, each, None).mul_(grid.spread(each, part.shape))
+        stacked(out)[some, rows] = nearest(part, grid, each).mul_(grid.spread(each, part.shape))
     return out
 
 
