@@ -15,6 +15,8 @@ modules. `Lowered` has the calls of `Glm5` that a runner makes. What it derives 
 `refresh`; everything else are views.
 """
 
+from collections.abc import Callable
+from functools import cache
 from itertools import islice
 from typing import Protocol
 
@@ -107,10 +109,10 @@ class LoweredAttention:
         if selection is None and not view.selects(cfg.index_topk):
             selection = Selection(None)
         # Weights of index heads are scaled with the scores: they enter in the dtype that the product has.
-        w_TJ, weights = None, None
+        beside, weights = None, None
         if selection is None:
             assert module.indexer is not None
-            weights, w_TJ = _head_weights(x.x_TD, module.indexer.weights_proj)
+            weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj)
         q_lat = self._keys(qkv_TY, out_TY[:, :num_key], weights, rope, view, quantize=x.quantized is not None)
         query_TY = self.of_query(q_lat, 0, 2 if selection is None else 1)
         q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
@@ -122,7 +124,8 @@ class LoweredAttention:
         q_THL = mla_queries(q_THX, self.w_k_HNC, rope.cos_TR2, rope.sin_TR2, index_TJI)
         if selection is None:
             assert index_TJI is not None
-            assert w_TJ is not None
+            assert beside is not None
+            w_TJ = beside.take()
             scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
             selection = view.select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
@@ -173,12 +176,36 @@ def _values(out_THC: Tensor, w_HCV: Tensor) -> Tensor:
     return values_THV.flatten(1)
 
 
-def _head_weights(x_TD: Tensor, linear: AnyLinear) -> tuple[HeadWeights | None, Tensor]:
+class Beside:
+    """A result that nothing waits for until it is taken. In a graph it is computed beside what comes meanwhile."""
+
+    def __init__(self, compute: Callable[[], Tensor], device: torch.device):
+        self._stream = None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._stream = _side_stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                self._result = compute()
+        else:
+            self._result = compute()
+
+    def take(self) -> Tensor:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._result.device).wait_stream(self._stream)
+        return self._result
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _head_weights(x_TD: Tensor, linear: AnyLinear) -> tuple[HeadWeights | None, Beside]:
     """(what `mla_keys` is to compute along the way, the weights)."""
     if len(x_TD) > FEW_ROWS or not isinstance(linear, Linear):
-        return None, product(Rows(x_TD), linear)
+        return None, Beside(lambda: product(Rows(x_TD), linear), x_TD.device)
     w_TJ = x_TD.new_empty(len(x_TD), len(linear.weight))
-    return HeadWeights(x_TD, linear.weight, w_TJ), w_TJ
+    return HeadWeights(x_TD, linear.weight, w_TJ), Beside(lambda: w_TJ, torch.device("cpu"))
 
 
 def _latent_linears(module: SparseLatentAttention) -> list[AnyLinear]:
