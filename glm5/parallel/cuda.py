@@ -96,13 +96,7 @@ class CudaGroup:
         num_rows = max(1, TWO_SHOTS_BYTES // (num_bytes // len(part)))
         if not fits(self.buffers, part[:num_rows], two_shots=True):
             return None
-        if num_rows >= len(part):
-            return two_shots(self.buffers, part, norm)
-        pairs = [
-            two_shots(self.buffers, rows, norm and (norm[0][first : first + num_rows], *norm[1:]))
-            for first, rows in zip(range(0, len(part), num_rows), part.split(num_rows), strict=True)
-        ]
-        return torch.cat([out for out, _ in pairs]), torch.cat([total for _, total in pairs])
+        return two_shots(self.buffers, part, norm, max_rows=num_rows)
 
     def all_reduce_nccl(self, part: Tensor) -> Tensor:
         """The fallback, of any size."""

@@ -1,5 +1,6 @@
 """Two GPUs that share a model: collectives to the bit, and the answers of one GPU."""
 
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,10 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-SIZES = {"max_model_len": 512, "max_num_seqs": 8, "num_gpu_blocks_override": 100, "watchdog_timeout": 120.0}
-BUDGET = {"float32": 2e-2, "bfloat16": 0.25}  # of log-probabilities near -6; a wrong part of a sum gives more than 1
+# Few shapes, so that a start takes seconds.
+SIZES = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 100}
+# Of log-probabilities near -6, the median: in bfloat16 some experts and keys are others. A lost part gives more than 1.
+BUDGET = {"float32": 1e-3, "bfloat16": 0.1}
 SECONDS = 300
 
 
@@ -36,15 +39,17 @@ def test_answers_are_those_of_one_gpu(tmp_path, dtype):
     gen = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 500, (n,), generator=gen).tolist() for n in (3, 70, 150)]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=0, logprobs=0)
-    found = []
-    for size in (1, 2, 2):
-        with LLM(str(path), tensor_parallel_size=size, device="cuda", **SIZES) as llm:
-            found.append(llm.generate(prompts, params, use_tqdm=False))
-    for other in found[1:]:
-        for got, want in zip(other, found[0], strict=True):
-            if dtype == "float32":
-                assert got.outputs[0].token_ids == want.outputs[0].token_ids
-            for mine, known in zip(got.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True):
-                assert all(abs(mine[token].logprob - known[token].logprob) < BUDGET[dtype] for token in known)
-    first, again = ([output.outputs[0].token_ids for output in one] for one in found[1:])
-    assert first == again
+    with LLM(str(path), device="cuda", **SIZES) as llm:
+        alone = llm.generate(prompts, params, use_tqdm=False)
+    with LLM(str(path), tensor_parallel_size=2, device="cuda", **SIZES) as llm:
+        two, again = (llm.generate(prompts, params, use_tqdm=False) for _ in range(2))
+    for got, want in zip(two, alone, strict=True):
+        if dtype == "float32":
+            assert got.outputs[0].token_ids == want.outputs[0].token_ids
+        off = [
+            abs(mine[token].logprob - known[token].logprob)
+            for mine, known in zip(got.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True)
+            for token in known
+        ]
+        assert statistics.median(off) < BUDGET[dtype]
+    assert [one.outputs[0].token_ids for one in two] == [one.outputs[0].token_ids for one in again]

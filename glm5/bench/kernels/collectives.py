@@ -8,7 +8,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -170,11 +170,11 @@ def measure(run: Callable[[], object]) -> float:
     return float(worst)
 
 
-def time_all(group: CudaGroup) -> list[dict[str, object]]:
+def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]:
     """Rows of a table: microseconds by way and number of rows."""
     rows: list[dict[str, object]] = []
     weight = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
-    for count in ROWS:
+    for count in counts:
         part = torch.randn(count, WIDTH, device="cuda").to(torch.bfloat16)
         found: dict[str, object] = {"rows": count, "bytes": part.numel() * 2}
         for name, way in sums(group).items():
@@ -214,7 +214,7 @@ def tune(group: CudaGroup) -> None:
             out(json.dumps(found))
 
 
-def rank_main(rank: int, size: int, port: int, *, tunes: bool) -> None:
+def rank_main(rank: int, size: int, port: int, counts: Sequence[int], *, tunes: bool) -> None:
     device = torch.device("cuda", rank)
     group = open_group(Shard(rank, size), device, store_at(port, size), timeout_s=SECONDS)
     assert isinstance(group, CudaGroup)
@@ -226,7 +226,7 @@ def rank_main(rank: int, size: int, port: int, *, tunes: bool) -> None:
         )
     if tunes:
         tune(group)
-    time_all(group)
+    time_all(group, counts)
     torch.cuda.synchronize()
     group.close()
 
@@ -236,15 +236,16 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--rank", type=int)
     parser.add_argument("--port", type=int)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of the messages that are timed")
     parser.add_argument("--tune", action="store_true", help="also by numbers of programs")
     given = parser.parse_args()
     if given.rank is not None:
-        rank_main(given.rank, given.ranks, given.port, tunes=given.tune)
+        rank_main(given.rank, given.ranks, given.port, given.rows, tunes=given.tune)
         return 0
     meeting = Meeting()
     store = meeting.open(given.ranks)
     command = [sys.executable, "-m", __spec__.name, "--ranks", str(given.ranks), "--port", str(meeting.port)]
-    command += ["--tune"] * given.tune
+    command += [*["--tune"] * given.tune, "--rows", *map(str, given.rows)]
     ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(given.ranks)]
     codes = [rank.wait() for rank in ranks]
     del store

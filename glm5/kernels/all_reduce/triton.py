@@ -26,6 +26,9 @@ _CHUNK = 1024  # words that a program empties or gathers at a time
 _MAX_WIDTH = 1 << 14
 
 
+Given = tuple[Tensor, Tensor, int, float]  # residual, weight, the residual's stride, eps
+
+
 @dataclass(frozen=True)
 class Buffers:
     """A rank's and its peers' buffers: `pointers` int64 [N], `num_words` of 4 bytes each (one of NUM_BUFFERS).
@@ -339,13 +342,33 @@ def one_shot(
 
 
 def two_shots(
-    buffers: Buffers, part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None = None, programs: int | None = None
+    buffers: Buffers,
+    part_TD: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    programs: int | None = None,
+    *,
+    max_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same; for more rows."""
+    """The same; for more rows. `max_rows`: at a time."""
     part_TD = part_TD.contiguous()
+    out_TD, sum_TD, given = _outputs(part_TD, norm)
+    for first in range(0, len(part_TD), max_rows or len(part_TD)):
+        span = slice(first, first + (max_rows or len(part_TD)))
+        _two_shots_of(buffers, part_TD[span], out_TD[span], sum_TD[span], (given[0][span], *given[1:]), norm, programs)
+    return out_TD, sum_TD
+
+
+def _two_shots_of(
+    buffers: Buffers,
+    part_TD: Tensor,
+    out_TD: Tensor,
+    sum_TD: Tensor,
+    given: Given,
+    norm: object,
+    programs: int | None,
+) -> None:
     num_rows, width = part_TD.shape
     block = max(128, triton.next_power_of_2(width))
-    out_TD, sum_TD, given = _outputs(part_TD, norm)
     pieces = num_rows * triton.cdiv(width, PIECE)
     _two_shots[(min(programs or buffers.max_programs, pieces),)](
         buffers.pointers,
@@ -367,7 +390,6 @@ def two_shots(
         NUM=NUM_BUFFERS,
         num_warps=_num_warps(block),
     )
-    return out_TD, sum_TD
 
 
 def gather(buffers: Buffers, part: Tensor) -> Tensor | None:
@@ -395,7 +417,7 @@ def gather(buffers: Buffers, part: Tensor) -> Tensor | None:
     return out
 
 
-def _outputs(part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor, tuple[object, ...]]:
+def _outputs(part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor, Given]:
     """(out, sum, what the kernel takes of `norm`)."""
     out_TD = torch.empty_like(part_TD)
     if norm is None:
