@@ -35,7 +35,10 @@ _LEAST = 1e-5
 
 
 class Target(NamedTuple):
-    """A weight [..., O, K] that reads the smoothed channels. Without a scheme it is only carried along."""
+    """A weight [..., O, K] that reads the smoothed channels. Without a scheme it is only carried along.
+
+    Behind tokens [T, K] of no batch, a stack of experts counts as one matrix with the rows of all.
+    """
 
     weight: Tensor
     scheme: Scheme | None
@@ -148,7 +151,9 @@ class _Search:
         self.normal, self.by_channel = normal, by_channel
         self.x = wide(x.reshape(-1, *x.shape[-2:]))
         self.targets = [
-            (wide(t.weight.reshape(-1, *t.weight.shape[-2:])), t.scheme) for t in targets if t.scheme is not None
+            (wide(t.weight.reshape(len(self.x), -1, t.weight.shape[-1])), t.scheme)
+            for t in targets
+            if t.scheme is not None
         ]
         self.want = [self.x @ weight.mT for weight, _ in self.targets]
         self.size = sum((want.square().sum((-2, -1)) for want in self.want), self.x.new_zeros(len(self.x)))

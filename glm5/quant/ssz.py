@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from glm5.common.errors import ConfigError
+from glm5.kernels.ssz import ssz as many_starts
 from glm5.quant.minmax import as_groups, minmax
 from glm5.quant.parts import parts, stacked, wide
 from glm5.quant.record import Grid
@@ -38,48 +39,20 @@ def ssz(
     `importance` [..., I]: h >= 0 for each input, the same for every row. float32, float64 for float64.
     """
     _refuse(grid)
-    scale, _ = minmax(weight, grid)
+    shape = grid.scale_shape(weight.shape)
+    scale = torch.empty(shape, dtype=wide(weight[..., :0]).dtype, device=weight.device)
     for some, rows in parts(flat := stacked(weight)):
-        w = as_groups(wide(flat[some, rows]), grid)
-        h = None if importance is None else _importance(importance, grid, some, w)
-        first = stacked(scale)[some, rows]
-        stacked(scale)[some, rows] = _many_starts(w, h, grid, first, starts, steps, polish)
+        h = None if importance is None else _importance(importance, grid, some, weight)
+        stacked(scale)[some, rows] = many_starts(
+            as_groups(flat[some, rows], grid),
+            h,
+            lowest=grid.lowest,
+            highest=grid.highest,
+            starts=starts,
+            steps=steps,
+            polish=polish,
+        )
     return scale
-
-
-def _many_starts(
-    w: Tensor, h: Tensor | None, grid: Grid, first: Tensor, starts: tuple[float, ...], steps: int, polish: int
-) -> Tensor:
-    """w, h [b, O, G, g] and `first` [b, O, G] to the best scale [b, O, G]."""
-    hw = w if h is None else w * h
-    room = torch.empty_like(w)
-    best, most = first.clone(), torch.full_like(first, -torch.inf)
-    for start in starts:
-        scale = first * start
-        for _ in range(steps):
-            scale, fit = _step(w, hw, h, grid, scale, room)
-            better = fit > most
-            most = torch.where(better, fit, most)
-            best = torch.where(better, scale, best)
-    for _ in range(polish):
-        scale, fit = _step(w, hw, h, grid, best, room)
-        if not (better := fit > most).any():
-            break
-        most = torch.where(better, fit, most)
-        best = torch.where(better, scale, best)
-    return torch.where(best > 0, best, first)
-
-
-def _step(w: Tensor, hw: Tensor, h: Tensor | None, grid: Grid, scale: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
-    """The best scale for the codes that `scale` gives, and how much of sum h w^2 it explains: (sum hwq)^2 / sum hqq.
-
-    Codes are found with a reciprocal and may differ from `encode`'s at ties, where either is as good.
-    """
-    q = torch.mul(w, scale.reciprocal().unsqueeze(-1), out=room).round_().clamp_(grid.lowest, grid.highest)
-    hwq = (hw * q).sum(-1)
-    hqq = (q.square_() if h is None else q.square_().mul_(h)).sum(-1).clamp_min_(_NOTHING)
-    scale = hwq / hqq
-    return torch.where(scale > 0, scale, torch.ones_like(scale)), scale * hwq
 
 
 def ssz_upstream(weight: Tensor, grid: Grid, steps: int = 50) -> Tensor:
@@ -114,10 +87,10 @@ def _codes(w: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     return (w / scale.unsqueeze(-1)).round_().clamp_(grid.lowest, grid.highest)
 
 
-def _importance(importance: Tensor, grid: Grid, some: slice, w: Tensor) -> Tensor:
-    """h [..., I] for some matrices of the stack, by groups: [b, 1, G, g]."""
-    h = importance.to(w.dtype).reshape(-1, 1, importance.shape[-1])
-    return as_groups(h[some] if len(h) > 1 else h, grid)
+def _importance(importance: Tensor, grid: Grid, some: slice, weight: Tensor) -> Tensor:
+    """h [..., I] for some matrices of the stack, by groups: [b, G, g], or [1, G, g] for all."""
+    h = wide(importance.to(weight.device)).reshape(-1, 1, importance.shape[-1])
+    return as_groups(h[some] if len(h) > 1 else h, grid).squeeze(1)
 
 
 def _refuse(grid: Grid) -> None:

@@ -1,0 +1,109 @@
+"""ssz in one pass: a program holds some rows in registers for all its steps, where torch reads them for every one."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 8192  # elements of a program, unless one row has more
+
+
+@triton.jit
+def _step(w, hw, h, scale, lowest, highest, WEIGHTED: tl.constexpr):
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    # Beyond the ends before rounding, so that adding 1.5 * 2^23 rounds to nearest even, and to the ends after it.
+    near = tl.minimum(tl.maximum(w * inverse[:, None], lowest - 1), highest + 1)
+    q = tl.minimum(tl.maximum((near + 12582912.0) - 12582912.0, lowest), highest)
+    hwq = tl.sum(hw * q, axis=1)
+    hqq = tl.sum(h * (q * q) if WEIGHTED else q * q, axis=1)
+    found = tl.div_rn(hwq, tl.maximum(hqq, 1e-30))
+    return tl.where(found > 0, found, 1.0), found * hwq
+
+
+@triton.jit
+def _ssz(
+    w_ptr,
+    h_ptr,
+    starts_ptr,
+    out_ptr,
+    R,
+    I,
+    O,
+    G,
+    num_starts,
+    lowest,
+    highest,
+    STEPS: tl.constexpr,
+    POLISH: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, WIDTH)
+    inside = (r < R)[:, None] & (i < I)[None, :]
+    w = tl.load(w_ptr + r[:, None] * I + i[None, :], mask=inside, other=0.0).to(tl.float32)
+    h = w
+    hw = w
+    if WEIGHTED:
+        of_h = (r // (O * G)) * G + r % G
+        h = tl.load(h_ptr + of_h[:, None] * I + i[None, :], mask=inside, other=0.0)
+        hw = h * w
+    reach = tl.max(tl.abs(w), axis=1)
+    first = tl.div_rn(reach, tl.zeros([ROWS], tl.float32) + highest)
+    first = tl.where(first == 0, 1.0, first)
+    best = first
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    for s in range(num_starts):
+        scale = first * tl.load(starts_ptr + s)
+        for _ in range(STEPS):
+            scale, explained = _step(w, hw, h, scale, lowest, highest, WEIGHTED)
+            best = tl.where(explained > most, scale, best)
+            most = tl.maximum(explained, most)
+    for _ in range(POLISH):
+        scale, explained = _step(w, hw, h, best, lowest, highest, WEIGHTED)
+        best = tl.where(explained > most, scale, best)
+        most = tl.maximum(explained, most)
+    tl.store(out_ptr + r, tl.where(most > 0, best, first), mask=r < R)
+
+
+def ssz(
+    w_BOGI: Tensor,
+    h_BGI: Tensor | None,
+    lowest: float,
+    highest: float,
+    starts: tuple[float, ...],
+    steps: int,
+    polish: int,
+) -> Tensor:
+    """As `reference.ssz`; sums are added up in another order, so a scale may differ in its last bits."""
+    if w_BOGI.dtype == torch.float64:
+        raise ValueError("ssz[triton] computes in float32, got float64: use impl='reference'")
+    B, O, G, I = w_BOGI.shape
+    w = w_BOGI.contiguous()
+    out_BOG = torch.empty(B, O, G, dtype=torch.float32, device=w.device)
+    if not out_BOG.numel():
+        return out_BOG
+    h = w if h_BGI is None else h_BGI.float().expand(B, G, I).contiguous()
+    width = triton.next_power_of_2(I)
+    rows = min(max(1, _TILE // width), triton.next_power_of_2(B * O * G))
+    _ssz[(triton.cdiv(B * O * G, rows),)](
+        w,
+        h,
+        torch.tensor(starts, dtype=torch.float32, device=w.device),
+        out_BOG,
+        B * O * G,
+        I,
+        O,
+        G,
+        len(starts),
+        lowest,
+        highest,
+        STEPS=steps,
+        POLISH=polish,
+        WEIGHTED=h_BGI is not None,
+        ROWS=rows,
+        WIDTH=width,
+        num_warps=8,
+    )
+    return out_BOG
