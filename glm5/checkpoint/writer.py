@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -50,18 +50,24 @@ def write_shards(
     source = iter(tensors)
     with Progress(total=total_bytes, unit="B", desc=desc) as progress:
         for name, shard in zip(names, shards, strict=True):
-            with (directory / name).open("wb") as file:
-                offsets = _write_header(file, shard)
-                for planned in shard:
-                    _write_tensor(file, offsets[planned.name], planned, next(source))
-                    progress.update(planned.num_bytes, shard=name)
-                file.flush()
-                os.fsync(file.fileno())
+            for planned in write_file(directory / name, shard, source):
+                progress.update(planned.num_bytes, shard=name)
     assert next(source, None) is None, "more tensors than the layout names"
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_file(path: Path, layout: Sequence[TensorLayout], tensors: Iterator[Tensor]) -> Iterator[TensorLayout]:
+    """Write one file, taking the tensors of `layout` in its order; yields each as it is written. Flushed to disk."""
+    with path.open("wb") as file:
+        offsets = _write_header(file, layout)
+        for planned in layout:
+            _write_tensor(file, offsets[planned.name], planned, next(tensors))
+            yield planned
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def split_shards(layout: Sequence[TensorLayout], max_shard_bytes: int) -> list[list[TensorLayout]]:

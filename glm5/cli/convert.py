@@ -1,0 +1,25 @@
+"""`glm5 convert`: FP8 to BF16 and back, tensor by tensor."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from glm5.cli.flags import add_flags, read
+from glm5.common.console import out
+from glm5.config.quantize import ConvertConfig
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "convert", help="convert a checkpoint between FP8 and BF16", description=ConvertConfig.__doc__
+    )
+    add_flags(parser, ConvertConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = read(ConvertConfig, args)
+    from glm5.quantize.convert import convert
+
+    path = convert(settings.model, Path(settings.out), settings.dtype, int(settings.max_shard_gb * 1e9))
+    out(f"wrote {path}; look at it with  glm5 inspect {path}")
+    return 0

@@ -1,0 +1,28 @@
+"""`glm5 quantize`: a checkpoint to a quantized one, layer by layer."""
+
+import argparse
+from typing import Any
+
+from glm5.cli.flags import add_flags, read
+from glm5.common.console import out
+from glm5.config.quantize import QuantizeConfig
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "quantize", help="quantize a checkpoint, layer by layer", description=QuantizeConfig.__doc__
+    )
+    add_flags(parser, QuantizeConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    return execute(read(QuantizeConfig, args))
+
+
+def execute(settings: QuantizeConfig) -> int:
+    """Do what the settings ask for, and say what came of it."""
+    from glm5.quantize.run import quantize
+
+    path = quantize(settings)
+    out(f"wrote {path}")
+    return 0

@@ -1,0 +1,53 @@
+"""A checkpoint in another type: FP8 in blocks of 128 to plain floats and back, a tensor in memory at a time."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from glm5.checkpoint.dtypes import cast, parse_dtype
+from glm5.checkpoint.names import SCALE_SUFFIX
+from glm5.checkpoint.save import config_dict, copy_assets, write_checkpoint
+from glm5.checkpoint.shard import CODES, read_tensor
+from glm5.checkpoint.writer import TensorLayout
+from glm5.config.tensors import TensorSpec
+from glm5.kernels.block_scaled import FP8, BlockScaled, num_blocks, quantize_blocks
+from glm5.quantize.source import Source
+
+
+def convert(model: str | Path, out: Path, dtype: str, max_shard_bytes: int) -> Path:
+    """Write `model` at `out` in `dtype`: "fp8" (the published selection, the rest bfloat16) or a name of plain floats.
+
+    FP8 weights that stay FP8 are copied as they are. All or nothing; raises as `save` does.
+    """
+    source = Source(model)
+    to_fp8 = dtype == "fp8"
+    target = torch.bfloat16 if to_fp8 else parse_dtype(dtype, special=("fp8",))
+    specs = list(source.fit.specs.values())
+    layout = [planned for spec in specs for planned in _layout(spec, target, to_fp8)]
+    config = config_dict(source.cfg.replace(quantization_config=None), target, fp8=to_fp8)
+    tensors = (tensor for spec in specs for tensor in _tensors(source, spec, target, to_fp8))
+    return write_checkpoint(out, config, layout, tensors, partial(copy_assets, source.directory), max_shard_bytes)
+
+
+def _layout(spec: TensorSpec, target: torch.dtype, to_fp8: bool) -> list[TensorLayout]:
+    if to_fp8 and spec.fp8:
+        grid = tuple(num_blocks(size) for size in spec.shape)
+        return [TensorLayout(spec.name, CODES[FP8], spec.shape), TensorLayout(spec.name + SCALE_SUFFIX, "F32", grid)]
+    return [TensorLayout(spec.name, "F32" if spec.dtype == "f32" else CODES[target], spec.shape)]
+
+
+def _tensors(source: Source, spec: TensorSpec, target: torch.dtype, to_fp8: bool) -> Iterator[Tensor]:
+    entries = source.index.entries
+    tensor = read_tensor(source.directory, entries[spec.name])
+    scaled = None
+    if spec.name in source.fit.scaled:
+        scaled = BlockScaled(tensor, read_tensor(source.directory, entries[spec.name + SCALE_SUFFIX]))
+    if to_fp8 and spec.fp8:
+        yield from scaled or quantize_blocks(tensor)
+    elif scaled is not None:
+        yield scaled.dequantize(torch.float32 if spec.dtype == "f32" else target)
+    else:
+        yield cast(tensor, torch.float32 if spec.dtype == "f32" else target)

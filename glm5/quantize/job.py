@@ -1,0 +1,115 @@
+"""A run with everything decided before anything is written: recipe, plan, format, rotations, devices, samples."""
+
+import logging
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.checkpoint.load import parse_device
+from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
+from glm5.config.quantize import QuantizeConfig
+from glm5.config.recipe import QuaRot
+from glm5.quant.graph import RotationName
+from glm5.quant.rotate import rotations
+from glm5.quantize.formats import choose
+from glm5.quantize.plan import make_plan
+from glm5.quantize.recipe import Resolved, resolve
+from glm5.quantize.source import Source
+from glm5.quantize.texts import samples
+from glm5.quantize.work import Run
+
+logger = logging.getLogger(__name__)
+
+QAT_KEY = "quantization_aware"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with everything decided: what `quantize` goes through."""
+
+    settings: QuantizeConfig
+    resolved: Resolved
+    source: Source
+    run: Run
+    cfg: ModelConfig
+    """Of what is written: without the MTP layer where that is dropped."""
+
+
+def prepare(settings: QuantizeConfig) -> Job:
+    """Decide everything, reading headers only. Errors here come before anything is written."""
+    source = Source(settings.model)
+    resolved = resolve(settings)
+    for note in resolved.notes:
+        logger.info("%s", note)
+    if QAT_KEY in source.cfg.extra and not resolved.recipe.is_plain:
+        raise ConfigError(
+            f"{settings.model}: trained with quantization in view ({QAT_KEY} in config.json), so its weights have to "
+            "be rounded as they were in training: --scheme w4a16 --method minmax"
+        )
+    plan = make_plan(source.cfg, resolved.recipe, resolved.target)
+    rotation = resolved.recipe.rotation
+    names = [] if rotation is None else rotation_names(rotation)
+    seed = 0 if rotation is None or rotation.seed is None else rotation.seed
+    run = Run(
+        cfg=source.cfg,
+        plan=plan,
+        form=choose(plan),
+        rotations=rotations(source.cfg, names, seed, upstream=settings.upstream_faithful),
+        dtype=getattr(torch, settings.compute_dtype),
+        devices=devices(settings.device),
+        upstream=settings.upstream_faithful,
+        all_experts=settings.calibrate_all_experts,
+        min_tokens=settings.min_tokens,
+    )
+    drops = settings.mtp == "drop" and source.cfg.num_nextn_predict_layers > 0
+    cfg = source.cfg.replace(num_nextn_predict_layers=0) if drops else source.cfg
+    return Job(settings, resolved, source, run, cfg)
+
+
+def rotation_names(rotation: QuaRot) -> list[RotationName]:
+    """What a recipe's quarot turns."""
+    wanted: dict[RotationName, bool] = {
+        "residual": rotation.residual,
+        "q latent": rotation.latents,
+        "kv latent": rotation.latents,
+        "value heads": rotation.heads,
+    }
+    return [name for name, is_turned in wanted.items() if is_turned]
+
+
+def calibration(job: Job, given: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]] | None:
+    """Samples of token ids; None where no step needs any."""
+    if not job.resolved.recipe.needs_text:
+        return None
+    if given is not None:
+        return given
+    where = job.resolved.recipe.dataset or job.settings.calibration
+    return read_samples(job, where, job.settings.num_samples, job.settings.sample_len)
+
+
+def read_samples(job: Job, where: str, num_samples: int, sample_len: int) -> list[list[int]]:
+    """Token ids of a text, by the checkpoint's tokenizer."""
+    folder = job.source.directory
+    tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
+    longest = min(sample_len, job.cfg.max_position_embeddings)
+    sizes = {"num_samples": num_samples, "sample_len": longest}
+    return samples(where, tokenizer, job.cfg.vocab_size, seed=job.settings.seed, **sizes)
+
+
+def devices(name: str) -> list[torch.device]:
+    """auto: all GPUs, else the CPU."""
+    if name == "auto":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
+    return [parse_device(part) for part in name.split(",")]
+
+
+def peak_memory(used: Sequence[torch.device]) -> tuple[int, str]:
+    """(bytes of host memory at the highest, the same of devices in words)."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peaks = [torch.cuda.max_memory_allocated(device) for device in used if device.type == "cuda"]
+    return host, f"{max(peaks) / 1e9:.2f} GB of a GPU" if peaks else "no GPU"

@@ -1,0 +1,135 @@
+"""A checkpoint as layers: read, dequantized, checked for numbers that are none, and one ahead of their use.
+
+A layer is a dictionary of tensors by their names on disk without `model.layers.N.`; of routed experts there is one
+stack a projection, `mlp.experts.*.up_proj.weight` [E, F, D]. `outer` are the tensors outside of layers.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from glm5.checkpoint.fit import Fit, fit
+from glm5.checkpoint.index import ShardIndex, scan
+from glm5.checkpoint.names import SCALE_SUFFIX
+from glm5.checkpoint.resolve import resolve
+from glm5.checkpoint.shard import DTYPES, TensorEntry, read_into, read_tensor
+from glm5.common.errors import CheckpointError
+from glm5.config.model import ModelConfig
+from glm5.config.tensors import TensorSpec
+from glm5.kernels.block_scaled import BlockScaled
+
+NUM_READERS = 4
+OUTER = -1  # stands for a layer's index where the tensors outside of layers are meant
+STACK = "mlp.experts.*."  # as graph.py calls experts
+Layer = dict[str, Tensor]
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
+
+
+class Place(NamedTuple):
+    """Where a tensor from disk goes: a layer (or OUTER), a name there, and which of a stack of experts it is."""
+
+    layer_idx: int
+    name: str
+    expert: int | None = None
+
+
+def place_of(name: str) -> Place:
+    """Of a tensor's name on disk."""
+    in_layer = _LAYER.fullmatch(name)
+    if in_layer is None:
+        return Place(OUTER, name)
+    expert = _EXPERT.fullmatch(in_layer[2])
+    if expert is None:
+        return Place(int(in_layer[1]), in_layer[2])
+    return Place(int(in_layer[1]), f"{STACK}{expert[2]}.weight", int(expert[1]))
+
+
+def name_of(layer_idx: int, name: str, expert: int | None = None) -> str:
+    """The name on disk of a tensor of a layer."""
+    if layer_idx == OUTER:
+        return name
+    if expert is not None:
+        name = name.replace(STACK, f"mlp.experts.{expert}.", 1)
+    return f"model.layers.{layer_idx}.{name}"
+
+
+class Source:
+    """A checkpoint folder or hub id to read from. Damage and misfits are refused at once, all of them listed."""
+
+    def __init__(self, path_or_id: str | Path) -> None:
+        self.directory = resolve(path_or_id)
+        self.index: ShardIndex = scan(self.directory)
+        self.fit: Fit = fit(self.index, ModelConfig.from_file(self.directory))
+        self.fit.check()
+        self.cfg = self.fit.cfg
+        """Without the MTP layer where its tensors are not there."""
+        self._by_layer: dict[int, list[TensorSpec]] = {}
+        for spec in self.fit.specs.values():
+            self._by_layer.setdefault(place_of(spec.name).layer_idx, []).append(spec)
+
+    @property
+    def layer_indices(self) -> list[int]:
+        """OUTER, then all layers, the MTP layer last."""
+        return sorted(self._by_layer)
+
+    def specs(self, layer_idx: int) -> list[TensorSpec]:
+        """The tensors of a layer as the architecture has them."""
+        return self._by_layer[layer_idx]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a tensor as it is held: FP8 weights are dequantized to bfloat16."""
+        return torch.bfloat16 if name in self.fit.scaled else DTYPES[self.index.entries[name].dtype]
+
+    def num_bytes(self, layer_idx: int) -> int:
+        """Host memory that a layer takes."""
+        return sum(torch.Size(s.shape).numel() * self.dtype_of(s.name).itemsize for s in self._by_layer[layer_idx])
+
+    def layer(self, layer_idx: int) -> Layer:
+        """A layer's tensors on the CPU. CheckpointError for a number that is infinite or none at all."""
+        stacks: Layer = {}
+        jobs: list[tuple[TensorEntry, Tensor]] = []
+        for spec in self._by_layer[layer_idx]:
+            place, entry = place_of(spec.name), self.index.entries[spec.name]
+            if place.name not in stacks:
+                stack = () if place.expert is None else (self.cfg.n_routed_experts,)
+                stacks[place.name] = torch.empty((*stack, *spec.shape), dtype=self.dtype_of(spec.name))
+            target = stacks[place.name] if place.expert is None else stacks[place.name][place.expert]
+            jobs.append((entry, target))
+        jobs.sort(key=lambda job: (job[0].file, job[0].start))
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            list(readers.map(lambda job: self._read(*job), jobs))
+        return stacks
+
+    def _read(self, entry: TensorEntry, target: Tensor) -> None:
+        scale = self.index.entries.get(entry.name + SCALE_SUFFIX)
+        if scale is not None:
+            weight = BlockScaled(read_tensor(self.directory, entry), read_tensor(self.directory, scale))
+            target.copy_(weight.dequantize(target.dtype))
+        elif target.dtype == DTYPES[entry.dtype]:
+            read_into(self.directory, entry, target)
+        else:  # one expert is stored in another type than the first
+            target.copy_(read_tensor(self.directory, entry))
+        # A sum is a third of the work of asking every element; where it overflows, ask.
+        if not target.sum(dtype=torch.float32).isfinite() and not target.isfinite().all():
+            count = int((~target.isfinite()).sum())
+            raise CheckpointError(
+                f"{self.directory / entry.file}: {entry.name} holds {count} values that are not finite; fetch it again"
+            )
+
+    def ahead(self, layer_indices: Sequence[int]) -> Iterator[tuple[int, Layer]]:
+        """Layers in this order, each read while the one before is worked on: two are in memory at a time."""
+        with ThreadPoolExecutor(1) as reader:
+            coming = reader.submit(self.layer, layer_indices[0]) if layer_indices else None
+            for position, layer_idx in enumerate(layer_indices):
+                assert coming is not None
+                layer = coming.result()
+                later = layer_indices[position + 1 : position + 2]
+                coming = reader.submit(self.layer, later[0]) if later else None
+                yield layer_idx, layer
+                del layer

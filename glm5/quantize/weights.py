@@ -1,0 +1,208 @@
+"""One module's weight to codes, by the method that a plan names, under scales as the file will hold them.
+
+A stack of experts goes in parts, dealt out to the devices; what an expert becomes does not depend on the others.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.config.recipe import WeightExt
+from glm5.kernels.block_scaled import FP8_MAX
+from glm5.quant.gptq import gptq, gram
+from glm5.quant.minmax import minmax, quantize
+from glm5.quant.nvfp4 import quantize_nvfp4
+from glm5.quant.qat import int4
+from glm5.quant.record import E2M1, Grid, Quantized
+from glm5.quant.ssz import ssz, ssz_upstream
+from glm5.quantize.calibrate import Inputs
+from glm5.quantize.figures import Errors, errors_of, evenly
+from glm5.quantize.formats.base import Format
+from glm5.quantize.plan import LinearPlan
+from glm5.quantize.source import STACK, Layer
+
+UPSTREAM_STEPS = 50
+EXPERTS_AT_ONCE = 16
+SHOWN_TOKENS = 512
+SHOWN_EXPERT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class How:
+    """What all weights of a run share."""
+
+    form: Format
+    devices: Sequence[torch.device]
+    upstream: bool = False
+    all_experts: bool = False
+    min_tokens: int = 16
+
+
+@dataclass
+class Done:
+    """A module that is quantized: on the CPU, scales in float32. `amax`: largest input, [1], of stacks [E]."""
+
+    weight: Quantized
+    errors: Errors
+    amax: Tensor | None
+
+
+def quantize_module(
+    how: How, module: str, linear: LinearPlan, tensors: Layer, inputs: Inputs | None, tensor_scale: Tensor | None = None
+) -> Done:
+    """Quantize `<module>.weight` of a layer; its entry in `tensors` then holds the values of its codes.
+
+    `tensor_scale` [..., 1, 1]: of nvfp4, where it is shared with another module.
+    """
+    weight = tensors[f"{module}.weight"]
+    if not module.startswith(STACK):
+        seen = None if inputs is None else inputs.of(module)
+        return _one(how, linear, weight, seen, tensor_scale, SHOWN_TOKENS)
+    starts = range(0, len(weight), EXPERTS_AT_ONCE)
+    jobs = [
+        (slice(start, start + EXPERTS_AT_ONCE), how.devices[i % len(how.devices)]) for i, start in enumerate(starts)
+    ]
+
+    def work(job: tuple[slice, torch.device]) -> list[Done]:
+        some, device = job
+        shared = None if tensor_scale is None else tensor_scale[some].to(device)
+        return _some(how, module, linear, tensors, inputs, some, device, shared)
+
+    with ThreadPoolExecutor(len(how.devices)) as workers:
+        done = [one for part in workers.map(work, jobs) for one in part]
+    errors = Errors()
+    for one in done:
+        errors.add(one.errors)
+    amaxes = [one.amax if one.amax is not None else torch.zeros(1) for one in done]
+    amax = None if inputs is None else torch.cat(amaxes)
+    return Done(_stacked([one.weight for one in done]), errors, amax)
+
+
+def _one(
+    how: How, linear: LinearPlan, weight: Tensor, seen: Tensor | None, tensor_scale: Tensor | None, shown: int
+) -> Done:
+    """A matrix [O, I] with its inputs [T, I]."""
+    hessian = None
+    if seen is not None and (linear.method == "gptq" or linear.ext.weighted):
+        hessian = gram(seen)
+    quantized = quantize_weight(how, linear, weight, hessian, tensor_scale)
+    value = quantized.dequantize(weight.dtype)
+    some = None if seen is None else evenly(seen, shown)
+    errors = errors_of(weight, value, linear.scheme.act, some)
+    weight.copy_(value)
+    return Done(_on_cpu(quantized), errors, None if seen is None else seen.abs().amax().reshape(1).float().cpu())
+
+
+def _some(
+    how: How,
+    module: str,
+    linear: LinearPlan,
+    tensors: Layer,
+    inputs: Inputs | None,
+    some: slice,
+    device: torch.device,
+    tensor_scale: Tensor | None,
+) -> list[Done]:
+    """Some experts of a stack on a device."""
+    weight = tensors[f"{module}.weight"][some]
+    seen = [expert_reads(how, module, tensors, inputs, some.start + i) for i in range(len(weight))]
+    held, hessian = weight.to(device), None
+    if inputs is not None and (linear.method == "gptq" or linear.ext.weighted):
+        none = held.new_zeros(held.shape[-1], held.shape[-1])
+        hessian = torch.stack([none if x is None or len(x) < how.min_tokens else gram(x.to(device)) for x in seen])
+    quantized = quantize_weight(how, linear, held, hessian, tensor_scale)
+    value = quantized.dequantize(held.dtype)
+    cpu = _on_cpu(quantized)
+    done: list[Done] = []
+    for i, x in enumerate(seen):
+        shown = None if x is None else evenly(x, SHOWN_EXPERT_TOKENS).to(device)
+        errors = errors_of(held[i], value[i], linear.scheme.act, shown)
+        amax = None if x is None or not len(x) else x.abs().amax().reshape(1).float().cpu()
+        done.append(Done(part_of(cpu, i), errors, amax))
+    weight.copy_(value)
+    return done
+
+
+def expert_reads(how: How, module: str, tensors: Layer, inputs: Inputs | None, expert: int) -> Tensor | None:
+    """[T, I] what one expert's projection is given: its tokens, for down_proj through gate and up as they are now."""
+    if inputs is None:
+        return None
+    x_GD = inputs.by_site["post_attention_layernorm"][inputs.routed(expert, everyone=how.all_experts)]
+    if not module.endswith("down_proj"):
+        return x_GD
+    gate, up = (tensors[f"{STACK}{name}_proj.weight"][expert] for name in ("gate", "up"))
+    return F.silu(F.linear(x_GD, gate)) * F.linear(x_GD, up)
+
+
+def quantize_weight(
+    how: How, linear: LinearPlan, weight: Tensor, hessian: Tensor | None, tensor_scale: Tensor | None = None
+) -> Quantized:
+    """weight [..., O, I] on its grid; `hessian` [..., I, I] of its inputs, all zero for a matrix without any."""
+    grid = linear.scheme.weight
+    if grid.kind == "nvfp4":
+        return quantize_nvfp4(weight, grid, tensor_scale)
+    importance = None if hessian is None else hessian.diagonal(dim1=-2, dim2=-1)
+    scale, offset = find_scale(weight, grid, linear.method, linear.ext, importance, upstream=how.upstream)
+    # As a file holds it: float32 at most, also where everything is computed in float64.
+    scale = how.form.stored_scale(scale.float(), grid).to(scale.dtype)
+    if linear.method == "gptq" and hessian is not None:
+        return gptq(weight, hessian, grid, scale, damp=linear.ext.damp)
+    return quantize(weight, grid, scale, offset)
+
+
+def find_scale(
+    weight: Tensor, grid: Grid, method: str, ext: WeightExt, importance: Tensor | None, *, upstream: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(scale, offset); gptq stands for the method of its scales. Groups of int4 by min-max are as training has them."""
+    if method == "minmax" or (method == "gptq" and ext.scales == "minmax"):
+        if grid.bits == 4 and grid.scope == "group" and grid.group is not None and grid.symmetric:
+            return int4(weight, grid.group).scale, None
+        return minmax(weight, grid)
+    if upstream:
+        return ssz_upstream(weight, grid, ext.step or UPSTREAM_STEPS), None
+    weighs = None
+    if importance is not None and ext.weighted:
+        # Without inputs all count the same.
+        empty = importance.amax(-1, keepdim=True) == 0
+        weighs = torch.where(empty, torch.ones_like(importance), importance)
+    return ssz(weight, grid, weighs), None
+
+
+def shared_tensor_scale(weights: list[Tensor]) -> Tensor:
+    """nvfp4's tensor_scale [..., 1, 1] for weights that engines compute in one product: gate and up."""
+    reach = torch.stack([weight.abs().amax((-2, -1), keepdim=True) for weight in weights]).amax(0).float()
+    scale = reach / torch.full_like(reach, E2M1[-1] * FP8_MAX)
+    return scale.masked_fill(scale == 0, 1.0)
+
+
+def part_of(quantized: Quantized, expert: int | None) -> Quantized:
+    """One matrix of a stack; the whole where it is none."""
+    if expert is None:
+        return quantized
+    parts = (quantized.scale, quantized.offset, quantized.tensor_scale)
+    scale, offset, tensor_scale = (None if part is None else part[expert] for part in parts)
+    assert scale is not None
+    return Quantized(quantized.grid, quantized.codes[expert], scale, offset, tensor_scale)
+
+
+def _stacked(each: list[Quantized]) -> Quantized:
+    parts = [(one.codes, one.scale, one.offset, one.tensor_scale) for one in each]
+    codes, scale, offset, tensor_scale = (
+        None if column[0] is None else torch.stack([part for part in column if part is not None])
+        for column in zip(*parts, strict=True)
+    )
+    assert codes is not None
+    assert scale is not None
+    return Quantized(each[0].grid, codes, scale, offset, tensor_scale)
+
+
+def _on_cpu(quantized: Quantized) -> Quantized:
+    """As a file holds it."""
+    scales = (quantized.scale, quantized.offset, quantized.tensor_scale)
+    scale, offset, tensor_scale = (None if part is None else part.float().cpu() for part in scales)
+    assert scale is not None
+    return Quantized(quantized.grid, quantized.codes.cpu(), scale, offset, tensor_scale)

@@ -1,0 +1,162 @@
+"""One layer: folded and rotated, smoothed, quantized, and its figures. Nothing here reads or writes a file.
+
+    tensors as stored -> turned -> seen by samples -> smoothed -> codes -> the same layer with the codes' values
+
+Everything is computed in the run's dtype; what stays unquantized is rounded to its own dtype before samples see it.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
+from glm5.quant.graph import RotationName
+from glm5.quant.hadamard import Rotation
+from glm5.quant.qat import GROUP, is_int4
+from glm5.quant.record import Quantized
+from glm5.quant.rotate import fold, rotate
+from glm5.quantize.calibrate import Activations, Inputs
+from glm5.quantize.formats.base import Format
+from glm5.quantize.layer import build_layer
+from glm5.quantize.plan import LinearPlan, Plan
+from glm5.quantize.smoothing import smooth_layer
+from glm5.quantize.source import Layer, name_of
+from glm5.quantize.weights import How, quantize_module, shared_tensor_scale
+
+logger = logging.getLogger(__name__)
+
+_PAIRS = {
+    f"{mlp}.{one}_proj": f"{mlp}.{other}_proj"
+    for mlp in ("mlp", "mlp.shared_experts", "mlp.experts.*")
+    for one, other in (("gate", "up"), ("up", "gate"))
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all layers of a run share."""
+
+    cfg: ModelConfig
+    plan: Plan
+    form: Format
+    rotations: dict[RotationName, Rotation]
+    dtype: torch.dtype
+    devices: list[torch.device]
+    upstream: bool = False
+    all_experts: bool = False
+    min_tokens: int = 16
+
+    @property
+    def how(self) -> How:
+        return How(self.form, self.devices, self.upstream, self.all_experts, self.min_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        return self.devices[0]
+
+
+@dataclass
+class LayerResult:
+    """A layer as it is to be stored: tensors in their own dtypes, quantized modules, and figures for the report."""
+
+    layer_idx: int
+    plain: Layer
+    quantized: dict[str, Quantized]
+    input_amax: dict[str, Tensor] = field(default_factory=dict)
+    """Of modules that samples reached: largest input, for stacks one an expert."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    tensor_scales: dict[frozenset[str], Tensor] = field(default_factory=dict)
+    """Of nvfp4, by the modules that share them."""
+
+
+def turned(run: Run, tensors: Layer) -> Layer:
+    """The tensors in the run's dtype on its first device, folded and rotated as the recipe says."""
+    held = {name: tensor.to(run.device, _wide(tensor, run.dtype)) for name, tensor in tensors.items()}
+    if run.rotations:
+        held |= fold(held, run.rotations)[0]
+        held |= rotate(held, run.cfg, run.rotations)[0]
+    return held
+
+
+def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -> LayerResult:
+    """Quantize a layer and send the samples through it as it will run. Without samples only methods without data."""
+    dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+    tensors = turned(run, stored)
+    stored.clear()
+    linears = run.plan.layer(layer_idx)
+    is_trunk = layer_idx < run.cfg.num_hidden_layers
+    inputs = None
+    if samples is not None and is_trunk:
+        inputs = samples.inputs(build_layer(run.cfg, layer_idx, tensors), run.cfg, layer_idx)
+    result = LayerResult(layer_idx, {}, {})
+    if inputs is not None and run.plan.recipe.smoothing:
+        options = {"upstream": run.upstream, "all_experts": run.all_experts, "min_tokens": run.min_tokens}
+        result.figures["smoothing"] = smooth_layer(
+            run.plan, layer_idx, tensors, inputs, dtypes["input_layernorm.weight"], **options
+        )
+    for name in tensors:
+        if name.removesuffix(".weight") not in linears:
+            rounded = tensors[name].to(dtypes[name])
+            result.plain[name], tensors[name] = rounded.cpu(), rounded.to(tensors[name].dtype)
+    for module, linear in linears.items():
+        _refuse_qat(layer_idx, module, linear, tensors[f"{module}.weight"], dtypes[f"{module}.weight"])
+        shared = _shared_scale(module, linear, tensors, result)
+        done = quantize_module(run.how, module, linear, tensors, inputs, shared)
+        result.quantized[module] = done.weight
+        result.figures[module] = done.errors.relative()
+        if done.amax is not None:
+            result.input_amax[module] = done.amax
+    _count_tokens(run, layer_idx, inputs, result)
+    if samples is not None and is_trunk:
+        acts = {module: linear.scheme.act for module, linear in linears.items()}
+        samples.through(build_layer(run.cfg, layer_idx, tensors, acts), run.cfg, layer_idx)
+    return result
+
+
+def _refuse_qat(layer_idx: int, module: str, linear: LinearPlan, weight: Tensor, stored: torch.dtype) -> None:
+    """int4 weights that training has left on their grid pass unchanged by min-max in groups, and by nothing else."""
+    grid = linear.scheme.weight
+    if (grid.kind, grid.bits) != ("int", 4) or (linear.method == "minmax" and grid.scope == "group"):
+        return
+    first = (weight[0] if weight.dim() == 3 else weight).to(stored)
+    if first.shape[-1] % GROUP == 0 and bool(first.any()) and is_int4(first):
+        raise ConfigError(
+            f"{name_of(layer_idx, module)} lies on an int4 grid already, as after training with quantization in view; "
+            f"{linear.method} would move it: --scheme w4a16 --method minmax keeps every bit"
+        )
+
+
+def _shared_scale(module: str, linear: LinearPlan, tensors: Layer, result: LayerResult) -> Tensor | None:
+    """nvfp4's scale of a whole tensor, one for gate and up; found before either is quantized."""
+    if linear.scheme.weight.kind != "nvfp4" or module not in _PAIRS:
+        return None
+    pair = frozenset((module, _PAIRS[module]))
+    if pair not in result.tensor_scales:
+        result.tensor_scales[pair] = shared_tensor_scale([tensors[f"{name}.weight"] for name in sorted(pair)])
+    return result.tensor_scales[pair]
+
+
+def _count_tokens(run: Run, layer_idx: int, inputs: Inputs | None, result: LayerResult) -> None:
+    counts = None if inputs is None else inputs.tokens_per_expert(run.cfg.n_routed_experts)
+    if counts is None:
+        return
+    result.figures["tokens_per_expert"] = counts.tolist()
+    few = (counts < run.min_tokens).nonzero().flatten().tolist()
+    if few and not run.all_experts:
+        shown = ", ".join(map(str, few[:8])) + (f" and {len(few) - 8} more" if len(few) > 8 else "")
+        logger.warning(
+            "%s: experts %s saw fewer than %d calibration tokens: methods without data for them; more samples or "
+            "--calibrate-all-experts reach them",
+            name_of(layer_idx, "mlp"),
+            shown,
+            run.min_tokens,
+        )
+
+
+def _wide(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The selection bias is float32 and stays it."""
+    return torch.promote_types(tensor.dtype, dtype) if tensor.dtype in (torch.float32, torch.float64) else dtype
