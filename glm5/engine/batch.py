@@ -129,15 +129,15 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[in
     )
 
 
-def nobodys_rows(num_rows: int, padding_slot: int) -> Batch:
-    """Padding alone, in the shape of a step with prompts of which none samples."""
+def nobodys_rows(num_rows: int, num_seqs: int, padding_slot: int) -> Batch:
+    """Padding alone, in the shape of a step with prompts of so many sequences of which none samples."""
 
     def full(count: int, value: int = 0) -> Ints:
         return np.full(count, value, dtype=np.int64)
 
     return Batch(
-        slot_B=full(2, padding_slot),
-        group_R=full(num_rows, 1),
+        slot_B=full(num_seqs + 1, padding_slot),
+        group_R=full(num_rows, num_seqs),
         slot_R=full(num_rows, padding_slot),
         start_R=full(num_rows),
         offset_R=full(num_rows),

@@ -136,17 +136,20 @@ class Runner:
             return Launched(self._decode(self.steps, plan, batch, specs))
         return Launched(self._run(plan, batch, specs))
 
-    def shapes_of_nobody(self, num_tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """(rows, reach) of steps with prompts: every number of rows, and every reach for the most and the fewest."""
+    def shapes_of_nobody(self, num_tokens: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(rows, reach, sequences) of steps with prompts: every number of rows, of few sequences and of many (kernels
+        differ by how crowded rows are), and every reach for the most and the fewest rows."""
         assert self.steps is not None
         near, far = self.steps.reaches[:2], self.steps.reaches[2:]
-        shapes = [(count, reach) for count in num_tokens for reach in near]
-        return shapes + [(count, reach) for reach in far for count in {max(num_tokens), min(num_tokens)}]
+        counts = sorted({1, self.padding_slot})
+        shapes = [(rows, reach, count) for rows in num_tokens for reach in near for count in counts]
+        ends = sorted({max(num_tokens), min(num_tokens)}, reverse=True)
+        return shapes + [(rows, reach, count) for reach in far for rows in ends for count in counts]
 
     @torch.inference_mode()
-    def run_nobody(self, num_tokens: int, reach: int) -> None:
+    def run_nobody(self, num_tokens: int, reach: int, num_seqs: int) -> None:
         """A step with prompts whose rows are all padding: it leaves everything as it was."""
-        on = self._upload(nobodys_rows(num_tokens, self.padding_slot))
+        on = self._upload(nobodys_rows(num_tokens, num_seqs, self.padding_slot))
         position_R = torch.zeros_like(on.slot_R)
         for first_T in (on.first_R.int(), None):
             view = self._view(on, position_R, reach, first_T)

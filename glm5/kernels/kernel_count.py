@@ -3,15 +3,21 @@
 Either takes long enough that whoever serves wants none of it: `built_late` should stay 0.
 """
 
+import logging
 from typing import Any
 
 from glm5.kernels.triton_support import installed
 
+logger = logging.getLogger(__name__)
+
 _built = _before_ready = 0
+_is_ready = False
 
 
 def start_counting() -> None:
-    """From now on; without Triton there is nothing to count."""
+    """From now on, until `mark_ready` as in time; without Triton there is nothing to count."""
+    global _is_ready
+    _is_ready = False
     if not installed():
         return
     from triton import knobs
@@ -21,8 +27,8 @@ def start_counting() -> None:
 
 def mark_ready() -> int:
     """Whatever comes from now on comes late. How many came before."""
-    global _before_ready
-    _before_ready = _built
+    global _before_ready, _is_ready
+    _before_ready, _is_ready = _built, True
     return _built
 
 
@@ -31,6 +37,8 @@ def built_late() -> int:
     return _built - _before_ready
 
 
-def _note(**_about: Any) -> None:
+def _note(**about: Any) -> None:
     global _built
     _built += 1
+    if _is_ready:
+        logger.warning("a GPU kernel was made ready after the start: %s", getattr(about.get("fn"), "name", "unknown"))

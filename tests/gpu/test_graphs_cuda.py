@@ -66,7 +66,7 @@ def test_graphs_are_captured_anew_when_weights_move(model, rng):
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8", "num_speculative_tokens": 2}], ids=["plain", "fp8"])
-def test_no_kernel_is_built_after_the_start(rng, options):
+def test_no_kernel_is_built_after_the_start(rng, caplog, options):
     """Prompts of many lengths, contexts beyond every reach, batches that grow and shrink, drafts."""
     cfg = preset("nano").model_copy(update={"max_position_embeddings": 1024})
     model = dummy(cfg, fp8=True, device="cuda")
@@ -75,4 +75,5 @@ def test_no_kernel_is_built_after_the_start(rng, options):
     with LLM(model, max_num_seqs=4, max_num_batched_tokens=128, num_gpu_blocks_override=400, **options) as llm:
         print(dict(llm.table)["graphs"])
         llm.generate(prompts, params, use_tqdm=False)
+        assert not [line for line in caplog.messages if "after the start" in line]
         assert llm.stats()["kernels_built_late"] == 0

@@ -7,6 +7,7 @@ from glm5.config.presets import preset
 from glm5.engine.graphs import Shape, reaches_of
 from glm5.engine.messages import SetDepth
 from glm5.engine.sampling import SamplingParams
+from glm5.kernels import kernel_count
 from tests.support.models import random_model
 from tests.support.running import Bench, greedy
 
@@ -94,3 +95,35 @@ def test_reaches_end_with_the_longest_context():
     assert reaches_of(top_k, 1000) == (1000,)
     assert reaches_of(top_k, 5000) == (2048, 4096, 5000)
     assert reaches_of(top_k, 202752) == (2048, 4096, 8192, 32768, 131072, 202752)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_warming_up_leaves_everything_as_it_was(model, rng, depth):
+    bench = Bench(model, depth=depth, fused=True)
+    prompts, params = prompts_of(rng), SamplingParams(temperature=0, max_tokens=6)
+    want = bench.run(prompts, params).tokens
+    runner, slots = bench.runner, bench.runner.slots
+    tables = [slots.token_SN, slots.len_S, slots.draft_SK, slots.table_SN]
+    before = [table[:-1].clone() for table in tables]
+    pages = runner.cache._page_PB[:-1].clone()
+    shapes = runner.shapes_of_nobody([16, 4])
+    assert {rows for rows, _, _ in shapes} == {4, 16}
+    assert {reach for _, reach, _ in shapes} == set(runner.steps.reaches)
+    for shape in shapes:
+        runner.run_nobody(*shape)
+    assert all(torch.equal(table[:-1], old) for table, old in zip(tables, before, strict=True))
+    assert torch.equal(runner.cache._page_PB[:-1], pages)
+    again = bench.run(prompts, params).tokens
+    assert [again[i] for i in range(NUM_PROMPTS)] == [want[i] for i in range(NUM_PROMPTS)]
+
+
+def test_kernels_that_come_late_are_counted(caplog):
+    kernel_count.start_counting()
+    kernel_count._note()
+    kernel_count.mark_ready()
+    assert kernel_count.built_late() == 0
+    assert not caplog.messages
+    kernel_count._note(fn=type("Kernel", (), {"name": "_attend"}))
+    assert kernel_count.built_late() == 1
+    assert "_attend" in caplog.text
+    kernel_count.mark_ready()
