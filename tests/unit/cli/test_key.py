@@ -90,5 +90,5 @@ def test_a_server_without_keys_needs_none(monkeypatch):
     monkeypatch.delenv("GLM5_ADMIN_API_KEY", raising=False)
     ring = read_keys(ServeConfig(model="m"))
     assert (ring.is_needed, ring.has_admin) == (False, False)
-    with pytest.raises(ConfigError, match="an API key is empty"):
-        read_keys(ServeConfig(model="m", api_key=("",)))
+    with pytest.raises(ValueError, match="at least 1 character"):
+        ServeConfig(model="m", api_key=("",))
