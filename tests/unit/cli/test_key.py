@@ -8,7 +8,6 @@ import pytest
 
 from glm5.cli.main import main
 from glm5.cli.serve import read_keys
-from glm5.common.errors import ConfigError
 from glm5.config.serve import ServeConfig
 from glm5.serve.keys import KeyRing, read_file
 
