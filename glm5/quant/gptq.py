@@ -19,7 +19,7 @@ from glm5.quant.record import FP8, Grid, Quantized
 DAMP = 0.01
 BLOCK = 128
 
-_MOST = {"cpu": 1 << 24, "cuda": 1 << 30}  # elements of the Hessians that are factored at a time
+_MOST = {"cpu": 1 << 17, "cuda": 1 << 29}  # elements of weights and Hessians at a time; on a CPU, of its cache
 
 
 def gram(x: Tensor) -> Tensor:
@@ -49,7 +49,8 @@ def gptq(
         raise ConfigError(f"GPTQ is for symmetric grids by channel, group or tensor, not for {grid}")
     codes = torch.empty(weight.shape, dtype=FP8 if grid.kind == "fp8" else torch.int8, device=weight.device)
     flat, hessians, scales, out = stacked(weight), stacked(hessian), stacked(scale), stacked(codes)
-    at_once = max(1, _MOST.get(weight.device.type, _MOST["cpu"]) // weight.shape[-1] ** 2)
+    largest = max(weight.shape[-2:]) * weight.shape[-1]
+    at_once = max(1, _MOST.get(weight.device.type, _MOST["cpu"]) // largest)
     for start in range(0, len(flat), at_once):
         some = slice(start, start + at_once)
         w = wide(flat[some]).clone()

@@ -32,6 +32,7 @@ SEARCH_STARTS = (1.0, 0.8, 0.6, 0.45, 0.3)
 """Of SSZ within a search: the error that it compares is within 2 % of what all starts give."""
 
 _LEAST = 1e-5
+_MOST = {"cpu": 1 << 17, "cuda": 1 << 28}  # elements of tokens, weights and outputs at a time; on a CPU, of its cache
 
 
 class Target(NamedTuple):
@@ -89,23 +90,22 @@ def flex_smooth(
     Given exponents are not searched. Float32, float64 for float64.
     """
     if upstream:
-        targets = [Target(torch.cat([wide(t.weight) for t in targets], -2), Scheme(INT8_TOKEN, INT8_TOKEN))]
-    search = _Search(x, targets, shared, round_weight, normal=not upstream)
-    input_size, column_size = search.largest_inputs(), search.largest_columns()
+        rows = [wide(t.weight).reshape(*x.shape[:-2], -1, x.shape[-1]) for t in targets]
+        targets = [Target(torch.cat(rows, -2), Scheme(INT8_TOKEN, INT8_TOKEN))]
 
-    def consider(first: float, second: float) -> None:
-        search.consider(input_size**first / column_size**second, first, second)
+    def run(x: Tensor, targets: Sequence[Target], _counts: Tensor | None) -> Smoothing:
+        search = _Search(x, targets, shared, round_weight, normal=not upstream)
+        inputs, columns = search.largest_inputs(), search.largest_columns()
+        if not upstream:
+            search.consider(torch.ones_like(inputs), 0.0, 0.0)
+        for first in EXPONENTS if alpha is None else (alpha,):
+            second = 1 - first if beta is None else beta
+            search.consider(inputs**first / columns**second, first, second)
+        if alpha is None and beta is None:
+            search.second_exponent(inputs, columns)
+        return search.result()
 
-    if not upstream:
-        search.consider(torch.ones_like(input_size), 0.0, 0.0)
-    if alpha is not None:
-        consider(alpha, 1 - alpha if beta is None else beta)
-    else:
-        for first in EXPONENTS:
-            consider(first, 1 - first if beta is None else beta)
-        if beta is None:
-            search.second_exponent(input_size, column_size)
-    return search.result()
+    return _in_batches(run, x, targets, None, shared)
 
 
 def flex_awq(
@@ -120,18 +120,47 @@ def flex_awq(
     """Flex_AWQ_SSZ for tokens x [..., T, K] and what reads them. `shared`: one scale [K] for the whole stack."""
     if round_weight is None:
         round_weight = by_ssz_upstream if upstream else by_ssz
-    search = _Search(x, targets, shared, round_weight, normal=not upstream, by_channel=upstream)
-    largest, mean = search.largest_inputs(), search.mean_inputs(counts)
-    if upstream:
+
+    def run(x: Tensor, targets: Sequence[Target], counts: Tensor | None) -> Smoothing:
+        search = _Search(x, targets, shared, round_weight, normal=not upstream, by_channel=upstream)
+        largest, mean = search.largest_inputs(), search.mean_inputs(counts)
         for first in EXPONENTS:
             search.consider(largest**first, first, 0.0)
-        applied = (mean ** search.alpha.unsqueeze(-1)).clamp_min(_LEAST)
-        search.scale = torch.where(search.used.unsqueeze(-1), applied, torch.ones_like(mean))
+            if first and not upstream:
+                search.consider(mean**first, first, 0.0)
+        if upstream:
+            applied = (mean ** search.alpha.unsqueeze(-1)).clamp_min(_LEAST)
+            search.scale = torch.where(search.used.unsqueeze(-1), applied, torch.ones_like(mean))
         return search.result()
-    for first in EXPONENTS:
-        for size in (largest, mean) if first else (largest,):
-            search.consider(size**first, first, 0.0)
-    return search.result()
+
+    return _in_batches(run, x, targets, counts, shared)
+
+
+def _in_batches(
+    run: Callable[[Tensor, Sequence[Target], Tensor | None], Smoothing],
+    x: Tensor,
+    targets: Sequence[Target],
+    counts: Tensor | None,
+    shared: bool,
+) -> Smoothing:
+    """`run` of as many members at a time as there is room for, all where they share a scale."""
+    lead = x.shape[:-2]
+    sizes = [x.shape[-2] * x.shape[-1], *(t.weight.shape[-2] * (t.weight.shape[-1] + x.shape[-2]) for t in targets)]
+    at_once = max(1, _MOST.get(x.device.type, _MOST["cpu"]) // max(1, sum(sizes)))
+    if shared or not lead or lead.numel() <= at_once:
+        return run(x, targets, counts)
+    flat = [t._replace(weight=t.weight.reshape(-1, *t.weight.shape[-2:])) for t in targets]
+    x, counts = x.reshape(-1, *x.shape[-2:]), None if counts is None else counts.reshape(-1)
+    found: list[Smoothing] = []
+    for start in range(0, len(x), at_once):
+        some = slice(start, start + at_once)
+        found.append(
+            run(
+                x[some], [t._replace(weight=t.weight[some]) for t in flat], counts[some] if counts is not None else None
+            )
+        )
+    whole = (torch.cat(values) for values in zip(*found, strict=True))
+    return Smoothing(*(value.reshape((*lead, *value.shape[1:])) for value in whole))
 
 
 class _Search:

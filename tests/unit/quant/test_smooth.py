@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from glm5.model.glm5 import Glm5
+from glm5.quant import smooth as module
 from glm5.quant.fuse import smooth
 from glm5.quant.graph import ROTATIONS, SUBGRAPHS, place
 from glm5.quant.minmax import fake_quantize
@@ -141,7 +142,7 @@ def test_outlier_channels_are_what_it_is_for(seed):
 
 @pytest.mark.parametrize("run", [flex_smooth, flex_awq], ids=["smooth", "awq"])
 @pytest.mark.parametrize("upstream", [False, True])
-def test_a_batch_of_experts_is_a_loop_bit_for_bit(run, upstream, seed):
+def test_a_batch_of_experts_is_a_loop_bit_for_bit(run, upstream, seed, monkeypatch):
     """With as many tokens each as they have, and zeros up to the most."""
     gen = torch.Generator().manual_seed(seed)
     x, weight = bursty(gen, 6, 32, 64).double(), laplace(gen, 6, 24, 64).double()
@@ -156,6 +157,9 @@ def test_a_batch_of_experts_is_a_loop_bit_for_bit(run, upstream, seed):
         if count:
             cut = run(x[e, :count], [Target(weight[e], W4A8)], upstream=upstream, **some)
             assert torch.allclose(cut.scale, alone.scale, rtol=1e-9)
+    monkeypatch.setitem(module._MOST, "cpu", 1 << 13)
+    some_at_a_time = run(x, [Target(weight, W4A8)], upstream=upstream, **more)
+    assert all(torch.equal(a, b) for a, b in zip(whole, some_at_a_time, strict=True))
     assert torch.equal(whole.scale[3], torch.ones(64).double())
     assert whole.error[3] == 0
 
