@@ -11,7 +11,7 @@ One of several ranks that share a model reads its own part of each tensor (`glm5
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,13 +46,15 @@ def load(
     device: str | torch.device = "cpu",
     lora_norm_eps: float | None = None,
     shard: Shard = WHOLE,
+    on_read: Callable[[int, float], None] = lambda _num_bytes, _seconds: None,
 ) -> Glm5:
     """The model of a checkpoint directory or hub id, in eval mode; `model.cfg` says what it became.
 
     `dtype` "auto" keeps what the checkpoint holds, FP8 weights included; a name or a torch.dtype dequantizes and casts
     (float64 product of weight and scale, rounded once). The router's selection bias is float32 always.
     `lora_norm_eps` overrides the config's. Of a `shard` the modules hold that rank's part of their weights, and nothing
-    that adds up the parts (`glm5.parallel.apply` does); `model.cfg` is the whole model's. Raises `CheckpointError` for
+    that adds up the parts (`glm5.parallel.apply` does); `model.cfg` is the whole model's. `on_read` is told how many
+    bytes were read in how many seconds. Raises `CheckpointError` for
     files that are damaged or do not fit the config, `ConfigError` for a bad config.json, dtype or device, and for a
     model that cannot be dealt out to so many ranks.
     """
@@ -85,6 +87,7 @@ def load(
     seconds = time.monotonic() - began
     of = f", rank {shard.rank} of {shard.size}" if shard.size > 1 else ""
     gigabytes = num_bytes / 1e9
+    on_read(num_bytes, seconds)
     logger.info("%s: read %.2f GB in %.1f s, %.2f GB/s%s", directory, gigabytes, seconds, gigabytes / seconds, of)
     return model.eval()
 

@@ -76,10 +76,13 @@ def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -
     store = meeting.open(size)
     pulse.ranks = ranks = Ranks(start, size, meeting.port, pulse)
     group = open_group(Shard(0, size), _device(start, 0, size), store, timeout_s=_MEET_SECONDS)
-    model = _load(start, config, group.shard, _device(start, 0, size), on_progress)
+    read = _Read()
+    model = _load(start, config, group.shard, _device(start, 0, size), on_progress, read)
     connect(model, group)
+    rate = read.by_all(group, model.device)
     parts = _parts(model, config, path, group, on_progress)
-    parts.facts.table.append(("ranks", f"{size}, tensor parallel, on {'GPUs' if device.type == 'cuda' else 'CPUs'}"))
+    kind = "GPUs" if device.type == "cuda" else "CPUs"
+    parts.facts.table.append(("ranks", f"{size}, tensor parallel, on {kind}; {rate}"))
     return parts.core(load_tokenizer, ranks)
 
 
@@ -88,8 +91,10 @@ def build_follower(begin: Begin, say: Say) -> Follower:
     start, shard = begin.start, Shard(begin.rank, begin.size)
     config, device = EngineConfig(**start.config), _device(start, begin.rank, begin.size)
     group = open_group(shard, device, store_at(begin.port, begin.size), timeout_s=_MEET_SECONDS)
-    model = _load(start, config, shard, device, lambda _phase, _share: None)
+    read = _Read()
+    model = _load(start, config, shard, device, lambda _phase, _share: None, read)
     connect(model, group)
+    read.by_all(group, device)
     parts = _parts(model, config, Path(start.path), group, lambda _phase, _share: None)
     return Follower(parts.runner, parts.scheduler, weights=parts.weights, cache=parts.cache, say=say)
 
@@ -112,7 +117,32 @@ def _check_ranks(config: EngineConfig) -> None:
         )
 
 
-def _load(start: Start, config: EngineConfig, shard: Shard, device: torch.device, on_progress: Progress) -> Glm5:
+@dataclass
+class _Read:
+    """What a rank read of the weights' files."""
+
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        self.num_bytes, self.seconds = num_bytes, seconds
+
+    def by_all(self, group: Group, device: torch.device) -> str:
+        """How fast all ranks read together, which all of them ask."""
+        mine = torch.tensor([self.num_bytes, self.seconds], dtype=torch.float64, device=device)
+        num_bytes_N, seconds_N = group.all_gather(mine).unbind(dim=1)
+        gigabytes, seconds = float(num_bytes_N.sum()) / 1e9, float(seconds_N.max())
+        return f"read {gigabytes:.2f} GB in {seconds:.1f} s, {gigabytes / max(seconds, 1e-9):.2f} GB/s"
+
+
+def _load(
+    start: Start,
+    config: EngineConfig,
+    shard: Shard,
+    device: torch.device,
+    on_progress: Progress,
+    read: _Read | None = None,
+) -> Glm5:
     path = Path(start.path)
     cfg = ModelConfig.from_file(path)
     check_length(cfg, config.max_model_len)
@@ -124,7 +154,14 @@ def _load(start: Start, config: EngineConfig, shard: Shard, device: torch.device
     if config.load_format == "dummy":
         model = _dummy(start, cfg, shard, device)
     else:
-        model = load(path, dtype=start.dtype, device=device, lora_norm_eps=start.lora_norm_eps, shard=shard)
+        model = load(
+            path,
+            dtype=start.dtype,
+            device=device,
+            lora_norm_eps=start.lora_norm_eps,
+            shard=shard,
+            on_read=(read or _Read()).note,
+        )
     on_progress("loading weights", 1.0)
     return model
 

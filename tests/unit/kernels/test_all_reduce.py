@@ -54,7 +54,13 @@ def test_kernels_with_one_rank(dtype, seed):
             assert rel_rms(out, want.double()) < ROUNDING[dtype]
         assert torch.equal(gather(buffer, weight[:20].double())[0], weight[:20].double())
         assert torch.equal(gather(buffer, torch.tensor([3, 1 << 40]))[0], torch.tensor([3, 1 << 40]))
-    assert buffer.state[:2].tolist() == [4 * 6, 0]
+    x, residual = (torch.randn(3, 136, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(136, generator=generator).to(dtype)
+    want, total = add_rms_norm(x, residual, weight, 1e-5, impl="reference")
+    out, added = two_shots(buffer, x, (residual, weight, 1e-5), programs=1, max_rows=2)
+    assert torch.equal(added, total)
+    assert rel_rms(out, want.double()) < ROUNDING[dtype]
+    assert buffer.state[:2].tolist() == [4 * 6 + 2, 0]
     assert int((memory != memory[-1]).sum()) > 0  # the last buffer is emptied by the next call
     assert not fits(buffer, torch.empty(40, 1288), two_shots=True)
     assert not fits(buffer, torch.empty(2, 9), two_shots=False)
