@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glm5.quant.minmax import fake_quantize
 from glm5.quant.record import Grid
+from glm5.quantize.layer import fake_input
 
 
 @dataclass
@@ -32,7 +32,7 @@ def errors_of(weight_OI: Tensor, value_OI: Tensor, act: Grid | None, x_TI: Tenso
     found = Errors(weight=squares(value_OI, weight_OI))
     if x_TI is not None and len(x_TI):
         y_TO = F.linear(x_TI, weight_OI)
-        found.output = squares(F.linear(fake_quantize(x_TI, act), value_OI), y_TO)
+        found.output = squares(F.linear(fake_input(x_TI, act), value_OI), y_TO)
     return found
 
 

@@ -22,6 +22,14 @@ from glm5.quant.record import Grid
 from glm5.quantize.source import STACK, Layer
 
 
+def fake_input(x_TI: Tensor, act: Grid | None) -> Tensor:
+    """x through the grid of activations and back. The last of a row's groups may be shorter, as in act_quant."""
+    if act is None or act.group is None or x_TI.shape[-1] % act.group == 0:
+        return fake_quantize(x_TI, act)
+    width = x_TI.shape[-1]
+    return fake_quantize(F.pad(x_TI, (0, -width % act.group)), act)[..., :width]
+
+
 class WorkLinear(Direct):
     """A linear layer whose input is quantized on `act`, and kept in `seen` while that is a list."""
 
@@ -33,7 +41,7 @@ class WorkLinear(Direct):
     def forward(self, x: Tensor) -> Tensor:
         if self.seen is not None:
             self.seen.append(x.detach())
-        return F.linear(fake_quantize(x, self.act), self.weight)
+        return F.linear(fake_input(x, self.act), self.weight)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight as it is, for absorbed attention."""
@@ -54,12 +62,10 @@ class WorkExperts(Direct):
         if self.seen is not None:
             self.seen.append((x_TD.detach(), weight_TA, expert_TA))
         out_TD = torch.zeros_like(x_TD)
-        quantized_TD = fake_quantize(x_TD, self.act)
+        quantized_TD = fake_input(x_TD, self.act)
         for expert in expert_TA.unique().tolist():
             row_G, choice_G = (expert_TA == expert).nonzero(as_tuple=True)
-            y_GD = F.linear(
-                fake_quantize(self.inner(expert, quantized_TD[row_G]), self.act_down), self.down_EDF[expert]
-            )
+            y_GD = F.linear(fake_input(self.inner(expert, quantized_TD[row_G]), self.act_down), self.down_EDF[expert])
             out_TD.index_add_(0, row_G, (y_GD * weight_TA[row_G, choice_G, None]).to(out_TD.dtype))
         return out_TD
 
