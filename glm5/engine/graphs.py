@@ -128,6 +128,7 @@ class DecodeSteps:
         self._buffers: dict[Shape, Buffers] = {}
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if captures else None
+        self._stream = torch.cuda.Stream(cache.device) if captures else None
         self._place: object = None
 
     def reach(self, max_end: int) -> int:
@@ -248,7 +249,9 @@ class DecodeSteps:
         packed = buffers.packed.clone()
         kept = [tensor.clone() for tensor in (buffers.position_R, buffers.hidden_RD, buffers.result)]
         buffers.packed.copy_(torch.from_numpy(_packed(buffers.padding)))
-        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        # Always the same stream: libraries keep workspaces of tens of megabytes for each.
+        main, side = torch.cuda.current_stream(), self._stream
+        assert side is not None
         side.wait_stream(main)
         if warm:
             with torch.cuda.stream(side):
