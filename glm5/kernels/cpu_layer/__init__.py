@@ -60,6 +60,7 @@ class HostStep:
             len(end_T),
             page_size,
             table_BN.stride(0),
+            table_BN.shape[1],
             table_BN.data_ptr(),
             request_T.data_ptr(),
             end_T.data_ptr(),

@@ -14,6 +14,9 @@ constexpr int64_t MOST_SCORES = 1 << 20;  // that are kept at a time, of one row
 
 inline const int32_t* table_of(const Step& step, int row) { return step.table + int64_t(step.request[row]) * step.table_step; }
 
+// Keys that a row sees, none beyond the page table.
+inline int seen_by(const Step& step, int row) { return std::min(step.end[row], step.table_columns * step.page_size); }
+
 // score[s] = sum over heads of w relu(q . key[s]), for up to 64 keys that lie transposed, [index_dim, BLOCK].
 inline void score_block(const Layer& layer, const float* q, const float* w, const float* key, float* score) {
     constexpr int PARTS = BLOCK / LANES, HEADS = 4;
@@ -92,27 +95,27 @@ inline void transpose(const Pool& pool, const Step& step, const int32_t* table, 
 inline void select_of_request(const Layer& layer, const Step& step, const Pool& pool, int first, int stop,
                               Scratch& scratch, int32_t* keys_TK) {
     int most = 0, query_width = layer.index_heads * layer.index_dim;
-    for (int row = first; row < stop; ++row) most = std::max(most, step.end[row]);
+    for (int row = first; row < stop; ++row) most = std::max(most, seen_by(step, row));
     if (most > layer.index_topk) {
         int64_t stride = (most + BLOCK - 1) / BLOCK * BLOCK;
         float *score = sized(scratch.score, (stop - first) * stride), *key = sized(scratch.key, BLOCK * layer.index_dim);
         for (int at = 0; at < most; at += BLOCK) {
             transpose(pool, step, table_of(step, first), at, std::min(BLOCK, most - at), layer.index_dim, key);
             for (int row = first; row < stop; ++row)
-                if (step.end[row] > at && step.end[row] > layer.index_topk)
+                if (seen_by(step, row) > at && seen_by(step, row) > layer.index_topk)
                     score_block(layer, scratch.q_index.data() + int64_t(row) * query_width,
                                 scratch.w_index.data() + int64_t(row) * layer.index_heads, key,
                                 score + (row - first) * stride + at);
         }
         for (int row = first; row < stop; ++row)
-            if (step.end[row] > layer.index_topk)
-                best(score + (row - first) * stride, step.end[row], layer.index_topk, scratch.order,
+            if (seen_by(step, row) > layer.index_topk)
+                best(score + (row - first) * stride, seen_by(step, row), layer.index_topk, scratch.order,
                      keys_TK + int64_t(row) * layer.index_topk);
     }
     for (int row = first; row < stop; ++row)
-        if (step.end[row] <= layer.index_topk)
+        if (seen_by(step, row) <= layer.index_topk)
             for (int at = 0; at < layer.index_topk; ++at)
-                keys_TK[int64_t(row) * layer.index_topk + at] = at < step.end[row] ? at : -1;
+                keys_TK[int64_t(row) * layer.index_topk + at] = at < seen_by(step, row) ? at : -1;
 }
 
 // Writes the index keys of the rows, and picks theirs.
@@ -137,9 +140,9 @@ inline void run_indexer(const Layer& layer, const Step& step, const Pool& pool, 
     for (int64_t head = 0; head < int64_t(T) * layer.index_heads; ++head)
         rotate(q + head * width, turn + head / layer.index_heads * layer.rope, layer.rope);
     for (int first = 0, stop; first < T; first = stop) {
-        int64_t most = step.end[first] + BLOCK;
+        int64_t most = seen_by(step, first) + BLOCK;
         for (stop = first + 1; stop < T && step.request[stop] == step.request[first]; ++stop) {
-            most = std::max<int64_t>(most, step.end[stop] + BLOCK);
+            most = std::max<int64_t>(most, seen_by(step, stop) + BLOCK);
             if ((stop + 1 - first) * most > MOST_SCORES) break;
         }
         select_of_request(layer, step, pool, first, stop, scratch, selection.keys);
@@ -222,10 +225,10 @@ inline void run_attention(const Layer& layer, const Step& step, const Pool& late
     float* out = sized(scratch.out, int64_t(T) * heads * layer.kv_rank);
     for (int row = 0; row < T; ++row) {
         const int32_t* keys = selection.keys ? selection.keys + int64_t(row) * layer.index_topk : nullptr;
-        int num_keys = step.end[row];
+        int num_keys = seen_by(step, row);
         if (keys) {
             num_keys = std::min(num_keys, layer.index_topk);
-            while (num_keys > 0 && (keys[num_keys - 1] < 0 || keys[num_keys - 1] >= step.end[row])) --num_keys;
+            while (num_keys > 0 && (keys[num_keys - 1] < 0 || keys[num_keys - 1] >= seen_by(step, row))) --num_keys;
         }
         attend(layer, step, latents, row, keys, num_keys, absorbed + int64_t(row) * heads * width, scratch,
                out + int64_t(row) * heads * layer.kv_rank);

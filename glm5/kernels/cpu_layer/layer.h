@@ -21,7 +21,7 @@ struct Layer {
 // T rows. Logical key s of the request of row t lies on page table[request[t] * table_step + s / page_size], at offset
 // s % page_size; the row sees keys 0 .. end[t] - 1 and its own key goes to slot place[t] = page * page_size + offset.
 struct Step {
-    int32_t rows, page_size, table_step;
+    int32_t rows, page_size, table_step, table_columns;
     const int32_t *table, *request, *end;
     const int64_t* place;
 };

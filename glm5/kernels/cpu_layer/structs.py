@@ -75,7 +75,7 @@ class LayerStruct(ctypes.Structure):
 
 class StepStruct(ctypes.Structure):
     _fields_ = [
-        *[(name, ctypes.c_int32) for name in ("rows", "page_size", "table_step")],
+        *[(name, ctypes.c_int32) for name in ("rows", "page_size", "table_step", "table_columns")],
         *[(name, ctypes.c_void_p) for name in ("table", "request", "end", "place")],
     ]
 
