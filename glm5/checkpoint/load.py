@@ -25,7 +25,7 @@ from glm5.checkpoint.fit import Fit, fit
 from glm5.checkpoint.index import ShardIndex, counted, scan
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.resolve import resolve
-from glm5.checkpoint.shard import DTYPES, TensorEntry, read_columns, read_into, read_tensor
+from glm5.checkpoint.shard import DTYPES, TensorEntry, mapped, read_columns, read_into, read_tensor
 from glm5.common.errors import ConfigError
 from glm5.common.progress import Progress
 from glm5.config.model import ModelConfig
@@ -153,7 +153,7 @@ def read_weights(
     """Read the weights called `names` on disk into their places in `parameters`, in the order of the files.
 
     `scaled`: those stored as FP8 with block scales; of them `kept` stay FP8, the others are dequantized. Of a `shard`,
-    `parameters` are that rank's. `may_map`: see `read_columns`. Returns the bytes that the parts have on disk.
+    `parameters` are that rank's. `may_map`: see `mapped`. Returns the bytes that the parts have on disk.
     """
     weights = [index.entries[name] for name in names]
     spans = {entry.name: span_of(entry.name, entry.shape, shard) for entry in weights}
@@ -203,8 +203,16 @@ def _read_or_cast_into(directory: Path, entry: TensorEntry, target: Tensor, firs
 
 def _read_columns_into(directory: Path, entry: TensorEntry, target: Tensor, span: Span, *, may_map: bool) -> None:
     columns = range(span.start, span.stop)
+    if may_map and (whole := mapped(directory, entry)) is not None:
+        part = whole[:, span.start : span.stop]
+        if target.dtype == part.dtype and target.device.type == "cpu":
+            target.copy_(part)
+            return
+        for start, stop in _row_ranges(target.shape, multiple_of=1):
+            target[start:stop].copy_(cast(part[start:stop].contiguous().to(target.device), target.dtype))
+        return
     for start, stop in _row_ranges(entry.shape, multiple_of=1):
-        part = read_columns(directory, entry, range(start, stop), columns, may_map=may_map)
+        part = read_columns(directory, entry, range(start, stop), columns)
         target[start:stop].copy_(cast(part.to(target.device), target.dtype))
 
 

@@ -141,25 +141,27 @@ def read_tensor(directory: Path, entry: TensorEntry) -> Tensor:
     return out
 
 
-def read_columns(directory: Path, entry: TensorEntry, rows: range, columns: range, *, may_map: bool = False) -> Tensor:
-    """Some rows and columns of a matrix in a new host buffer, in its stored dtype.
-
-    `may_map`: read by way of a mapping, which moves no other columns; not for files that somebody may cut meanwhile,
-    as that would end the process.
-    """
+def read_columns(directory: Path, entry: TensorEntry, rows: range, columns: range) -> Tensor:
+    """Some rows and columns of a matrix in a new host buffer, in its stored dtype. Reads whole rows."""
     dtype, num_columns = DTYPES[entry.dtype], entry.shape[1]
-    row_bytes = num_columns * dtype.itemsize
-    if may_map:
-        try:
-            shape, start = (len(rows), row_bytes), entry.start + rows.start * row_bytes
-            whole = np.memmap(directory / entry.file, np.uint8, "r", offset=start, shape=shape)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{directory / entry.file}: reading {entry.name} failed: {error}") from None
-        part = whole[:, columns.start * dtype.itemsize : columns.stop * dtype.itemsize]
-        return torch.from_numpy(np.array(part, order="C")).view(dtype)
     held = torch.empty((len(rows), num_columns), dtype=dtype)
-    read_into(directory, entry, held, first_byte=rows.start * row_bytes)
+    read_into(directory, entry, held, first_byte=rows.start * num_columns * dtype.itemsize)
     return held[:, columns.start : columns.stop]
+
+
+def mapped(directory: Path, entry: TensorEntry) -> Tensor | None:
+    """The tensor as it lies in the file, read where it is looked at; None where that is not aligned.
+
+    Not for files that somebody may cut meanwhile: that would end the process.
+    """
+    dtype = DTYPES[entry.dtype]
+    if entry.start % dtype.itemsize:
+        return None
+    try:
+        held = np.memmap(directory / entry.file, f"u{dtype.itemsize}", "c", offset=entry.start, shape=entry.shape)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / entry.file}: reading {entry.name} failed: {error}") from None
+    return torch.from_numpy(held).view(dtype)
 
 
 def read_into(directory: Path, entry: TensorEntry, out: Tensor, first_byte: int = 0) -> None:
