@@ -25,6 +25,7 @@ from glm5.quantize.work import Run
 logger = logging.getLogger(__name__)
 
 QAT_KEY = "quantization_aware"
+HELD_OUT = 1_000_003  # what its seeds differ by from calibration's
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,23 @@ def calibration(job: Job, given: Sequence[Sequence[int]] | None) -> Sequence[Seq
     if given is not None:
         return given
     where = job.resolved.recipe.dataset or job.settings.calibration
-    return read_samples(job, where, job.settings.num_samples, job.settings.sample_len)
+    return read_samples(job, where, job.settings.num_samples, job.settings.sample_len, job.settings.seed)
 
 
-def read_samples(job: Job, where: str, num_samples: int, sample_len: int) -> list[list[int]]:
+def held_out(job: Job) -> list[list[int]]:
+    """Samples for the report, other ones than calibration's where both are generated."""
+    settings = job.settings
+    each = min(settings.sample_len, settings.held_out_tokens)
+    return read_samples(job, settings.held_out, -(-settings.held_out_tokens // each), each, settings.seed + HELD_OUT)
+
+
+def read_samples(job: Job, where: str, num_samples: int, sample_len: int, seed: int) -> list[list[int]]:
     """Token ids of a text, by the checkpoint's tokenizer."""
     folder = job.source.directory
     tokenizer = Tokenizer.from_dir(folder) if (folder / "tokenizer.json").is_file() else None
     longest = min(sample_len, job.cfg.max_position_embeddings)
     sizes = {"num_samples": num_samples, "sample_len": longest}
-    return samples(where, tokenizer, job.cfg.vocab_size, seed=job.settings.seed, **sizes)
+    return samples(where, tokenizer, job.cfg.vocab_size, seed=seed, **sizes)
 
 
 def devices(name: str) -> list[torch.device]:

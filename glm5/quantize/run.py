@@ -25,7 +25,9 @@ from glm5.config.quantize import QuantizeConfig, check_out
 from glm5.quantize.calibrate import Activations
 from glm5.quantize.drafts import draft_tensors
 from glm5.quantize.formats import Matrix, scheme_name
-from glm5.quantize.job import Job, calibration, peak_memory, prepare
+from glm5.quantize.job import Job, calibration, held_out, peak_memory, prepare
+from glm5.quantize.measure import measure
+from glm5.quantize.report import document, write_report
 from glm5.quantize.source import OUTER, STACK, name_of
 from glm5.quantize.store import Store, digest, digest_of
 from glm5.quantize.verify import verify
@@ -200,5 +202,18 @@ def _finish(job: Job, store: Store) -> None:
         with atomic_write(store.model / name) as file:
             json.dump(content, file, indent=2, ensure_ascii=False)
             file.write("\n")
-    verify(job, store)
+    num_verified = verify(job, store)
+    quality = None
+    if job.settings.held_out_tokens:
+        quality = measure(job, store.model, held_out(job))
+        logger.info(
+            "KL %.5f, same most likely token %.2f %%, perplexity %.4f (original %.4f) on %d held-out tokens",
+            quality.kl,
+            100 * quality.top1,
+            quality.perplexity,
+            quality.perplexity_before,
+            quality.num_tokens,
+        )
+    host, _ = peak_memory(job.run.devices)
+    write_report(store.model, document(job, store, quality, num_verified, host))
     store.finish(job.run.form.shard_prefix)

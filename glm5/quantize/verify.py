@@ -1,33 +1,15 @@
 """What was written, read again: every file's header, every tensor, every code and scale against what was meant."""
 
 import logging
-from pathlib import Path
 
-from torch import Tensor
-
-from glm5.checkpoint.shard import TensorEntry, read_header, read_tensor
 from glm5.common.errors import CheckpointError
 from glm5.common.progress import Progress
 from glm5.quantize.job import Job
+from glm5.quantize.measure import Written
 from glm5.quantize.source import OUTER, STACK, name_of
 from glm5.quantize.store import Store, digest, digest_of
 
 logger = logging.getLogger(__name__)
-
-
-class Written:
-    """The files of a folder, by tensor."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.entries: dict[str, TensorEntry] = {
-            entry.name: entry for file in sorted(directory.glob("*.safetensors")) for entry in read_header(file)
-        }
-
-    def fetch(self, name: str) -> Tensor:
-        if name not in self.entries:
-            raise CheckpointError(f"{self.directory}: {name} was to be written and is not there")
-        return read_tensor(self.directory, self.entries[name])
 
 
 def verify(job: Job, store: Store) -> int:

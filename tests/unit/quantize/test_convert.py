@@ -1,0 +1,38 @@
+"""FP8 to BF16 and back, against a model that was loaded and saved."""
+
+import pytest
+import torch
+
+from glm5.checkpoint.load import load
+from glm5.checkpoint.save import save
+from glm5.cli.main import main
+from tests.support.checkpoints import ragged, read_tensors
+from tests.support.models import random_model
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    path = tmp_path_factory.mktemp("convert") / "fp8"
+    save(random_model(2, ragged()), path, dtype="fp8")
+    return path
+
+
+def same(one, other) -> bool:
+    a, b = read_tensors(one), read_tensors(other)
+    return a.keys() == b.keys() and all(torch.equal(a[k].view(torch.uint8), b[k].view(torch.uint8)) for k in a)
+
+
+def test_fp8_to_bf16_and_back(fp8, tmp_path):
+    assert main(["convert", str(fp8), str(tmp_path / "bf16"), "--dtype", "bfloat16"]) == 0
+    save(load(fp8, dtype="bfloat16"), tmp_path / "loaded")
+    assert same(tmp_path / "bf16", tmp_path / "loaded")
+    assert main(["convert", str(tmp_path / "bf16"), str(tmp_path / "again"), "--dtype", "fp8"]) == 0
+    save(load(tmp_path / "bf16"), tmp_path / "quantized", dtype="fp8")
+    assert same(tmp_path / "again", tmp_path / "quantized")
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "quantized" / "config.json").read_text()
+
+
+def test_fp8_that_stays_is_copied(fp8, tmp_path):
+    assert main(["convert", str(fp8), str(tmp_path / "copy"), "--dtype", "fp8", "--max-shard-gb", "0.0001"]) == 0
+    assert same(fp8, tmp_path / "copy")
+    assert (tmp_path / "copy" / "model.safetensors.index.json").is_file()
