@@ -19,7 +19,8 @@ from glm5.quant.record import FP8, Grid, Quantized
 DAMP = 0.01
 BLOCK = 128
 
-_MOST = {"cpu": 1 << 17, "cuda": 1 << 29}  # elements of weights and Hessians at a time; on a CPU, of its cache
+_MOST = {"cpu": 1 << 17, "cuda": 1 << 30}  # elements of weights and Hessians at a time; on a CPU, of its cache
+_FACTORED = 1 << 27  # elements of Hessians in float64 at a time
 
 
 def gram(x: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ def gptq(
 ) -> Quantized:
     """weight [..., O, K] under `scale`, for inputs with Hessian [..., K, K] (`gram`, up to a factor).
 
-    An all-zero Hessian, of an expert without tokens, gives plain rounding. Factored in float64, some experts at a time.
+    An all-zero Hessian, of an expert without tokens, gives plain rounding. Hessians are factored in float64.
     """
     if grid.kind == "nvfp4" or not grid.symmetric or grid.scope not in ("channel", "group", "tensor"):
         raise ConfigError(f"GPTQ is for symmetric grids by channel, group or tensor, not for {grid}")
@@ -56,7 +57,7 @@ def gptq(
         w = wide(flat[some]).clone()
         spread = grid.spread(scales[some], w.shape)
         order = _order(hessians[some], largest_first)
-        factor = _factor(hessians[some], order, damp).to(w.dtype)
+        factor = _factors(hessians[some], order, damp, w.dtype)
         w = w.gather(-1, order.unsqueeze(-2).expand_as(w))
         if spread.shape[-1] > 1:
             spread = spread.gather(-1, order.unsqueeze(-2).expand_as(w))
@@ -74,8 +75,18 @@ def _order(hessian: Tensor, largest_first: bool) -> Tensor:
     return torch.arange(diagonal.shape[-1], device=hessian.device).expand_as(diagonal)
 
 
+def _factors(hessian: Tensor, order: Tensor, damp: float, dtype: torch.dtype) -> Tensor:
+    """U [b, K, K] by order, rounded to `dtype`."""
+    factors = torch.empty(hessian.shape, dtype=dtype, device=hessian.device)
+    at_once = max(1, _FACTORED // hessian.shape[-1] ** 2)
+    for start in range(0, len(hessian), at_once):
+        some = slice(start, start + at_once)
+        factors[some] = _factor(hessian[some], order[some], damp)
+    return factors
+
+
 def _factor(hessian: Tensor, order: Tensor, damp: float) -> Tensor:
-    """U [b, K, K] in float64, by order.
+    """U [b, K, K] in float64.
 
     With H = R R^T, R upper triangular (Cholesky's from the last column on), U is R^-1: one factorization, no inverse
     of H.
@@ -92,8 +103,8 @@ def _factor(hessian: Tensor, order: Tensor, damp: float) -> Tensor:
 
 def _rounded_by_columns(w: Tensor, factor: Tensor, grid: Grid, scale: Tensor, block: int) -> Tensor:
     """Codes of w [b, O, K], which is used up; factor [b, K, K]; scale [b, O, K] or broadcasting to it."""
-    q = torch.empty_like(w)
-    width = w.shape[-1]
+    q, width = torch.empty_like(w), w.shape[-1]
+    rows = Grid(grid.kind, grid.bits, "channel")
     for start in range(0, width, block):
         stop = min(start + block, width)
         part, wrong = w[..., start:stop], torch.empty_like(w[..., start:stop])
@@ -101,7 +112,7 @@ def _rounded_by_columns(w: Tensor, factor: Tensor, grid: Grid, scale: Tensor, bl
             at = start + k
             column = part[..., k : k + 1]
             each = scale if scale.shape[-1] == 1 else scale[..., at : at + 1]
-            code = nearest(column, Grid(grid.kind, grid.bits, "channel"), each)
+            code = nearest(column, rows, each)
             wrong[..., k : k + 1] = (column - code * each) / factor[:, at, at, None, None]
             part[..., k + 1 :] -= wrong[..., k : k + 1] * factor[:, at, None, at + 1 : stop]
             q[..., at : at + 1] = code
