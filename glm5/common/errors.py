@@ -3,6 +3,8 @@
     GlmError
         ConfigError       (ValueError)   a model or command configuration that cannot be honoured
         CheckpointError                  files that are missing, damaged or do not fit the model
+        DataError                        training data that is missing, damaged or does not fit the model
+        TrainingError                    a training run that cannot go on: what stopped it, and where it stands
         RequestError      (ValueError)   a bad prompt, message or sampling parameter; `param` names it
         MissingExtra      (ImportError)  an optional dependency is not installed
         EngineDead                       the engine was closed or died; `reason` says why
@@ -23,6 +25,14 @@ class ConfigError(GlmError, ValueError):
 
 class CheckpointError(GlmError):
     """Checkpoint files that are missing, truncated, corrupt or of the wrong shape."""
+
+
+class DataError(GlmError):
+    """Training data that cannot be read or used: names the file, the place in it and what is wrong there."""
+
+
+class TrainingError(GlmError):
+    """A training run that stopped: why, what is kept on disk, and how it goes on."""
 
 
 class RequestError(GlmError, ValueError):
@@ -50,7 +60,17 @@ class UsageError(GlmError):
 
 
 _BY_NAME: dict[str, type[GlmError]] = {
-    kind.__name__: kind for kind in (ConfigError, CheckpointError, RequestError, MissingExtra, EngineDead, UsageError)
+    kind.__name__: kind
+    for kind in (
+        ConfigError,
+        CheckpointError,
+        DataError,
+        TrainingError,
+        RequestError,
+        MissingExtra,
+        EngineDead,
+        UsageError,
+    )
 }
 
 

@@ -19,7 +19,7 @@ LAYERS = """
     cli
     demo
     serve bench
-    engine quantize
+    engine quantize train
     checkpoint
     parallel quant
     model
@@ -49,6 +49,7 @@ EXTRAS = {
     "demo": {"openai"},
     "kernels": {"triton"},
     "bench": {"triton"},
+    "train": {"pyarrow"},
 }
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
 

@@ -1,0 +1,190 @@
+"""Token files: a folder with documents one after the other, read through memory maps.
+
+    index.json    format, element type, counts, the largest id, and what made it
+    tokens.bin    ids, little-endian uint16 or uint32
+    ends.bin      for each document the position behind its last token, int64
+    marks.bin     for each token whether it is learnt (SFT), uint8; only where not all are
+
+The folder appears whole or not at all. Sizes are checked against index.json when it is opened, so a truncated file is
+named at once and not at the step that would have read behind its end.
+"""
+
+import json
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm5.common.atomic import atomic_dir, atomic_write
+from glm5.common.errors import DataError
+
+FORMAT, VERSION = "glm5 tokens", 1
+_TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_FILES = {"index.json", "tokens.bin", "ends.bin", "marks.bin"}
+_REPLACEABLE = "that is no token file and would be lost; give another folder"
+
+
+class TokenFile:
+    """Documents of token ids. Nothing is read before it is asked for."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises `DataError` when the folder is none of ours, or a file in it is missing, truncated or too long."""
+        self.path = Path(path)
+        index = _read_index(self.path)
+        self.num_tokens: int = index["num_tokens"]
+        self.num_documents: int = index["num_documents"]
+        self.largest_id: int = index["largest_id"]
+        self.about: dict[str, Any] = index["about"]
+        self.ids_N = self._map("tokens.bin", _TYPES[index["dtype"]], self.num_tokens)
+        self.ends_M = self._map("ends.bin", np.dtype("<i8"), self.num_documents)
+        self.marks_N = self._map("marks.bin", np.dtype("u1"), self.num_tokens) if index["marked"] else None
+        if self.num_documents and int(self.ends_M[-1]) != self.num_tokens:
+            raise DataError(
+                f"{self.path}: ends.bin is damaged: documents end at {int(self.ends_M[-1])}, not at the end"
+            )
+
+    def _map(self, name: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        file = self.path / name
+        wanted = count * dtype.itemsize
+        try:
+            found = file.stat().st_size
+            if found != wanted:
+                kind = "truncated" if found < wanted else "too long"
+                raise DataError(
+                    f"{file} is {kind}: {found:,} bytes, and index.json says {wanted:,}; "
+                    "tokenize it again, or copy it anew"
+                )
+            return np.memmap(file, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def span(self, document: int) -> tuple[int, int]:
+        """Where a document's tokens begin and end."""
+        return (int(self.ends_M[document - 1]) if document else 0), int(self.ends_M[document])
+
+    def lengths(self, start: int, stop: int) -> list[int]:
+        """Lengths of the pieces that document ends cut the tokens start..stop into."""
+        first, last = np.searchsorted(self.ends_M, [start, stop], side="right")
+        cuts = [start, *(int(end) for end in self.ends_M[first:last] if start < end < stop), stop]
+        return [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """`DataError` when some id has no row in an embedding of that size."""
+        if self.largest_id >= vocab_size:
+            raise DataError(
+                f"{self.path} holds token id {self.largest_id}, and the model has ids 0 to {vocab_size - 1}: "
+                "tokenize with the model's tokenizer"
+            )
+
+
+class TokenWriter:
+    """Takes documents one by one; made by `writing`."""
+
+    def __init__(self, building: Path, vocab_size: int, *, marked: bool) -> None:
+        self.dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self.vocab_size, self.marked = vocab_size, marked
+        self.num_tokens = self.largest_id = 0
+        self._ends: list[int] = []
+        self._building = building
+        self._tokens = (building / "tokens.bin").open("wb")
+        self._marks = (building / "marks.bin").open("wb") if marked else None
+
+    def add(self, ids: Sequence[int], marks: Sequence[bool] | None = None) -> None:
+        """One document; empty ones are left out. `marks`: which tokens are learnt, where the writer is for that."""
+        if not len(ids):
+            return
+        array = np.asarray(ids, np.int64)
+        largest = int(array.max())
+        if int(array.min()) < 0 or largest >= self.vocab_size:
+            raise DataError(f"token ids must be in 0..{self.vocab_size - 1}, got {int(array.min())}..{largest}")
+        self._tokens.write(array.astype(_TYPES[self.dtype]).tobytes())
+        if self._marks is not None:
+            flags = np.ones(len(array), "u1") if marks is None else np.asarray(marks, "u1")
+            if len(flags) != len(array):
+                raise DataError(f"{len(flags)} marks for {len(array)} tokens")
+            self._marks.write(flags.tobytes())
+        self.num_tokens += len(array)
+        self.largest_id = max(self.largest_id, largest)
+        self._ends.append(self.num_tokens)
+
+    def close(self, about: dict[str, Any]) -> None:
+        for handle in (self._tokens, self._marks):
+            if handle is not None:
+                handle.flush()
+                os.fsync(handle.fileno())
+                handle.close()
+        with atomic_write(self._building / "ends.bin", "wb") as handle:
+            handle.write(np.asarray(self._ends, "<i8").tobytes())
+        index = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": self.dtype,
+            "num_tokens": self.num_tokens,
+            "num_documents": len(self._ends),
+            "largest_id": self.largest_id,
+            "marked": self.marked,
+            "about": about,
+        }
+        with atomic_write(self._building / "index.json") as handle:
+            json.dump(index, handle, indent=2)
+            handle.write("\n")
+
+    def abandon(self) -> None:
+        for handle in (self._tokens, self._marks):
+            if handle is not None:
+                handle.close()
+
+
+@contextmanager
+def writing(
+    path: str | os.PathLike[str], vocab_size: int, *, marked: bool = False, about: dict[str, Any] | None = None
+) -> Generator[TokenWriter, None, None]:
+    """A writer whose documents become the token file `path` when the block ends well; else nothing changes.
+
+    A token file that is there is replaced; a folder with anything else, a full disk and no documents at all are a
+    `DataError`.
+    """
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or {file.name for file in target.iterdir()} - _FILES):
+        raise DataError(f"{target} is there and holds something {_REPLACEABLE}")
+    try:
+        with atomic_dir(target) as building:
+            writer = TokenWriter(building, vocab_size, marked=marked)
+            try:
+                yield writer
+                if not writer.num_tokens:
+                    raise DataError(f"{target}: no tokens came out of the input; nothing is written")
+                writer.close(about or {})
+            finally:
+                writer.abandon()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"{target}: writing failed: {reason}; what was there before is unchanged") from error
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    file = path / "index.json"
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} is no token file ({file}: {error.strerror}); `glm5 tokenize` writes one") from None
+    except ValueError as error:
+        raise DataError(f"{file} is damaged: {error}") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise DataError(f"{file} is not the index of a token file")
+    if index.get("version") != VERSION:
+        raise DataError(f"{file}: version {index.get('version')!r}, this program reads {VERSION}")
+    wanted = {"num_tokens": int, "num_documents": int, "largest_id": int, "marked": bool, "dtype": str, "about": dict}
+    for key, kind in wanted.items():
+        if type(index.get(key)) is not kind or (kind is int and index[key] < 0):
+            raise DataError(f"{file} is damaged: {key} is {index.get(key)!r:.60}")
+    if index["dtype"] not in _TYPES:
+        raise DataError(f"{file} is damaged: dtype is {index['dtype']!r}")
+    return index
