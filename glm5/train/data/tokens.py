@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class TokenFile:
         """Lengths of the pieces that document ends cut the tokens start..stop into."""
         first, last = np.searchsorted(self.ends_M, [start, stop], side="right")
         cuts = [start, *(int(end) for end in self.ends_M[first:last] if start < end < stop), stop]
-        return [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [b - a for a, b in pairwise(cuts)]
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """`DataError` when some id has no row in an embedding of that size."""

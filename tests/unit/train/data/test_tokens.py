@@ -64,7 +64,7 @@ def test_a_file_of_the_wrong_size_is_named(tmp_path, name, change, says):
         ("format", "x", "not the index"),
         ("version", 2, "version 2"),
         ("dtype", "int8", "dtype"),
-        ("num_tokens", -1, "num"),
+        ("num_tokens", -1, "is -1"),
     ],
 )
 def test_a_damaged_index_is_named(tmp_path, key, value, says):
