@@ -1,0 +1,130 @@
+"""The optimizers of a model: Muon and AdamW over its parameters by name, with one schedule, one clip and one state."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glm5.common.errors import CheckpointError
+from glm5.config.model import ModelConfig
+from glm5.config.step import OptimizerConfig
+from glm5.train.optim.muon import Muon
+from glm5.train.optim.newton_schulz import COEFFICIENTS
+from glm5.train.optim.table import Rule, row_sizes, rule_of
+
+INDEXER = ".indexer."
+
+
+class Optimizers:
+    """Muon and AdamW over the parameters of `named` that require a gradient, in that order.
+
+    `state_dict` names parameters as the model does and is the same before the first step, after it, and after a load;
+    it holds what the updates depend on besides weights and learning rate. `load_state_dict` asks for exactly that.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], model: ModelConfig, cfg: OptimizerConfig):
+        self.cfg = cfg
+        self.named = {name: weight for name, weight in named.items() if weight.requires_grad}
+        rules = {name: rule_of(name, cfg) for name in self.named}
+        self.muon = self._muon(rules, model)
+        self.adamw = self._adamw(rules)
+
+    @property
+    def each(self) -> tuple[torch.optim.Optimizer, ...]:
+        return tuple(one for one in (self.muon, self.adamw) if one is not None)
+
+    def step(self, lr: float) -> None:
+        """Update every parameter that has a gradient, at this learning rate of the schedule."""
+        for optimizer in self.each:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.each:
+            optimizer.zero_grad()
+
+    def clip(self) -> dict[str, Tensor]:
+        """Scale gradients to `max_grad_norm`; the norms before: "trunk" and "indexer", float tensors.
+
+        The indexers' KL is another loss: clipped together, a large one would slow the model down, and the reverse.
+        """
+        limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
+        parts = {"trunk": [], "indexer": []}
+        for name, weight in self.named.items():
+            if weight.grad is not None:
+                parts["indexer" if INDEXER in name else "trunk"].append(weight)
+        return {part: torch.nn.utils.clip_grad_norm_(weights, limit) for part, weights in parts.items() if weights}
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """{parameter: {"momentum"} or {"step", "exp_avg", "exp_avg_sq"}}: the tensors themselves."""
+        return {name: dict(state) for name, state in self._states()}
+
+    @torch.no_grad()
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy in place. Raises CheckpointError when a name, a kind of state or a shape is not this optimizer's."""
+        if wrong := sorted(states.keys() ^ self.named.keys()):
+            raise CheckpointError(f"optimizer state: saved and trained parameters differ, first in {wrong[0]}")
+        for name, mine in self._states():
+            got = states[name]
+            if got.keys() != mine.keys() or any(got[key].shape != mine[key].shape for key in mine):
+                shapes = {key: list(one.shape) for key, one in got.items()}
+                raise CheckpointError(
+                    f"optimizer state of {name}: got {shapes}, this optimizer has "
+                    f"{ {key: list(one.shape) for key, one in mine.items()} }; "
+                    "resume with the optimizer settings of the saved run, or start from its weights alone"
+                )
+            for key, tensor in mine.items():
+                tensor.copy_(got[key])
+
+    def state_bytes(self) -> int:
+        return sum(one.nbytes for _, state in self._states() for one in state.values())
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        of: dict[Tensor, dict[str, Tensor]] = {}
+        for optimizer in self.each:
+            of.update(optimizer.state)
+        for name, weight in self.named.items():
+            yield name, of[weight]
+
+    def _groups(self, rules: Mapping[str, Rule], optimizer: str) -> list[dict[str, Any]]:
+        """Parameters that share rate and weight decay."""
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, rule in rules.items():
+            if rule.optimizer == optimizer:
+                decay = self.cfg.weight_decay if rule.decays else 0.0
+                groups.setdefault((self._lr_scale(name, optimizer), decay), []).append(self.named[name])
+        return [{"params": params, "lr_scale": scale, "weight_decay": wd} for (scale, wd), params in groups.items()]
+
+    def _lr_scale(self, name: str, optimizer: str) -> float:
+        scale = self.cfg.matrix_lr if optimizer == "muon" else 1.0
+        if INDEXER in name:
+            scale *= self.cfg.indexer_lr
+        return scale * (self.cfg.embedding_lr if name.endswith("embed_tokens.weight") else 1.0)
+
+    def _muon(self, rules: Mapping[str, Rule], model: ModelConfig) -> Muon | None:
+        if not (groups := self._groups(rules, "muon")):
+            return None
+        rows = {self.named[name]: row_sizes(rule, model) for name, rule in rules.items() if rule.rows}
+        return Muon(
+            groups,
+            rows,
+            momentum=self.cfg.momentum,
+            update_rms=self.cfg.update_rms,
+            coefficients=COEFFICIENTS[self.cfg.coefficients],
+            momentum_dtype=None if self.cfg.momentum_dtype is None else getattr(torch, self.cfg.momentum_dtype),
+        )
+
+    def _adamw(self, rules: Mapping[str, Rule]) -> torch.optim.AdamW | None:
+        if not (groups := self._groups(rules, "adamw")):
+            return None
+        adamw = torch.optim.AdamW(groups, lr=0.0, betas=self.cfg.betas, eps=self.cfg.eps, fused=True)
+        for group in adamw.param_groups:
+            for weight in group["params"]:  # torch would make it in the first step
+                adamw.state[weight] |= {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
+        return adamw

@@ -1,0 +1,112 @@
+"""Which optimizer trains a tensor, and which matrices it holds: names to rules, as data.
+
+    Muon     every matrix. A tensor of the checkpoint is one matrix, but for three that hold one a head: q_b_proj (W_UQ
+             with its rotated rows), kv_b_proj (W_UK and W_UV) and the indexer's wq_b. Stacked experts are a matrix
+             each, gate and up, which the model holds as one tensor, apart.
+    AdamW    embedding, lm_head, norms, biases
+
+Names are the model's (experts stacked). What a tensor is cut into depends on its rows alone, so a shard that holds
+whole heads, or whole experts, is updated like the whole.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
+from glm5.config.step import OptimizerConfig
+
+
+class Rule(NamedTuple):
+    """`rows`: sizes in the config whose matrices follow each other, over and over, along a tensor's rows; none: the
+    tensor is one matrix. `when_split`: one matrix where heads are not split."""
+
+    optimizer: Literal["muon", "adamw"]
+    rows: tuple[str, ...] = ()
+    when_split: bool = False
+    decays: bool = True
+
+
+WHOLE = Rule("muon")
+QUERY_HEADS = Rule("muon", ("qk_head_dim",), when_split=True)
+QUERY_HEADS_APART = Rule("muon", ("qk_nope_head_dim", "qk_rope_head_dim"), when_split=True)
+KEY_AND_VALUE_HEADS = Rule("muon", ("qk_nope_head_dim", "v_head_dim"), when_split=True)
+INDEX_HEADS = Rule("muon", ("index_head_dim",), when_split=True)
+GATE_AND_UP = Rule("muon", ("moe_intermediate_size", "moe_intermediate_size"))
+TOKENS = Rule("adamw")
+VECTOR = Rule("adamw", decays=False)
+
+# `*` is a number.
+TABLE: dict[str, Rule] = {
+    "model.embed_tokens.weight": TOKENS,
+    "model.norm.weight": VECTOR,
+    "lm_head.weight": TOKENS,
+    "model.layers.*.input_layernorm.weight": VECTOR,
+    "model.layers.*.post_attention_layernorm.weight": VECTOR,
+    "model.layers.*.self_attn.q_a_proj.weight": WHOLE,
+    "model.layers.*.self_attn.q_a_layernorm.weight": VECTOR,
+    "model.layers.*.self_attn.q_b_proj.weight": QUERY_HEADS,
+    "model.layers.*.self_attn.kv_a_proj_with_mqa.weight": WHOLE,
+    "model.layers.*.self_attn.kv_a_layernorm.weight": VECTOR,
+    "model.layers.*.self_attn.kv_b_proj.weight": KEY_AND_VALUE_HEADS,
+    "model.layers.*.self_attn.o_proj.weight": WHOLE,
+    "model.layers.*.self_attn.indexer.wq_b.weight": INDEX_HEADS,
+    "model.layers.*.self_attn.indexer.wk.weight": WHOLE,
+    "model.layers.*.self_attn.indexer.k_norm.weight": VECTOR,
+    "model.layers.*.self_attn.indexer.k_norm.bias": VECTOR,
+    "model.layers.*.self_attn.indexer.weights_proj.weight": WHOLE,
+    "model.layers.*.mlp.gate_proj.weight": WHOLE,
+    "model.layers.*.mlp.up_proj.weight": WHOLE,
+    "model.layers.*.mlp.down_proj.weight": WHOLE,
+    "model.layers.*.mlp.gate.weight": WHOLE,
+    "model.layers.*.mlp.experts.gate_up_proj": GATE_AND_UP,
+    "model.layers.*.mlp.experts.down_proj": WHOLE,
+    "model.layers.*.mlp.shared_experts.gate_proj.weight": WHOLE,
+    "model.layers.*.mlp.shared_experts.up_proj.weight": WHOLE,
+    "model.layers.*.mlp.shared_experts.down_proj.weight": WHOLE,
+    "model.layers.*.enorm.weight": VECTOR,
+    "model.layers.*.hnorm.weight": VECTOR,
+    "model.layers.*.eh_proj.weight": WHOLE,
+    "model.layers.*.shared_head.norm.weight": VECTOR,
+}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def rule_of(name: str, cfg: OptimizerConfig) -> Rule:
+    """Of the model's parameter called `name`. Raises ConfigError for a name that the table lacks."""
+    rule = TABLE.get(_NUMBER.sub("*", name))
+    if rule is None:
+        raise ConfigError(f"optimizer: no rule for the parameter {name}; freeze it, or add it to train/optim/table.py")
+    if rule is QUERY_HEADS and cfg.split_rope:
+        rule = QUERY_HEADS_APART
+    if rule.when_split and not cfg.split:
+        rule = WHOLE
+    if name == "lm_head.weight" and cfg.muon_lm_head:
+        rule = WHOLE
+    return rule._replace(optimizer="adamw", rows=()) if cfg.kind == "adamw" else rule
+
+
+def row_sizes(rule: Rule, model: ModelConfig) -> tuple[int, ...]:
+    """Rows of the matrices that follow each other; () where the tensor is one matrix (or a stack of them)."""
+    return tuple(getattr(model, name) for name in rule.rows)
+
+
+def cut(tensor: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
+    """Views [n, r, C] of the matrices in `tensor` [..., R, C], one for each of `rows`.
+
+    Without rows, its last two dimensions are a matrix. ValueError where R does not hold a whole number of groups.
+    """
+    if not rows:
+        return [tensor.reshape(-1, *tensor.shape[-2:])]
+    if tensor.shape[-2] % sum(rows):
+        raise ValueError(f"{list(tensor.shape)} does not hold whole groups of {rows} rows: cut shards at their borders")
+    return list(tensor.reshape(-1, sum(rows), tensor.shape[-1]).split(rows, dim=1))
+
+
+def join(parts: Iterable[Tensor], shape: torch.Size) -> Tensor:
+    """The tensor whose `cut` is `parts`."""
+    return torch.cat(list(parts), dim=1).view(shape)
