@@ -13,13 +13,13 @@ from torch import Tensor
 
 from glm5.common.errors import ConfigError
 from glm5.quant.minmax import nearest
-from glm5.quant.parts import stacked, wide
+from glm5.quant.parts import room, stacked, wide
 from glm5.quant.record import FP8, Grid, Quantized
 
 DAMP = 0.01
 BLOCK = 128
 
-_MOST = {"cpu": 1 << 17, "cuda": 1 << 30}  # elements of weights and Hessians at a time; on a CPU, of its cache
+_MOST = {"cpu": 1 << 17, "cuda": 1 << 30}  # elements of weights and Hessians at a time; on a CPU, of a core
 _FACTORED = 1 << 27  # elements of Hessians in float64 at a time
 
 
@@ -51,7 +51,7 @@ def gptq(
     codes = torch.empty(weight.shape, dtype=FP8 if grid.kind == "fp8" else torch.int8, device=weight.device)
     flat, hessians, scales, out = stacked(weight), stacked(hessian), stacked(scale), stacked(codes)
     largest = max(weight.shape[-2:]) * weight.shape[-1]
-    at_once = max(1, _MOST.get(weight.device.type, _MOST["cpu"]) // largest)
+    at_once = max(1, room(weight.device, _MOST) // largest)
     for start in range(0, len(flat), at_once):
         some = slice(start, start + at_once)
         w = wide(flat[some]).clone()

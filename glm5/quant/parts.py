@@ -8,7 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_MOST = {"cpu": 1 << 16, "cuda": 1 << 27}  # elements; on a CPU what stays in its second cache
+_MOST = {"cpu": 1 << 16, "cuda": 1 << 27}  # elements; on a CPU, of each core: what stays in its second cache
+
+
+def room(device: torch.device, most: dict[str, int]) -> int:
+    """Elements that are worked on at a time, of a table by device; "cpu" is for each of torch's threads."""
+    return most.get(device.type, most["cpu"] * torch.get_num_threads())
 
 
 def stacked(x: Tensor) -> Tensor:
@@ -19,7 +24,7 @@ def stacked(x: Tensor) -> Tensor:
 def parts(x: Tensor, rows: int = 1) -> Iterator[tuple[slice, slice]]:
     """Slices of [B, O, I] along B and O that cover it, each of whole matrices or a multiple of `rows` rows."""
     batch, height, width = x.shape
-    most = _MOST.get(x.device.type, _MOST["cpu"])
+    most = room(x.device, _MOST)
     if (at_once := most // max(1, height * width)) >= 1:
         for start in range(0, batch, at_once):
             yield slice(start, start + at_once), slice(0, height)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from glm5.quant.minmax import fake_quantize
-from glm5.quant.parts import wide
+from glm5.quant.parts import room, wide
 from glm5.quant.record import INT8_TOKEN, Grid, Scheme
 from glm5.quant.ssz import ssz, ssz_upstream
 
@@ -32,7 +32,7 @@ SEARCH_STARTS = (1.0, 0.8, 0.6, 0.45, 0.3)
 """Of SSZ within a search: the error that it compares is within 2 % of what all starts give."""
 
 _LEAST = 1e-5
-_MOST = {"cpu": 1 << 17, "cuda": 1 << 28}  # elements of tokens, weights and outputs at a time; on a CPU, of its cache
+_MOST = {"cpu": 1 << 17, "cuda": 1 << 28}  # elements of tokens, weights and outputs at a time; on a CPU, of a core
 
 
 class Target(NamedTuple):
@@ -65,8 +65,8 @@ def by_minmax(weight: Tensor, grid: Grid) -> Tensor:
 
 
 def by_ssz(weight: Tensor, grid: Grid) -> Tensor:
-    """SSZ where the grid has it, by few starts."""
-    if grid.kind != "int" or grid.bits > 4:
+    """SSZ by few starts for 4 bits and less, where the grid has it; min-max for the rest."""
+    if grid.kind != "int" or grid.bits > 4 or not grid.symmetric or grid.scope not in ("channel", "group"):
         return fake_quantize(weight, grid)
     return fake_quantize(weight, grid, ssz(weight, grid, starts=SEARCH_STARTS, polish=1))
 
@@ -83,12 +83,14 @@ def flex_smooth(
     beta: float | None = None,
     shared: bool = False,
     upstream: bool = False,
-    round_weight: RoundWeight = by_minmax,
+    round_weight: RoundWeight | None = None,
 ) -> Smoothing:
     """Flex_Smooth_Quant for tokens x [..., T, K] and what reads them. `shared`: one scale [K] for the whole stack.
 
     Given exponents are not searched. Float32, float64 for float64.
     """
+    if round_weight is None:
+        round_weight = by_minmax if upstream else by_ssz
     if upstream:
         rows = [wide(t.weight).reshape(*x.shape[:-2], -1, x.shape[-1]) for t in targets]
         targets = [Target(torch.cat(rows, -2), Scheme(INT8_TOKEN, INT8_TOKEN))]
@@ -146,7 +148,7 @@ def _in_batches(
     """`run` of as many members at a time as there is room for, all where they share a scale."""
     lead = x.shape[:-2]
     sizes = [x.shape[-2] * x.shape[-1], *(t.weight.shape[-2] * (t.weight.shape[-1] + x.shape[-2]) for t in targets)]
-    at_once = max(1, _MOST.get(x.device.type, _MOST["cpu"]) // max(1, sum(sizes)))
+    at_once = max(1, room(x.device, _MOST) // max(1, sum(sizes)))
     if shared or not lead or lead.numel() <= at_once:
         return run(x, targets, counts)
     flat = [t._replace(weight=t.weight.reshape(-1, *t.weight.shape[-2:])) for t in targets]
