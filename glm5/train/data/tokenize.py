@@ -1,0 +1,235 @@
+"""JSONL, Parquet and text files to a token file, by several processes, in the order of the input.
+
+    .jsonl     one object a line: {"text": ...}, or a row of chat.py ({"messages": ...}, {"token_ids": ...})
+    .parquet   the same as columns (needs the extra `data`)
+    others     one document a file, UTF-8
+
+Readers hand batches to the processes and take the ids back in order, so the result is the same whatever their number.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from glm5.chat.special import END_OF_TEXT
+from glm5.chat.template import ChatTemplate
+from glm5.chat.tokenizer import Tokenizer
+from glm5.common.errors import DataError, RequestError
+from glm5.common.extras import require
+from glm5.common.progress import Progress
+from glm5.train.data.chat import Example, examples_of
+from glm5.train.data.tokens import TokenFile, writing
+
+BATCH_BYTES = 1 << 18
+AHEAD = 4  # batches read for each process beyond what it works on
+
+
+@dataclass(frozen=True)
+class Options:
+    """How documents become ids; `tokenizer` is a checkpoint's folder."""
+
+    tokenizer: str
+    text_key: str = "text"
+    end_token: str | None = END_OF_TEXT
+    """Appended to each text; conversations end as their template has it."""
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Documents of one file: bytes of lines, texts or rows; where each stands; how much of the input they are."""
+
+    documents: list[Any]
+    places: list[str]
+    num_bytes: int
+
+
+def tokenize(
+    files: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], options: Options, processes: int = 1
+) -> TokenFile:
+    """Write the token file `out` from `files`. Marks are kept where some file is of conversations (the first document
+    decides). Raises `DataError` naming file and line; nothing is written then."""
+    paths = [_checked(Path(file)) for file in files]
+    if not paths:
+        raise DataError("no files to tokenize were given")
+    tokenizer = Tokenizer.from_dir(options.tokenizer)
+    total = sum(path.stat().st_size for path in paths)
+    about = {"files": [path.name for path in paths], "bytes": total, "options": {**vars(options), "tokenizer": None}}
+    batches = (batch for path in paths for batch in _batches(path, options.text_key))
+    marked = any(_is_conversations(path) for path in paths)
+    with (
+        writing(out, tokenizer.vocab_size, marked=marked, about=about) as writer,
+        Progress(total, "B", f"tokenizing {len(paths)} files") as progress,
+    ):
+        for batch, documents in _encoded(batches, options, processes):
+            for ids, marks in documents:
+                if marks is not None and not marked:
+                    raise DataError(f"{batch.places[0]}: conversations behind texts: put a file of conversations first")
+                writer.add(ids, marks)
+            progress.update(batch.num_bytes, tokens=writer.num_tokens)
+    return TokenFile(out)
+
+
+def _checked(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    return path
+
+
+def _is_conversations(path: Path) -> bool:
+    """Whether the first document of a file is a row with `messages` or `token_ids`."""
+    first = next(_batches(path, "text"), None)
+    if first is None or path.suffix not in (".jsonl", ".parquet"):
+        return False
+    row = _parsed(first.documents[0], first.places[0])
+    return isinstance(row, dict) and bool({"messages", "token_ids"} & {key for key, value in row.items() if value})
+
+
+def _batches(path: Path, text_key: str) -> Iterator[_Batch]:
+    if path.suffix == ".parquet":
+        return _of_parquet(path, text_key)
+    return _of_lines(path) if path.suffix == ".jsonl" else _of_text(path)
+
+
+def _of_lines(path: Path) -> Iterator[_Batch]:
+    lines: list[bytes] = []
+    places: list[str] = []
+    size = 0
+    with path.open("rb") as handle:
+        for number, line in enumerate(handle, 1):
+            size += len(line)
+            if line.strip():
+                lines.append(line)
+                places.append(f"{path}, line {number}")
+            if size >= BATCH_BYTES and lines:
+                yield _Batch(lines, places, size)
+                lines, places, size = [], [], 0
+    if lines:
+        yield _Batch(lines, places, size)
+
+
+def _of_text(path: Path) -> Iterator[_Batch]:
+    content = path.read_bytes()
+    try:
+        yield _Batch([content.decode()], [str(path)], len(content))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _of_parquet(path: Path, text_key: str) -> Iterator[_Batch]:
+    parquet = require("pyarrow.parquet", "data")
+    arrow = require("pyarrow", "data")
+    try:
+        file = parquet.ParquetFile(path)
+        wanted = [text_key, "messages", "tools", "thinking", "token_ids", "loss_mask", "reasoning_effort"]
+        columns = [name for name in wanted if name in file.schema_arrow.names]
+        if not columns:
+            raise DataError(f"{path}: no column {text_key!r}; there are {', '.join(file.schema_arrow.names)}")
+        share, seen = path.stat().st_size / max(1, file.metadata.num_rows), 0
+        for records in file.iter_batches(batch_size=256, columns=columns):
+            rows = [_without_nulls(row) for row in records.to_pylist()]
+            places = [f"{path}, row {seen + i + 1}" for i in range(len(rows))]
+            yield _Batch(rows, places, round(share * (seen + len(rows))) - round(share * seen))
+            seen += len(rows)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Rows as JSON would have them: a column that some rows lack is null in the others, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+Documents = list[tuple[list[int], list[bool] | None]]
+
+
+def _encoded(batches: Iterable[_Batch], options: Options, processes: int) -> Iterator[tuple[_Batch, Documents]]:
+    """Each batch with its ids, in order; `processes` work ahead of whoever takes them."""
+    if processes <= 1:
+        encode = _encoder(options)
+        for batch in batches:
+            yield batch, encode(batch)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, context, _begin, (options,))
+    waiting: deque[tuple[_Batch, Future[Documents]]] = deque()
+    try:
+        for batch in batches:
+            waiting.append((batch, pool.submit(_work, batch)))
+            if len(waiting) > AHEAD * processes:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        for batch, future in waiting:
+            yield batch, future.result()
+    except BrokenProcessPool:
+        raise DataError("a process that tokenizes was killed (out of memory?); nothing is written") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_of_this_process: list[Callable[[_Batch], Documents]] = []
+
+
+def _begin(options: Options) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    _of_this_process[:] = [_encoder(options)]
+
+
+def _work(batch: _Batch) -> Documents:
+    return _of_this_process[0](batch)
+
+
+def _encoder(options: Options) -> Callable[[_Batch], Documents]:
+    tokenizer = Tokenizer.from_dir(options.tokenizer)
+    template = ChatTemplate.for_checkpoint(options.tokenizer, override=options.chat_template, tokenizer=tokenizer)
+    end: list[int] = []
+    if options.end_token is not None:
+        token_id = tokenizer.id_of(options.end_token)
+        if token_id is None:
+            raise DataError(
+                f"the tokenizer of {options.tokenizer} has no token {options.end_token!r} to end texts with"
+            )
+        end = [token_id]
+    return partial(_encode, tokenizer=tokenizer, template=template, end=end, text_key=options.text_key)
+
+
+def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end: list[int], text_key: str) -> Documents:
+    documents: Documents = []
+    for document, place in zip(batch.documents, batch.places, strict=True):
+        row = _parsed(document, place)
+        if isinstance(row, dict) and ("messages" in row or "token_ids" in row):
+            found: list[Example] = examples_of(row, template, place)
+            documents += [(example.ids, example.marks) for example in found]
+            continue
+        text = row.get(text_key) if isinstance(row, dict) else row
+        if not isinstance(text, str):
+            known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            raise DataError(f"{place}: no text under {text_key!r}; there is {known:.80}")
+        try:
+            documents.append((tokenizer.encode(text, allow_special=False) + end, None))
+        except RequestError as error:
+            raise DataError(f"{place}: {error}") from None
+    return documents
+
+
+def _parsed(document: Any, place: str) -> Any:
+    if not isinstance(document, bytes):
+        return document
+    try:
+        row = json.loads(document)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not a JSON object: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: not a JSON object but {type(row).__name__}")
+    return row

@@ -1,0 +1,100 @@
+"""Tokenization: the same ids from every format and any number of processes; bad input is named by file and line."""
+
+import json
+
+import pytest
+
+from glm5.common.errors import DataError
+from glm5.train.data import tokenize as module
+from glm5.train.data.tokenize import Options, tokenize
+from tests.support.conversations import assistant, user
+from tests.support.tokenizers import tiny_tokenizer
+
+TEXTS = ["the weather in Paris", "is fine 北京", "", "and a <|user|> that is no turn"]
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save(path)
+    return Options(str(path))
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def documents_of(file):
+    return [file.ids_N[slice(*file.span(i))].tolist() for i in range(len(file))]
+
+
+def expected():
+    end = tiny_tokenizer().id_of("<|endoftext|>")
+    return [[*tiny_tokenizer().encode(text, allow_special=False), end] for text in TEXTS]
+
+
+def test_every_format_gives_the_same_ids(tmp_path, options):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    jsonl = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    parquet.write_table(arrow.table({"text": TEXTS, "other": [1, 2, 3, 4]}), tmp_path / "a.parquet")
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    inputs = [[jsonl], [tmp_path / "a.parquet"], [tmp_path / f"{i}.txt" for i in range(4)]]
+    for i, files in enumerate(inputs):
+        assert documents_of(tokenize(files, tmp_path / f"out{i}", options)) == expected()
+
+
+def test_processes_do_not_change_the_order(tmp_path, options, monkeypatch):
+    monkeypatch.setattr(module, "BATCH_BYTES", 40)
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i} {text}"} for i in range(30) for text in TEXTS])
+    alone = tokenize([file], tmp_path / "one", options)
+    together = tokenize([file], tmp_path / "two", options, processes=2)
+    assert documents_of(alone) == documents_of(together)
+    assert len(alone) == 120
+    assert str(tmp_path) not in json.dumps(alone.about), "a token file can be moved"
+
+
+def test_conversations_are_marked(tmp_path, options):
+    talk = {"messages": [user("a"), assistant("b")], "thinking": "off"}
+    ids = {"token_ids": [1, 2], "loss_mask": [0, 1]}
+    file = tokenize([write_jsonl(tmp_path / "a.jsonl", [talk, ids])], tmp_path / "out", options)
+    assert file.marks_N is not None
+    assert file.marks_N.tolist()[-2:] == [0, 1]
+    assert 0 < file.marks_N.sum() < file.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2: not a JSON object"),
+        ("[1]", "line 2: not a JSON object but list"),
+        ('{"body": "x"}', "line 2: no text under 'text'; there is body"),
+        ('{"text": "\\ud800"}', "line 2: .*unpaired surrogate"),
+        ('{"messages": []}', "line 2: messages must be"),
+        ("\xff", "line 2: not a JSON object"),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bad_lines_are_named(tmp_path, options, line, says, processes):
+    if processes == 2 and line != "{":
+        pytest.skip("one error is enough to see that errors cross processes")
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "good"}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(DataError, match=says):
+        tokenize([file], tmp_path / "out", options, processes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_files_are_named(tmp_path, options):
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    (tmp_path / "a.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match=r"a\.txt: not UTF-8 text: .* at byte 2"):
+        tokenize([tmp_path / "a.txt"], tmp_path / "out", options)
+    with pytest.raises(DataError, match="no such file"):
+        tokenize([tmp_path / "b.txt"], tmp_path / "out", options)
+    with pytest.raises(DataError, match="no files"):
+        tokenize([], tmp_path / "out", options)
+    pytest.importorskip("pyarrow")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        tokenize([tmp_path / "a.parquet"], tmp_path / "out", options)
