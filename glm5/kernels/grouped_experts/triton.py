@@ -222,7 +222,7 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     num_pairs, block_t, device = num_tokens * active, tiling.block_t, x_TD.device
     options = dependent_launch(device)
     x_fp8, x_scale = act_quant(x_TD)
-    order, tiles = _plan(expert_TA, num_experts, block_t)
+    order, tiles = tiles_by_expert(expert_TA, num_experts, block_t)
     rows = num_pairs + num_tokens
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
     whole = tiling.block_f == BLOCK  # then the kernel that makes h quantizes it
@@ -283,7 +283,7 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     return y
 
 
-def _plan(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
+def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
     """Pairs in the order of their experts [T * A], and as many tiles [.., 3] as there may have to be."""
     device, num_pairs = expert_TA.device, expert_TA.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)

@@ -1,0 +1,42 @@
+"""The sum over a token's routed experts, whose weights are kept as codes under scales."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.kernels.coded import Coded
+from glm5.kernels.coded_experts.reference import coded_experts as _reference
+from glm5.kernels.coded_linear import refusal
+from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.triton_support import chosen
+
+
+def coded_experts(
+    x_TD: Tensor,
+    gate_up_proj: Coded,
+    down_proj: Coded,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    *,
+    impl: Literal["auto", "reference", "invariant", "triton"] = "auto",
+) -> Tensor:
+    """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
+
+    `gate_up_proj` [E, 2F, D] holds gate rows first, `down_proj` [E, D, F]; what each multiplies is quantized per row
+    where its form says so. Terms are rounded to x's dtype and summed in it, in expert order, as in `grouped_experts`.
+
+    `invariant`: a row's result does not depend on the others, bit for bit. `triton`: on a GPU, codes are widened in
+    registers; terms are summed in float32. No gradient passes.
+    """
+    if impl == "auto":
+        fits = not (refusal(gate_up_proj) or refusal(down_proj))
+        impl = "triton" if chosen(x_TD, gate_up_proj.scale) and fits else "reference"
+    if impl in ("reference", "invariant"):
+        return _reference(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, invariant=impl == "invariant")
+    if impl == "triton":
+        if why := refusal(gate_up_proj) or refusal(down_proj):
+            raise ValueError(f"coded_experts[triton] {why}; use impl='reference'")
+        from glm5.kernels.coded_experts.triton import coded_experts as run
+
+        return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+    raise unknown_impl("coded_experts", impl, ("reference", "invariant", "triton"))

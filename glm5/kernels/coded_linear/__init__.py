@@ -1,0 +1,39 @@
+"""Linear layer whose weight is kept as codes under scales."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.kernels.coded import Coded
+from glm5.kernels.coded_linear.reference import coded_linear as _reference
+from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.triton_support import chosen
+
+
+def coded_linear(x_TD: Tensor, weight: Coded, *, impl: Literal["auto", "reference", "triton"] = "auto") -> Tensor:
+    """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first where the form says so.
+
+    `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `auto` takes it where it can.
+    Inference only: no gradient passes. Raises ValueError where codes and scale do not fit (Coded.check).
+    """
+    if impl == "auto":
+        impl = "triton" if chosen(x_TD, weight.scale) and not refusal(weight) else "reference"
+    if impl == "reference":
+        return _reference(x_TD, weight)
+    if impl == "triton":
+        if why := refusal(weight):
+            raise ValueError(f"coded_linear[triton] {why}; use impl='reference'")
+        from glm5.kernels.coded_linear.triton import coded_linear as run
+
+        return run(x_TD, weight)
+    raise unknown_impl("coded_linear", impl, ("reference", "triton"))
+
+
+def refusal(weight: Coded) -> str | None:
+    """Why the Triton kernels cannot multiply with `weight`; None if they can."""
+    group = weight.form.group
+    if group is not None and group % 64:
+        return f"takes groups of a multiple of 64, got {group}"
+    if weight.codes.shape[-1] % 16:
+        return f"needs rows of a multiple of 16 bytes, got {weight.codes.shape[-1]}"
+    return None

@@ -1,0 +1,111 @@
+"""coded_linear: the matrix units multiply codes that are widened in registers; weights are rows, tokens are columns.
+
+Few tokens: a tile of 16 columns reads each weight once, in as many programs as there are tiles of rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.coded import Coded
+from glm5.kernels.token_quant.triton import prepare_rows
+from glm5.kernels.triton_codes import weight_times_rows
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import dependent_launch
+
+
+class Tiling(NamedTuple):
+    """Rows and columns of a tile, inputs of a step, and how many loads are under way."""
+
+    block_o: int = 64
+    block_t: int = 16
+    block_k: int = 128
+    stages: int = 4
+    warps: int = 4
+
+
+def tiling_for(num_tokens: int, rows: int) -> Tiling:
+    """Guesses; nothing of this has been measured on a GPU yet."""
+    if num_tokens <= 16:
+        return Tiling(block_o=64 if rows >= 8192 else 32)
+    if num_tokens <= 64:
+        return Tiling(block_o=64, block_t=triton.next_power_of_2(num_tokens))
+    return Tiling(block_o=128, block_t=128, stages=3, warps=8)
+
+
+def block_k_of(weight: Coded, block_k: int) -> int:
+    """Inputs of a step: no step may cross groups."""
+    return 64 if weight.form.group is not None and weight.form.group % block_k else block_k
+
+
+@triton.jit
+def _coded_linear(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    scale_ptr,
+    out_ptr,
+    T,
+    O,
+    D,
+    scale_cols,
+    QUANTIZED: tl.constexpr,
+    INT4: tl.constexpr,
+    GROUP: tl.constexpr,
+    INTEGER: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    here = t < T
+    row = tl.minimum(o, O - 1).to(tl.int64)
+    column = tl.where(here, t, 0).to(tl.int64)
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    y = weight_times_rows(
+        w_ptr, scale_ptr, row, x_ptr, column, here, D, scale_cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES
+    )
+    if QUANTIZED:
+        y *= tl.load(x_scale_ptr + column)[None, :]
+    at = out_ptr + column[:, None] * O + o[None, :]
+    tl.store(at, tl.trans(y).to(out_ptr.dtype.element_ty), mask=here[:, None] & (o < O)[None, :])
+
+
+def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> Tensor:
+    """[T, O] in x's dtype."""
+    codes, scale, form = weight.check()
+    num_rows, width = len(codes), weight.width
+    out_TO = torch.empty(len(x_TD), num_rows, dtype=x_TD.dtype, device=x_TD.device)
+    if not out_TO.numel():
+        return out_TO
+    tiling = tiling or tiling_for(len(x_TD), num_rows)
+    rows, x_scale = prepare_rows(x_TD, form.act, halves=form.weight == "int4")
+    _coded_linear[(triton.cdiv(num_rows, tiling.block_o), triton.cdiv(len(x_TD), tiling.block_t))](
+        rows,
+        x_scale if x_scale is not None else rows,
+        codes.view(torch.int8) if form.weight == "int4" else codes,
+        scale,
+        out_TO,
+        len(x_TD),
+        num_rows,
+        width,
+        scale.shape[-1],
+        QUANTIZED=x_scale is not None,
+        INT4=form.weight == "int4",
+        GROUP=form.group or 0,
+        INTEGER=form.act == "int8",
+        BLOCK_O=tiling.block_o,
+        BLOCK_T=tiling.block_t,
+        BLOCK_K=block_k_of(weight, tiling.block_k),
+        STAGES=tiling.stages,
+        num_warps=tiling.warps,
+        **dependent_launch(x_TD.device),
+    )
+    return out_TO

@@ -1,0 +1,153 @@
+"""Weights as codes: by hand, against the quantizer's own numbers and float64; Triton under the interpreter."""
+
+import pytest
+import torch
+
+from glm5.kernels.block_scaled import FP8
+from glm5.kernels.coded import Coded, Form
+from glm5.kernels.coded_experts import coded_experts
+from glm5.kernels.coded_linear import coded_linear
+from glm5.kernels.token_quant import token_quant
+from glm5.quant.minmax import fake_quantize, quantize
+from glm5.quant.record import FP8_TOKEN, INT4_GROUP, INT8_CHANNEL, INT8_TOKEN
+from glm5.testing.numerics import rel_rms
+from tests.support.coded import FORMS, coded_case, exact_experts, exact_linear, random_coded
+from tests.support.interpreter import interpreted
+
+# float32 scales and sums: measured 1e-7. Experts: a value of h near a midpoint may be rounded otherwise.
+BUDGET, EXPERTS_BUDGET = 5e-7, 3e-3
+SHAPES = [(1, 32, 128), (3, 70, 320), (18, 40, 256)]  # (rows, outputs, inputs)
+EXPERTS = [(1, 4, 2, 128, 64), (5, 4, 2, 192, 128)]  # (tokens, experts, active, D, F)
+
+
+def test_values_by_hand():
+    weight = Coded(torch.tensor([[0x8F, 0x70]], dtype=torch.uint8), torch.tensor([[0.5]]), Form("int4"))
+    assert weight.dequantize(torch.float64).tolist() == [[-0.5, -4.0, 0.0, 3.5]]
+    weight = Coded(torch.tensor([[-128, 127]], dtype=torch.int8), torch.tensor([[2.0, 3.0]]), Form("int8", 1))
+    assert weight.dequantize(torch.float32).tolist() == [[-256.0, 381.0]]
+    assert str(Form("int4", 128, "fp8")) == "w4a8-g128-fp8"
+
+
+@pytest.mark.parametrize(("kind", "grid"), [("int8", INT8_TOKEN), ("fp8", FP8_TOKEN)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_rows_are_quantized_as_the_quantizer_does(kind, grid, dtype, gen):
+    x = torch.randn(5, 100, generator=gen).to(dtype)
+    x[1] = 0
+    codes, scale = token_quant(x, kind)
+    want = quantize(x, grid)
+    assert torch.equal(codes.float(), want.codes.float())
+    assert torch.equal(scale[:, None], want.scale)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_reference_agrees_with_float64(shape, form, gen):
+    x, weight = torch.randn(shape[0], shape[2], generator=gen), random_coded(gen, form, *shape[1:])
+    if form.group and shape[2] % form.group:
+        pytest.skip("rows end within a group")
+    got = coded_linear(x, weight)
+    assert rel_rms(got, exact_linear(x, weight)) < BUDGET
+    assert torch.equal(coded_linear(x.double(), weight)[:1], coded_linear(x[:1].double(), weight)) or form.act is None
+    weight.scale[0] *= 1.01
+    assert rel_rms(coded_linear(x, weight), exact_linear(x, weight)) < BUDGET
+    assert rel_rms(got, exact_linear(x, weight)) > 10 * BUDGET
+
+
+@pytest.mark.parametrize(("grid", "act"), [(INT8_CHANNEL, INT8_TOKEN), (INT4_GROUP, FP8_TOKEN)], ids=str)
+def test_a_quantized_layer_is_the_fake_quantized_one(grid, act, gen):
+    w, x = torch.randn(24, 256, generator=gen), torch.randn(7, 256, generator=gen).double()
+    q = quantize(w, grid)
+    form = Form("int8", None, "int8") if grid.bits == 8 else Form("int4", 128, "fp8")
+    codes = q.codes
+    if grid.bits == 4:
+        low, high = (codes[:, start::2].view(torch.uint8) & 15 for start in (0, 1))
+        codes = low | (high << 4)
+    got = coded_linear(x, Coded(codes, q.scale, form))
+    want = fake_quantize(x, act) @ q.dequantize(torch.float64).T
+    assert rel_rms(got, want) < 1e-7  # the dot product of a group is rounded to float32 in both
+    assert torch.equal(Coded(codes, q.scale, form).dequantize(torch.bfloat16), q.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("impl", ["reference", "invariant"])
+def test_experts_agree_with_float64(form, impl, gen):
+    case = coded_case(9, 4, 2, 256, 128, form, gen)
+    got = coded_experts(*case, impl=impl)
+    assert rel_rms(got, exact_experts(case)) < (EXPERTS_BUDGET if form.act else BUDGET)
+    case.down.scale[int(case.expert[0, 0])] *= 1.5
+    assert rel_rms(got, exact_experts(case)) > 2 * EXPERTS_BUDGET
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_invariant_rows_do_not_depend_on_others(form, gen):
+    case = coded_case(11, 3, 2, 128, 128, form, gen)
+    whole = coded_experts(*case, impl="invariant")
+    for t in range(11):
+        one = (part[t : t + 1] for part in (case.x, case.weight, case.expert))
+        x, weight, expert = one
+        alone = coded_experts(x, case.gate_up, case.down, weight, expert, impl="invariant")
+        assert torch.equal(alone[0], whole[t])
+
+
+def test_mistakes(gen):
+    weight = random_coded(gen, Form("int8"), 4, 16)
+    with pytest.raises(ValueError, match="no kernel multiplies int8 codes with rows in fp8"):
+        coded_linear(torch.ones(1, 16), weight._replace(form=Form("int8", None, "fp8")))
+    with pytest.raises(ValueError, match=r"need torch\.int8 and a float32 scale"):
+        coded_linear(torch.ones(1, 16), weight._replace(scale=weight.scale.double()))
+    with pytest.raises(ValueError, match="unknown impl"):
+        coded_linear(torch.ones(1, 16), weight, impl="fast")
+    x = torch.ones(1, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        coded_linear(x, weight).sum().backward()
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="multiple of 64"):
+        coded_linear(torch.ones(1, 32), random_coded(gen, Form("int4", 32), 4, 32), impl="triton")
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("halves", [False, True])
+def test_rows_in_triton_bit_by_bit(kind, halves, gen):
+    from glm5.kernels.token_quant.triton import prepare_rows
+
+    x = torch.randn(5, 300, generator=gen)
+    x[2] = 0
+    codes, scale = prepare_rows(x, kind, halves=halves)
+    want, want_scale = token_quant(x, kind, impl="reference")
+    if halves:
+        want = torch.cat([want.view(torch.int8)[:, 0::2], want.view(torch.int8)[:, 1::2]], dim=1).view(want.dtype)
+    assert codes.dtype == (FP8 if kind == "fp8" else torch.int8)
+    assert torch.equal(codes.float(), want.float())
+    assert torch.equal(scale, want_scale)
+
+
+@interpreted
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_in_triton(shape, form, gen):
+    if form.group and shape[2] % form.group:
+        pytest.skip("rows end within a group")
+    x, weight = torch.randn(shape[0], shape[2], generator=gen), random_coded(gen, form, *shape[1:])
+    got = coded_linear(x, weight, impl="triton")
+    assert rel_rms(got, coded_linear(x, weight)) < BUDGET
+    weight.scale[0] *= 1.001
+    assert rel_rms(got, coded_linear(x, weight)) > 10 * BUDGET
+
+
+@interpreted
+@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", EXPERTS, ids=str)
+def test_experts_in_triton(shape, form, pairs, gen):
+    from glm5.kernels.coded_experts.triton import Tiling
+    from glm5.kernels.coded_experts.triton import coded_experts as run
+
+    if form.group and (shape[3] % form.group or shape[4] % form.group):
+        pytest.skip("rows end within a group")
+    case = coded_case(*shape, form, gen)
+    got = run(*case, Tiling(pairs, block_f=32, block_d=64, block_t=16))
+    want = coded_experts(*case)
+    assert rel_rms(got, want) < (EXPERTS_BUDGET if form.act else BUDGET)
+    case.down.scale[int(case.expert[0, 0])] *= 1.5
+    assert rel_rms(got, coded_experts(*case)) > 2 * EXPERTS_BUDGET
