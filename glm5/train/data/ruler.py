@@ -1,0 +1,211 @@
+"""Tasks in the manner of RULER (Hsieh et al., 2404.06654), generated at any length, for training and for evaluation.
+
+    niah_single_1..3      one needle in noise or prose: word -> number, word -> uuid
+    niah_multikey_1..3    others beside it: three needles, nothing but needles, nothing but needles of uuids
+    niah_multivalue       a key with four values          niah_multiquery   four keys at once
+    vt                    variables that take their value from each other
+    cwe, fwe              the ten commonest words of a list; the three most frequent of coded words
+    qa_1, qa_2            questions of one and of two hops over invented facts
+
+Which sample it is follows from (seed, task, length, index) alone. As much filler is taken as still fits the length, the
+answer included. Scores are the share of answers found in the output, for qa whether it is found.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from random import Random
+
+from glm5.common.errors import DataError
+from glm5.train.data import prose
+
+NUM_HOPS = 4
+NUM_COMMON = 10
+NUM_FREQUENT = 3
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`prompt` ends where the answer begins; `answer` is what is taught, `answers` what is looked for."""
+
+    task: str
+    prompt: str
+    answer: str
+    answers: tuple[str, ...]
+
+
+Maker = Callable[[Random, int], Sample]
+"""A sample with that amount of filler: sentences, needles, words or facts."""
+
+
+def generate(task: str, length: int, index: int, count: Callable[[str], int], seed: int = 0) -> Sample:
+    """The sample of that number with as much filler as fits `length` tokens, of which `count` says how many a text has.
+
+    Raises `DataError` for an unknown task, and where even the least sample is longer.
+    """
+    if task not in TASKS:
+        raise DataError(f"task: got {task!r:.60}; allowed: {', '.join(TASKS)}")
+
+    def make(size: int) -> Sample:
+        return TASKS[task](Random(f"{seed} {task} {length} {index}"), size)
+
+    def tokens(size: int) -> int:
+        sample = make(size)
+        return count(sample.prompt + sample.answer)
+
+    least = tokens(1)
+    if least > length:
+        raise DataError(f"task {task} needs at least {least} tokens, and the length is {length}")
+    low, high = 1, 2  # the largest size that fits is in low..high-1 once high is too large
+    while tokens(high) <= length:
+        low, high = high, 2 * high
+    while high - low > 1:
+        # Tokens grow with the size nearly in proportion; between the ends, so that it ends whatever they do.
+        middle = (low + high) // 2
+        low, high = (middle, high) if tokens(middle) <= length else (low, middle)
+    return make(low)
+
+
+def score(sample: Sample, output: str) -> float:
+    """Share of the answers that stand in the output, whatever the case."""
+    return sum(answer.lower() in output.lower() for answer in sample.answers) / len(sample.answers)
+
+
+def _needles(
+    rng: Random,
+    size: int,
+    *,
+    task: str,
+    filler: str,
+    key: str = "words",
+    value: str = "numbers",
+    num_keys: int = 1,
+    num_values: int = 1,
+    num_asked: int = 1,
+) -> Sample:
+    """`num_keys` keys with `num_values` values each; the first `num_asked` keys are asked for."""
+    draw = {"words": prose.words, "numbers": prose.numbers, "uuids": prose.uuids}
+    total = num_keys + (size if filler == "needles" else 0)
+    keys, values = draw[key](rng, total), draw[value](rng, total * num_values)
+    kind = value[:-1]
+    facts = [
+        f"One of the special magic {value} for {keys[i // num_values]} is: {each}." for i, each in enumerate(values)
+    ]
+    asked_facts = facts[: num_asked * num_values]
+    if filler == "needles":
+        lines = facts
+        rng.shuffle(lines)
+    else:
+        plain = [prose.NOISE if filler == "noise" else prose.sentence(rng) for _ in range(size)]
+        lines = _hidden(rng, plain, facts)
+    asked = _listed(keys[:num_asked])
+    found = sorted(asked_facts, key=lines.index)  # in the order of the text
+    answers = tuple(fact.rpartition(": ")[2][:-1] for fact in found)
+    if num_asked > 1:  # in the order of the question
+        answers = tuple(values[: num_asked * num_values])
+    if len(answers) == 1:
+        what, verb, asked_for = f"is the special magic {kind}", "is", f"The special magic {kind}"
+    else:
+        what, verb, asked_for = f"are all the special magic {value}", "are", f"The special magic {value}"
+    prompt = (
+        f"Some special magic {value} are hidden within the following text. Memorize them; you will be asked later.\n"
+        f"{(' ' if filler == 'prose' else chr(10)).join(lines)}\n"
+        f"What {what} for {asked} mentioned in the provided text? "
+        f"{asked_for} for {asked} mentioned in the provided text {verb}"
+    )
+    return Sample(task, prompt, f" {', '.join(answers)}.", answers)
+
+
+def _variables(rng: Random, size: int) -> Sample:
+    chain = prose.letters(rng, NUM_HOPS + 1, 5, _LETTERS.upper())
+    (value,) = prose.numbers(rng, 1, 5)
+    steps = [f"VAR {chain[0]} = {value}."] + [f"VAR {b} = VAR {a}." for a, b in pairwise(chain)]
+    lines = [prose.NOISE] * size
+    for place, step in zip(sorted(rng.choices(range(size + 1), k=len(steps)), reverse=True), steps[::-1], strict=True):
+        lines.insert(place, step)
+    prompt = (
+        "Memorize and track the chain of variable assignments hidden in the following text.\n"
+        f"{chr(10).join(lines)}\nFind all variables that are assigned the value {value} in the text above. "
+        f"The {len(chain)} variables assigned the value {value} are:"
+    )
+    return Sample("vt", prompt, f" {', '.join(chain)}.", tuple(chain))
+
+
+def _common_words(rng: Random, size: int) -> Sample:
+    # Others are `size` words in all: once each in short lists, three times in long ones; the common ones keep ahead.
+    often, seldom = (30, 3) if size > 600 else (6 + size // 25, 1)
+    picked = prose.words(rng, min(NUM_COMMON + size // seldom, len(prose.ADJECTIVES) * len(prose.NOUNS)))
+    common, rest = picked[:NUM_COMMON], picked[NUM_COMMON:]
+    drawn = common * often + rest * seldom
+    rng.shuffle(drawn)
+    listed = " ".join(f"{i}. {word}" for i, word in enumerate(drawn, 1))
+    prompt = (
+        "Below is a numbered list of words. Memorize the ones that appear most often.\n"
+        f"{listed}\nWhat are the {NUM_COMMON} most common words in the list? The most common words are:"
+    )
+    return Sample("cwe", prompt, f" {', '.join(common)}.", tuple(common))
+
+
+def _frequent_words(rng: Random, size: int) -> Sample:
+    """Word number r of the vocabulary appears in proportion to r ** -2; the commonest is no word but dots."""
+    total = 40 + size
+    coded = prose.letters(rng, max(6, total // 50), 6, _LETTERS)
+    share = [rank**-2.0 for rank in range(1, len(coded) + 2)]
+    counts = [max(1, round(total * each / sum(share))) for each in share]
+    for rank in range(NUM_FREQUENT, -1, -1):  # no ties among those that are asked for
+        counts[rank] = max(counts[rank], counts[rank + 1] + 1)
+    drawn = ["..."] * counts[0]
+    for word, times in zip(coded, counts[1:], strict=True):
+        drawn += [word] * times
+    rng.shuffle(drawn)
+    top = coded[:NUM_FREQUENT]
+    prompt = (
+        "Read the following coded text and track the frequency of each coded word, without the dots.\n"
+        f"{' '.join(drawn)}\nWhat are the {NUM_FREQUENT} most frequently appeared words in the above coded text? "
+        f"The {NUM_FREQUENT} most frequent words are:"
+    )
+    return Sample("fwe", prompt, f" {', '.join(top)}.", tuple(top))
+
+
+def _questions(rng: Random, size: int, *, task: str, hops: int) -> Sample:
+    people, firms = prose.names(rng, size), prose.places(rng, size, " Works")
+    towns = prose.places(rng, size, "burg")
+    facts = [f"{person} works at {firm}." for person, firm in zip(people, firms, strict=True)]
+    facts += [f"{firm} is in {town}." for firm, town in zip(firms, towns, strict=True)]
+    rng.shuffle(facts)
+    if hops == 1:
+        question, opening, answer = f"Where does {people[0]} work?", f"{people[0]} works at", firms[0]
+    else:
+        question, opening, answer = f"In which town does {people[0]} work?", f"{people[0]} works in", towns[0]
+    prompt = f"Answer the question from the given facts.\n{' '.join(facts)}\n{question} {opening}"
+    return Sample(task, prompt, f" {answer}.", (answer,))
+
+
+def _hidden(rng: Random, lines: list[str], needles: Sequence[str]) -> list[str]:
+    """The lines with each needle between two of them, at any depth."""
+    for needle in needles:
+        lines.insert(rng.randint(0, len(lines)), needle)
+    return lines
+
+
+def _listed(items: Sequence[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+TASKS: dict[str, Maker] = {
+    "niah_single_1": partial(_needles, task="niah_single_1", filler="noise"),
+    "niah_single_2": partial(_needles, task="niah_single_2", filler="prose"),
+    "niah_single_3": partial(_needles, task="niah_single_3", filler="prose", value="uuids"),
+    "niah_multikey_1": partial(_needles, task="niah_multikey_1", filler="prose", num_keys=4),
+    "niah_multikey_2": partial(_needles, task="niah_multikey_2", filler="needles"),
+    "niah_multikey_3": partial(_needles, task="niah_multikey_3", filler="needles", key="uuids", value="uuids"),
+    "niah_multivalue": partial(_needles, task="niah_multivalue", filler="prose", num_values=4),
+    "niah_multiquery": partial(_needles, task="niah_multiquery", filler="prose", num_keys=4, num_asked=4),
+    "vt": _variables,
+    "cwe": _common_words,
+    "fwe": _frequent_words,
+    "qa_1": partial(_questions, task="qa_1", hops=1),
+    "qa_2": partial(_questions, task="qa_2", hops=2),
+}
