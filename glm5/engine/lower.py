@@ -37,9 +37,9 @@ from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope_part, rope_table
 from glm5.model.attention import SparseLatentAttention
 from glm5.model.block import DecoderLayer
-from glm5.model.experts import BlockScaledExperts, Experts
+from glm5.model.experts import BlockScaledExperts, CodedExperts, Experts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import BlockScaledLinear, Linear
+from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 from glm5.model.mlp import MLP
 from glm5.model.moe import MoE
 from glm5.model.norm import RMSNorm
@@ -253,8 +253,15 @@ class LoweredMoE:
         if self.heard is not None:
             self.heard.append(expert_TA)
         experts, mlp = self.module.experts, self.module.shared_experts
+        if isinstance(experts, CodedExperts) or _has_codes(mlp):
+            # What every token visits is of another kind, or has a scheme of its own: two sums.
+            return experts(x.x_TD, weight_TA, expert_TA) + mlp(x.x_TD)
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         return grouped_experts(x.x_TD, *_stacks(experts), weight_TA, expert_TA, shared=shared)
+
+
+def _has_codes(mlp: MLP) -> bool:
+    return any(isinstance(linear, CodedLinear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
 def _weight(linear: AnyLinear) -> Tensor | BlockScaled:

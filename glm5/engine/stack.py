@@ -1,7 +1,8 @@
 """Linear layers of one input as one product: their weights move into one piece of memory, of which each has a view.
 
 So nothing is held twice, and weights that are replaced in place are replaced here too. FP8 weights have a grid of
-scales, which can be joined where every weight but the last ends with a block; others are multiplied one by one.
+scales, which can be joined where every weight but the last ends with a block; others, and weights as codes, are
+multiplied one by one.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
 from glm5.kernels.fp8_linear import fp8_linear
-from glm5.model.linear import BlockScaledLinear, Linear
+from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 
-AnyLinear = Linear | BlockScaledLinear
+AnyLinear = Linear | BlockScaledLinear | CodedLinear
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Stack:
         weight = _piece(first.weight, count)
         if isinstance(first, Linear):
             return F.linear(rows.x_TD, weight)
+        assert isinstance(first, BlockScaledLinear), f"{type(first)=}"
         scale = _piece(first.weight_scale_inv, num_blocks(count))
         return fp8_linear(rows.x_TD, BlockScaled(weight, scale), rows.quantized)
 

@@ -1,6 +1,6 @@
 """Routed experts, stacked: the seam through which expert formats and expert dispatch enter the model.
 
-`impl` names the implementation of `grouped_experts` that they run (lowering.py sets it).
+`impl` names the implementation of `grouped_experts` or `coded_experts` that they run (lowering.py sets it).
 """
 
 from typing import Literal
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
+from glm5.kernels.coded import Coded, Form
+from glm5.kernels.coded_experts import coded_experts
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.model.direct import Direct
 
@@ -54,3 +56,34 @@ class BlockScaledExperts(Direct):
         gate_up = BlockScaled(self.gate_up_proj, self.gate_up_proj_scale_inv)
         down = BlockScaled(self.down_proj, self.down_proj_scale_inv)
         return grouped_experts(x_TD, gate_up, down, weight_TA, expert_TA, impl=self.impl)
+
+
+class CodedExperts(Direct):
+    """The same with weights as codes under scales, and rows quantized where `form` says so (kernels/coded.py).
+
+    `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], of 4-bit codes two a byte; `gate_up_proj_scale` [E, 2F, G] and
+    `down_proj_scale` [E, D, G], float32.
+    """
+
+    impl: Literal["auto", "invariant"] = "auto"
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, form: Form):
+        super().__init__()
+        self.form = form
+
+        def codes(*shape: int, width: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, width // form.per_byte, dtype=form.dtype), requires_grad=False)
+
+        def scale(*shape: int, width: int) -> nn.Parameter:
+            held = torch.empty(*shape, form.num_scales(width), dtype=torch.float32)
+            return nn.Parameter(held, requires_grad=False)
+
+        self.gate_up_proj = codes(num_experts, 2 * intermediate_size, width=hidden_size)
+        self.gate_up_proj_scale = scale(num_experts, 2 * intermediate_size, width=hidden_size)
+        self.down_proj = codes(num_experts, hidden_size, width=intermediate_size)
+        self.down_proj_scale = scale(num_experts, hidden_size, width=intermediate_size)
+
+    def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+        gate_up = Coded(self.gate_up_proj, self.gate_up_proj_scale, self.form)
+        down = Coded(self.down_proj, self.down_proj_scale, self.form)
+        return coded_experts(x_TD, gate_up, down, weight_TA, expert_TA, impl=self.impl)

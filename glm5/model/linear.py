@@ -5,6 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
+from glm5.kernels.coded import Coded, Form
+from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.model.direct import Direct
 
@@ -45,3 +47,29 @@ class BlockScaledLinear(Direct):
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight [O, I], rounded once to `dtype`."""
         return BlockScaled(self.weight, self.weight_scale_inv).dequantize(dtype)
+
+
+class CodedLinear(Direct):
+    """y = x W^T with a weight as codes under scales, and x quantized per row where `form` says so.
+
+    `weight` [O, I] int8 or e4m3, or two 4-bit codes a byte [O, I / 2]; `weight_scale` [O, G] float32 (kernels.coded).
+    """
+
+    def __init__(self, in_features: int, out_features: int, form: Form):
+        super().__init__()
+        self.form = form
+        weight = torch.empty(out_features, in_features // form.per_byte, dtype=form.dtype)
+        scale = torch.empty(out_features, form.num_scales(in_features), dtype=torch.float32)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+    @property
+    def coded(self) -> Coded:
+        return Coded(self.weight, self.weight_scale, self.form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return coded_linear(x, self.coded)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The dequantized weight [O, I], rounded once to `dtype`."""
+        return self.coded.dequantize(dtype)

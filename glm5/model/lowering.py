@@ -1,15 +1,16 @@
 """What is decided after a model's structure: weight formats, before the weights are loaded, and implementations."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
+from glm5.kernels.coded import Form
 from glm5.kernels.invariant import WIDTH_UNIT
-from glm5.model.experts import BlockScaledExperts, Experts
+from glm5.model.experts import BlockScaledExperts, CodedExperts, Experts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import BlockScaledLinear, Linear
+from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 from glm5.model.mlp import MLP
 from glm5.model.moe import Router
 
@@ -33,10 +34,20 @@ def use_block_scaled(model: Glm5, module_names: Iterable[str]) -> None:
     Names are module paths (`model.layers.3.mlp.experts`). Weights of the new modules are uninitialised.
     """
     for name in module_names:
-        parent = model.get_submodule(name.rpartition(".")[0])
-        old = model.get_submodule(name)
-        with torch.device(next(old.parameters()).device):
-            setattr(parent, name.rpartition(".")[2], _block_scaled_form(name, old))
+        _replace(model, name, _block_scaled_form)
+
+
+def use_coded(model: Glm5, forms: Mapping[str, Form]) -> None:
+    """Replace `Linear` and `Experts` modules by those that hold codes of a form, by name; likewise."""
+    for name, form in forms.items():
+        _replace(model, name, lambda path, module, form=form: _coded_form(path, module, form))
+
+
+def _replace(model: Glm5, name: str, form_of: Callable[[str, torch.nn.Module], torch.nn.Module]) -> None:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    old = model.get_submodule(name)
+    with torch.device(next(old.parameters()).device):
+        setattr(parent, name.rpartition(".")[2], form_of(name, old))
 
 
 def _block_scaled_form(name: str, module: torch.nn.Module) -> BlockScaledLinear | BlockScaledExperts:
@@ -49,6 +60,18 @@ def _block_scaled_form(name: str, module: torch.nn.Module) -> BlockScaledLinear 
             return BlockScaledExperts(num_experts, hidden_size, intermediate_size)
         case _:
             raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts have an FP8 form")
+
+
+def _coded_form(name: str, module: torch.nn.Module, form: Form) -> CodedLinear | CodedExperts:
+    match module:
+        case Linear():
+            out_features, in_features = module.weight.shape
+            return CodedLinear(in_features, out_features, form)
+        case Experts():
+            num_experts, hidden_size, intermediate_size = module.down_proj.shape
+            return CodedExperts(num_experts, hidden_size, intermediate_size, form)
+        case _:
+            raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts have a form of codes")
 
 
 def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
@@ -65,5 +88,5 @@ def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
             f"deterministic mode needs widths that are multiples of {WIDTH_UNIT}, this model has {got}; run without it"
         )
     for module in model.modules():
-        if isinstance(module, Experts | BlockScaledExperts | Router | MLP):
+        if isinstance(module, Experts | BlockScaledExperts | CodedExperts | Router | MLP):
             module.impl = "invariant"
