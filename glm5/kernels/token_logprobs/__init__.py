@@ -23,9 +23,7 @@ def token_logprobs(
     154,880 possible ones, 2.4 GiB in place of 118.
     """
     if impl in ("auto", "chunked"):
-        run = _chunked
-    elif impl == "reference":
-        run = _reference
-    else:
-        raise unknown_impl("token_logprobs", impl, ("reference", "chunked"))
-    return run(hidden_TD, weight_WD, target_T, chunk=chunk)
+        return _chunked(hidden_TD, weight_WD, target_T, chunk=chunk)
+    if impl == "reference":
+        return _reference(hidden_TD, weight_WD, target_T)
+    raise unknown_impl("token_logprobs", impl, ("reference", "chunked"))

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def token_logprobs(hidden_TD: Tensor, weight_WD: Tensor, target_T: Tensor, *, chunk: int) -> Tensor:
-    """[T] in float32 (float64 for float64). `chunk` changes nothing here."""
+def token_logprobs(hidden_TD: Tensor, weight_WD: Tensor, target_T: Tensor) -> Tensor:
+    """[T] in float32 (float64 for float64)."""
     logits_TW = F.linear(hidden_TD, weight_WD)
     wide = torch.promote_types(logits_TW.dtype, torch.float32)
     return logits_TW.log_softmax(dim=-1, dtype=wide).gather(1, target_T.long().unsqueeze(1)).squeeze(1)

@@ -1,0 +1,98 @@
+"""An even load of experts: counting it, the bias that steers it, and a loss on each sequence.
+
+    b[e] += step (sign(mean load - load[e]) - mean of these signs)      after an optimizer step; b moves the choice only
+    L     = sum over sequences b of T_b sum_e f[b, e] P[b, e]
+            f[b, e] = E / (A T_b) #{t in b: e among the top A of p[t]}      P[b, e] = mean over t of p[t, e] / sum p[t]
+
+with p the router's sigmoid scores without the bias (loss-free balancing; DeepSeek-V3 report, 2.1.2). A load is counted
+once, also where activations are computed again in the backward pass.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from glm5.model.moe import Router
+
+
+class Balance:
+    """The routers of a model: what they chose since the last `update`, and the auxiliary loss of a forward pass."""
+
+    def __init__(self, model: nn.Module):
+        self.routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+        self.loads = {name: self._zeros(router) for name, router in self.routers.items()}
+        self._losses: list[Tensor] = []
+
+    @contextmanager
+    def watch(self, row_T: Tensor, *, with_loss: bool) -> Iterator[None]:
+        """Around the forward and backward pass of packed sequences; `row_T` says which one each token belongs to."""
+        self._losses.clear()
+        hooks = [
+            router.register_forward_hook(self._hook(name, row_T, with_loss=with_loss))
+            for name, router in self.routers.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._losses.clear()
+
+    def losses(self) -> list[Tensor]:
+        """L of each router that ran since the last call, in order; not divided by the number of tokens."""
+        taken = self._losses[:]
+        self._losses.clear()
+        return taken
+
+    @torch.no_grad()
+    def update(self, step: float, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """Move the biases, start counting anew; the excess of the fullest expert over the mean, (max - mean) / mean.
+
+        `reduce` sums a load over the ranks that saw other tokens.
+        """
+        excess: dict[str, float] = {}
+        for name, router in self.routers.items():
+            load_E = self.loads[name].double() if reduce is None else reduce(self.loads[name].double())
+            self.loads[name] = self._zeros(router)
+            if not load_E.any():
+                continue
+            excess[name] = (load_E.max() / load_E.mean() - 1).item()
+            delta_E = step * (load_E.mean() - load_E).sign()
+            # A shift of all biases chooses the same experts; without it they stay where float32 is fine.
+            router.e_score_correction_bias += (delta_E - delta_E.mean()).to(router.e_score_correction_bias.dtype)
+        return excess
+
+    def _hook(self, name: str, row_T: Tensor, *, with_loss: bool) -> Callable[..., None]:
+        def count(router: Router, args: tuple[Tensor], routed: tuple[Tensor, Tensor]) -> None:
+            # In a backward pass: activations computed again. The same tensors must be made, nothing counted.
+            again = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]  # torch's own test
+            if not again:
+                num_experts = router.weight.shape[0]
+                self.loads[name] += torch.bincount(routed[1].flatten(), minlength=num_experts)
+            if with_loss and torch.is_grad_enabled():
+                loss = sequence_loss(args[0], router.weight, row_T, router.cfg.num_experts_per_tok)
+                if not again:
+                    self._losses.append(loss)
+
+        return count
+
+    @staticmethod
+    def _zeros(router: Router) -> Tensor:
+        return torch.zeros(router.weight.shape[0], dtype=torch.int64, device=router.weight.device)
+
+
+def sequence_loss(x_TD: Tensor, weight_ED: Tensor, row_T: Tensor, top_k: int) -> Tensor:
+    """L, a scalar in float32 (float64 for float64): the sum over sequences of T_b sum_e f P. 1 a token if even."""
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    p_TE = F.linear(x_TD.to(wide), weight_ED.to(wide)).sigmoid()
+    row_T = row_T.long()
+    length_B = torch.bincount(row_T).to(wide)
+    num_rows, num_experts = len(length_B), p_TE.shape[1]
+    chosen_TA = p_TE.detach().topk(top_k, dim=-1).indices
+    count_BE = torch.bincount((row_T[:, None] * num_experts + chosen_TA).flatten(), minlength=num_rows * num_experts)
+    share_TE = p_TE / (p_TE.sum(dim=-1, keepdim=True) + 1e-20)
+    mean_BE = p_TE.new_zeros(num_rows, num_experts).index_add(0, row_T, share_TE) / length_B.clamp_min(1)[:, None]
+    return (count_BE.view(num_rows, num_experts).to(wide) * mean_BE).sum() * (num_experts / top_k)

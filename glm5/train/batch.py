@@ -1,0 +1,40 @@
+"""What a pass trains on: sequences one after the other, and how much each token counts as something to predict."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids [T], the weight [T] of predicting each of them (0: context only), and the sequences' lengths."""
+
+    ids_T: Tensor
+    weight_T: Tensor
+    lengths: list[int]
+
+    def __post_init__(self) -> None:
+        if not len(self.ids_T) == len(self.weight_T) == sum(self.lengths) or min(self.lengths, default=0) < 1:
+            raise ValueError(f"a batch of {len(self.ids_T)} ids, {len(self.weight_T)} weights, {self.lengths=}")
+
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch(self.ids_T.to(device), self.weight_T.to(device), self.lengths)
+
+    def targets(self, distance: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions p whose token p + distance counts and is of the same sequence; these tokens; their weights."""
+        position_T, end_T = self._places()
+        chosen_T = (position_T + distance < end_T) & (self.weight_T.roll(-distance) != 0)
+        position_G = position_T[chosen_T]
+        return position_G, self.ids_T[position_G + distance], self.weight_T[position_G + distance]
+
+    def ids_after(self, distance: int) -> Tensor:
+        """The token at p + distance of each position p, [T]; past the end of its sequence, the sequence's last."""
+        position_T, end_T = self._places()
+        return self.ids_T[torch.minimum(position_T + distance, end_T - 1)]
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Each position, and where its sequence ends."""
+        lengths_B = torch.tensor(self.lengths, device=self.ids_T.device)
+        end_T = torch.repeat_interleave(lengths_B.cumsum(0), lengths_B)
+        return torch.arange(len(self.ids_T), device=self.ids_T.device), end_T

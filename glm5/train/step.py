@@ -1,0 +1,156 @@
+"""One training step: losses of several packed batches, their gradients summed, clipped, and both optimizers.
+
+    loss   =  sum_t w_t CE(t) / sum_t w_t  +  mtp_weight mean_k CE_k  +  index_weight KL  +  balance_weight L / T
+
+All sums run over all batches of the step: cut into more and smaller batches, it is the same step. CE_k predicts token
+p + k + 1 from position p by applying the MTP layer k times, always with the same weights (DeepSeek-V3 report, 2.2;
+GLM-5 report, shared parameters). KL is the indexers' (model/index_loss.py), that of the MTP layer's beside it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm5.common.errors import TrainingError
+from glm5.config.step import LossConfig
+from glm5.kernels.token_logprobs import token_logprobs
+from glm5.model.glm5 import Glm5
+from glm5.model.packed import PackedView, Stage
+from glm5.train.balance import Balance
+from glm5.train.batch import Batch
+from glm5.train.optim.build import Optimizers
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a stage asks of a pass: which keys are attended to, and whether the indexers learn."""
+
+    keys: Stage = "dense"
+    learn_index: bool = False
+
+
+class Step:
+    """Trains `model` with `optimizers`. The model's router biases are moved as well, unless their step is 0."""
+
+    def __init__(self, model: Glm5, optimizers: Optimizers, cfg: LossConfig, phase: Phase):
+        self.model, self.optimizers, self.cfg, self.phase = model, optimizers, cfg, phase
+        self.balance = Balance(model)
+        self.mtp_depth = cfg.mtp_depth if model.cfg.num_nextn_predict_layers else 0
+
+    def run(self, batches: Sequence[Batch], lr: float) -> dict[str, float]:
+        """Learn from `batches`; losses by name, as means, with the norms of gradients before clipping.
+
+        "loss" is the cross-entropy of the next token. Raises TrainingError, before anything is updated, when a loss or
+        a norm is not a finite number, or when there is nothing to learn.
+        """
+        totals = self._totals(batches)
+        sums: Counter[str] = Counter()
+        self.optimizers.zero_grad()
+        for batch in batches:
+            sums.update(self._learn(batch, totals))
+        figures = dict(sums)
+        figures |= {f"{part} norm": norm.item() for part, norm in self.optimizers.clip().items()}
+        if wrong := {name: value for name, value in figures.items() if not math.isfinite(value)}:
+            self.optimizers.zero_grad()
+            got = ", ".join(f"{name} is {value}" for name, value in wrong.items())
+            raise TrainingError(
+                f"{got}: nothing was updated in this step; lower the learning rate, or look at its data"
+            )
+        self.optimizers.step(lr)
+        self.optimizers.zero_grad()
+        if excess := self.balance.update(self.cfg.balance_step):
+            figures["excess load"] = max(excess.values())
+        return figures
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean cross-entropy of the next token, without learning."""
+        total = self._totals(batches)[1]
+        loss = 0.0
+        for batch in batches:
+            view = PackedView(batch.lengths, batch.ids_T.device, stage=self.phase.keys)
+            loss += self._cross_entropy(self.model(batch.ids_T, view), batch, 1).item()
+        return loss / total
+
+    def _totals(self, batches: Sequence[Batch]) -> dict[int, float]:
+        """Sums of weights of the targets at each distance, over the step; tokens at distance 0."""
+        totals = {0: float(sum(len(batch.ids_T) for batch in batches))}
+        for distance in range(1, self.mtp_depth + 2):
+            totals[distance] = sum(batch.targets(distance)[2].sum().item() for batch in batches)
+        if not totals[1]:
+            raise TrainingError(
+                f"nothing to learn from in {len(batches)} batches: no token has a weight and another before it; "
+                "look at the loss masks of the data"
+            )
+        return totals
+
+    def _learn(self, batch: Batch, totals: Mapping[int, float]) -> dict[str, float]:
+        view = self._view(batch)
+        with self.balance.watch(view.row_T, with_loss=self.cfg.balance_weight > 0):
+            losses = dict(self._losses(batch, view, totals))
+            learnt = [loss * self._weight(name) for name, loss in losses.items() if loss.requires_grad]
+            if learnt:
+                torch.stack(learnt).sum().backward()
+        return {name: loss.item() for name, loss in losses.items()}
+
+    def _losses(self, batch: Batch, view: PackedView, totals: Mapping[int, float]) -> Iterator[tuple[str, Tensor]]:
+        """Shares of the step's means that this batch contributes, before their weights."""
+        share = len(batch.ids_T) / totals[0]
+        hidden_TD = self.model(batch.ids_T, view)
+        yield "loss", self._cross_entropy(hidden_TD, batch, 1) / totals[1]
+        if self.phase.learn_index:
+            yield "index", view.index_loss() * share
+        yield from self._balance_losses("balance", 1 / totals[0])
+        if not self.mtp_depth:
+            return
+        view = self._view(batch)
+        depths = [
+            self._cross_entropy(drafted_TD, batch, depth + 1) / max(totals[depth + 1], 1e-20)
+            for depth, drafted_TD in enumerate(drafts(self.model, batch, hidden_TD, view, self.mtp_depth), 1)
+        ]
+        yield "mtp", torch.stack(depths).mean()
+        yield from ((f"mtp {depth}", loss.detach()) for depth, loss in enumerate(depths, 1))
+        if self.phase.learn_index:
+            yield "mtp index", view.index_loss() * share
+        # One layer that ran several times counts once.
+        yield from self._balance_losses("mtp balance", 1 / (totals[0] * self.mtp_depth))
+
+    def _balance_losses(self, name: str, factor: float) -> Iterator[tuple[str, Tensor]]:
+        if losses := self.balance.losses():
+            yield name, torch.stack(losses).sum() * factor
+
+    def _weight(self, name: str) -> float:
+        return {
+            "loss": 1.0,
+            "mtp": self.cfg.mtp_weight,
+            "index": self.cfg.index_weight,
+            "mtp index": self.cfg.index_weight,
+            "balance": self.cfg.balance_weight,
+            "mtp balance": self.cfg.balance_weight,
+        }[name]
+
+    def _view(self, batch: Batch) -> PackedView:
+        return PackedView(batch.lengths, batch.ids_T.device, stage=self.phase.keys, learn_index=self.phase.learn_index)
+
+    def _cross_entropy(self, hidden_TD: Tensor, batch: Batch, distance: int) -> Tensor:
+        """Weighted sum over targets."""
+        position_G, target_G, weight_G = batch.targets(distance)
+        logprob_G = token_logprobs(hidden_TD[position_G], self.model.lm_head.weight, target_G, chunk=self.cfg.chunk)
+        return -(logprob_G * weight_G).sum()
+
+
+def drafts(model: Glm5, batch: Batch, hidden_TD: Tensor, view: PackedView, depth: int) -> Iterator[Tensor]:
+    """Hidden states [T, D] of the MTP layer applied once, twice, ... `depth` times: the k-th, at position p, has seen
+    the tokens up to p + k. The last k positions of a sequence mean nothing.
+
+    Where iterations share an index selection, the first one's is used, and its indexer learns from all.
+    """
+    selection = None
+    for distance in range(1, depth + 1):
+        hidden_TD, used = model.draft(batch.ids_after(distance), hidden_TD, view, selection)
+        selection = used if model.cfg.index_share_for_mtp_iteration else None
+        yield hidden_TD
