@@ -36,8 +36,9 @@ COMMANDS = {
     "bench latency": "glm5.cli.bench_latency",
     "bench serve": "glm5.cli.bench_serve",
     "bench kernels": "glm5.cli.bench_kernels",
+    "bench quantize": "glm5.cli.bench_quantize",
 }
-GROUPS = {"bench": "measure throughput, latency, servers and kernels"}
+GROUPS = {"bench": "measure throughput, latency, servers, kernels and quantization"}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 LOG_FORMAT_HELP = "How: lines for people, or JSON objects, one a line. Default: text."

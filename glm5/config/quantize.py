@@ -138,6 +138,33 @@ class ConvertConfig(Command):
     """Largest file of weights."""
 
 
+class LadderConfig(Command):
+    """Methods of quantization side by side, each with what comes before it, on models of `glm5 demo`: KL, perplexity
+    and top-1 on held-out text, accuracy on held-out questions. The same command goes on where it was cut off."""
+
+    models: Annotated[tuple[str, ...], Positional(), Field(min_length=1)]
+    """Checkpoint folders, such as runs/demo/model; several are told apart by their order."""
+    out: str = "runs/ladder"
+    """Folder for results: ladder.jsonl, ladder.json and ladder.html."""
+    kinds: tuple[Literal["channel", "group"], ...] = ("channel", "group")
+    """int4 per channel under int8 tokens, groups of 128 under e4m3 tokens."""
+    rungs: tuple[str, ...] = ()
+    """Rungs to run, by name. Default: all."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of calibration samples and rotation; methods that use neither run once."""
+    num_questions: Annotated[int, Field(ge=10)] = 4000
+    """Held-out questions, of all kinds in turn."""
+    num_tokens: Annotated[int, Field(ge=100)] = 65536
+    """Held-out tokens for KL, perplexity and top-1, at least; of the same questions."""
+    num_samples: Annotated[int, Field(ge=1)] = 256
+    """Calibration samples: conversations of training."""
+    outliers: Annotated[float, Field(gt=1)] | None = None
+    """First make channels of activations that much larger, and the weights that read them smaller: the same model,
+    harder to quantize."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """auto, cpu or cuda:N."""
+
+
 def check_out(out: str) -> Path:
     """The folder to write, which must not be there yet, or be empty."""
     path = Path(out).expanduser().resolve()

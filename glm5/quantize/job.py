@@ -40,10 +40,11 @@ class Job:
     """Of what is written: without the MTP layer where that is dropped."""
 
 
-def prepare(settings: QuantizeConfig) -> Job:
-    """Decide everything, reading headers only. Errors here come before anything is written."""
+def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
+    """Decide everything, reading headers only. Errors here come before anything is written. `resolved`: a recipe in
+    place of the settings'."""
     source = Source(settings.model)
-    resolved = resolve(settings)
+    resolved = resolved or resolve(settings)
     for note in resolved.notes:
         logger.info("%s", note)
     if QAT_KEY in source.cfg.extra and not resolved.recipe.is_plain:

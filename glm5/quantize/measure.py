@@ -47,6 +47,9 @@ class Quality:
     perplexity_before: float = 0.0
     layers: list[float] = field(default_factory=list)
     """Relative RMS of hidden states after each layer."""
+    kl_answers: float | None = None
+    """KL at the positions that predict an answer's tokens, where a text marks those."""
+    perplexity_answers: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -143,26 +146,41 @@ def measure(job: Job, directory: Path, samples: Sequence[Sequence[int]]) -> Qual
 
 
 def compare(
-    samples: Sequence[Sequence[int]], before: Iterator[Tensor], after: Iterator[Tensor], quality: Quality
+    samples: Sequence[Sequence[int]],
+    before: Iterator[Tensor],
+    after: Iterator[Tensor],
+    quality: Quality,
+    answers: Sequence[Sequence[bool]] | None = None,
 ) -> Quality:
-    """Fill in the figures over all positions, from log-probabilities [T, W] of each sample."""
-    kls: list[tuple[float, int]] = []
-    same, loss, loss_before, num_next = 0, 0.0, 0.0, 0
-    for ids, p_TW, q_TW in zip(samples, before, after, strict=True):
+    """Fill in the figures over all positions, from log-probabilities [T, W] of each sample. `answers`: for each token
+    whether it belongs to an answer."""
+    sums: list[tuple[float, int]] = []
+    same, num_next, loss, loss_before = 0, 0, 0.0, 0.0
+    answer_kl = answer_loss = 0.0
+    num_answers = 0
+    for idx, (ids, p_TW, q_TW) in enumerate(zip(samples, before, after, strict=True)):
         kl_T = (p_TW.exp() * (p_TW - q_TW)).sum(-1).double()
-        kls.append((kl_T.sum().item(), len(ids)))
+        sums.append((kl_T.sum().item(), len(ids)))
         same += int((p_TW.argmax(-1) == q_TW.argmax(-1)).sum())
         next_T1 = torch.tensor(ids[1:], device=p_TW.device).unsqueeze(-1)
-        loss -= q_TW[:-1].gather(-1, next_T1).double().sum().item()
+        loss_T = -q_TW[:-1].gather(-1, next_T1).double().squeeze(-1)
+        loss += loss_T.sum().item()
         loss_before -= p_TW[:-1].gather(-1, next_T1).double().sum().item()
         num_next += len(ids) - 1
-    total = sum(count for _, count in kls)
-    quality.num_tokens, quality.kl = total, sum(kl for kl, _ in kls) / total
-    spread = sum((kl - quality.kl * count) ** 2 for kl, count in kls)
-    quality.kl_error = math.sqrt(spread) / total
+        if answers is not None:
+            marked_T = torch.tensor(answers[idx][1:], device=p_TW.device)
+            answer_kl += kl_T[:-1][marked_T].sum().item()
+            answer_loss += loss_T[marked_T].sum().item()
+            num_answers += int(marked_T.sum())
+    total = sum(count for _, count in sums)
+    quality.num_tokens, quality.kl = total, sum(kl for kl, _ in sums) / total
+    quality.kl_error = math.sqrt(sum((kl - quality.kl * count) ** 2 for kl, count in sums)) / total
     quality.top1 = same / total
     quality.perplexity = math.exp(min(loss / num_next, 700))
     quality.perplexity_before = math.exp(min(loss_before / num_next, 700))
+    if num_answers:
+        quality.kl_answers = answer_kl / num_answers
+        quality.perplexity_answers = math.exp(min(answer_loss / num_answers, 700))
     return quality
 
 

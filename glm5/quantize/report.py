@@ -93,12 +93,17 @@ def page(found: Mapping[str, Any]) -> str:
         (name, f"{part['bytes'] / 1e6:,.2f}", f"{100 * part['bytes'] / total:.1f} %", f"{part['bits']:.2f}")
         for name, part in found["parts"].items()
     ]
-    body += ["<h2>Size</h2>", _table(("part", "MB", "share", "bits a weight"), rows)]
+    body += ["<h2>Size</h2>", table(("part", "MB", "share", "bits a weight"), rows)]
     body += _modules(found["modules"])
     body += _smoothing(found["smoothing"])
     body += _experts(found["tokens_per_expert"])
+    return styled(f"{model}: quantization", body)
+
+
+def styled(title: str, body: Iterable[str]) -> str:
+    """A whole page of parts in HTML."""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(model)}: quantization</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
     )
 
@@ -136,7 +141,7 @@ def _modules(modules: Mapping[str, Mapping[str, float]]) -> list[str]:
     names = list(modules)
     values = [errors.get("output", errors["weight"]) for errors in modules.values()]
     chart = bars(names, values, labels=False) if names else ""
-    return ["<h2>Errors by module</h2>", _table(head, rows), "<h3>Output error, all modules in order</h3>", chart]
+    return ["<h2>Errors by module</h2>", table(head, rows), "<h3>Output error, all modules in order</h3>", chart]
 
 
 def _smoothing(smoothing: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
@@ -147,7 +152,7 @@ def _smoothing(smoothing: Mapping[str, Mapping[str, Mapping[str, float]]]) -> li
     ]
     if not rows:
         return []
-    return ["<h2>Smoothing</h2>", _table(("source", "alpha", "beta", "error before", "after"), rows)]
+    return ["<h2>Smoothing</h2>", table(("source", "alpha", "beta", "error before", "after"), rows)]
 
 
 def _experts(tokens: Mapping[str, Sequence[int]]) -> list[str]:
@@ -158,8 +163,8 @@ def _experts(tokens: Mapping[str, Sequence[int]]) -> list[str]:
     return ["<h2>Calibration tokens by expert</h2>", *found] if found else []
 
 
-def bars(names: Sequence[str], values: Sequence[float], *, labels: bool = True) -> str:
-    """A bar chart as SVG; names appear below or, without labels, when pointed at."""
+def bars(names: Sequence[str], values: Sequence[float], *, labels: bool = True, slanted: bool = False) -> str:
+    """A bar chart as SVG; names appear below, slanted where they are long, or, without labels, when pointed at."""
     width, height, top = 900, 140, max([*values, 1e-30])
     each = width / max(1, len(values))
     drawn: list[str] = []
@@ -170,15 +175,17 @@ def bars(names: Sequence[str], values: Sequence[float], *, labels: bool = True) 
             f'fill="#4472a8"><title>{_text(name)}: {value:.6g}</title></rect>'
         )
         if labels and (len(names) <= 40 or i % 10 == 0):
-            place = f'x="{(i + 0.4) * each:.2f}" y="{height + 14}" font-size="11" text-anchor="middle"'
+            x, y = (i + 0.4) * each, height + 14
+            place = f'x="{x:.2f}" y="{y}" font-size="11" text-anchor="{"end" if slanted else "middle"}"'
+            place += f' transform="rotate(-40 {x:.2f} {y})"' if slanted else ""
             drawn.append(f"<text {place}>{_text(name)}</text>")
-    return (
-        f'<svg viewBox="0 -16 {width} {height + 36}" width="100%" role="img"><text x="0" y="-4" font-size="11">'
-        f"{top:.4g}</text>{''.join(drawn)}</svg>"
-    )
+    box = f"0 -16 {width} {height + (150 if slanted else 36)}"
+    scale = f'<text x="0" y="-4" font-size="11">{top:.4g}</text>'
+    return f'<svg viewBox="{box}" width="100%" role="img">{scale}{"".join(drawn)}</svg>'
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """As HTML."""
     cells = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return "<table><tr>" + "".join(f"<th>{_text(name)}</th>" for name in head) + f"</tr>{cells}</table>"
 

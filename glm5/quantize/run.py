@@ -27,6 +27,7 @@ from glm5.quantize.drafts import draft_tensors
 from glm5.quantize.formats import Matrix, scheme_name
 from glm5.quantize.job import Job, calibration, held_out, peak_memory, prepare
 from glm5.quantize.measure import measure
+from glm5.quantize.recipe import Resolved
 from glm5.quantize.report import document, write_report
 from glm5.quantize.source import OUTER, STACK, name_of
 from glm5.quantize.store import Store, digest, digest_of
@@ -37,14 +38,17 @@ from glm5.quantize.work import LayerResult, turned, work
 logger = logging.getLogger(__name__)
 
 
-def quantize(settings: QuantizeConfig, given: Sequence[Sequence[int]] | None = None) -> Path:
-    """Quantize a checkpoint; returns OUT. `given`: calibration samples of token ids in place of the settings' text.
+def quantize(
+    settings: QuantizeConfig, given: Sequence[Sequence[int]] | None = None, resolved: Resolved | None = None
+) -> Path:
+    """Quantize a checkpoint; returns OUT. `given`: calibration samples of token ids in place of the settings' text;
+    `resolved`: a recipe in place of the settings'.
 
     Goes on where the same command was cut off. Raises ConfigError or CheckpointError with OUT untouched.
     """
     assert settings.out is not None
     out = check_out(settings.out)
-    job = prepare(settings)
+    job = prepare(settings, resolved)
     chosen = calibration(job, given)
     try:
         store = Store(out, _fingerprint(job, chosen), restart=settings.restart)
