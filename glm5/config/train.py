@@ -1,0 +1,339 @@
+"""A training run: what `glm5 train RECIPE.toml` reads. A recipe lists only what differs from the defaults here.
+
+    [model]        a preset or a checkpoint to start from          [optimizer], [losses]   config/step.py
+    [[stage]]      what is trained when, in order; each with       [checkpoints]           what is written when
+    [[stage.data]] its sources, drawn from by weight
+
+Keys can be set on the command line by their path: --set stage.0.steps=10. An unknown key is an error that names the
+nearest known one.
+"""
+
+import json
+import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from glm5.common.errors import ConfigError
+from glm5.config.command import Command, Positional
+from glm5.config.model import ModelConfig
+from glm5.config.presets import PresetName, preset
+from glm5.config.refusal import complaint, first_error, refuse
+from glm5.config.step import LossConfig, NotNegative, OptimizerConfig, Positive, Section
+
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+Kind = Literal["pretrain", "midtrain", "warmup", "sparse", "sft"]
+
+
+class TrainConfig(Command):
+    """Train as a recipe says. The same command goes on where a run was cut off."""
+
+    recipe: Annotated[str, Positional()]
+    """TOML file."""
+    set: tuple[str, ...] = ()
+    """KEY=VALUE: a value of the recipe by its path, such as stage.0.steps=10."""
+    dry_run: bool = False
+    """Print the resolved recipe and what it needs in parameters, memory and time; train nothing."""
+    restart: bool = False
+    """Throw away what the folder of the run holds, and begin anew."""
+
+
+class TokenizeConfig(Command):
+    """Write a token file from texts or conversations: JSONL, Parquet or plain text."""
+
+    files: Annotated[tuple[str, ...], Positional(), Field(min_length=1)]
+    """Files; .jsonl and .parquet hold a document a row, others are one document each."""
+    tokenizer: str
+    """Checkpoint folder, or a Hugging Face id, whose tokenizer and chat template are used."""
+    out: str
+    """Folder to write."""
+    text_key: str = "text"
+    """Key or column of the text, where rows are no conversations."""
+    processes: Count = 1
+    """How many processes work."""
+    chat_template: str | None = None
+    """glm-5, 5.1, 5.2, 5.3 or a file. Default: the tokenizer's own."""
+
+
+class ModelSection(Section):
+    """What is trained: a preset with random weights, or a checkpoint."""
+
+    preset: PresetName | None = None
+    """An architecture by name."""
+    checkpoint: str | None = None
+    """Folder or Hugging Face id whose weights are the start."""
+    tokenizer: str | None = None
+    """Folder whose tokenizer files go into every checkpoint. Default: the checkpoint's own."""
+    config: dict[str, Any] = {}
+    """Keys of config.json that differ."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of weights in training. bfloat16 keeps no copies in float32."""
+    embedding_std: Positive | None = None
+    """Standard deviation of random embeddings. Default: the config's initializer_range."""
+    unit_scale: bool = False
+    """Random matrices are scaled by their width, so that activations stay near unit scale in narrow models."""
+    residual_scale: Positive = 1.0
+    """Random weights of what a layer adds to the residual stream are multiplied by this."""
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if (self.preset is None) == (self.checkpoint is None):
+            raise ValueError(f"either preset or checkpoint; got {'neither' if self.preset is None else 'both'}")
+        return self
+
+    def architecture(self, of_checkpoint: ModelConfig | None = None) -> ModelConfig:
+        """The model's config: of the preset, or the checkpoint's, with the changes."""
+        cfg = preset(self.preset) if self.preset is not None else of_checkpoint
+        assert cfg is not None, "the config of a checkpoint must be read by whoever can find it"
+        return cfg.replace(**{**self.config, "dtype": self.dtype})
+
+
+class Source(Section):
+    """Base of where sequences come from."""
+
+    weight: Positive = 1.0
+    """How often it is drawn from, relative to the others."""
+
+
+class DocumentSource(Source):
+    """Base of sources that cut or pack documents into sequences."""
+
+    packing: Literal["cut", "best-fit"] | None = None
+    """cut: every seq_len tokens, anew in each epoch. best-fit: whole documents. Default: cut in pretrain alone."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Share of the tokens, at the end of the file, that is kept for the held-out loss."""
+
+
+class TokensSource(DocumentSource):
+    """A token file of `glm5 tokenize`."""
+
+    kind: Literal["tokens"]
+    path: str
+    """Folder; looked for beside the recipe, then from where the command runs."""
+
+
+class FilesSource(DocumentSource):
+    """Text, JSONL or Parquet files, tokenized on the first run into the folder of the run."""
+
+    kind: Literal["files"]
+    files: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names or patterns such as texts/*.txt; looked for beside the recipe, then from where the command runs."""
+    text_key: str = "text"
+    processes: Count = 1
+
+
+class RulerSource(Source):
+    """Generated tasks in the manner of RULER."""
+
+    kind: Literal["ruler"]
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Drawn in turn."""
+    min_len: Count | None = None
+    """Lengths are spread between this and seq_len. Default: all of seq_len."""
+    learn: Literal["answer", "all"] = "answer"
+    """Which tokens are learnt."""
+
+
+class NeedleSource(Source):
+    """Typed needles: retrieval in token ids, without a tokenizer; needs a vocabulary of 208."""
+
+    kind: Literal["needle"]
+
+
+Data = Annotated[TokensSource | FilesSource | RulerSource | NeedleSource, Field(discriminator="kind")]
+
+
+class StageConfig(Section):
+    """One stage of the run. What each kind trains: see docs/train.md."""
+
+    name: Name
+    """Folder of its checkpoints."""
+    kind: Kind
+    """pretrain, midtrain: all but the indexers, dense attention. warmup: the indexers alone. sparse: all, on selected
+    keys. sft: as sparse, on what the model said."""
+    steps: Count
+    seq_len: Annotated[int, Field(ge=8)]
+    """Tokens of a sequence."""
+    sequences: Count
+    """Sequences of a step."""
+    first_sequences: Count | None = None
+    """Sequences of the first step, where the batch grows."""
+    growing_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the batch grows to `sequences`."""
+    pass_sequences: Count | None = None
+    """Sequences that go through the model at once; gradients are summed. Default: all of the step."""
+    data: Annotated[tuple[Data, ...], Field(min_length=1)]
+    lr: Positive
+    """Highest learning rate."""
+    final_lr: NotNegative | None = None
+    """Rate of the last step. Default: a fifth of the highest, as published; with shape constant, the same."""
+    shape: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the rate rises from 0."""
+    keys: Literal["dense", "sparse"] | None = None
+    """What attention reads. Default: dense in pretrain, midtrain and warmup, selected keys in the others."""
+    rope_theta: Positive | None = None
+    """RoPE base from this stage on."""
+    balance_until: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the stage after which the routers' selection biases stay as they are."""
+    losses: LossConfig | None = None
+    """Default: the recipe's."""
+    optimizer: OptimizerConfig | None = None
+    """Default: the recipe's. Its state goes on from stage to stage where the parameters are the same."""
+    keep_optimizer: bool = False
+    """Take over the optimizer's state of the stage before. midtrain does so in the report."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.first_sequences is not None and not self.growing_steps:
+            raise ValueError("first_sequences: say in how many growing_steps")
+        if self.first_sequences is not None and self.first_sequences > self.sequences:
+            raise ValueError(f"first_sequences {self.first_sequences} is above sequences {self.sequences}")
+        if self.lr_warmup_steps >= self.steps:
+            raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
+        if self.kind == "warmup" and self.keys == "sparse":
+            raise ValueError("keys: warmup reads all keys")
+        return self
+
+
+class Checkpoints(Section):
+    """What is written, besides the state that the run goes on from."""
+
+    every: Count = 500
+    """Steps between checkpoints, and between states."""
+    keep: Count = 2
+    """How many of the last checkpoints of a stage stay, besides the best."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    """Element type of their weights; auto: as in training."""
+    evaluate_every: Count | None = None
+    """Steps between held-out losses. Default: as checkpoints."""
+    held_out: Count = 8
+    """Sequences of a held-out loss."""
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    name: Name
+    out: str | None = None
+    """Folder of the run. Default: runs/NAME."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    threads: Count | None = None
+    """Torch's threads on a CPU. Sums are ordered by it: a run goes on exactly with the number it began with."""
+    peak_tflops: Positive | None = None
+    """What the device can do in this dtype; with it, MFU is shown."""
+    skip_steps: Annotated[int, Field(ge=0)] = 0
+    """How many steps may be left out because a loss or a gradient was no finite number. The next one ends the run."""
+    model: ModelSection
+    optimizer: OptimizerConfig = OptimizerConfig()
+    losses: LossConfig = LossConfig()
+    checkpoints: Checkpoints = Checkpoints()
+    stage: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out if self.out is not None else f"runs/{self.name}")
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        names = [stage.name for stage in self.stage]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two stages are called {twice[0]}")
+        return self
+
+
+def read_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """The recipe of a file with `settings` (KEY=VALUE) over it. Raises ConfigError naming the file and the key."""
+    file = Path(path)
+    try:
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: cannot be understood: {error}") from None
+    for setting in settings:
+        _set(raw, setting)
+    try:
+        return Recipe.model_validate_json(json.dumps(raw, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {_explained(error)}") from None
+
+
+def _explained(error: ValidationError) -> str:
+    """The first complaint; unknown keys before others, for they are often why another is missing."""
+    for each in error.errors(include_url=False):
+        if each["type"] in ("extra_forbidden", "union_tag_invalid"):
+            path, value, _ = complaint(each)
+            if each["type"] == "union_tag_invalid":
+                known = ("tokens", "files", "ruler", "needle")
+                return str(refuse(f"{_key(path)}.kind", value.get("kind"), ", ".join(known)))
+            known = sorted(_section_at(path[:-1]).model_fields)
+            near = get_close_matches(path[-1], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            return f"{_key(path)}: no such key; {hint}"
+    path, value, allowed = first_error(error)
+    return str(refuse(_key(path) or "the recipe", value, allowed))
+
+
+def _key(path: Sequence[str]) -> str:
+    """A place as it is written in TOML: without the kinds that pydantic names on its way."""
+    kinds = {"tokens", "files", "ruler", "needle"}
+    return ".".join(part for i, part in enumerate(path) if not (part in kinds and i >= 3 and path[i - 2] == "data"))
+
+
+def _section_at(path: Sequence[str]) -> type[BaseModel]:
+    """The section that a place in a recipe belongs to."""
+    sections: list[type[BaseModel]] = [Recipe]
+    for part in path:
+        if part in sections[0].model_fields:
+            sections = _sections_in(sections[0].model_fields[part].annotation)
+        else:  # a number in a list, or the kind of a source
+            of_kind = [one for one in sections if part in _kinds_of(one)]
+            sections = of_kind or sections
+    return sections[0]
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _sections_in(part)]
+
+
+def _kinds_of(section: type[BaseModel]) -> tuple[Any, ...]:
+    field = section.model_fields.get("kind")
+    return get_args(field.annotation) if field is not None else ()
+
+
+def _set(raw: dict[str, Any], setting: str) -> None:
+    """One KEY=VALUE; the value is TOML, or else a text."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise refuse("--set", setting, "KEY=VALUE, such as stage.0.steps=10")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.split(".")
+    place: Any = raw
+    for part in parents:
+        place = _inside(place, part, setting, make=True)
+    if isinstance(place, list):
+        _inside(place, last, setting, make=False)
+        place[int(last)] = value
+    else:
+        place[last] = value
+
+
+def _inside(place: Any, part: str, setting: str, *, make: bool) -> Any:
+    if isinstance(place, list):
+        if not part.isdecimal() or int(part) >= len(place):
+            raise refuse("--set", setting, f"a number from 0 to {len(place) - 1} in place of {part!r}")
+        return place[int(part)]
+    if not isinstance(place, dict):
+        raise refuse("--set", setting, f"a key of a table: there is nothing inside to be called {part!r}")
+    return place.setdefault(part, {}) if make else place

@@ -1,0 +1,191 @@
+"""Where sequences come from: every source gives the sequence of any number, the same each time, for training or held
+out. None has state.
+
+    Cut       a token file every seq_len tokens; each epoch begins elsewhere and has an order of its own
+    Fitted    a token file packed by best fit; each epoch has an order of its own
+    Tasks     generated tasks in the manner of RULER          Needles   typed needles
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm5.chat.special import END_OF_TEXT
+from glm5.chat.tokenizer import Tokenizer
+from glm5.common.errors import DataError
+from glm5.train.data import needle
+from glm5.train.data.order import Mixture, Permutation, key_of
+from glm5.train.data.packing import Packed, best_fit
+from glm5.train.data.ruler import TASKS, generate
+from glm5.train.data.tokens import TokenFile
+
+Split = Literal["train", "held out"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence: token ids [n], how much each counts as something to learn [n], and the lengths of its documents.
+
+    A document sees nothing of the one before.
+    """
+
+    ids: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    lengths: list[int]
+
+
+class Source(Protocol):
+    """Rows by number. `name` is for messages; `size` the number of training rows of an epoch, None if without end."""
+
+    name: str
+    size: int | None
+
+    def row(self, index: int, split: Split) -> Row: ...
+
+
+class _OfFile:
+    """What both ways of reading a token file share: which documents are held out, and rows from places."""
+
+    def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
+        self.file, self.seq_len, self.seed = file, seq_len, seed
+        self.name = file.path.name
+        # Whole documents from the end of the file; one document alone is cut.
+        limit = round(file.num_tokens * (1 - held_out))
+        documents = int(np.searchsorted(file.ends_M, limit, side="right"))
+        whole = int(file.ends_M[documents - 1]) if documents else 0
+        self.num_train = whole if whole >= limit / 2 else limit
+
+    def _row(self, pieces: Sequence[tuple[int, int]]) -> Row:
+        file = self.file
+        ids = np.concatenate([file.ids_N[a:b] for a, b in pieces]).astype(np.int64)
+        marks = None if file.marks_N is None else np.concatenate([file.marks_N[a:b] for a, b in pieces])
+        weights = np.ones(len(ids), np.float32) if marks is None else marks.astype(np.float32)
+        return Row(ids, weights, [length for a, b in pieces for length in file.lengths(a, b)])
+
+
+class Cut(_OfFile):
+    """Every `seq_len` tokens. Epoch e begins at a random token below seq_len, so documents are cut elsewhere."""
+
+    def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
+        super().__init__(file, seq_len, seed, held_out)
+        self.size = (self.num_train - seq_len + 1) // seq_len if self.num_train > seq_len else 0
+        if self.size < 1:
+            raise DataError(f"{file.path} has {self.num_train} tokens to train on, fewer than two of seq_len {seq_len}")
+        self.num_held = max(0, (file.num_tokens - self.num_train) // seq_len)
+
+    def row(self, index: int, split: Split) -> Row:
+        if split == "held out":
+            if not self.num_held:
+                raise DataError(f"{self.name}: too little is held out for a sequence of {self.seq_len} tokens")
+            start = self.num_train + index % self.num_held * self.seq_len
+        else:
+            epoch, at = divmod(index, self.size)
+            key = key_of("cut", self.seed, epoch)
+            offset = key % (self.num_train - self.size * self.seq_len + 1)
+            start = offset + Permutation(self.size, key)[at] * self.seq_len
+        return self._row([(start, start + self.seq_len)])
+
+
+class Fitted(_OfFile):
+    """Whole documents, packed by best fit."""
+
+    def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
+        super().__init__(file, seq_len, seed, held_out)
+        ends = file.ends_M
+        split = int(np.searchsorted(ends, self.num_train, side="left"))
+        train_ends = [*(int(end) for end in ends[:split]), self.num_train]
+        self.train = best_fit(train_ends if self.num_train else [], seq_len)
+        held = best_fit([int(end) - self.num_train for end in ends[split:] if int(end) > self.num_train], seq_len)
+        self.held = Packed(held.first, held.start + self.num_train, held.stop + self.num_train, seq_len)
+        self.size = len(self.train)
+        if not self.size:
+            raise DataError(f"{file.path} has no tokens to train on")
+
+    def row(self, index: int, split: Split) -> Row:
+        if split == "held out":
+            if not len(self.held):
+                raise DataError(f"{self.name}: nothing is held out")
+            return self._row(self.held[index % len(self.held)])
+        epoch, at = divmod(index, self.size)
+        return self._row(self.train[Permutation(self.size, key_of("fitted", self.seed, epoch))[at]])
+
+
+class Tasks:
+    """Generated tasks, one a row. Which part is learnt: the answer, or all of it."""
+
+    size = None
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        tokenizer: Tokenizer,
+        seq_len: int,
+        seed: int,
+        *,
+        min_len: int | None = None,
+        learn: Literal["answer", "all"] = "answer",
+    ) -> None:
+        if unknown := [task for task in tasks if task not in TASKS]:
+            raise DataError(f"tasks: got {unknown[0]!r}; allowed: {', '.join(TASKS)}")
+        self.name = "ruler"
+        self._tasks, self._tokenizer, self._seed, self._learn = tuple(tasks), tokenizer, seed, learn
+        self._longest, self._shortest = seq_len - 1, min(seq_len, min_len or seq_len) - 1
+        self._end = [token_id] if (token_id := tokenizer.id_of(END_OF_TEXT)) is not None else []
+        self._count: Callable[[str], int] = lambda text: len(tokenizer.encode(text, allow_special=False))
+
+    def row(self, index: int, split: Split) -> Row:
+        seed = key_of(self._seed, split)
+        task = self._tasks[index % len(self._tasks)]
+        length = Random(key_of(seed, "length", index)).randint(self._shortest, self._longest)
+        # Half a dozen tokens of room: prompt and answer are encoded apart, and then are as a server has them.
+        sample = generate(task, length - 6, index, self._count, seed)
+        prompt = self._tokenizer.encode(sample.prompt, allow_special=False)
+        answer = self._tokenizer.encode(sample.answer, allow_special=False) + self._end
+        weights = np.ones(len(prompt) + len(answer), np.float32)
+        if self._learn == "answer":
+            weights[: len(prompt)] = 0
+        return Row(np.asarray(prompt + answer, np.int64), weights, [len(weights)])
+
+
+class Needles:
+    """Typed needles of `seq_len` tokens."""
+
+    size = None
+    name = "needle"
+
+    def __init__(self, seq_len: int, vocab_size: int, seed: int) -> None:
+        if vocab_size < needle.VOCAB_SIZE:
+            raise DataError(f"typed needles need a vocabulary of {needle.VOCAB_SIZE}, the model has {vocab_size}")
+        if seq_len < 3 * needle.NUM_CLASSES:
+            raise DataError(f"typed needles need sequences of at least {3 * needle.NUM_CLASSES}, got {seq_len}")
+        self._seq_len, self._seed = seq_len, seed
+
+    def row(self, index: int, split: Split) -> Row:
+        ids, marks = needle.needles(Random(key_of("needle", self._seed, split, index)), self._seq_len)
+        return Row(np.asarray(ids, np.int64), np.asarray(marks, np.float32), [len(ids)])
+
+
+class Mixed:
+    """Several sources in proportion to their weights: the rows of a stage by number."""
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int) -> None:
+        self.sources = tuple(sources)
+        self._mixture = Mixture(weights, seed)
+        self._ask = lru_cache(maxsize=1)(self._row)
+
+    def row(self, draw: int, split: Split = "train") -> Row:
+        return self._ask(draw, split)
+
+    def where(self, draw: int) -> str:
+        """What a draw takes, for messages."""
+        source, index = self._mixture[draw]
+        return f"{self.sources[source].name} row {index}"
+
+    def _row(self, draw: int, split: Split) -> Row:
+        source, index = self._mixture[draw]
+        return self.sources[source].row(index, split)

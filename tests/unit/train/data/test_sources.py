@@ -1,0 +1,100 @@
+"""Sources: an epoch has every token once, held-out tokens in none, and no row depends on those before."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from glm5.common.errors import DataError
+from glm5.train.data.sources import Cut, Fitted, Mixed, Needles, Tasks
+from glm5.train.data.tokens import TokenFile, writing
+from tests.support.tokenizers import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """1000 different tokens in documents of 1 to 19; odd ids are marked."""
+    path = tmp_path_factory.mktemp("tokens") / "numbers"
+    with writing(path, 1000, marked=True) as writer:
+        at = 0
+        while at < 1000:
+            stop = min(1000, at + at * 7 % 19 + 1)
+            writer.add(range(at, stop), [i % 2 == 1 for i in range(at, stop)])
+            at = stop
+    return TokenFile(path)
+
+
+@pytest.mark.parametrize("kind", [Cut, Fitted])
+def test_an_epoch_has_every_token_at_most_once(file, kind):
+    source = kind(file, 32, seed=1, held_out=0.1)
+    epochs = [[source.row(epoch * source.size + i, "train") for i in range(source.size)] for epoch in range(2)]
+    for rows in epochs:
+        seen = Counter(int(token) for row in rows for token in row.ids)
+        assert set(seen.values()) == {1}
+        assert max(seen) < source.num_train <= 900
+        assert len(seen) > source.num_train - 64
+        assert kind is Cut or len(seen) == source.num_train
+    assert [row.ids.tolist() for row in epochs[0]] != [row.ids.tolist() for row in epochs[1]]
+
+
+@pytest.mark.parametrize("kind", [Cut, Fitted])
+def test_rows_end_where_documents_end_and_keep_their_marks(file, kind):
+    source = kind(file, 32, seed=1, held_out=0.1)
+    for split in ("train", "held out"):
+        row = source.row(3, split)
+        assert sum(row.lengths) == len(row.ids) == len(row.weights) <= 32
+        assert row.weights.tolist() == [token % 2 for token in row.ids.tolist()]
+        ends = set(file.ends_M.tolist())
+        for last in np.cumsum(row.lengths)[:-1] - 1:
+            assert int(row.ids[last]) + 1 in ends
+        assert (min(row.ids) >= source.num_train) == (split == "held out")
+        assert source.row(3, split).ids.tolist() == row.ids.tolist()
+
+
+def test_one_document_alone_is_cut_for_the_held_out_part(tmp_path):
+    with writing(tmp_path / "one", 1000) as writer:
+        writer.add(range(1000))
+    for kind in (Cut, Fitted):
+        source = kind(TokenFile(tmp_path / "one"), 32, seed=0, held_out=0.1)
+        assert source.num_train == 900
+        assert min(source.row(0, "held out").ids) >= 900
+
+
+def test_too_few_tokens_are_an_error(file):
+    with pytest.raises(DataError, match="fewer than two of seq_len 2000"):
+        Cut(file, 2000, seed=0, held_out=0.1)
+    with pytest.raises(DataError, match="too little is held out"):
+        Cut(file, 32, seed=0, held_out=0.0).row(0, "held out")
+
+
+@pytest.mark.parametrize("learn", ["answer", "all"])
+def test_tasks_are_rows_of_their_length(learn):
+    tokenizer = tiny_tokenizer()
+    source = Tasks(["niah_single_1", "qa_1"], tokenizer, 700, seed=0, min_len=400, learn=learn)
+    for index in range(4):
+        row = source.row(index, "train")
+        assert 300 < len(row.ids) <= 700
+        answer = tokenizer.decode(row.ids[row.weights > 0].tolist(), skip_special=True)
+        assert answer.strip()
+        if learn == "answer":
+            assert row.weights[-1] == 1
+            assert 0 < row.weights.sum() < 60
+    assert source.row(0, "train").ids.tolist() != source.row(0, "held out").ids.tolist()
+    with pytest.raises(DataError, match="tasks: got 'x'"):
+        Tasks(["x"], tokenizer, 700, seed=0)
+
+
+def test_needles_need_room_and_rows():
+    assert len(Needles(64, 320, seed=0).row(0, "train").ids) == 64
+    with pytest.raises(DataError, match="vocabulary of 208"):
+        Needles(64, 200, seed=0)
+    with pytest.raises(DataError, match="at least 48"):
+        Needles(40, 320, seed=0)
+
+
+def test_a_mixture_draws_from_its_sources(file):
+    mixed = Mixed([Fitted(file, 32, 0, 0.1), Needles(64, 320, 0)], [1, 3], seed=0)
+    names = Counter(mixed.where(draw).split()[0] for draw in range(1024))
+    assert names == {"numbers": 256, "needle": 768}
+    draw = next(draw for draw in range(99) if mixed.where(draw).startswith("numbers"))
+    assert mixed.row(draw).ids.tolist() == mixed.sources[0].row(0, "train").ids.tolist()
