@@ -1,7 +1,8 @@
-"""The native code, compiled for this machine when it is first asked for, and kept: a second or two, once.
+"""Native code, compiled for this machine when it is first asked for, and kept: a second or two, once.
 
 It is found again under a digest of the sources, the flags, the compiler and the processor, so a stale file is never
-loaded. Without a C++ compiler on the PATH (c++, g++ or clang++) there is none, and everything runs on torch.
+loaded. Without a C++ compiler on the PATH (c++, g++ or clang++) there is none, and everything runs on torch. A source
+is one .cpp with the headers beside it; its folder gives the kept file its name.
 """
 
 import ctypes
@@ -17,31 +18,32 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).parent / "layer.cpp"
+_LAYER = Path(__file__).parent / "layer.cpp"
 # No -ffast-math: it would lose NaN, and set the whole process to flush small numbers to zero.
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _TIMEOUT_S = 120
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def library(source: Path = _LAYER) -> ctypes.CDLL | None:
     """The compiled code, or None where it cannot be had; the log says why."""
-    compiler = find_compiler()
+    compiler, what = find_compiler(), source.parent.name
     if compiler is None:
-        logger.info("no C++ compiler found: layers run on torch, which takes several times as long for small models")
+        logger.info("no C++ compiler found: %s runs on torch, which takes several times as long", what)
         return None
+    kept = Path.home() / ".cache" / "glm5" / f"{what}-{_digest(compiler, source)}.so"
     try:
-        return _loaded(compiler, Path.home() / ".cache" / "glm5" / f"cpu_layer-{_digest(compiler)}.so")
+        return _loaded(compiler, source, kept)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        logger.warning("native layers could not be compiled with %s, torch runs them: %s", compiler, said[-2000:])
+        logger.warning("%s could not be compiled with %s, torch runs it: %s", what, compiler, said[-2000:])
         return None
 
 
 def identity() -> str | None:
     """Tells this machine's native code from any that might give other bits; None where there is none."""
     compiler = find_compiler()
-    return _digest(compiler) if compiler is not None and library() is not None else None
+    return _digest(compiler, _LAYER) if compiler is not None and library() is not None else None
 
 
 def find_compiler() -> str | None:
@@ -49,7 +51,7 @@ def find_compiler() -> str | None:
     return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 
 
-def _loaded(compiler: str, path: Path) -> ctypes.CDLL:
+def _loaded(compiler: str, source: Path, path: Path) -> ctypes.CDLL:
     if path.is_file():
         try:
             return ctypes.CDLL(str(path))
@@ -59,12 +61,12 @@ def _loaded(compiler: str, path: Path) -> ctypes.CDLL:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError as error:
-        logger.warning("native layers are compiled at every start, as nothing can be kept: %s", error)
+        logger.warning("%s is compiled at every start, as nothing can be kept: %s", path.name, error)
         folder = tempfile.TemporaryDirectory()
     # Under another name first: others may be at it, and half a file must never be loaded.
     with folder:
         made = Path(folder.name) / path.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        command = [compiler, *_FLAGS, str(source), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         found = ctypes.CDLL(str(made))
         if made.parent.parent == path.parent:
@@ -72,9 +74,9 @@ def _loaded(compiler: str, path: Path) -> ctypes.CDLL:
     return found
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, source: Path) -> str:
     digest = blake2b(digest_size=12, person=b"glm5 cpu_layer")
-    for path in sorted([*_SOURCE.parent.glob("*.h"), _SOURCE]):
+    for path in sorted([*source.parent.glob("*.h"), source]):
         digest.update(path.read_bytes())
     stat = os.stat(compiler)
     digest.update(f"{_FLAGS} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns} {_processor()}".encode())

@@ -11,9 +11,8 @@ _TILE = 8192  # elements of a program, unless one row has more
 @triton.jit
 def _step(w, hw, h, scale, lowest, highest, WEIGHTED: tl.constexpr):
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    # Beyond the ends before rounding, so that adding 1.5 * 2^23 rounds to nearest even, and to the ends after it.
-    near = tl.minimum(tl.maximum(w * inverse[:, None], lowest - 1), highest + 1)
-    q = tl.minimum(tl.maximum((near + 12582912.0) - 12582912.0, lowest), highest)
+    # Small numbers are rounded to nearest even by adding 1.5 * 2^23; the ends are whole, so cutting first is the same.
+    q = (tl.minimum(tl.maximum(w * inverse[:, None], lowest), highest) + 12582912.0) - 12582912.0
     hwq = tl.sum(hw * q, axis=1)
     hqq = tl.sum(h * (q * q) if WEIGHTED else q * q, axis=1)
     found = tl.div_rn(hwq, tl.maximum(hqq, 1e-30))

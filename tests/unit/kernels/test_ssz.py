@@ -1,13 +1,15 @@
-"""ssz: the definition number by number, and Triton's under the interpreter: the same error, all but the same codes."""
+"""ssz: the definition number by number; native code and Triton's: the same error, all but the same codes."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from glm5.kernels.ssz import ssz
+from glm5.kernels.ssz.native import available
 from tests.support.interpreter import interpreted
 from tests.support.weights import laplace
 
+needs_compiler = pytest.mark.skipif(not available(), reason="needs a C++ compiler")
 OPTS = {"lowest": -8.0, "highest": 7.0, "starts": (1.0, 0.8, 0.6, 0.45, 0.3), "steps": 2, "polish": 3}
 # (B, O, G, I): one row, many groups, a ragged last program, widths that are no power of two.
 SHAPES = [(1, 1, 1, 5), (2, 3, 4, 32), (3, 5, 1, 300), (1, 67, 2, 128)]
@@ -64,25 +66,54 @@ def test_by_the_formula(shape, weighted, gen):
                 assert got[b, o, g].item() == pytest.approx(by_numbers(w[b, o, g].tolist(), of_h), rel=1e-9)
 
 
+def as_good(impl: str, w: Tensor, h: Tensor | None) -> None:
+    want, got = (ssz(w, h, **OPTS, impl=which) for which in ("reference", impl))
+    w = w.to(got.dtype)
+    assert (codes(w, got) == codes(w, want)).float().mean() >= SAME_CODES
+    assert error(w, h, got).sum() <= error(w, h, want).sum() * (1 + SAME_ERROR)
+
+
 @interpreted
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triton_is_as_good(shape, dtype, weighted, gen):
     w, h = make(shape, weighted, gen)
+    as_good("triton", w.to(dtype), h)
+    assert ssz(w * 0, h, **OPTS, impl="triton")[0, 0, 0] == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_native_is_as_good_by_any_number_of_threads(shape, dtype, weighted, gen):
+    w, h = make(shape, weighted, gen)
     w = w.to(dtype)
-    want, got = (ssz(w, h, **OPTS, impl=impl) for impl in ("reference", "triton"))
-    w = w.float()
-    assert (codes(w, got) == codes(w, want)).float().mean() >= SAME_CODES
-    assert error(w, h, got).sum() <= error(w, h, want).sum() * (1 + SAME_ERROR)
-    assert got[0, 0, 0] == 1
+    as_good("native", w, h)
+    alone = ssz(w, h, **OPTS, impl="native")
+    assert ssz(w * 0, h, **OPTS, impl="native")[0, 0, 0] == 1
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(ssz(w, h, **OPTS, impl="native"), alone)
+    finally:
+        torch.set_num_threads(1)
+    if h is not None:
+        same = ssz(w, h[:1], **OPTS, impl="native")
+        assert torch.equal(same, ssz(w, h[:1].expand_as(h), **OPTS, impl="native"))
 
 
-@interpreted
+@needs_compiler
+def test_native_in_float64_is_the_formula(gen):
+    w, h = make((2, 3, 4, 32), True, gen)
+    got, want = (ssz(w.double(), h.double(), **OPTS, impl=impl) for impl in ("native", "reference"))
+    assert torch.allclose(got, want, rtol=1e-12, atol=0)
+
+
 def test_the_bar_notices_one_start_less(gen):
     w, _ = make((1, 67, 2, 128), False, gen)
     want = ssz(w, None, **OPTS)
-    less = ssz(w, None, **{**OPTS, "starts": (1.0, 0.8)}, impl="triton")
+    less = ssz(w, None, **{**OPTS, "starts": (1.0, 0.8)})
     assert error(w, None, less).sum() > error(w, None, want).sum() * (1 + 100 * SAME_ERROR)
 
 
