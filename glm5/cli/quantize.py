@@ -1,6 +1,7 @@
 """`glm5 quantize`: a checkpoint to a quantized one, layer by layer."""
 
 import argparse
+import json
 from typing import Any
 
 from glm5.cli.flags import add_flags, read
@@ -21,6 +22,13 @@ def run(args: argparse.Namespace) -> int:
 
 def execute(settings: QuantizeConfig) -> int:
     """Do what the settings ask for, and say what came of it."""
+    if settings.analyze:
+        from glm5.quantize.analyze import analyze, as_text
+
+        path = analyze(settings)
+        out(as_text(json.loads((path / "analysis.json").read_text(encoding="utf-8"))))
+        out(f"wrote {path}; quantize with  --recipe {path / 'recipe.toml'}")
+        return 0
     from glm5.quantize.run import quantize
 
     path = quantize(settings)

@@ -67,6 +67,10 @@ class Source:
         self.index: ShardIndex = scan(self.directory)
         self.fit: Fit = fit(self.index, ModelConfig.from_file(self.directory))
         self.fit.check()
+        if self.fit.stored:
+            raise CheckpointError(
+                f"{self.directory}: is quantized already; give the BF16 or FP8 checkpoint that it was made of"
+            )
         self.cfg = self.fit.cfg
         """Without the MTP layer where its tensors are not there."""
         self._by_layer: dict[int, list[TensorSpec]] = {}
