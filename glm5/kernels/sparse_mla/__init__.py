@@ -9,6 +9,7 @@ from glm5.kernels import triton_support
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import few_queries
+from glm5.kernels.sparse_mla.chunked import sparse_mla as _chunked
 from glm5.kernels.sparse_mla.grouped import sparse_mla as _grouped
 from glm5.kernels.sparse_mla.invariant import sparse_mla as _invariant
 from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
@@ -25,21 +26,24 @@ def sparse_mla(
     *,
     scale: float,
     value_dim: int,
-    impl: Literal["auto", "gather", "masked", "grouped", "invariant", "triton"] = "auto",
+    impl: Literal["auto", "gather", "chunked", "masked", "grouped", "invariant", "triton"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query over its selected visible keys (None: over all visible keys).
 
     `keys_TK`: logical keys, distinct within a row; -1 and keys >= end_T are ignored. Returns (out [T, H, value_dim] in
     q's dtype, lse [T, H] float32, natural log), differentiable in q and latent, except over FP8; a row with nothing to
-    read gives zeros and -inf. `gather` (the reference) reads K latents per query, `masked` multiplies with the whole
-    context. `grouped`: for few queries of each of many requests, on a CPU; no gradient. `invariant`: gathers, for one T
-    and K a row's result depends on its query and keys alone, bit for bit; no gradient, and `keys_TK` must be given.
-    `triton`: on a GPU, up to float32; no gradient.
+    read gives zeros and -inf. `gather` (the reference) reads K latents per query; `chunked` is the same and gathers
+    again for backward, which is for training at long contexts; `masked` multiplies with the whole context. `grouped`:
+    for few queries of each of many requests, on a CPU; no gradient. `invariant`: gathers, for one T and K a row's
+    result depends on its query and keys alone, bit for bit; no gradient, and `keys_TK` must be given. `triton`: on a
+    GPU, up to float32; no gradient.
     """
     if impl == "auto":
         impl = _cheaper(q_THL, latent_PZL, keys_TK, page_table_BN, end_T)
     if impl == "gather":
         run = _gather
+    elif impl == "chunked":
+        run = _chunked
     elif impl == "masked":
         run = _masked
     elif impl == "grouped":
@@ -49,13 +53,13 @@ def sparse_mla(
     elif impl == "triton":
         from glm5.kernels.sparse_mla.triton import sparse_mla as run
     else:
-        raise unknown_impl("sparse_mla", impl, ("gather", "masked", "grouped", "invariant", "triton"))
+        raise unknown_impl("sparse_mla", impl, ("gather", "chunked", "masked", "grouped", "invariant", "triton"))
     return run(q_THL, latent_PZL, keys_TK, page_table_BN, row_T, end_T, scale=scale, value_dim=value_dim)
 
 
 def _cheaper(
     q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor
-) -> Literal["gather", "masked", "grouped", "triton"]:
+) -> Literal["gather", "chunked", "masked", "grouped", "triton"]:
     """Which implementation is faster, from shapes; on a CPU also from the contexts' lengths.
 
     Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, `masked` wins up to 11
@@ -72,4 +76,9 @@ def _cheaper(
     if q_THL.device.type == "cpu" and len(end_T):
         # `masked` goes request by request, so few long ones do not decide. Of a whole sequence, the mean is half.
         num_keys = min(num_keys, int(end_T.max()), int(end_T.float().mean()) * (2 if crowded else 1))
-    return "masked" if num_keys <= (10 if crowded else 3) * keys_TK.shape[1] else "gather"
+    if num_keys <= (10 if crowded else 3) * keys_TK.shape[1]:
+        return "masked"
+    learns = (
+        torch.is_grad_enabled() and isinstance(latent_PZL, Tensor) and (q_THL.requires_grad or latent_PZL.requires_grad)
+    )
+    return "chunked" if learns else "gather"

@@ -37,18 +37,24 @@ def sparse_mla(
         keys_TK = torch.arange(num_keys, device=q_THL.device).expand(num_queries, -1)
     hidden_TK = (keys_TK < 0) | (keys_TK >= end_T[:, None])
     slots_TK = key_slots(keys_TK.masked_fill(hidden_TK, 0), page_table_BN, row_T, page_size)
-    values = _GATHERED_CPU if q_THL.device.type == "cpu" else _GATHERED
-    step = max(1, values // max(1, keys_TK.shape[1] * q_THL.shape[2]))
+    step = queries_at_a_time(q_THL, keys_TK.shape[1])
     pieces = zip(q_THL.split(step), slots_TK.split(step), hidden_TK.split(step), strict=True)
     outs, lses = zip(
-        *(_attend(q, latent_PZL, slots, hidden, scale, value_dim) for q, slots, hidden in pieces), strict=True
+        *(attend(q, latent_PZL, slots, hidden, scale, value_dim) for q, slots, hidden in pieces), strict=True
     )
     return torch.cat(outs), torch.cat(lses)
 
 
-def _attend(
+def queries_at_a_time(q_THL: Tensor, num_keys: int) -> int:
+    """Queries whose latents are gathered together."""
+    values = _GATHERED_CPU if q_THL.device.type == "cpu" else _GATHERED
+    return max(1, values // max(1, num_keys * q_THL.shape[2]))
+
+
+def attend(
     q_THL: Tensor, latent_PZL: Pool, slots_TK: Tensor, hidden_TK: Tensor, scale: float, value_dim: int
 ) -> tuple[Tensor, Tensor]:
+    """(out, lse) of some queries, whose keys lie in `slots_TK`; those that are `hidden_TK` take no part."""
     wide = torch.promote_types(q_THL.dtype, torch.float32)
     latent_TKL = read_rows(latent_PZL, slots_TK).masked_fill(hidden_TK[..., None], 0.0).to(wide)
     logits_THK = torch.einsum("thl,tkl->thk", q_THL.to(wide), latent_TKL) * scale
