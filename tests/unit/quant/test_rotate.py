@@ -16,7 +16,7 @@ from tests.support.models import random_model
 from tests.support.saying import said, worst
 from tests.support.stacks import stacked_by_name, with_tensors
 
-# The bar of "unchanged" in float64; measured 2e-14. A router row left unturned gives 0.1 and more.
+# The bar of "unchanged" in float64; measured 2.7e-15. A router or an indexer left unturned gives 0.8.
 UNCHANGED = 1e-9
 ALL = tuple(ROTATIONS)
 
