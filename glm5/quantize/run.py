@@ -10,9 +10,10 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from glm5.common.atomic import atomic_write
 from glm5.common.errors import CheckpointError
 from glm5.common.progress import Progress
 from glm5.config.quantize import QuantizeConfig, check_out
+from glm5.quant.record import Quantized
 from glm5.quantize.calibrate import Activations
 from glm5.quantize.drafts import draft_tensors
 from glm5.quantize.formats import Matrix, scheme_name
@@ -31,7 +33,7 @@ from glm5.quantize.recipe import Resolved
 from glm5.quantize.report import document, write_report
 from glm5.quantize.source import OUTER, STACK, name_of
 from glm5.quantize.store import Store, digest, digest_of
-from glm5.quantize.verify import verify
+from glm5.quantize.verify import THREADS, verify
 from glm5.quantize.weights import part_of
 from glm5.quantize.work import LayerResult, turned, work
 
@@ -114,20 +116,13 @@ def write(job: Job, store: Store, result: LayerResult, activations: Activations 
     """A layer's tensors in the run's format, and the mark that it is done."""
     run, layer_idx = job.run, result.layer_idx
     tensors = dict(pair for name, tensor in result.plain.items() for pair in _by_expert(layer_idx, name, tensor))
-    linears = run.plan.layer(layer_idx)
     schemes: dict[str, str] = {}
     digests: dict[str, str] = {}
     for module, quantized in result.quantized.items():
-        scheme = linears[module].scheme
-        amax = result.input_amax.get(module)
-        for expert in range(len(quantized.codes)) if module.startswith(STACK) else (None,):
-            one = part_of(quantized, expert)
-            disk = name_of(layer_idx, module, expert)
-            largest = None if amax is None else amax[expert if expert is not None and len(amax) > 1 else 0].item()
-            found = run.form.tensors(Matrix(disk, one, scheme.act, largest))
-            tensors |= found
-            schemes |= dict.fromkeys(found, scheme_name(scheme))
-            digests[disk] = digest_of(one)
+        for matrix in _packed(job, layer_idx, module, quantized, result.input_amax.get(module)):
+            tensors |= matrix.tensors
+            schemes |= dict.fromkeys(matrix.tensors, matrix.scheme)
+            digests[matrix.module] = matrix.digest
     if layer_idx == job.cfg.num_hidden_layers or layer_idx == OUTER:
         tensors |= draft_tensors(job.source, run, layer_idx, job.cfg)
     entry = store.write_layer(layer_idx, tensors, int(job.settings.max_shard_gb * 1e9))
@@ -138,6 +133,29 @@ def write(job: Job, store: Store, result: LayerResult, activations: Activations 
         "figures": result.figures,
     }
     store.done(layer_idx, entry, activations)
+
+
+class _Packed(NamedTuple):
+    """One matrix as it goes to a file."""
+
+    module: str
+    scheme: str
+    tensors: dict[str, Tensor]
+    digest: str
+
+
+def _packed(job: Job, layer_idx: int, module: str, quantized: Quantized, amax: Tensor | None) -> Iterator[_Packed]:
+    """A module's matrices, experts side by side on several threads: packing and digests take as long as the disk."""
+    scheme = job.run.plan.layer(layer_idx)[module].scheme
+
+    def pack(expert: int | None) -> _Packed:
+        one, disk = part_of(quantized, expert), name_of(layer_idx, module, expert)
+        largest = None if amax is None else amax[expert if expert is not None and len(amax) > 1 else 0].item()
+        found = job.run.form.tensors(Matrix(disk, one, scheme.act, largest))
+        return _Packed(disk, scheme_name(scheme), found, digest_of(one))
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        yield from threads.map(pack, range(len(quantized.codes)) if module.startswith(STACK) else (None,))
 
 
 def digest_plain(tensors: dict[str, Tensor], schemes: dict[str, str]) -> dict[str, str]:

@@ -74,19 +74,27 @@ class LayerResult:
 
 
 def turned(run: Run, tensors: Layer) -> Layer:
-    """The tensors in the run's dtype on its first device, folded and rotated as the recipe says."""
-    held = {name: tensor.to(run.device, _wide(tensor, run.dtype)) for name, tensor in tensors.items()}
-    if run.rotations:
-        held |= fold(held, run.rotations)[0]
-        held |= rotate(held, run.cfg, run.rotations)[0]
-    return held
+    """The tensors in the run's dtype on its first device, folded and rotated as the recipe says; `tensors` is used up,
+    one at a time, so that no layer is held twice."""
+    norms = {n: tensors.pop(n).to(run.device, _wide(t, run.dtype)) for n, t in list(tensors.items()) if t.dim() == 1}
+    held: Layer = {}
+    for name in list(tensors):
+        weight = tensors.pop(name)
+        weight = weight.to(run.device, _wide(weight, run.dtype))
+        if run.rotations:
+            weight = fold({**norms, name: weight}, run.rotations)[0].get(name, weight)
+            weight = rotate({name: weight}, run.cfg, run.rotations)[0].get(name, weight)
+        held[name] = weight
+    return held | norms | fold(norms, run.rotations)[0]
 
 
 def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -> LayerResult:
-    """Quantize a layer and send the samples through it as it will run. Without samples only methods without data."""
+    """Quantize a layer, which is used up, and send the samples through it as it will run.
+
+    Without samples only methods without data.
+    """
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     tensors = turned(run, stored)
-    stored.clear()
     linears = run.plan.layer(layer_idx)
     is_trunk = layer_idx < run.cfg.num_hidden_layers
     inputs = None
