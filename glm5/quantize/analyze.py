@@ -98,9 +98,9 @@ def _branches(job: Job, samples: Sequence[Sequence[int]]) -> tuple[list[Branch],
             tensors, _ = walk.fetch(layer_idx)
             layer = build_layer(cfg, layer_idx, tensors)
             for branch in branches:
-                branch.samples.through(layer, cfg, layer_idx)
+                branch.samples.through([layer], cfg, layer_idx)
             branches += _branch_off(job, layer_idx, tensors, walk.activations)
-            walk.activations.through(build_layer(cfg, layer_idx, tensors), cfg, layer_idx)
+            walk.activations.through([layer], cfg, layer_idx)
             progress.update(1, branches=len(branches))
     reference = list(walk.log_probs())
     here = walk.activations
@@ -114,7 +114,7 @@ def _branches(job: Job, samples: Sequence[Sequence[int]]) -> tuple[list[Branch],
 def _branch_off(job: Job, layer_idx: int, tensors: Layer, samples: Activations) -> list[Branch]:
     """Every part of a layer at every width that its rows divide into."""
     cfg, how = job.cfg, How(Own(), job.run.devices, min_tokens=job.settings.min_tokens)
-    inputs = samples.inputs(build_layer(cfg, layer_idx, tensors), cfg, layer_idx)
+    inputs = samples.inputs([build_layer(cfg, layer_idx, tensors)], cfg, layer_idx)
     found: list[Branch] = []
     for part, modules in _PARTS.items():
         there = [module for module in modules if f"{module}.weight" in tensors]
@@ -127,7 +127,8 @@ def _branch_off(job: Job, layer_idx: int, tensors: Layer, samples: Activations) 
             linear = LinearPlan(scheme, "ssz" if scheme.weight.bits == 4 else "minmax", WeightExt())
             errors = {m: quantize_module(how, m, linear, held, inputs).errors.relative() for m in there}
             branch = Branch(layer_idx, part, scheme, sum(w.numel() for w in weights), _copy(samples), errors)
-            branch.samples.through(build_layer(cfg, layer_idx, held, dict.fromkeys(there, scheme.act)), cfg, layer_idx)
+            acts = dict.fromkeys(there, scheme.act)
+            branch.samples.through([build_layer(cfg, layer_idx, held, acts)], cfg, layer_idx)
             found.append(branch)
     return found
 

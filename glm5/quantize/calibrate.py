@@ -1,10 +1,12 @@
 """Calibration samples on their way through the model: hidden states between layers, and what linear layers are given.
 
-Samples travel in packs, of which a layer computes one at a time. A layer's output overwrites its input; together with
-the keys that the last indexer chose it is all that the next layer needs, and all that is kept on disk to go on from.
+Samples travel in packs, dealt out to the devices; on each, a layer computes one pack at a time. Its output overwrites
+its input; together with the keys that the last indexer chose that is all that the next layer needs, and all that is
+kept on disk to go on from.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from glm5.config.model import ModelConfig
 from glm5.model.block import DecoderLayer
 from glm5.model.packed import PackedView
 from glm5.model.seams import Rope, Selection
-from glm5.quantize.layer import WorkExperts, work_linears
+from glm5.quantize.layer import WorkExperts, work_device, work_linears
 from glm5.quantize.source import STACK
 
 PACK_TOKENS = 4096
@@ -89,49 +91,64 @@ class Activations:
         self.packs = packs
 
     @classmethod
-    def embed(cls, samples: Sequence[Sequence[int]], table_WD: Tensor) -> "Activations":
-        """Rows of the embedding for samples of token ids."""
+    def embed(
+        cls, samples: Sequence[Sequence[int]], table_WD: Tensor, devices: Sequence[torch.device] = ()
+    ) -> "Activations":
+        """Rows of the embedding for samples of token ids; packs go to the devices in turn, or to the table's."""
         packs: list[Pack] = []
-        for group in packed(samples):
+        for idx, group in enumerate(packed(samples)):
             ids_T = torch.tensor([token for sample in group for token in sample], device=table_WD.device)
-            packs.append(Pack([len(sample) for sample in group], table_WD[ids_T]))
+            device = devices[idx % len(devices)] if devices else table_WD.device
+            packs.append(Pack([len(sample) for sample in group], table_WD[ids_T].to(device)))
         return cls(packs)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(pack.hidden_TD.nbytes for pack in self.packs)
+    def through(self, layers: Sequence[DecoderLayer], cfg: ModelConfig, layer_idx: int) -> None:
+        """Replace every pack by the layer's output. `layers`: the same layer on each device."""
+        self._run(layers, cfg, layer_idx, keep=True)
 
-    def through(self, layer: DecoderLayer, cfg: ModelConfig, layer_idx: int) -> None:
-        """Replace every pack by the layer's output."""
-        for pack, (out_TD, selection) in zip(self.packs, self._run(layer, cfg, layer_idx), strict=True):
-            pack.hidden_TD, pack.selection = out_TD, selection
-
-    def inputs(self, layer: DecoderLayer, cfg: ModelConfig, layer_idx: int) -> Inputs:
-        """Run the layer and keep what its linear layers are given; the packs stay as they are."""
-        linears = {name: module for name, module in work_linears(layer).items() if name in SITES}
-        for module in linears.values():
+    def inputs(self, layers: Sequence[DecoderLayer], cfg: ModelConfig, layer_idx: int) -> Inputs:
+        """Run the layer and keep what its linear layers are given, on the first device; the packs stay as they are."""
+        modules = [{name: m for name, m in work_linears(layer).items() if name in SITES} for layer in layers]
+        routed = [e for layer in layers if isinstance(e := getattr(layer.mlp, "experts", None), WorkExperts)]
+        linears = [module for some in modules for module in some.values()]
+        for module in linears:
             module.seen = []
-        experts = getattr(layer.mlp, "experts", None)
-        if isinstance(experts, WorkExperts):
+        for experts in routed:
             experts.seen = []
-        for _ in self._run(layer, cfg, layer_idx):
-            pass
-        found = Inputs({SITES[name]: torch.cat(module.seen or []) for name, module in linears.items()})
-        for module in linears.values():
-            module.seen = None
-        if isinstance(experts, WorkExperts):
-            found.weight_TA = torch.cat([weight_TA for _, weight_TA, _ in experts.seen or []])
-            found.expert_TA = torch.cat([expert_TA for _, _, expert_TA in experts.seen or []])
-            experts.seen = None
+        self._run(layers, cfg, layer_idx, keep=False)
+        device = work_device(layers[0])
+        found = Inputs(
+            {SITES[name]: self._gathered([some[name].seen for some in modules], device) for name in modules[0]}
+        )
+        if routed:
+            found.weight_TA = self._gathered([[weight_TA for weight_TA, _ in e.seen or []] for e in routed], device)
+            found.expert_TA = self._gathered([[expert_TA for _, expert_TA in e.seen or []] for e in routed], device)
+        for each in (*linears, *routed):
+            each.seen = None
         return found
 
-    def _run(self, layer: DecoderLayer, cfg: ModelConfig, layer_idx: int) -> Iterator[tuple[Tensor, Selection]]:
-        with torch.no_grad():
-            for pack in self.packs:
-                view = PackedView(pack.lengths, pack.hidden_TD.device)
-                rope = Rope.at(view.positions_T, cfg.qk_rope_head_dim, cfg.rope_theta, pack.hidden_TD)
-                inherited = None if cfg.has_indexer(layer_idx) else pack.selection
-                yield layer(pack.hidden_TD, rope, view, inherited)
+    def _gathered(self, by_device: Sequence[list[Tensor] | None], device: torch.device) -> Tensor:
+        """What each device saw, in the order of the packs."""
+        num = len(by_device)
+        seen = [by_device[idx % num] for idx in range(len(self.packs))]
+        return torch.cat([some[idx // num].to(device) for idx, some in enumerate(seen) if some is not None])
+
+    def _run(self, layers: Sequence[DecoderLayer], cfg: ModelConfig, layer_idx: int, *, keep: bool) -> None:
+        def work(number: int) -> None:
+            with torch.no_grad():
+                for pack in self.packs[number :: len(layers)]:
+                    view = PackedView(pack.lengths, pack.hidden_TD.device)
+                    rope = Rope.at(view.positions_T, cfg.qk_rope_head_dim, cfg.rope_theta, pack.hidden_TD)
+                    inherited = None if cfg.has_indexer(layer_idx) else pack.selection
+                    out_TD, selection = layers[number](pack.hidden_TD, rope, view, inherited)
+                    if keep:
+                        pack.hidden_TD, pack.selection = out_TD, selection
+
+        if len(layers) == 1:
+            work(0)
+            return
+        with ThreadPoolExecutor(len(layers)) as workers:
+            list(workers.map(work, range(len(layers))))
 
     def save(self, path: Path) -> None:
         """Write all that the next layer needs."""

@@ -5,7 +5,7 @@
 Weights come quantized already, as their values; activations are quantized here, per token, as engines do at run time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,18 +49,18 @@ class WorkLinear(Direct):
 
 
 class WorkExperts(Direct):
-    """Routed experts of three stacks [E, O, I]; keeps in `seen` what it was asked: tokens, weights, experts."""
+    """Routed experts of three stacks [E, O, I]; keeps in `seen` which experts tokens went to, and with what weights."""
 
     def __init__(self, stacks: Mapping[str, Tensor], act: Grid | None, act_down: Grid | None) -> None:
         super().__init__()
         self.gate_EFD, self.up_EFD, self.down_EDF = (stacks[f"{part}_proj"] for part in ("gate", "up", "down"))
         self.act, self.act_down = act, act_down
-        self.seen: list[tuple[Tensor, Tensor, Tensor]] | None = None
+        self.seen: list[tuple[Tensor, Tensor]] | None = None
 
     def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
         """Sum over the chosen experts of weight * expert(x): [T, D]."""
         if self.seen is not None:
-            self.seen.append((x_TD.detach(), weight_TA, expert_TA))
+            self.seen.append((weight_TA, expert_TA))
         out_TD = torch.zeros_like(x_TD)
         quantized_TD = fake_input(x_TD, self.act)
         for expert in expert_TA.unique().tolist():
@@ -101,3 +101,20 @@ def build_layer(
 def work_linears(layer: DecoderLayer) -> dict[str, WorkLinear]:
     """By their names in the layer."""
     return {name: module for name, module in layer.named_modules() if isinstance(module, WorkLinear)}
+
+
+def build_layers(
+    cfg: ModelConfig,
+    layer_idx: int,
+    tensors: Layer,
+    devices: Sequence[torch.device],
+    acts: Mapping[str, Grid | None] | None = None,
+) -> list[DecoderLayer]:
+    """The layer on each device; where the tensors lie already, with them."""
+    placed = [{name: tensor.to(device) for name, tensor in tensors.items()} for device in devices]
+    return [build_layer(cfg, layer_idx, each, acts) for each in placed]
+
+
+def work_device(layer: DecoderLayer) -> torch.device:
+    """Where a layer computes."""
+    return layer.input_layernorm.weight.device

@@ -108,7 +108,7 @@ class Walk:
 
     def step(self, layer_idx: int) -> None:
         tensors, acts = self.fetch(layer_idx)
-        self.activations.through(build_layer(self.cfg, layer_idx, tensors, acts), self.cfg, layer_idx)
+        self.activations.through([build_layer(self.cfg, layer_idx, tensors, acts)], self.cfg, layer_idx)
 
     def to_end(self) -> "Walk":
         for layer_idx in range(self.cfg.num_hidden_layers):

@@ -93,7 +93,7 @@ def _resumed(
         return None
     logger.info("going on behind %d layers that are done", len(store.layers))
     empty = torch.empty(1, 1, dtype=job.run.dtype, device=job.run.device).expand(job.cfg.vocab_size, 1)
-    activations = Activations.embed(chosen, empty)
+    activations = Activations.embed(chosen, empty, job.run.devices)
     if max(waiting) < job.cfg.num_hidden_layers or len(done) <= job.cfg.num_hidden_layers:
         store.restore(max(done), activations)
     return activations
@@ -108,7 +108,7 @@ def _outer(
     activations = None
     if chosen is not None:
         table = plain["model.embed_tokens.weight"].to(job.run.dtype)
-        activations = Activations.embed(chosen, table)
+        activations = Activations.embed(chosen, table, job.run.devices)
     return LayerResult(OUTER, {name: tensor.cpu() for name, tensor in plain.items()}, {}), activations
 
 

@@ -21,7 +21,7 @@ from glm5.quant.record import Quantized
 from glm5.quant.rotate import fold, rotate
 from glm5.quantize.calibrate import Activations, Inputs
 from glm5.quantize.formats.base import Format
-from glm5.quantize.layer import build_layer
+from glm5.quantize.layer import build_layers
 from glm5.quantize.plan import LinearPlan, Plan
 from glm5.quantize.smoothing import smooth_layer
 from glm5.quantize.source import Layer, name_of
@@ -99,7 +99,7 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
     is_trunk = layer_idx < run.cfg.num_hidden_layers
     inputs = None
     if samples is not None and is_trunk:
-        inputs = samples.inputs(build_layer(run.cfg, layer_idx, tensors), run.cfg, layer_idx)
+        inputs = samples.inputs(build_layers(run.cfg, layer_idx, tensors, run.devices), run.cfg, layer_idx)
     result = LayerResult(layer_idx, {}, {})
     if inputs is not None and run.plan.recipe.smoothing:
         options = {"upstream": run.upstream, "all_experts": run.all_experts, "min_tokens": run.min_tokens}
@@ -121,7 +121,7 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
     _count_tokens(run, layer_idx, inputs, result)
     if samples is not None and is_trunk:
         acts = {module: linear.scheme.act for module, linear in linears.items()}
-        samples.through(build_layer(run.cfg, layer_idx, tensors, acts), run.cfg, layer_idx)
+        samples.through(build_layers(run.cfg, layer_idx, tensors, run.devices, acts), run.cfg, layer_idx)
     return result
 
 
