@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from glm5.checkpoint.load import empty_model
+from glm5.checkpoint.schemes import method_of
+from glm5.checkpoint.stored import HOLD_SUFFIX, check_groups, forms_of, stored_of
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
@@ -21,6 +23,7 @@ from glm5.model.glm5 import Glm5
 from glm5.parallel.table import WHOLE, Shard, local_config
 
 _E4M3_RMS = 130.0  # of its finite values
+_RMS = {FP8: _E4M3_RMS, torch.int8: 74.0, torch.uint8: 4.6}  # of codes; uint8: two of 4 bits
 _CHUNK = 1 << 28  # elements filled at a time
 FP8_CONFIG: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -34,13 +37,19 @@ def dummy(
     seed: int = 0,
     shard: Shard = WHOLE,
 ) -> Glm5:
-    """A model of `cfg` with random weights, `fp8` where a published FP8 checkpoint has it; the same for one seed. Of a
-    model that ranks share, `shard`'s part."""
-    kept = frozenset(spec.name for spec in tensor_specs(cfg) if spec.fp8) if fp8 else frozenset[str]()
-    cfg = cfg.replace(quantization_config=FP8_CONFIG if fp8 else None, dtype=str(dtype).removeprefix("torch."))
-    model = empty_model(local_config(cfg, shard.size), kept, dtype, torch.device(device))
+    """A model of `cfg` with random weights, `fp8` where a published FP8 checkpoint has it, or quantized as the config
+    says; the same for one seed. Of a model that ranks share, `shard`'s part."""
+    stored = stored_of(cfg) if fp8 else {}
+    native = fp8 and method_of(cfg) in (None, "fp8")
+    eights = [spec.name for spec in tensor_specs(cfg) if spec.fp8 and spec.name not in stored]
+    kept = frozenset(eights if native or method_of(cfg) == "w4afp8" else [])
+    quantization = FP8_CONFIG if native else cfg.quantization_config if stored else None
+    cfg = cfg.replace(quantization_config=quantization, dtype=str(dtype).removeprefix("torch."))
+    check_groups(stored.values(), shard.size)
+    forms = forms_of(stored, cfg, torch.device(device))
+    model = empty_model(local_config(cfg, shard.size), kept, dtype, torch.device(device), forms)
     model.cfg = cfg
-    whole = empty_model(cfg, kept, dtype, torch.device("meta")).state_dict()
+    whole = empty_model(cfg, kept, dtype, torch.device("meta"), forms).state_dict()
     generator = torch.Generator(device)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -48,8 +57,18 @@ def dummy(
             own = "" if shape == tensor.shape else f":{shard.rank}"
             digest = hashlib.sha256(f"{seed}:{name}{own}".encode()).digest()
             generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            _fill(name, tensor, shape[-1], generator)
+            width = shape[-1]
+            if (codes := whole.get(name.removesuffix(HOLD_SUFFIX))) is not None and name.endswith(HOLD_SUFFIX):
+                _fill_scales(tensor, codes, generator)
+            else:
+                _fill(name, tensor, width, generator)
     return model.eval()
+
+
+def _fill_scales(tensor: Tensor, codes: Tensor, generator: torch.Generator) -> None:
+    """Of rows of `codes`, of which every one alike is drawn."""
+    num_inputs = codes.shape[-1] * (2 if codes.dtype == torch.uint8 else 1)
+    tensor.uniform_(0.5, 1.5, generator=generator).div_(_RMS[codes.dtype] * num_inputs**0.5)
 
 
 def _fill(name: str, tensor: Tensor, width: int, generator: torch.Generator) -> None:
@@ -66,6 +85,9 @@ def _fill(name: str, tensor: Tensor, width: int, generator: torch.Generator) -> 
         for part in tensor.view(torch.uint8).view(-1).split(_CHUNK):
             part.random_(0, 256, generator=generator)
             part.masked_fill_((part & 0x7F) == 0x7F, 0)  # the two that are no numbers
+    elif tensor.dtype in (torch.uint8, torch.int8):
+        for part in tensor.view(torch.uint8).view(-1).split(_CHUNK):
+            part.random_(0, 256, generator=generator)
     else:
         std = 1.0 if name.endswith("embed_tokens.weight") else width**-0.5
         for part in tensor.view(-1).split(_CHUNK):

@@ -1,7 +1,8 @@
 """Does a checkpoint fit a config? Compares the tensors found with the tensors that the architecture has, by name.
 
-A weight is FP8 if and only if `<name>_scale_inv` exists anywhere in the checkpoint; the config's list of modules
-not to convert is not consulted, because published lists name a tensor wrongly (model spec, section 1.2).
+A weight is native FP8 if and only if `<name>_scale_inv` exists anywhere in the checkpoint; the config's list of modules
+not to convert is not consulted, because published lists name a tensor wrongly (model spec, section 1.2). Of other
+quantized weights the config says how they are stored (stored.py).
 """
 
 import re
@@ -11,11 +12,14 @@ from dataclasses import dataclass, field
 from glm5.checkpoint.index import ShardIndex, counted
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.shard import TensorEntry
+from glm5.checkpoint.stored import Stored, stored_of
 from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs
 from glm5.kernels.block_scaled import BLOCK
 
+# Of the MTP layer, where quantization has turned the residual stream (model/mtp.py).
+ROTATIONS = ("hidden_rotation.weight", "chained_rotation.weight")
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -44,6 +48,13 @@ class Fit:
     """Names of the FP8 weights, which have block scales."""
     kept: frozenset[str] = frozenset()
     """The part of `scaled` that a model can hold as FP8: all weights of the owning module are, as published."""
+    stored: dict[str, Stored] = field(default_factory=dict)
+    """Weights that are quantized otherwise, as config.json says, by their name as plain ones."""
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the MTP layer has rotations."""
+        return any(name.endswith(ROTATIONS) for name in self.specs)
 
     @property
     def loads(self) -> bool:
@@ -77,15 +88,24 @@ def fit(index: ShardIndex, cfg: ModelConfig) -> Fit:
     if cfg.num_nextn_predict_layers and entries and not any(name.startswith(mtp) for name in entries):
         cfg = cfg.replace(num_nextn_predict_layers=0)  # transformers drops the MTP layer when it saves
     specs = {spec.name: spec for spec in tensor_specs(cfg)}
-    scaled = frozenset(name for name in specs if name in entries and name + SCALE_SUFFIX in entries)
-    result = Fit(index.source, cfg, specs, damage=index.problems, scaled=scaled, kept=_kept(specs, scaled))
+    if cfg.num_nextn_predict_layers and any(mtp + name in entries for name in ROTATIONS):
+        square = (cfg.hidden_size, cfg.hidden_size)
+        specs |= {mtp + name: TensorSpec(mtp + name, square, "f32", "mtp", fp8=False) for name in ROTATIONS}
+    stored = stored_of(cfg, entries)
+    scaled = frozenset(n for n in specs if n in entries and n + SCALE_SUFFIX in entries and n not in stored)
+    kept = _kept(specs, scaled)
+    result = Fit(index.source, cfg, specs, damage=index.problems, scaled=scaled, kept=kept, stored=stored)
     for name, spec in specs.items():
-        if name in entries:
+        if name in stored:
+            _check_stored(result, stored[name], entries)
+        elif name in entries:
             _check_weight(result, spec, entries)
         else:
             result.missing.append(f"{name} {list(spec.shape)}")
+    known = {part.name for matrix in stored.values() for part in matrix.parts.values()}
+    known |= {name for matrix in stored.values() for name in matrix.beside}
     for name, entry in entries.items():
-        if name not in specs and name.removesuffix(SCALE_SUFFIX) not in scaled:
+        if name not in specs and name not in known and name.removesuffix(SCALE_SUFFIX) not in scaled:
             _check_leftover(result, entry, entries)
     return result
 
@@ -118,6 +138,17 @@ def _check_weight(result: Fit, spec: TensorSpec, entries: Mapping[str, TensorEnt
     grid = tuple(-(-size // BLOCK) for size in spec.shape)
     if scale.shape != grid:
         result.misshaped.append(_misshaped(scale, grid))
+
+
+def _check_stored(result: Fit, matrix: Stored, entries: Mapping[str, TensorEntry]) -> None:
+    for part in matrix.parts.values():
+        entry = entries.get(part.name)
+        if entry is None:
+            result.missing.append(f"{part.name} {list(part.shape)}")
+        elif entry.dtype not in part.dtypes:
+            result.unreadable.append(f"{part.name}: stored as {entry.dtype}, allowed: {', '.join(part.dtypes)}")
+        elif entry.shape != part.shape:
+            result.misshaped.append(_misshaped(entry, part.shape))
 
 
 def _check_leftover(result: Fit, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> None:

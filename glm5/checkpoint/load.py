@@ -15,28 +15,33 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from glm5.checkpoint.dtypes import cast, dtype_name, parse_dtype
-from glm5.checkpoint.fit import Fit, fit
+from glm5.checkpoint.fit import ROTATIONS, Fit, fit
 from glm5.checkpoint.index import ShardIndex, counted, scan
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.resolve import resolve
 from glm5.checkpoint.shard import DTYPES, TensorEntry, mapped, read_columns, read_into, read_tensor
+from glm5.checkpoint.stored import BLOCKS, Stored, check_groups, forms_of, place
 from glm5.common.errors import ConfigError
 from glm5.common.progress import Progress
 from glm5.config.model import ModelConfig
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
+from glm5.kernels.coded import Form
+from glm5.model.experts import CodedExperts
 from glm5.model.glm5 import Glm5
-from glm5.model.lowering import use_block_scaled
+from glm5.model.linear import CodedLinear
+from glm5.model.lowering import use_block_scaled, use_coded
 from glm5.parallel.table import WHOLE, Shard, Span, check_blocks, local_config, scale_span, span_of
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 18  # elements that a reader casts or dequantizes at a time, which takes some 20 bytes of each
+HIDDEN, CHAINED = ROTATIONS
 NUM_READERS = 4  # one alone waits for page faults half of the time
 
 
@@ -72,17 +77,27 @@ def load(
     changes: dict[str, Any] = {"dtype": dtype_name(compute)}
     if lora_norm_eps is not None:
         changes["lora_norm_eps"] = lora_norm_eps
-    if not kept:
+    forms = forms_of(found.stored, found.cfg, target) if wanted is None else {}
+    if not kept and not forms:
         changes["quantization_config"] = None
     whole = found.cfg.replace(**changes)
     local = local_config(whole, shard.size)
     check_blocks(whole, [(name, found.specs[name].shape) for name in sorted(kept)], shard.size)
-    model = empty_model(local, kept, compute, target)
+    check_groups(found.stored.values(), shard.size)
+    model = empty_model(local, kept, compute, target, forms, is_turned=found.is_turned)
     model.cfg = whole
     parameters = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     began = time.monotonic()
     num_bytes = read_weights(
-        parameters, directory, index, found.specs, scaled=found.scaled, kept=kept, shard=shard, may_map=True
+        parameters,
+        directory,
+        index,
+        found.specs,
+        scaled=found.scaled,
+        kept=kept,
+        stored=found.stored,
+        shard=shard,
+        may_map=True,
     )
     seconds = time.monotonic() - began
     of = f", rank {shard.rank} of {shard.size}" if shard.size > 1 else ""
@@ -107,7 +122,7 @@ def _common_dtype(found: Fit, index: ShardIndex) -> torch.dtype:
     """The dtype of most bytes that are not FP8: the model's activations have one dtype, so its weights do too."""
     num_bytes: Counter[str] = Counter()
     for name, spec in found.specs.items():
-        if name not in found.scaled and spec.dtype == "bf16":
+        if name not in found.scaled and name not in found.stored and spec.dtype == "bf16":
             num_bytes[index.entries[name].dtype] += index.entries[name].num_bytes
     return DTYPES[num_bytes.most_common(1)[0][0]]
 
@@ -119,14 +134,31 @@ def _log(found: Fit, cfg: ModelConfig) -> None:
         logger.warning("%s has no MTP tensors: loaded without the MTP layer, so it cannot draft", found.source)
 
 
-def empty_model(cfg: ModelConfig, kept: frozenset[str], compute: torch.dtype, device: torch.device) -> Glm5:
-    """A model with uninitialised parameters on `device`, FP8 modules for the weights `kept`, by name on disk."""
+def empty_model(
+    cfg: ModelConfig,
+    kept: frozenset[str],
+    compute: torch.dtype,
+    device: torch.device,
+    forms: Mapping[str, Form | Literal["blocks"]] | None = None,
+    *,
+    is_turned: bool = False,
+) -> Glm5:
+    """A model with uninitialised parameters on `device`, FP8 modules for the weights `kept`, by name on disk; `forms`:
+    of modules that hold codes. `is_turned`: the MTP layer has rotations."""
+    forms = forms or {}
+    blocks = {slot_of(name).module for name in kept} | {name for name, form in forms.items() if form == BLOCKS}
     with torch.device("meta"):
         model = Glm5(cfg)
-        use_block_scaled(model, sorted({slot_of(name).module for name in kept}))
-    # Only float8 weights, their scales and the selection bias have a dtype of their own.
+        use_block_scaled(model, sorted(blocks))
+        if is_turned:
+            model.mtp.turn()
+        use_coded(model, {name: form for name, form in forms.items() if isinstance(form, Form)})
+    # Only quantized weights, their scales and the selection bias have a dtype of their own.
     fixed = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float8_e4m3fn}
     fixed |= {name + SCALE_SUFFIX for name in fixed}
+    for path, module in model.named_modules():
+        if isinstance(module, CodedLinear | CodedExperts):
+            fixed |= {f"{path}.{name}" for name in module.state_dict()}
     parameters = {
         name: torch.empty(
             tensor.shape,
@@ -147,28 +179,45 @@ def read_weights(
     *,
     scaled: frozenset[str],
     kept: frozenset[str],
+    stored: Mapping[str, Stored],
     shard: Shard = WHOLE,
     may_map: bool = False,
 ) -> int:
     """Read the weights called `names` on disk into their places in `parameters`, in the order of the files.
 
-    `scaled`: those stored as FP8 with block scales; of them `kept` stay FP8, the others are dequantized. Of a `shard`,
-    `parameters` are that rank's. `may_map`: see `mapped`. Returns the bytes that the parts have on disk.
+    `scaled`: those stored as FP8 with block scales; of them `kept` stay FP8, the others are dequantized. `stored`: what
+    is quantized otherwise. Of a `shard`, `parameters` are that rank's. `may_map`: see `mapped`. Returns the bytes that
+    the parts have on disk.
     """
-    weights = [index.entries[name] for name in names]
+    names = list(names)
+    weights = [index.entries[name] for name in names if name not in stored]
     spans = {entry.name: span_of(entry.name, entry.shape, shard) for entry in weights}
     scales = [index.entries[entry.name + SCALE_SUFFIX] for entry in weights if entry.name in kept]
     for scale in scales:
         span = spans[scale.name.removesuffix(SCALE_SUFFIX)]
         spans[scale.name] = None if span is None else scale_span(span)
-    entries = sorted([*weights, *scales], key=lambda entry: (entry.file, entry.start))
+    # A quantized matrix is read as one, when its codes' turn comes.
+    coded = {stored[name].parts["codes"].name: stored[name] for name in names if name in stored}
+    spans |= {name: span_of(matrix.name, matrix.shape, shard) for name, matrix in coded.items()}
+    entries = [*weights, *scales, *(index.entries[name] for name in coded)]
+    entries.sort(key=lambda entry: (entry.file, entry.start))
     dequantized = scaled - kept
-    num_bytes = {entry.name: _num_bytes(entry, spans[entry.name]) for entry in entries}
+    num_bytes = {
+        entry.name: entry.num_bytes // (1 if spans[entry.name] is None else shard.size)
+        if entry.name in coded
+        else _num_bytes(entry, spans[entry.name])
+        for entry in entries
+    }
 
-    def place(entry: TensorEntry) -> None:
+    def read(entry: TensorEntry) -> None:
+        if entry.name in coded:
+            place(directory, index.entries, coded[entry.name], parameters, spans[entry.name])
+            return
         slot = slot_of(entry.name)
         target, span = slot.view(parameters[slot.parameter]), spans[entry.name]
-        if entry.name in dequantized:
+        if entry.name.endswith(CHAINED):
+            target.copy_(_handed_on(directory, entry, index.entries))
+        elif entry.name in dequantized:
             _dequantize_into(directory, entry, index.entries, target, span)
         elif span is not None and span.dim == 1:
             _read_columns_into(directory, entry, target, span, may_map=may_map)
@@ -178,10 +227,16 @@ def read_weights(
     title, total = f"loading {directory.name}", sum(num_bytes.values())
     shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 else nullcontext()
     with ThreadPoolExecutor(NUM_READERS) as readers, shown as progress:
-        for entry, _ in zip(entries, readers.map(place, entries), strict=True):  # an error cancels what has not begun
+        for entry, _ in zip(entries, readers.map(read, entries), strict=True):  # an error cancels what has not begun
             if progress is not None:
                 progress.update(num_bytes[entry.name], shard=entry.file)
     return total
+
+
+def _handed_on(directory: Path, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> Tensor:
+    """MTPLayer's chained_rotation. On disk it makes H' what a next draft reads, which is a part of hidden_rotation."""
+    hidden = read_tensor(directory, entries[entry.name.replace(CHAINED, HIDDEN)]).double()
+    return torch.linalg.solve(hidden, read_tensor(directory, entry).double(), left=False)
 
 
 def _num_bytes(entry: TensorEntry, span: Span | None) -> int:

@@ -27,7 +27,9 @@ from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks, quantize_blocks
+from glm5.model.experts import CodedExperts
 from glm5.model.glm5 import Glm5
+from glm5.model.linear import CodedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,11 @@ def save(
     Raises `CheckpointError` when `out_dir` holds anything that is no checkpoint, or writing fails; nothing is left
     behind then.
     """
+    if coded := [name for name, part in model.named_modules() if isinstance(part, CodedLinear | CodedExperts)]:
+        raise CheckpointError(
+            f"{out_dir}: the model holds {counted(coded, 'module')} as codes, which only glm5 quantize writes; load it "
+            "with a dtype, which dequantizes, to save it"
+        )
     quantize = dtype == "fp8"
     target = torch.bfloat16 if quantize else None if dtype == "auto" else parse_dtype(dtype, special=("auto", "fp8"))
     parts = [_Part(spec, model, target, quantize) for spec in tensor_specs(model.cfg)]

@@ -3,7 +3,7 @@
     tensors found -> do they fit the model? -> read into copies on the host -> finite? | copies -> parameters, in place
 
 A directory may hold some of the tensors, down to single experts; what it lacks stays as it is. The model's formats
-stay too: dense weights are cast or dequantized, FP8 weights take FP8 weights only.
+stay too: dense weights are cast or dequantized, FP8 weights take FP8 weights only, codes take codes of their scheme.
 """
 
 from collections import Counter
@@ -18,6 +18,7 @@ from glm5.checkpoint.fit import Fit, fit
 from glm5.checkpoint.index import counted, scan
 from glm5.checkpoint.load import read_weights
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
+from glm5.checkpoint.stored import HOLD_SUFFIX
 from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
@@ -63,12 +64,16 @@ def stage(model: Glm5, directory: Path, shard: Shard = WHOLE) -> Staged:
     current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     index = scan(directory)
     found = fit(index, model.cfg)
-    names = [name for name in found.specs if name in index.entries]
-    kept = frozenset(name for name in names if current[slot_of(name).parameter].dtype == FP8)
+    stored = found.stored
+    names = [n for n in found.specs if (stored[n].parts["codes"].name if n in stored else n) in index.entries]
+    kept = frozenset(n for n in names if n not in stored and current[slot_of(n).parameter].dtype == FP8)
     _check(found, names, kept, directory)
     _check_config(model.cfg, directory)
-    new = _copies(current, model.cfg, names, kept)
-    read_weights(new, directory, index, names, scaled=found.scaled, kept=kept, shard=shard)
+    new = _copies(current, model.cfg, [name for name in names if name not in stored], kept)
+    for slot in (slot_of(name) for name in names if name in stored):
+        of_codes = [slot.parameter + suffix for suffix in ("", SCALE_SUFFIX, HOLD_SUFFIX)]
+        new |= {name: current[name].to("cpu", copy=True) for name in of_codes if name in current and name not in new}
+    read_weights(new, directory, index, names, scaled=found.scaled, kept=kept, stored=stored, shard=shard)
     if bad := [name for name, tensor in new.items() if not _is_finite(tensor)]:
         raise CheckpointError(
             f"{directory}: {counted(bad, 'parameter')} would hold NaN or infinity; nothing was replaced"
@@ -92,8 +97,19 @@ def read_all(model: Glm5, directory: Path, shard: Shard = WHOLE) -> None:
     index = scan(directory)
     found = fit(index, model.cfg)
     found.check()
-    kept = frozenset(name for name in found.specs if current[slot_of(name).parameter].dtype == FP8)
-    read_weights(current, directory, index, found.specs, scaled=found.scaled, kept=kept, shard=shard, may_map=True)
+    stored = found.stored
+    kept = frozenset(n for n in found.specs if n not in stored and current[slot_of(n).parameter].dtype == FP8)
+    read_weights(
+        current,
+        directory,
+        index,
+        found.specs,
+        scaled=found.scaled,
+        kept=kept,
+        stored=stored,
+        shard=shard,
+        may_map=True,
+    )
 
 
 def identity_of(directory: Path) -> bytes:

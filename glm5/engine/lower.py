@@ -364,7 +364,7 @@ class Lowered:
         layer, mtp = self.layers[self.model.cfg.num_hidden_layers], self.model.mtp
         merged_TD = mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD)
         new_TD, residual_TD, used = layer(None, merged_TD, self._rope(view.positions_T), view, selection)
-        return self._last(new_TD, residual_TD, mtp.shared_head.norm), used
+        return mtp.handed_on(self._last(new_TD, residual_TD, mtp.shared_head.norm)), used
 
     def _last(self, new_TD: Tensor | None, residual_TD: Tensor, norm: RMSNorm) -> Tensor:
         return norm(residual_TD) if new_TD is None else self.join(new_TD, residual_TD, norm, quantize=False)[0].x_TD

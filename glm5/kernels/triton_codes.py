@@ -48,14 +48,10 @@ def codes_times_rows(
 
 @triton.jit
 def weight_times_rows(
-    w_ptr,
-    scale_ptr,
+    weight,
     row,
-    x_ptr,
-    column,
-    here,
+    rows,
     D,
-    scale_cols,
     INT4: tl.constexpr,
     GROUP: tl.constexpr,
     INTEGER: tl.constexpr,
@@ -65,8 +61,11 @@ def weight_times_rows(
 ):
     """Weight rows `row` [R] times rows `column` [T] of x, scales of the weight included: [R, T] float32.
 
+    `weight`: (codes, scales, how many of them in a row); `rows`: (x, column, here).
     GROUP: inputs that share a scale, a multiple of BLOCK_K; 0: all of a row.
     """
+    w_ptr, scale_ptr, scale_cols = weight
+    x_ptr, column, here = rows
     scale_at = scale_ptr + row * scale_cols
     total = tl.zeros([row.shape[0], BLOCK_T], tl.float32)
     if GROUP:

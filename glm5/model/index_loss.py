@@ -8,41 +8,54 @@ reaches the indexer only, whose inputs are detached. A layer that shares an earl
 towards the target of the indexer that made it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from glm5.kernels.index_kl import Served, index_kl
+
 
 @dataclass
 class IndexRecord:
-    """Scores [T, S] of one indexer, the keys it selected (None: all), and the attention of the layers it served."""
+    """Queries, keys and weights of one indexer, what it selected (None: every visible key), and whom it served."""
 
-    score_TS: Tensor
+    q_TJI: Tensor
+    key_PZI: Tensor
+    w_TJ: Tensor
     keys_TK: Tensor | None
-    target: Tensor | None = None
-    num_served: int = 0
+    where: tuple[Tensor, Tensor, Tensor]
+    index_scale: float
+    _served: list[Served] = field(default_factory=list)
+    _scale: float = 0.0
+    _loss: Tensor | None = None
 
-    def add(self, probs: Tensor) -> None:
-        """Add one layer's head-averaged attention, [T, S] or, with selected keys, [T, K]."""
-        self.target = probs if self.target is None else self.target + probs
-        self.num_served += 1
+    def add(self, layer: Served, scale: float) -> None:
+        """One more layer that read the selection: its queries, latents and log-sum-exps, detached."""
+        assert self._loss is None, "a layer after the loss was taken"
+        self._served.append(layer)
+        self._scale = scale
+
+    def settle(self) -> Tensor:
+        """The loss, summed over queries; from then on the layers' tensors are not held."""
+        if self._loss is None:
+            assert self._served, "select without attend"
+            self._loss = index_kl(
+                self.q_TJI,
+                self.key_PZI,
+                self.w_TJ,
+                self._served,
+                self.keys_TK,
+                *self.where,
+                index_scale=self.index_scale,
+                scale=self._scale,
+            )
+            self._served = []
+        return self._loss
 
 
 def index_loss(records: list[IndexRecord]) -> Tensor:
     """Mean over records of the mean KL per query, in nats (float32 or float64)."""
     if not records:
         raise ValueError("no indexer was recorded: pass learn_index=True to the view before the forward pass")
-    return torch.stack([_kl(record) for record in records]).mean()
-
-
-def _kl(record: IndexRecord) -> Tensor:
-    score = record.score_TS
-    hidden = score == float("-inf")
-    if record.keys_TK is not None:
-        hidden = record.keys_TK < 0
-        score = score.gather(1, record.keys_TK.clamp_min(0).long())
-    assert record.target is not None, "select without attend"
-    target = record.target.to(score.dtype) / record.num_served
-    log_q = score.masked_fill(hidden, float("-inf")).log_softmax(dim=-1).masked_fill(hidden, 0.0)
-    return (torch.special.xlogy(target, target) - target * log_q).sum(dim=-1).mean()
+    return torch.stack([record.settle() / len(record.q_TJI) for record in records]).mean()

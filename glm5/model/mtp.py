@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from glm5.config.model import ModelConfig
 from glm5.model.block import DecoderLayer
+from glm5.model.direct import Direct
 from glm5.model.linear import Linear
 from glm5.model.norm import RMSNorm
 from glm5.model.seams import KVView, Rope, Selection
@@ -24,8 +25,24 @@ class SharedHead(nn.Module):
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
 
+class Rotation(Direct):
+    """x times `weight` [D, D]."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 class MTPLayer(DecoderLayer):
-    """Layer `num_hidden_layers` of the checkpoint: a decoder layer behind a merge of embedding and hidden state."""
+    """Layer `num_hidden_layers` of the checkpoint: a decoder layer behind a merge of embedding and hidden state.
+
+    Where quantization has turned the residual stream, the target's hidden state lacks the final norm's weight and has
+    another basis. `hidden_rotation` makes of it what this layer reads, `chained_rotation` makes of H' what the target
+    would have handed on: so drafts of drafts are drafts like any, and the main model's head is right for both.
+    """
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg, cfg.num_hidden_layers)
@@ -33,9 +50,13 @@ class MTPLayer(DecoderLayer):
         self.hnorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.eh_proj = Linear(2 * cfg.hidden_size, cfg.hidden_size)
         self.shared_head = SharedHead(cfg)
+        self.hidden_rotation: Rotation | None = None
+        self.chained_rotation: Rotation | None = None
 
     def merge(self, embed_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         """Embedding first, hidden state second: [T, 2D] to [T, D]."""
+        if self.hidden_rotation is not None:
+            hidden_TD = self.hidden_rotation(hidden_TD)
         return self.eh_proj(torch.cat([self.enorm(embed_TD), self.hnorm(hidden_TD)], dim=-1))
 
     def draft(
@@ -43,4 +64,14 @@ class MTPLayer(DecoderLayer):
     ) -> tuple[Tensor, Selection]:
         """H' [T, D] and the selection used. A given selection is reused and the indexer not run."""
         x_TD, used = self(self.merge(embed_TD, hidden_TD), rope, view, selection)
-        return self.shared_head.norm(x_TD), used
+        return self.handed_on(self.shared_head.norm(x_TD)), used
+
+    def handed_on(self, normed_TD: Tensor) -> Tensor:
+        """H' as the head and a next draft read it."""
+        return normed_TD if self.chained_rotation is None else self.chained_rotation(normed_TD)
+
+    def turn(self) -> None:
+        """Give it both rotations, uninitialised, on its device."""
+        width, device = self.enorm.weight.shape[0], self.enorm.weight.device
+        with torch.device(device):
+            self.hidden_rotation, self.chained_rotation = Rotation(width), Rotation(width)

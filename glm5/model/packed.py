@@ -9,10 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from glm5.kernels.attention_target import head_mean_probs
-from glm5.kernels.index_score import index_score
+from glm5.kernels.select_keys import select_keys
 from glm5.kernels.sparse_mla import sparse_mla
-from glm5.kernels.top_k import top_k as top_k_keys
 from glm5.model.index_loss import IndexRecord, index_loss
 from glm5.model.seams import Selection
 
@@ -54,14 +52,14 @@ class PackedView:
 
     def select(self, layer_idx: int, q_TJI: Tensor, w_TJ: Tensor, top_k: int, scale: float) -> Selection:
         sparse = self.stage == "sparse" and self.max_len > top_k
-        if not sparse and not self.learn_index:
-            return Selection(None)
-        score_TS = index_score(
-            q_TJI, self._index_key_PZI, w_TJ, self.page_table_BN, self.row_T, self.end_T, scale=scale
-        )
-        keys_TK = top_k_keys(score_TS.detach(), top_k) if sparse else None
+        where, keys_TK = (self.page_table_BN, self.row_T, self.end_T), None
+        if sparse:
+            pool_PZI = self._index_key_PZI.detach()
+            keys_TK = select_keys(q_TJI.detach(), pool_PZI, w_TJ.detach(), *where, top_k=top_k, scale=scale)
         if self.learn_index:
-            self._records.append(IndexRecord(score_TS, keys_TK))
+            if self._records:
+                self._records[-1].settle()
+            self._records.append(IndexRecord(q_TJI, self._index_key_PZI, w_TJ, keys_TK, where, scale))
         return Selection(keys_TK)
 
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
@@ -70,11 +68,7 @@ class PackedView:
             q_THL, self._latent_PZL, selection.keys_TK, *where, scale=scale, value_dim=value_dim
         )
         if self.learn_index:
-            self._records[-1].add(
-                head_mean_probs(
-                    q_THL.detach(), self._latent_PZL.detach(), selection.keys_TK, lse_TH.detach(), *where, scale=scale
-                )
-            )
+            self._records[-1].add((q_THL.detach(), self._latent_PZL.detach(), lse_TH.detach()), scale)
         return out_THC
 
     def on_host(self, layer_idx: int) -> None:

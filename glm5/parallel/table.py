@@ -71,6 +71,8 @@ TABLE: dict[str, Placement] = {
     "model.layers.*.hnorm.weight": REPLICATED,
     "model.layers.*.eh_proj.weight": REPLICATED,
     "model.layers.*.shared_head.norm.weight": REPLICATED,
+    "model.layers.*.hidden_rotation.weight": REPLICATED,
+    "model.layers.*.chained_rotation.weight": REPLICATED,
 }
 _COUNTED = tuple(dict.fromkeys(one.counted for one in TABLE.values() if one.counted is not None))
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

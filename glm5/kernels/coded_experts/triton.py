@@ -124,38 +124,9 @@ def _gate_up(
         else:
             pair = tl.load(order_ptr + first + begin + r, mask=here, other=0)
         token = (pair // A).to(tl.int64)
-        gate = weight_times_rows(
-            w_ptr,
-            scale_ptr,
-            gate_row,
-            x_ptr,
-            token,
-            here,
-            D,
-            scale_cols,
-            INT4,
-            GROUP,
-            INTEGER,
-            BLOCK_K,
-            BLOCK_T,
-            STAGES,
-        )
-        up = weight_times_rows(
-            w_ptr,
-            scale_ptr,
-            gate_row + F,
-            x_ptr,
-            token,
-            here,
-            D,
-            scale_cols,
-            INT4,
-            GROUP,
-            INTEGER,
-            BLOCK_K,
-            BLOCK_T,
-            STAGES,
-        )
+        weight, rows = (w_ptr, scale_ptr, scale_cols), (x_ptr, token, here)
+        gate = weight_times_rows(weight, gate_row, rows, D, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
+        up = weight_times_rows(weight, gate_row + F, rows, D, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
         if QUANTIZED:
             x_scale = tl.load(x_scale_ptr + token)
             gate *= x_scale[None, :]
@@ -209,9 +180,8 @@ def _down(
         else:
             pair = tl.load(order_ptr + first + begin + r, mask=here, other=0)
         wide = pair.to(tl.int64)
-        y = weight_times_rows(
-            w_ptr, scale_ptr, row, h_ptr, wide, here, F, scale_cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES
-        )
+        w, rows = (w_ptr, scale_ptr, scale_cols), (h_ptr, wide, here)
+        y = weight_times_rows(w, row, rows, F, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
         weight = tl.load(weight_ptr + wide, mask=here, other=0.0)
         if QUANTIZED:
             weight *= tl.load(h_scale_ptr + wide)

@@ -69,9 +69,8 @@ def _coded_linear(
     column = tl.where(here, t, 0).to(tl.int64)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    y = weight_times_rows(
-        w_ptr, scale_ptr, row, x_ptr, column, here, D, scale_cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES
-    )
+    weight, rows = (w_ptr, scale_ptr, scale_cols), (x_ptr, column, here)
+    y = weight_times_rows(weight, row, rows, D, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
     if QUANTIZED:
         y *= tl.load(x_scale_ptr + column)[None, :]
     at = out_ptr + column[:, None] * O + o[None, :]
