@@ -32,6 +32,8 @@ COMMANDS = {
     "quantize": "glm5.cli.quantize",
     "quant": "glm5.cli.quant",
     "convert": "glm5.cli.convert",
+    "tokenize": "glm5.cli.tokenize",
+    "train": "glm5.cli.train",
     "bench throughput": "glm5.cli.bench_throughput",
     "bench latency": "glm5.cli.bench_latency",
     "bench serve": "glm5.cli.bench_serve",

@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -24,3 +25,29 @@ def held_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if pressed:
             signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def noted_interrupt() -> Iterator[list[int]]:
+    """A list that Ctrl-C and a request to end (SIGTERM) fill, for a loop to look at between two steps. A second one
+    acts at once, by whatever handler there was before. Elsewhere than in the main thread it stays empty."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        restore()
+
+    def restore() -> None:
+        for each, handler in before.items():
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        restore()

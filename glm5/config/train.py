@@ -68,6 +68,9 @@ class ModelSection(Section):
     """Folder or Hugging Face id whose weights are the start."""
     tokenizer: str | None = None
     """Folder whose tokenizer files go into every checkpoint. Default: the checkpoint's own."""
+    tokenizer_files: tuple[str, ...] = ()
+    """Texts from which a tokenizer of the model's vocabulary is learnt on the first run, for a preset without one.
+    Generated tasks of the recipe are learnt from as well."""
     config: dict[str, Any] = {}
     """Keys of config.json that differ."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -81,6 +84,8 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
+        if self.tokenizer_files and (self.tokenizer is not None or self.checkpoint is not None):
+            raise ValueError("tokenizer_files: is for a preset without a tokenizer")
         if (self.preset is None) == (self.checkpoint is None):
             raise ValueError(f"either preset or checkpoint; got {'neither' if self.preset is None else 'both'}")
         return self
@@ -89,7 +94,7 @@ class ModelSection(Section):
         """The model's config: of the preset, or the checkpoint's, with the changes."""
         cfg = preset(self.preset) if self.preset is not None else of_checkpoint
         assert cfg is not None, "the config of a checkpoint must be read by whoever can find it"
-        return cfg.replace(**{**self.config, "dtype": self.dtype})
+        return cfg.replace(**{"quantization_config": None, **self.config, "dtype": self.dtype})
 
 
 class Source(Section):
@@ -322,11 +327,8 @@ def _set(raw: dict[str, Any], setting: str) -> None:
     place: Any = raw
     for part in parents:
         place = _inside(place, part, setting, make=True)
-    if isinstance(place, list):
-        _inside(place, last, setting, make=False)
-        place[int(last)] = value
-    else:
-        place[last] = value
+    _inside(place, last, setting, make=False)
+    place[int(last) if isinstance(place, list) else last] = value
 
 
 def _inside(place: Any, part: str, setting: str, *, make: bool) -> Any:
@@ -336,4 +338,4 @@ def _inside(place: Any, part: str, setting: str, *, make: bool) -> Any:
         return place[int(part)]
     if not isinstance(place, dict):
         raise refuse("--set", setting, f"a key of a table: there is nothing inside to be called {part!r}")
-    return place.setdefault(part, {}) if make else place
+    return place.setdefault(part, {}) if make else None

@@ -43,7 +43,9 @@ class Source(Protocol):
     """Rows by number. `name` is for messages; `size` the number of training rows of an epoch, None if without end."""
 
     name: str
-    size: int | None
+
+    @property
+    def size(self) -> int | None: ...
 
     def row(self, index: int, split: Split) -> Row: ...
 

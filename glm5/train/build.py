@@ -1,0 +1,176 @@
+"""A recipe to the things it names: model, tokenizer, token files, sources."""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from glob import glob
+from pathlib import Path
+
+import torch
+
+from glm5.chat.template import ChatTemplate
+from glm5.chat.tokenizer import Tokenizer, train_bpe
+from glm5.checkpoint.load import load
+from glm5.checkpoint.resolve import resolve
+from glm5.common.errors import ConfigError, DataError
+from glm5.config.model import ModelConfig
+from glm5.config.refusal import refuse
+from glm5.config.train import DocumentSource, FilesSource, ModelSection, Recipe, RulerSource, StageConfig, TokensSource
+from glm5.model.glm5 import Glm5
+from glm5.model.init import init_weights
+from glm5.train.data.order import key_of
+from glm5.train.data.ruler import generate
+from glm5.train.data.sources import Cut, Fitted, Mixed, Needles, Source, Tasks
+from glm5.train.data.tokenize import Options, tokenize
+from glm5.train.data.tokens import TokenFile
+from glm5.train.stages import packs
+
+logger = logging.getLogger(__name__)
+
+SAMPLES_PER_TASK = 40  # that a tokenizer is learnt from
+SAMPLE_LEN = 600  # words of each
+
+
+class Builder:
+    """Finds and makes what a recipe names; `beside` is the recipe's folder, `out` the run's."""
+
+    def __init__(self, recipe: Recipe, beside: Path, out: Path) -> None:
+        self.recipe, self.beside, self.out = recipe, beside, out
+        self.assets = self._assets()
+        self.tokenizer = None if self.assets is None else Tokenizer.from_dir(self.assets)
+        self.cfg = self._config()
+
+    def model(self, device: torch.device) -> Glm5:
+        """The start: random weights, or those of a checkpoint, with which changes of the config must agree."""
+        section = self.recipe.model
+        dtype = getattr(torch, section.dtype)
+        if section.checkpoint is None:
+            model = Glm5(self.cfg)
+            _initialize(model, section, self.recipe.seed)
+        else:
+            model = load(resolve(section.checkpoint), dtype=dtype)
+            for name, value in section.config.items():
+                if name not in ("rope_theta", "max_position_embeddings", "index_topk"):
+                    raise refuse(
+                        f"model.config.{name}", value, "of a checkpoint, only what leaves its weights as they are"
+                    )
+            model.requires_grad_()
+        return model.to(device=device, dtype=dtype).train()
+
+    def rows(self, stage: StageConfig) -> Mixed:
+        """The stage's mixture; token files are opened, and checked, and made where they are not there yet."""
+        seed = key_of(self.recipe.seed, stage.name)
+        sources = [self._source(stage, i, key_of(seed, i)) for i in range(len(stage.data))]
+        return Mixed(sources, [source.weight for source in stage.data], seed)
+
+    def _source(self, stage: StageConfig, number: int, seed: int) -> Source:
+        data = stage.data[number]
+        if isinstance(data, TokensSource | FilesSource):
+            file = self._token_file(stage, number)
+            file.check_vocabulary(self.cfg.vocab_size)
+            return _documents(file, data, stage, seed)
+        if isinstance(data, RulerSource):
+            tokenizer = self._needed_tokenizer(f"generated tasks of stage {stage.name}")
+            if tokenizer.vocab_size > self.cfg.vocab_size:
+                raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {self.cfg.vocab_size}")
+            lengths = {"min_len": data.min_len, "learn": data.learn}
+            return Tasks(data.tasks, tokenizer, stage.seq_len, seed, **lengths)
+        return Needles(stage.seq_len, self.cfg.vocab_size, seed)
+
+    def _token_file(self, stage: StageConfig, number: int) -> TokenFile:
+        data = stage.data[number]
+        if isinstance(data, TokensSource):
+            return TokenFile(self._beside(data.path))
+        assert isinstance(data, FilesSource)
+        self._needed_tokenizer(f"files of stage {stage.name}")
+        files = self._files(data.files)
+        # Named for what goes in: other files, or changed ones, or another tokenizer give another token file.
+        digest = hashlib.blake2b(digest_size=8)
+        assets = Path(str(self.assets))
+        for file in [*files, assets / "tokenizer.json", assets / "chat_template.jinja"]:
+            digest.update(file.read_bytes() if file.is_file() else b"")
+            digest.update(f"\n{file.name} {data.text_key}\n".encode())
+        folder = self.out / "data" / digest.hexdigest()
+        if not (folder / "index.json").is_file():
+            tokenize(files, folder, Options(str(self.assets), data.text_key), data.processes)
+        return TokenFile(folder)
+
+    def _files(self, patterns: Sequence[str]) -> list[Path]:
+        found: list[Path] = []
+        for pattern in patterns:
+            places = [self.beside / pattern, Path(pattern)]
+            here = next(
+                (names for place in places if (names := sorted(glob(str(place.expanduser()), recursive=True)))), []
+            )
+            if not here:
+                raise DataError(f"{pattern}: no such file, neither in {self.beside} nor where the command runs")
+            found += [Path(name) for name in here]
+        return found
+
+    def _beside(self, path: str) -> Path:
+        beside = self.beside / Path(path).expanduser()
+        return beside if beside.exists() else Path(path).expanduser()
+
+    def _needed_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError(f"model.tokenizer: must be given for {what}; or model.tokenizer_files, to learn one")
+        return self.tokenizer
+
+    def _assets(self) -> Path | None:
+        section = self.recipe.model
+        if section.tokenizer is not None:
+            return resolve(self._beside(section.tokenizer))
+        if section.checkpoint is not None:
+            folder = resolve(section.checkpoint)
+            return folder if (folder / "tokenizer.json").is_file() else None
+        if not section.tokenizer_files:
+            return None
+        folder = self.out / "tokenizer"
+        if not (folder / "tokenizer.json").is_file():
+            vocab_size = section.architecture().vocab_size
+            tokenizer = train_bpe(self._texts(), vocab_size)
+            logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)
+            tokenizer.save(folder, chat_template=ChatTemplate.bundled("glm-5.2").source)
+        return folder
+
+    def _texts(self) -> Iterator[str]:
+        for file in self._files(self.recipe.model.tokenizer_files):
+            yield file.read_text(encoding="utf-8", errors="replace")
+        tasks = {
+            task
+            for stage in self.recipe.stage
+            for data in stage.data
+            if isinstance(data, RulerSource)
+            for task in data.tasks
+        }
+        for task in sorted(tasks):
+            for index in range(SAMPLES_PER_TASK):
+                sample = generate(task, SAMPLE_LEN, index, lambda text: len(text.split()), seed=self.recipe.seed)
+                yield sample.prompt + sample.answer
+
+    def _config(self) -> ModelConfig:
+        section = self.recipe.model
+        of_checkpoint = None if section.checkpoint is None else ModelConfig.from_file(resolve(section.checkpoint))
+        cfg = section.architecture(of_checkpoint)
+        if self.tokenizer is None or of_checkpoint is not None:
+            return cfg
+        return cfg.replace(eos_token_id=list(self.tokenizer.eos_ids), pad_token_id=self.tokenizer.pad_id)
+
+
+def _documents(file: TokenFile, data: DocumentSource, stage: StageConfig, seed: int) -> Source:
+    packed = packs(stage.kind) if data.packing is None else data.packing == "best-fit"
+    return (Fitted if packed else Cut)(file, stage.seq_len, seed, data.held_out)
+
+
+@torch.no_grad()
+def _initialize(model: Glm5, section: ModelSection, seed: int) -> None:
+    """Random weights, and the scales that small models want."""
+    init_weights(model, seed)
+    std = model.cfg.initializer_range
+    for name, weight in model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            weight.mul_(1.0 if section.embedding_std is None else section.embedding_std / std)
+        elif weight.dim() > 1:
+            weight.mul_(weight.shape[-1] ** -0.5 / std if section.unit_scale else 1.0)
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                weight.mul_(section.residual_scale)

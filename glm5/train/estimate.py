@@ -1,0 +1,153 @@
+"""What a recipe needs, without training: parameters, memory and time of each stage, and what to change for less.
+
+    memory    weights + gradients + optimizer state + activations of one pass + logits of a chunk
+    time      operations / what the device reached in a product of matrices just now, times the share that models reach
+
+Activations are counted as what the layers keep for the backward pass, in elements a token: 34 D a layer beside
+attention, its latents and queries, and what experts keep of each token they see; dense attention on a CPU keeps scores.
+"""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from glm5.checkpoint.resolve import resolve
+from glm5.config.model import ModelConfig
+from glm5.config.tensors import ParameterCount, count_parameters
+from glm5.config.train import Recipe, StageConfig
+from glm5.train.loop import device_of
+from glm5.train.optim.table import rule_of
+from glm5.train.schedule import Schedule
+from glm5.train.stages import losses_of, phase_of
+from glm5.train.watch import flops_per_token
+
+EFFICIENCY = 0.3
+"""Share of a matrix product's speed that training reaches; rough, as small models reach less."""
+GIB = 2**30
+
+
+def estimate(recipe: Recipe) -> str:
+    """The text of `--dry-run`. Reads configs and sizes only; data are not opened."""
+    section = recipe.model
+    of_checkpoint = None if section.checkpoint is None else ModelConfig.from_file(resolve(section.checkpoint))
+    cfg = section.architecture(of_checkpoint)
+    count = count_parameters(cfg)
+    device = device_of(recipe.device)
+    speed, room = matmul_speed(device), _room(device)
+    lines = [
+        f"model: {count.with_mtp:,} parameters, {count.active:,} of them for a token beside embedding and head",
+        f"device: {device}, {room / GIB:.1f} GiB, {speed / 1e12:.3g} TFLOP/s in products of matrices",
+    ]
+    seconds = 0.0
+    for stage in recipe.stage:
+        parts = memory_parts(cfg, count, recipe, stage)
+        needed = sum(parts.values())
+        tokens = (Schedule(stage).draws(stage.steps - 1).stop) * stage.seq_len
+        took = flops_per_token(cfg, stage.seq_len, phase_of(stage)) * tokens / (EFFICIENCY * speed)
+        seconds += took
+        listed = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
+        lines.append(
+            f"stage {stage.name} ({stage.kind}): {stage.steps:,} steps, {tokens:,} tokens, about {_long(took)}; "
+            f"about {needed / GIB:.3g} GiB ({listed})"
+        )
+        if needed > room:
+            lines.append(f"  does not fit: {_advice(recipe, stage, parts, needed - room)}")
+    total = seconds
+    state = state_bytes(count, recipe)
+    free = shutil.disk_usage(_existing(recipe.folder)).free
+    lines.append(
+        f"in all about {_long(total)}; {recipe.folder}: {state / GIB:.3g} GiB for the state, {free / GIB:.3g} free"
+    )
+    resolved = json.dumps(json.loads(recipe.model_dump_json()), indent=2)
+    return "\n".join([*lines, "recipe:", resolved])
+
+
+def memory_parts(cfg: ModelConfig, count: ParameterCount, recipe: Recipe, stage: StageConfig) -> dict[str, float]:
+    """Bytes by what they are for, at the peak of a step."""
+    size = 2 if recipe.model.dtype == "bfloat16" else 4
+    trained = count.by_part["indexer"] if stage.kind == "warmup" else count.with_mtp
+    tokens = (stage.pass_sequences or stage.sequences) * stage.seq_len
+    losses = losses_of(recipe, stage, 0)
+    layers = cfg.num_hidden_layers + (losses.mtp_depth if cfg.num_nextn_predict_layers else 0)
+    heads, dense = cfg.num_attention_heads, phase_of(stage).keys != "sparse"
+    keys = stage.seq_len if dense else min(cfg.index_topk, stage.seq_len)
+    latent = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+    a_token = 8 * cfg.hidden_size + heads * (2 * cfg.qk_head_dim + 2 * latent + cfg.v_head_dim)
+    a_token += 3 * cfg.moe_intermediate_size * (cfg.num_experts_per_tok + cfg.n_shared_experts) + 2 * heads * keys
+    if phase_of(stage).learn_index:
+        a_token += 2 * cfg.index_n_heads * stage.seq_len
+    return {
+        "weights": size * count.with_mtp,
+        "gradients": size * trained,
+        "optimizer": _state_elements(count, recipe, stage) * size,
+        "activations": float(size * tokens * layers * a_token),
+        "logits": float(3 * 4 * min(losses.chunk, tokens) * cfg.vocab_size),
+    }
+
+
+def _state_elements(count: ParameterCount, recipe: Recipe, stage: StageConfig) -> float:
+    """Muon keeps one number for a parameter, AdamW two."""
+    optimizer = stage.optimizer or recipe.optimizer
+    if stage.kind == "warmup":
+        return (1 if optimizer.kind == "muon" else 2) * count.by_part["indexer"]
+    of_adamw = {
+        "embedding": "model.embed_tokens.weight",
+        "lm_head": "lm_head.weight",
+        "norms": "model.norm.weight",
+    }
+    twice = sum(count.by_part[part] for part, name in of_adamw.items() if rule_of(name, optimizer).optimizer == "adamw")
+    return 2 * count.with_mtp if optimizer.kind == "adamw" else count.with_mtp + twice
+
+
+def state_bytes(count: ParameterCount, recipe: Recipe) -> float:
+    """Size of the state file at most."""
+    size = 2 if recipe.model.dtype == "bfloat16" else 4
+    return size * (count.with_mtp + max(_state_elements(count, recipe, stage) for stage in recipe.stage))
+
+
+def matmul_speed(device: torch.device) -> float:
+    """Operations a second in a product of square matrices, the best of three."""
+    dtype, width = (torch.bfloat16, 4096) if device.type == "cuda" else (torch.float32, 512)
+    a = torch.ones(width, width, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(4):
+        began = time.perf_counter()
+        (a @ a).sum().item()
+        best = min(best, time.perf_counter() - began)
+    return 2 * width**3 / best
+
+
+def _advice(recipe: Recipe, stage: StageConfig, parts: dict[str, float], over: float) -> str:
+    sequences = stage.pass_sequences or stage.sequences
+    if sequences > 1 and parts["activations"] * (1 - 1 / sequences) > over:
+        fitting = max(1, int(sequences * (1 - over / parts["activations"])))
+        return f"pass_sequences = {fitting} in place of {sequences}"
+    if recipe.model.dtype == "float32":
+        return 'model.dtype = "bfloat16", which halves all of it'
+    if recipe.optimizer.kind == "adamw":
+        return 'optimizer.kind = "muon", which keeps one number a matrix element'
+    return "a shorter seq_len, or a smaller model"
+
+
+def _room(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemTotal:"):
+            return 1024.0 * int(line.split()[1])
+    return float("inf")
+
+
+def _existing(path: Path) -> Path:
+    path = path.resolve()
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _long(seconds: float) -> str:
+    for size, name in ((86400 * 365, "years"), (86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} seconds"

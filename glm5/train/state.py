@@ -1,0 +1,179 @@
+"""What a run needs to go on: one file, replaced as a whole, and the folders of checkpoints beside it.
+
+    OUT/state.pt              weights, optimizer, and how far the run is
+    OUT/STAGE/step-00000500   checkpoints in the published layout; OUT/STAGE/last and best point to two of them
+    OUT/run.lock              held while a process trains there
+
+Whatever is killed, state.pt is that of some step as a whole; what was written after it is written again, the same.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.common.atomic import atomic_write
+from glm5.common.errors import CheckpointError, TrainingError
+from glm5.config.train import Recipe
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+HARMLESS = {"out", "device", "checkpoints", "peak_tflops", "skip_steps"}
+"""Keys of a recipe that a run may go on with changed."""
+
+
+@dataclass
+class Position:
+    """How far a run is: the stage, how many of its steps are done, and what was counted on the way."""
+
+    stage: int = 0
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    best: dict[str, list[float]] = field(default_factory=dict)
+    """For each stage [held-out loss, step] of its best checkpoint."""
+    done: bool = False
+
+
+class Store:
+    """The state file of a run and its checkpoints."""
+
+    def __init__(self, out: Path, recipe: Recipe) -> None:
+        self.out, self.file = out, out / "state.pt"
+        self._recipe = json.loads(recipe.model_dump_json(exclude=HARMLESS))
+
+    def read(self) -> tuple[Position, Mapping[str, Any]] | None:
+        """The state, or None where a run begins. Raises `TrainingError` when it is damaged or of another recipe."""
+        if not self.file.exists():
+            return None
+        try:
+            state = torch.load(self.file, weights_only=True, map_location="cpu")
+            position, recipe = Position(**state["position"]), json.loads(state["recipe"])
+        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
+            raise TrainingError(
+                f"{self.file} cannot be read ({str(error).partition(chr(10))[0]}); begin anew with --restart, or start "
+                "a recipe from a checkpoint of this run"
+            ) from None
+        if difference := _difference(recipe, self._recipe):
+            raise TrainingError(
+                f"{self.out} holds a run of another recipe: {difference}; go on with the old one, choose another out, "
+                "or throw it away with --restart"
+            )
+        if state["threads"] != torch.get_num_threads() and not position.done:
+            logger.warning(
+                "the run began with %d torch threads and goes on with %d: sums may round otherwise",
+                state["threads"],
+                torch.get_num_threads(),
+            )
+        return position, state
+
+    def write(self, position: Position, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+        """Replace the state. Raises `TrainingError` when it cannot be written; the one before is then still there."""
+        state = {
+            "version": VERSION,
+            "recipe": json.dumps(self._recipe),
+            "threads": torch.get_num_threads(),
+            "position": asdict(position),
+            "model": model,
+            "optimizer": optimizer,
+        }
+        with writing_to(self.file), atomic_write(self.file, "wb") as handle:
+            torch.save(state, handle)
+
+    def stage_folder(self, stage: str) -> Path:
+        return self.out / stage
+
+    def checkpoint(self, stage: str, step: int) -> Path:
+        return self.out / stage / f"step-{step:08d}"
+
+    def point(self, stage: str, name: str, step: int) -> None:
+        """Let OUT/STAGE/NAME point to a checkpoint."""
+        link = self.out / stage / name
+        building = link.with_name(f".{name}.new")
+        building.unlink(missing_ok=True)
+        building.symlink_to(self.checkpoint(stage, step).name)
+        os.replace(building, link)
+
+    def prune(self, stage: str, keep: int) -> None:
+        """Delete all checkpoints of a stage but the last `keep` and those that are pointed to."""
+        folder = self.out / stage
+        saved = sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name))
+        pointed = {os.readlink(folder / name) for name in ("last", "best") if (folder / name).is_symlink()}
+        for path in saved[:-keep]:
+            if path.name not in pointed:
+                shutil.rmtree(path)
+
+
+@contextmanager
+def writing_to(path: Path) -> Generator[None, None, None]:
+    """Failures of writing as a `TrainingError` that says what is still there."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise TrainingError(f"{error}; the run goes on from the state before with the same command") from error
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error).partition("\n")[0]
+        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise TrainingError(
+            f"{path}: writing failed: {reason}; what was there before is unchanged"
+            f"{': make room, and' if full else '; once that is mended,'} the same command goes on from there"
+        ) from error
+
+
+@contextmanager
+def locked(out: Path) -> Generator[None, None, None]:
+    """Hold the folder of a run. Raises `TrainingError` when another process trains there, or nobody can write."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = (out / "run.lock").open("w")
+    except OSError as error:
+        raise TrainingError(f"{out}: cannot be written ({error.strerror}); choose another folder with out") from None
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise TrainingError(
+                f"{out}: another process is training there; wait for it, or choose another out"
+            ) from None
+        yield
+
+
+def clear(out: Path, recipe: Recipe) -> None:
+    """Throw away what a run of this recipe has left in `out`; other files stay."""
+    for name in ("state.pt", "metrics.jsonl", "recipe.json"):
+        (out / name).unlink(missing_ok=True)
+    for stage in recipe.stage:
+        folder = out / stage.name
+        if folder.is_dir():
+            for path in folder.iterdir():
+                if path.is_symlink():
+                    path.unlink()
+                elif re.fullmatch(r"step-\d{8,}", path.name):
+                    shutil.rmtree(path)
+
+
+def _difference(old: Any, new: Any, path: str = "") -> str:
+    """The first place where two recipes differ, with both values; empty if there is none."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(new.keys() - old.keys())]:
+            if found := _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key):
+                return found
+        return ""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return next((found for i, (a, b) in pairs if (found := _difference(a, b, f"{path}.{i}"))), "")
+    return "" if old == new else f"{path} was {old!r:.60} and is {new!r:.60}"

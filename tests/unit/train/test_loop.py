@@ -1,0 +1,275 @@
+"""The loop: stages to checkpoints that load; killed anywhere, a run goes on to the same bits; whatever fails is said,
+and what was there before is there still."""
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import glm5
+from glm5.common.errors import DataError, TrainingError
+from glm5.config.train import read_recipe
+from glm5.train import loop
+from glm5.train.data.tokens import writing
+from glm5.train.step import Step
+from glm5.train.watch import Watch, read_metrics
+from tests.support.training import recipe, recipe_file, run, same, stage, state, weights
+
+# Largest difference of a weight after six steps; measured 1e-6, and 3e-3 is what one step moves.
+ROUNDING = 1e-4
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of six steps that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, run(folder, "out")
+
+
+def test_a_run_ends_in_a_checkpoint_that_loads(straight):
+    folder, best = straight
+    model = glm5.load(best)
+    assert torch.isfinite(model.logits([1, 2, 3])).all()
+    records = read_metrics(folder / "out")
+    steps = [record for record in records if "held out" not in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[-1]["tokens"] == 6 * 2 * 64
+    assert [record["step"] for record in records if "held out" in record] == [3, 6]
+    assert json.loads((folder / "out" / "recipe.json").read_text())["stage"][0]["steps"] == 6
+
+
+def test_a_finished_run_says_so_at_once(straight, monkeypatch):
+    folder, best = straight
+    monkeypatch.setattr(Step, "run", lambda *_args: pytest.fail("trained again"))
+    assert run(folder, "out") == best
+
+
+def test_killed_and_resumed_is_bitwise_the_same(straight, tmp_path):
+    """Kill -9 in the middle of a step: the state is of step 3, steps 4 and 5 are done again."""
+    _, best = straight
+    command = [sys.executable, "-m", "glm5", "train", str(recipe_file(tmp_path)), "--set", f"out={tmp_path / 'out'}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:  # ends with the process, if it fails
+        seen += line
+        if line.startswith("dense 5/6: loss"):
+            process.send_signal(signal.SIGKILL)
+            break
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, seen
+    assert not (tmp_path / "out" / "dense" / "step-00000006").exists()
+    resumed = run(tmp_path, "out")
+    assert weights(resumed) == weights(best)
+    losses = [[r.get("loss", r.get("held-out loss")) for r in read_metrics(b.parents[1])] for b in (best, resumed)]
+    assert losses[0] == losses[1]
+
+
+def test_ctrl_c_ends_between_two_steps_and_the_run_goes_on(straight, tmp_path, monkeypatch):
+    _, best = straight
+    said = Watch.step
+
+    def interrupt(self, step, figures):
+        said(self, step, figures)
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Watch, "step", interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "out")
+    assert signal.getsignal(signal.SIGINT) is before
+    position, _ = state(tmp_path / "out", recipe(tmp_path, "out"))
+    assert position.step == 2
+    monkeypatch.undo()
+    assert weights(run(tmp_path, "out")) == weights(best)
+
+
+def test_stages_train_what_they_say_and_go_on_where_they_were_cut_off(tmp_path, monkeypatch):
+    stages = [stage("a"), stage("b", "warmup", 2, rope_theta=5e4), stage("c", "sparse", 2), stage("d", "sft", 1)]
+    best = run(tmp_path, "out", *stages)
+    models = {name: glm5.load(tmp_path / "out" / name / "last").state_dict() for name in "abcd"}
+    indexers = {name for name in models["a"] if ".indexer." in name}
+    assert set(same(models["a"], models["b"])) == models["a"].keys() - indexers, "warm-up trains the indexers alone"
+    assert not indexers & set(same(models["b"], models["c"]))
+    assert "model.layers.0.self_attn.o_proj.weight" not in same(models["b"], models["c"])
+    assert glm5.load(best).cfg.rope_theta == 5e4, "what an earlier stage changed stays"
+
+    started = loop._Stage.run
+
+    def killed(self):
+        if self.stage.name == "c":
+            raise RuntimeError("killed")
+        started(self)
+
+    monkeypatch.setattr(loop._Stage, "run", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path, "again", *stages)
+    monkeypatch.undo()
+    assert weights(run(tmp_path, "again", *stages)) == weights(best)
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, monkeypatch):
+    losses = iter([5.0, 1.0, 4.0, 3.0, 2.0])
+    monkeypatch.setattr(loop, "held_out", lambda *_args: {"held-out loss": next(losses)})
+    best = run(tmp_path, "out", stage(steps=5), settings=["checkpoints.every=1"])
+    kept = sorted(path.name for path in (tmp_path / "out" / "dense").iterdir())
+    assert kept == ["best", "last", "step-00000002", "step-00000004", "step-00000005"]
+    assert best.resolve().name == "step-00000002"
+    assert (best.parent / "last").resolve().name == "step-00000005"
+
+
+def test_what_is_no_number_ends_the_run_with_its_state(tmp_path):
+    """A rate of 1e30 makes weights of which the next loss is none."""
+    with pytest.raises(
+        TrainingError, match=r"stage dense, step \d, on needle row \d.*nothing was updated.*skip_steps=1"
+    ):
+        run(tmp_path, "out", settings=["stage.0.lr=1e30"])
+    position, saved = state(tmp_path / "out", recipe(tmp_path, "out", settings=["stage.0.lr=1e30"]))
+    assert 0 < position.step < 6
+    assert len(saved["model"]) > 10
+
+
+def test_a_step_can_be_left_out(straight, tmp_path, monkeypatch):
+    _, best = straight
+    done = Step.run
+    calls = []
+
+    def fail_once(self, batches, lr):
+        calls.append(lr)
+        if len(calls) == 2:
+            raise TrainingError("loss is nan")
+        return done(self, batches, lr)
+
+    monkeypatch.setattr(Step, "run", fail_once)
+    resumed = run(tmp_path, "out", settings=["skip_steps=1"])
+    assert len(calls) == 6
+    assert weights(resumed) != weights(best)
+    assert "loss" not in read_metrics(tmp_path / "out")[1]
+
+
+@contextmanager
+def full_disk(num_bytes):
+    """No file may grow beyond that, which fails as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_loses_nothing(straight, tmp_path, monkeypatch):
+    _, best = straight
+    done = Step.run
+    calls = []
+
+    def stop_at_five(self, batches, lr):
+        calls.append(lr)
+        if len(calls) == 5:
+            raise TrainingError("stop here")
+        return done(self, batches, lr)
+
+    monkeypatch.setattr(Step, "run", stop_at_five)
+    with pytest.raises(TrainingError, match="stop here"):
+        run(tmp_path, "out")
+    monkeypatch.undo()
+    before = (tmp_path / "out" / "state.pt").read_bytes()
+    with full_disk(100_000), pytest.raises(TrainingError, match=r"step-00000006: .*(too large|No space).*same command"):
+        run(tmp_path, "out")
+    assert (tmp_path / "out" / "state.pt").read_bytes() == before
+    assert not list((tmp_path / "out").rglob("*.part"))
+    assert weights(run(tmp_path, "out")) == weights(best)
+
+
+def test_the_state_cannot_be_written_either(tmp_path):
+    with full_disk(1_000_000), pytest.raises(TrainingError, match=r"(state\.pt|step-\d+): .*failed: File too large"):
+        run(tmp_path, "out", settings=["checkpoints.dtype=bfloat16"])
+    assert not (tmp_path / "out" / "state.pt").exists()
+
+
+def test_another_recipe_is_told_from_the_first(straight):
+    folder, _ = straight
+    with pytest.raises(TrainingError, match=r"holds a run of another recipe: stage\.0\.lr was 0\.003 and is 0\.5"):
+        run(folder, "out", settings=["stage.0.lr=0.5"])
+
+
+def test_a_damaged_state_is_named(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "state.pt").write_bytes(b"half")
+    with pytest.raises(TrainingError, match=r"state\.pt cannot be read .*--restart"):
+        run(tmp_path, "out")
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    with loop.locked(tmp_path / "out"), pytest.raises(TrainingError, match="another process is training there"):
+        run(tmp_path, "out")
+
+
+def test_restart_begins_anew(straight, tmp_path):
+    _, best = straight
+    run(tmp_path, "out", stage(steps=1))
+    (tmp_path / "out" / "notes.txt").touch()
+    again = loop.train(recipe(tmp_path, "out"), tmp_path, restart=True)
+    assert weights(again) == weights(best)
+    assert (tmp_path / "out" / "notes.txt").exists()
+    assert len(read_metrics(tmp_path / "out")) == 8
+
+
+def test_a_truncated_token_file_is_named_before_the_first_step(tmp_path):
+    with writing(tmp_path / "tokens", 320) as writer:
+        writer.add(list(range(300)) * 10)
+    (tmp_path / "tokens" / "tokens.bin").write_bytes(b"\0" * 100)
+    data = 'data = [{kind = "tokens", path = "tokens"}]'
+    later = stage("later").replace('data = [{kind = "needle"}]', data)
+    with pytest.raises(DataError, match=r"tokens\.bin is truncated: 100 bytes"):
+        run(tmp_path, "out", stage(), later)
+    assert not read_metrics(tmp_path / "out")
+
+
+def test_text_becomes_a_model_that_the_engine_serves(tmp_path):
+    text = "It is said that the green boat waits at the old bridge. " * 60
+    (tmp_path / "text.txt").write_text(text)
+    data = """data = [{kind = "files", files = ["*.txt"], held_out = 0.2}, {kind = "ruler", tasks = ["qa_1"]}]"""
+    stages = stage("text", steps=2).replace('data = [{kind = "needle"}]', data).replace("seq_len = 64", "seq_len = 256")
+    settings = ['model.tokenizer_files=["*.txt"]']
+    best = run(tmp_path, "out", stages, settings=settings)
+    from glm5 import LLM, SamplingParams
+
+    (output,) = LLM(str(best)).generate("It is", SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_passes_do_not_change_what_a_step_learns(straight, tmp_path):
+    """Sums over one pass of two sequences and over two of one differ by rounding; so do the weights."""
+    _, best = straight
+    again = run(tmp_path, "out", settings=["stage.0.pass_sequences=1"])
+    a, b = glm5.load(best).state_dict(), glm5.load(again).state_dict()
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < ROUNDING
+
+
+def test_dry_run_says_what_a_recipe_needs(tmp_path, capsys):
+    from glm5.cli.main import main
+
+    assert main(["train", str(recipe_file(tmp_path)), "--dry-run", "--set", "stage.0.steps=7"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"stage dense \(pretrain\): 7 steps, 896 tokens", said)
+    assert json.loads(said.partition("recipe:\n")[2])["stage"][0]["steps"] == 7
+    assert not Path("runs/small").exists()
+
+
+def test_the_command_line_reports_errors_in_one_line(tmp_path, capsys):
+    from glm5.cli.main import main
+
+    file = recipe_file(tmp_path)
+    assert main(["train", str(file), "--set", "seeed=1"]) == 1
+    assert "seeed: no such key; did you mean seed?" in capsys.readouterr().err
+    assert read_recipe(file).seed == 0
