@@ -91,7 +91,8 @@ def rotate(
 def _turned(weight: Tensor, cfg: ModelConfig, turned: Turn, rotation: Rotation) -> Tensor:
     if turned.part == "all":
         out = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        for some, rows in parts(flat := stacked(weight), flat.shape[1]):
+        flat = stacked(weight)
+        for some, rows in parts(flat, 1 if turned.side == "inputs" else flat.shape[1]):
             stacked(out)[some, rows] = _turn_side(wide(flat[some, rows]), turned.side, rotation).to(weight.dtype)
         return out
     w = wide(weight)
@@ -141,10 +142,13 @@ def mtp_corrections(rotation: Rotation, norm: Tensor, mtp_norm: Tensor, lm_head:
     def seen_from_there(factor: Tensor) -> Tensor:
         return (turn.mT @ (factor.double()[:, None] * turn)).to(dtype)
 
+    head = torch.empty_like(lm_head, memory_format=torch.contiguous_format)
+    for _, rows in parts(stacked(head)):
+        head[rows] = rotation.turn(scale_inputs(wide(lm_head[rows]), mtp_norm)).to(head.dtype)
     ratio = None if bool((norm == 0).any()) else mtp_norm.double() / norm.double()
     return MtpCorrections(
         hidden=seen_from_there(norm),
         chained=seen_from_there(mtp_norm),
-        head=rotation.turn(scale_inputs(wide(lm_head), mtp_norm)).to(lm_head.dtype),
+        head=head,
         to_head=None if ratio is None else seen_from_there(ratio),
     )
