@@ -14,7 +14,7 @@ from torch import Tensor
 
 from glm5.kernels.index_score import index_score
 from glm5.kernels.router import router
-from glm5.kernels.top_k import top_k
+from glm5.kernels.top_k import top_k as best_keys
 from glm5.model import Glm5, packed
 from glm5.model.attention import SparseLatentAttention
 from glm5.model.indexer import Indexer
@@ -94,7 +94,10 @@ def indexer_reads_unnormed_query(model: Glm5, patch: Patch) -> None:
 
 
 def score_with(patch: Patch, score: Callable[..., Tensor]) -> None:
-    patch.setattr(packed, "index_score", score)
+    def select(*args: Tensor, top_k: int, scale: float) -> Tensor:
+        return best_keys(score(*args, scale=scale), top_k)
+
+    patch.setattr(packed, "select_keys", select)
 
 
 def no_relu(model: Glm5, patch: Patch) -> None:
@@ -115,7 +118,7 @@ def top_k_before_masking(model: Glm5, patch: Patch) -> None:
     def select(self: PackedView, layer_idx, q_TJI, w_TJ, k, scale):
         everything = torch.full_like(self.end_T, self.max_len)
         score = index_score(q_TJI, self._index_key_PZI, w_TJ, self.page_table_BN, self.row_T, everything, scale=scale)
-        return Selection(top_k(score, k))
+        return Selection(best_keys(score, k))
 
     patch.setattr(PackedView, "select", select)
 

@@ -11,11 +11,13 @@ from glm5.common.errors import TrainingError
 from glm5.config.model import ModelConfig
 from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.model import Glm5
+from glm5.model.packed import PackedView
 from glm5.testing.numerics import rel_rms
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
 from glm5.train.step import Phase, Step
 from tests.support.parity import BASE, randomize
+from tests.support.peak import peak_bytes
 from tests.support.textbook import Textbook
 
 EXACT = 1e-9  # float64, sums in another order: 1e-13 measured
@@ -154,3 +156,23 @@ def test_a_step_learns_and_evaluation_sees_it(model, batch):
 def test_batches_must_add_up():
     with pytest.raises(ValueError, match="a batch of 3 ids"):
         Batch(torch.zeros(3), torch.zeros(3), [2])
+
+
+@pytest.mark.parametrize("keys", ["warmup", "sparse"])
+def test_memory_of_learning_to_index_grows_with_the_context_not_its_square(keys):
+    """A pass over one sequence, forward and backward: twice the tokens take about twice the memory."""
+    small = {"num_nextn_predict_layers": 0, "num_hidden_layers": 2, "index_topk": 8, "index_topk_pattern": None}
+    model = Glm5(ModelConfig.from_dict(BASE | small))
+    randomize(model, seed=3)
+
+    def peak(num: int) -> int:
+        view = PackedView([num], stage=keys, learn_index=True)
+        with peak_bytes() as peak:
+            hidden = model(torch.arange(num) % BASE["vocab_size"], view)
+            (hidden.square().mean() + view.index_loss()).backward()
+        model.zero_grad()
+        return peak.at_most
+
+    short, long = peak(512), peak(1024)
+    print(f"{keys}: {short / 2**20:.1f} MiB for 512 tokens, {long / 2**20:.1f} for 1024")
+    assert long < 2.2 * short
