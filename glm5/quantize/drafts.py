@@ -5,7 +5,7 @@ that weight in it. Own files carry a head for the MTP layer and two matrices for
 
     model.layers.N.shared_head.head.weight    model.layers.N.hidden_rotation.weight    .chained_rotation.weight
 
-AscendV1 has a place for the head and, as rot.weight, for the first matrix; its engine rotates no chained state.
+AscendV1 has a place for the head and, in rot.safetensors, for the first matrix; its engine rotates no chained state.
 """
 
 import torch

@@ -25,6 +25,9 @@ from glm5.common.errors import CheckpointError
 from glm5.quant.record import Quantized
 from glm5.quantize.calibrate import Activations
 
+ALONE = {"rot.weight": "rot.safetensors"}
+"""Tensors that have a file of their own, which keeps its name: readers look for it there."""
+
 
 class Store:
     """The folder of an unfinished run beside `out`. `fingerprint`: what a run must agree in to go on with it."""
@@ -63,8 +66,10 @@ class Store:
         """Write a layer's files and return what progress.json is to hold of them: names and digests by tensor."""
         layout = [TensorLayout(name, CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
         files: dict[str, list[str]] = {}
-        for part, shard in enumerate(split_shards(layout, max_shard_bytes)):
-            name = f"layer-{layer_idx + 1:05d}-{part:03d}.safetensors"
+        shards = split_shards([planned for planned in layout if planned.name not in ALONE], max_shard_bytes)
+        named = {f"layer-{layer_idx + 1:05d}-{part:03d}.safetensors": shard for part, shard in enumerate(shards)}
+        named |= {ALONE[planned.name]: [planned] for planned in layout if planned.name in ALONE}
+        for name, shard in named.items():
             for _ in write_file(self.model / name, shard, (tensors[planned.name] for planned in shard)):
                 pass
             files[name] = [planned.name for planned in shard]
@@ -96,7 +101,10 @@ class Store:
     def finish(self, prefix: str) -> None:
         """Give the files their last names, write the index, and let the folder become OUT."""
         names = dict(self.files())
-        final = {old: f"{prefix}-{i + 1:05d}-of-{len(names):05d}.safetensors" for i, old in enumerate(names)}
+        numbered = [old for old in names if old not in ALONE.values()]
+        final = {old: old for old in names} | {
+            old: f"{prefix}-{i + 1:05d}-of-{len(numbered):05d}.safetensors" for i, old in enumerate(numbered)
+        }
         weight_map = {tensor: final[old] for old, tensors in names.items() for tensor in tensors}
         total = 0
         for old, new in final.items():

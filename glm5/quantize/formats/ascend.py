@@ -70,6 +70,8 @@ class AscendV1:
             "optional": {},
             **types,
         }
+        if "rot.weight" in stored:  # what MTP reads has to be multiplied by it
+            described["is_rot_used"] = True
         return Extras({DESCRIPTION: described})
 
 

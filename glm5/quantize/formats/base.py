@@ -27,10 +27,9 @@ class Matrix:
 
 @dataclass
 class Extras:
-    """Files beside the weights: JSON by file name, and tensors by file name."""
+    """Files beside the weights: JSON by file name."""
 
     json: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 class Format(Protocol):

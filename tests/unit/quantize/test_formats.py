@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from glm5.checkpoint.load import load
@@ -298,7 +299,11 @@ def test_ascend_bytes(written):
         split = (codes @ (16 * high) + codes @ low) * scale[:, 0] + bias.sum(-1)
         np.testing.assert_allclose(split, codes @ a * scale[:, 0], rtol=1e-4, atol=1e-2)
         assert not made.tensors[f"{EXPERT}{name}.weight_offset"].any()
-    assert made.tensors["rot.weight"].shape == (128, 128)
+    assert described["is_rot_used"] is True
+    assert load_file(made.path / "rot.safetensors").keys() == {"rot.weight"}
+    turn = made.job.run.rotations["residual"].matrix()
+    norm = made.job.source.layer(-1)["model.norm.weight"].double()
+    torch.testing.assert_close(made.tensors["rot.weight"].double(), turn.T @ norm.diag() @ turn, rtol=1e-5, atol=1e-6)
     assert made.tensors["model.layers.3.shared_head.head.weight"].shape == (320, 128)
 
 
