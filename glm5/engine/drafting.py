@@ -43,7 +43,7 @@ class DraftRows:
 
 
 class Drafter:
-    """Writes `slots.draft_SK`, and the drafts behind the tokens of each slot."""
+    """Writes `slots.draft_SK`."""
 
     def __init__(self, passes: Passes, slots: SlotState, sampler: Sampler):
         self.passes, self.slots, self.sampler = passes, slots, sampler

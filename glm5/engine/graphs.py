@@ -192,6 +192,8 @@ class DecodeSteps:
 
     def _target(self, b: Buffers, reach: int) -> None:
         on = b.on
+        if b.shape.depth:
+            self.slots.assume(on.slot_C)
         rows = self.slots.rows(on.slot_R, on.start_R, on.offset_R, on.live_R)
         b.position_R.copy_(rows.position_T)
         view = self._view(b, rows, reach)
@@ -227,7 +229,6 @@ class DecodeSteps:
         extended = self.drafter.extend(view, next_ids_R, b.hidden_RD)
         rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.parts(b.result)[1], b.ahead_KC)
         self.drafter.draft(extended, view, rows, depth, features=kind)
-        self.slots.assume(on.slot_C)
         b.parts(b.result)[2].copy_(self.slots.draft_SK.index_select(0, on.slot_C))
 
     def _view(self, b: Buffers, rows: StepRows, reach: int) -> StepView:

@@ -192,6 +192,8 @@ class Runner:
 
     def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
         on = self._upload(batch)
+        if plan.depth:
+            self.slots.assume(on.slot_C)
         sampling = tuple([item for item in plan.items if item.samples])
         max_end = self._max_end(plan)
         view = self._view(
@@ -212,7 +214,6 @@ class Runner:
             if sampling:
                 rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
                 self._drafter.draft(extended, view, rows, plan.draft_depth)
-                self.slots.assume(on.slot_C)
         pending = Pending(
             sampling,
             batch.place_C,

@@ -1,7 +1,7 @@
 """What the device knows of each slot: token ids, true length, drafts, and the row of the page table.
 
 A step reads and writes these tables in place, so the next one can be enqueued before anybody has read its tokens. The
-last slot is padding's. Beyond the true length the token table holds the drafts that the next step will try.
+last slot is padding's. Beyond the true length the token table holds the drafts that a step tries, while it does.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,8 @@ class SlotState:
         self.len_S += accepted.count_S
 
     def assume(self, slot_C: Tensor) -> None:
-        """Put the drafts of these slots behind their tokens."""
+        """Put the drafts of these slots behind their tokens, for a step that assumes them. They may be of long ago: what
+        was sampled since may lie there now."""
         if self.max_depth:
             place_CK = self.len_S[slot_C][:, None] + torch.arange(self.max_depth, device=self.device)
             self.token_SN[slot_C[:, None], place_CK] = self.draft_SK[slot_C]
