@@ -86,8 +86,8 @@ class SlotState:
         self.len_S += accepted.count_S
 
     def assume(self, slot_C: Tensor) -> None:
-        """Put the drafts of these slots behind their tokens, for a step that assumes them. They may be of long ago: what
-        was sampled since may lie there now."""
+        """Put the drafts of these slots behind their tokens, for a step that assumes them. They may be of long ago, and
+        what was sampled since may lie there now."""
         if self.max_depth:
             place_CK = self.len_S[slot_C][:, None] + torch.arange(self.max_depth, device=self.device)
             self.token_SN[slot_C[:, None], place_CK] = self.draft_SK[slot_C]
