@@ -26,10 +26,15 @@ class Rotation:
 
     def turn(self, x: Tensor) -> Tensor:
         """x R over the last dimension, in x's dtype."""
+        columns = x.reshape(-1, self.size).mT.contiguous()
+        return self.turn_outputs(columns).mT.reshape(x.shape)
+
+    def turn_outputs(self, x: Tensor) -> Tensor:
+        """R^T x over the last but one dimension of x [..., n, m]. Additions run along m, wherever a row lies."""
         y = self._blocks(x)
         if self.shift:
-            y = self._blocks(y.roll(self.shift, -1))
-        return y * self.signs.to(y)
+            y = self._blocks(y.roll(self.shift, -2))
+        return y.mul_(self.signs.to(y).unsqueeze(-1))
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """R itself."""
@@ -37,9 +42,9 @@ class Rotation:
 
     def _blocks(self, x: Tensor) -> Tensor:
         """Every block of x times the Hadamard matrix, normalised."""
-        y = x.unflatten(-1, (-1, self.paley, self.block // self.paley))
+        y = x.unflatten(-2, (-1, self.paley, self.block // self.paley))
         y = _paley_product(_sylvester_product(y), self.paley)
-        return y.flatten(-3) * self.block**-0.5
+        return y.flatten(-4, -2) * self.block**-0.5
 
 
 def random_hadamard(size: int, seed: int) -> Rotation:
@@ -80,26 +85,28 @@ def _signs(size: int, seed: int) -> Tensor:
 
 
 def _sylvester_product(x: Tensor) -> Tensor:
-    """x times the unnormalised Sylvester matrix over the last dimension, a power of two."""
-    size, half = x.shape[-1], 1
+    """x times the unnormalised Sylvester matrix over the last but one dimension, a power of two."""
+    size, half = x.shape[-2], 1
+    room, other = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     while half < size:
-        pairs = x.unflatten(-1, (-1, 2, half))
-        x = torch.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).flatten(-3)
+        of, into = x.unflatten(-2, (-1, 2, half)), room.unflatten(-2, (-1, 2, half))
+        torch.add(of[..., 0, :, :], of[..., 1, :, :], out=into[..., 0, :, :])
+        torch.sub(of[..., 0, :, :], of[..., 1, :, :], out=into[..., 1, :, :])
+        x, room, other = room, other, room
         half *= 2
     return x
 
 
 def _paley_product(x: Tensor, order: int) -> Tensor:
-    """x times the unnormalised Paley matrix over the last but one dimension."""
+    """x times the unnormalised Paley matrix over the last but two dimensions."""
     if order == 1:
         return x
-    columns = []
-    for column in zip(*_paley(order), strict=True):
-        total = x[..., 0, :] * column[0]
+    out = torch.empty_like(x)
+    for column, into in zip(zip(*_paley(order), strict=True), out.unbind(-3), strict=True):
+        torch.mul(x[..., 0, :, :], column[0], out=into)
         for i in range(1, order):
-            total = total + x[..., i, :] if column[i] > 0 else total - x[..., i, :]
-        columns.append(total)
-    return torch.stack(columns, -2)
+            into.add_(x[..., i, :, :], alpha=column[i])
+    return out
 
 
 @cache

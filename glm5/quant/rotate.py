@@ -24,6 +24,8 @@ from glm5.quant.record import Step
 
 Steps = dict[str, list[Step]]
 
+_ROWS = 64  # turned at a time, at least: additions run along them
+
 
 def rotations(
     cfg: ModelConfig, names: Iterable[RotationName], seed: int = 1234, *, upstream: bool = False
@@ -91,9 +93,12 @@ def rotate(
 def _turned(weight: Tensor, cfg: ModelConfig, turned: Turn, rotation: Rotation) -> Tensor:
     if turned.part == "all":
         out = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        flat = stacked(weight)
-        for some, rows in parts(flat, 1 if turned.side == "inputs" else flat.shape[1]):
-            stacked(out)[some, rows] = _turn_side(wide(flat[some, rows]), turned.side, rotation).to(weight.dtype)
+        # Along the side that is not turned parts are independent: rows for inputs, columns for outputs.
+        of, into = stacked(weight), stacked(out)
+        if turned.side == "outputs":
+            of, into = of.mT, into.mT
+        for some, rows in parts(of, _ROWS):
+            into[some, rows] = rotation.turn(wide(of[some, rows])).to(weight.dtype)
         return out
     w = wide(weight)
     match turned.part:
@@ -112,7 +117,7 @@ def _turned(weight: Tensor, cfg: ModelConfig, turned: Turn, rotation: Rotation) 
 
 
 def _turn_side(w: Tensor, side: Side, rotation: Rotation) -> Tensor:
-    return rotation.turn(w) if side == "inputs" else rotation.turn(w.mT.contiguous()).mT
+    return rotation.turn(w) if side == "inputs" else rotation.turn_outputs(w)
 
 
 @dataclass(frozen=True)
