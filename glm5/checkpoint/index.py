@@ -11,6 +11,8 @@ from glm5.checkpoint.shard import TensorEntry, read_header, unique_keys
 from glm5.checkpoint.writer import INDEX_NAME, SINGLE_NAME
 from glm5.common.errors import CheckpointError
 
+_ASCEND = "quant_model_description.json"
+
 
 @dataclass(frozen=True)
 class ShardIndex:
@@ -77,6 +79,11 @@ def read_weight_map(directory: Path) -> dict[str, str] | None:
     if not path.is_file():
         if (directory / SINGLE_NAME).is_file():
             return None
+        if (directory / _ASCEND).is_file():
+            raise CheckpointError(
+                f"{directory}: {_ASCEND} says that its weights are AscendV1's, which run on NPUs; for this engine: "
+                "glm5 quantize --target glm5"
+            )
         raise CheckpointError(f"{directory}: holds neither {INDEX_NAME} nor {SINGLE_NAME}{_other_weights(directory)}")
     try:
         return parse_weight_map(path.read_text(encoding="utf-8"), path)

@@ -63,7 +63,7 @@ def form_of(module: str, scheme: Scheme) -> "Form | Literal['blocks']":
     grid, act = scheme.weight, scheme.act
     if grid == FP8_BLOCK and act == FP8_GROUP:
         return BLOCKS
-    weight = "fp8" if grid.kind == "fp8" else f"int{grid.bits}"
+    weight = f"int{grid.bits}" if grid.kind == "int" else grid.kind
     kind = None if act is None else "fp8" if act.kind == "fp8" else "int8"
     fits = grid.symmetric and grid.scope in ("channel", "group") and (act is None or act.scope == "token")
     fits &= act is None or (act.symmetric and act.bits == 8)
@@ -99,7 +99,10 @@ def stored_of(cfg: ModelConfig, entries: Mapping[str, TensorEntry] | None = None
                 continue
         shape, scheme = (spec.shape[0], spec.shape[1]), schemes[module]
         build = {"glm5": _own, "compressed-tensors": _compressed, "w4afp8": _w4afp8}[method or ""]
-        found[spec.name] = build(spec.name, module, scheme, shape)
+        try:
+            found[spec.name] = build(spec.name, module, scheme, shape)
+        except ConfigError as error:
+            raise ConfigError(f"quantization_config: {module}: {error}") from None
     return found
 
 
@@ -120,7 +123,7 @@ def _own(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) -> Stor
 def _compressed(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) -> Stored:
     grid = scheme.weight
     if not grid.symmetric:
-        raise ConfigError(f"{module}: asymmetric weights of compressed-tensors are not read; allowed: symmetric ones")
+        raise ConfigError("asymmetric weights of compressed-tensors are not read; allowed: symmetric ones")
     scale = Part(f"{module}.weight_scale", _FLOATS, grid.scale_shape(shape))
     if grid.bits != 4:
         return Stored(name, scheme, shape, {"codes": Part(name, _code_types(grid), shape), "scale": scale})

@@ -91,9 +91,8 @@ def _gate_up(
     scale_ptr,
     h_ptr,
     num_pairs,
-    D,
     F,
-    row_bytes,
+    cols,
     scale_cols,
     A: tl.constexpr,
     FEW: tl.constexpr,
@@ -115,7 +114,7 @@ def _gate_up(
     r = tl.arange(0, BLOCK_T)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     gate_row = tl.minimum(f, F - 1).to(tl.int64)
-    w_ptr += expert.to(tl.int64) * 2 * F * row_bytes
+    w_ptr += expert.to(tl.int64) * 2 * F * cols
     scale_ptr += expert.to(tl.int64) * 2 * F * scale_cols
     for begin in range(0, count, BLOCK_T):
         here = begin + r < count
@@ -125,8 +124,8 @@ def _gate_up(
             pair = tl.load(order_ptr + first + begin + r, mask=here, other=0)
         token = (pair // A).to(tl.int64)
         weight, rows = (w_ptr, scale_ptr, scale_cols), (x_ptr, token, here)
-        gate = weight_times_rows(weight, gate_row, rows, D, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
-        up = weight_times_rows(weight, gate_row + F, rows, D, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
+        gate = weight_times_rows(weight, gate_row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
+        up = weight_times_rows(weight, gate_row + F, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
         if QUANTIZED:
             x_scale = tl.load(x_scale_ptr + token)
             gate *= x_scale[None, :]
@@ -149,8 +148,7 @@ def _down(
     y_ptr,
     num_pairs,
     D,
-    F,
-    row_bytes,
+    cols,
     scale_cols,
     FEW: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -171,7 +169,7 @@ def _down(
     r = tl.arange(0, BLOCK_T)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.minimum(d, D - 1).to(tl.int64)
-    w_ptr += expert.to(tl.int64) * D * row_bytes
+    w_ptr += expert.to(tl.int64) * D * cols
     scale_ptr += expert.to(tl.int64) * D * scale_cols
     for begin in range(0, count, BLOCK_T):
         here = begin + r < count
@@ -181,7 +179,7 @@ def _down(
             pair = tl.load(order_ptr + first + begin + r, mask=here, other=0)
         wide = pair.to(tl.int64)
         w, rows = (w_ptr, scale_ptr, scale_cols), (h_ptr, wide, here)
-        y = weight_times_rows(w, row, rows, F, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
+        y = weight_times_rows(w, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
         weight = tl.load(weight_ptr + wide, mask=here, other=0.0)
         if QUANTIZED:
             weight *= tl.load(h_scale_ptr + wide)
@@ -229,7 +227,6 @@ def coded_experts(
         *_arguments(gate_up_proj),
         h,
         num_pairs,
-        width,
         inner,
         gate_up_proj.codes.shape[-1],
         gate_up_proj.scale.shape[-1],
@@ -251,7 +248,6 @@ def coded_experts(
         y,
         num_pairs,
         width,
-        inner,
         down_proj.codes.shape[-1],
         down_proj.scale.shape[-1],
         **_meaning(down_proj, tiling.block_k),

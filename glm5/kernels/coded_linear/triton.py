@@ -50,7 +50,7 @@ def _coded_linear(
     out_ptr,
     T,
     O,
-    D,
+    cols,
     scale_cols,
     QUANTIZED: tl.constexpr,
     INT4: tl.constexpr,
@@ -70,7 +70,7 @@ def _coded_linear(
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     weight, rows = (w_ptr, scale_ptr, scale_cols), (x_ptr, column, here)
-    y = weight_times_rows(weight, row, rows, D, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
+    y = weight_times_rows(weight, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
     if QUANTIZED:
         y *= tl.load(x_scale_ptr + column)[None, :]
     at = out_ptr + column[:, None] * O + o[None, :]
@@ -80,7 +80,7 @@ def _coded_linear(
 def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> Tensor:
     """[T, O] in x's dtype."""
     codes, scale, form = weight.check()
-    num_rows, width = len(codes), weight.width
+    num_rows = len(codes)
     out_TO = torch.empty(len(x_TD), num_rows, dtype=x_TD.dtype, device=x_TD.device)
     if not out_TO.numel():
         return out_TO
@@ -94,7 +94,7 @@ def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> T
         out_TO,
         len(x_TD),
         num_rows,
-        width,
+        codes.shape[-1],
         scale.shape[-1],
         QUANTIZED=x_scale is not None,
         INT4=form.weight == "int4",
