@@ -3,8 +3,8 @@
     memory    weights + gradients + optimizer state + activations of one pass + logits of a chunk
     time      operations / what the device reached in a product of matrices just now, times the share that models reach
 
-Activations are counted as what the layers keep for the backward pass, in elements a token: 34 D a layer beside
-attention, its latents and queries, and what experts keep of each token they see; dense attention on a CPU keeps scores.
+Activations are what the layers keep for the backward pass: per token some multiples of the widths, no scores and no
+copies of latents, however long the sequence. Compared with counted peaks in the tests.
 """
 
 import json
@@ -16,12 +16,13 @@ import torch
 
 from glm5.checkpoint.resolve import resolve
 from glm5.config.model import ModelConfig
-from glm5.config.tensors import ParameterCount, count_parameters
+from glm5.config.tensors import count_parameters
 from glm5.config.train import Recipe, StageConfig
+from glm5.model.glm5 import Glm5
 from glm5.train.loop import device_of
 from glm5.train.optim.table import rule_of
 from glm5.train.schedule import Schedule
-from glm5.train.stages import losses_of, phase_of
+from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.watch import flops_per_token
 
 EFFICIENCY = 0.3
@@ -43,7 +44,7 @@ def estimate(recipe: Recipe) -> str:
     ]
     seconds = 0.0
     for stage in recipe.stage:
-        parts = memory_parts(cfg, count, recipe, stage)
+        parts = memory_parts(cfg, recipe, stage)
         needed = sum(parts.values())
         tokens = (Schedule(stage).draws(stage.steps - 1).stop) * stage.seq_len
         took = flops_per_token(cfg, stage.seq_len, phase_of(stage)) * tokens / (EFFICIENCY * speed)
@@ -56,7 +57,7 @@ def estimate(recipe: Recipe) -> str:
         if needed > room:
             lines.append(f"  does not fit: {_advice(recipe, stage, parts, needed - room)}")
     total = seconds
-    state = state_bytes(count, recipe)
+    state = state_bytes(cfg, recipe)
     free = shutil.disk_usage(_existing(recipe.folder)).free
     lines.append(
         f"in all about {_long(total)}; {recipe.folder}: {state / GIB:.3g} GiB for the state, {free / GIB:.3g} free"
@@ -65,55 +66,54 @@ def estimate(recipe: Recipe) -> str:
     return "\n".join([*lines, "recipe:", resolved])
 
 
-def memory_parts(cfg: ModelConfig, count: ParameterCount, recipe: Recipe, stage: StageConfig) -> dict[str, float]:
+def memory_parts(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> dict[str, float]:
     """Bytes by what they are for, at the peak of a step."""
     size = 2 if recipe.model.dtype == "bfloat16" else 4
-    trained = count.by_part["indexer"] if stage.kind == "warmup" else count.with_mtp
+    trained, held = _trained(cfg, recipe, stage)
     tokens = (stage.pass_sequences or stage.sequences) * stage.seq_len
     losses = losses_of(recipe, stage, 0)
-    layers = cfg.num_hidden_layers + (losses.mtp_depth if cfg.num_nextn_predict_layers else 0)
-    heads, dense = cfg.num_attention_heads, phase_of(stage).keys != "sparse"
-    keys = stage.seq_len if dense else min(cfg.index_topk, stage.seq_len)
+    passes = cfg.num_hidden_layers + (losses.mtp_depth if cfg.num_nextn_predict_layers else 0)
     latent = cfg.kv_lora_rank + cfg.qk_rope_head_dim
-    a_token = 8 * cfg.hidden_size + heads * (2 * cfg.qk_head_dim + 2 * latent + cfg.v_head_dim)
-    a_token += 3 * cfg.moe_intermediate_size * (cfg.num_experts_per_tok + cfg.n_shared_experts) + 2 * heads * keys
+    layer = 8 * cfg.hidden_size + cfg.num_attention_heads * (2 * cfg.qk_head_dim + 2 * latent + cfg.v_head_dim)
+    layer += 3 * cfg.moe_intermediate_size * (cfg.num_experts_per_tok + cfg.n_shared_experts)
+    # In warm-up nothing of the trunk is kept for a backward pass: one layer's tensors exist at a time.
+    kept = float(layer if stage.kind == "warmup" else layer * passes)
     if phase_of(stage).learn_index:
-        a_token += 2 * cfg.index_n_heads * stage.seq_len
+        kept += 1.5 * cfg.index_n_heads * cfg.index_head_dim * passes
     return {
-        "weights": size * count.with_mtp,
+        "weights": size * count_parameters(cfg).with_mtp,
         "gradients": size * trained,
-        "optimizer": _state_elements(count, recipe, stage) * size,
-        "activations": float(size * tokens * layers * a_token),
+        "optimizer": float(size * held),
+        "activations": size * tokens * kept,
         "logits": float(3 * 4 * min(losses.chunk, tokens) * cfg.vocab_size),
     }
 
 
-def _state_elements(count: ParameterCount, recipe: Recipe, stage: StageConfig) -> float:
-    """Muon keeps one number for a parameter, AdamW two."""
-    optimizer = stage.optimizer or recipe.optimizer
-    if stage.kind == "warmup":
-        return (1 if optimizer.kind == "muon" else 2) * count.by_part["indexer"]
-    of_adamw = {
-        "embedding": "model.embed_tokens.weight",
-        "lm_head": "lm_head.weight",
-        "norms": "model.norm.weight",
-    }
-    twice = sum(count.by_part[part] for part, name in of_adamw.items() if rule_of(name, optimizer).optimizer == "adamw")
-    return 2 * count.with_mtp if optimizer.kind == "adamw" else count.with_mtp + twice
-
-
-def state_bytes(count: ParameterCount, recipe: Recipe) -> float:
+def state_bytes(cfg: ModelConfig, recipe: Recipe) -> float:
     """Size of the state file at most."""
     size = 2 if recipe.model.dtype == "bfloat16" else 4
-    return size * (count.with_mtp + max(_state_elements(count, recipe, stage) for stage in recipe.stage))
+    held = max(_trained(cfg, recipe, stage)[1] for stage in recipe.stage)
+    return float(size * (count_parameters(cfg).with_mtp + held))
+
+
+def _trained(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> tuple[int, int]:
+    """Numbers of elements: of parameters that the stage trains, and of what the optimizer keeps of them, one for
+    Muon's and two for AdamW's."""
+    with torch.device("meta"):
+        model = Glm5(cfg)
+    choose_parameters(model, stage)
+    optimizer = stage.optimizer or recipe.optimizer
+    trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
+    held = sum(n * (1 if rule_of(name, optimizer).optimizer == "muon" else 2) for name, n in trained.items())
+    return sum(trained.values()), held
 
 
 def matmul_speed(device: torch.device) -> float:
-    """Operations a second in a product of square matrices, the best of three."""
+    """Operations a second in a product of square matrices, the best of twelve."""
     dtype, width = (torch.bfloat16, 4096) if device.type == "cuda" else (torch.float32, 512)
     a = torch.ones(width, width, dtype=dtype, device=device)
     best = float("inf")
-    for _ in range(4):
+    for _ in range(12):
         began = time.perf_counter()
         (a @ a).sum().item()
         best = min(best, time.perf_counter() - began)
