@@ -1,0 +1,77 @@
+"""Weights as codes on a GPU: against float64 and the reference, twenty times alike, controls; in a graph."""
+
+import pytest
+import torch
+
+from glm5.kernels.coded import Coded
+from glm5.kernels.coded_experts import coded_experts
+from glm5.kernels.coded_linear import coded_linear
+from glm5.kernels.token_quant import token_quant
+from glm5.testing.numerics import rel_rms
+from tests.support.coded import FORMS, coded_case, exact_experts, exact_linear, random_coded
+
+pytestmark = pytest.mark.gpu
+
+# The result's rounding to bfloat16; experts: h is rounded, and its codes may fall otherwise.
+LINEAR_BUDGET, EXPERTS_BUDGET = 3e-3, 1.5e-2
+REPEATS = 20
+
+
+@pytest.fixture
+def gen(seed) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(1, 64), (5, 6144), (40, 2048)], ids=str)
+def test_rows_bit_by_bit(kind, shape, gen):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.randn(*shape, generator=gen).to(dtype)
+        x[0, ::7] *= 1e-3
+        for got, want in zip(token_quant(x.cuda(), kind, impl="triton"), token_quant(x, kind), strict=True):
+            assert torch.equal(got.float().cpu(), want.float())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 130, 384), (7, 576, 6144), (40, 2624, 2048), (300, 512, 6144)], ids=str)
+def test_linear(shape, form, gen):
+    x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
+    weight = random_coded(gen, form, *shape[1:])
+    card = Coded(weight.codes.cuda(), weight.scale.cuda(), form)
+    got = coded_linear(x.cuda(), card, impl="triton")
+    exact = exact_linear(x, weight).cuda()
+    assert rel_rms(got, exact) < LINEAR_BUDGET
+    assert all(torch.equal(coded_linear(x.cuda(), card, impl="triton"), got) for _ in range(REPEATS))
+    card.scale[0] *= 4
+    assert rel_rms(coded_linear(x.cuda(), card, impl="triton"), exact) > LINEAR_BUDGET
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 2, 256, 128), (9, 32, 8, 512, 256), (33, 4, 2, 512, 384), (300, 16, 8, 512, 256)], ids=str
+)
+def test_experts(shape, form, gen):
+    case = coded_case(*shape, form, gen).to("cuda", torch.bfloat16)
+    exact, got = exact_experts(case), coded_experts(*case, impl="triton")
+    assert rel_rms(got, exact) < EXPERTS_BUDGET
+    assert all(torch.equal(coded_experts(*case, impl="triton"), got) for _ in range(REPEATS))
+    assert rel_rms(got, coded_experts(*case, impl="reference")) < EXPERTS_BUDGET
+    case.down.scale[int(case.expert[0, 0])] *= 2
+    assert rel_rms(coded_experts(*case, impl="triton"), exact) > EXPERTS_BUDGET
+
+
+@pytest.mark.parametrize("tokens", [4, 70])
+@pytest.mark.parametrize("form", [FORMS[2], FORMS[3], FORMS[5]], ids=str)
+def test_in_a_graph(tokens, form, gen):
+    """Nothing is asked of the device: other choices in the same memory give other results."""
+    case = coded_case(tokens, 16, 4, 512, 256, form, gen).to("cuda", torch.bfloat16)
+    other = coded_case(tokens, 16, 4, 512, 256, form, gen)
+    coded_experts(*case)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = coded_experts(*case)
+    case.x.copy_(other.x.bfloat16())
+    case.expert.copy_(other.expert)
+    graph.replay()
+    assert torch.equal(out, coded_experts(*case))
