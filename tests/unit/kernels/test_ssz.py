@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm5.kernels.cpu_layer.compiling import find_compiler
 from glm5.kernels.ssz import ssz
-from glm5.kernels.ssz.native import available
 from tests.support.interpreter import interpreted
 from tests.support.weights import laplace
 
-needs_compiler = pytest.mark.skipif(not available(), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 OPTS = {"lowest": -8.0, "highest": 7.0, "starts": (1.0, 0.8, 0.6, 0.45, 0.3), "steps": 2, "polish": 3}
 # (B, O, G, I): one row, many groups, a ragged last program, widths that are no power of two.
 SHAPES = [(1, 1, 1, 5), (2, 3, 4, 32), (3, 5, 1, 300), (1, 67, 2, 128)]

@@ -174,6 +174,19 @@ def test_shared_scales_serve_all_experts(seed):
     assert (wrong.norm() / want.norm()).item() == pytest.approx(got.error.item(), rel=1e-9)
 
 
+def test_a_stack_behind_tokens_of_no_batch_is_one_matrix(seed):
+    """As experts' gate and up behind post_attention_layernorm; the router beside them is only carried."""
+    gen = torch.Generator().manual_seed(seed)
+    x, weight = bursty(gen, 40, 64), laplace(gen, 5, 24, 64)
+    for upstream in (False, True):
+        stacked = flex_smooth(
+            x, [Target(weight, W4A8), Target(weight[0], None)][: 1 if upstream else 2], upstream=upstream
+        )
+        flat = flex_smooth(x, [Target(weight.flatten(0, 1), W4A8)], upstream=upstream)
+        assert stacked.scale.shape == (64,)
+        assert all(torch.equal(a, b) for a, b in zip(stacked, flat, strict=True))
+
+
 def test_channels_that_no_token_used_stay_as_they_are(seed):
     gen = torch.Generator().manual_seed(seed)
     x, weight = bursty(gen, 40, 64), laplace(gen, 24, 64)
