@@ -26,6 +26,7 @@ from glm5.train.build import Builder
 from glm5.train.data.sources import Mixed, Row
 from glm5.train.evaluate import held_out
 from glm5.train.optim.build import Optimizers
+from glm5.train.recall import attention_recall
 from glm5.train.schedule import Schedule
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.state import Position, Store, clear, locked, writing_to
@@ -194,7 +195,11 @@ class _Stage:
         if all(getattr(source, "held_out", 1.0) == 0.0 for source in self.stage.data):
             return {}
         rows = [self.rows.row(draw, "held out") for draw in range(self.recipe.checkpoints.held_out)]
-        figures = held_out(self.run_.model, self._batches(rows), self.step.phase)
+        batches = self._batches(rows)
+        figures = held_out(self.run_.model, batches, self.step.phase)
+        if self.step.phase.learn_index:
+            recall = attention_recall(self.run_.model, batches)
+            figures |= {} if recall is None else {"attention recall": recall}
         watch.held_out(self.position.step, figures)
         return figures
 

@@ -101,6 +101,9 @@ def test_stages_train_what_they_say_and_go_on_where_they_were_cut_off(tmp_path, 
     assert set(same(models["a"], models["b"])) == models["a"].keys() - indexers, "warm-up trains the indexers alone"
     assert not indexers & set(same(models["b"], models["c"]))
     assert "model.layers.0.self_attn.o_proj.weight" not in same(models["b"], models["c"])
+    recalls = {r["stage"]: r["attention recall"] for r in read_metrics(tmp_path / "out") if "attention recall" in r}
+    assert recalls.keys() == set("bcd")
+    assert all(0 < recall < 1 for recall in recalls.values())
     assert glm5.load(best).cfg.rope_theta == 5e4, "what an earlier stage changed stays"
 
     started = loop._Stage.run
