@@ -37,7 +37,7 @@ from glm5.kernels.invariant import PASS_ROWS
 from glm5.kernels.kernel_count import start_counting
 from glm5.model.direct import pin_members
 from glm5.model.glm5 import Glm5
-from glm5.model.lowering import use_invariant
+from glm5.model.lowering import use_invariant, weight_bytes, weight_kinds
 from glm5.model.native import use_native, use_torch
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Group, Meeting, least, open_group, store_at
@@ -412,8 +412,9 @@ def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group
 def _adaptive(config: EngineConfig, model: Glm5, depth: int, *, is_native: bool) -> AdaptiveDepth | None:
     if not (depth and config.adaptive_speculation):
         return None
-    weight_bytes = 1.0 if model.cfg.quantization_config else float(model.dtype.itemsize)
-    return AdaptiveDepth(depth, StepCost.of(model.cfg, weight_bytes, "native" if is_native else model.device.type))
+    return AdaptiveDepth(
+        depth, StepCost.of(model.cfg, weight_bytes(model), "native" if is_native else model.device.type)
+    )
 
 
 def _launches_ahead(config: EngineConfig, model: Glm5) -> bool:
@@ -426,7 +427,8 @@ def _table(
     """Every resolved choice, for a person."""
     cfg = model.cfg
     on, off = "on", "off"
-    weights = "FP8 weights, " if cfg.quantization_config else ""
+    kinds = weight_kinds(model)
+    weights = f"{', '.join(kinds)} weights, " if kinds else ""
     layers = "native code" if is_native else "torch"
     threads = [("threads", f"{torch.get_num_threads()}; layers in {layers}")] if model.device.type == "cpu" else []
     names: dict[Layout, Any] = {"auto": str(model.dtype).removeprefix("torch."), "fp8_key": "FP8 keys", "fp8": "FP8"}

@@ -90,3 +90,24 @@ def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
     for module in model.modules():
         if isinstance(module, Experts | BlockScaledExperts | CodedExperts | Router | MLP):
             module.impl = "invariant"
+
+
+def weight_kinds(model: Glm5) -> list[str]:
+    """Names of the formats of its quantized weights: FP8, w8a8, w4a8-g128-fp8."""
+    kinds: dict[str, None] = {}
+    for module in model.modules():
+        if isinstance(module, CodedLinear | CodedExperts):
+            kinds[str(module.form)] = None
+        elif isinstance(module, BlockScaledLinear | BlockScaledExperts):
+            kinds["FP8"] = None
+    return list(kinds)
+
+
+def weight_bytes(model: Glm5) -> float:
+    """Memory that a weight takes, on average; scales are not counted."""
+    count = total = 0
+    for tensor in model.parameters():
+        # Of bytes without a sign, every one holds two codes.
+        count += tensor.numel() * (2 if tensor.dtype == torch.uint8 else 1)
+        total += tensor.numel() * tensor.element_size()
+    return total / count

@@ -11,10 +11,12 @@ from glm5.config.tensors import tensor_specs
 from glm5.engine.lower import Lowered
 from glm5.engine.stack import Rows, Stack
 from glm5.kernels.block_scaled import quantize_blocks
-from glm5.model.experts import BlockScaledExperts
-from glm5.model.linear import BlockScaledLinear, Linear
-from glm5.model.lowering import use_block_scaled
+from glm5.kernels.coded import Form
+from glm5.model.experts import BlockScaledExperts, CodedExperts
+from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
+from glm5.model.lowering import use_block_scaled, use_coded
 from glm5.model.seams import Selection
+from tests.support.coded import random_coded
 from tests.support.models import random_model
 from tests.support.steps import Steps, random_ids, typically_far
 
@@ -39,8 +41,28 @@ def fp8_model(seed):
     return model
 
 
-@pytest.fixture(scope="module", params=["float32", "fp8"])
+def coded_model(seed):
+    """`nano` with the articles' scheme: attention and MLPs w8a8, experts w4a8."""
+    model, gen = random_model(seed, preset("nano")), torch.Generator().manual_seed(seed)
+    modules = {slot_of(spec.name).module for spec in tensor_specs(model.cfg) if spec.fp8}
+    experts, linear = Form("int4", None, "int8"), Form("int8", None, "int8")
+    use_coded(model, {name: experts if name.endswith("experts") else linear for name in sorted(modules)})
+    for module in model.modules():
+        if isinstance(module, CodedLinear):
+            codes, scale, _ = random_coded(gen, module.form, *module.weight.shape)
+            module.weight.data, module.weight_scale.data = codes, scale
+        elif isinstance(module, CodedExperts):
+            for leaf in ("gate_up_proj", "down_proj"):
+                *shape, num_bytes = getattr(module, leaf).shape
+                codes, scale, _ = random_coded(gen, module.form, *shape, 2 * num_bytes)
+                getattr(module, leaf).data, getattr(module, f"{leaf}_scale").data = codes, scale
+    return model
+
+
+@pytest.fixture(scope="module", params=["float32", "fp8", "codes"])
 def model(request):
+    if request.param == "codes":
+        return coded_model(7)
     return random_model(5, preset("tiny")) if request.param == "float32" else fp8_model(6)
 
 
@@ -137,8 +159,8 @@ def test_weights_replaced_in_place_are_used(model):
     lowered = Lowered(changed, MAX_LEN)
     ids = random_ids(model, 6, seed=7)
     for layer in changed.model.layers:
-        scale = getattr(layer.self_attn.kv_b_proj, "weight_scale_inv", layer.self_attn.kv_b_proj.weight)
-        scale.mul_(1.5)
+        held = dict(layer.self_attn.kv_b_proj.named_parameters())
+        held.get("weight_scale_inv", held.get("weight_scale", held["weight"])).mul_(1.5)
     lowered.refresh()
     view, other = (Steps(model, 1, MAX_LEN).view([(0, 0, 6)]) for _ in range(2))
     assert typically_far(lowered.hidden(ids, view), changed(ids, other)) < EXACT
