@@ -8,6 +8,7 @@ GLM-5 report, shared parameters). KL is the indexers' (model/index_loss.py), tha
 """
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Step:
     def __init__(self, model: Glm5, optimizers: Optimizers, cfg: LossConfig, phase: Phase):
         self.model, self.optimizers, self.cfg, self.phase = model, optimizers, cfg, phase
         self.balance = Balance(model)
+        self.optimizer_seconds = 0.0
+        """Of the last step: Muon and AdamW, without clipping."""
         self.mtp_depth = cfg.mtp_depth if model.cfg.num_nextn_predict_layers else 0
 
     def run(self, batches: Sequence[Batch], lr: float) -> dict[str, float]:
@@ -60,7 +63,11 @@ class Step:
             raise TrainingError(
                 f"{got}: nothing was updated in this step; lower the learning rate, or look at its data"
             )
+        started = time.perf_counter()
         self.optimizers.step(lr)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self.optimizer_seconds = time.perf_counter() - started
         self.optimizers.zero_grad()
         if excess := self.balance.update(self.cfg.balance_step):
             figures["excess load"] = max(excess.values())

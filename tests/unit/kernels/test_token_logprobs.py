@@ -8,8 +8,8 @@ from glm5.testing.numerics import rel_rms
 from tests.support.peak import peak_bytes
 
 T, D, W = 13, 6, 11
-# float32 on both sides, rounded inputs: 6e-8 measured; bfloat16 rounds dlogits, and sums of chunks are not rounded.
-BUDGET = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+# Inputs are rounded before both runs. Measured: float64 9e-16, float32 5e-7; bfloat16 rounds logits and dlogits: 6e-3.
+BUDGET = {torch.float64: 1e-14, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 
 def case(gen, dtype=torch.float64, num=T):

@@ -9,10 +9,10 @@ from glm5.train.optim.muon import Muon
 from glm5.train.optim.newton_schulz import COEFFICIENTS, flops, orthogonalize
 from glm5.train.optim.table import cut, join
 
-# Five steps of the published polynomial: singular values measured in 0.68..1.13 on random matrices.
-SINGULAR = {"quintic": (0.6, 1.3), "quintic-5": (0.75, 1.1), "polar-express": (0.8, 1.15), "two-phase": (0.98, 1.02)}
+# Measured on 150 random matrices: 0.68..1.13, 0.978..1.032, 0.86..1.14, 0.9995..1.001.
+SINGULAR = {"quintic": (0.6, 1.3), "quintic-5": (0.9, 1.1), "polar-express": (0.8, 1.2), "two-phase": (0.98, 1.02)}
 EXACT = 1e-12  # float64, batched against one by one; 2e-15 measured
-BF16 = 0.02  # both sides in bfloat16, products in another order: 3e-3 measured
+BF16 = 0.02  # both sides in bfloat16, products in another order: 5e-3 measured
 HEADS, ROWS, COLS = 8, 32, 64
 
 

@@ -1,0 +1,1 @@
+"""What splitting matrices by heads does to their updates, and what it costs."""
