@@ -1,6 +1,5 @@
 """A recipe to the things it names: model, tokenizer, token files, sources."""
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from glob import glob
@@ -83,16 +82,11 @@ class Builder:
             return TokenFile(self._beside(data.path))
         assert isinstance(data, FilesSource)
         self._needed_tokenizer(f"files of stage {stage.name}")
-        files = self._files(data.files)
-        # Named for what goes in: other files, or changed ones, or another tokenizer give another token file.
-        digest = hashlib.blake2b(digest_size=8)
-        assets = Path(str(self.assets))
-        for file in [*files, assets / "tokenizer.json", assets / "chat_template.jinja"]:
-            digest.update(file.read_bytes() if file.is_file() else b"")
-            digest.update(f"\n{file.name} {data.text_key}\n".encode())
-        folder = self.out / "data" / digest.hexdigest()
+        # Made once in a run: it goes on with the same tokens though the files have changed meanwhile.
+        folder = self.out / "data" / f"{key_of(*data.files, data.text_key):016x}"
         if not (folder / "index.json").is_file():
-            tokenize(files, folder, Options(str(self.assets), data.text_key), data.processes)
+            options = Options(str(self.assets), data.text_key)
+            tokenize(self._files(data.files), folder, options, data.processes)
         return TokenFile(folder)
 
     def _files(self, patterns: Sequence[str]) -> list[Path]:

@@ -156,6 +156,8 @@ def clear(out: Path, recipe: Recipe) -> None:
     """Throw away what a run of this recipe has left in `out`; other files stay."""
     for name in ("state.pt", "metrics.jsonl", "recipe.json"):
         (out / name).unlink(missing_ok=True)
+    for name in ("data", "tokenizer"):
+        shutil.rmtree(out / name, ignore_errors=True)
     for stage in recipe.stage:
         folder = out / stage.name
         if folder.is_dir():

@@ -17,6 +17,7 @@ import glm5
 from glm5.common.errors import DataError, TrainingError
 from glm5.config.train import read_recipe
 from glm5.train import loop
+from glm5.train.build import Builder
 from glm5.train.data.tokens import writing
 from glm5.train.step import Step
 from glm5.train.watch import Watch, read_metrics
@@ -249,6 +250,13 @@ def test_text_becomes_a_model_that_the_engine_serves(tmp_path):
 
     (output,) = LLM(str(best)).generate("It is", SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 3
+
+    (tmp_path / "text.txt").write_text("Something else. " * 100)
+    (tokens,) = (tmp_path / "out" / "data").glob("*/tokens.bin")
+    before = tokens.read_bytes()
+    of = recipe(tmp_path, "out", stages, settings=settings)
+    Builder(of, tmp_path, tmp_path / "out").rows(of.stage[0])
+    assert tokens.read_bytes() == before, "a run goes on with the tokens that it began with"
 
 
 def test_passes_do_not_change_what_a_step_learns(straight, tmp_path):
