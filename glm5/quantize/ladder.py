@@ -71,8 +71,20 @@ def rungs(kinds: Sequence[Kind], wanted: Sequence[str] = ()) -> list[Rung]:
             recipe = _up_to(kind, idx)
             found.append(Rung(f"{kind} {name}", recipe, seeded=name in _SEEDED))
             if name != "rtn":  # the same in both
-                found.append(Rung(f"{kind} {name} upstream", recipe, upstream=True, seeded=name in _SEEDED))
+                as_theirs = without_router_norm(recipe)
+                found.append(Rung(f"{kind} {name} upstream", as_theirs, upstream=True, seeded=name in _SEEDED))
     return [rung for rung in found if not wanted or rung.name in wanted or rung.name.startswith("w8a8")]
+
+
+def without_router_norm(recipe: Recipe) -> Recipe:
+    """msModelSlim's recipe leaves post_attention_layernorm, which the router reads too, out of smoothing."""
+    steps = tuple(
+        step.model_copy(update={"exclude": (*step.exclude, "*post_attention_layernorm")})
+        if isinstance(step, FlexSmooth)
+        else step
+        for step in recipe.process
+    )
+    return recipe.model_copy(update={"process": steps})
 
 
 def in_fp8(recipe: Recipe) -> Recipe:
@@ -222,6 +234,7 @@ def _row(quality: Quality, right_before: Sequence[bool], right: Sequence[bool]) 
     spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / max(1, number - 1) / number)
     return {
         "kl": quality.kl,
+        "kl_median": quality.kl_median,
         "kl_answers": quality.kl_answers,
         "perplexity_answers": quality.perplexity_answers,
         "kl_error": quality.kl_error,

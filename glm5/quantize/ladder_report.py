@@ -12,16 +12,17 @@ from glm5.quantize.report import bars, styled, table
 
 HALF = 0.5  # of what RTN adds to W8A8's KL, the full recipe may add at most
 POINTS = 1.0  # of accuracy that it may lose
-_MEANS = ("kl", "kl_answers", "top1", "perplexity", "perplexity_answers", "accuracy", "lost")
+_MEANS = ("kl", "kl_median", "kl_answers", "top1", "perplexity", "perplexity_answers", "accuracy", "lost")
 _HEAD = (
     "rung",
     "runs",
     "KL",
     "spread",
-    "of answers",
+    "median",
+    "answers'",
     "top-1 %",
     "perplexity",
-    "of answers",
+    "answers'",
     "accuracy %",
     "points lost",
 )
@@ -123,6 +124,7 @@ def _cells(each: dict[str, Any]) -> tuple[str, ...]:
         str(each["runs"]),
         f"{each['kl']:.5f}",
         f"{each['spread']:.5f}",
+        f"{each['kl_median']:.5f}",
         f"{each['kl_answers']:.5f}",
         f"{100 * each['top1']:.2f}",
         f"{each['perplexity']:.4g}",

@@ -42,6 +42,8 @@ class Quality:
     num_tokens: int = 0
     kl: float = 0.0
     kl_error: float = 0.0
+    kl_median: float = 0.0
+    """Of positions: the mean is all tail, where a router's or an indexer's choice flips."""
     top1: float = 0.0
     perplexity: float = 0.0
     perplexity_before: float = 0.0
@@ -155,12 +157,14 @@ def compare(
     """Fill in the figures over all positions, from log-probabilities [T, W] of each sample. `answers`: for each token
     whether it belongs to an answer."""
     sums: list[tuple[float, int]] = []
+    every: list[Tensor] = []
     same, num_next, loss, loss_before = 0, 0, 0.0, 0.0
     answer_kl = answer_loss = 0.0
     num_answers = 0
     for idx, (ids, p_TW, q_TW) in enumerate(zip(samples, before, after, strict=True)):
         kl_T = (p_TW.exp() * (p_TW - q_TW)).sum(-1).double()
         sums.append((kl_T.sum().item(), len(ids)))
+        every.append(kl_T.cpu())
         same += int((p_TW.argmax(-1) == q_TW.argmax(-1)).sum())
         next_T1 = torch.tensor(ids[1:], device=p_TW.device).unsqueeze(-1)
         loss_T = -q_TW[:-1].gather(-1, next_T1).double().squeeze(-1)
@@ -175,6 +179,7 @@ def compare(
     total = sum(count for _, count in sums)
     quality.num_tokens, quality.kl = total, sum(kl for kl, _ in sums) / total
     quality.kl_error = math.sqrt(sum((kl - quality.kl * count) ** 2 for kl, count in sums)) / total
+    quality.kl_median = torch.cat(every).median().item()
     quality.top1 = same / total
     quality.perplexity = math.exp(min(loss / num_next, 700))
     quality.perplexity_before = math.exp(min(loss_before / num_next, 700))

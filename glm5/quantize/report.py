@@ -113,6 +113,7 @@ def _quality(quality: Mapping[str, Any] | None) -> list[str]:
         return ['<p class="note">Nothing was measured on held-out text (--held-out-tokens 0).</p>']
     rows = [
         ("KL to the original", f"{quality['kl']:.5f} &plusmn; {quality['kl_error']:.5f}"),
+        ("its median over positions", f"{quality['kl_median']:.5f}"),
         ("same most likely token", f"{100 * quality['top1']:.2f} %"),
         ("perplexity", f"{quality['perplexity']:.4f}"),
         ("perplexity of the original", f"{quality['perplexity_before']:.4f}"),

@@ -64,7 +64,14 @@ def test_a_ladder_goes_on_where_it_was_cut_off(small_bf16, tmp_path, texts):
 
 def test_losses_and_ties_are_said():
     def row(rung: str, kl: float, lost: float = 0.0) -> dict[str, float | str]:
-        same = {"kl_answers": kl, "top1": 1.0, "perplexity": 2.0, "perplexity_answers": 1.0, "accuracy": 1.0}
+        same = {
+            "kl_answers": kl,
+            "kl_median": kl,
+            "top1": 1.0,
+            "perplexity": 2.0,
+            "perplexity_answers": 1.0,
+            "accuracy": 1.0,
+        }
         return {"rung": rung, "kl": kl, "lost": lost, "lost_interval": 0.1, **same}
 
     rows = [row("w8a8", 0.1), row("channel rtn", 0.3), row("channel ssz", 0.31), row("channel gptq", 0.22, lost=1.5)]
