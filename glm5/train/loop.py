@@ -27,6 +27,7 @@ from glm5.train.data.sources import Mixed, Row
 from glm5.train.evaluate import held_out
 from glm5.train.optim.build import Optimizers
 from glm5.train.recall import attention_recall
+from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.state import Position, Store, clear, locked, writing_to
@@ -91,6 +92,8 @@ class _Run:
                     break
                 self.position.stage, self.position.step = self.position.stage + 1, 0
             self.position.done = True
+            with writing_to(self.out / "report.html"):
+                write_report(self.out, self.recipe)
             self.store.write(self.position, {}, {})
         folder = self.store.stage_folder(self._stage.name)
         best = folder / "best"

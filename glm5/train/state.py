@@ -154,7 +154,7 @@ def locked(out: Path) -> Generator[None, None, None]:
 
 def clear(out: Path, recipe: Recipe) -> None:
     """Throw away what a run of this recipe has left in `out`; other files stay."""
-    for name in ("state.pt", "metrics.jsonl", "recipe.json"):
+    for name in ("state.pt", "metrics.jsonl", "recipe.json", "report.html"):
         (out / name).unlink(missing_ok=True)
     for name in ("data", "tokenizer"):
         shutil.rmtree(out / name, ignore_errors=True)

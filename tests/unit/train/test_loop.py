@@ -44,6 +44,7 @@ def test_a_run_ends_in_a_checkpoint_that_loads(straight):
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[-1]["tokens"] == 6 * 2 * 64
     assert [record["step"] for record in records if "held out" in record] == [3, 6]
+    assert "held-out loss" in (folder / "out" / "report.html").read_text()
     assert json.loads((folder / "out" / "recipe.json").read_text())["stage"][0]["steps"] == 6
 
 
