@@ -17,12 +17,13 @@ from torch import Tensor
 
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.schemes import method_of, schemes_of
-from glm5.checkpoint.shard import TensorEntry, read_tensor
+from glm5.checkpoint.shard import DTYPES, TensorEntry, read_columns, read_into, read_tensor
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
+from glm5.kernels.block_scaled import FP8
 from glm5.kernels.coded import PRODUCTS, Coded, Form
-from glm5.parallel.table import Shard, Span, span_of
+from glm5.parallel.table import Shard, Span, scale_span, span_of
 from glm5.quant.record import FP8_BLOCK, FP8_GROUP, Grid, Quantized, Scheme
 
 Role = Literal["codes", "scale", "offset", "tensor_scale"]
@@ -173,7 +174,8 @@ def check_groups(stored: Iterable[Stored], size: int) -> None:
     """ConfigError where one of `size` ranks would have a part of a group, or half a byte."""
     for matrix in stored:
         span = span_of(matrix.name, matrix.shape, Shard(0, size))
-        unit = matrix.scheme.weight.group or (2 if matrix.scheme.weight.bits == 4 else 1)
+        packed = matrix.shape[1] // matrix.parts["codes"].shape[1]
+        unit = max(packed, matrix.scheme.weight.group or 1)
         if span is not None and (span.dim == 1 or matrix.scheme.weight.scope == "block") and span.stop % unit:
             raise ConfigError(
                 f"tensor_parallel_size: got {size}, which cuts {matrix.name} into {span.stop}, no multiple of {unit}; "
@@ -189,42 +191,47 @@ def place(
     span: Span | None,
 ) -> None:
     """Read `span` of a matrix into the parameters of a model: as codes where those hold codes, else dequantized."""
-    slot = slot_of(matrix.name)
+    slot, grid = slot_of(matrix.name), matrix.scheme.weight
     target = slot.view(parameters[slot.parameter])
-    codes, scale = (read_tensor(directory, entries[matrix.parts[role].name]) for role in ("codes", "scale"))
-    if matrix.scheme.weight.bits == 4:
-        codes = codes.view(torch.uint8)
-        codes = codes ^ 0x88 if matrix.flips else codes
-    grid = matrix.scheme.weight
-    if target.is_floating_point() and target.dtype != torch.float8_e4m3fn:
-        whole = _quantized(directory, entries, matrix, codes, scale).dequantize(target.dtype)
-        target.copy_(_cut(whole, span, 1))
+    codes, scale = (entries[matrix.parts[role].name] for role in ("codes", "scale"))
+    if target.is_floating_point() and target.dtype != FP8:
+        whole = _quantized(directory, entries, matrix).dequantize(target.dtype)
+        target.copy_(whole if span is None else whole.narrow(span.dim, span.start, span.stop - span.start))
         return
-    form = matrix.form
-    suffix = SCALE_SUFFIX if form == BLOCKS else HOLD_SUFFIX
-    of_scale = slot._replace(parameter=slot.parameter + suffix)
-    target.copy_(_cut(codes, span, form.per_byte if isinstance(form, Form) else 1))
-    if span is not None:
-        unit = grid.group or 1
-        if grid.scope == "block":
-            span = Span(span.dim, span.start // unit, -(-span.stop // unit))
-        elif span.dim == 1:
-            span = Span(1, span.start // unit, span.stop // unit) if grid.group else None
-    of_scale.view(parameters[of_scale.parameter]).copy_(_cut(scale.float(), span, 1))
+    target.copy_(_as_held(matrix, _read(directory, codes, span, matrix.shape[1] // codes.shape[1])))
+    of_scale = slot._replace(parameter=slot.parameter + (SCALE_SUFFIX if matrix.form == BLOCKS else HOLD_SUFFIX))
+    if span is not None and grid.scope == "block":
+        span = scale_span(span)
+    per_scale = 1 if grid.scope == "block" else grid.group
+    if span is not None and span.dim == 1 and per_scale is None:
+        span = None  # one of a whole row, which every rank needs
+    of_scale.view(parameters[of_scale.parameter]).copy_(_read(directory, scale, span, per_scale or 1).float())
 
 
-def _cut(tensor: Tensor, span: Span | None, per_element: int) -> Tensor:
+def _read(directory: Path, entry: TensorEntry, span: Span | None, per_element: int) -> Tensor:
+    """A part of a tensor that holds `per_element` inputs of a row in each of its elements."""
     if span is None:
-        return tensor
-    if span.dim == 0:
-        return tensor[span.start : span.stop]
-    return tensor[:, span.start // per_element : span.stop // per_element]
+        return read_tensor(directory, entry)
+    if span.dim == 1:
+        columns = range(span.start // per_element, span.stop // per_element)
+        return read_columns(directory, entry, range(entry.shape[0]), columns).contiguous()
+    out = torch.empty((span.stop - span.start, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
+    read_into(directory, entry, out, first_byte=span.start * (entry.num_bytes // entry.shape[0]))
+    return out
 
 
-def _quantized(
-    directory: Path, entries: Mapping[str, TensorEntry], matrix: Stored, codes: Tensor, scale: Tensor
-) -> Quantized:
+def _as_held(matrix: Stored, codes: Tensor) -> Tensor:
+    """Codes as modules hold them, of codes as they are stored."""
+    if matrix.scheme.weight.bits != 4:
+        return codes
+    codes = codes.view(torch.uint8)
+    return codes ^ 0x88 if matrix.flips else codes
+
+
+def _quantized(directory: Path, entries: Mapping[str, TensorEntry], matrix: Stored) -> Quantized:
     grid = matrix.scheme.weight
+    codes, scale = (read_tensor(directory, entries[matrix.parts[role].name]) for role in ("codes", "scale"))
+    codes = _as_held(matrix, codes)
     further: dict[str, Tensor] = {
         role: read_tensor(directory, entries[part.name]).float()
         for role, part in matrix.parts.items()
