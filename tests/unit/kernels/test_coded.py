@@ -16,7 +16,7 @@ from tests.support.interpreter import interpreted
 
 # float32 scales and sums: measured 1e-7. Experts: a value of h near a midpoint may be rounded otherwise.
 BUDGET, EXPERTS_BUDGET = 5e-7, 3e-3
-SHAPES = [(1, 32, 128), (3, 70, 384), (18, 40, 256)]  # (rows, outputs, inputs)
+SHAPES = [(1, 32, 128), (18, 70, 256)]  # (rows, outputs, inputs)
 EXPERTS = (5, 3, 2, 128, 128)  # (tokens, experts, active, D, F)
 SERVED = [form for form in FORMS if str(form) in ("w8a8", "w4a8", "w4a8-g128-fp8", "w4a16-g128", "w8a8-fp8")]
 
@@ -133,8 +133,9 @@ def test_linear_in_triton(shape, form, gen):
 
 
 @interpreted
-@pytest.mark.parametrize("pairs", [True, False])
-@pytest.mark.parametrize("form", SERVED, ids=str)
+@pytest.mark.parametrize(
+    ("form", "pairs"), [*((form, True) for form in SERVED), (SERVED[0], False), (SERVED[2], False)], ids=str
+)
 def test_experts_in_triton(form, pairs, gen):
     from glm5.kernels.coded_experts.triton import Tiling
     from glm5.kernels.coded_experts.triton import coded_experts as run

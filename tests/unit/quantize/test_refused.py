@@ -23,9 +23,24 @@ from glm5.quantize.run import quantize
 from tests.support.checkpoints import edit_json, edit_tensors
 
 IDS = list(range(3, 23))
+# w4a8 without rotation and searches.
+W4A8 = """
+[[process]]
+type = "linear_quant"
+include = ["*self_attn*", "*mlp*"]
+exclude = ["model.layers.{mtp}.*", "*kv_b_proj", "*wk", "*weights_proj", "*gate", "*mlp.experts.*"]
+qconfig.act = { scope = "per_token", dtype = "int8" }
+qconfig.weight = { scope = "per_channel", dtype = "int8", method = "minmax" }
+[[process]]
+type = "linear_quant"
+include = ["*mlp.experts.*"]
+exclude = ["model.layers.{mtp}.*"]
+qconfig.act = { scope = "per_token", dtype = "int8" }
+qconfig.weight = { scope = "per_channel", dtype = "int4", method = "minmax" }
+"""
 RECIPES = {
     "w8a8": {"scheme": "w8a8", "target": "glm5"},
-    "w4a8": {"scheme": "w4a8", "target": "glm5", "method": "minmax"},
+    "w4a8": {"recipe": "", "target": "glm5"},
     "w4a16 vllm": {"scheme": "w4a16", "target": "vllm", "method": "minmax"},
     "w8a8 ascend": {"scheme": "w8a8", "target": "ascend"},
     "nvfp4": {"scheme": "nvfp4", "target": "glm5"},
@@ -42,7 +57,11 @@ def written(small_bf16, tmp_path_factory):
         if name not in made:
             settings = {"num_samples": 2, "sample_len": 16, "device": "cpu", "min_tokens": 1, "held_out_tokens": 0}
             settings |= {"model": str(small_bf16), "out": str(root / name.replace(" ", "-"))}
-            made[name] = quantize(QuantizeConfig.model_validate({**settings, **RECIPES[name]}))
+            settings |= RECIPES[name]
+            if "recipe" in settings:
+                settings["recipe"] = str(root / "w4a8.toml")
+                (root / "w4a8.toml").write_text(W4A8)
+            made[name] = quantize(QuantizeConfig.model_validate(settings))
         return made[name]
 
     return get

@@ -42,7 +42,6 @@ qconfig.weight = { scope = "per_channel", dtype = "int8", method = "minmax" }
 CASES = {
     "w8a8": ("w8a8", "glm5"),
     "w4a8": ("w4a8", "glm5"),
-    "w4a16": ("w4a16", "glm5"),
     "w8a8 vllm": ("w8a8", "vllm"),
     "w4a8 vllm": ("w4a8", "vllm"),
     "w4a16 vllm": ("w4a16", "vllm"),
