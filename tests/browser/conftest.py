@@ -33,8 +33,9 @@ def tab(browser):
 
 @pytest.fixture
 def page(tab, server):
-    """The tab, as new. Whatever its console counts as an error fails the test, unless the test took it from
-    `page.problems`."""
+    """The tab, as new, and the server's script, empty. Whatever its console counts as an error fails the test, unless
+    the test took it from `page.problems`."""
+    server[0].__init__()
     tab.url = server[1]
     tab.forget(tab.url + EMPTY)
     yield tab
@@ -43,8 +44,7 @@ def page(tab, server):
 
 @pytest.fixture
 def script(page, server):
-    """The server's script, empty; no page asks for anything yet."""
-    server[0].__init__()
+    """The server's script; no page asks for anything yet."""
     return server[0]
 
 
