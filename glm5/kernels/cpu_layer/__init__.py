@@ -8,12 +8,13 @@ result of a row does not depend on the rows beside it, bit for bit.
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from glm5.kernels.cpu_layer.compiling import identity, library
+from glm5.kernels import native_code
 from glm5.kernels.cpu_layer.structs import (
     Constants,
     PoolStruct,
@@ -35,11 +36,23 @@ __all__ = [
     "available",
     "host_pool",
     "identity",
+    "library",
     "linear",
     "rms_norm",
 ]
 
 HostPool = PoolStruct
+_SOURCE = Path(__file__).parent / "layer.cpp"
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled layer.cpp, or None (native_code.py)."""
+    return native_code.library(_SOURCE)
+
+
+def identity() -> str | None:
+    """Tells these layers from any that might give other bits; None where there are none."""
+    return native_code.identity(_SOURCE)
 
 
 def available() -> bool:

@@ -14,7 +14,6 @@ namespace glm5 {
 
 constexpr int LANES = 16;
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
-typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
 
 inline Lanes load(const float* from) {
     Lanes lanes;

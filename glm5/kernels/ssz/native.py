@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from glm5.kernels.cpu_layer.compiling import library
+from glm5.kernels.native_code import library
 
 _SOURCE = Path(__file__).parent / "ssz.cpp"
 

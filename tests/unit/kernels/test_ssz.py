@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.kernels.cpu_layer.compiling import find_compiler
+from glm5.kernels.native_code import find_compiler
 from glm5.kernels.ssz import ssz
 from tests.support.interpreter import interpreted
 from tests.support.weights import laplace

@@ -17,14 +17,13 @@ from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.build import build_core
 from glm5.engine.kv import KVCache
-from glm5.kernels import cpu_layer
-from glm5.kernels.cpu_layer import compiling
+from glm5.kernels import cpu_layer, native_code
 from glm5.model.native import parameters_moved, use_native
 from glm5.model.packed import PackedView
 from tests.support.cached import CachedRun, view_of
 from tests.support.models import random_model
 
-needs_compiler = pytest.mark.skipif(compiling.find_compiler() is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(native_code.find_compiler() is None, reason="needs a C++ compiler")
 
 TOLERANCE, FLIPPED = 1e-4, 0.01
 ODD = {
@@ -168,7 +167,7 @@ def test_scores_that_are_no_numbers_stay_within_bounds(seed):
     ids=str,
 )
 def test_what_an_engine_runs(settings, dtype, native, seed):
-    if native and compiling.find_compiler() is None:
+    if native and native_code.find_compiler() is None:
         pytest.skip("needs a C++ compiler")
     model = random_model(seed, dtype=dtype)
     core = build_core(model, EngineConfig(num_gpu_blocks_override=4, max_num_seqs=2, **settings))
@@ -178,7 +177,7 @@ def test_what_an_engine_runs(settings, dtype, native, seed):
 
 def test_weights_of_other_shapes_are_not_read(seed):
     """Such as a rank's slices."""
-    if compiling.find_compiler() is None:
+    if native_code.find_compiler() is None:
         pytest.skip("needs a C++ compiler")
     model = random_model(seed)
     mlp = model.model.layers[0].mlp
@@ -194,7 +193,7 @@ def test_without_a_compiler_torch_runs_everything(monkeypatch, seed):
     assert model.model.layers[0].native is None
 
 
-BUILD = "from glm5.kernels.cpu_layer import compiling; print(compiling.library())"
+BUILD = "from glm5.kernels import cpu_layer; print(cpu_layer.library())"
 
 
 def build(home, path: str) -> subprocess.CompletedProcess:

@@ -18,14 +18,13 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_LAYER = Path(__file__).parent / "layer.cpp"
 # No -ffast-math: it would lose NaN, and set the whole process to flush small numbers to zero.
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _TIMEOUT_S = 120
 
 
 @cache
-def library(source: Path = _LAYER) -> ctypes.CDLL | None:
+def library(source: Path) -> ctypes.CDLL | None:
     """The compiled code, or None where it cannot be had; the log says why."""
     compiler, what = find_compiler(), source.parent.name
     if compiler is None:
@@ -40,10 +39,10 @@ def library(source: Path = _LAYER) -> ctypes.CDLL | None:
         return None
 
 
-def identity() -> str | None:
+def identity(source: Path) -> str | None:
     """Tells this machine's native code from any that might give other bits; None where there is none."""
     compiler = find_compiler()
-    return _digest(compiler, _LAYER) if compiler is not None and library() is not None else None
+    return _digest(compiler, source) if compiler is not None and library(source) is not None else None
 
 
 def find_compiler() -> str | None:
