@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from glm5.bench.steps.anatomy import kernels_of, timed
-from glm5.bench.steps.case import Load, StepCase, expected_experts, rank_config
+from glm5.bench.steps.case import Load, Prompts, StepCase, expected_experts, rank_config
 from glm5.config.presets import preset
 
 _SHOWN = 24  # kernels of an anatomy
@@ -22,6 +23,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[6], help="two numbers project the whole model")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--context", type=int, nargs="+", default=[2304])
+    parser.add_argument("--prompt", type=int, nargs="+", help="steps of whole prompts of these lengths instead")
+    parser.add_argument("--start", type=int, default=0, help="tokens of the prompts that are in the cache already")
     parser.add_argument("--depth", type=int, default=0)
     parser.add_argument("--dtype", choices=["fp8", "bfloat16"], default="fp8", help="of the weights")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_key", "fp8"], default="auto")
@@ -29,7 +32,11 @@ def main() -> int:
     parser.add_argument("--max-keys", type=int, default=1 << 20, help="no load with more tokens in the cache")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    loads = [Load(batch, context, args.depth) for context in args.context for batch in args.batch]
+    loads: list[Load | Prompts]
+    if args.prompt:
+        loads = [Prompts(batch, length, args.start) for length in args.prompt for batch in args.batch]
+    else:
+        loads = [Load(batch, context, args.depth) for context in args.context for batch in args.batch]
     loads = [load for load in loads if load.batch * load.context <= args.max_keys]
     found: list[dict[str, Any]] = []
     for count in args.layers:
@@ -49,16 +56,20 @@ def main() -> int:
     return 0
 
 
-def _measure(case: StepCase, load: Load, *, anatomy: bool) -> dict[str, Any]:
+def _measure(case: StepCase, load: Load | Prompts, *, anatomy: bool) -> dict[str, Any]:
     plan, specs = case.enter(load)
     step = lambda: case.step(plan, specs, load)  # noqa: E731
     time = timed(step)
-    distinct = case.experts(load)
-    even = expected_experts(case.runner.model.cfg, load.batch * (1 + load.depth))
-    case.enter(load)
     line = f"batch {load.batch:4} context {load.context:7} depth {load.depth}: {time.gpu_ms:7.3f} ms"
-    _say(f"{line}, host {time.host_ms:.3f}; experts {[round(n) for n in distinct]} of {even:.1f} expected")
-    out: dict[str, Any] = {**asdict(load), **asdict(time), "experts": distinct, "expected_experts": even}
+    out: dict[str, Any] = {**asdict(load), **asdict(time)}
+    if isinstance(load, Prompts):
+        _say(f"{line}, host {time.host_ms:.3f}; {load.num_tokens} tokens of prompts from {load.start} on")
+    else:
+        distinct = case.experts(load)
+        even = expected_experts(case.runner.model.cfg, load.batch * (1 + load.depth))
+        case.enter(load)
+        _say(f"{line}, host {time.host_ms:.3f}; experts {[round(n) for n in distinct]} of {even:.1f} expected")
+        out |= {"experts": distinct, "expected_experts": even}
     if anatomy:
         kernels = kernels_of(step)
         total = sum(kernel.micros for kernel in kernels)
@@ -70,7 +81,7 @@ def _measure(case: StepCase, load: Load, *, anatomy: bool) -> dict[str, Any]:
     return out
 
 
-def _project(found: list[dict[str, Any]], loads: list[Load], few: int, more: int) -> None:
+def _project(found: list[dict[str, Any]], loads: Sequence[Load | Prompts], few: int, more: int) -> None:
     """The whole model, all of whose further layers have experts, without what ranks say to each other."""
     whole = preset("glm-5").num_hidden_layers
     for load, short, long in zip(loads, found[: len(loads)], found[len(loads) :], strict=True):

@@ -1,5 +1,6 @@
 """A runner over a model of one rank's shape, and sequences that are somewhere in the middle of decoding."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,11 +42,31 @@ class Load:
     depth: int = 0
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """A step of `batch` prompts, each from its token `start` to its token `context`, which samples one more."""
+
+    batch: int
+    context: int
+    start: int = 0
+    depth: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * (self.context - self.start)
+
+
 class StepCase:
     """A model with random weights and a cache for the largest of `loads`, filled with random keys."""
 
     def __init__(
-        self, cfg: ModelConfig, loads: list[Load], *, fp8: bool, layout: Layout = "auto", device: str = "cuda"
+        self,
+        cfg: ModelConfig,
+        loads: Sequence[Load | Prompts],
+        *,
+        fp8: bool,
+        layout: Layout = "auto",
+        device: str = "cuda",
     ):
         self.depth = max(load.depth for load in loads)
         model = dummy(cfg, fp8=fp8, device=device)
@@ -64,8 +85,8 @@ class StepCase:
         self._fill(cache)
 
     @torch.inference_mode()
-    def enter(self, load: Load) -> tuple[StepPlan, dict[int, SeqSpec]]:
-        """Sequences with random last tokens take their slots; the plan of their steps."""
+    def enter(self, load: Load | Prompts) -> tuple[StepPlan, dict[int, SeqSpec]]:
+        """Sequences with random last tokens, or prompts of random tokens, take their slots; the plan of their steps."""
         runner, B = self.runner, load.batch
         pages = -(-(load.context + 4 * (1 + self.depth)) // PAGE_SIZE)
         order = torch.randperm(runner.cache.num_pages, generator=torch.Generator().manual_seed(B)).tolist()
@@ -75,6 +96,13 @@ class StepCase:
         slots, cfg = runner.slots, runner.model.cfg
         slots.len_S[:B] = load.context
         gen = torch.Generator().manual_seed(load.context)
+        if isinstance(load, Prompts):
+            tokens = torch.randint(2, cfg.vocab_size, (B, load.context), generator=gen)
+            slots.token_SN[:B, : load.context] = tokens.to(slots.device)
+            count = load.context - load.start
+            items = [Item(i, i, load.start, count, 0, "prefill", samples=True) for i in range(B)]
+            bucket = Bucket(B, 0, load.num_tokens, decodes_only=False)
+            return StepPlan(1, 0, items=items, num_tokens=load.num_tokens, bucket=bucket), specs
         slots.token_SN[:B, load.context - 1] = torch.randint(2, cfg.vocab_size, (B,), generator=gen).to(slots.device)
         rows = 1 + load.depth
         items = [Item(i, i, load.context - 1, rows, load.depth, "decode", samples=True) for i in range(B)]
@@ -83,7 +111,7 @@ class StepCase:
         return plan, specs
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, specs: dict[int, SeqSpec], load: Load) -> None:
+    def step(self, plan: StepPlan, specs: dict[int, SeqSpec], load: Load | Prompts) -> None:
         """One step, enqueued; the sequences then are where they were."""
         self.runner.launch(plan, specs)
         self.runner.slots.len_S[: load.batch] = load.context
