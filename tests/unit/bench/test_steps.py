@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from glm5.bench.steps.case import Load, StepCase, expected_experts, rank_config
+from glm5.bench.steps.case import Load, Prompts, StepCase, expected_experts, rank_config
 from glm5.config.presets import preset
 
 
@@ -20,6 +20,16 @@ def test_steps_of_a_small_model(layout):
         assert len(distinct) == 2
         assert max(distinct) <= cfg.n_routed_experts
         assert min(distinct) > expected_experts(cfg, load.batch * (1 + load.depth)) / 2
+
+
+@pytest.mark.parametrize("start", [0, 64])
+def test_prompts_of_a_small_model(start):
+    load = Prompts(2, 100, start)
+    case = StepCase(preset("nano"), [load], fp8=True, device="cpu")
+    plan, specs = case.enter(load)
+    assert plan.num_tokens == load.num_tokens == 2 * (100 - start)
+    case.step(plan, specs, load)
+    assert (case.runner.slots.token_SN[:2, 100] < 512).all()
 
 
 def test_one_ranks_shape():
