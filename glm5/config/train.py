@@ -141,6 +141,10 @@ class RulerSource(Source):
     """Lengths are spread between this and seq_len. Default: all of seq_len."""
     learn: Literal["answer", "all"] = "answer"
     """Which tokens are learnt."""
+    questions: Count = 1
+    """How many are asked about a text at most, where it has answers to several."""
+    answer_weight: Positive = 1.0
+    """How much a token of an answer counts in the loss, beside 1 for any other token that is learnt."""
 
 
 class NeedleSource(Source):
@@ -230,6 +234,8 @@ class Recipe(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     threads: Count | None = None
     """Torch's threads on a CPU. Sums are ordered by it: a run goes on exactly with the number it began with."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that make sequences ahead of training. 0: a thread, which is enough on a CPU."""
     peak_tflops: Positive | None = None
     """What the device can do in this dtype; with it, MFU is shown."""
     skip_steps: Annotated[int, Field(ge=0)] = 0

@@ -72,8 +72,8 @@ class Builder:
             tokenizer = self._needed_tokenizer(f"generated tasks of stage {stage.name}")
             if tokenizer.vocab_size > self.cfg.vocab_size:
                 raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {self.cfg.vocab_size}")
-            lengths = {"min_len": data.min_len, "learn": data.learn}
-            return Tasks(data.tasks, tokenizer, stage.seq_len, seed, **lengths)
+            asked = {"learn": data.learn, "questions": data.questions, "answer_weight": data.answer_weight}
+            return Tasks(data.tasks, tokenizer, stage.seq_len, seed, min_len=data.min_len, **asked)
         return Needles(stage.seq_len, self.cfg.vocab_size, seed)
 
     def _token_file(self, stage: StageConfig, number: int) -> TokenFile:

@@ -8,8 +8,8 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,10 @@ from glm5.common.errors import TrainingError
 from glm5.common.interrupt import noted_interrupt
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
+from glm5.train.ahead import Ask, ahead, rows_of
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
-from glm5.train.data.sources import Mixed, Row
+from glm5.train.data.sources import Row
 from glm5.train.evaluate import held_out
 from glm5.train.optim.build import Optimizers
 from glm5.train.recall import attention_recall
@@ -86,11 +87,12 @@ class _Run:
     def to_the_end(self) -> Path:
         if not self.position.done:
             optimizers: Optimizers | None = None
-            while True:
-                optimizers = self._run_stage(optimizers)
-                if self.position.stage + 1 == len(self.recipe.stage):
-                    break
-                self.position.stage, self.position.step = self.position.stage + 1, 0
+            with rows_of(self.builder) as ask:
+                while True:
+                    optimizers = self._run_stage(optimizers, ask)
+                    if self.position.stage + 1 == len(self.recipe.stage):
+                        break
+                    self.position.stage, self.position.step = self.position.stage + 1, 0
             self.position.done = True
             with writing_to(self.out / "report.html"):
                 write_report(self.out, self.recipe)
@@ -99,7 +101,7 @@ class _Run:
         best = folder / "best"
         return best if best.exists() else folder / "last"
 
-    def _run_stage(self, before: Optimizers | None) -> Optimizers:
+    def _run_stage(self, before: Optimizers | None, ask: Ask) -> Optimizers:
         recipe, stage = self.recipe, self._stage
         choose_parameters(self.model, stage)
         self.model.cfg = self._config()
@@ -111,7 +113,7 @@ class _Run:
         elif stage.keep_optimizer and before is not None:
             optimizers.load_state_dict(before.state_dict())
         step = Step(self.model, optimizers, losses_of(recipe, stage, 0), phase_of(stage))
-        _Stage(self, stage, step).run()
+        _Stage(self, stage, step).run(ask)
         return optimizers
 
     def _config(self) -> ModelConfig:
@@ -133,11 +135,11 @@ class _Stage:
         self.rows = run.builder.rows(stage)
         self.flops = flops_per_token(run.model.cfg, stage.seq_len, step.phase)
 
-    def run(self) -> None:
+    def run(self, ask: Ask) -> None:
         first = self.position.step
         plan = self.recipe.checkpoints
         with Watch(self.run_.out, self.stage, first) as watch, noted_interrupt() as interrupted:
-            for number, rows in _ahead(self.rows, self.schedule, range(first, self.stage.steps)):
+            for number, rows in ahead(ask, self.position.stage, self.schedule, range(first, self.stage.steps)):
                 self._train_on(number, rows, watch)
                 last = self.position.step == self.stage.steps
                 at_checkpoint = last or self.position.step % plan.every == 0
@@ -197,14 +199,17 @@ class _Stage:
         """Figures of the held-out rows; nothing where a source holds none back."""
         if all(getattr(source, "held_out", 1.0) == 0.0 for source in self.stage.data):
             return {}
-        rows = [self.rows.row(draw, "held out") for draw in range(self.recipe.checkpoints.held_out)]
-        batches = self._batches(rows)
+        batches = self._batches(self._held_out_rows)
         figures = held_out(self.run_.model, batches, self.step.phase)
         if self.step.phase.learn_index:
             recall = attention_recall(self.run_.model, batches)
             figures |= {} if recall is None else {"attention recall": recall}
         watch.held_out(self.position.step, figures)
         return figures
+
+    @cached_property
+    def _held_out_rows(self) -> list[Row]:
+        return [self.rows.row(draw, "held out") for draw in range(self.recipe.checkpoints.held_out)]
 
     def _save_checkpoint(self, figures: dict[str, float]) -> None:
         """Checkpoint, what points to it, and the state behind it; older checkpoints go."""
@@ -230,21 +235,6 @@ def _batch(rows: Sequence[Row], device: torch.device) -> Batch:
     ids_T = torch.from_numpy(np.concatenate([row.ids for row in rows]))
     weight_T = torch.from_numpy(np.concatenate([row.weights for row in rows]))
     return Batch(ids_T, weight_T, [length for row in rows for length in row.lengths]).to(device)
-
-
-def _ahead(rows: Mixed, schedule: Schedule, steps: range) -> Iterator[tuple[int, list[Row]]]:
-    """Each step with its rows, of which those of the next one are made meanwhile."""
-
-    def make(step: int) -> list[Row]:
-        return [rows.row(draw) for draw in schedule.draws(step)]
-
-    with ThreadPoolExecutor(1, "rows") as pool:
-        coming: Future[list[Row]] | None = pool.submit(make, steps[0]) if steps else None
-        for step in steps:
-            assert coming is not None
-            ready = coming.result()
-            coming = pool.submit(make, step + 1) if step + 1 in steps else None
-            yield step, ready
 
 
 @contextmanager

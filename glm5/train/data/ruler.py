@@ -23,25 +23,35 @@ from glm5.train.data import prose
 NUM_HOPS = 4
 NUM_COMMON = 10
 NUM_FREQUENT = 3
+MAX_GUESSES = 8
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """`prompt` ends where the answer begins; `answer` is what is taught, `answers` what is looked for."""
+    """`prompt` ends where the answer begins; `answer` is what is taught, `answers` what is looked for. `more`: further
+    questions about the same text, each with its answer, for training."""
 
     task: str
     prompt: str
     answer: str
     answers: tuple[str, ...]
+    more: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.answer + "".join(question + answer for question, answer in self.more)
 
 
-Maker = Callable[[Random, int], Sample]
-"""A sample with that amount of filler: sentences, needles, words or facts."""
+Maker = Callable[[Random, int, int], Sample]
+"""A sample with that amount of filler (sentences, needles, words or facts) and at most that many further questions."""
 
 
-def generate(task: str, length: int, index: int, count: Callable[[str], int], seed: int = 0) -> Sample:
+def generate(
+    task: str, length: int, index: int, count: Callable[[str], int], seed: int = 0, questions: int = 1
+) -> Sample:
     """The sample of that number with as much filler as fits `length` tokens, of which `count` says how many a text has.
+    `questions`: how many are asked at most, where a text has answers to several.
 
     Raises `DataError` for an unknown task, and where even the least sample is longer.
     """
@@ -49,23 +59,34 @@ def generate(task: str, length: int, index: int, count: Callable[[str], int], se
         raise DataError(f"task: got {task!r:.60}; allowed: {', '.join(TASKS)}")
 
     def make(size: int) -> Sample:
-        return TASKS[task](Random(f"{seed} {task} {length} {index}"), size)
+        return TASKS[task](Random(f"{seed} {task} {length} {index}"), size, questions - 1)
 
     def tokens(size: int) -> int:
-        sample = make(size)
-        return count(sample.prompt + sample.answer)
+        return count(make(size).text)
 
     least = tokens(1)
     if least > length:
         raise DataError(f"task {task} needs at least {least} tokens, and the length is {length}")
-    low, high = 1, 2  # the largest size that fits is in low..high-1 once high is too large
-    while tokens(high) <= length:
-        low, high = high, 2 * high
-    while high - low > 1:
-        # Tokens grow with the size nearly in proportion; between the ends, so that it ends whatever they do.
-        middle = (low + high) // 2
-        low, high = (middle, high) if tokens(middle) <= length else (low, middle)
-    return make(low)
+    return make(_largest(tokens, least, length))
+
+
+def _largest(tokens: Callable[[int], int], least: int, length: int) -> int:
+    """The largest size of at most `length` tokens, of which size 1 has `least`: between one that fits and one that does
+    not. Tokens grow nearly in proportion, so a few guesses do; where they do not, the middle ends it."""
+    low, at_low, high = 1, least, 0
+    size, tried = 8, 0
+    while not high or high - low > 1:
+        got, tried = tokens(size), tried + 1
+        if got <= length:
+            low, at_low = size, got
+        else:
+            high = size
+        guess = low + int((length - at_low) * (size - 1) / max(1, got - least))
+        if not high:
+            size = max(guess, low + 1)
+        else:
+            size = (low + high) // 2 if tried > MAX_GUESSES else min(max(guess, low + 1), high - 1)
+    return low
 
 
 def score(sample: Sample, output: str) -> float:
@@ -76,6 +97,7 @@ def score(sample: Sample, output: str) -> float:
 def _needles(
     rng: Random,
     size: int,
+    more: int,
     *,
     task: str,
     filler: str,
@@ -89,7 +111,6 @@ def _needles(
     draw = {"words": prose.words, "numbers": prose.numbers, "uuids": prose.uuids}
     total = num_keys + (size if filler == "needles" else 0)
     keys, values = draw[key](rng, total), draw[value](rng, total * num_values)
-    kind = value[:-1]
     facts = [
         f"One of the special magic {value} for {keys[i // num_values]} is: {each}." for i, each in enumerate(values)
     ]
@@ -100,25 +121,33 @@ def _needles(
     else:
         plain = [prose.NOISE if filler == "noise" else prose.sentence(rng) for _ in range(size)]
         lines = _hidden(rng, plain, facts)
-    asked = _listed(keys[:num_asked])
     found = sorted(asked_facts, key=lines.index)  # in the order of the text
     answers = tuple(fact.rpartition(": ")[2][:-1] for fact in found)
     if num_asked > 1:  # in the order of the question
         answers = tuple(values[: num_asked * num_values])
-    if len(answers) == 1:
+    prompt = (
+        f"Some special magic {value} are hidden within the following text. Memorize them; you will be asked later.\n"
+        f"{(' ' if filler == 'prose' else chr(10)).join(lines)}\n{_asked(keys[:num_asked], value, len(answers))}"
+    )
+    others = list(zip(keys, values, strict=True))[num_asked : num_asked + more] if num_values == 1 else []
+    further = tuple((f"\n{_asked([key], value, 1)}", f" {each}.") for key, each in others)
+    return Sample(task, prompt, f" {', '.join(answers)}.", answers, further)
+
+
+def _asked(keys: Sequence[str], value: str, number: int) -> str:
+    """The question for the values of keys, `number` in all, and the beginning of its answer."""
+    listed, kind = _listed(keys), value[:-1]
+    if number == 1:
         what, verb, asked_for = f"is the special magic {kind}", "is", f"The special magic {kind}"
     else:
         what, verb, asked_for = f"are all the special magic {value}", "are", f"The special magic {value}"
-    prompt = (
-        f"Some special magic {value} are hidden within the following text. Memorize them; you will be asked later.\n"
-        f"{(' ' if filler == 'prose' else chr(10)).join(lines)}\n"
-        f"What {what} for {asked} mentioned in the provided text? "
-        f"{asked_for} for {asked} mentioned in the provided text {verb}"
+    return (
+        f"What {what} for {listed} mentioned in the provided text? "
+        f"{asked_for} for {listed} mentioned in the provided text {verb}"
     )
-    return Sample(task, prompt, f" {', '.join(answers)}.", answers)
 
 
-def _variables(rng: Random, size: int) -> Sample:
+def _variables(rng: Random, size: int, _more: int) -> Sample:
     chain = prose.letters(rng, NUM_HOPS + 1, 5, _LETTERS.upper())
     (value,) = prose.numbers(rng, 1, 5)
     steps = [f"VAR {chain[0]} = {value}."] + [f"VAR {b} = VAR {a}." for a, b in pairwise(chain)]
@@ -133,7 +162,7 @@ def _variables(rng: Random, size: int) -> Sample:
     return Sample("vt", prompt, f" {', '.join(chain)}.", tuple(chain))
 
 
-def _common_words(rng: Random, size: int) -> Sample:
+def _common_words(rng: Random, size: int, _more: int) -> Sample:
     # Others are `size` words in all: once each in short lists, three times in long ones; the common ones keep ahead.
     often, seldom = (30, 3) if size > 600 else (6 + size // 25, 1)
     picked = prose.words(rng, min(NUM_COMMON + size // seldom, len(prose.ADJECTIVES) * len(prose.NOUNS)))
@@ -148,7 +177,7 @@ def _common_words(rng: Random, size: int) -> Sample:
     return Sample("cwe", prompt, f" {', '.join(common)}.", tuple(common))
 
 
-def _frequent_words(rng: Random, size: int) -> Sample:
+def _frequent_words(rng: Random, size: int, _more: int) -> Sample:
     """Word number r of the vocabulary appears in proportion to r ** -2; the commonest is no word but dots."""
     total = 40 + size
     coded = prose.letters(rng, max(6, total // 50), 6, _LETTERS)
@@ -169,18 +198,20 @@ def _frequent_words(rng: Random, size: int) -> Sample:
     return Sample("fwe", prompt, f" {', '.join(top)}.", tuple(top))
 
 
-def _questions(rng: Random, size: int, *, task: str, hops: int) -> Sample:
+def _questions(rng: Random, size: int, more: int, *, task: str, hops: int) -> Sample:
     people, firms = prose.names(rng, size), prose.places(rng, size, " Works")
     towns = prose.places(rng, size, "burg")
     facts = [f"{person} works at {firm}." for person, firm in zip(people, firms, strict=True)]
     facts += [f"{firm} is in {town}." for firm, town in zip(firms, towns, strict=True)]
     rng.shuffle(facts)
     if hops == 1:
-        question, opening, answer = f"Where does {people[0]} work?", f"{people[0]} works at", firms[0]
+        asked = [f"Where does {person} work? {person} works at" for person in people[: more + 1]]
     else:
-        question, opening, answer = f"In which town does {people[0]} work?", f"{people[0]} works in", towns[0]
-    prompt = f"Answer the question from the given facts.\n{' '.join(facts)}\n{question} {opening}"
-    return Sample(task, prompt, f" {answer}.", (answer,))
+        asked = [f"In which town does {person} work? {person} works in" for person in people[: more + 1]]
+    answers = firms if hops == 1 else towns
+    prompt = f"Answer the question from the given facts.\n{' '.join(facts)}\n{asked[0]}"
+    further = tuple((f"\n{question}", f" {each}.") for question, each in zip(asked[1:], answers[1:], strict=False))
+    return Sample(task, prompt, f" {answers[0]}.", (answers[0],), further)
 
 
 def _hidden(rng: Random, lines: list[str], needles: Sequence[str]) -> list[str]:

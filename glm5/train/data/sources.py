@@ -118,7 +118,8 @@ class Fitted(_OfFile):
 
 
 class Tasks:
-    """Generated tasks, one a row. Which part is learnt: the answer, or all of it."""
+    """Generated tasks, one a row. Learnt are answers, or all of it; `answer_weight` is how much each token of
+    an answer counts, beside 1 for any other."""
 
     size = None
 
@@ -131,11 +132,14 @@ class Tasks:
         *,
         min_len: int | None = None,
         learn: Literal["answer", "all"] = "answer",
+        questions: int = 1,
+        answer_weight: float = 1.0,
     ) -> None:
         if unknown := [task for task in tasks if task not in TASKS]:
             raise DataError(f"tasks: got {unknown[0]!r}; allowed: {', '.join(TASKS)}")
         self.name = "ruler"
-        self._tasks, self._tokenizer, self._seed, self._learn = tuple(tasks), tokenizer, seed, learn
+        self._tasks, self._tokenizer, self._seed, self._questions = tuple(tasks), tokenizer, seed, questions
+        self._weights = (0.0 if learn == "answer" else 1.0, answer_weight)
         self._longest, self._shortest = seq_len - 1, min(seq_len, min_len or seq_len) - 1
         self._end = [token_id] if (token_id := tokenizer.id_of(END_OF_TEXT)) is not None else []
         self._count: Callable[[str], int] = lambda text: len(tokenizer.encode(text, allow_special=False))
@@ -144,14 +148,18 @@ class Tasks:
         seed = key_of(self._seed, split)
         task = self._tasks[index % len(self._tasks)]
         length = Random(key_of(seed, "length", index)).randint(self._shortest, self._longest)
-        # Half a dozen tokens of room: prompt and answer are encoded apart, and then are as a server has them.
-        sample = generate(task, length - 6, index, self._count, seed)
-        prompt = self._tokenizer.encode(sample.prompt, allow_special=False)
-        answer = self._tokenizer.encode(sample.answer, allow_special=False) + self._end
-        weights = np.ones(len(prompt) + len(answer), np.float32)
-        if self._learn == "answer":
-            weights[: len(prompt)] = 0
-        return Row(np.asarray(prompt + answer, np.int64), weights, [len(weights)])
+        # Room for what is lost where prompts and answers are encoded apart, as a server has them: two a question.
+        sample = generate(task, length - 4 - 2 * self._questions, index, self._count, seed, self._questions)
+        ids: list[int] = []
+        weights: list[float] = []
+        for prompt, answer in ((sample.prompt, sample.answer), *sample.more):
+            for text, weight in zip((prompt, answer), self._weights, strict=True):
+                encoded = self._tokenizer.encode(text, allow_special=False)
+                ids += encoded
+                weights += [weight] * len(encoded)
+        ids += self._end
+        weights += [self._weights[1]] * len(self._end)
+        return Row(np.asarray(ids, np.int64), np.asarray(weights, np.float32), [len(ids)])
 
 
 class Needles:

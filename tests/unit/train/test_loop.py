@@ -110,10 +110,10 @@ def test_stages_train_what_they_say_and_go_on_where_they_were_cut_off(tmp_path, 
 
     started = loop._Stage.run
 
-    def killed(self):
+    def killed(self, ask):
         if self.stage.name == "c":
             raise RuntimeError("killed")
-        started(self)
+        started(self, ask)
 
     monkeypatch.setattr(loop._Stage, "run", killed)
     with pytest.raises(RuntimeError, match="killed"):

@@ -115,3 +115,16 @@ def test_typed_needles_are_answered_by_what_is_hidden(seed):
             assert ids[: 256 - 2 * needle.NUM_CLASSES].count(ids[i]) == 1
     with pytest.raises(ValueError, match="no room"):
         needle.needles(Random(seed), 40)
+
+
+def test_further_questions_ask_of_the_same_text():
+    """The first question stays as it is; each further one is about another needle or person."""
+    for task in ("niah_multikey_1", "niah_multikey_2", "qa_1", "qa_2"):
+        sample = generate(task, 600, 3, count, questions=4)
+        assert len(sample.more) == 3
+        body = sample.prompt.rpartition("\n")[0]
+        questions = [sample.prompt.rpartition("\n")[2], *(question.strip() for question, _ in sample.more)]
+        assert len(set(questions)) == 4
+        assert all(answer.strip(" .") in body for _, answer in sample.more)
+        assert count(sample.text) <= 600
+    assert generate("vt", 600, 3, count, questions=4).more == (), "where there is one answer, one question"

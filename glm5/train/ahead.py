@@ -1,0 +1,84 @@
+"""Rows made ahead of the steps that train on them: by a thread, or by processes where that takes longer than training.
+
+What a row holds follows from recipe, stage and the number of its draw, so it does not matter who makes it.
+"""
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from glm5.config.train import Recipe
+from glm5.train.build import Builder
+from glm5.train.data.sources import Mixed, Row
+from glm5.train.schedule import Schedule
+
+STEPS = 3
+"""How many steps are made ahead."""
+
+Ask = Callable[[int, int], Future[Row]]
+"""(number of the stage, draw) to its row."""
+
+
+@contextmanager
+def rows_of(builder: Builder) -> Iterator[Ask]:
+    """Somebody to ask for rows: `workers` processes, or a thread where the recipe asks for none."""
+    recipe = builder.recipe
+    if not recipe.workers:
+        with _closing(ThreadPoolExecutor(1, "rows")) as pool:
+            mixed = lru_cache(maxsize=2)(lambda number: builder.rows(recipe.stage[number]))
+            yield lambda number, draw: pool.submit(lambda: mixed(number).row(draw))
+        return
+    # Not forked: a process that has used a GPU must not be.
+    context = multiprocessing.get_context("spawn")
+    where = (recipe.model_dump_json(), builder.beside, builder.out)
+    with _closing(ProcessPoolExecutor(recipe.workers, mp_context=context, initializer=_quiet)) as pool:
+        yield lambda number, draw: pool.submit(_row, where, number, draw)
+
+
+def ahead(ask: Ask, number: int, schedule: Schedule, steps: range) -> Iterator[tuple[int, list[Row]]]:
+    """Each step of a stage with its rows; those of the next ones are made meanwhile."""
+    coming: deque[tuple[int, list[Future[Row]]]] = deque()
+    for step in steps:
+        coming.append((step, [ask(number, draw) for draw in schedule.draws(step)]))
+        if len(coming) > STEPS:
+            yield _made(coming)
+    while coming:
+        yield _made(coming)
+
+
+def _made(coming: deque[tuple[int, list[Future[Row]]]]) -> tuple[int, list[Row]]:
+    step, rows = coming.popleft()
+    return step, [row.result() for row in rows]
+
+
+def _row(where: tuple[str, Path, Path], number: int, draw: int) -> Row:
+    return _mixed(where, number).row(draw)
+
+
+@lru_cache(maxsize=2)
+def _mixed(where: tuple[str, Path, Path], number: int) -> Mixed:
+    text, beside, out = where
+    recipe = Recipe.model_validate_json(text)
+    return Builder(recipe, beside, out).rows(recipe.stage[number])
+
+
+def _quiet() -> None:
+    """One thread each; Ctrl-C is for the process that trains, which then ends these."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _closing(pool: Executor) -> Iterator[Executor]:
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,42 @@
+"""Rows made ahead: in order, and the same whoever makes them."""
+
+import numpy as np
+import pytest
+
+from glm5.train.ahead import _row, ahead, rows_of
+from glm5.train.build import Builder
+from glm5.train.schedule import Schedule
+from tests.support.training import recipe, stage
+
+
+@pytest.fixture
+def builder(tmp_path):
+    of = recipe(tmp_path, "out", stage(steps=7, first_sequences=1, growing_steps=3))
+    return Builder(of, tmp_path, tmp_path / "out")
+
+
+def test_every_step_has_the_rows_of_its_draws(builder):
+    schedule = Schedule(builder.recipe.stage[0])
+    rows = builder.rows(builder.recipe.stage[0])
+    with rows_of(builder) as ask:
+        steps = list(ahead(ask, 0, schedule, range(2, 7)))
+    assert [step for step, _ in steps] == [2, 3, 4, 5, 6]
+    for step, made in steps:
+        wanted = [rows.row(draw).ids for draw in schedule.draws(step)]
+        assert all(np.array_equal(row.ids, ids) for row, ids in zip(made, wanted, strict=True))
+
+
+def test_a_process_makes_the_same_row(builder):
+    where = (builder.recipe.model_dump_json(), builder.beside, builder.out)
+    rows = builder.rows(builder.recipe.stage[0])
+    assert all(np.array_equal(_row(where, 0, draw).ids, rows.row(draw).ids) for draw in range(3))
+
+
+@pytest.mark.slow
+def test_processes_make_rows(tmp_path):
+    of = recipe(tmp_path, "out", settings=["workers=2"])
+    builder = Builder(of, tmp_path, tmp_path / "out")
+    rows = builder.rows(of.stage[0])
+    with rows_of(builder) as ask:
+        asked = [ask(0, draw) for draw in range(5)]
+        assert all(np.array_equal(row.result().ids, rows.row(draw).ids) for draw, row in enumerate(asked))
