@@ -39,8 +39,12 @@ COMMANDS = {
     "bench serve": "glm5.cli.bench_serve",
     "bench kernels": "glm5.cli.bench_kernels",
     "bench quantize": "glm5.cli.bench_quantize",
+    "eval ruler": "glm5.cli.eval_ruler",
 }
-GROUPS = {"bench": "measure throughput, latency, servers, kernels and quantization"}
+GROUPS = {
+    "bench": "measure throughput, latency, servers, kernels and quantization",
+    "eval": "what a model can do, on generated tasks",
+}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 LOG_FORMAT_HELP = "How: lines for people, or JSON objects, one a line. Default: text."

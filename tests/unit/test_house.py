@@ -18,7 +18,7 @@ ROOT = REPO / "glm5"
 LAYERS = """
     cli
     demo
-    serve bench
+    serve bench eval
     engine quantize train
     checkpoint
     parallel quant
