@@ -1,7 +1,7 @@
 """What one training step does: optimizer and losses, with the published settings as defaults.
 
-Parts of a training recipe (a `[optimizer]` and a `[losses]` table). Sources: GLM-5 report, appendix A; where it is
-silent (the optimizer of the rest, clipping), the usual choice, said beside the field.
+Parts of a training recipe (an `[optimizer]`, a `[losses]`, a stage's `window` table). Sources: GLM-5 report, appendix
+A; where it is silent (the optimizer of the rest, clipping), the usual choice, said beside the field.
 """
 
 from typing import Annotated, Literal
@@ -68,3 +68,15 @@ class LossConfig(Section):
     """Of the indexers' KL. Their gradients meet no others, so this matters for clipping alone."""
     chunk: Annotated[int, Field(ge=1)] = 4096
     """Tokens whose logits exist at a time."""
+
+
+class WindowConfig(Section):
+    """Sliding windows in place of what attention reads otherwise, for comparison (GLM-5 report, 2.1.2)."""
+
+    size: Annotated[int, Field(ge=1)]
+    """Keys that a windowed layer reads: the last ones, the query's own included. The report: 4096."""
+    pattern: Annotated[str, Field(pattern=r"^[SF]+$")] = "SF"
+    """By layer, from the first, over and over: S reads a window, F every key. SF alternates; S leaves no full layer."""
+
+    def pattern_of(self, layer_idx: int) -> str:
+        return self.pattern[layer_idx % len(self.pattern)]

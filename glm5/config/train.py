@@ -22,7 +22,7 @@ from glm5.config.command import Command, Positional
 from glm5.config.model import ModelConfig
 from glm5.config.presets import PresetName, preset
 from glm5.config.refusal import complaint, first_error, refuse
-from glm5.config.step import LossConfig, NotNegative, OptimizerConfig, Positive, Section
+from glm5.config.step import LossConfig, NotNegative, OptimizerConfig, Positive, Section, WindowConfig
 
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
@@ -185,6 +185,8 @@ class StageConfig(Section):
     """Steps in which the rate rises from 0."""
     keys: Literal["dense", "sparse"] | None = None
     """What attention reads. Default: dense in pretrain, midtrain and warmup, selected keys in the others."""
+    window: WindowConfig | None = None
+    """Sliding windows over what would be dense attention, for comparison; the indexers have no part in it."""
     rope_theta: Positive | None = None
     """RoPE base from this stage on."""
     balance_until: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -196,6 +198,11 @@ class StageConfig(Section):
     keep_optimizer: bool = False
     """Take over the optimizer's state of the stage before. midtrain does so in the report."""
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether attention reads every key, and not what the indexers select."""
+        return self.keys == "dense" if self.keys is not None else self.kind in ("pretrain", "midtrain", "warmup")
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.first_sequences is not None and not self.growing_steps:
@@ -206,6 +213,8 @@ class StageConfig(Section):
             raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
         if self.kind == "warmup" and self.keys == "sparse":
             raise ValueError("keys: warmup reads all keys")
+        if self.window is not None and (self.kind == "warmup" or not self.reads_all):
+            raise ValueError(f"window: takes the place of dense attention, and {self.kind} has none; say keys = dense")
         return self
 
 

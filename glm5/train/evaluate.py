@@ -6,7 +6,6 @@ import torch
 
 from glm5.common.errors import TrainingError
 from glm5.model.glm5 import Glm5
-from glm5.model.packed import PackedView
 from glm5.train.batch import Batch
 from glm5.train.step import Phase
 
@@ -19,7 +18,7 @@ def held_out(model: Glm5, batches: Sequence[Batch], phase: Phase) -> dict[str, f
     that are right."""
     loss = right = total = 0.0
     for batch in batches:
-        hidden_TD = model(batch.ids_T, PackedView(batch.lengths, batch.ids_T.device, stage=phase.keys))
+        hidden_TD = model(batch.ids_T, phase.view(batch))
         position_G, target_G, weight_G = batch.targets(1)
         for at in range(0, len(position_G), CHUNK):
             part = slice(at, at + CHUNK)

@@ -20,8 +20,7 @@ def phase_of(stage: StageConfig) -> Phase:
     """Which keys attention reads, and whether the indexers learn."""
     if stage.kind == "warmup":
         return Phase("warmup", learn_index=True)
-    dense = stage.keys == "dense" if stage.keys is not None else stage.kind in ("pretrain", "midtrain")
-    return Phase("dense") if dense else Phase("sparse", learn_index=True)
+    return Phase("dense", window=stage.window) if stage.reads_all else Phase("sparse", learn_index=True)
 
 
 def choose_parameters(model: Glm5, stage: StageConfig) -> None:

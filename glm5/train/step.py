@@ -17,21 +17,31 @@ import torch
 from torch import Tensor
 
 from glm5.common.errors import TrainingError
-from glm5.config.step import LossConfig
+from glm5.config.step import LossConfig, WindowConfig
 from glm5.kernels.token_logprobs import token_logprobs
 from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView, Stage
 from glm5.train.balance import Balance
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
+from glm5.train.window import WindowView
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a stage asks of a pass: which keys are attended to, and whether the indexers learn."""
+    """What a stage asks of a pass: which keys are attended to, and whether the indexers learn. `window`: dense
+    attention, but for layers that read a window."""
 
     keys: Stage = "dense"
     learn_index: bool = False
+    window: WindowConfig | None = None
+
+    def view(self, batch: Batch, *, learning: bool = False) -> PackedView:
+        """The keys of a pass over `batch`; `learning`: one whose index loss will be asked for, where there is one."""
+        if self.window is not None:
+            return WindowView(self.window, batch.lengths, batch.ids_T.device)
+        learn_index = self.learn_index and learning
+        return PackedView(batch.lengths, batch.ids_T.device, stage=self.keys, learn_index=learn_index)
 
 
 class Step:
@@ -79,8 +89,7 @@ class Step:
         total = self._totals(batches)[1]
         loss = 0.0
         for batch in batches:
-            view = PackedView(batch.lengths, batch.ids_T.device, stage=self.phase.keys)
-            loss += self._cross_entropy(self.model(batch.ids_T, view), batch, 1).item()
+            loss += self._cross_entropy(self.model(batch.ids_T, self.phase.view(batch)), batch, 1).item()
         return loss / total
 
     def _totals(self, batches: Sequence[Batch]) -> dict[int, float]:
@@ -96,7 +105,7 @@ class Step:
         return totals
 
     def _learn(self, batch: Batch, totals: Mapping[int, float]) -> dict[str, float]:
-        view = self._view(batch)
+        view = self.phase.view(batch, learning=True)
         with self.balance.watch(view.row_T, with_loss=self.cfg.balance_weight > 0):
             losses = dict(self._losses(batch, view, totals))
             learnt = [loss * self._weight(name) for name, loss in losses.items() if loss.requires_grad]
@@ -114,7 +123,7 @@ class Step:
         yield from self._balance_losses("balance", 1 / totals[0])
         if not self.mtp_depth:
             return
-        view = self._view(batch)
+        view = self.phase.view(batch, learning=True)
         depths = [
             self._cross_entropy(drafted_TD, batch, depth + 1) / max(totals[depth + 1], 1e-20)
             for depth, drafted_TD in enumerate(drafts(self.model, batch, hidden_TD, view, self.mtp_depth), 1)
@@ -139,9 +148,6 @@ class Step:
             "balance": self.cfg.balance_weight,
             "mtp balance": self.cfg.balance_weight,
         }[name]
-
-    def _view(self, batch: Batch) -> PackedView:
-        return PackedView(batch.lengths, batch.ids_T.device, stage=self.phase.keys, learn_index=self.phase.learn_index)
 
     def _cross_entropy(self, hidden_TD: Tensor, batch: Batch, distance: int) -> Tensor:
         """Weighted sum over targets."""

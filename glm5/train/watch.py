@@ -22,6 +22,7 @@ from glm5.config.tensors import count_parameters
 from glm5.config.train import StageConfig
 from glm5.train.state import writing_to
 from glm5.train.step import Phase
+from glm5.train.window import keys_read
 
 FILE = "metrics.jsonl"
 _SHOWN = ("loss", "mtp", "index", "trunk norm", "lr", "tokens/s", "mfu", "held-out loss", "held-out accuracy")
@@ -31,6 +32,8 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, phase: Phase) -> float:
     """Forward and backward, as the formula at the top; documents are taken to fill their sequence."""
     dense = (seq_len + 1) / 2
     context = dense if phase.keys != "sparse" else min(cfg.index_topk, dense)
+    if phase.window is not None:
+        context = dense * keys_read(phase.window, cfg.num_hidden_layers, seq_len)
     attention = 6 * cfg.num_hidden_layers * cfg.num_attention_heads * (cfg.qk_head_dim + cfg.v_head_dim) * context
     active = count_parameters(cfg).active + cfg.vocab_size * cfg.hidden_size
     return 6 * active + attention
