@@ -183,6 +183,9 @@ class StageConfig(Section):
     shape: Literal["cosine", "linear", "constant"] = "cosine"
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the rate rises from 0."""
+    qat: Literal["int4"] | None = None
+    """Routed experts compute with what int4 in groups of 128 leaves of their weights. Checkpoints are in bfloat16; the
+    best is also written packed, as `glm5 quantize --scheme w4a16 --method minmax` does."""
     keys: Literal["dense", "sparse"] | None = None
     """What attention reads. Default: dense in pretrain, midtrain and warmup, selected keys in the others."""
     window: WindowConfig | None = None

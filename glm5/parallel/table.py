@@ -4,6 +4,7 @@
     units        rows of gate_proj and up_proj, columns of down_proj: units of an MLP, of each expert (an F slice)
     vocabulary   rows of the embedding and of lm_head: token ids
     replicated   everything else: norms, low-rank and index projections, routers
+    dealt        in training, whole routed experts lie on different ranks (train/parallel/places.py)
 
 A rank's columns of o_proj and down_proj give a part of a sum, which a collective completes (`apply.py`). Block scales
 of FP8 weights follow their blocks of 128.
@@ -21,11 +22,13 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 class Placement(NamedTuple):
-    """How a tensor is cut: along which dimension (None: not at all), into equal parts of which count of the config."""
+    """How a tensor is cut: along which dimension (None: not at all), into equal parts of which count of the config.
+    `dealt`: there are many of its kind, of which training gives each rank some whole ones."""
 
     kind: Literal["column", "row", "expert F slice", "vocabulary", "replicated"]
     dim: int | None = None
     counted: str | None = None
+    dealt: bool = False
 
 
 REPLICATED = Placement("replicated")
@@ -36,6 +39,7 @@ UNIT_ROWS = Placement("column", 0, "intermediate_size")
 UNIT_COLUMNS = Placement("row", 1, "intermediate_size")
 EXPERT_ROWS = Placement("expert F slice", 0, "moe_intermediate_size")
 EXPERT_COLUMNS = Placement("expert F slice", 1, "moe_intermediate_size")
+ROUTED_ROWS, ROUTED_COLUMNS = EXPERT_ROWS._replace(dealt=True), EXPERT_COLUMNS._replace(dealt=True)
 
 # Names on disk; `*` is a number.
 TABLE: dict[str, Placement] = {
@@ -61,9 +65,9 @@ TABLE: dict[str, Placement] = {
     "model.layers.*.mlp.down_proj.weight": UNIT_COLUMNS,
     "model.layers.*.mlp.gate.weight": REPLICATED,
     "model.layers.*.mlp.gate.e_score_correction_bias": REPLICATED,
-    "model.layers.*.mlp.experts.*.gate_proj.weight": EXPERT_ROWS,
-    "model.layers.*.mlp.experts.*.up_proj.weight": EXPERT_ROWS,
-    "model.layers.*.mlp.experts.*.down_proj.weight": EXPERT_COLUMNS,
+    "model.layers.*.mlp.experts.*.gate_proj.weight": ROUTED_ROWS,
+    "model.layers.*.mlp.experts.*.up_proj.weight": ROUTED_ROWS,
+    "model.layers.*.mlp.experts.*.down_proj.weight": ROUTED_COLUMNS,
     "model.layers.*.mlp.shared_experts.gate_proj.weight": EXPERT_ROWS,
     "model.layers.*.mlp.shared_experts.up_proj.weight": EXPERT_ROWS,
     "model.layers.*.mlp.shared_experts.down_proj.weight": EXPERT_COLUMNS,

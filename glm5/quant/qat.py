@@ -17,6 +17,8 @@ from glm5.quant.parts import parts, stacked, wide
 from glm5.quant.record import Grid, Quantized
 
 GROUP = 128
+KEY = "quantization_aware"
+"""In config.json of a checkpoint after such training."""
 
 _LEAST = 1e-5
 
@@ -34,18 +36,21 @@ def int4(weight: Tensor, group: int = GROUP) -> Quantized:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, group: int, stored: torch.dtype) -> Tensor:
         ctx.set_materialize_grads(False)
-        return int4(weight, group).dequantize(weight.dtype)
+        return int4(weight.to(stored), group).dequantize(stored).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ARG004 - its name is the base class's
-        return *grad_outputs, None
+        return *grad_outputs, None, None
 
 
-def fake_int4(weight: Tensor, group: int = GROUP) -> Tensor:
-    """What `int4` leaves of weight [..., O, I], in its dtype. The gradient passes as if nothing had been done."""
-    return _StraightThrough.apply(weight, group)
+def fake_int4(weight: Tensor, group: int = GROUP, *, stored: torch.dtype | None = None) -> Tensor:
+    """What `int4` leaves of weight [..., O, I], in its dtype. The gradient passes as if nothing had been done.
+
+    `stored`: the dtype that a checkpoint will hold it in, where that is another; int4 then sees it in that.
+    """
+    return _StraightThrough.apply(weight, group, weight.dtype if stored is None else stored)
 
 
 def is_int4(weight: Tensor, group: int = GROUP) -> bool:

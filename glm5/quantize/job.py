@@ -14,6 +14,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.recipe import QuaRot
 from glm5.quant.graph import RotationName
+from glm5.quant.qat import KEY
 from glm5.quant.rotate import rotations
 from glm5.quantize.formats import choose
 from glm5.quantize.plan import make_plan
@@ -24,7 +25,6 @@ from glm5.quantize.work import Run
 
 logger = logging.getLogger(__name__)
 
-QAT_KEY = "quantization_aware"
 HELD_OUT = 1_000_003  # what its seeds differ by from calibration's
 
 
@@ -47,9 +47,9 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
     resolved = resolved or resolve(settings)
     for note in resolved.notes:
         logger.info("%s", note)
-    if QAT_KEY in source.cfg.extra and not resolved.recipe.is_plain:
+    if KEY in source.cfg.extra and not resolved.recipe.is_plain:
         raise ConfigError(
-            f"{settings.model}: trained with quantization in view ({QAT_KEY} in config.json), so its weights have to "
+            f"{settings.model}: trained with quantization in view ({KEY} in config.json), so its weights have to "
             "be rounded as they were in training: --scheme w4a16 --method minmax"
         )
     plan = make_plan(source.cfg, resolved.recipe, resolved.target)

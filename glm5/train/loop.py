@@ -21,12 +21,14 @@ from glm5.common.errors import TrainingError
 from glm5.common.interrupt import noted_interrupt
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
+from glm5.quant.qat import KEY
 from glm5.train.ahead import Ask, ahead, rows_of
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.evaluate import held_out
 from glm5.train.optim.build import Optimizers
+from glm5.train.qat import MARK, STORED, make_aware
 from glm5.train.recall import attention_recall
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
@@ -104,6 +106,7 @@ class _Run:
     def _run_stage(self, before: Optimizers | None, ask: Ask) -> Optimizers:
         recipe, stage = self.recipe, self._stage
         choose_parameters(self.model, stage)
+        make_aware(self.model, aware=stage.qat is not None)
         self.model.cfg = self._config()
         named = dict(self.model.named_parameters())
         optimizers = Optimizers(named, self.model.cfg, stage.optimizer or recipe.optimizer)
@@ -122,7 +125,8 @@ class _Run:
         cfg = self.builder.cfg
         longest = max(cfg.max_position_embeddings, *(stage.seq_len for stage in so_far))
         theta = next((stage.rope_theta for stage in reversed(so_far) if stage.rope_theta is not None), cfg.rope_theta)
-        return cfg.replace(rope_theta=theta, max_position_embeddings=longest)
+        aware = {KEY: MARK} if self._stage.qat is not None else {}
+        return cfg.replace(rope_theta=theta, max_position_embeddings=longest, **aware)
 
 
 class _Stage:
@@ -215,8 +219,9 @@ class _Stage:
         """Checkpoint, what points to it, and the state behind it; older checkpoints go."""
         store, name, number = self.run_.store, self.stage.name, self.position.step
         folder = store.checkpoint(name, number)
+        dtype = self.recipe.checkpoints.dtype if self.stage.qat is None else STORED
         with writing_to(folder):
-            save(self.run_.model, folder, dtype=self.recipe.checkpoints.dtype, assets=self.run_.builder.assets)
+            save(self.run_.model, folder, dtype=dtype, assets=self.run_.builder.assets)
             store.point(name, "last", number)
             best = self.position.best.get(name)
             loss = figures.get("held-out loss")

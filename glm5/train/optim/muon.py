@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glm5.train.optim.exchange import Exchange
 from glm5.train.optim.newton_schulz import COEFFICIENTS, Triple, orthogonalize
 from glm5.train.optim.table import cut, join
 
@@ -23,6 +24,9 @@ class Muon(torch.optim.Optimizer):
     Momentum exists from the start, so what is saved does not depend on which tensors have had gradients. A parameter
     without a gradient is left alone. With `watch`, the root mean square of each parameter's last update, at learning
     rate 1, is kept in `update_rms`.
+
+    `shards`: parameters are a rank's rows of tensors, by name; matrices that their borders cut are made whole by the
+    exchange, in which every rank takes part in every step.
     """
 
     def __init__(
@@ -37,10 +41,13 @@ class Muon(torch.optim.Optimizer):
         coefficients: tuple[Triple, ...] = COEFFICIENTS["quintic"],
         momentum_dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
+        shards: tuple[Mapping[str, nn.Parameter], Exchange] | None = None,
     ):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "rms": update_rms}
         super().__init__(params, defaults)
         self._rows, self._coefficients, self._compute_dtype = rows, coefficients, compute_dtype
+        self._cut, self._exchange = ({}, None) if shards is None else shards
+        self._name_of = {weight: name for name, weight in self._cut.items()}
         self.watch = False
         self.update_rms: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
@@ -51,19 +58,35 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # no closure: nothing here evaluates a loss again
+        cut: dict[str, Tensor] = {}
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, group)
+                if (name := self._name_of.get(weight)) is not None:  # its part is asked for though it has no gradient
+                    cut[name] = torch.zeros_like(weight) if weight.grad is None else self._moved(weight, group)
+                elif weight.grad is not None and weight.numel():
+                    rows = self._rows.get(weight, ())
+                    self._apply(weight, self._orthogonal(self._moved(weight, group), rows, group["rms"]), group)
+        if self._exchange is None:
+            return
+        rms = self.defaults["rms"]
+        updates = self._exchange.updates(cut, lambda stack: self._orthogonal(stack, (), rms))
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight in self._name_of and weight.grad is not None and weight.numel():
+                    self._apply(weight, updates[self._name_of[weight]], group)
 
-    def _update(self, weight: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
-        mu, lr = group["momentum"], group["lr"]
+    def _moved(self, weight: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """The momentum with this step's gradient, and a step ahead."""
+        assert weight.grad is not None
+        grad, mu = weight.grad, group["momentum"]
         momentum = self.state[weight]["momentum"]
         momentum.lerp_(grad.to(momentum.dtype), 1 - mu)
-        update = self._orthogonal(grad.lerp(momentum.to(grad.dtype), mu), self._rows.get(weight, ()), group["rms"])
+        return grad.lerp(momentum.to(grad.dtype), mu)
+
+    def _apply(self, weight: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
         if self.watch:
             self.update_rms[weight] = update.square().mean(dtype=torch.float32).sqrt()
-        weight.mul_(1 - lr * group["weight_decay"]).sub_(update.to(weight.dtype), alpha=lr)
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(weight.dtype), alpha=group["lr"])
 
     def _orthogonal(self, update: Tensor, rows: tuple[int, ...], rms: float) -> Tensor:
         parts = [

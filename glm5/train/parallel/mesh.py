@@ -1,0 +1,83 @@
+"""Which rank does what: processes = pipeline x data x context, and experts dealt out within data x context.
+
+    rank  = stage (data context) + shard        shard = copy context + part        0 <= part < context
+    shard = row expert + owner                  owner's experts are the owner-th part of all; `row` shards them further
+
+A stage is some layers; a shard has a 1 / (data context) of each of its parameters.
+"""
+
+from dataclasses import dataclass
+
+from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
+from glm5.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes. Ranks are counted as in the formulas above."""
+
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks of a stage."""
+        return self.data * self.context
+
+    @property
+    def size(self) -> int:
+        return self.pipeline * self.shards
+
+    def stage(self, rank: int) -> int:
+        return rank // self.shards
+
+    def shard(self, rank: int) -> int:
+        return rank % self.shards
+
+    def copy(self, rank: int) -> int:
+        """Which of `data` parts of a step's rows it trains on."""
+        return self.shard(rank) // self.context
+
+    def part(self, rank: int) -> int:
+        """Which of `context` parts of their tokens."""
+        return rank % self.context
+
+    def stage_ranks(self, rank: int) -> list[int]:
+        first = self.stage(rank) * self.shards
+        return list(range(first, first + self.shards))
+
+    def context_ranks(self, rank: int) -> list[int]:
+        first = rank - self.part(rank)
+        return list(range(first, first + self.context))
+
+    def pipeline_ranks(self, rank: int) -> list[int]:
+        """With the same shard in every stage."""
+        return list(range(self.shard(rank), self.size, self.shards))
+
+    def expert_ranks(self, rank: int) -> list[int]:
+        """That have all experts between them, among which tokens travel."""
+        first = rank - self.shard(rank) % self.expert
+        return list(range(first, first + self.expert))
+
+    def expert_shard_ranks(self, rank: int) -> list[int]:
+        """Among which the same experts are sharded."""
+        return [one for one in self.stage_ranks(rank) if one % self.expert == rank % self.expert]
+
+
+def mesh_of(cfg: ParallelConfig, world: int, model: ModelConfig) -> Mesh:
+    """For `world` processes. Raises ConfigError where something does not divide."""
+    data, rest = divmod(world, cfg.pipeline * cfg.context)
+    if rest or not data:
+        raise ConfigError(
+            f"parallel: pipeline {cfg.pipeline} x context {cfg.context} does not divide {world} processes; "
+            f"start a multiple of {cfg.pipeline * cfg.context}"
+        )
+    shards = data * cfg.context
+    if shards % cfg.expert:
+        raise ConfigError(f"parallel.expert: {cfg.expert} does not divide the {shards} ranks of a stage")
+    if model.n_routed_experts % cfg.expert:
+        raise ConfigError(f"parallel.expert: {cfg.expert} does not divide the {model.n_routed_experts} experts")
+    return Mesh(cfg.pipeline, data, cfg.context, cfg.expert)
