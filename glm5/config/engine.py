@@ -41,6 +41,9 @@ class EngineConfig(Command):
     """Tokens drafted by the MTP layer in a step; 0 drafts none. Default: 3 if the checkpoint has the layer, else 0."""
     adaptive_speculation: bool = True
     """Draft fewer under load, and where drafts are not accepted."""
+    simulate_acceptance: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Only to measure speed, with dummy weights: drafts stand at random, so that a step gains so many tokens on average
+    (that which needs no draft included). Answers are worth nothing."""
     async_scheduling: bool | None = None
     """Plan and start a step before the tokens of the one before it are read. Default: on a GPU. (A CPU computes a step
     when it is started; tokens would only be told a step later.)"""
@@ -83,6 +86,13 @@ class EngineConfig(Command):
         least = info.data.get("max_num_seqs", 0)
         if value < least:
             raise ValueError(f"at least max_num_seqs ({least}), so that every request can take part in every step")
+        return value
+
+    @field_validator("simulate_acceptance")
+    @classmethod
+    def _only_to_measure(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("load_format") != "dummy":
+            raise ValueError("only with load_format dummy: it makes answers worthless")
         return value
 
     @field_validator("kv_cache_dtype", mode="before")

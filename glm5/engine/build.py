@@ -27,6 +27,7 @@ from glm5.engine.rank_wire import Begin
 from glm5.engine.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.runner import Runner
 from glm5.engine.sampling.compiling import Compiler, Vocabulary
+from glm5.engine.sampling.simulated import probability_of
 from glm5.engine.scheduler_config import SchedulerConfig
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.warm import warm_up
@@ -234,7 +235,7 @@ class _Parts:
 def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group, on_progress: Progress) -> _Parts:
     """Everything but what talks to clients."""
     start_counting()
-    cfg = model.cfg
+    cfg, simulated = model.cfg, config.simulate_acceptance
     depth, layout = _depth(config, cfg), _layout(config, model.dtype)
     max_model_len, num_pages = _sizes(config, model, layout, group, mtp=depth > 0)
     is_native = _runs_native(config, model, layout, group)
@@ -267,6 +268,7 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         pass_rows=PASS_ROWS if in_passes else None,
         record_routing=config.enable_return_routed_experts,
         group=group,
+        simulate=None if simulated is None else probability_of(simulated, depth),
     )
     warmth = warm_up(runner, scheduler, on_progress)
     facts = Facts(
@@ -278,6 +280,7 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         max_depth=depth,
         vocab_size=cfg.vocab_size,
         routed_experts=config.enable_return_routed_experts,
+        simulated_acceptance=simulated,
         table=[
             *_table(config, model, cache, max_model_len, depth, is_native=is_native),
             *([("graphs", str(warmth))] if warmth is not None else []),
@@ -436,6 +439,8 @@ def _table(
     tiers = [f"{config.kv_offloading_size:g} GiB of host memory"] if config.kv_offloading_size else []
     tiers += [f"{config.kv_disk_size:g} GiB in {config.kv_disk_dir}"] if config.kv_disk_dir else []
     drafts = "adaptive" if config.adaptive_speculation else "fixed"
+    if config.simulate_acceptance is not None:
+        drafts += f"; SIMULATED acceptance of {config.simulate_acceptance:g} tokens a step, answers are worth nothing"
     return [
         ("dtype", f"{weights}{cfg.dtype} on {model.device}; low-rank norms eps {cfg.lora_norm_eps:g}"),
         *threads,

@@ -179,6 +179,7 @@ class EngineCore:
             num_held=self.intake.num_waiting,
             tiers=tiers,
             is_sleeping=self.control.is_sleeping,
+            simulated_acceptance=self.facts.simulated_acceptance,
         )
 
     def close(self, flush_s: float = 30.0) -> None:

@@ -8,18 +8,21 @@ steps can be enqueued ahead of what they find, and captured where there are grap
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from glm5.engine.batch import Batch, Packer, arrays, nobodys_rows
-from glm5.engine.drafting import Drafter, DraftRows
-from glm5.engine.graphs import DecodeSteps, OnDevice, Shape
+from glm5.engine.batch import Batch, Packer, arrays
+from glm5.engine.captured import Graphs
+from glm5.engine.drafting import Drafter, DraftRows, Extended
+from glm5.engine.graphs import DecodeSteps, OnDevice, Shape, reaches_of
 from glm5.engine.kv import KVCache
 from glm5.engine.lower import Lowered, join_of
 from glm5.engine.passes import Passes
 from glm5.engine.plan import Item, StepPlan
+from glm5.engine.prompts import PromptSteps
 from glm5.engine.result import Launched, Pending, PromptLogprobs
 from glm5.engine.routing import RoutingRecord
 from glm5.engine.sampling import Accepted, Placement, Rows, Sampled, Sampler, SamplingParams, accept
@@ -53,9 +56,9 @@ class Runner:
     """A model with its cache, its slots and its sampler. `max_depth` > 0 needs a cache with the MTP layer's keys.
 
     `pass_rows`: the rows of a pass in deterministic mode, None for the fastest shapes (passes.py). `record_routing`:
-    sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and decoding
-    steps in pieces of static shape (graphs.py), captured as graphs on a GPU. Default: on a GPU, unless in passes.
-    `group`: of ranks that do the same, each with its part of the model.
+    sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and steps in
+    pieces of static shape (graphs.py, prompts.py), captured as graphs on a GPU. Default: on a GPU, unless in passes.
+    `group`: of ranks that do the same, each with its part of the model. `simulate`: as in `Sampler`.
     """
 
     @torch.inference_mode()
@@ -71,6 +74,7 @@ class Runner:
         record_routing: bool = False,
         fused: bool | None = None,
         group: Group = ALONE,
+        simulate: float | None = None,
     ):
         assert not max_depth or cache.mtp, f"{max_depth=} {cache.mtp=}"
         self.model, self.cache, self.max_depth = model, cache, max_depth
@@ -86,25 +90,26 @@ class Runner:
             device=cache.device,
         )
         self.sampler = Sampler(
-            max_num_seqs, model.cfg.vocab_size, max_drafts=max_depth, device=cache.device, part=_part(model, group)
+            max_num_seqs,
+            model.cfg.vocab_size,
+            max_drafts=max_depth,
+            device=cache.device,
+            part=_part(model, group),
+            simulate=simulate,
         )
         self._packer = Packer(self.padding_slot, self.passes.whole)
         self._uploaded: tuple[Batch, OnDevice] | None = None
         self._masks: tuple[list[int], Tensor] | None = None
-        self._drafter = Drafter(self.passes, self.slots, self.sampler) if max_depth else None
+        self._drafter = Drafter(self.passes, cache, self.slots, self.sampler) if max_depth else None
         self._routing = RoutingRecord(self.passes) if record_routing else None
         self.steps: DecodeSteps | None = None
+        self.prompts: PromptSteps | None = None
         if fused:
-            self.steps = DecodeSteps(
-                self.passes,
-                cache,
-                self.slots,
-                self.sampler,
-                self._drafter,
-                max_len=max_model_len,
-                captures=cache.device.type == "cuda",
-                routing=self._routing,
-            )
+            graphs = Graphs(self.passes, cache, captures=cache.device.type == "cuda")
+            reaches = reaches_of(model.cfg.index_topk, max_model_len)
+            around = self.passes, cache, self.slots
+            self.steps = DecodeSteps(*around, self.sampler, self._drafter, graphs, reaches, self._routing)
+            self.prompts = PromptSteps(*around, self._drafter, graphs, reaches, self._routing)
 
     def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
         """Masks of the rows of the next launch, for sequences with a grammar (`Sampler.permit`)."""
@@ -136,28 +141,6 @@ class Runner:
             return Launched(self._decode(self.steps, plan, batch, specs))
         return Launched(self._run(plan, batch, specs))
 
-    def shapes_of_nobody(self, num_tokens: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(rows, reach, sequences) of steps with prompts: every number of rows, of few sequences and of many (kernels
-        differ by how crowded rows are), and every reach for the most and the fewest rows."""
-        assert self.steps is not None
-        near, far = self.steps.reaches[:2], self.steps.reaches[2:]
-        counts = sorted({1, self.padding_slot})
-        shapes = [(rows, reach, count) for rows in num_tokens for reach in near for count in counts]
-        ends = sorted({max(num_tokens), min(num_tokens)}, reverse=True)
-        return shapes + [(rows, reach, count) for reach in far for rows in ends for count in counts]
-
-    @torch.inference_mode()
-    def run_nobody(self, num_tokens: int, reach: int, num_seqs: int) -> None:
-        """A step with prompts whose rows are all padding: it leaves everything as it was."""
-        on = self._upload(nobodys_rows(num_tokens, num_seqs, self.padding_slot))
-        position_R = torch.zeros_like(on.slot_R)
-        for first_T in (on.first_R.int(), None):
-            view = self._view(on, position_R, reach, first_T)
-            hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, position_R), view)
-        if self._drafter is not None:
-            self._drafter.extend(view, on.slot_R, hidden_RD)  # any tokens do
-        self._uploaded = None
-
     def pack(self, plan: StepPlan) -> Batch:
         """The batch of a plan that has items."""
         return self._packer.pack(plan)
@@ -183,7 +166,7 @@ class Runner:
             parts=buffers.parts,
         )
         if buffers.expert_RLA is not None:
-            self._add_routing(pending, plan, specs, buffers.expert_RLA.clone(), buffers.position_R.clone())
+            self._add_routing(pending, plan, specs, buffers.expert_RLA, buffers.position_R)
         return pending
 
     def _max_end(self, plan: StepPlan) -> int:
@@ -191,29 +174,34 @@ class Runner:
         return max([item.start + item.num_rows for item in plan.items]) + self.max_depth
 
     def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
+        """A step with prompts, and any other where steps have no pieces."""
         on = self._upload(batch)
         if plan.depth:
             self.slots.assume(on.slot_C)
         sampling = tuple([item for item in plan.items if item.samples])
         max_end = self._max_end(plan)
-        view = self._view(
-            on,
-            self.slots.positions(on.slot_R, on.start_R, on.offset_R),
-            max_end if self.steps is None else self.steps.reach(max_end),
-            on.first_R.int() if batch.whole_prompts and self.steps is not None else None,
-        )
-        if self._routing is not None:
-            self._routing.clear()
-        hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, view.positions_T), view)
+        if self.prompts is not None:
+            ran = self.prompts.run(batch, max_end)
+            position_R, hidden_RD, expert_RLA = ran.rows.position_R, ran.rows.hidden_RD, ran.rows.expert_RLA
+            extend = partial(self.prompts.extend, ran)
+        else:
+            view = self._view(on, max_end)
+            position_R, expert_RLA = view.positions_T, None
+            if self._routing is not None:
+                self._routing.clear()
+            hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, position_R), view)
+            if self._routing is not None:
+                expert_RLA = self._routing.take()
+            extend = partial(self._extend, on, view, hidden_RD)
         prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
-        sampled, accepted = self._sample(batch, on, view.positions_T, hidden_RD)
+        sampled, accepted = self._sample(batch, on, position_R, hidden_RD)
         # Where nothing is drafted, the draft layer need not keep up with what is generated: drafts after that are worse
         # for a while. With prompts it does, as their pages are shared.
         if self._drafter is not None and (plan.draft_depth or not batch.samples_all):
-            extended = self._drafter.extend(view, self.slots.tokens(on.slot_R, view.positions_T + 1), hidden_RD)
+            extended = extend()
             if sampling:
                 rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
-                self._drafter.draft(extended, view, rows, plan.draft_depth)
+                self._drafter.draft(extended, rows, plan.draft_depth, max_end=max_end)
         pending = Pending(
             sampling,
             batch.place_C,
@@ -226,29 +214,33 @@ class Runner:
             shown=_shown(sampling, specs),
             prompt_logprobs=prompt_logprobs,
         )
-        if self._routing is not None:
-            self._add_routing(pending, plan, specs, self._routing.take(), view.positions_T)
+        if expert_RLA is not None:
+            self._add_routing(pending, plan, specs, expert_RLA, position_R)
         return pending
+
+    def _extend(self, on: OnDevice, view: StepView, hidden_RD: Tensor) -> Extended:
+        assert self._drafter is not None, f"{self.max_depth=}"
+        return self._drafter.extend(view, self.slots.tokens(on.slot_R, view.positions_T + 1), hidden_RD)
 
     def _add_routing(
         self, pending: Pending, plan: StepPlan, specs: Mapping[int, SeqSpec], expert_RLA: Tensor, position_R: Tensor
     ) -> None:
         pending.routed = [(item, first) for item, first in _first_rows(plan) if specs[item.seq_id].routed]
         if pending.routed:
-            pending.expert_RLA, pending.position_R = expert_RLA, position_R
+            # Copies: the next step may write where these lie.
+            pending.expert_RLA, pending.position_R = expert_RLA.clone(), position_R.clone()
 
-    def _view(self, on: OnDevice, position_R: Tensor, max_end: int, first_R: Tensor | None) -> StepView:
+    def _view(self, on: OnDevice, max_end: int) -> StepView:
         return StepView.of(
             self.cache,
             self.slots,
             slot_B=on.slot_B,
             group_T=on.group_R,
             slot_T=on.slot_R,
-            positions_T=position_R,
+            positions_T=self.slots.positions(on.slot_R, on.start_R, on.offset_R),
             live_T=on.live_R,
             max_end=max_end,
             invariant=self.passes.num_rows is not None,
-            first_T=first_R,
         )
 
     def _sample(self, batch: Batch, on: OnDevice, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:

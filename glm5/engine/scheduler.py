@@ -113,7 +113,7 @@ class Scheduler:
         plan = StepPlan(step, self.version)
         self._wake_held()
         self._take_messages(plan)
-        plan.version, plan.draft_depth = self.version, self.depth
+        plan.version = self.version
         if not self.is_paused:
             in_flight: list[InFlight] = []
             self._make_room_for_better(plan)
@@ -123,6 +123,7 @@ class Scheduler:
             if plan.items:
                 self._unread.append((step, in_flight))
                 plan.bucket = self._bucket(plan)
+                plan.draft_depth = min(self.depth, max([seq.max_depth for seq, *_ in in_flight]))
         self.holdings.transfers.issue(plan)
         plan.table = self.holdings.table_entries()
         plan.left, self._left = self._left, []

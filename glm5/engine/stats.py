@@ -53,7 +53,13 @@ class Counters:
 
 
 def stats(
-    counters: Counters, scheduler: Scheduler, *, num_held: int, tiers: dict[str, int] | None, is_sleeping: bool
+    counters: Counters,
+    scheduler: Scheduler,
+    *,
+    num_held: int,
+    tiers: dict[str, int] | None,
+    is_sleeping: bool,
+    simulated_acceptance: float | None,
 ) -> dict[str, Any]:
     """Everything, as JSON. `num_held`: answers that wait for a grammar or a lookup before they reach the scheduler."""
     pool, found = scheduler.holdings.pool, scheduler.stats
@@ -83,6 +89,7 @@ def stats(
             "depth": scheduler.depth,
             "drafted": list(counters.drafted),
             "accepted": list(counters.accepted),
+            "simulated_acceptance": simulated_acceptance,
         },
         "tiers": tiers,
         "weight_version": scheduler.version,

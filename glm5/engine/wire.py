@@ -207,7 +207,10 @@ class Answer(msgspec.Struct, tag=True):
 
 
 class Facts(msgspec.Struct):
-    """What clients need to know to check requests themselves, and `table`: every resolved choice, to print."""
+    """What clients need to know to check requests themselves, and `table`: every resolved choice, to print.
+
+    `simulated_acceptance`: drafts stand at random, to measure speed; so many tokens a step.
+    """
 
     page_size: int
     num_pages: int
@@ -218,6 +221,7 @@ class Facts(msgspec.Struct):
     vocab_size: int
     routed_experts: bool
     table: list[tuple[str, str]]
+    simulated_acceptance: float | None = None
 
 
 class Ready(msgspec.Struct, tag=True):

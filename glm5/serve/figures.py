@@ -67,6 +67,9 @@ class Figures:
         self.steps = counter("glm5:engine_steps_total", "Steps that computed something.")
         self.rows = counter("glm5:engine_tokens_total", "Tokens that were computed in steps, of prompts and answers.")
         self.kernels = counter("glm5:kernels_built_late_total", "GPU kernels that were compiled after the start.")
+        self.simulated = gauge(
+            "glm5:simulated_acceptance", "Tokens a step where drafts stand at random, to measure speed; else 0."
+        )
         self.weights = gauge("glm5:weight_version", "Version of the weights in use.")
         self.up = gauge("glm5:engine_up", "1 while requests are answered.")
         self.restarts = counter("glm5:engine_restarts_total", "Times that a dead engine was replaced.")
@@ -94,6 +97,7 @@ class Figures:
         self.steps.take_over(stats["steps"])
         self.rows.take_over(stats["rows"])
         self.kernels.take_over(stats.get("kernels_built_late", 0))
+        self.simulated.set(drafts.get("simulated_acceptance") or 0.0)
         self.weights.set(stats["weight_version"])
 
 

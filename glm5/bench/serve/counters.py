@@ -20,7 +20,8 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 SPEC, PREFIX = "vllm:spec_decode_num_", "vllm:prefix_cache_"
 TIERS = "glm5:prefix_cache_hit_tokens"
 KEPT_LABELS = ("position", "tier")
-NAMES = (SPEC, PREFIX, TIERS, "vllm:num_preemptions")
+SIMULATED = "glm5:simulated_acceptance"
+NAMES = (SPEC, PREFIX, TIERS, SIMULATED, "vllm:num_preemptions")
 
 Counts = dict[tuple[str, str], float]
 """Values by counter and by its position or tier, "" where it has none."""
@@ -32,6 +33,7 @@ class Gained:
 
     `per_position`: share of steps in which the draft at that place was accepted. `acceptance_length`: tokens of a step,
     the one that needs no draft included. `prefix_*`: prompt tokens looked up in the cache and found, in all or by tier.
+    `simulated_acceptance`: drafts stood at random, to gain so many tokens a step.
     """
 
     acceptance_length: float | None = None
@@ -42,6 +44,7 @@ class Gained:
     prefix_hits: int | None = None
     hits_by_tier: dict[str, int] | None = None
     preemptions: int | None = None
+    simulated_acceptance: float | None = None
 
 
 async def read_counters(client: Client) -> Counts | None:
@@ -94,6 +97,7 @@ def gained(before: Counts | None, after: Counts | None) -> Gained:
         prefix_hits=whole(PREFIX + "hits"),
         hits_by_tier=tiers or None,
         preemptions=whole("vllm:num_preemptions"),
+        simulated_acceptance=after.get((SIMULATED, "")) or None,
     )
 
 

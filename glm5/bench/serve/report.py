@@ -42,9 +42,11 @@ def block(result: Result, metrics: Sequence[str]) -> str:
 
 
 def sweep_table(results: Sequence[Result]) -> str:
-    """All runs, one a line; tok/s/user is 1 / mean TPOT, times are in milliseconds. Markdown reads it as a table."""
+    """All runs, one a line, as Markdown's table: tok/s/user is 1 / mean TPOT, times are milliseconds, "first wave" and
+    "after" mean TTFTs."""
     heads = ["clients", "req/s", "out tok/s", "steady", "total tok/s", "tok/s/user", "TTFT mean", "p50", "p99"]
-    heads += ["TPOT mean", "p50", "p99", "E2E mean", "p99", "accept", "hits", "good/s", "failed"]
+    heads += ["first wave", "after", "TPOT mean", "p50", "p99", "ITL p99", "E2E mean", "p99"]
+    heads += ["accept", "hits", "good/s", "failed"]
     rows = [heads, *([_cell(value) for value in _line(result)] for result in results)]
     keep = [k for k in range(len(heads)) if k == 0 or any(row[k] not in ("-", "0") for row in rows[1:])]
     widths = [max(len(row[k]) for row in rows) for k in keep]
@@ -170,6 +172,8 @@ def _times(name: str, times: Times) -> list[str]:
 
 def _server(result: Result) -> list[str]:
     server, lines = result.server, []
+    if server.simulated_acceptance is not None:
+        lines.append(_row("SIMULATED acceptance (tokens a step)", server.simulated_acceptance))
     if result.acceptance_length is not None:
         lines.append(_row("Acceptance length (tokens a step)", result.acceptance_length))
     if server.acceptance_rate is not None:
@@ -198,7 +202,8 @@ def _row(label: str, *values: object) -> str:
 
 
 def _line(result: Result) -> list[object]:
-    ttft, tpot, e2el = (result.times[name] for name in ("ttft", "tpot", "e2el"))
+    ttft, tpot, itl, e2el = (result.times[name] for name in ("ttft", "tpot", "itl", "e2el"))
+    waves = [side["ttft"].mean if side else None for side in (result.first_wave, result.later)]
     hits = result.server.prefix_hits, result.server.prefix_queries
     return [
         result.clients if result.clients is not None else "open",
@@ -208,7 +213,9 @@ def _line(result: Result) -> list[object]:
         result.total_token_throughput,
         result.speed_per_user,
         *(ttft.mean, ttft.percentiles.get(50.0), ttft.percentiles.get(99.0)),
+        *waves,
         *(tpot.mean, tpot.percentiles.get(50.0), tpot.percentiles.get(99.0)),
+        itl.percentiles.get(99.0),
         *(e2el.mean, e2el.percentiles.get(99.0)),
         result.acceptance_length,
         f"{(hits[0] or 0) / hits[1]:.0%}" if hits[1] else None,

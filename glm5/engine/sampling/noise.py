@@ -20,7 +20,7 @@ _MIX_32 = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 
 def log_exponential(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int = 0) -> Tensor:
     """log of the Exp(1) noise, float32 [R, W], for int64 seeds and positions; of W token ids from `first` on."""
-    key_R = _mix(_mix(seed_R) + position_R)
+    key_R = mix(mix(seed_R) + position_R)
     low_R1, high_R1 = key_R.int()[:, None], (key_R >> 32).int()[:, None]
     ids_W = torch.arange(first, first + vocab_size, dtype=torch.int32, device=seed_R.device)
     x_RW = ids_W * _GOLDEN_32 + low_R1
@@ -36,7 +36,7 @@ def log_exponential(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: 
     return u_RW.neg_().log1p_().neg_().log_()
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """splitmix64's output function on int64."""
     x = x + _GOLDEN_64
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_64[0]

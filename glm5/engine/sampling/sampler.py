@@ -17,6 +17,7 @@ from glm5.engine.sampling.draw import DrawParams, draw
 from glm5.engine.sampling.edits import Rows, edited
 from glm5.engine.sampling.logprobs import Logprobs, logprobs
 from glm5.engine.sampling.parts import Part, best_of, draw_part, logprobs_part
+from glm5.engine.sampling.simulated import simulated
 from glm5.engine.sampling.slots import Feature, Placement, SlotTables
 from glm5.kernels.best_token import best_token
 
@@ -39,7 +40,7 @@ class Sampler:
 
     `place` and `permit` write the slots' tables between steps, `sample` reads them, `record` keeps them up to date;
     all work is enqueued in that order and none of it waits for the device. With a `part`, logits are of its token ids
-    alone, and the ranks that have the others do the same.
+    alone, and the ranks that have the others do the same. `simulate`: how likely drafts stand, whatever is drawn (simulated.py).
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Sampler:
         max_drafts: int = 0,
         device: torch.device | str = "cpu",
         part: Part | None = None,
+        simulate: float | None = None,
     ) -> None:
-        self.part = part
+        self.part, self._simulate = part, simulate
         self._width = vocab_size if part is None else part.size
         self.tables = SlotTables(num_slots, vocab_size, 1 + max_drafts, torch.device(device))
 
@@ -81,6 +83,21 @@ class Sampler:
         there are no log-probabilities. `features`: the work to do, if not what the slots of `rows` need; more than
         that changes no token.
         """
+        found = self._sample_all(logits_RW, rows, draft_SK, drafting=drafting, features=features)
+        if self._simulate is not None and draft_SK is not None and not drafting:
+            found.token_R = simulated(found.token_R, rows, draft_SK, self._simulate)
+        return found
+
+    def record(self, accepted: Accepted, slots: NDArray[np.int64]) -> None:
+        """Count the tokens that sequences gained: later rows are penalized for them. `slots`: the step's `Rows.slots`.
+
+        Not called for drafts: rows that assume them count them by themselves.
+        """
+        self.tables.record(accepted.token_SJ, accepted.count_S, self.tables.features_of(slots))
+
+    def _sample_all(
+        self, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, *, drafting: bool, features: int | None
+    ) -> Sampled:
         num_rows, vocab_size = logits_RW.shape
         assert vocab_size == self._width, f"{vocab_size=} {self._width=}"
         assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
@@ -96,13 +113,6 @@ class Sampler:
         # Each part does its own rows' work.
         mine = ((logits, part, self.tables.features_of(part.slots) & features | shown) for logits, part in parts)
         return _joined(self._sample(logits, part, draft_SK, work, num_likeliest) for logits, part, work in mine)
-
-    def record(self, accepted: Accepted, slots: NDArray[np.int64]) -> None:
-        """Count the tokens that sequences gained: later rows are penalized for them. `slots`: the step's `Rows.slots`.
-
-        Not called for drafts: rows that assume them count them by themselves.
-        """
-        self.tables.record(accepted.token_SJ, accepted.count_S, self.tables.features_of(slots))
 
     def _sample(
         self,

@@ -1,0 +1,47 @@
+"""Drafts that stand as often as a benchmark asks, whatever the model says: answers are worth nothing.
+
+A model with random weights accepts none of its drafts, so the speed of drafting could not be measured with one. Each
+draft stands with one probability, given that those before it do, so that a step of k drafts gains on average
+
+    mean = 1 + p + p^2 + ... + p^k        (the 1: the token that needs no draft)
+
+Whether one stands is a hash of its sequence's slot and its position: the same on every rank and in every replay of a
+CUDA graph.
+"""
+
+import torch
+from torch import Tensor
+
+from glm5.common.errors import ConfigError
+from glm5.engine.sampling.edits import Rows
+from glm5.engine.sampling.noise import mix
+
+_BITS = 31
+
+
+def probability_of(mean: float, depth: int) -> float:
+    """p of the formula above. Raises ConfigError for a mean that `depth` drafts cannot have."""
+    if not depth:
+        raise ConfigError(
+            f"simulate_acceptance: got {mean:g}, but nothing is drafted here; allowed with the MTP layer and "
+            "num_speculative_tokens of at least 1"
+        )
+    if not 1 <= mean <= 1 + depth:
+        raise ConfigError(
+            f"simulate_acceptance: got {mean:g} tokens a step; allowed with {depth} drafts: 1 to {1 + depth}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**k for k in range(depth + 1)) < mean else (low, middle)
+    return high
+
+
+def simulated(token_R: Tensor, rows: Rows, draft_SK: Tensor, probability: float) -> Tensor:
+    """What `rows` draw, int64 [R]: the draft that a row is held to, or another token; `token_R` where there is none."""
+    last = draft_SK.shape[1] - 1
+    draft_R = draft_SK[rows.slot_R, rows.offset_R.clamp_max(last)]
+    key_R = mix(mix(rows.slot_R) + rows.position_R)
+    stands_R = (key_R >> (64 - 1 - _BITS)) & ((1 << _BITS) - 1) < round(probability * (1 << _BITS))
+    other_R = torch.where(token_R == draft_R, torch.where(draft_R > 0, draft_R - 1, draft_R + 1), token_R)
+    return torch.where(rows.offset_R > last, token_R, torch.where(stands_R, draft_R, other_R))
