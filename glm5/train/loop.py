@@ -201,7 +201,7 @@ class _Stage:
 
     def _held_out(self, watch: Watch) -> dict[str, float]:
         """Figures of the held-out rows; nothing where a source holds none back."""
-        if all(getattr(source, "held_out", 1.0) == 0.0 for source in self.stage.data):
+        if not self.rows.holds_out:
             return {}
         batches = self._batches(self._held_out_rows)
         figures = held_out(self.run_.model, batches, self.step.phase)

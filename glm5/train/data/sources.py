@@ -40,9 +40,11 @@ class Row:
 
 
 class Source(Protocol):
-    """Rows by number. `name` is for messages; `size` the number of training rows of an epoch, None if without end."""
+    """Rows by number. `name` is for messages; `size` the number of training rows of an epoch, None if without end;
+    `holds_out` says whether there are rows that are never trained on."""
 
     name: str
+    holds_out: bool
 
     @property
     def size(self) -> int | None: ...
@@ -55,7 +57,7 @@ class _OfFile:
 
     def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
         self.file, self.seq_len, self.seed = file, seq_len, seed
-        self.name = file.path.name
+        self.name, self.holds_out = file.path.name, held_out > 0
         # Whole documents from the end of the file; one document alone is cut.
         limit = round(file.num_tokens * (1 - held_out))
         documents = int(np.searchsorted(file.ends_M, limit, side="right"))
@@ -122,6 +124,7 @@ class Tasks:
     an answer counts, beside 1 for any other."""
 
     size = None
+    holds_out = True
 
     def __init__(
         self,
@@ -166,6 +169,7 @@ class Needles:
     """Typed needles of `seq_len` tokens."""
 
     size = None
+    holds_out = True
     name = "needle"
 
     def __init__(self, seq_len: int, vocab_size: int, seed: int) -> None:
@@ -181,21 +185,26 @@ class Needles:
 
 
 class Mixed:
-    """Several sources in proportion to their weights: the rows of a stage by number."""
+    """Several sources in proportion to their weights: the rows of a stage by number. Held out are rows of those that
+    hold some out; `holds_out` says whether any does."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int) -> None:
-        self.sources = tuple(sources)
-        self._mixture = Mixture(weights, seed)
+        held = [(source, weight) for source, weight in zip(sources, weights, strict=True) if source.holds_out]
+        self.holds_out = bool(held)
+        self._all = tuple(sources), Mixture(weights, seed)
+        self._held = tuple(source for source, _ in held), Mixture([weight for _, weight in held] or weights, seed)
         self._ask = lru_cache(maxsize=1)(self._row)
 
     def row(self, draw: int, split: Split = "train") -> Row:
         return self._ask(draw, split)
 
     def where(self, draw: int) -> str:
-        """What a draw takes, for messages."""
-        source, index = self._mixture[draw]
-        return f"{self.sources[source].name} row {index}"
+        """What a training draw takes, for messages."""
+        sources, mixture = self._all
+        source, index = mixture[draw]
+        return f"{sources[source].name} row {index}"
 
     def _row(self, draw: int, split: Split) -> Row:
-        source, index = self._mixture[draw]
-        return self.sources[source].row(index, split)
+        sources, mixture = self._all if split == "train" else self._held
+        source, index = mixture[draw]
+        return sources[source].row(index, split)

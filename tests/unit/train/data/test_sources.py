@@ -93,8 +93,15 @@ def test_needles_need_room_and_rows():
 
 
 def test_a_mixture_draws_from_its_sources(file):
-    mixed = Mixed([Fitted(file, 32, 0, 0.1), Needles(64, 320, 0)], [1, 3], seed=0)
+    fitted = Fitted(file, 32, 0, 0.1)
+    mixed = Mixed([fitted, Needles(64, 320, 0)], [1, 3], seed=0)
     names = Counter(mixed.where(draw).split()[0] for draw in range(1024))
     assert names == {"numbers": 256, "needle": 768}
     draw = next(draw for draw in range(99) if mixed.where(draw).startswith("numbers"))
-    assert mixed.row(draw).ids.tolist() == mixed.sources[0].row(0, "train").ids.tolist()
+    assert mixed.row(draw).ids.tolist() == fitted.row(0, "train").ids.tolist()
+
+
+def test_held_out_rows_come_from_sources_that_hold_some_out(file):
+    mixed = Mixed([Fitted(file, 32, 0, 0.0), Needles(64, 320, 0)], [3, 1], seed=0)
+    assert all(len(mixed.row(draw, "held out").ids) == 64 for draw in range(8))
+    assert not Mixed([Fitted(file, 32, 0, 0.0)], [1], seed=0).holds_out
