@@ -24,7 +24,5 @@ class ParallelConfig(Section):
     """Of a pipeline. zero-bubble: gradients of weights are computed later, where a stage would wait."""
     dispatch: Literal["all-to-all", "all-gather"] = "all-to-all"
     """How tokens reach their experts. all-gather: all tokens to all, for networks without the other."""
-    compute: Literal["bfloat16"] | None = None
-    """Element type of passes, where weights, sums of gradients and optimizer state are wider. Default: as the weights."""
     timeout_s: Positive = 600.0
     """Seconds after which a rank that the others wait for counts as hung."""

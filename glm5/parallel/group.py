@@ -95,21 +95,28 @@ def store_at(port: int, size: int) -> Store:
 
 def open_group(shard: Shard, device: torch.device, store: Store, *, timeout_s: float) -> Group:
     """Meet the other ranks, all of which call this. `timeout_s`: how long a collective may take before it fails."""
-    timeout = timedelta(seconds=timeout_s)
-    ranks = {"store": store, "rank": shard.rank, "world_size": shard.size, "timeout": timeout}
+    begin(shard, device, store, timeout_s=timeout_s)
     if device.type == "cuda":
         from glm5.parallel.cuda import CudaGroup
 
+        return CudaGroup(shard, device)
+    return GlooGroup(shard)
+
+
+def begin(shard: Shard, device: torch.device, store: Store, *, timeout_s: float) -> None:
+    """torch.distributed's world for these ranks: NCCL on GPUs, else gloo on this machine's own interface."""
+    timeout = timedelta(seconds=timeout_s)
+    ranks = {"store": store, "rank": shard.rank, "world_size": shard.size, "timeout": timeout}
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **ranks)
-        return CudaGroup(shard, device)
+        return
     # The one way to stay on this machine's own interface without the environment.
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(interface=_LOOPBACK)]
     options._timeout = timeout
     dist.init_process_group("gloo", pg_options=options, **ranks)
-    return GlooGroup(shard)
 
 
 class Alone:

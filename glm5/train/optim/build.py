@@ -1,6 +1,8 @@
 """The optimizers of a model: Muon and AdamW over its parameters by name, with one schedule, one clip and one state."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,11 +11,27 @@ from torch import Tensor, nn
 from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.step import OptimizerConfig
+from glm5.train.optim.exchange import Cut, Exchange, Swap
 from glm5.train.optim.muon import Muon
 from glm5.train.optim.newton_schulz import COEFFICIENTS
 from glm5.train.optim.table import Rule, row_sizes, rule_of
 
 INDEXER = ".indexer."
+
+
+@dataclass(frozen=True)
+class Shards:
+    """That parameters are rows which a rank holds of tensors of `shapes`: the `spans` of each of the `size` ranks.
+
+    `swap` is between these ranks; `total` adds up a tensor over all ranks of the run.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    spans: Callable[[str], Sequence[Sequence[tuple[int, int]]]]
+    rank: int
+    size: int
+    swap: Swap
+    total: Callable[[Tensor], Tensor]
 
 
 class Optimizers:
@@ -23,8 +41,14 @@ class Optimizers:
     it holds what the updates depend on besides weights and learning rate. `load_state_dict` asks for exactly that.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], model: ModelConfig, cfg: OptimizerConfig):
-        self.cfg = cfg
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        model: ModelConfig,
+        cfg: OptimizerConfig,
+        shards: Shards | None = None,
+    ):
+        self.cfg, self.shards = cfg, shards
         self.named = {name: weight for name, weight in named.items() if weight.requires_grad}
         rules = {name: rule_of(name, cfg) for name in self.named}
         self.muon = self._muon(rules, model)
@@ -55,7 +79,21 @@ class Optimizers:
         for name, weight in self.named.items():
             if weight.grad is not None:
                 parts["indexer" if INDEXER in name else "trunk"].append(weight)
-        return {part: torch.nn.utils.clip_grad_norm_(weights, limit) for part, weights in parts.items() if weights}
+        if self.shards is None:
+            return {part: torch.nn.utils.clip_grad_norm_(weights, limit) for part, weights in parts.items() if weights}
+        norms = self._norms(parts.values(), self.shards.total)
+        for weights, norm in zip(parts.values(), norms, strict=True):
+            torch.nn.utils.clip_grads_with_norm_(weights, limit, norm)
+        return {part: norm for part, norm in zip(parts, norms, strict=True) if norm}
+
+    @staticmethod
+    def _norms(parts: Iterable[list[nn.Parameter]], total: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of gradients of which every rank has some rows, one norm for each part."""
+        squares = [
+            sum((weight.grad.double().square().sum() for weight in weights if weight.grad is not None), 0.0)
+            for weights in parts
+        ]
+        return total(torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in squares])).sqrt()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """{parameter: {"momentum"} or {"step", "exp_avg", "exp_avg_sq"}}: the tensors themselves."""
@@ -107,6 +145,14 @@ class Optimizers:
         if not (groups := self._groups(rules, "muon")):
             return None
         rows = {self.named[name]: row_sizes(rule, model) for name, rule in rules.items() if rule.rows}
+        exchange = None
+        if self.shards is not None:
+            cuts = {
+                name: self._cut(name, row_sizes(rule, model), self.shards)
+                for name, rule in rules.items()
+                if rule.optimizer == "muon"
+            }
+            exchange = Exchange(cuts, self.shards.rank, self.shards.size, self.shards.swap)
         return Muon(
             groups,
             rows,
@@ -114,7 +160,13 @@ class Optimizers:
             update_rms=self.cfg.update_rms,
             coefficients=COEFFICIENTS[self.cfg.coefficients],
             momentum_dtype=None if self.cfg.momentum_dtype is None else getattr(torch, self.cfg.momentum_dtype),
+            shards=None if exchange is None else ({name: self.named[name] for name in exchange.names}, exchange),
         )
+
+    @staticmethod
+    def _cut(name: str, rows: tuple[int, ...], shards: Shards) -> Cut:
+        shape = shards.shapes[name]
+        return Cut(math.prod(shape[:-1]), shape[-1], rows or (shape[-2],), shards.spans(name))
 
     def _adamw(self, rules: Mapping[str, Rule]) -> torch.optim.AdamW | None:
         if not (groups := self._groups(rules, "adamw")):

@@ -1,4 +1,4 @@
-"""Matrices that are cut by the borders of shards, made whole for Muon by one packed exchange, and taken apart by another.
+"""Matrices that the borders of shards cut, made whole for Muon by one packed exchange, and taken apart by another.
 
     matrix inside one shard     its holder's; nothing is sent
     matrix in several shards    whole on one owner: heaviest first, each to whoever has least to do so far

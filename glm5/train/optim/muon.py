@@ -7,8 +7,8 @@ whole tensor, a head's update would be sqrt(heads) too large (training notes, 2.
 Muon is Scalable (the factor); GLM-5 report (heads apart).
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,19 @@ from torch import Tensor, nn
 from glm5.train.optim.exchange import Exchange
 from glm5.train.optim.newton_schulz import COEFFICIENTS, Triple, orthogonalize
 from glm5.train.optim.table import cut, join
+
+_torch: Any = torch  # for its operations on lists of tensors, which are public in all but name
+# Elements of parameters that are updated together, and of parts that a larger one is updated in. Elsewhere one by one.
+_TOGETHER = {"cuda": 1 << 26}
+_PART = {"cuda": 1 << 28}
+
+
+class Piece(NamedTuple):
+    """A parameter, or some experts of it, with its gradient and its momentum."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
 
 
 class Muon(torch.optim.Optimizer):
@@ -60,12 +73,18 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]  # no closure: nothing here evaluates a loss again
         cut: dict[str, Tensor] = {}
         for group in self.param_groups:
+            whole: list[nn.Parameter] = []
             for weight in group["params"]:
                 if (name := self._name_of.get(weight)) is not None:  # its part is asked for though it has no gradient
                     cut[name] = torch.zeros_like(weight) if weight.grad is None else self._moved(weight, group)
                 elif weight.grad is not None and weight.numel():
-                    rows = self._rows.get(weight, ())
-                    self._apply(weight, self._orthogonal(self._moved(weight, group), rows, group["rms"]), group)
+                    whole.append(weight)
+            for alike in self._alike(whole):
+                rows = self._rows.get(alike[0], ())
+                squares = [self._update(pieces, rows, group) for pieces in self._pieces(alike)]
+                if self.watch:
+                    mean_W = torch.stack(squares).sum(dim=0) / alike[0].numel()
+                    self.update_rms |= dict(zip(alike, mean_W.sqrt(), strict=True))
         if self._exchange is None:
             return
         rms = self.defaults["rms"]
@@ -74,6 +93,40 @@ class Muon(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight in self._name_of and weight.grad is not None and weight.numel():
                     self._apply(weight, updates[self._name_of[weight]], group)
+
+    def _alike(self, weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Weights of one shape that are worked on together: small matrices alone leave a GPU idle."""
+        by_shape: dict[object, list[nn.Parameter]] = {}
+        for weight in weights:
+            key = (weight.shape, weight.dtype, weight.device, self._rows.get(weight, ()))
+            by_shape.setdefault(key, []).append(weight)
+        for alike in by_shape.values():
+            at_once = max(1, _TOGETHER.get(alike[0].device.type, 0) // alike[0].numel())
+            for first in range(0, len(alike), at_once):
+                yield alike[first : first + at_once]
+
+    def _pieces(self, alike: list[nn.Parameter]) -> Iterator[list[Piece]]:
+        """All of them, or of one large stack of experts some: what an update needs besides its state stays small."""
+        wholes = [Piece(weight, cast("Tensor", weight.grad), self.state[weight]["momentum"]) for weight in alike]
+        weight = alike[0]
+        at_once = max(1, _PART.get(weight.device.type, weight.numel()) // weight[0].numel())
+        if len(wholes) > 1 or weight.dim() == 2 or at_once >= len(weight):
+            yield wholes
+            return
+        for parts in zip(*(one.split(at_once) for one in wholes[0]), strict=True):
+            yield [Piece(*parts)]
+
+    def _update(self, pieces: list[Piece], rows: tuple[int, ...], group: dict[str, Any]) -> Tensor:
+        """Moves the pieces, all of one shape; the sums of squares of their updates at learning rate 1, if watched."""
+        mu, lr = group["momentum"], group["lr"]
+        weights, grads, momenta = (list(tensors) for tensors in zip(*pieces, strict=True))
+        _torch._foreach_lerp_(momenta, [grad.to(momenta[0].dtype) for grad in grads], 1 - mu)
+        updates = _torch._foreach_lerp(grads, [momentum.to(grads[0].dtype) for momentum in momenta], mu)
+        stacked = torch.stack(updates) if len(updates) > 1 else updates[0].unsqueeze(0)
+        stacked = self._orthogonal(stacked, rows, group["rms"])
+        _torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        _torch._foreach_sub_(weights, list(stacked.to(weights[0].dtype)), alpha=lr)
+        return stacked.flatten(1).square().sum(dim=1, dtype=torch.float32) if self.watch else stacked.new_empty(0)
 
     def _moved(self, weight: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """The momentum with this step's gradient, and a step ahead."""

@@ -1,5 +1,5 @@
-"""Who holds which rows of every parameter. All that moves tensors between ranks or runs reads it: Muon's exchange, saved
-states, checkpoints and pushed weights.
+"""Who holds which rows of every parameter. All that moves tensors between ranks or runs asks here: Muon's exchange,
+saved states, checkpoints and pushed weights.
 
     rows      of a tensor [..., C]: those of its view [R, C]; of a vector [n], n rows of one value
     layer     lies in one stage of the pipeline; the embedding in the first, final norm, head and MTP in the last
@@ -12,6 +12,7 @@ Every row has exactly one holder. (The last stage reads the embedding too, for M
 import math
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 
 from glm5.checkpoint.names import STACKED
 from glm5.common.errors import ConfigError
@@ -89,8 +90,8 @@ def split_layers(cfg: ModelConfig, stages: int, mtp_depth: int = 0) -> list[rang
     starts = [0, *(i for i in range(1, cfg.num_hidden_layers) if cfg.has_indexer(i))]
     if stages > len(starts):
         raise ConfigError(
-            f"parallel.pipeline: got {stages}; a stage begins with a layer that has an indexer of its own, and this model "
-            f"has {len(starts)}"
+            f"parallel.pipeline: got {stages}; a stage begins with a layer that has an indexer of its own, and this "
+            f"model has {len(starts)}"
         )
     head = cfg.vocab_size * cfg.hidden_size
     layer = count_parameters(cfg).active / cfg.num_hidden_layers
@@ -109,7 +110,7 @@ def split_layers(cfg: ModelConfig, stages: int, mtp_depth: int = 0) -> list[rang
             if any(j in best for j in range(i + 1, len(starts)))
         }
     bounds = [*best[0][1], cfg.num_hidden_layers]
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def _chunk(count: int, parts: int, index: int) -> Span:

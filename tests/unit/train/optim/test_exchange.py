@@ -1,5 +1,7 @@
 """Muon over shards: ranks that each hold some rows, simulated in one process, update as one that holds all."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ EXACT = 1e-12  # float64, products over the same rows in other batches
 def chunked(count, parts, unit=1):
     size = -(-count // parts)
     edges = [min(i * size, count) * unit for i in range(parts + 1)]
-    return [[(a, b)] if b > a else [] for a, b in zip(edges, edges[1:], strict=False)]
+    return [[(a, b)] if b > a else [] for a, b in pairwise(edges)]
 
 
 def run(tensors, cuts, size):
@@ -98,7 +100,9 @@ def test_twenty_heads_on_eight_ranks_are_owned_whole_and_evenly():
 def test_shards_on_borders_of_heads_and_experts_exchange_nothing():
     cuts = {
         "heads": Cut(64, 9, (5, 3), chunked(8, 4, 8)),
-        "experts by rows": Cut(8 * 6, 9, (3, 3), [[(e * 6 + 3 * r, e * 6 + 3 * r + 3) for e in range(8)] for r in (0, 1)]),
+        "experts by rows": Cut(
+            8 * 6, 9, (3, 3), [[(e * 6 + 3 * r, e * 6 + 3 * r + 3) for e in range(8)] for r in (0, 1)]
+        ),
     }
 
     def never(_parts):

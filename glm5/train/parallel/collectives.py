@@ -1,0 +1,101 @@
+"""What ranks of a group exchange in a pass, with gradients: rows gathered, summed up and scattered, sent to and fro."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+
+Group = dist.ProcessGroup
+
+
+def gather_rows(rows: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """All ranks' rows [sizes[rank], ...] below each other, on every rank."""
+    return _Gather.apply(rows, tuple(sizes), group)
+
+
+def scatter_sums(rows: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """The sum of all ranks' `rows` [sum(sizes), ...], of which each keeps its own sizes[rank]; in float32 at least."""
+    return _Scatter.apply(rows, tuple(sizes), group)
+
+
+def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """`sent[r]` rows to each rank r, one after the other, for the `received[r]` rows that it has for this one."""
+    return _Exchange.apply(rows, tuple(sent), tuple(received), group)
+
+
+def swap(parts: list[Tensor], group: Group) -> list[Tensor]:
+    """`parts[r]`, flat, to each rank r, for what it has for this one. Sizes are told first; no gradient."""
+    device, size = parts[0].device, len(parts)
+    sent = torch.tensor([part.numel() for part in parts], device=device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    counts = received.tolist()
+    out = torch.empty(sum(counts), dtype=parts[0].dtype, device=device)
+    dist.all_to_all_single(out, torch.cat(parts), counts, sent.tolist(), group=group)
+    assert size == len(counts)
+    return list(out.split(counts))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _gathered(rows, sizes, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _scattered(grad, ctx.sizes, ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _scattered(rows, sizes, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gathered(grad, ctx.sizes, ctx.group), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: Group) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _gathered(rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
+    most = max(sizes)
+    padded = rows.new_zeros(most, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    out = rows.new_empty(len(sizes) * most, *rows.shape[1:])
+    dist.all_gather_into_tensor(out, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(out.split(most), sizes, strict=True)]) if most else out
+
+
+def _scattered(rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
+    most, wide = max(sizes), torch.promote_types(rows.dtype, torch.float32)
+    padded = rows.new_zeros(len(sizes), most, *rows.shape[1:], dtype=wide)
+    for target, part in zip(padded, rows.split(sizes), strict=True):
+        target[: len(part)] = part
+    out = torch.empty(most, *rows.shape[1:], dtype=wide, device=rows.device)
+    if most:
+        dist.reduce_scatter_tensor(out, padded.flatten(0, 1), group=group)
+    return out[: sizes[dist.get_rank(group)]].to(rows.dtype)
+
+
+def _exchanged(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: Group) -> Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
+    return out

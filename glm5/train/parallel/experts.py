@@ -1,0 +1,72 @@
+"""Experts of which every rank of a group has some whole ones: tokens travel to them and back.
+
+    all-to-all   each token, once for each expert it chose, to the rank that has it; its result comes back
+    all-gather   all tokens to all ranks; every rank adds up what its experts make of them
+
+Weights are applied where a token came from, in the order of the experts, as on one device.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from glm5.model.experts import Experts
+from glm5.train.parallel.collectives import Group, exchange_rows, gather_rows, scatter_sums
+
+
+class DealtExperts(nn.Module):
+    """`experts`' parameters, but of each the part of this rank. `gathers`: all-gather in place of all-to-all."""
+
+    def __init__(self, experts: Experts, group: Group, *, gathers: bool) -> None:
+        super().__init__()
+        vars(self).update(vars(experts))
+        self._parameters = dict(experts._parameters)
+        self._run = type(experts).forward
+        self.group, self.gathers = group, gathers
+        self.num_experts = len(experts.gate_up_proj)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        for name, weight in list(self._parameters.items()):
+            assert weight is not None
+            part = weight.detach().chunk(self.size)[self.rank].clone()
+            setattr(self, name, nn.Parameter(part, requires_grad=weight.requires_grad))
+
+    def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+        if self.size == 1:
+            return self._run(self, x_TD, weight_TA, expert_TA)
+        run = self._gathering if self.gathers else self._travelling
+        return run(x_TD, weight_TA, expert_TA.long())
+
+    def _travelling(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+        top_k = expert_TA.shape[1]
+        order_P = expert_TA.flatten().argsort(stable=True)
+        count_E = torch.bincount(expert_TA.flatten(), minlength=self.num_experts)
+        theirs_E = torch.empty_like(count_E)  # of each rank, the tokens for each of this rank's experts
+        dist.all_to_all_single(theirs_E, count_E, group=self.group)
+        sent, received = (count.view(self.size, -1).sum(dim=1).tolist() for count in (count_E, theirs_E))
+        x_PD = exchange_rows(x_TD[order_P // top_k], sent, received, self.group)
+        mine_P = torch.arange(self.num_experts // self.size, device=x_TD.device).repeat(self.size)
+        y_PD = self._local(x_PD, mine_P.repeat_interleave(theirs_E), weight_TA.dtype)
+        y_PD = exchange_rows(y_PD, received, sent, self.group)
+        weighted_PD = (y_PD * weight_TA.flatten()[order_P, None]).to(x_TD.dtype)
+        return torch.zeros_like(x_TD).index_add(0, order_P // top_k, weighted_PD)
+
+    def _gathering(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+        top_k = expert_TA.shape[1]
+        sizes_R = torch.empty(self.size, dtype=torch.int64, device=x_TD.device)
+        dist.all_gather_into_tensor(sizes_R, torch.tensor([len(x_TD)], device=x_TD.device), group=self.group)
+        sizes = sizes_R.tolist()
+        all_x, all_weight, all_expert = (gather_rows(rows, sizes, self.group) for rows in (x_TD, weight_TA, expert_TA))
+        per_rank = self.num_experts // self.size
+        place_P = all_expert.flatten() - self.rank * per_rank
+        mine_P = ((place_P >= 0) & (place_P < per_rank)).nonzero().squeeze(1)
+        mine_P = mine_P[place_P[mine_P].argsort(stable=True)]
+        y_PD = self._local(all_x[mine_P // top_k], place_P[mine_P], weight_TA.dtype)
+        weighted_PD = (y_PD * all_weight.flatten()[mine_P, None]).to(x_TD.dtype)
+        return scatter_sums(torch.zeros_like(all_x).index_add(0, mine_P // top_k, weighted_PD), sizes, self.group)
+
+    def _local(self, x_PD: Tensor, expert_P: Tensor, dtype: torch.dtype) -> Tensor:
+        """This rank's experts, one for each row."""
+        if not len(x_PD):  # nobody came: gradients are zeros, and asked for
+            return x_PD + 0.0 * sum(weight.sum() for weight in self.parameters(recurse=False))
+        ones_P1 = torch.ones(len(x_PD), 1, dtype=dtype, device=x_PD.device)
+        return self._run(self, x_PD, ones_P1, expert_P[:, None].int())

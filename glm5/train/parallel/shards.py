@@ -1,0 +1,112 @@
+"""FSDP2 around a model: each parameter in shards, whole while the module that has it runs.
+
+    layer              a unit: gathered before its pass, and again before its backward pass
+    experts            units of their own, sharded over the ranks that have the same experts
+    indexer            a unit that stays gathered between the passes: in warm-up it alone has gradients
+    MTP layer          likewise, as it runs several times in a pass
+    the rest           embedding, norm and head: gathered for the whole pass
+
+Gradients are added up in float32 at least, not averaged: a loss is a share of the whole run's.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as AlongDim
+
+from glm5.model.block import DecoderLayer
+from glm5.model.experts import Experts
+from glm5.model.glm5 import Glm5
+from glm5.model.moe import MoE
+from glm5.model.mtp import MTPLayer
+from glm5.train.parallel.experts import DealtExperts
+from glm5.train.parallel.places import Places
+from glm5.train.parallel.team import Team
+
+Result = TypeVar("Result")
+
+
+class Root(nn.Module):
+    """Runs any work on the model's weights: FSDP sees one module's pass, whatever parts of the model are called."""
+
+    def __init__(self, model: Glm5) -> None:
+        super().__init__()
+        self.glm = model
+
+    def forward(self, work: Callable[..., Result], *args: Any) -> Result:
+        return work(*args)
+
+
+def deal_experts(model: Glm5, team: Team, *, gathers: bool) -> None:
+    """Leave every rank its own experts, and the way to those of others."""
+    for layer in _layers(model):
+        if isinstance(layer.mlp, MoE) and isinstance(layer.mlp.experts, Experts):
+            layer.mlp.experts = DealtExperts(layer.mlp.experts, team.experts, gathers=gathers)  # type: ignore[assignment]
+
+
+def shard(model: Glm5, team: Team, places: Places, compute: torch.dtype) -> Root:
+    """`model`, whose experts are dealt, in shards as `places` says; passes are computed in `compute`."""
+    names = {weight: name for name, weight in model.named_parameters()}
+    root, dtype = Root(model), model.dtype
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == dtype else compute,
+        reduce_dtype=torch.promote_types(dtype, torch.float32),
+        cast_forward_inputs=False,
+    )
+    everybody = DeviceMesh.from_group(team.stage, team.device.type)
+    sharers = DeviceMesh.from_group(team.expert_shards, team.device.type)
+
+    def unit(module: nn.Module, mesh: DeviceMesh = everybody, *, reshards: bool) -> None:
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshards,
+            shard_placement_fn=lambda weight: AlongDim(places.dim(names[weight])),
+        )
+
+    reshards = team.mesh.pipeline == 1  # a pipeline has several passes under way: gathered once for all of them
+    for layer in _layers(model):
+        is_mtp = isinstance(layer, MTPLayer)
+        if isinstance(layer.mlp, MoE):
+            unit(layer.mlp.experts, sharers, reshards=reshards and not is_mtp)
+        if layer.self_attn.indexer is not None:
+            unit(layer.self_attn.indexer, reshards=False)
+        unit(layer, reshards=reshards and not is_mtp)
+        if is_mtp:
+            register_fsdp_forward_method(layer, "draft")
+    unit(root, reshards=False)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    return root
+
+
+def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """This rank's rows of every parameter, in the same memory, as parameters for an optimizer."""
+    return {
+        name: nn.Parameter(_local(weight.data), requires_grad=weight.requires_grad)
+        for name, weight in model.named_parameters()
+    }
+
+
+def take_gradients(model: nn.Module, local: dict[str, nn.Parameter]) -> None:
+    """Hand the gradients of shards to `local`; the model's are then gone."""
+    for name, weight in model.named_parameters():
+        if name in local and weight.grad is not None:
+            local[name].grad = _local(weight.grad)
+        weight.grad = None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _layers(model: Glm5) -> Iterator[DecoderLayer]:
+    """Those that this rank has."""
+    return (layer for layer in model.model.layers if isinstance(layer, DecoderLayer))

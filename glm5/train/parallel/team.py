@@ -1,0 +1,63 @@
+"""The processes of a run: how they meet, and what all of them have to agree on."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from glm5.parallel.group import begin
+from glm5.parallel.table import Shard
+from glm5.train.parallel.collectives import Group
+from glm5.train.parallel.mesh import Mesh
+
+
+class Team:
+    """This process among the others of a `mesh`, and the groups it is in. All of them make this together."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, store: dist.Store, *, timeout_s: float) -> None:
+        self.mesh, self.rank, self.device, self.store = mesh, rank, device, store
+        begin(Shard(rank, mesh.size), device, store, timeout_s=timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+
+        def of(ranks_of: Callable[[int], list[int]]) -> Group:
+            mine: Group | None = None
+            for ranks in sorted({tuple(ranks_of(one)) for one in range(mesh.size)}):  # each is made by everybody
+                group = dist.new_group(list(ranks), timeout=timeout)
+                mine = group if rank in ranks else mine
+            assert mine is not None
+            return mine
+
+        self.stage = of(mesh.stage_ranks)
+        self.context = of(mesh.context_ranks)
+        self.pipeline = of(mesh.pipeline_ranks)
+        self.experts = of(mesh.expert_ranks)
+        self.expert_shards = of(mesh.expert_shard_ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """The one that writes and speaks."""
+        return self.rank == 0
+
+    def total(self, values: Tensor, group: Group | None = None) -> Tensor:
+        """The sum over the group, by default over all ranks; the same bits on each."""
+        values = values.to(self.device, copy=True)
+        dist.all_reduce(values, group=group)
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        values = values.to(self.device, copy=True)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def any(self, flag: bool) -> bool:  # noqa: FBT001 - its only argument
+        """Whether it is true on any rank."""
+        return bool(self.largest(torch.tensor(int(flag))).item())
+
+    def wait(self) -> None:
+        """For all ranks."""
+        self.total(torch.zeros(1))
+
+    def close(self) -> None:
+        dist.destroy_process_group()
