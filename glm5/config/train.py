@@ -26,6 +26,8 @@ from glm5.config.step import LossConfig, NotNegative, OptimizerConfig, Positive,
 
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+KINDS = ("tokens", "files", "ruler", "questions", "needle")
+"""Of sources."""
 Kind = Literal["pretrain", "midtrain", "warmup", "sparse", "sft"]
 
 
@@ -147,13 +149,21 @@ class RulerSource(Source):
     """How much a token of an answer counts in the loss, beside 1 for any other token that is learnt."""
 
 
+class QuestionsSource(Source):
+    """Generated conversations: small questions, tools and thoughts, rendered by the chat template."""
+
+    kind: Literal["questions"]
+    tasks: tuple[str, ...] = ()
+    """copy, sort, think, recall, tool. Default: all."""
+
+
 class NeedleSource(Source):
     """Typed needles: retrieval in token ids, without a tokenizer; needs a vocabulary of 208."""
 
     kind: Literal["needle"]
 
 
-Data = Annotated[TokensSource | FilesSource | RulerSource | NeedleSource, Field(discriminator="kind")]
+Data = Annotated[TokensSource | FilesSource | RulerSource | QuestionsSource | NeedleSource, Field(discriminator="kind")]
 
 
 class StageConfig(Section):
@@ -293,7 +303,7 @@ def _explained(error: ValidationError) -> str:
         if each["type"] in ("extra_forbidden", "union_tag_invalid"):
             path, value, _ = complaint(each)
             if each["type"] == "union_tag_invalid":
-                known = ("tokens", "files", "ruler", "needle")
+                known = KINDS
                 return str(refuse(f"{_key(path)}.kind", value.get("kind"), ", ".join(known)))
             known = sorted(_section_at(path[:-1]).model_fields)
             near = get_close_matches(path[-1], known, n=1)
@@ -305,8 +315,7 @@ def _explained(error: ValidationError) -> str:
 
 def _key(path: Sequence[str]) -> str:
     """A place as it is written in TOML: without the kinds that pydantic names on its way."""
-    kinds = {"tokens", "files", "ruler", "needle"}
-    return ".".join(part for i, part in enumerate(path) if not (part in kinds and i >= 3 and path[i - 2] == "data"))
+    return ".".join(part for i, part in enumerate(path) if not (part in KINDS and i >= 3 and path[i - 2] == "data"))
 
 
 def _section_at(path: Sequence[str]) -> type[BaseModel]:

@@ -1,7 +1,5 @@
 """The demo: one small model of the whole architecture, from nothing to a served answer.
 
-questions    what is asked, and what counts as right        (no torch)
-examples     conversations as token ids, and the tokenizer  (no torch)
 recipe       what is trained when: the mixture of questions and the schedule
 muon         the optimizer of the matrices
 training     one training step

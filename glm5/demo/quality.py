@@ -6,10 +6,10 @@ from pathlib import Path
 
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
-from glm5.demo.examples import example
-from glm5.demo.questions import KINDS, Split, conversation
 from glm5.demo.run import TEMPLATE
 from glm5.quantize.ladder import Example, Texts
+from glm5.train.data.dialogues import example
+from glm5.train.data.questions import KINDS, Split, conversation
 
 CALIBRATION_SEED = 10_000  # far from the seeds that models are trained with
 

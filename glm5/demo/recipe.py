@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
-from glm5.demo.questions import NUM_WORDS, Size
+from glm5.train.data.questions import NUM_WORDS, Size
 
 Stage = Literal["dense", "warmup", "sparse"]
 

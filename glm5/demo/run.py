@@ -24,11 +24,11 @@ from glm5.common.errors import CheckpointError
 from glm5.common.progress import Progress
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
-from glm5.demo.examples import example, train_tokenizer
-from glm5.demo.questions import conversation
 from glm5.demo.recipe import Recipe
 from glm5.demo.training import Packed, Trainer, initialize
 from glm5.model.glm5 import Glm5
+from glm5.train.data.dialogues import example, train_tokenizer
+from glm5.train.data.questions import conversation
 
 logger = logging.getLogger(__name__)
 

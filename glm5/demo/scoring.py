@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from glm5.chat.events import Parsed
 from glm5.chat.parser import parse_ids
 from glm5.chat.template import ChatTemplate
-from glm5.demo.examples import messages
-from glm5.demo.questions import KINDS, Conversation, conversation
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
+from glm5.train.data.dialogues import messages
+from glm5.train.data.questions import KINDS, Conversation, conversation
 
 NUM_QUESTIONS = 200
 MAX_TOKENS = 64

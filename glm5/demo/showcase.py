@@ -9,8 +9,8 @@ from typing import Any
 
 from glm5.common.errors import GlmError
 from glm5.common.extras import require
-from glm5.demo.examples import messages
-from glm5.demo.questions import KINDS, Conversation, conversation
+from glm5.train.data.dialogues import messages
+from glm5.train.data.questions import KINDS, Conversation, conversation
 
 MODEL_NAME = "nano"
 QUESTIONS_PER_KIND = 2

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from glm5.demo.examples import Example
 from glm5.demo.muon import Muon
 from glm5.demo.recipe import Recipe
 from glm5.model.glm5 import Glm5
 from glm5.model.init import init_weights
 from glm5.model.moe import Router
 from glm5.model.packed import PackedView
+from glm5.train.data.dialogues import Example
 
 
 @dataclass(frozen=True)

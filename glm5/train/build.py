@@ -1,6 +1,7 @@
 """A recipe to the things it names: model, tokenizer, token files, sources."""
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from glob import glob
 from pathlib import Path
@@ -14,20 +15,33 @@ from glm5.checkpoint.resolve import resolve
 from glm5.common.errors import ConfigError, DataError
 from glm5.config.model import ModelConfig
 from glm5.config.refusal import refuse
-from glm5.config.train import DocumentSource, FilesSource, ModelSection, Recipe, RulerSource, StageConfig, TokensSource
+from glm5.config.train import (
+    DocumentSource,
+    FilesSource,
+    ModelSection,
+    QuestionsSource,
+    Recipe,
+    RulerSource,
+    StageConfig,
+    TokensSource,
+)
 from glm5.model.glm5 import Glm5
 from glm5.model.init import init_weights
+from glm5.train.data.dialogues import corpus
 from glm5.train.data.order import key_of
 from glm5.train.data.ruler import generate
-from glm5.train.data.sources import Cut, Fitted, Mixed, Needles, Source, Tasks
+from glm5.train.data.sources import Cut, Dialogues, Fitted, Mixed, Needles, Source, Tasks
 from glm5.train.data.tokenize import Options, tokenize
 from glm5.train.data.tokens import TokenFile
 from glm5.train.stages import packs
 
 logger = logging.getLogger(__name__)
 
+TEMPLATE = "glm-5.2"
 SAMPLES_PER_TASK = 40  # that a tokenizer is learnt from
 SAMPLE_LEN = 600  # words of each
+SPELLED = re.compile(r"[A-Z]{2,}")
+"""Letters of spelled-out names stay one token each where a tokenizer never sees two of them together."""
 
 
 class Builder:
@@ -74,6 +88,9 @@ class Builder:
                 raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {self.cfg.vocab_size}")
             asked = {"learn": data.learn, "questions": data.questions, "answer_weight": data.answer_weight}
             return Tasks(data.tasks, tokenizer, stage.seq_len, seed, min_len=data.min_len, **asked)
+        if isinstance(data, QuestionsSource):
+            template = ChatTemplate.bundled(TEMPLATE, self._needed_tokenizer(f"questions of stage {stage.name}"))
+            return Dialogues(data.tasks, template, stage.seq_len, seed)
         return Needles(stage.seq_len, self.cfg.vocab_size, seed)
 
     def _token_file(self, stage: StageConfig, number: int) -> TokenFile:
@@ -124,23 +141,20 @@ class Builder:
             vocab_size = section.architecture().vocab_size
             tokenizer = train_bpe(self._texts(), vocab_size)
             logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)
-            tokenizer.save(folder, chat_template=ChatTemplate.bundled("glm-5.2").source)
+            tokenizer.save(folder, chat_template=ChatTemplate.bundled(TEMPLATE).source)
         return folder
 
     def _texts(self) -> Iterator[str]:
+        """What a tokenizer is learnt from: files, and samples of what the recipe generates."""
         for file in self._files(self.recipe.model.tokenizer_files):
-            yield file.read_text(encoding="utf-8", errors="replace")
-        tasks = {
-            task
-            for stage in self.recipe.stage
-            for data in stage.data
-            if isinstance(data, RulerSource)
-            for task in data.tasks
-        }
-        for task in sorted(tasks):
+            yield from SPELLED.split(file.read_text(encoding="utf-8", errors="replace"))
+        sources = [data for stage in self.recipe.stage for data in stage.data]
+        for task in sorted({task for data in sources if isinstance(data, RulerSource) for task in data.tasks}):
             for index in range(SAMPLES_PER_TASK):
                 sample = generate(task, SAMPLE_LEN, index, lambda text: len(text.split()), seed=self.recipe.seed)
-                yield sample.prompt + sample.answer
+                yield from SPELLED.split(sample.prompt + sample.answer)
+        if any(isinstance(data, QuestionsSource) for data in sources):
+            yield from corpus()
 
     def _config(self) -> ModelConfig:
         section = self.recipe.model

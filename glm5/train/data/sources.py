@@ -4,6 +4,7 @@ out. None has state.
     Cut       a token file every seq_len tokens; each epoch begins elsewhere and has an order of its own
     Fitted    a token file packed by best fit; each epoch has an order of its own
     Tasks     generated tasks in the manner of RULER          Needles   typed needles
+    Dialogues   generated conversations, as many as fit
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm5.chat.special import END_OF_TEXT
+from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import DataError
 from glm5.train.data import needle
+from glm5.train.data.dialogues import example
 from glm5.train.data.order import Mixture, Permutation, key_of
 from glm5.train.data.packing import Packed, best_fit
+from glm5.train.data.questions import KINDS, NUM_WORDS, Size, conversation
 from glm5.train.data.ruler import TASKS, generate
 from glm5.train.data.tokens import TokenFile
 
 Split = Literal["train", "held out"]
+
+TURNS = (1, 2, 5)
+FEW_WORDS = 8
+"""Of a recalled text; the most are what is asked in the end."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,35 @@ class Tasks:
         ids += self._end
         weights += [self._weights[1]] * len(self._end)
         return Row(np.asarray(ids, np.int64), np.asarray(weights, np.float32), [len(ids)])
+
+
+class Dialogues:
+    """Generated conversations (questions.py), packed one after the other; learnt is what the assistant says."""
+
+    size = None
+    holds_out = True
+    name = "questions"
+
+    def __init__(self, kinds: Sequence[str], template: ChatTemplate, seq_len: int, seed: int) -> None:
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise DataError(f"tasks: got {unknown[0]!r}; allowed: {', '.join(KINDS)}")
+        self._kinds, self._template, self._seq_len, self._seed = tuple(kinds) or tuple(KINDS), template, seq_len, seed
+
+    def row(self, index: int, split: Split) -> Row:
+        rng = Random(key_of("questions", self._seed, split, index))
+        ids: list[int] = []
+        marks: list[bool] = []
+        lengths: list[int] = []
+        while True:
+            kind = self._kinds[len(lengths) % len(self._kinds)]
+            size = Size(rng.choice(TURNS), round(FEW_WORDS * (NUM_WORDS / FEW_WORDS) ** rng.random()))
+            asked = "held-out" if split == "held out" else "train"
+            one = example(self._template, conversation(kind, asked, rng.getrandbits(32), len(lengths), size))
+            if lengths and len(ids) + len(one.ids) > self._seq_len:
+                return Row(np.asarray(ids, np.int64), np.asarray(marks, np.float32), lengths)
+            ids += one.ids[: self._seq_len]
+            marks += one.labelled[: self._seq_len]
+            lengths.append(min(len(one.ids), self._seq_len))
 
 
 class Needles:

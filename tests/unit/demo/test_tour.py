@@ -8,10 +8,10 @@ import pytest
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import GlmError
 from glm5.demo import tour
-from glm5.demo.examples import messages, train_tokenizer
-from glm5.demo.questions import KINDS, conversation
 from glm5.demo.scoring import Score, score
 from glm5.demo.showcase import server
+from glm5.train.data.dialogues import messages, train_tokenizer
+from glm5.train.data.questions import KINDS, conversation
 
 NUM_QUESTIONS = 8
 

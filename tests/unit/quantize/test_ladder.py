@@ -96,8 +96,8 @@ def test_outliers_leave_the_model_as_it_was(small_bf16, tmp_path):
 
 
 def test_texts_of_the_demo(tmp_path: Path):
-    from glm5.demo.examples import train_tokenizer
     from glm5.demo.quality import texts_of
+    from glm5.train.data.dialogues import train_tokenizer
 
     train_tokenizer(768).save(tmp_path)
     texts = texts_of(tmp_path, 10, 5)

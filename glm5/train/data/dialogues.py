@@ -8,7 +8,7 @@ from typing import Any
 from glm5.chat.special import GLM_TOKENS
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer, train_bpe
-from glm5.demo.questions import KINDS, Conversation, Turn, conversation
+from glm5.train.data.questions import KINDS, Conversation, Turn, conversation
 
 NEXT_TURN = "<|user|>"  # the token with which the model hands over after an answer
 CORPUS_PER_KIND = 100
@@ -62,10 +62,11 @@ def example(template: ChatTemplate, chat: Conversation) -> Example:
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
     """A tokenizer for which each word of the questions is one token, and each spelled letter and each digit too."""
-    return train_bpe(_corpus(), vocab_size)
+    return train_bpe(corpus(), vocab_size)
 
 
-def _corpus() -> Iterator[str]:
+def corpus() -> Iterator[str]:
+    """What a tokenizer for them is learnt from."""
     template = ChatTemplate.bundled("glm-5.2")
     for kind in KINDS:
         for i in range(CORPUS_PER_KIND):

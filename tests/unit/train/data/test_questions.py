@@ -5,9 +5,9 @@ import re
 import pytest
 
 from glm5.chat.template import ChatTemplate
-from glm5.demo.examples import example, messages, train_tokenizer
-from glm5.demo.questions import KINDS, NUM_WORDS, Size, conversation
 from glm5.demo.recipe import Recipe
+from glm5.train.data.dialogues import example, messages, train_tokenizer
+from glm5.train.data.questions import KINDS, NUM_WORDS, Size, conversation
 
 NUM_DRAWN = 300
 

@@ -1,4 +1,4 @@
-"""The questions that the demo trains on and is judged by. Pure: the same (kind, split, seed, index) gives the same.
+"""Questions that small models are taught and judged by. Pure: the same (kind, split, seed, index) gives the same.
 
     copy      Repeat KDXAM                                 KDXAM
     sort      Sort KDXAM                                   ADKMX
