@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from glm5.engine.kv import KVCache
 from glm5.engine.passes import Passes, rows_of
 from glm5.engine.sampling import Rows, Sampler
 from glm5.engine.slot_state import SlotState
@@ -45,8 +46,8 @@ class DraftRows:
 class Drafter:
     """Writes `slots.draft_SK`."""
 
-    def __init__(self, passes: Passes, slots: SlotState, sampler: Sampler):
-        self.passes, self.slots, self.sampler = passes, slots, sampler
+    def __init__(self, passes: Passes, cache: KVCache, slots: SlotState, sampler: Sampler):
+        self.passes, self.cache, self.slots, self.sampler = passes, cache, slots, sampler
         self.shares_selection = passes.model.cfg.index_share_for_mtp_iteration
 
     def extend(self, view: StepView, next_R: Tensor, hidden_RD: Tensor) -> Extended:
@@ -55,16 +56,17 @@ class Drafter:
         return Extended(hidden_RD, selection)
 
     def draft(
-        self, extended: Extended, view: StepView, rows: DraftRows, depth: int, features: int | None = None
+        self, extended: Extended, rows: DraftRows, depth: int, *, max_end: int, features: int | None = None
     ) -> None:
-        """`depth` drafts for each sequence that gained tokens. `features`: of `Sampler.sample`."""
+        """`depth` drafts for each sequence that gained tokens; none of their rows sees more than `max_end` keys.
+        `features`: of `Sampler.sample`."""
         last_C = rows.first_C + rows.count_C - 1
         hidden_CD = extended.hidden_RD[last_C]
         selection = rows_of(extended.selection, last_C) if self.shares_selection else None
         token_C = rows.slot_C  # anything, before the first
         for index in range(depth):
             if index:
-                hidden_CD, _ = self.passes.draft(token_C, hidden_CD, self._view(view, rows, index), selection)
+                hidden_CD, _ = self.passes.draft(token_C, hidden_CD, self._view(rows, index, max_end), selection)
             # Greedy drafts look at neither position nor offset.
             position_C = offset_C = rows.slot_C
             if features != 0:
@@ -76,20 +78,21 @@ class Drafter:
             token_C = guess.token_R
             self.slots.draft_SK[rows.slot_C, index] = token_C
 
-    def _view(self, step: StepView, rows: DraftRows, index: int) -> StepView:
+    def _view(self, rows: DraftRows, index: int, max_end: int) -> StepView:
         """One token of each sequence, `index` - 1 behind the last that is known."""
-        if step.invariant or rows.ahead_KC is None:
+        is_invariant = self.passes.num_rows is not None
+        if is_invariant or rows.ahead_KC is None:
             return StepView.of(
-                step.cache,
+                self.cache,
                 self.slots,
                 slot_B=rows.slot_C,
                 group_T=torch.arange(len(rows.slot_C), device=self.slots.device),
                 slot_T=rows.slot_C,
                 positions_T=self.slots.len_S[rows.slot_C] - 2 + index,
                 live_T=(rows.count_C > 0).long(),
-                max_end=step.max_end,
-                invariant=step.invariant,
+                max_end=max_end,
+                invariant=is_invariant,
             )
         where = self.slots.rows(rows.slot_C, rows.ahead_KC[0], rows.ahead_KC[index], rows.count_C)
         group_C = torch.arange(len(rows.slot_C), dtype=torch.int32, device=self.slots.device)
-        return StepView.at(step.cache, self.slots, where, slot_B=rows.slot_C, group_T=group_C, max_end=step.max_end)
+        return StepView.at(self.cache, self.slots, where, slot_B=rows.slot_C, group_T=group_C, max_end=max_end)

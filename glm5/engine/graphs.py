@@ -12,7 +12,7 @@ that parameters ask more of (penalties, grammars, log-probabilities, top-p) runs
 grids, and how top-k goes about it, are cut for all of it.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from glm5.engine.batch import Batch, Ints, arrays
+from glm5.engine.captured import Graphs, Piece
 from glm5.engine.drafting import Drafter, DraftRows
 from glm5.engine.kv import KVCache
 from glm5.engine.passes import Passes
@@ -40,6 +41,11 @@ _REACHES = (1, 2, 4, 16, 64)  # times index_topk; then the longest context
 def reaches_of(top_k: int, max_len: int) -> tuple[int, ...]:
     """Reaches that contexts of up to `max_len` are rounded up to. Within the first, everything visible is read."""
     return (*[top_k * times for times in _REACHES if top_k * times < max_len], max_len)
+
+
+def reach_of(max_end: int, reaches: Sequence[int]) -> int:
+    """The smallest reach that holds `max_end`."""
+    return next((reach for reach in reaches if max_end <= reach), reaches[-1])
 
 
 class Shape(NamedTuple):
@@ -107,7 +113,7 @@ class Buffers:
 
 
 class DecodeSteps:
-    """Runs decoding steps. `captures`: as graphs, which are captured where they are missing; else as they are."""
+    """Runs decoding steps, by `graphs`, which are captured where they are missing."""
 
     def __init__(
         self,
@@ -116,29 +122,18 @@ class DecodeSteps:
         slots: SlotState,
         sampler: Sampler,
         drafter: Drafter | None,
-        *,
-        max_len: int,
-        captures: bool,
+        graphs: Graphs,
+        reaches: Sequence[int],
         routing: RoutingRecord | None = None,
     ):
         self.passes, self.cache, self.slots, self.sampler, self.drafter = passes, cache, slots, sampler, drafter
-        self.captures, self.routing = captures, routing
-        self.reaches = reaches_of(passes.model.cfg.index_topk, max_len)
-        self.num_captured = 0
+        self.graphs, self.reaches, self.routing = graphs, reaches, routing
         self._buffers: dict[Shape, Buffers] = {}
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if captures else None
-        self._stream = torch.cuda.Stream(cache.device) if captures else None
-        self._place: object = None
-
-    def reach(self, max_end: int) -> int:
-        """The smallest reach that holds `max_end`."""
-        return next((reach for reach in self.reaches if max_end <= reach), self.reaches[-1])
 
     def run(self, batch: Batch, shape: Shape, max_end: int, draft_depth: int) -> tuple[Buffers, Sampled | None]:
         """Enqueue a step. Of what was sampled, only log-probabilities are not in the buffers."""
-        self._forget_if_moved()
-        buffers, reach = self.buffers(shape), self.reach(max_end)
+        self.graphs.forget_if_moved()
+        buffers, reach = self.buffers(shape), reach_of(max_end, self.reaches)
         buffers.load(batch)
         tables, found = self.sampler.tables, None
         wanted = tables.features_of(batch.sample_slot_Q)
@@ -158,7 +153,7 @@ class DecodeSteps:
 
     def run_eagerly(self, buffers: Buffers, max_end: int) -> None:
         """The target's piece as it is, whatever is captured."""
-        self._target(buffers, self.reach(max_end))
+        self._target(buffers, reach_of(max_end, self.reaches))
 
     def capture_all(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Capture graphs for these numbers of sequences and depths, the largest first: (done, all) as it goes.
@@ -168,7 +163,7 @@ class DecodeSteps:
         """
         shapes = [Shape(count, depth) for count in sorted(num_seqs, reverse=True) for depth in depths]
         for done, shape in enumerate(shapes, start=1):
-            self._forget_if_moved()
+            self.graphs.forget_if_moved()
             buffers = self.buffers(shape)
             slots, rows = buffers.padding.slot_C, buffers.padding.sample_slot_Q
             for index, reach in enumerate(reversed(self.reaches)):
@@ -228,51 +223,29 @@ class DecodeSteps:
         next_ids_R = self.slots.rows(on.slot_R, b.position_R, next_R, on.live_R).id_T
         extended = self.drafter.extend(view, next_ids_R, b.hidden_RD)
         rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.parts(b.result)[1], b.ahead_KC)
-        self.drafter.draft(extended, view, rows, depth, features=kind)
+        self.drafter.draft(extended, rows, depth, max_end=reach, features=kind)
         b.parts(b.result)[2].copy_(self.slots.draft_SK.index_select(0, on.slot_C))
 
     def _view(self, b: Buffers, rows: StepRows, reach: int) -> StepView:
         on = b.on
         return StepView.at(self.cache, self.slots, rows, slot_B=on.slot_B, group_T=on.group_R.int(), max_end=reach)
 
-    def _do(self, buffers: Buffers, key: Hashable, piece: Callable[[], object]) -> None:
-        if not self.captures:
-            piece()
-        else:
-            self._graph(buffers, key, piece).replay()
+    def _do(self, buffers: Buffers, key: Hashable, piece: Piece) -> None:
+        if self.graphs.captures:
+            self._graph(buffers, key, piece)
+        self.graphs.run(key, piece)
 
-    def _graph(
-        self, buffers: Buffers, key: Hashable, piece: Callable[[], object], *, warm: bool = True
-    ) -> torch.cuda.CUDAGraph:
-        """The graph of a piece, captured if it is missing. Nobody's rows warm it up: state is left as it is."""
-        if (graph := self._graphs.get(key)) is not None:
-            return graph
+    def _graph(self, buffers: Buffers, key: Hashable, piece: Piece, *, warm: bool = True) -> None:
+        """Capture the graph of a piece, if it is missing. Nobody's rows warm it up: state is left as it is."""
+        if self.graphs.has(key):
+            return
         packed = buffers.packed.clone()
         kept = [tensor.clone() for tensor in (buffers.position_R, buffers.hidden_RD, buffers.result)]
         buffers.packed.copy_(torch.from_numpy(_packed(buffers.padding)))
-        # Always the same stream: libraries keep workspaces of tens of megabytes for each.
-        main, side = torch.cuda.current_stream(), self._stream
-        assert side is not None
-        side.wait_stream(main)
-        if warm:
-            with torch.cuda.stream(side):
-                piece()
-        main.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            piece()
+        self.graphs.capture(key, piece, warm=warm)
         buffers.packed.copy_(packed)
         for tensor, old in zip((buffers.position_R, buffers.hidden_RD, buffers.result), kept, strict=True):
             tensor.copy_(old)
-        self._graphs[key] = graph
-        self.num_captured += 1
-        return graph
-
-    def _forget_if_moved(self) -> None:
-        """Graphs hold addresses: of no use once weights or cache lie elsewhere."""
-        if self.captures and (place := (self.passes.generation, self.cache.place)) != self._place:
-            self._graphs.clear()
-            self._place = place
 
 
 def _packed(batch: Batch) -> Ints:

@@ -58,7 +58,6 @@ class StepView:
         live_T: Tensor,
         max_end: int,
         invariant: bool,
-        first_T: Tensor | None = None,
     ) -> "StepView":
         """A view of tokens at these positions of the sequences in these slots; those that are not live are padding."""
         size = cache.page_size
@@ -67,7 +66,7 @@ class StepView:
         if positions_T.is_cpu:
             table_BN, end_T, where = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
             table_BN, place_T = table_BN[:, :num_pages], torch.from_numpy(where[0] * size + where[1])
-            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant, first_T, where)
+            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant, None, where)
         column_T = (positions_T // size).clamp_max_(slots.num_columns - 1)
         page_T = torch.where(live_T > 0, slots.table_SN[slot_T, column_T].long(), cache.dump_page)
         return cls(
@@ -79,7 +78,6 @@ class StepView:
             place_T=page_T * size + positions_T % size,
             max_end=max_end,
             invariant=invariant,
-            first_T=first_T,
         )
 
     @classmethod
@@ -134,6 +132,11 @@ class StepView:
         return self.cache.attend(
             layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self._impl, few=few
         )
+
+    def attend_expanded(
+        self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float
+    ) -> None:
+        """Never: a cache holds latents. (Whole prompts on a GPU: lower.py.)"""
 
     def on_host(self, layer_idx: int) -> HostKeys | None:
         pools = self.cache.host_pools(layer_idx)

@@ -35,26 +35,27 @@ class Warmth:
 
 
 @torch.inference_mode()
-@torch.inference_mode()
 def warm_up(runner: Runner, config: SchedulerConfig, on_progress: Progress) -> Warmth | None:
     """None where steps are not captured: then there is nothing to do that a first step would not do as well."""
-    steps = runner.steps
-    if steps is None or not steps.captures:
+    steps, prompts = runner.steps, runner.prompts
+    if steps is None or prompts is None or not steps.graphs.captures:
         return None
     free, _ = torch.cuda.mem_get_info(runner.cache.device)
     began = time.monotonic()
-    shapes = runner.shapes_of_nobody(
-        sorted({config.token_bucket(count) for count in range(1, config.max_tokens_per_step + 1)}, reverse=True)
-    )
+    buckets = sorted({config.token_bucket(count) for count in range(1, config.max_tokens_per_step + 1)})
+    shapes = prompts.shapes(buckets)
     for done, shape in enumerate(shapes, start=1):
-        runner.run_nobody(*shape)
+        prompts.run_nobody(shape)
         on_progress("compiling kernels", done / len(shapes))
     torch.cuda.synchronize(runner.cache.device)
+    torch.cuda.empty_cache()  # graphs have memory of their own
     warm = time.monotonic()
     counts = sorted({config.batch_bucket(count) for count in range(1, config.max_num_seqs + 1)})
     for done, of in steps.capture_all(counts, range(config.max_depth, -1, -1)):
-        on_progress("capturing graphs", done / of)
+        on_progress("capturing decoding steps", done / of)
+    for done, of in prompts.capture_all(buckets):
+        on_progress("capturing prompts", done / of)
     torch.cuda.synchronize(runner.cache.device)
     left, _ = torch.cuda.mem_get_info(runner.cache.device)
     ended = time.monotonic()
-    return Warmth(warm - began, ended - warm, steps.num_captured, mark_ready(), max(0, free - left))
+    return Warmth(warm - began, ended - warm, steps.graphs.num_captured, mark_ready(), max(0, free - left))

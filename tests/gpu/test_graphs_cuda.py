@@ -42,7 +42,7 @@ def test_graphs_and_pieces_give_the_same(model, rng, depth):
     runs = []
     for captures in (False, True, True):
         bench = Bench(model, depth=depth, fused=True, routing=True)
-        bench.runner.steps.captures = captures
+        bench.runner.steps.graphs.captures = captures
         runs.append(bench.run(prompts, params, routed=True))
         greedy = bench.run(prompts[:3], SamplingParams(temperature=0, max_tokens=12))
         runs[-1].tokens |= {100 + i: tokens for i, tokens in greedy.tokens.items()}
@@ -60,9 +60,9 @@ def test_graphs_are_captured_anew_when_weights_move(model, rng):
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     bench.runner.weights_changed()
-    before = bench.runner.steps.num_captured
+    before = bench.runner.steps.graphs.num_captured
     assert bench.run(prompts, params).tokens == want
-    assert bench.runner.steps.num_captured > before
+    assert bench.runner.steps.graphs.num_captured > before
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8", "num_speculative_tokens": 2}], ids=["plain", "fp8"])

@@ -37,7 +37,8 @@ def _store_groups(score_SQ, mine_Q, group, t_Q, group_stride, block, GROUP: tl.c
     tl.store(at, group_GQ, mask=mine_Q[None, :] & (g[:, None] < group_stride))
 
 
-@triton.jit
+# Whether these are multiples of 16 tells the compiler nothing that it can use, and would make more kernels.
+@triton.jit(do_not_specialize=["num_queries", "num_columns"])
 def _score(
     q_ptr,
     key_ptr,

@@ -106,11 +106,11 @@ def test_warming_up_leaves_everything_as_it_was(model, rng, depth):
     tables = [slots.token_SN, slots.len_S, slots.draft_SK, slots.table_SN]
     before = [table[:-1].clone() for table in tables]
     pages = runner.cache._page_PB[:-1].clone()
-    shapes = runner.shapes_of_nobody([16, 4])
-    assert {rows for rows, _, _ in shapes} == {4, 16}
-    assert {reach for _, reach, _ in shapes} == set(runner.steps.reaches)
+    shapes = runner.prompts.shapes([16, 4])
+    assert {shape.num_rows for shape in shapes} == {4, 16}
+    assert {shape.reach for shape in shapes} == set(runner.steps.reaches)
     for shape in shapes:
-        runner.run_nobody(*shape)
+        runner.prompts.run_nobody(shape)
     assert all(torch.equal(table[:-1], old) for table, old in zip(tables, before, strict=True))
     assert torch.equal(runner.cache._page_PB[:-1], pages)
     again = bench.run(prompts, params).tokens
