@@ -76,7 +76,9 @@ class ModelSection(Section):
     config: dict[str, Any] = {}
     """Keys of config.json that differ."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type of weights in training. bfloat16 keeps no copies in float32."""
+    """Element type of weights in training, which optimizers add to. bfloat16 keeps no copies in float32."""
+    compute: Literal["float32", "bfloat16"] | None = None
+    """Element type that the model computes in, with copies of the weights in it. Default: dtype."""
     embedding_std: Positive | None = None
     """Standard deviation of random embeddings. Default: the config's initializer_range."""
     unit_scale: bool = False
@@ -96,7 +98,7 @@ class ModelSection(Section):
         """The model's config: of the preset, or the checkpoint's, with the changes."""
         cfg = preset(self.preset) if self.preset is not None else of_checkpoint
         assert cfg is not None, "the config of a checkpoint must be read by whoever can find it"
-        return cfg.replace(**{"quantization_config": None, **self.config, "dtype": self.dtype})
+        return cfg.replace(**{"quantization_config": None, **self.config, "dtype": self.compute or self.dtype})
 
 
 class Source(Section):
@@ -258,6 +260,8 @@ class Recipe(Section):
     """Torch's threads on a CPU. Sums are ordered by it: a run goes on exactly with the number it began with."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes that make sequences ahead of training. 0: a thread, which is enough on a CPU."""
+    deterministic: bool = False
+    """Sums on a GPU are taken in one order: a run that goes on ends in the same bits as one that was not cut off."""
     peak_tflops: Positive | None = None
     """What the device can do in this dtype; with it, MFU is shown."""
     skip_steps: Annotated[int, Field(ge=0)] = 0

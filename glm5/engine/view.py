@@ -138,6 +138,11 @@ class StepView:
     ) -> None:
         """Never: a cache holds latents. (Whole prompts on a GPU: lower.py.)"""
 
+    def attend_expanded(
+        self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float
+    ) -> None:
+        """Never: a cache holds latents. (Whole prompts on a GPU: lower.py.)"""
+
     def on_host(self, layer_idx: int) -> HostKeys | None:
         pools = self.cache.host_pools(layer_idx)
         if pools is None or self.invariant:

@@ -1,7 +1,7 @@
 """What Triton implementations share. Triton is imported by the `triton.py` of an op's folder, when that one is chosen,
 and nowhere else: without it everything runs on the other implementations.
 
-They are forward only, for inference, with static shapes: no result's size, grid or host read depends on data, so a CUDA
+Most are forward only, for inference, with static shapes: no result's size, grid or host read depends on data, so a CUDA
 graph can hold them. They are deterministic: sums are split and combined in fixed order.
 """
 
@@ -19,12 +19,15 @@ def installed() -> bool:
 
 
 def chosen(*tensors: Tensor) -> bool:
-    """Whether `auto` means Triton: all of `tensors` on a GPU for which the kernels are cut, none in float64, and no
-    gradient asked for.
-    """
-    if tensors[0].is_cpu or not all(t.is_cuda and t.dtype != torch.float64 for t in tensors):
+    """Whether `auto` means a Triton kernel without a gradient: as `runs_on`, and no gradient asked for."""
+    if tensors[0].is_cpu or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    return runs_on(*tensors)
+
+
+def runs_on(*tensors: Tensor) -> bool:
+    """Whether Triton kernels take them: all on a GPU for which the kernels are cut, none in float64."""
+    if tensors[0].is_cpu or not all(t.is_cuda and t.dtype != torch.float64 for t in tensors):
         return False
     return installed() and all(_fits(t.device) for t in tensors)
 
@@ -33,6 +36,12 @@ def chosen(*tensors: Tensor) -> bool:
 def _fits(device: torch.device) -> bool:
     """Whether it has FP8 matrix units and the 227 KB of shared memory that tiles are cut for: H100, H200, B200."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the GPU has; of a CPU, a number that makes kernels take the same turns."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @cache

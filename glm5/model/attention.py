@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glm5.config.model import ModelConfig
+from glm5.kernels.per_head import per_head
 from glm5.model.direct import Direct
 from glm5.model.indexer import Indexer
 from glm5.model.linear import Linear
@@ -44,7 +45,6 @@ class SparseLatentAttention(Direct):
 
         w_k_HNC, w_v_HVC = self._key_and_value_weights(x_TD.dtype)
         q_THX = rope.part(q_THX, nope_dim, self.qk_head_dim)
-        q_THL = torch.cat([_per_head(q_THX[..., :nope_dim], w_k_HNC), q_THX[..., nope_dim:]], dim=-1)
         kv_TL = rope.part(kv_TL, latent_dim, latent_dim + cfg.qk_rope_head_dim)
         latent_TL = torch.cat([self.kv_a_layernorm(kv_TL[:, :latent_dim]), kv_TL[:, latent_dim:]], dim=-1)
 
@@ -52,8 +52,13 @@ class SparseLatentAttention(Direct):
         if selection is None:
             selection = self.indexer(x_TD, q_lat_TQ, rope, view)
         # The scale belongs to the head width before absorption (X), not to the latent row.
-        out_THC = view.attend(self.layer_idx, q_THL, selection, scale=self.qk_head_dim**-0.5, value_dim=latent_dim)
-        return self.o_proj(_per_head(out_THC, w_v_HVC.mT).flatten(1)), selection
+        scale, heads_of = self.qk_head_dim**-0.5, (w_k_HNC, w_v_HVC)
+        out_THV = view.attend_expanded(self.layer_idx, q_THX, *heads_of, selection, scale=scale)
+        if out_THV is None:
+            q_THL = absorbed(q_THX, w_k_HNC)
+            out_THC = view.attend(self.layer_idx, q_THL, selection, scale=scale, value_dim=latent_dim)
+            out_THV = per_head(out_THC, w_v_HVC.mT)
+        return self.o_proj(out_THV.flatten(1)), selection
 
     def _key_and_value_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """kv_b_proj by heads: [H, N, C] for keys, [H, V, C] for values."""
@@ -62,6 +67,7 @@ class SparseLatentAttention(Direct):
         return kv_b_HOC[:, : cfg.qk_nope_head_dim], kv_b_HOC[:, cfg.qk_nope_head_dim :]
 
 
-def _per_head(x_THI: Tensor, w_HIO: Tensor) -> Tensor:
-    """One matrix per head: [T, H, I] by [H, I, O] to [T, H, O]."""
-    return torch.bmm(x_THI.transpose(0, 1), w_HIO).transpose(0, 1)
+def absorbed(q_THX: Tensor, w_k_HNC: Tensor) -> Tensor:
+    """Queries that meet latents instead of keys: [T, H, N + R] to [T, H, C + R]."""
+    nope_dim = w_k_HNC.shape[1]
+    return torch.cat([per_head(q_THX[..., :nope_dim], w_k_HNC), q_THX[..., nope_dim:]], dim=-1)

@@ -8,9 +8,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from glm5.kernels.select_keys import select_keys
+from glm5.kernels.sequence_attention import fits, sequence_attention
 from glm5.kernels.sparse_mla import sparse_mla
+from glm5.model.attention import absorbed
 from glm5.model.index_loss import IndexRecord, index_loss
 from glm5.model.seams import Selection
 
@@ -36,15 +39,19 @@ class PackedView:
             raise ValueError(f"a packed batch needs sequences of at least one token, got {lengths=}")
         self.stage, self.learn_index = stage, learn_index
         self.max_len, self.num_rows = max(lengths), len(lengths)
-        lengths_B = torch.tensor(lengths, device=device)
-        self.positions_T = torch.cat([torch.arange(n, device=device) for n in lengths])
-        self.row_T = torch.repeat_interleave(torch.arange(self.num_rows, device=device), lengths_B).int()
+        self.lengths = lengths
+        length_B = torch.tensor(lengths)  # on the host: nothing here waits for a GPU
+        position_T = torch.arange(sum(lengths)) - torch.repeat_interleave(length_B.cumsum(0) - length_B, length_B)
+        self.positions_T = position_T.to(device, non_blocking=True)
+        row_T = torch.repeat_interleave(torch.arange(self.num_rows, dtype=torch.int32), length_B)
+        self.row_T = row_T.to(device, non_blocking=True)
         self.end_T = (self.positions_T + 1).int()
         self.page_table_BN = torch.arange(self.num_rows, device=device, dtype=torch.int32).unsqueeze(1)
         self._slot_T = None if min(lengths) == self.max_len else self.row_T * self.max_len + self.positions_T
         self._records: list[IndexRecord] = []
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
+        self._latent_TL = latent_TL
         self._latent_PZL = self._paged(latent_TL)
 
     def append_index_key(self, layer_idx: int, key_TI: Tensor) -> None:
@@ -70,6 +77,23 @@ class PackedView:
         if self.learn_index:
             self._records[-1].add((q_THL.detach(), self._latent_PZL.detach(), lse_TH.detach()), scale)
         return out_THC
+
+    def attend_expanded(
+        self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float
+    ) -> Tensor | None:
+        """On a GPU, where every visible key is read: less than half the operations of absorbed queries."""
+        if selection.keys_TK is not None or not fits(q_THX, w_v_HVC.shape[1]):
+            return None
+        value_TC, rope_TR = self._latent_TL[:, : w_k_HNC.shape[2]], self._latent_TL[:, w_k_HNC.shape[2] :]
+        num_tokens, num_heads, _ = q_THX.shape
+        key_THN = F.linear(value_TC, w_k_HNC.flatten(0, 1)).view(num_tokens, num_heads, -1)
+        value_THV = F.linear(value_TC, w_v_HVC.flatten(0, 1)).view(num_tokens, num_heads, -1)
+        key_THX = torch.cat([key_THN, rope_TR.unsqueeze(1).expand(-1, num_heads, -1)], dim=-1)
+        out_THV, lse_TH = sequence_attention(q_THX, key_THX, value_THV, self.lengths, scale=scale)
+        if self.learn_index:
+            with torch.no_grad():
+                self._records[-1].add((absorbed(q_THX, w_k_HNC), self._latent_PZL.detach(), lse_TH.detach()), scale)
+        return out_THV
 
     def on_host(self, layer_idx: int) -> None:
         """Not in native code: gradients may be asked for."""

@@ -71,6 +71,13 @@ class KVView(Protocol):
         """Attention of absorbed queries over the selected latents: [T, H, value_dim]."""
         ...
 
+    def attend_expanded(
+        self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float
+    ) -> Tensor | None:
+        """The same over keys and values of each head, made of the latents by these weights: [T, H, V]. None, with
+        nothing done, where queries are to be absorbed for `attend`."""
+        ...
+
     def on_host(self, layer_idx: int) -> HostKeys | None:
         """Where the layer's keys lie, if in float32 in host memory, for native code; else None."""
         ...

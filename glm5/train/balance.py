@@ -24,14 +24,18 @@ class Balance:
     def __init__(self, model: nn.Module):
         self.routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
         self.loads = {name: self._zeros(router) for name, router in self.routers.items()}
+        self._ran: set[str] = set()
         self._losses: list[Tensor] = []
+        self.total: Callable[[Tensor], Tensor] | None = None
+        """Adds up a count over ranks that share sequences; None where each has whole ones."""
 
     @contextmanager
-    def watch(self, row_T: Tensor, *, with_loss: bool) -> Iterator[None]:
-        """Around the forward and backward pass of packed sequences; `row_T` says which one each token belongs to."""
+    def watch(self, row_T: Tensor, *, with_loss: bool, num_rows: int = 0) -> Iterator[None]:
+        """Around the forward and backward pass of packed sequences; `row_T` says which one each token belongs to, of
+        `num_rows`, or of as many as it names."""
         self._losses.clear()
         hooks = [
-            router.register_forward_hook(self._hook(name, row_T, with_loss=with_loss))
+            router.register_forward_hook(self._hook(name, row_T, num_rows, with_loss=with_loss))
             for name, router in self.routers.items()
         ]
         try:
@@ -48,32 +52,34 @@ class Balance:
         return taken
 
     @torch.no_grad()
-    def update(self, step: float, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """Move the biases, start counting anew; the excess of the fullest expert over the mean, (max - mean) / mean.
+    def excess(self) -> dict[str, Tensor]:
+        """Of each router that ran, the excess of the fullest expert over the mean, (max - mean) / mean, a scalar."""
+        loads = {name: self.loads[name].double() for name in self.routers if name in self._ran}
+        return {name: load_E.max() / load_E.mean() - 1 for name, load_E in loads.items()}
 
-        `reduce` sums a load over the ranks that saw other tokens.
-        """
-        excess: dict[str, float] = {}
+    @torch.no_grad()
+    def update(self, step: float, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Move the biases, and start counting anew. `reduce` sums a load over the ranks that saw other tokens."""
         for name, router in self.routers.items():
             load_E = self.loads[name].double() if reduce is None else reduce(self.loads[name].double())
             self.loads[name] = self._zeros(router)
-            if not load_E.any():
-                continue
-            excess[name] = (load_E.max() / load_E.mean() - 1).item()
-            delta_E = step * (load_E.mean() - load_E).sign()
+            delta_E = step * (load_E.mean() - load_E).sign()  # zeros where nothing was routed
             # A shift of all biases chooses the same experts; without it they stay where float32 is fine.
             router.e_score_correction_bias += (delta_E - delta_E.mean()).to(router.e_score_correction_bias.dtype)
-        return excess
+        self._ran.clear()
 
-    def _hook(self, name: str, row_T: Tensor, *, with_loss: bool) -> Callable[..., None]:
+    def _hook(self, name: str, row_T: Tensor, num_rows: int, *, with_loss: bool) -> Callable[..., None]:
         def count(router: Router, args: tuple[Tensor], routed: tuple[Tensor, Tensor]) -> None:
             # In a backward pass: activations computed again. The same tensors must be made, nothing counted.
             again = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]  # torch's own test
             if not again:
-                num_experts = router.weight.shape[0]
-                self.loads[name] += torch.bincount(routed[1].flatten(), minlength=num_experts)
+                expert_TA = routed[1].long()
+                self.loads[name].index_add_(0, expert_TA.flatten(), torch.ones_like(expert_TA).flatten())
+                self._ran.add(name)
             if with_loss and torch.is_grad_enabled():
-                loss = sequence_loss(args[0], router.weight, row_T, router.cfg.num_experts_per_tok)
+                loss = sequence_loss(
+                    args[0], router.weight, row_T, router.cfg.num_experts_per_tok, num_rows=num_rows, total=self.total
+                )
                 if not again:
                     self._losses.append(loss)
 
@@ -84,15 +90,30 @@ class Balance:
         return torch.zeros(router.weight.shape[0], dtype=torch.int64, device=router.weight.device)
 
 
-def sequence_loss(x_TD: Tensor, weight_ED: Tensor, row_T: Tensor, top_k: int) -> Tensor:
-    """L, a scalar in float32 (float64 for float64): the sum over sequences of T_b sum_e f P. 1 a token if even."""
+def sequence_loss(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    row_T: Tensor,
+    top_k: int,
+    *,
+    num_rows: int = 0,
+    total: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """L, a scalar in float32 (float64 for float64): the sum over sequences of T_b sum_e f P. 1 a token if even.
+
+    `total`: where a sequence's tokens lie on several ranks, adds up their counts; L is then this rank's share.
+    """
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     p_TE = F.linear(x_TD.to(wide), weight_ED.to(wide)).sigmoid()
     row_T = row_T.long()
-    length_B = torch.bincount(row_T).to(wide)
-    num_rows, num_experts = len(length_B), p_TE.shape[1]
+    length_B, num_experts = torch.bincount(row_T, minlength=num_rows), p_TE.shape[1]
+    num_rows = len(length_B)
     chosen_TA = p_TE.detach().topk(top_k, dim=-1).indices
     count_BE = torch.bincount((row_T[:, None] * num_experts + chosen_TA).flatten(), minlength=num_rows * num_experts)
+    if total is not None:
+        length_B, count_BE = total(length_B), total(count_BE)
     share_TE = p_TE / (p_TE.sum(dim=-1, keepdim=True) + 1e-20)
-    mean_BE = p_TE.new_zeros(num_rows, num_experts).index_add(0, row_T, share_TE) / length_B.clamp_min(1)[:, None]
+    mean_BE = (
+        p_TE.new_zeros(num_rows, num_experts).index_add(0, row_T, share_TE) / length_B.clamp_min(1).to(wide)[:, None]
+    )
     return (count_BE.view(num_rows, num_experts).to(wide) * mean_BE).sum() * (num_experts / top_k)

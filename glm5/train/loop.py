@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.evaluate import held_out
+from glm5.train.masters import Masters
 from glm5.train.optim.build import Optimizers
 from glm5.train.qat import MARK, STORED, make_aware
 from glm5.train.recall import attention_recall
@@ -46,7 +48,7 @@ def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
     Raises KeyboardInterrupt after Ctrl-C, when the state is on disk, and errors that say what is kept.
     """
     out = recipe.folder
-    with locked(out), _threads(recipe.threads):
+    with locked(out), _threads(recipe.threads), _one_order(recipe):
         if restart:
             clear(out, recipe)
         return _Run(recipe, beside, out).to_the_end()
@@ -76,8 +78,13 @@ class _Run:
         for stage in recipe.stage[self.position.stage :]:
             self.builder.rows(stage)  # whatever is wrong with the data of a later stage is said now
         self.model = self.builder.model(self.device)
+        compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
+        self.masters = None if compute == self.model.dtype else Masters(self.model, compute)
         if self._saved is not None:
-            self.model.load_state_dict(self._saved["model"])
+            if self.masters is None:
+                self.model.load_state_dict(self._saved["model"])
+            else:
+                self.masters.load_state_dict(self.model, self._saved["model"])
             logger.info("going on: stage %s, step %d", self._stage.name, self.position.step)
         with writing_to(out), atomic_write(out / "recipe.json") as handle:
             handle.write(json.dumps(json.loads(recipe.model_dump_json()), indent=2) + "\n")
@@ -108,14 +115,14 @@ class _Run:
         choose_parameters(self.model, stage)
         make_aware(self.model, aware=stage.qat is not None)
         self.model.cfg = self._config()
-        named = dict(self.model.named_parameters())
+        named = dict(self.model.named_parameters()) if self.masters is None else self.masters.trained()
         optimizers = Optimizers(named, self.model.cfg, stage.optimizer or recipe.optimizer)
         if self._saved is not None:
             optimizers.load_state_dict(self._saved["optimizer"])
             self._saved = None
         elif stage.keep_optimizer and before is not None:
             optimizers.load_state_dict(before.state_dict())
-        step = Step(self.model, optimizers, losses_of(recipe, stage, 0), phase_of(stage))
+        step = Step(self.model, optimizers, losses_of(recipe, stage, 0), phase_of(stage), self.masters)
         _Stage(self, stage, step).run(ask)
         return optimizers
 
@@ -232,8 +239,9 @@ class _Stage:
         store.prune(name, self.recipe.checkpoints.keep)
 
     def _save_state(self) -> None:
-        model, optimizers = self.run_.model, self.step.optimizers
-        self.run_.store.write(self.position, model.state_dict(), optimizers.state_dict())
+        model, masters = self.run_.model, self.run_.masters
+        weights = model.state_dict() if masters is None else masters.state_dict(model)
+        self.run_.store.write(self.position, weights, self.step.optimizers.state_dict())
 
 
 def _batch(rows: Sequence[Row], device: torch.device) -> Batch:
@@ -250,3 +258,18 @@ def _threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _one_order(recipe: Recipe) -> Iterator[None]:
+    """`deterministic`, which other code of this process need not want."""
+    filling: Any = torch.utils.deterministic
+    before, filled = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
+    if recipe.deterministic:
+        torch.use_deterministic_algorithms(mode=True)
+        filling.fill_uninitialized_memory = False  # finds mistakes, at a price
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=before)
+        filling.fill_uninitialized_memory = filled

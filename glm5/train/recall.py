@@ -33,6 +33,9 @@ class RecallView(PackedView):
         self._counts_T = self.end_T > top_k
         return Selection(None)
 
+    def attend_expanded(self, *_args: object, **_kwargs: object) -> None:
+        """Never: the latents are looked at here."""
+
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
         where = (self.page_table_BN, self.row_T, self.end_T)
         out_THC, lse_TH = sparse_mla(q_THL, self._latent_PZL, None, *where, scale=scale, value_dim=value_dim)

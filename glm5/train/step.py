@@ -8,8 +8,7 @@ GLM-5 report, shared parameters). KL is the indexers' (model/index_loss.py), tha
 """
 
 import math
-import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,9 @@ from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView, Stage
 from glm5.train.balance import Balance
 from glm5.train.batch import Batch
+from glm5.train.masters import Masters
 from glm5.train.optim.build import Optimizers
+from glm5.train.stopwatch import Stopwatch
 from glm5.train.window import WindowView
 
 
@@ -47,10 +48,13 @@ class Phase:
 class Step:
     """Trains `model` with `optimizers`. The model's router biases are moved as well, unless their step is 0."""
 
-    def __init__(self, model: Glm5, optimizers: Optimizers, cfg: LossConfig, phase: Phase):
+    def __init__(
+        self, model: Glm5, optimizers: Optimizers, cfg: LossConfig, phase: Phase, masters: Masters | None = None
+    ):
+        """`masters`: whose parameters `optimizers` are about, where they are not the model's own."""
         self.model, self.optimizers, self.cfg, self.phase = model, optimizers, cfg, phase
-        self.balance = Balance(model)
-        self.optimizer_seconds = 0.0
+        self.balance, self.masters = Balance(model), masters
+        self.optimizer_time = Stopwatch(model.device)
         """Of the last step: Muon and AdamW, without clipping."""
         self.mtp_depth = cfg.mtp_depth if model.cfg.num_nextn_predict_layers else 0
 
@@ -61,26 +65,26 @@ class Step:
         a norm is not a finite number, or when there is nothing to learn.
         """
         totals = self._totals(batches)
-        sums: Counter[str] = Counter()
         self.optimizers.zero_grad()
-        for batch in batches:
-            sums.update(self._learn(batch, totals))
-        figures = dict(sums)
-        figures |= {f"{part} norm": norm.item() for part, norm in self.optimizers.clip().items()}
+        named = self._gradients(batches, totals)
+        named |= {f"{part} norm": norm for part, norm in self.optimizers.clip().items()}
+        if excess := self.balance.excess():
+            named["excess load"] = torch.stack(list(excess.values())).max()
+        # The one place where a step waits for a GPU.
+        numbers = torch.stack([value.double() for value in named.values()]).tolist()
+        figures = dict(zip(named, numbers, strict=True))
         if wrong := {name: value for name, value in figures.items() if not math.isfinite(value)}:
             self.optimizers.zero_grad()
             got = ", ".join(f"{name} is {value}" for name, value in wrong.items())
             raise TrainingError(
                 f"{got}: nothing was updated in this step; lower the learning rate, or look at its data"
             )
-        started = time.perf_counter()
-        self.optimizers.step(lr)
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        self.optimizer_seconds = time.perf_counter() - started
+        with self.optimizer_time:
+            self.optimizers.step(lr)
+            if self.masters is not None:
+                self.masters.hand_back()
         self.optimizers.zero_grad()
-        if excess := self.balance.update(self.cfg.balance_step):
-            figures["excess load"] = max(excess.values())
+        self.balance.update(self.cfg.balance_step)
         return figures
 
     @torch.no_grad()
@@ -96,7 +100,8 @@ class Step:
         """Sums of weights of the targets at each distance, over the step; tokens at distance 0."""
         totals = {0: float(sum(len(batch.ids_T) for batch in batches))}
         for distance in range(1, self.mtp_depth + 2):
-            totals[distance] = sum(batch.targets(distance)[2].sum().item() for batch in batches)
+            totals[distance] = sum(batch.weight_of_targets(distance) for batch in batches)
+        totals = self._over_ranks(totals)
         if not totals[1]:
             raise TrainingError(
                 f"nothing to learn from in {len(batches)} batches: no token has a weight and another before it; "
@@ -104,26 +109,63 @@ class Step:
             )
         return totals
 
-    def _learn(self, batch: Batch, totals: Mapping[int, float]) -> dict[str, float]:
-        view = self.phase.view(batch, learning=True)
-        with self.balance.watch(view.row_T, with_loss=self.cfg.balance_weight > 0):
-            losses = dict(self._losses(batch, view, totals))
-            learnt = [loss * self._weight(name) for name, loss in losses.items() if loss.requires_grad]
-            if learnt:
-                torch.stack(learnt).sum().backward()
-        return {name: loss.item() for name, loss in losses.items()}
+    def _over_ranks(self, totals: dict[int, float]) -> dict[int, float]:
+        """The same of the batches of all ranks of a run; here there is one."""
+        return totals
+
+    def _gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
+        """The step's losses by name, as means; their gradients are added to the parameters'."""
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        for batch in batches:
+            for name, loss in self._learn(batch, totals).items():
+                parts[name].append(loss)
+        return {name: torch.stack(losses).sum() for name, losses in parts.items()}
+
+    def _learn(self, batch: Batch, totals: Mapping[int, float]) -> dict[str, Tensor]:
+        view = self._view(batch)
+        with_loss = self.cfg.balance_weight > 0
+        with self.balance.watch(view.row_T, with_loss=with_loss, num_rows=view.num_rows):
+            loss, losses = self._pass(batch, view, totals)
+            if loss is not None:
+                loss.backward()
+        return losses
+
+    def _view(self, batch: Batch) -> PackedView:
+        return self.phase.view(batch, learning=True)
+
+    def _pass(
+        self, batch: Batch, view: PackedView, totals: Mapping[int, float]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What is learnt from, if anything is, and each loss."""
+        return self._weighted(dict(self._losses(batch, view, totals)))
+
+    def _weighted(self, losses: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        learnt = [loss * self._weight(name) for name, loss in losses.items() if loss.requires_grad]
+        return torch.stack(learnt).sum() if learnt else None, {name: loss.detach() for name, loss in losses.items()}
 
     def _losses(self, batch: Batch, view: PackedView, totals: Mapping[int, float]) -> Iterator[tuple[str, Tensor]]:
         """Shares of the step's means that this batch contributes, before their weights."""
-        share = len(batch.ids_T) / totals[0]
         hidden_TD = self.model(batch.ids_T, view)
-        yield "loss", self._cross_entropy(hidden_TD, batch, 1) / totals[1]
+        yield from self._layer_losses(batch, view, totals)
+        yield from self._token_losses(batch, hidden_TD, totals)
+
+    def _layer_losses(
+        self, batch: Batch, view: PackedView, totals: Mapping[int, float]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Of the indexers and routers that have run."""
         if self.phase.learn_index:
-            yield "index", view.index_loss() * share
+            yield "index", view.index_loss() * (len(batch.ids_T) / totals[0])
         yield from self._balance_losses("balance", 1 / totals[0])
+
+    def _token_losses(
+        self, batch: Batch, hidden_TD: Tensor, totals: Mapping[int, float]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Of what the model's hidden states predict, and of MTP, with its own indexer and router."""
+        share = len(batch.ids_T) / totals[0]
+        yield "loss", self._cross_entropy(hidden_TD, batch, 1) / totals[1]
         if not self.mtp_depth:
             return
-        view = self.phase.view(batch, learning=True)
+        view = self._view(batch)
         depths = [
             self._cross_entropy(drafted_TD, batch, depth + 1) / max(totals[depth + 1], 1e-20)
             for depth, drafted_TD in enumerate(drafts(self.model, batch, hidden_TD, view, self.mtp_depth), 1)

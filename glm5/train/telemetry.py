@@ -23,6 +23,9 @@ class LogitView(PackedView):
         super().__init__(lengths, device, stage=stage)
         self.largest: dict[int, Tensor] = {}
 
+    def attend_expanded(self, *_args: object, **_kwargs: object) -> None:
+        """Never: the logits of absorbed queries are looked at here."""
+
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
         reader = TileReader(self.page_table_BN, self._latent_PZL.shape[1])
         largest_H = q_THL.new_full((q_THL.shape[1],), float("-inf"), dtype=torch.float32)

@@ -15,6 +15,7 @@ from glm5.kernels.grouped_experts.one_by_one import MAX_PAIRS
 from glm5.kernels.grouped_experts.one_by_one import grouped_experts as _one_by_one
 from glm5.kernels.grouped_experts.reference import grouped_experts as _reference
 from glm5.kernels.grouped_experts.shared import SharedExpert
+from glm5.kernels.grouped_experts.trained import grouped_experts as _trained
 from glm5.kernels.triton_support import chosen
 
 __all__ = ["SharedExpert", "grouped_experts"]
@@ -28,7 +29,9 @@ def grouped_experts(
     expert_TA: Tensor,
     *,
     shared: SharedExpert | None = None,
-    impl: Literal["auto", "reference", "grouped_mm", "on_device", "one_by_one", "invariant", "triton"] = "auto",
+    impl: Literal[
+        "auto", "reference", "trained", "grouped_mm", "on_device", "one_by_one", "invariant", "triton"
+    ] = "auto",
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
@@ -38,6 +41,7 @@ def grouped_experts(
 
     `shared`: an expert that every token visits with weight 1; its term comes last.
 
+    `trained`: with plain weights and a gradient, in grouped products that do not wait for a GPU; sums in float32.
     `invariant`: a row's result does not depend on the others, bit for bit; no gradient. `grouped_mm`: on a CPU, with
     plain weights; no gradient. `one_by_one`: likewise, for a token or two. `on_device`: with plain weights on a GPU,
     without waiting for it; no gradient. `triton`: on a GPU, BlockScaled weights, no
@@ -60,8 +64,10 @@ def grouped_experts(
         run = _on_device
     elif impl == "invariant":
         run = _invariant
+    elif impl == "trained":
+        run = _trained
     else:
-        allowed = ("reference", "grouped_mm", "on_device", "one_by_one", "invariant", "triton")
+        allowed = ("reference", "trained", "grouped_mm", "on_device", "one_by_one", "invariant", "triton")
         raise unknown_impl("grouped_experts", impl, allowed)
     out_TD = run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
     return out_TD if shared is None else out_TD + shared(x_TD)
@@ -69,11 +75,13 @@ def grouped_experts(
 
 def _choose(
     x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, num_pairs: int
-) -> Literal["reference", "grouped_mm", "on_device", "one_by_one", "triton"]:
+) -> Literal["reference", "trained", "grouped_mm", "on_device", "one_by_one", "triton"]:
     if isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled):
         return "triton" if chosen(x_TD, gate_up_proj.scale) else "reference"
-    if torch.is_grad_enabled() or isinstance(gate_up_proj, BlockScaled) or isinstance(down_proj, BlockScaled):
+    if isinstance(gate_up_proj, BlockScaled) or isinstance(down_proj, BlockScaled):
         return "reference"
+    if torch.is_grad_enabled():
+        return "trained" if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 else "reference"
     if x_TD.is_cpu and 0 < num_pairs <= MAX_PAIRS:
         return "one_by_one"
     if x_TD.is_cuda:
