@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,12 +72,25 @@ def load(
     found = fit(index, cfg)
     found.check()
     _log(found, cfg)
+    if lora_norm_eps is not None:
+        found = replace(found, cfg=found.cfg.replace(lora_norm_eps=lora_norm_eps))
+    return read_model(directory, index, found, wanted, target, shard, on_read)
 
+
+def read_model(
+    directory: Path,
+    index: ShardIndex,
+    found: Fit,
+    wanted: torch.dtype | None,
+    target: torch.device,
+    shard: Shard = WHOLE,
+    on_read: Callable[[int, float], None] = lambda _num_bytes, _seconds: None,
+) -> Glm5:
+    """The model of `found.cfg` with the tensors of `found.specs` read into it, as `load` says; others are left
+    uninitialised. `wanted`: a dtype to cast to."""
     kept = found.kept if wanted is None else frozenset()
     compute = wanted or _common_dtype(found, index)
     changes: dict[str, Any] = {"dtype": dtype_name(compute)}
-    if lora_norm_eps is not None:
-        changes["lora_norm_eps"] = lora_norm_eps
     forms = forms_of(found.stored, found.cfg, target) if wanted is None else {}
     if not kept and not forms:
         changes["quantization_config"] = None

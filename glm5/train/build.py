@@ -2,14 +2,16 @@
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer, train_bpe
+from glm5.checkpoint.dense_mla import has_no_indexers, indexers, load_dense, with_indexers
 from glm5.checkpoint.load import load
 from glm5.checkpoint.resolve import resolve
 from glm5.common.errors import ConfigError, DataError
@@ -54,12 +56,18 @@ class Builder:
         self.cfg = self._config()
 
     def model(self, device: torch.device) -> Glm5:
-        """The start: random weights, or those of a checkpoint, with which changes of the config must agree."""
+        """The start: random weights, or those of a checkpoint, with which changes of the config must agree; beside the
+        weights of dense MLA, random indexers."""
         section = self.recipe.model
         dtype = getattr(torch, section.dtype)
         if section.checkpoint is None:
             model = Glm5(self.cfg)
-            _initialize(model, section, self.recipe.seed)
+            init_weights(model, self.recipe.seed)
+            _scale(model.named_parameters(), section, self.cfg)
+        elif has_no_indexers(checkpoint := resolve(section.checkpoint)):
+            model = load_dense(checkpoint, self.cfg, dtype, self.recipe.seed)
+            _scale(indexers(model), section, self.cfg)
+            model.requires_grad_()
         else:
             model = load(resolve(section.checkpoint), dtype=dtype)
             for name, value in section.config.items():
@@ -156,9 +164,14 @@ class Builder:
         if any(isinstance(data, QuestionsSource) for data in sources):
             yield from corpus()
 
+    def _config_of(self, checkpoint: Path) -> ModelConfig:
+        if has_no_indexers(checkpoint):
+            return with_indexers(checkpoint, self.recipe.model.config)
+        return ModelConfig.from_file(checkpoint)
+
     def _config(self) -> ModelConfig:
         section = self.recipe.model
-        of_checkpoint = None if section.checkpoint is None else ModelConfig.from_file(resolve(section.checkpoint))
+        of_checkpoint = None if section.checkpoint is None else self._config_of(resolve(section.checkpoint))
         cfg = section.architecture(of_checkpoint)
         if self.tokenizer is None or of_checkpoint is not None:
             return cfg
@@ -171,11 +184,10 @@ def _documents(file: TokenFile, data: DocumentSource, stage: StageConfig, seed: 
 
 
 @torch.no_grad()
-def _initialize(model: Glm5, section: ModelSection, seed: int) -> None:
-    """Random weights, and the scales that small models want."""
-    init_weights(model, seed)
-    std = model.cfg.initializer_range
-    for name, weight in model.named_parameters():
+def _scale(named: Iterable[tuple[str, nn.Parameter]], section: ModelSection, cfg: ModelConfig) -> None:
+    """Give random weights the scales that small models want."""
+    std = cfg.initializer_range
+    for name, weight in named:
         if name.endswith("embed_tokens.weight"):
             weight.mul_(1.0 if section.embedding_std is None else section.embedding_std / std)
         elif weight.dim() > 1:

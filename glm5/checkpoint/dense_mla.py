@@ -1,0 +1,74 @@
+"""A start from dense MLA: published weights without indexers, in GLM-4.7-Flash's layout, as a model that has them.
+
+    config.json   model_type glm4_moe_lite: GLM-5's keys but for index_*, which are given
+    tensors       GLM-5's names but for self_attn.indexer.*, which begin at random; the MTP layer too, if there is one
+
+What such a model computes with dense attention is what the checkpoint did. Its indexers learn in warm-up (training
+notes, 3.7).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glm5.checkpoint.dtypes import parse_dtype
+from glm5.checkpoint.fit import fit
+from glm5.checkpoint.index import scan
+from glm5.checkpoint.load import read_model
+from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
+from glm5.config.resolve import ARCHITECTURE, MODEL_TYPE
+from glm5.model.glm5 import Glm5
+from glm5.model.init import init_parameters
+
+MODEL_TYPES = ("glm4_moe_lite",)
+INDEXER = ".self_attn.indexer."
+INDEX_KEYS = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128}
+"""GLM-5's indexers."""
+
+
+def has_no_indexers(checkpoint: Path) -> bool:
+    """Whether a folder holds dense MLA in a layout that this file reads."""
+    try:
+        return json.loads((checkpoint / "config.json").read_text(encoding="utf-8")).get("model_type") in MODEL_TYPES
+    except (OSError, ValueError, AttributeError):
+        return False  # whoever reads it as a config says what is wrong with it
+
+
+def with_indexers(checkpoint: Path, changes: Mapping[str, Any]) -> ModelConfig:
+    """The config of a dense checkpoint with indexers; `changes`: keys of config.json, of indexers or others. Raises
+    ConfigError for what GLM-5's architecture lacks."""
+    raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    mine = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
+    try:
+        return ModelConfig.from_dict({**INDEX_KEYS, **raw, **changes, **mine})
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint}/config.json: {error}") from None
+
+
+def load_dense(checkpoint: Path, cfg: ModelConfig, dtype: str | torch.dtype, seed: int) -> Glm5:
+    """The checkpoint's weights in the model of `cfg`, which `with_indexers` made, and random indexers by `seed`.
+
+    Raises CheckpointError for files that are damaged or do not fit.
+    """
+    index = scan(checkpoint)
+    found = fit(index, cfg)
+    found = replace(
+        found,
+        specs={name: spec for name, spec in found.specs.items() if INDEXER not in name},
+        missing=[name for name in found.missing if INDEXER not in name],
+    )
+    found.check()
+    model = read_model(checkpoint, index, found, parse_dtype(dtype), torch.device("cpu"))
+    init_parameters(indexers(model), model.cfg.initializer_range, seed)
+    return model
+
+
+def indexers(model: Glm5) -> list[tuple[str, nn.Parameter]]:
+    """Their parameters by name."""
+    return [(name, weight) for name, weight in model.named_parameters() if INDEXER in name]
