@@ -33,15 +33,7 @@ def document(command: str, settings: BenchConfig, measured: Measured, our_table:
             }
         peer["equal_answers"] = num_equal(measured.ours, measured.peer)
     return {
-        "tool": f"glm5 {__version__} bench {command}",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "machine": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "torch": str(torch.__version__),
-        },
-        "settings": settings.model_dump(mode="json", by_alias=True, exclude_none=True),
+        **about(command, settings),
         "workload": {
             "requests": len(measured.jobs),
             "prompt_tokens": sum(len(job.prompt_ids) for job in measured.jobs),
@@ -50,6 +42,22 @@ def document(command: str, settings: BenchConfig, measured: Measured, our_table:
         "ours": ours,
         "peer": peer,
         "ratio": measured.ratio,
+    }
+
+
+def about(command: str, settings: BenchConfig) -> dict[str, Any]:
+    """What was measured with what, when and where, as JSON."""
+    return {
+        "tool": f"glm5 {__version__} bench {command}",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "devices": torch.cuda.device_count(),
+            "torch": str(torch.__version__),
+        },
+        "settings": settings.model_dump(mode="json", by_alias=True, exclude_none=True),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.init import E4M3_RMS
 from glm5.checkpoint.load import empty_model
 from glm5.checkpoint.schemes import method_of
 from glm5.checkpoint.stored import HOLD_SUFFIX, check_groups, forms_of, stored_of
@@ -22,8 +23,7 @@ from glm5.kernels.block_scaled import FP8
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import WHOLE, Shard, local_config
 
-_E4M3_RMS = 130.0  # of its finite values
-_RMS = {FP8: _E4M3_RMS, torch.int8: 74.0, torch.uint8: 4.6}  # of codes; uint8: two of 4 bits
+_RMS = {FP8: E4M3_RMS, torch.int8: 74.0, torch.uint8: 4.6}  # of codes; uint8: two of 4 bits
 _CHUNK = 1 << 28  # elements filled at a time
 FP8_CONFIG: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -80,7 +80,7 @@ def _fill(name: str, tensor: Tensor, width: int, generator: torch.Generator) -> 
     elif name.endswith("_scale_inv"):
         # The scale's own width stands for the weight's: that of a ragged last block is a little too small.
         num_inputs = width * 128
-        tensor.uniform_(0.5, 1.5, generator=generator).div_(_E4M3_RMS * num_inputs**0.5)
+        tensor.uniform_(0.5, 1.5, generator=generator).div_(E4M3_RMS * num_inputs**0.5)
     elif tensor.dtype == FP8:
         for part in tensor.view(torch.uint8).view(-1).split(_CHUNK):
             part.random_(0, 256, generator=generator)

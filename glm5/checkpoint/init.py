@@ -2,12 +2,14 @@
 
 Every matrix is normal(0, 1/sqrt(inputs)), which keeps activations and router logits near 1 at any width; embeddings
 are normal(0, 1), norms 1, and selection biases small but not zero, so that a mistake with them shows. Each tensor's
-numbers follow from its name and the seed alone, whatever else is written. A byte-level tokenizer learnt from a few
+numbers follow from its name and the seed alone, whatever else is written. FP8 weights repeat a few million e4m3
+numbers, all alike, so that writing them takes no longer than the disk. A byte-level tokenizer learnt from a few
 sentences comes along, so that the checkpoint can be served; the config's end-of-text ids become that tokenizer's.
 """
 
 import hashlib
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,15 +18,19 @@ from torch import Tensor
 
 from glm5.chat.tokenizer import Tokenizer, train_bpe
 from glm5.checkpoint.dtypes import parse_dtype
+from glm5.checkpoint.names import SCALE_SUFFIX
 from glm5.checkpoint.save import MAX_SHARD_BYTES, config_dict, write_checkpoint
 from glm5.checkpoint.shard import CODES
 from glm5.checkpoint.writer import TensorLayout
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs
+from glm5.kernels.block_scaled import FP8, num_blocks
 
 logger = logging.getLogger(__name__)
 
+E4M3_RMS = 130.0  # of e4m3's finite values, each as likely
+_TILE = 1 << 22
 BIAS_STD = 0.02  # of e_score_correction_bias, beside sigmoid scores that spread by about 0.2
 TOKENIZER_TEXT = """
 Hello! How can I help you today? Please tell me what you would like to know about the weather in the city.
@@ -43,23 +49,40 @@ def write_random(
     seed: int,
     dtype: str | torch.dtype = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    fp8: bool = False,
 ) -> Path:
-    """Write a random checkpoint of `cfg` at `out` and return the directory; errors as those of `save`."""
+    """Write a random checkpoint of `cfg` at `out` and return the directory; errors as those of `save`. `fp8`: weights
+    have block scales where a published FP8 checkpoint has them, the others are of `dtype`."""
     stored = parse_dtype(dtype)
-    tokenizer = _tokenizer(cfg.vocab_size)
-    if tokenizer is not None:
-        cfg = cfg.replace(eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id)
+    cfg, tokenizer = _spelt(cfg)
     specs = tensor_specs(cfg)
-    dtypes = [torch.float32 if spec.dtype == "f32" else stored for spec in specs]
-    layout = [TensorLayout(spec.name, CODES[each], spec.shape) for spec, each in zip(specs, dtypes, strict=True)]
+    layout = [entry for spec in specs for entry in _entries(spec, stored, fp8=fp8)]
     return write_checkpoint(
         Path(out),
-        config_dict(cfg, stored, fp8=False),
+        config_dict(cfg, stored, fp8=fp8),
         layout,
-        _tensors(specs, dtypes, seed),
+        _tensors(specs, stored, seed, fp8=fp8),
         add_assets=tokenizer.save if tokenizer else None,
         max_shard_bytes=max_shard_bytes,
     )
+
+
+def write_weightless(
+    cfg: ModelConfig, out: str | Path, dtype: str | torch.dtype = "bfloat16", *, fp8: bool = True
+) -> Path:
+    """The same without weights, for an engine that makes its own (load_format dummy)."""
+    cfg, tokenizer = _spelt(cfg)
+    config = config_dict(cfg, parse_dtype(dtype), fp8=fp8)
+    return write_checkpoint(Path(out), config, [], [], add_assets=tokenizer.save if tokenizer else None)
+
+
+def _spelt(cfg: ModelConfig) -> tuple[ModelConfig, Tokenizer | None]:
+    """A tokenizer for `cfg`, and the config with its token ids."""
+    tokenizer = _tokenizer(cfg.vocab_size)
+    if tokenizer is not None:
+        cfg = cfg.replace(eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id)
+    return cfg, tokenizer
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer | None:
@@ -71,9 +94,34 @@ def _tokenizer(vocab_size: int) -> Tokenizer | None:
         return None
 
 
-def _tensors(specs: list[TensorSpec], dtypes: list[torch.dtype], seed: int) -> Iterator[Tensor]:
-    for spec, dtype in zip(specs, dtypes, strict=True):
-        yield random_tensor(spec, seed).to(dtype)
+def _entries(spec: TensorSpec, stored: torch.dtype, *, fp8: bool) -> Iterator[TensorLayout]:
+    """A tensor on disk, and its scales."""
+    if not (fp8 and spec.fp8):
+        yield TensorLayout(spec.name, CODES[torch.float32 if spec.dtype == "f32" else stored], spec.shape)
+        return
+    yield TensorLayout(spec.name, CODES[FP8], spec.shape)
+    yield TensorLayout(spec.name + SCALE_SUFFIX, CODES[torch.float32], tuple(map(num_blocks, spec.shape)))
+
+
+def _tensors(specs: list[TensorSpec], stored: torch.dtype, seed: int, *, fp8: bool) -> Iterator[Tensor]:
+    """As `_entries` has them."""
+    for spec in specs:
+        if fp8 and spec.fp8:
+            yield from _random_blocks(spec, seed)
+        else:
+            yield random_tensor(spec, seed).to(torch.float32 if spec.dtype == "f32" else stored)
+
+
+def _random_blocks(spec: TensorSpec, seed: int) -> tuple[Tensor, Tensor]:
+    """Weight in e4m3 and its scales; the product has unit scale where its inputs have."""
+    generator, count = _generator(spec.name, seed), math.prod(spec.shape)
+    tile = torch.randint(0, 256, (min(count, _TILE),), dtype=torch.uint8, generator=generator)
+    tile.masked_fill_((tile & 0x7F) == 0x7F, 0)  # the two that are no numbers
+    codes = torch.empty(count, dtype=torch.uint8)
+    for part in codes.split(len(tile)):
+        part.copy_(tile[: len(part)])
+    scale = torch.empty(tuple(map(num_blocks, spec.shape))).uniform_(0.5, 1.5, generator=generator)
+    return codes.view(FP8).view(spec.shape), scale.div_(E4M3_RMS * spec.shape[-1] ** 0.5)
 
 
 def random_tensor(spec: TensorSpec, seed: int) -> Tensor:
@@ -82,7 +130,10 @@ def random_tensor(spec: TensorSpec, seed: int) -> Tensor:
         return torch.ones(spec.shape)
     if spec.name.endswith("norm.bias"):
         return torch.zeros(spec.shape)
-    digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     std = BIAS_STD if len(spec.shape) == 1 else 1.0 if spec.part == "embedding" else spec.shape[-1] ** -0.5
-    return torch.empty(spec.shape).normal_(0.0, std, generator=generator)
+    return torch.empty(spec.shape).normal_(0.0, std, generator=_generator(spec.name, seed))
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

@@ -134,7 +134,8 @@ def write_checkpoint(
             _write_json(building / "config.json", config)
             if not (building / "generation_config.json").exists():
                 _write_json(building / "generation_config.json", generation_config(config))
-            write_shards(building, layout, tensors, max_shard_bytes, desc=f"saving {out_dir.name}")
+            if layout:
+                write_shards(building, layout, tensors, max_shard_bytes, desc=f"saving {out_dir.name}")
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{out_dir}: saving failed: {reason}; what was there before is unchanged") from error

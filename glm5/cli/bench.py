@@ -1,11 +1,16 @@
-"""`glm5 bench throughput` and `glm5 bench latency`: our engine beside a peer. Tables go to standard output."""
+"""`glm5 bench throughput` and `latency`: our engine, beside a peer or alone. Tables go to standard output."""
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from glm5.common.console import out
 from glm5.common.errors import UsageError
-from glm5.config.bench import BenchConfig
+from glm5.config.bench import BenchConfig, LatencyConfig
+from glm5.config.presets import preset
 
 if TYPE_CHECKING:
     from glm5.bench.peer import Peer
@@ -16,6 +21,9 @@ def run(command: str, settings: BenchConfig) -> int:
     """Measure and show what `settings` ask for."""
     if settings.json_ is not None and not Path(settings.json_).resolve().parent.is_dir():
         raise UsageError(f"--json: there is no folder {Path(settings.json_).parent}")
+    if isinstance(settings, LatencyConfig) and settings.preset is not None:
+        return run_steps(settings)
+    assert settings.model is not None, "checked by the settings"
     if settings.against is not None:
         from glm5.bench.peer import check
 
@@ -26,15 +34,63 @@ def run(command: str, settings: BenchConfig) -> int:
 
     model = {"dtype": settings.dtype, "device": settings.device}
     with LLM(settings.model, **model, **settings.engine_config().model_dump()) as llm:
-        width = max(len(name) for name, _ in llm.table)
-        for name, choice in (("model", settings.model), *llm.table):
-            out(f"{name:{width}}  {choice}", flush=True)
+        _show(settings.model, llm)
         measured = measure(settings, llm, _peer(settings, llm))
         found = document(command, settings, measured, dict(llm.table))
     out("\n" + table(found))
     if settings.json_ is not None:
         write_json(settings.json_, found)
     return 0
+
+
+def run_steps(settings: LatencyConfig) -> int:
+    """How long steps of a preset take, and its start. Drafts are as many as asked, at any load."""
+    from glm5.bench.latency.measure import measure
+    from glm5.bench.latency.report import table
+    from glm5.bench.report import about, write_json
+    from glm5.checkpoint.init import write_weightless
+    from glm5.engine.llm import LLM
+
+    assert settings.preset is not None
+    cfg = preset(settings.preset, settings.num_hidden_layers)
+    engine: dict[str, Any] = settings.engine_config().model_dump()
+    engine |= {"adaptive_speculation": False, "enable_return_routed_experts": True}
+    with tempfile.TemporaryDirectory() as folder, _kernel_cache(empty=settings.empty_kernel_cache):
+        path = write_weightless(cfg, Path(folder) / settings.preset, fp8=settings.weights == "fp8")
+        with LLM(path, dtype=settings.dtype, device=settings.device, **engine) as llm:
+            _show(f"{settings.preset}, {cfg.num_hidden_layers} layers, random weights", llm)
+            found = about("latency", settings) | {
+                "layers": cfg.num_hidden_layers,
+                "engine": dict(llm.table),
+                **measure(settings, llm, lambda line: out(line, flush=True)),
+            }
+    out("\n" + table(found))
+    if settings.json_ is not None:
+        write_json(settings.json_, found)
+    return 0
+
+
+@contextmanager
+def _kernel_cache(*, empty: bool) -> Iterator[None]:
+    """Where processes that are started meanwhile keep compiled kernels: with `empty`, a folder that goes away."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    if not empty:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["TRITON_CACHE_DIR"]
+            if before is not None:
+                os.environ["TRITON_CACHE_DIR"] = before
+
+
+def _show(model: str, llm: "LLM") -> None:
+    width = max(len(name) for name, _ in llm.table)
+    for name, choice in (("model", model), *llm.table):
+        out(f"{name:{width}}  {choice}", flush=True)
 
 
 def _peer(settings: BenchConfig, llm: "LLM") -> "Peer | None":

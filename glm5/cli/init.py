@@ -17,8 +17,13 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = read(InitConfig, args)
-    from glm5.checkpoint.init import write_random
+    from glm5.checkpoint.init import write_random, write_weightless
 
-    write_random(preset(settings.preset), Path(settings.out), seed=settings.seed)
-    out(f"wrote {settings.out}; look at it with  glm5 inspect {settings.out}")
+    cfg, folder = preset(settings.preset, settings.num_hidden_layers), Path(settings.out)
+    if settings.weights == "none":
+        write_weightless(cfg, folder)
+        out(f"wrote {folder}, which has no weights; serve it with  glm5 serve {folder} --load-format dummy")
+        return 0
+    write_random(cfg, folder, seed=settings.seed, fp8=settings.weights == "fp8")
+    out(f"wrote {folder}; look at it with  glm5 inspect {folder}")
     return 0

@@ -1,17 +1,20 @@
-"""`glm5 bench throughput` and `glm5 bench latency`: a fixed workload, ours beside a peer."""
+"""`glm5 bench throughput` and `glm5 bench latency`: a fixed workload, ours beside a peer; or steps of a known size."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from glm5.config.command import Also
+from glm5.config.presets import PresetName
 from glm5.config.speculative import EngineFlags
+
+Count = Annotated[int, Field(ge=1)]
 
 
 class BenchConfig(EngineFlags):
     """What both commands are told beside the engine's settings."""
 
-    model: str
+    model: str | None
     """Checkpoint folder, or a Hugging Face id such as zai-org/GLM-5-FP8."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Element type of the weights. auto keeps what the checkpoint holds, FP8 included; a name dequantizes."""
@@ -34,7 +37,38 @@ class ThroughputConfig(BenchConfig):
 
 
 class LatencyConfig(BenchConfig):
-    """Requests of mixed length, one after the other: prompts of 16 to 256 tokens, answers of 16 to 128, greedy."""
+    """With --model: requests of mixed length, one after the other: prompts of 16 to 256 tokens, answers of 16 to 128,
+    greedy. With --preset: how long steps take, by batch and by context, prompts, drafts, and the start itself, with
+    random weights of that size."""
 
+    model: str | None = None
+    """Checkpoint folder, or a Hugging Face id such as zai-org/GLM-5-FP8."""
     num_prompts: Annotated[int, Field(ge=1, le=10**6), Also("--requests")] = 8
     """Requests."""
+    preset: PresetName | None = None
+    """An architecture by name, in place of a model: steps are measured. With --load-format dummy."""
+    num_hidden_layers: Count | None = None
+    """With --preset: the first so many of its layers. Default: all."""
+    weights: Literal["fp8", "bfloat16"] = "fp8"
+    """With --preset: what weights are stored as."""
+    batch: tuple[Count, ...] = (1, 8, 32, 64, 128)
+    """With --preset: sequences that decode together. The most of them are also prompts that come at once."""
+    context: tuple[Count, ...] = (32768, 131072)
+    """With --preset: contexts in tokens at which one sequence decodes."""
+    input_len: Count = 2048
+    """With --preset: tokens of a prompt."""
+    output_len: Count = 256
+    """With --preset: steps over which decoding is timed."""
+    empty_kernel_cache: bool = False
+    """With --preset: start without any kernel that was compiled before."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.model is None) == (self.preset is None):
+            got = "neither" if self.model is None else "both"
+            raise ValueError(f"either --model or --preset; got {got}")
+        if self.preset is not None and self.load_format != "dummy":
+            raise ValueError("--load-format dummy with --preset, which has no weights")
+        if self.preset is not None and self.against is not None:
+            raise ValueError("--against with --model, not with --preset")
+        return self

@@ -1,6 +1,6 @@
 """`glm5 inspect`, `glm5 init` and `glm5 demo`: commands about folders of checkpoints."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,10 @@ class InitConfig(Command):
 
     preset: PresetName
     """The architecture."""
+    num_hidden_layers: Annotated[int, Field(ge=1)] | None = None
+    """The first so many of its layers. Default: all."""
+    weights: Literal["bfloat16", "fp8", "none"] = "bfloat16"
+    """What is written: bfloat16; fp8 with block scales, as published; none, for --load-format dummy."""
     out: str
     """Folder to write. A checkpoint that is there is replaced; a folder with other files is refused."""
     seed: int = 0

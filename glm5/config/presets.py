@@ -116,8 +116,17 @@ PRESET_NAMES: tuple[str, ...] = get_args(PresetName)
 _PRESETS = dict(zip(PRESET_NAMES, (_GLM_5, _GLM_5_2, _NANO, _TINY), strict=True))
 
 
-def preset(name: str) -> ModelConfig:
-    """The architecture of that name; see the module docstring for the four."""
+def preset(name: str, num_hidden_layers: int | None = None) -> ModelConfig:
+    """The architecture of that name (see the module docstring for the four), or its first so many layers."""
     if name not in _PRESETS:
         raise ConfigError(f"preset: got {name!r}; allowed: {', '.join(PRESET_NAMES)}")
-    return ModelConfig.from_dict(_PRESETS[name])
+    cfg = ModelConfig.from_dict(_PRESETS[name])
+    if num_hidden_layers is None:
+        return cfg
+    if not 1 <= num_hidden_layers <= cfg.num_hidden_layers:
+        raise ConfigError(f"num_hidden_layers: got {num_hidden_layers}; allowed: 1 to {cfg.num_hidden_layers}")
+    return cfg.replace(
+        num_hidden_layers=num_hidden_layers,
+        mlp_layer_types=list(cfg.mlp_layer_types[:num_hidden_layers]),
+        indexer_types=list(cfg.indexer_types[:num_hidden_layers]),
+    )

@@ -34,6 +34,7 @@ from glm5.engine.defaults import read_defaults
 from glm5.engine.link import Core, InlineLink, Link, ProcessLink
 from glm5.engine.outputs import Delta, RequestOutput, head, join
 from glm5.engine.sampling.params import SamplingParams
+from glm5.engine.startup import Startup
 from glm5.engine.wire import RoutedExperts, Start
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ class LLM:
     meaning (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len, and other engines' names for them
     (config/keywords.py).
 
-    `table` lists what was resolved, to show. Raises ConfigError and CheckpointError for what cannot be honoured or
-    read, and from then on EngineDead, here and in every method, once the engine has died or was closed.
+    `table` lists what was resolved, to show; `startup` has the seconds of each phase of the start. Raises ConfigError
+    and CheckpointError for what cannot be honoured or read, and from then on EngineDead, here and in every method, once
+    the engine has died or was closed.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class LLM:
         check_format(engine, self.cfg)
         self.defaults = read_defaults(generation_config, self.path)
         self.tokenizer: Tokenizer | None
+        self.startup = Startup()
         link: Link
         if isinstance(model, (str, Path)):
             link = ProcessLink(
@@ -106,10 +109,11 @@ class LLM:
             self.tokenizer = _tokenizer(tokenizer, None)
             link = InlineLink(_core_of(model, self.config, self.tokenizer))
         eos_ids = self.cfg.eos_token_id if self.defaults.eos_ids is None else self.defaults.eos_ids
-        self.client = Client(link, self.tokenizer, eos_ids=eos_ids, seed=self.config.seed)
+        self.client = Client(link, self.tokenizer, eos_ids=eos_ids, seed=self.config.seed, on_loading=self.startup.hear)
+        self.startup.ready()
         self.max_model_len = self.client.facts.max_model_len
         sampling = ", ".join(f"{name} {value}" for name, value in self.defaults.sampling.items()) or "temperature 1.0"
-        self.table = [*self.client.facts.table, ("sampling", sampling)]
+        self.table = [*self.client.facts.table, ("start", str(self.startup)), ("sampling", sampling)]
         for name, choice in self.table:
             logger.debug("%s: %s", name, choice)
         self._calls = Calls(self.client)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from glm5.bench.latency.spread import expected_experts
 from glm5.bench.steps.anatomy import kernels_of, timed
-from glm5.bench.steps.case import Load, Prompts, StepCase, expected_experts, rank_config
+from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config
 from glm5.config.presets import preset
 
 _SHOWN = 24  # kernels of an anatomy

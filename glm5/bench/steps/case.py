@@ -19,11 +19,8 @@ _ROWS = 1 << 16  # written to the cache at a time
 
 def rank_config(ranks: int, layers: int, name: str = "glm-5") -> ModelConfig:
     """What one of `ranks` has of the first `layers` layers: heads, a part of every expert, of the vocabulary."""
-    cfg = preset(name)
+    cfg = preset(name, layers)
     return cfg.replace(
-        num_hidden_layers=layers,
-        mlp_layer_types=list(cfg.mlp_layer_types[:layers]),
-        indexer_types=list(cfg.indexer_types[:layers]),
         num_attention_heads=cfg.num_attention_heads // ranks,
         intermediate_size=cfg.intermediate_size // ranks,
         moe_intermediate_size=cfg.moe_intermediate_size // ranks,
@@ -143,9 +140,3 @@ class StepCase:
                     cache.append_latent(layer_idx, slot_T, rows)
                     if cfg.has_indexer(layer_idx):
                         cache.append_index_key(layer_idx, slot_T, rows[:, : cfg.index_head_dim].contiguous())
-
-
-def expected_experts(cfg: ModelConfig, num_tokens: int) -> float:
-    """Distinct experts that tokens visit if every choice is as likely as any other."""
-    num_experts = cfg.n_routed_experts
-    return num_experts * (1 - (1 - cfg.num_experts_per_tok / num_experts) ** num_tokens)

@@ -40,7 +40,7 @@ class Sampler:
 
     `place` and `permit` write the slots' tables between steps, `sample` reads them, `record` keeps them up to date;
     all work is enqueued in that order and none of it waits for the device. With a `part`, logits are of its token ids
-    alone, and the ranks that have the others do the same. `simulate`: how likely drafts stand, whatever is drawn (simulated.py).
+    alone, and the ranks that have the others do the same. `simulate`: see simulated.py.
     """
 
     def __init__(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from glm5.bench.steps.case import Load, Prompts, StepCase, expected_experts, rank_config
+from glm5.bench.latency.spread import expected_experts
+from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config
 from glm5.config.presets import preset
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.checkpoint.init import random_tensor, write_random
+from glm5.checkpoint.init import random_tensor, write_random, write_weightless
 from glm5.checkpoint.inspect import inspect
 from glm5.checkpoint.load import load
 from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.router import router
@@ -90,3 +91,26 @@ def test_dtype_must_be_known(tmp_path):
     with pytest.raises(ConfigError, match="dtype: got fp8; allowed: bfloat16"):
         write_random(preset("tiny"), tmp_path / "out", seed=7, dtype="fp8")
     assert not (tmp_path / "out").exists()
+
+
+def test_fp8_weights_are_written_with_their_scales_and_load(tmp_path):
+    cfg = preset("nano", 2)
+    write_random(cfg, tmp_path / "fp8", seed=3, fp8=True)
+    model = load(tmp_path / "fp8")
+    assert model.cfg.num_hidden_layers == 2
+    assert model.cfg.quantization_config is not None
+    weight = model.model.layers[0].mlp.down_proj.dense(torch.float32)
+    assert weight.std() * cfg.intermediate_size**0.5 == pytest.approx(1, rel=0.1)
+    assert model.logits([1, 2, 3]).isfinite().all()
+
+
+def test_a_folder_without_weights_serves_for_dummy_ones(tmp_path):
+    write_weightless(preset("nano", 2), tmp_path / "none")
+    assert not list((tmp_path / "none").glob("*.safetensors"))
+    assert Tokenizer.from_dir(tmp_path / "none").eos_ids
+    assert ModelConfig.from_file(tmp_path / "none").quantization_config is not None
+
+
+def test_more_layers_than_there_are_cannot_be_had():
+    with pytest.raises(ConfigError, match="num_hidden_layers: got 9; allowed: 1 to 3"):
+        preset("nano", 9)
