@@ -204,7 +204,7 @@ class _Stage:
 
     def _batches(self, rows: Sequence[Row]) -> list[Batch]:
         size = self.stage.pass_sequences or len(rows)
-        return [_batch(rows[at : at + size], self.run_.device) for at in range(0, len(rows), size)]
+        return [batch_of(rows[at : at + size], self.run_.device) for at in range(0, len(rows), size)]
 
     def _held_out(self, watch: Watch) -> dict[str, float]:
         """Figures of the held-out rows; nothing where a source holds none back."""
@@ -244,7 +244,8 @@ class _Stage:
         self.run_.store.write(self.position, weights, self.step.optimizers.state_dict())
 
 
-def _batch(rows: Sequence[Row], device: torch.device) -> Batch:
+def batch_of(rows: Sequence[Row], device: torch.device) -> Batch:
+    """Rows as one pass."""
     ids_T = torch.from_numpy(np.concatenate([row.ids for row in rows]))
     weight_T = torch.from_numpy(np.concatenate([row.weights for row in rows]))
     return Batch(ids_T, weight_T, [length for row in rows for length in row.lengths]).to(device)
