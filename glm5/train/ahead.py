@@ -4,6 +4,8 @@ What a row holds follows from recipe, stage and the number of its draw, so it do
 """
 
 import multiprocessing
+import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -69,10 +71,9 @@ def _mixed(where: tuple[str, Path, Path], number: int) -> Mixed:
 
 
 def _quiet() -> None:
-    """One thread each; Ctrl-C is for the process that trains, which then ends these."""
-    import signal
-
+    """One thread each, behind the process that trains; Ctrl-C is for that one, which then ends these."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(10)
     torch.set_num_threads(1)
 
 

@@ -203,7 +203,7 @@ class _Stage:
         ) from error
 
     def _batches(self, rows: Sequence[Row]) -> list[Batch]:
-        size = self.stage.pass_sequences or len(rows)
+        size = self.stage.pass_sequences or self.stage.sequences
         return [batch_of(rows[at : at + size], self.run_.device) for at in range(0, len(rows), size)]
 
     def _held_out(self, watch: Watch) -> dict[str, float]:
