@@ -1,11 +1,50 @@
 """Pieces of Triton kernels over weights as codes. Imported by `triton.py` files only, as Triton may be missing.
 
-Rows that meet int4 codes come in halves: first the values of even inputs, then those of odd ones. A byte holds the
-codes of an even and an odd input, so each of its halves meets neighbours in memory, and nothing is shuffled.
+Rows that meet int4 codes in matrix units come in halves: first the values of even inputs, then those of odd ones. A
+byte holds the codes of an even and an odd input, so each of its halves meets neighbours in memory, and nothing is
+shuffled. Four bytes are widened at a time, into numbers that are a power of two times the code (`unit`):
+
+    int8      16 code      the half moved to the upper end of its byte; the sign is there already
+    e4m3      code / 512   sign and magnitude: below 9, e4m3 counts in steps of 2^-9
+    bfloat16  code         128 + (code + 8) by putting bits together, less 136
 """
 
 import triton
 import triton.language as tl
+
+from glm5.kernels.triton_fp8 import quotient
+
+# No inline assembly in Triton's interpreter.
+_PLAIN = tl.constexpr(triton.knobs.runtime.interpret)
+_TO_INT8 = tl.constexpr("shl.b32 $0, $2, 4; and.b32 $0, $0, 0xF0F0F0F0; and.b32 $1, $2, 0xF0F0F0F0;")
+# s: 1 where negative. (half ^ 15 s) + s is the magnitude, 128 s the sign.
+_TO_E4M3 = tl.constexpr("""{
+    .reg .b32 high, s, m, e;
+    shr.b32 s, $2, 3; and.b32 s, s, 0x01010101; mul.lo.u32 m, s, 15;
+    lop3.b32 e, $2, 0x0F0F0F0F, m, 0x6A; mad.lo.u32 $0, s, 129, e;
+    shr.b32 high, $2, 4;
+    shr.b32 s, $2, 7; and.b32 s, s, 0x01010101; mul.lo.u32 m, s, 15;
+    lop3.b32 e, high, 0x0F0F0F0F, m, 0x6A; mad.lo.u32 $1, s, 129, e;
+}""")
+_TO_BFLOAT16 = tl.constexpr("""{
+    .reg .b32 u, one, less;
+    mov.b32 one, 0x3F803F80; mov.b32 less, 0xC308C308;
+    lop3.b32 u, $4, 0x0F0F0F0F, 0x08080808, 0x6A;
+    prmt.b32 $0, u, 0x43434343, 0x4140; prmt.b32 $1, u, 0x43434343, 0x4342;
+    shr.b32 u, $4, 4; lop3.b32 u, u, 0x0F0F0F0F, 0x08080808, 0x6A;
+    prmt.b32 $2, u, 0x43434343, 0x4140; prmt.b32 $3, u, 0x43434343, 0x4342;
+    fma.rn.bf16x2 $0, $0, one, less; fma.rn.bf16x2 $1, $1, one, less;
+    fma.rn.bf16x2 $2, $2, one, less; fma.rn.bf16x2 $3, $3, one, less;
+}""")
+
+_TO_FLOAT32 = tl.constexpr(
+    "{ .reg .b32 c; mov.b32 c, 0x41C00000;"
+    + "".join(
+        f" {'shl' if p < 5 else 'shr'}.b32 ${p}, $8, {abs(19 - 4 * p)}; lop3.b32 ${p}, ${p}, 0x00780000, c, 0x6A;"
+        for p in range(8)
+    )
+    + " }"
+)
 
 
 @triton.jit
@@ -17,10 +56,41 @@ def as_operand(w, x):
 
 
 @triton.jit
+def halves(byte, x):
+    """Bytes of two int4 codes as operands for rows like x: (even inputs, odd inputs), each `unit` times the codes."""
+    if x.dtype == tl.int8 and not _PLAIN:
+        return tl.inline_asm_elementwise(_TO_INT8, "=&r,=&r,r", [byte], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
+    if x.dtype == tl.float8e4nv and not _PLAIN:
+        low, high = tl.inline_asm_elementwise(
+            _TO_E4M3, "=&r,=&r,r", [byte], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
+        return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+    if x.dtype == tl.bfloat16 and not _PLAIN:
+        return tl.inline_asm_elementwise(
+            _TO_BFLOAT16, "=&r,=&r,=&r,=&r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    # Shifts of int8 keep the sign.
+    return as_operand((byte << 4) >> 4, x), as_operand(byte >> 4, x)
+
+
+@triton.jit
+def unit(x_ptr, INT4: tl.constexpr):
+    """What a product with operands from `halves` has to be multiplied by."""
+    if not INT4 or _PLAIN:
+        return 1.0
+    if x_ptr.dtype.element_ty == tl.int8:
+        return 0.0625
+    if x_ptr.dtype.element_ty == tl.float8e4nv:
+        return 512.0
+    return 1.0
+
+
+@triton.jit
 def codes_times_rows(
     w_ptr, row, x_ptr, column, here, block, cols, INT4: tl.constexpr, BLOCK_K: tl.constexpr, INTEGER: tl.constexpr
 ):
-    """Codes of rows `row` [R] times those of x's rows `column` [T], over inputs `block` * BLOCK_K and on: [R, T].
+    """Codes of rows `row` [R] times those of x's rows `column` [T], over inputs `block` * BLOCK_K and on: [R, T], in
+    units.
 
     int32 for INTEGER (rows of int8), else float32. `here` [T]: which rows of x there are. `cols`: of the codes'
     tensor, which for INT4 is half of x's; given as it is, its divisibility is known, and loads are wide.
@@ -30,14 +100,13 @@ def codes_times_rows(
         inside = i < cols
         at = x_ptr + column[None, :] * (2 * cols) + i[:, None]
         known = inside[:, None] & here[None, :]
-        byte = tl.load(w_ptr + row[:, None] * cols + i[None, :], mask=inside[None, :], other=0)
+        byte = tl.load(w_ptr + row[:, None] * cols + i[None, :], mask=inside[None, :], other=0.0)
         even = tl.load(at, mask=known, other=0.0)
         odd = tl.load(at + cols, mask=known, other=0.0)
-        # Shifts of int8 keep the sign.
-        low, high = as_operand((byte << 4) >> 4, even), as_operand(byte >> 4, odd)
+        low, high = halves(byte, even)
         if INTEGER:
-            return tl.dot(low, even) + tl.dot(high, odd)
-        return tl.dot(low, even, input_precision="ieee") + tl.dot(high, odd, input_precision="ieee")
+            return tl.dot(high, odd, acc=tl.dot(low, even))
+        return tl.dot(high, odd, acc=tl.dot(low, even, input_precision="ieee"), input_precision="ieee")
     i = block * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = i < cols
     x = tl.load(x_ptr + column[None, :] * cols + i[:, None], mask=inside[:, None] & here[None, :], other=0.0)
@@ -57,32 +126,92 @@ def weight_times_rows(
     GROUP: tl.constexpr,
     INTEGER: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Weight rows `row` [R] times rows `column` [T] of x, scales of the weight included: [R, T] float32.
 
-    `weight`: (codes, scales, how many of them in a row); `rows`: (x, column, here).
-    GROUP: inputs that share a scale, a multiple of BLOCK_K; 0: all of a row.
+    `weight`: (codes, scales, how many of them in a row); `rows`: (x, column, here). A step takes PARTS times BLOCK_K
+    inputs. GROUP: inputs that share a scale, a multiple of BLOCK_K; 0: all of a row.
     """
     w_ptr, scale_ptr, scale_cols = weight
     x_ptr, column, here = rows
-    steps = tl.cdiv(cols, BLOCK_K // 2 if INT4 else BLOCK_K)
+    steps = tl.cdiv(cols, PARTS * (BLOCK_K // 2 if INT4 else BLOCK_K))
     scale_at = scale_ptr + row * scale_cols
     total = tl.zeros([row.shape[0], BLOCK_T], tl.float32)
     if GROUP:
-        for block in tl.range(0, steps, num_stages=STAGES):
-            part = codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4, BLOCK_K, INTEGER)
-            scale = tl.load(scale_at + block * BLOCK_K // GROUP)
-            total += part.to(tl.float32) * scale[:, None]
-        return total
-    scale = tl.load(scale_at)
+        for step in tl.range(0, steps, num_stages=STAGES):
+            scales = ()
+            for part in tl.static_range(PARTS):
+                group = tl.minimum((step * PARTS + part) * BLOCK_K // GROUP, scale_cols - 1)
+                scales = scales + (tl.load(scale_at + group),)
+            for part in tl.static_range(PARTS):
+                block = step * PARTS + part
+                y = codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4, BLOCK_K, INTEGER)
+                total += y.to(tl.float32) * scales[part][:, None]
+        return total * unit(x_ptr, INT4)
+    scale = tl.load(scale_at) * unit(x_ptr, INT4)
     if INTEGER:
         sums = tl.zeros([row.shape[0], BLOCK_T], tl.int32)
-        for block in tl.range(0, steps, num_stages=STAGES):
-            sums += codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4, BLOCK_K, INTEGER)
+        for step in tl.range(0, steps, num_stages=STAGES):
+            for part in tl.static_range(PARTS):
+                block = step * PARTS + part
+                sums += codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4, BLOCK_K, INTEGER)
         return sums.to(tl.float32) * scale[:, None]
-    for block in tl.range(0, steps, num_stages=STAGES):
-        # Scaled block by block: FP8 matrix units must not add up more than that in their own few bits.
-        total += codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4, BLOCK_K, INTEGER) * scale[:, None]
+    for step in tl.range(0, steps, num_stages=STAGES):
+        for part in tl.static_range(PARTS):
+            block = step * PARTS + part
+            # Scaled block by block: FP8 matrix units must not add up more than that in their own few bits.
+            y = codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4, BLOCK_K, INTEGER)
+            total += y * scale[:, None]
     return total
+
+
+@triton.jit
+def eight_codes(word):
+    """Words [R, W] of eight int4 codes each as 24 + code, [R, W, 8] float32: the half of a byte becomes the upper bits
+    of a fraction of 16 + 15 / 16. Joined, a thread has all eight of a word."""
+    if _PLAIN:
+        v = word.to(tl.uint32, bitcast=True)
+        v = tl.join(v, v >> 16)
+        v = tl.join(v, v >> 8)
+        v = tl.join(v, v >> 4)
+        v = ((v << 19) & 0x00780000) ^ 0x41C00000
+    else:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _TO_FLOAT32, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [word], dtype=(tl.uint32,) * 8, is_pure=True, pack=1
+        )
+        even, odd = tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h))
+        v = tl.join(even, odd)
+    return tl.reshape(v, [word.shape[0], word.shape[1], 8]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sums_of_eight(word, x):
+    """Words [R, W] of codes times x [W, 8] in float32: sums of 8 products, [R, W], each by one thread."""
+    return tl.sum(eight_codes(word) * x[None], 2) - 24.0 * tl.sum(x, 1)[None, :]
+
+
+@triton.jit
+def as_met(x, scale, ACT: tl.constexpr):
+    """x in float32 as codes under `scale`, which is as wide, that stay float32: what rows are to their weights."""
+    if ACT == "none":
+        return x
+    inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), scale)
+    if ACT == "fp8":
+        return quotient(x, scale, inverse).to(tl.float32)
+    near = x * inverse
+    # The quotient, rounded correctly without a division of its own.
+    near = tl.fma(tl.fma(-near, scale, x), inverse, near)
+    # Adding 1.5 * 2^23 rounds to nearest even.
+    return tl.clamp((near + 12582912.0) - 12582912.0, -127.0, 127.0)
+
+
+@triton.jit
+def scale_of_rows(amax, ACT: tl.constexpr):
+    """Scales of rows by their largest numbers, as token_quant has them; 1 for rows that stay as they are."""
+    if ACT == "none":
+        return tl.full(amax.shape, 1.0, tl.float32)
+    scale = tl.div_rn(amax, tl.full(amax.shape, 448.0 if ACT == "fp8" else 127.0, tl.float32))
+    return tl.where(scale == 0, 1.0, scale)

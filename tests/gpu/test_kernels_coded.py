@@ -12,8 +12,9 @@ from tests.support.coded import FORMS, coded_case, exact_experts, exact_linear, 
 
 pytestmark = pytest.mark.gpu
 
-# The result's rounding to bfloat16; experts: h is rounded, and its codes may fall otherwise.
-LINEAR_BUDGET, EXPERTS_BUDGET = 3e-3, 1.5e-2
+# The result's rounding to bfloat16; experts: h is rounded, and its codes may fall otherwise. The reference rounds h more
+# often, and a value that falls otherwise in e4m3 is an eighth of itself away.
+LINEAR_BUDGET, EXPERTS_BUDGET, REFERENCE_BUDGET = 3e-3, 1.5e-2, 2.5e-2
 REPEATS = 20
 
 
@@ -55,7 +56,7 @@ def test_experts(shape, form, gen):
     exact, got = exact_experts(case), coded_experts(*case, impl="triton")
     assert rel_rms(got, exact) < EXPERTS_BUDGET
     assert all(torch.equal(coded_experts(*case, impl="triton"), got) for _ in range(REPEATS))
-    assert rel_rms(got, coded_experts(*case, impl="reference")) < EXPERTS_BUDGET
+    assert rel_rms(got, coded_experts(*case, impl="reference")) < REFERENCE_BUDGET
     case.down.scale[int(case.expert[0, 0])] *= 2
     assert rel_rms(coded_experts(*case, impl="triton"), exact) > EXPERTS_BUDGET
 

@@ -1,10 +1,11 @@
-"""coded_experts: gate and up in one kernel, down in another, codes widened in registers; two ways by number of tokens.
+"""coded_experts: the expert's two products in one kernel each, codes widened in registers; three ways by tokens.
 
-    ..PAIR_TOKENS    a program stands for a (token, choice) pair and does all pairs of its expert, if it is the first
-    more             pairs are sorted by expert first, and a program does a tile of them (as in grouped_experts)
+    1..VECTOR_TOKENS    int4 only: matrix-vector products, two kernels (triton_vector.py)
+    ..PAIR_TOKENS       a program stands for a (token, choice) pair and does all pairs of its expert, if it is the first
+    more                pairs are sorted by expert first, and a program does a tile of them (as in grouped_experts)
 
-Rows are prepared by `prepare_rows` before either product: x once, what an expert makes of it again. Terms of the sum
-are float32, added up in the order of a token's choices.
+In the last two, rows are prepared by `prepare_rows` before either product: x once, what an expert makes of it again.
+Terms of the sum are float32, added up in the order of a token's choices.
 """
 
 from typing import NamedTuple
@@ -15,36 +16,47 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.coded import Coded
+from glm5.kernels.coded_experts import triton_vector as vector
 from glm5.kernels.coded_linear.triton import block_k_of
 from glm5.kernels.grouped_experts.triton import tiles_by_expert
 from glm5.kernels.grouped_experts.triton_few import combine
 from glm5.kernels.token_quant.triton import prepare_rows
-from glm5.kernels.triton_codes import weight_times_rows
+from glm5.kernels.triton_codes import as_operand, halves, unit, weight_times_rows
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
+VECTOR_TOKENS = 4
 PAIR_TOKENS = 32
+BLOCK_K = 128  # inputs of one product of matrix units
+_HELD = 512  # values of h, at most, that a program keeps for all of its outputs
 
 
 class Tiling(NamedTuple):
-    """`pairs`: the first way. Values of h and outputs of a tile, its rows, inputs of a step, loads under way."""
+    """How the kernels cut their work: values of h and outputs of a tile, rows of a tile, tiles of a program, products
+    of a step of the first kernel, loads under way."""
 
-    pairs: bool = True
+    way: str = "pairs"
     block_f: int = 32
+    up_warps: int = 4
     block_d: int = 64
+    down_warps: int = 4
     block_t: int = 16
-    block_k: int = 128
-    stages: int = 4
-    warps: int = 4
+    parts: int = 2
+    up_tiles: int = 1
+    down_tiles: int = 8
+    up_stages: int = 3
+    down_stages: int = 3
 
 
-def tiling_for(num_tokens: int, num_pairs: int, num_experts: int) -> Tiling:
-    """Guesses; nothing of this has been measured on a GPU yet."""
+def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, *, is_int4: bool, inner: int) -> Tiling:
+    """What was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
+    if num_tokens <= VECTOR_TOKENS and is_int4 and inner <= _HELD:
+        return Tiling("vector", block_f=4, up_warps=2, block_d=8, down_warps=2, down_tiles=1)
     if num_tokens <= PAIR_TOKENS:
         return Tiling()
     rows = num_pairs // num_experts
-    block_t = min(128, max(16, triton.next_power_of_2(rows + rows // 2)))
-    return Tiling(pairs=False, block_f=64, block_d=128, block_t=block_t, stages=3, warps=8 if block_t > 32 else 4)
+    block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
+    return Tiling("tiles", block_t=block_t)
 
 
 @triton.jit
@@ -104,16 +116,18 @@ def _gate_up(
     BLOCK_F: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h [T * A, F] = silu(gate x) * up x, in h's dtype, pair by pair."""
+    """h [T * A, F] = silu(gate x) * up x, in h's dtype, pair by pair. Rows of gate and up are one operand."""
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     expert, first, count = _tile(expert_ptr, tile_ptr, num_pairs, FEW, PAIRS)
     r = tl.arange(0, BLOCK_T)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    gate_row = tl.minimum(f, F - 1).to(tl.int64)
+    both = tl.arange(0, 2 * BLOCK_F)
+    row = tl.minimum(tl.program_id(0) * BLOCK_F + both % BLOCK_F, F - 1) + both // BLOCK_F * F
     w_ptr += expert.to(tl.int64) * 2 * F * cols
     scale_ptr += expert.to(tl.int64) * 2 * F * scale_cols
     for begin in range(0, count, BLOCK_T):
@@ -124,15 +138,53 @@ def _gate_up(
             pair = tl.load(order_ptr + first + begin + r, mask=here, other=0)
         token = (pair // A).to(tl.int64)
         weight, rows = (w_ptr, scale_ptr, scale_cols), (x_ptr, token, here)
-        gate = weight_times_rows(weight, gate_row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
-        up = weight_times_rows(weight, gate_row + F, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
+        y = weight_times_rows(
+            weight, row.to(tl.int64), rows, cols, INT4, GROUP, INTEGER, BLOCK_K, PARTS, BLOCK_T, STAGES
+        )
         if QUANTIZED:
-            x_scale = tl.load(x_scale_ptr + token)
-            gate *= x_scale[None, :]
-            up *= x_scale[None, :]
+            y *= tl.load(x_scale_ptr + token)[None, :]
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, BLOCK_F, BLOCK_T]), [1, 2, 0]))
         h = gate / (1 + tl.exp(-gate)) * up
         at = h_ptr + pair.to(tl.int64)[:, None] * F + f[None, :]
         tl.store(at, tl.trans(h).to(h_ptr.dtype.element_ty), mask=here[:, None] & (f < F)[None, :])
+
+
+@triton.jit
+def _operands(x_ptr, column, here, block, cols, INT4: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Inputs of one product, [K, T]: even and odd ones, or all of them, twice."""
+    i = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    at = x_ptr + column[None, :] * cols
+    if INT4:
+        i = block * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+        at = x_ptr + column[None, :] * (2 * cols)
+    known = (i < cols)[:, None] & here[None, :]
+    even = tl.load(at + i[:, None], mask=known, other=0.0)
+    if INT4:
+        return even, tl.load(at + cols + i[:, None], mask=known, other=0.0)
+    return even, even
+
+
+@triton.jit
+def _held_product(
+    weight, row, xs, cols, INT4: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr
+):
+    """Weight rows [R] times operands that are held: [R, T] float32, in units."""
+    w_ptr, scale_ptr, scale_cols = weight
+    HALF: tl.constexpr = BLOCK_K // 2 if INT4 else BLOCK_K
+    total = tl.zeros([row.shape[0], xs[0].shape[1]], tl.float32)
+    for part in tl.static_range(PARTS):
+        even, odd = xs[2 * part], xs[2 * part + 1]
+        i = part * HALF + tl.arange(0, HALF)
+        w = tl.load(w_ptr + row[:, None] * cols + i[None, :], mask=(i < cols)[None, :], other=0.0)
+        if INT4:
+            low, high = halves(w, even)
+            y = tl.dot(high, odd, acc=tl.dot(low, even, input_precision="ieee"), input_precision="ieee")
+        else:
+            y = tl.dot(as_operand(w, even), even, input_precision="ieee")
+        group = tl.minimum(part * BLOCK_K // GROUP, scale_cols - 1) if GROUP else 0
+        scale = tl.load(scale_ptr + row * scale_cols + group)
+        total += y.to(tl.float32) * scale[:, None]
+    return total
 
 
 @triton.jit
@@ -159,18 +211,24 @@ def _down(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    HELD: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [T * A, D] float32 = down(h) * weight."""
+    """y [T * A, D] float32 = down(h) * weight. A program does TILES tiles of BLOCK_D outputs.
+
+    HELD: h, if short, is read once for all of them, in PARTS products.
+    """
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     expert, first, count = _tile(expert_ptr, tile_ptr, num_pairs, FEW, PAIRS)
-    r = tl.arange(0, BLOCK_T)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    row = tl.minimum(d, D - 1).to(tl.int64)
+    r, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     w_ptr += expert.to(tl.int64) * D * cols
     scale_ptr += expert.to(tl.int64) * D * scale_cols
+    start = tl.program_id(0) * TILES
+    stop = tl.minimum(start + TILES, tl.cdiv(D, BLOCK_D))
     for begin in range(0, count, BLOCK_T):
         here = begin + r < count
         if FEW:
@@ -178,13 +236,25 @@ def _down(
         else:
             pair = tl.load(order_ptr + first + begin + r, mask=here, other=0)
         wide = pair.to(tl.int64)
-        w, rows = (w_ptr, scale_ptr, scale_cols), (h_ptr, wide, here)
-        y = weight_times_rows(w, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
-        weight = tl.load(weight_ptr + wide, mask=here, other=0.0)
+        share = tl.load(weight_ptr + wide, mask=here, other=0.0) * unit(h_ptr, INT4)
         if QUANTIZED:
-            weight *= tl.load(h_scale_ptr + wide)
-        at = y_ptr + wide[:, None] * D + d[None, :]
-        tl.store(at, tl.trans(y * weight[None, :]), mask=here[:, None] & (d < D)[None, :])
+            share *= tl.load(h_scale_ptr + wide)
+        weight = (w_ptr, scale_ptr, scale_cols)
+        xs = ()
+        if HELD:
+            for part in tl.static_range(PARTS):
+                even, odd = _operands(h_ptr, wide, here, part, cols, INT4, BLOCK_K)
+                xs = xs + (even, odd)
+        for step in tl.range(start, stop, num_stages=STAGES if HELD else 1):
+            row = tl.minimum(step * BLOCK_D + d, D - 1).to(tl.int64)
+            if HELD:
+                y = _held_product(weight, row, xs, cols, INT4, GROUP, BLOCK_K, PARTS) * share[None, :]
+            else:
+                rows = (h_ptr, wide, here)
+                y = weight_times_rows(weight, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, PARTS, BLOCK_T, STAGES)
+                y *= (share / unit(h_ptr, INT4))[None, :]
+            at = y_ptr + wide[:, None] * D + (step * BLOCK_D + d)[None, :]
+            tl.store(at, tl.trans(y), mask=here[:, None] & (step * BLOCK_D + d < D)[None, :])
 
 
 def coded_experts(
@@ -196,27 +266,100 @@ def coded_experts(
     tiling: Tiling | None = None,
 ) -> Tensor:
     """[T, D] in x's dtype."""
+    gate_up_proj, down_proj = gate_up_proj.check(), down_proj.check()
     num_experts, width, _ = down_proj.codes.shape
-    inner, (num_tokens, active) = down_proj.width, expert_TA.shape
-    num_pairs, options = expert_TA.numel(), dependent_launch(x_TD.device)
+    num_tokens, inner = len(x_TD), down_proj.width
     if not num_tokens:
         return torch.empty_like(x_TD)
-    tiling = tiling or tiling_for(num_tokens, num_pairs, num_experts)
-    weight_TA, expert_TA = weight_TA.float().contiguous(), expert_TA.int().contiguous()
-    if tiling.pairs:
+    if tiling is None:
+        is_int4 = {gate_up_proj.form.weight, down_proj.form.weight} == {"int4"}
+        tiling = tiling_for(num_tokens, expert_TA.numel(), num_experts, is_int4=is_int4, inner=inner)
+    x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
+    if tiling.way == "vector":
+        return _vector(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, tiling)
+    y = _terms(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, tiling)
+    out_TD = torch.empty_like(x_TD)
+    combine[(num_tokens, triton.cdiv(width, 1024))](
+        y,
+        out_TD,
+        num_tokens,
+        width,
+        A=expert_TA.shape[1],
+        SHARED=False,
+        BLOCK_D=1024,
+        **dependent_launch(x_TD.device),
+    )
+    return out_TD
+
+
+def _vector(x_TD: Tensor, gate_up: Coded, down: Coded, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
+    _, width, _ = down.codes.shape
+    num_tokens, active = expert_TA.shape
+    inner, options = down.width, dependent_launch(x_TD.device)
+    h = torch.empty(num_tokens, active, inner, dtype=x_TD.dtype, device=x_TD.device)
+    words = width // 8
+    at_once = min(128 * tiling.up_warps, triton.next_power_of_2(words))
+    vector.gate_up_vector[(triton.cdiv(inner, tiling.block_f * tiling.up_tiles), num_tokens, active)](
+        x_TD,
+        expert_TA,
+        gate_up.codes.view(torch.int32),
+        gate_up.scale,
+        h,
+        width,
+        inner,
+        words,
+        gate_up.scale.shape[-1],
+        A=active,
+        ACT=gate_up.form.act or "none",
+        GROUP=gate_up.form.group or 0,
+        BLOCK_F=tiling.block_f,
+        TILES=tiling.up_tiles,
+        WORDS=at_once,
+        STEPS=triton.cdiv(words, at_once),
+        num_warps=max(1, at_once // 128),
+        **options,
+    )
+    out_TD = torch.empty_like(x_TD)
+    vector.down_vector[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_tokens)](
+        h,
+        weight_TA,
+        expert_TA,
+        down.codes.view(torch.int32),
+        down.scale,
+        out_TD,
+        width,
+        inner,
+        inner // 8,
+        down.scale.shape[-1],
+        A=active,
+        PAIRS=triton.next_power_of_2(active),
+        ACT=down.form.act or "none",
+        GROUP=down.form.group or 0,
+        BLOCK_D=tiling.block_d,
+        TILES=tiling.down_tiles,
+        WORDS=triton.next_power_of_2(inner // 8),
+        num_warps=tiling.down_warps,
+        **options,
+    )
+    return out_TD
+
+
+def _terms(x_TD: Tensor, gate_up: Coded, down: Coded, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
+    """The terms [T * A, D] in float32."""
+    num_experts, width, _ = down.codes.shape
+    inner, num_pairs, few = down.width, expert_TA.numel(), tiling.way == "pairs"
+    if few:
         order, tiles, num_tiles = expert_TA, expert_TA, num_pairs
     else:
         order, tiles = tiles_by_expert(expert_TA, num_experts, tiling.block_t)
         num_tiles = len(tiles)
     common = {
-        "FEW": tiling.pairs,
-        "PAIRS": max(16, triton.next_power_of_2(num_pairs)) if tiling.pairs else 16,
+        "FEW": few,
+        "PAIRS": max(16, triton.next_power_of_2(num_pairs)) if few else 16,
         "BLOCK_T": tiling.block_t,
-        "STAGES": tiling.stages,
-        "num_warps": tiling.warps,
-        **options,
+        **dependent_launch(x_TD.device),
     }
-    rows, x_scale = prepare_rows(x_TD, gate_up_proj.form.act, halves=gate_up_proj.form.weight == "int4")
+    rows, x_scale = prepare_rows(x_TD, gate_up.form.act, halves=gate_up.form.weight == "int4")
     h = torch.empty(num_pairs, inner, dtype=x_TD.dtype, device=x_TD.device)
     _gate_up[(triton.cdiv(inner, tiling.block_f), num_tiles)](
         rows,
@@ -224,54 +367,59 @@ def coded_experts(
         expert_TA,
         order,
         tiles,
-        *_arguments(gate_up_proj),
+        *_arguments(gate_up),
         h,
         num_pairs,
         inner,
-        gate_up_proj.codes.shape[-1],
-        gate_up_proj.scale.shape[-1],
-        A=active,
-        **_meaning(gate_up_proj, tiling.block_k),
+        gate_up.codes.shape[-1],
+        gate_up.scale.shape[-1],
+        A=expert_TA.shape[1],
+        **_meaning(gate_up),
         BLOCK_F=tiling.block_f,
+        PARTS=tiling.parts,
+        STAGES=tiling.up_stages,
+        num_warps=tiling.up_warps,
         **common,
     )
-    rows, h_scale = prepare_rows(h, down_proj.form.act, halves=down_proj.form.weight == "int4")
+    rows, h_scale = prepare_rows(h, down.form.act, halves=down.form.weight == "int4")
     y = torch.empty(num_pairs, width, dtype=torch.float32, device=x_TD.device)
-    _down[(triton.cdiv(width, tiling.block_d), num_tiles)](
+    meaning = _meaning(down)
+    _down[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_tiles)](
         rows,
         h_scale if h_scale is not None else rows,
         expert_TA,
         order,
         tiles,
         weight_TA,
-        *_arguments(down_proj),
+        *_arguments(down),
         y,
         num_pairs,
         width,
-        down_proj.codes.shape[-1],
-        down_proj.scale.shape[-1],
-        **_meaning(down_proj, tiling.block_k),
+        down.codes.shape[-1],
+        down.scale.shape[-1],
+        **meaning,
         BLOCK_D=tiling.block_d,
+        PARTS=triton.cdiv(inner, meaning["BLOCK_K"]) if inner <= _HELD else tiling.parts,
+        TILES=tiling.down_tiles,
+        HELD=inner <= _HELD,
+        STAGES=tiling.down_stages,
+        num_warps=tiling.down_warps,
         **common,
     )
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    combine[(num_tokens, triton.cdiv(width, 1024))](
-        y, out_TD, num_tokens, width, A=active, SHARED=False, BLOCK_D=1024, **options
-    )
-    return out_TD
+    return y
 
 
 def _arguments(weight: Coded) -> tuple[Tensor, Tensor]:
-    codes, scale, form = weight.check()
+    codes, scale, form = weight
     return codes.view(torch.int8) if form.weight == "int4" else codes, scale
 
 
-def _meaning(weight: Coded, block_k: int) -> dict[str, int | bool]:
+def _meaning(weight: Coded) -> dict[str, int | bool]:
     form = weight.form
     return {
         "QUANTIZED": form.act is not None,
         "INT4": form.weight == "int4",
         "GROUP": form.group or 0,
         "INTEGER": form.act == "int8",
-        "BLOCK_K": block_k_of(weight, block_k),
+        "BLOCK_K": block_k_of(weight, BLOCK_K),
     }

@@ -18,11 +18,12 @@ from glm5.kernels.triton_support import dependent_launch
 
 
 class Tiling(NamedTuple):
-    """Rows and columns of a tile, inputs of a step, and how many loads are under way."""
+    """Rows and columns of a tile, inputs of a product, products of a step, and how many loads are under way."""
 
     block_o: int = 64
     block_t: int = 16
     block_k: int = 128
+    parts: int = 1
     stages: int = 4
     warps: int = 4
 
@@ -59,6 +60,7 @@ def _coded_linear(
     BLOCK_O: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -70,7 +72,7 @@ def _coded_linear(
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     weight, rows = (w_ptr, scale_ptr, scale_cols), (x_ptr, column, here)
-    y = weight_times_rows(weight, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, BLOCK_T, STAGES)
+    y = weight_times_rows(weight, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, PARTS, BLOCK_T, STAGES)
     if QUANTIZED:
         y *= tl.load(x_scale_ptr + column)[None, :]
     at = out_ptr + column[:, None] * O + o[None, :]
@@ -103,6 +105,7 @@ def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> T
         BLOCK_O=tiling.block_o,
         BLOCK_T=tiling.block_t,
         BLOCK_K=block_k_of(weight, tiling.block_k),
+        PARTS=tiling.parts,
         STAGES=tiling.stages,
         num_warps=tiling.warps,
         **dependent_launch(x_TD.device),

@@ -134,15 +134,23 @@ def test_linear_in_triton(shape, form, gen):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("form", "pairs"), [*((form, True) for form in SERVED), (SERVED[0], False), (SERVED[2], False)], ids=str
+    ("form", "way"),
+    [
+        *((form, "pairs") for form in SERVED),
+        *((form, "vector") for form in SERVED if form.weight == "int4"),
+        (SERVED[0], "tiles"),
+        (SERVED[2], "tiles"),
+    ],
+    ids=str,
 )
-def test_experts_in_triton(form, pairs, gen):
+def test_experts_in_triton(form, way, gen):
     from glm5.kernels.coded_experts.triton import Tiling
     from glm5.kernels.coded_experts.triton import coded_experts as run
 
     case = coded_case(*EXPERTS, form, gen)
-    got = run(*case, Tiling(pairs, block_f=32, block_d=64, block_t=16))
+    got = run(*case, Tiling(way, down_tiles=2))
     want = coded_experts(*case)
-    assert rel_rms(got, want) < (EXPERTS_BUDGET if form.act else BUDGET)
+    # Vectors: sums of 24 + code, of which the 24 are taken off at the end.
+    assert rel_rms(got, want) < (EXPERTS_BUDGET if form.act else 5 * BUDGET)
     case.down.scale[int(case.expert[0, 0])] *= 1.5
     assert rel_rms(got, coded_experts(*case)) > 2 * EXPERTS_BUDGET
