@@ -61,12 +61,15 @@ class Glm5(nn.Module):
     def forward(self, ids_T: Tensor, view: KVView) -> Tensor:
         """Hidden states [T, D] after the final norm, for packed token ids [T]; the view's keys grow by T."""
         x_TD = self.model.embed_tokens(ids_T)
-        rope = self._rope(view)
-        selection = None
-        for layer_idx, layer in enumerate(islice(self.model.layers, self.cfg.num_hidden_layers)):
+        return self.model.norm(self.through(x_TD, view, range(self.cfg.num_hidden_layers)))
+
+    def through(self, x_TD: Tensor, view: KVView, layers: range) -> Tensor:
+        """The residual stream [T, D] behind some consecutive layers, of which the first has an indexer."""
+        rope, selection = self._rope(view), None
+        for layer_idx, layer in enumerate(islice(self.model.layers, layers.start, layers.stop), layers.start):
             inherited = None if self.cfg.has_indexer(layer_idx) else selection
             x_TD, selection = layer(x_TD, rope, view, inherited)
-        return self.model.norm(x_TD)
+        return x_TD
 
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, W] in the model's dtype, of hidden states that `forward` or `draft` returned."""

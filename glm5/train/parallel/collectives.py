@@ -9,6 +9,9 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 Group = dist.ProcessGroup
+# torch 2.13 renames them.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_rows(rows: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
@@ -80,7 +83,7 @@ def _gathered(rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
     padded = rows.new_zeros(most, *rows.shape[1:])
     padded[: len(rows)] = rows
     out = rows.new_empty(len(sizes) * most, *rows.shape[1:])
-    dist.all_gather_into_tensor(out, padded, group=group)
+    all_gather(out, padded, group=group)
     return torch.cat([part[:size] for part, size in zip(out.split(most), sizes, strict=True)]) if most else out
 
 
@@ -91,8 +94,8 @@ def _scattered(rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
         target[: len(part)] = part
     out = torch.empty(most, *rows.shape[1:], dtype=wide, device=rows.device)
     if most:
-        dist.reduce_scatter_tensor(out, padded.flatten(0, 1), group=group)
-    return out[: sizes[dist.get_rank(group)]].to(rows.dtype)
+        reduce_scatter(out, padded.flatten(0, 1), group=group)
+    return out[: sizes[dist.get_rank(group)]].to(rows.dtype, copy=True)
 
 
 def _exchanged(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: Group) -> Tensor:

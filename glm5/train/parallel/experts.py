@@ -6,12 +6,14 @@
 Weights are applied where a token came from, in the order of the experts, as on one device.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from glm5.model.experts import Experts
-from glm5.train.parallel.collectives import Group, exchange_rows, gather_rows, scatter_sums
+from glm5.train.parallel.collectives import Group, all_gather, exchange_rows, gather_rows, scatter_sums
 
 
 class DealtExperts(nn.Module):
@@ -19,16 +21,14 @@ class DealtExperts(nn.Module):
 
     def __init__(self, experts: Experts, group: Group, *, gathers: bool) -> None:
         super().__init__()
-        vars(self).update(vars(experts))
-        self._parameters = dict(experts._parameters)
-        self._run = type(experts).forward
+        self._run: Callable[..., Tensor] = type(experts).forward
+        self.impl = experts.impl  # which that reads, and parameters by the same names
         self.group, self.gathers = group, gathers
         self.num_experts = len(experts.gate_up_proj)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        for name, weight in list(self._parameters.items()):
-            assert weight is not None
+        for name, weight in experts.named_parameters():
             part = weight.detach().chunk(self.size)[self.rank].clone()
-            setattr(self, name, nn.Parameter(part, requires_grad=weight.requires_grad))
+            self.register_parameter(name, nn.Parameter(part, requires_grad=weight.requires_grad))
 
     def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
         if self.size == 1:
@@ -53,7 +53,7 @@ class DealtExperts(nn.Module):
     def _gathering(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
         top_k = expert_TA.shape[1]
         sizes_R = torch.empty(self.size, dtype=torch.int64, device=x_TD.device)
-        dist.all_gather_into_tensor(sizes_R, torch.tensor([len(x_TD)], device=x_TD.device), group=self.group)
+        all_gather(sizes_R, torch.tensor([len(x_TD)], device=x_TD.device), group=self.group)
         sizes = sizes_R.tolist()
         all_x, all_weight, all_expert = (gather_rows(rows, sizes, self.group) for rows in (x_TD, weight_TA, expert_TA))
         per_rank = self.num_experts // self.size

@@ -10,7 +10,7 @@ Gradients are added up in float32 at least, not averaged: a loss is a share of t
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +28,24 @@ from glm5.train.parallel.experts import DealtExperts
 from glm5.train.parallel.places import Places
 from glm5.train.parallel.team import Team
 
-Result = TypeVar("Result")
-
 
 class Root(nn.Module):
-    """Runs any work on the model's weights: FSDP sees one module's pass, whatever parts of the model are called."""
+    """Runs any work on the model's weights: FSDP sees one module's pass, whatever parts of the model are called.
+
+    A schedule of a pipeline, which gives a stage its input and the number of the pass, gets what `on_stage` makes of it.
+    """
+
+    on_stage: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, model: Glm5) -> None:
         super().__init__()
         self.glm = model
 
-    def forward(self, work: Callable[..., Result], *args: Any) -> Result:
-        return work(*args)
+    def forward(self, work: Any, *args: Any, number: Tensor | None = None) -> Any:
+        if number is None:
+            return work(*args)
+        assert self.on_stage is not None
+        return self.on_stage(work, number)
 
 
 def deal_experts(model: Glm5, team: Team, *, gathers: bool) -> None:
@@ -87,15 +93,15 @@ def shard(model: Glm5, team: Team, places: Places, compute: torch.dtype) -> Root
     return root
 
 
-def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """This rank's rows of every parameter, in the same memory, as parameters for an optimizer."""
+def local_parameters(model: Glm5) -> dict[str, nn.Parameter]:
+    """This rank's rows of every parameter that it has, in the same memory, as parameters for an optimizer."""
     return {
         name: nn.Parameter(_local(weight.data), requires_grad=weight.requires_grad)
         for name, weight in model.named_parameters()
     }
 
 
-def take_gradients(model: nn.Module, local: dict[str, nn.Parameter]) -> None:
+def take_gradients(model: Glm5, local: dict[str, nn.Parameter]) -> None:
     """Hand the gradients of shards to `local`; the model's are then gone."""
     for name, weight in model.named_parameters():
         if name in local and weight.grad is not None:

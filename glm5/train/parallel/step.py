@@ -1,0 +1,91 @@
+"""A training step of which every rank does a part: `Step`, with sums over ranks where one device has sums.
+
+each rank     passes over its rows (and its tokens of them), with losses divided by what all ranks have
+FSDP          adds gradients up, where it has gathered weights
+all ranks     losses, norms and loads of experts, the same numbers everywhere: so all decide alike
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from glm5.config.step import LossConfig
+from glm5.model.packed import PackedView
+from glm5.train.batch import Batch
+from glm5.train.optim.build import Optimizers, Shards
+from glm5.train.parallel.collectives import swap
+from glm5.train.parallel.context import ContextView, CutBatch
+from glm5.train.parallel.places import Places
+from glm5.train.parallel.shards import Root, take_gradients
+from glm5.train.parallel.team import Team
+from glm5.train.step import Phase, Step
+
+_MOST_DEPTHS = 8  # of MTP, as the recipe allows
+LOSSES = (
+    "index",
+    "balance",
+    "loss",
+    "mtp",
+    *(f"mtp {depth}" for depth in range(1, _MOST_DEPTHS + 1)),
+    "mtp index",
+    "mtp balance",
+)
+"""All that a rank may have a part of."""
+
+
+class SharedStep(Step):
+    """`root` holds this rank's shards; `optimizers` are about their rows, as `local_parameters` gives them."""
+
+    def __init__(self, root: Root, team: Team, optimizers: Optimizers, cfg: LossConfig, phase: Phase) -> None:
+        super().__init__(root.glm, optimizers, cfg, phase)
+        self.root, self.team = root, team
+        if team.mesh.context > 1:
+            self.balance.total = lambda counts: team.total(counts, team.context)
+
+    def _over_ranks(self, totals: dict[int, float]) -> dict[int, float]:
+        sums = self.team.total(torch.tensor(list(totals.values()), dtype=torch.float64), self.team.stage)
+        return dict(zip(totals, sums.tolist(), strict=True))
+
+    def _gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
+        losses = self._passes(batches, totals)
+        take_gradients(self.model, self.optimizers.named)
+        for name, load_E in self.balance.loads.items():
+            self.balance.loads[name] = self.team.total(load_E, self.team.stage)
+        return self._everywhere(losses)
+
+    def _passes(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
+        """This rank's part of the losses, their gradients with the shards."""
+        return super()._gradients(batches, totals)
+
+    def _everywhere(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over all ranks of the losses that any of them has."""
+        sums = torch.zeros(2, len(LOSSES), dtype=torch.float64, device=self.team.device)
+        for i, name in enumerate(LOSSES):
+            if name in losses:
+                sums[:, i] = torch.stack([losses[name].double(), sums.new_ones(())])
+        values, counts = self.team.total(sums)
+        return {name: value for name, value, count in zip(LOSSES, values, counts.tolist(), strict=True) if count}
+
+    def _pass(
+        self, batch: Batch, view: PackedView, totals: Mapping[int, float]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return self.root(super()._pass, batch, view, totals)
+
+    def _view(self, batch: Batch) -> PackedView:
+        if not isinstance(batch, CutBatch):
+            return super()._view(batch)
+        return ContextView(batch, self.team.context, stage=self.phase.keys, learn_index=self.phase.learn_index)
+
+
+def shards_of(places: Places, team: Team) -> Shards:
+    """What optimizers have to know of the other ranks."""
+    ranks = team.mesh.stage_ranks(team.rank)
+    return Shards(
+        shapes=places.shapes,
+        spans=lambda name: [places.spans(name, rank) for rank in ranks],
+        rank=team.mesh.shard(team.rank),
+        size=len(ranks),
+        swap=lambda parts: swap(parts, team.stage),
+        total=team.total,
+    )

@@ -1,0 +1,225 @@
+"""Training steps by several processes, and by one, on the same rows: what they lost and their gradients.
+
+Processes are forked from a server that has imported everything once, and meet over gloo on this machine.
+"""
+
+import multiprocessing
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from glm5.config.model import ModelConfig
+from glm5.config.parallel import ParallelConfig
+from glm5.config.step import LossConfig, OptimizerConfig
+from glm5.model.glm5 import Glm5
+from glm5.parallel.group import Meeting, store_at
+from glm5.train.batch import Batch
+from glm5.train.optim.build import Optimizers
+from glm5.train.parallel.build import build, fill, put_rows
+from glm5.train.parallel.context import CutBatch
+from glm5.train.parallel.mesh import mesh_of
+from glm5.train.parallel.pipeline import PipelineStep
+from glm5.train.parallel.step import SharedStep, shards_of
+from glm5.train.parallel.team import Team
+from glm5.train.step import Phase, Step
+from tests.support.parity import BASE, randomize
+
+SECONDS = 120  # that any of it may take
+ROWS = [[9, 15], [24], [20, 3], [17]]  # lengths of the sequences of a step's rows
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "index_n_heads": 4,
+    "index_head_dim": 8,
+    "index_topk": 6,
+    "index_topk_pattern": "FSFF",
+    "num_nextn_predict_layers": 1,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some steps. `world` processes, or one without any of it."""
+
+    world: int = 1
+    parallel: ParallelConfig = ParallelConfig()
+    phase: Phase = Phase("sparse", learn_index=True)
+    dtype: torch.dtype = torch.float64
+    steps: int = 5
+    optimizer: OptimizerConfig = OptimizerConfig()
+    losses: LossConfig = LossConfig(mtp_depth=2, balance_weight=0.01)
+    trains: Callable[[str], bool] = bool
+    config: tuple[tuple[str, Any], ...] = ()
+    skewed: bool = False
+    """A control: a rank learns from a row of another step."""
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return ModelConfig.from_dict(BASE | SMALL | dict(self.config))
+
+    def model(self) -> Glm5:
+        model = Glm5(self.cfg)
+        randomize(model, seed=3)
+        model = model.to(self.dtype)
+        self.choose(model)
+        return model
+
+    def choose(self, model: Glm5) -> None:
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(self.trains(name))
+
+
+@dataclass
+class Done:
+    """Figures of each step, gradients before clipping of each, and the weights behind the last."""
+
+    figures: list[dict[str, float]]
+    grads: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+def rows_of_step(job: Job, step: int) -> list[Batch]:
+    gen = torch.Generator().manual_seed(100 + step)
+    batches: list[Batch] = []
+    for lengths in ROWS:
+        ids = torch.randint(2, job.cfg.vocab_size, (sum(lengths),), generator=gen)
+        weights = torch.randint(0, 3, (sum(lengths),), generator=gen).to(job.dtype) / 2
+        batches.append(Batch(ids, weights, lengths))
+    return batches
+
+
+class Kept(Optimizers):
+    """Keeps the gradients of each step, as they were before clipping."""
+
+    grads: list[dict[str, Tensor]]
+
+    def clip(self) -> dict[str, Tensor]:
+        kept = {name: one.grad.clone() for name, one in self.named.items() if one.grad is not None}
+        self.grads = [*getattr(self, "grads", []), kept]
+        return super().clip()
+
+
+def alone(job: Job) -> Done:
+    model = job.model()
+    optimizers = Kept(dict(model.named_parameters()), model.cfg, job.optimizer)
+    step = Step(model, optimizers, job.losses, job.phase)
+    figures = [step.run(rows_of_step(job, number), 0.01) for number in range(job.steps)]
+    return Done(figures, optimizers.grads, {name: one.detach() for name, one in model.state_dict().items()})
+
+
+def together(job: Job) -> Done:
+    return run_ranks(job.world, _rank, job)[0]
+
+
+def run_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work(rank, port, *args)` returns on each of `world` ranks. RuntimeError with what a rank raised."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.sharded"])
+    meeting = Meeting()
+    store = meeting.open(world)
+    links = [context.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        context.Process(target=_child, args=(link[1], work, rank, meeting.port, args), daemon=True)
+        for rank, link in enumerate(links)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        results: list[Any] = []
+        failed: list[str] = []
+        for rank, (reading, writing) in enumerate(links):
+            writing.close()
+            if not reading.poll(SECONDS):
+                raise RuntimeError(f"rank {rank} of {world} says nothing")
+            ok, result = pickle.loads(reading.recv_bytes())
+            results.append(result)
+            failed += [] if ok else [f"rank {rank}: {result}"]
+        if failed:  # those that lost another one say less than that one
+            raise RuntimeError("\n".join(sorted(failed, key=lambda said: "closed by peer" in said)))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        del store
+    return results
+
+
+def _child(link: Any, work: Callable[..., Any], rank: int, port: int, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        result = (True, work(rank, port, *args))
+    except BaseException:  # noqa: BLE001 - whatever it is, it is for who waits
+        result = (False, traceback.format_exc())
+    link.send_bytes(pickle.dumps(result))  # tensors as bytes, not as files that end with this process
+    link.close()
+
+
+def _rank(rank: int, port: int, job: Job) -> Done:
+    mesh = mesh_of(job.parallel, job.world, job.cfg)
+    team = Team(mesh, rank, torch.device("cpu"), store_at(port, job.world), timeout_s=SECONDS)
+    depth = job.losses.mtp_depth
+    part = build(job.cfg, team, job.parallel, dtype=job.dtype, compute=job.dtype, mtp_depth=depth, prepare=job.choose)
+    whole = job.model().state_dict()
+    fill(part, rank, whole.__getitem__)
+    optimizers = Kept(part.local, job.cfg, job.optimizer, shards_of(part.places, team))
+    if mesh.pipeline == 1:
+        step = SharedStep(part.root, team, optimizers, job.losses, job.phase)
+    else:
+        most = max(len(batch.ids_T) for number in range(job.steps) for batch in _mine(job, team, number))
+        step = PipelineStep(part, team, optimizers, job.losses, job.phase, tokens=most)
+    figures = [step.run(_mine(job, team, number), 0.01) for number in range(job.steps)]
+    grads = [_joined(team, part.places, kept) for kept in optimizers.grads]
+    weights = _joined(team, part.places, {name: one.detach() for name, one in part.local.items()})
+    weights |= _buffers(team, part.buffers)
+    return Done(figures, grads, weights)
+
+
+def _mine(job: Job, team: Team, number: int) -> list[Batch]:
+    rows, mesh = rows_of_step(job, number), team.mesh
+    if job.skewed and team.rank == mesh.size - 1:
+        rows = rows_of_step(job, number + 1)
+    share = len(rows) // mesh.data
+    mine = rows[mesh.copy(team.rank) * share :][:share]
+    if mesh.context == 1:
+        return mine
+    return [CutBatch.of(row, mesh.part(team.rank), mesh.context) for row in mine]
+
+
+def _buffers(team: Team, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of all stages."""
+    found: list[Any] = [None] * team.mesh.size
+    dist.all_gather_object(found, mine)
+    return {name: one for buffers in found for name, one in buffers.items()}
+
+
+def _joined(team: Team, places: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors from all ranks' rows; {} on all but the first."""
+    found: list[Any] = [None] * team.mesh.size
+    dist.all_gather_object(found, local)
+    if team.rank:
+        return {}
+    names = dict.fromkeys(name for parts in found for name in parts)
+    whole: dict[str, Tensor] = {}
+    for name in names:
+        whole[name] = torch.full(places.shapes[name], float("nan"), dtype=next(iter(local.values())).dtype)
+        for rank, parts in enumerate(found):
+            if name in parts:
+                put_rows(whole[name], places.spans(name, rank), parts[name])
+    return whole
+
+
+__all__ = ["Done", "Job", "alone", "replace", "run_ranks", "together"]
