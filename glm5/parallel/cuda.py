@@ -18,8 +18,9 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._autograd import DeviceType
 
-from glm5.kernels.add_rms_norm import add_rms_norm
+from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.block_scaled import FP8, num_blocks
 from glm5.kernels.triton_support import installed
 from glm5.parallel.table import Shard
 
@@ -72,6 +73,17 @@ class CudaGroup:
         both = self._reduced(part_TD, (residual_TD, weight_D, eps))
         return add_rms_norm(self.all_reduce_nccl(part_TD), residual_TD, weight_D, eps) if both is None else both
 
+    def add_rms_norm_quantized(
+        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        num_rows, width = part_TD.shape
+        data = torch.empty(num_rows, width, dtype=FP8, device=self.device)
+        scale = torch.empty(num_blocks(width), num_rows, dtype=torch.float32, device=self.device).T
+        both = self._reduced(part_TD, (residual_TD, weight_D, eps), (data, scale))
+        if both is None:
+            return add_rms_norm_quantized(self.all_reduce_nccl(part_TD), residual_TD, weight_D, eps)
+        return *both, data, scale
+
     def all_gather(self, part: Tensor) -> Tensor:
         if self.buffers is not None and part.numel() and part.numel() * part.element_size() % 4 == 0:
             from glm5.kernels.all_reduce.triton import gather
@@ -84,7 +96,12 @@ class CudaGroup:
             dist.all_gather_into_tensor(out.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
         return out
 
-    def _reduced(self, part: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor] | None:
+    def _reduced(
+        self,
+        part: Tensor,
+        norm: tuple[Tensor, Tensor, float] | None,
+        quantized: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
         """Through symmetric memory; None where that is not the way."""
         if self.buffers is None or not part.numel():
             return None
@@ -92,11 +109,11 @@ class CudaGroup:
 
         num_bytes = part.numel() * part.element_size()
         if num_bytes * (self.shard.size - 1) <= ONE_SHOT_BYTES and fits(self.buffers, part, two_shots=False):
-            return one_shot(self.buffers, part, norm)
+            return one_shot(self.buffers, part, norm, quantized=quantized)
         num_rows = max(1, TWO_SHOTS_BYTES // (num_bytes // len(part)))
         if not fits(self.buffers, part[:num_rows], two_shots=True):
             return None
-        return two_shots(self.buffers, part, norm, max_rows=num_rows)
+        return two_shots(self.buffers, part, norm, max_rows=num_rows, quantized=quantized)
 
     def all_reduce_nccl(self, part: Tensor) -> Tensor:
         """The fallback, of any size."""

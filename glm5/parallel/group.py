@@ -18,7 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 
-from glm5.kernels.add_rms_norm import add_rms_norm
+from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.parallel.table import Shard
 
@@ -39,6 +39,12 @@ class Group(Protocol):
         """(out, sum): `kernels.add_rms_norm` of the `all_reduce` of `part_TD`."""
         ...
 
+    def add_rms_norm_quantized(
+        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same, then what `act_quant` makes of out."""
+        ...
+
     def all_gather(self, part: Tensor) -> Tensor:
         """All ranks' `part`s, [ranks, ...], in their order."""
         ...
@@ -57,6 +63,11 @@ class GlooGroup:
 
     def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(self.all_reduce(part_TD), residual_TD, weight_D, eps)
+
+    def add_rms_norm_quantized(
+        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return add_rms_norm_quantized(self.all_reduce(part_TD), residual_TD, weight_D, eps)
 
     def all_gather(self, part: Tensor) -> Tensor:
         part = part.contiguous()
@@ -129,6 +140,11 @@ class Alone:
 
     def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(part_TD, residual_TD, weight_D, eps)
+
+    def add_rms_norm_quantized(
+        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return add_rms_norm_quantized(part_TD, residual_TD, weight_D, eps)
 
     def all_gather(self, part: Tensor) -> Tensor:
         return part.unsqueeze(0)

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.triton_fp8 import quantized_row
+
 NUM_BUFFERS = 3
 PIECE = 1024  # elements that have one owner in two shots
 _CHUNK = 1024  # words that a program empties or gathers at a time
@@ -27,6 +29,7 @@ _MAX_WIDTH = 1 << 14
 
 
 Given = tuple[Tensor, Tensor, int, float]  # residual, weight, the residual's stride, eps
+Fp8Rows = tuple[Tensor, Tensor]  # e4m3 [T, D], and scales [T, D / 128] whose columns lie in one piece
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,23 @@ def _wait_sum(place, stride, mask, rank, mine, SIZE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _finish(x, residual, weight, t, d, D, out_ptr, sum_ptr, eps, NORM: tl.constexpr):
-    """Write a row's sum, or add it to the residual stream and write that and its norm."""
+def _finish(
+    x,
+    residual,
+    weight,
+    t,
+    d,
+    D,
+    out_ptr,
+    sum_ptr,
+    fp8_ptr,
+    scale_ptr,
+    stride_b,
+    eps,
+    NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
+    """Write a row's sum, or add it to the residual stream and write that and its norm, in FP8 too if wanted."""
     mask = d < D
     if NORM:
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -145,6 +163,12 @@ def _finish(x, residual, weight, t, d, D, out_ptr, sum_ptr, eps, NORM: tl.conste
         normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(x.dtype)
         x = (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
     tl.store(out_ptr + t * D + d, x, mask=mask)
+    if QUANTIZE:
+        BLOCKS: tl.constexpr = d.shape[0] // 128
+        b = tl.arange(0, BLOCKS)
+        out_fp8, scale = quantized_row(x.to(tl.float32))
+        tl.store(fp8_ptr + t * D + d, out_fp8, mask=mask)
+        tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < D)
 
 
 @triton.jit
@@ -156,16 +180,20 @@ def _one_shot(
     weight_ptr,
     out_ptr,
     sum_ptr,
+    fp8_ptr,
+    scale_ptr,
     rank,
     num_words,
     T,
     D,
     stride_r,
     eps,
+    stride_b,
     SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM: tl.constexpr,
 ):
@@ -188,7 +216,8 @@ def _one_shot(
             weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
         place = _buffer(pointers, rank, slot, num_words, part_ptr) + t * D + d
         total = _wait_sum(place, T * D, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
-        _finish(total, residual, weight, t, d, D, out_ptr, sum_ptr, eps, NORM)
+        at = out_ptr, sum_ptr, fp8_ptr, scale_ptr, stride_b
+        _finish(total, residual, weight, t, d, D, *at, eps, NORM, QUANTIZE)
     _end(state, call, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
 
 
@@ -201,16 +230,20 @@ def _two_shots(
     weight_ptr,
     out_ptr,
     sum_ptr,
+    fp8_ptr,
+    scale_ptr,
     rank,
     num_words,
     T,
     D,
     stride_r,
     eps,
+    stride_b,
     SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PIECE: tl.constexpr,
     NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM: tl.constexpr,
 ):
@@ -249,7 +282,8 @@ def _two_shots(
             residual = tl.load(residual_ptr + row * stride_r + d, mask=d < D, other=0.0)
             weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
         x = _wait(mine + sums + row * D + d, d < D)
-        _finish(x, residual, weight, row, d, D, out_ptr, sum_ptr, eps, NORM)
+        at = out_ptr, sum_ptr, fp8_ptr, scale_ptr, stride_b
+        _finish(x, residual, weight, row, d, D, *at, eps, NORM, QUANTIZE)
     _end(state, call, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
 
 
@@ -307,9 +341,17 @@ def fits(buffers: Buffers, part: Tensor, *, two_shots: bool) -> bool:
 
 
 def one_shot(
-    buffers: Buffers, part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None = None, splits: int | None = None
+    buffers: Buffers,
+    part_TD: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    splits: int | None = None,
+    *,
+    quantized: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, sum): with `norm` (residual, weight, eps) those of `add_rms_norm`, else both the sum over ranks."""
+    """(out, sum): with `norm` (residual, weight, eps) those of `add_rms_norm`, else both the sum over ranks.
+
+    `quantized`: filled with what `act_quant` makes of out, of a norm.
+    """
     part_TD = part_TD.contiguous()
     num_rows, width = part_TD.shape
     block = max(128, triton.next_power_of_2(width))
@@ -325,15 +367,18 @@ def one_shot(
         *given[:2],
         out_TD,
         sum_TD,
+        *_fp8(quantized, out_TD),
         buffers.rank,
         buffers.num_words,
         num_rows,
         width,
         *given[2:],
+        0 if quantized is None else quantized[1].stride(1),
         SIZE=buffers.size,
         SPLITS=splits,
         BLOCK_D=block,
         NORM=norm is not None,
+        QUANTIZE=quantized is not None,
         CHUNK=_CHUNK,
         NUM=NUM_BUFFERS,
         num_warps=_num_warps(block),
@@ -348,26 +393,27 @@ def two_shots(
     programs: int | None = None,
     *,
     max_rows: int | None = None,
+    quantized: Fp8Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same; for more rows. `max_rows`: at a time."""
     part_TD = part_TD.contiguous()
     out_TD, sum_TD, given = _outputs(part_TD, norm)
     for first in range(0, len(part_TD), max_rows or len(part_TD)):
         span = slice(first, first + (max_rows or len(part_TD)))
-        _two_shots_of(buffers, part_TD[span], out_TD[span], sum_TD[span], (given[0][span], *given[1:]), norm, programs)
+        outputs = out_TD[span], sum_TD[span], None if quantized is None else (quantized[0][span], quantized[1][span])
+        _two_shots_of(buffers, part_TD[span], outputs, (given[0][span], *given[1:]), norm, programs)
     return out_TD, sum_TD
 
 
 def _two_shots_of(
     buffers: Buffers,
     part_TD: Tensor,
-    out_TD: Tensor,
-    sum_TD: Tensor,
+    outputs: tuple[Tensor, Tensor, Fp8Rows | None],
     given: Given,
     norm: object,
     programs: int | None,
 ) -> None:
-    num_rows, width = part_TD.shape
+    (num_rows, width), (out_TD, sum_TD, quantized) = part_TD.shape, outputs
     block = max(128, triton.next_power_of_2(width))
     pieces = num_rows * triton.cdiv(width, PIECE)
     _two_shots[(min(programs or buffers.max_programs, pieces),)](
@@ -377,15 +423,18 @@ def _two_shots_of(
         *given[:2],
         out_TD,
         sum_TD,
+        *_fp8(quantized, out_TD),
         buffers.rank,
         buffers.num_words,
         num_rows,
         width,
         *given[2:],
+        0 if quantized is None else quantized[1].stride(1),
         SIZE=buffers.size,
         BLOCK_D=block,
         PIECE=PIECE,
         NORM=norm is not None,
+        QUANTIZE=quantized is not None,
         CHUNK=_CHUNK,
         NUM=NUM_BUFFERS,
         num_warps=_num_warps(block),
@@ -425,6 +474,10 @@ def _outputs(part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> tupl
     residual_TD, weight_D, eps = norm
     residual_TD = residual_TD if residual_TD.stride(-1) == 1 else residual_TD.contiguous()
     return out_TD, torch.empty_like(part_TD), (residual_TD, weight_D, residual_TD.stride(0), eps)
+
+
+def _fp8(quantized: Fp8Rows | None, anything: Tensor) -> Fp8Rows:
+    return (anything, anything) if quantized is None else quantized
 
 
 def _num_warps(block: int) -> int:

@@ -5,9 +5,11 @@ import torch
 
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.block_scaled import FP8
 from glm5.testing.numerics import rel_rms
 from tests.support.interpreter import DTYPES, interpreted
 
+E4M3 = 0.04  # three bits behind the point: 2.6 % measured
 ROUNDING = {torch.float32: 1e-7, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 
 
@@ -31,6 +33,11 @@ def buffers(num_words=1 << 15):
     empty(memory)
     pointers = torch.tensor([memory.data_ptr()])
     return memory, Buffers(pointers, empty_state(torch.device("cpu")), 0, 1, num_words, 1)
+
+
+def _widened(quantized):
+    data, scale = quantized
+    return data.double() * scale.double().repeat_interleave(128, dim=1)[:, : data.shape[1]]
 
 
 @interpreted
@@ -57,10 +64,16 @@ def test_kernels_with_one_rank(dtype, seed):
     x, residual = (torch.randn(3, 136, generator=generator).to(dtype) for _ in range(2))
     weight = torch.randn(136, generator=generator).to(dtype)
     want, total = add_rms_norm(x, residual, weight, 1e-5, impl="reference")
-    out, added = two_shots(buffer, x, (residual, weight, 1e-5), programs=1, max_rows=2)
+    again = torch.zeros(1, 136, dtype=FP8), torch.zeros(2, 1).T
+    one_shot(buffer, x[:1], (residual[:1], weight, 1e-5), splits=1, quantized=again)
+    quantized = torch.zeros(3, 136, dtype=FP8), torch.zeros(2, 3).T
+    out, added = two_shots(buffer, x, (residual, weight, 1e-5), programs=1, max_rows=2, quantized=quantized)
     assert torch.equal(added, total)
     assert rel_rms(out, want.double()) < ROUNDING[dtype]
-    assert buffer.state[:2].tolist() == [4 * 6 + 2, 0]
+    assert rel_rms(_widened(quantized), out.double()) < E4M3
+    assert torch.equal(again[1], quantized[1][:1])
+    assert torch.equal(again[0].view(torch.uint8), quantized[0][:1].view(torch.uint8))
+    assert buffer.state[:2].tolist() == [4 * 6 + 3, 0]
     assert int((memory != memory[-1]).sum()) > 0  # the last buffer is emptied by the next call
     assert not fits(buffer, torch.empty(40, 1288), two_shots=True)
     assert not fits(buffer, torch.empty(2, 9), two_shots=False)

@@ -12,7 +12,7 @@ import torch
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
-from glm5.kernels.add_rms_norm import add_rms_norm
+from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.model.packed import PackedView
 from glm5.parallel.apply import connect
@@ -46,6 +46,9 @@ class ThreadGroup:
 
     def add_rms_norm(self, part, residual, weight, eps):
         return add_rms_norm(self.all_reduce(part), residual, weight, eps)
+
+    def add_rms_norm_quantized(self, part, residual, weight, eps):
+        return add_rms_norm_quantized(self.all_reduce(part), residual, weight, eps)
 
 
 # Of keys and experts nothing is left to choose: choices that are nearly equal turn out otherwise in 16 bits.
