@@ -31,11 +31,13 @@ from glm5.engine.sampling.simulated import probability_of
 from glm5.engine.scheduler_config import SchedulerConfig
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.warm import warm_up
-from glm5.engine.weights import Weights
+from glm5.engine.weights import Weights, in_background
 from glm5.engine.wire import Facts, Start
 from glm5.kernels import cpu_layer
+from glm5.kernels.compile_ahead import hash_compiler
 from glm5.kernels.invariant import PASS_ROWS
 from glm5.kernels.kernel_count import start_counting
+from glm5.kernels.triton_support import installed
 from glm5.model.direct import pin_members
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_invariant, weight_bytes, weight_kinds
@@ -147,6 +149,8 @@ def _load(
     path = Path(start.path)
     cfg = ModelConfig.from_file(path)
     check_length(cfg, config.max_model_len)
+    if device.type == "cuda" and installed():  # while weights are read
+        in_background(hash_compiler, "glm5-compiler")
     if device.type == "cpu":
         cores = max(1, (os.cpu_count() or 1) // shard.size)
         automatic = 1 if count_parameters(cfg).active < _ONE_THREAD else cores
@@ -270,7 +274,7 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         group=group,
         simulate=None if simulated is None else probability_of(simulated, depth),
     )
-    warmth = warm_up(runner, scheduler, on_progress)
+    warmth = warm_up(runner, scheduler, group, on_progress)
     facts = Facts(
         page_size=PAGE_SIZE,
         num_pages=num_pages,

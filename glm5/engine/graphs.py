@@ -155,26 +155,38 @@ class DecodeSteps:
         """The target's piece as it is, whatever is captured."""
         self._target(buffers, reach_of(max_end, self.reaches))
 
+    def run_nobody(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Run the pieces as they are, on padding: (done, all) as it goes. One of each kind: kernels
+        differ by reach or by rows, not by both."""
+        shapes = _shapes(num_seqs, depths)
+        for done, shape in enumerate(shapes, start=1):
+            buffers = self.buffers(shape)
+            for reach in self.reaches if done in (1, len(shapes)) else self.reaches[-1:]:
+                self._target(buffers, reach)
+                if shape.depth:
+                    self._draft(buffers, reach, shape.depth, KINDS[0], buffers.padding.slot_C)
+            self._sample(buffers, KINDS[0], buffers.padding.sample_slot_Q)
+            yield done, len(shapes)
+
     def capture_all(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Capture graphs for these numbers of sequences and depths, the largest first: (done, all) as it goes.
+        Kernels must have been compiled.
 
         Every graph of greedy sampling, and the targets of all. Random draws have no kernels of our own: a first one
         takes milliseconds longer.
         """
-        shapes = [Shape(count, depth) for count in sorted(num_seqs, reverse=True) for depth in depths]
+        shapes = _shapes(num_seqs, depths)
         for done, shape in enumerate(shapes, start=1):
             self.graphs.forget_if_moved()
             buffers = self.buffers(shape)
             slots, rows = buffers.padding.slot_C, buffers.padding.sample_slot_Q
-            for index, reach in enumerate(reversed(self.reaches)):
-                # Kernels differ by reach or by rows, not by both.
-                warm = index == 0 or done in (1, len(shapes))
-                target = partial(self._target, buffers, reach)
-                self._graph(buffers, ("target", shape, reach), target, warm=warm)
+            for reach in reversed(self.reaches):
+                self._graph(buffers, ("target", shape, reach), partial(self._target, buffers, reach), warm=False)
                 if shape.depth:
                     draft = partial(self._draft, buffers, reach, shape.depth, KINDS[0], slots)
-                    self._graph(buffers, ("draft", shape, reach, KINDS[0]), draft, warm=warm)
-            self._graph(buffers, ("sample", shape, KINDS[0]), partial(self._sample, buffers, KINDS[0], rows))
+                    self._graph(buffers, ("draft", shape, reach, KINDS[0]), draft, warm=False)
+            sample = partial(self._sample, buffers, KINDS[0], rows)
+            self._graph(buffers, ("sample", shape, KINDS[0]), sample, warm=False)
             yield done, len(shapes)
 
     def buffers(self, shape: Shape) -> Buffers:
@@ -246,6 +258,10 @@ class DecodeSteps:
         buffers.packed.copy_(packed)
         for tensor, old in zip((buffers.position_R, buffers.hidden_RD, buffers.result), kept, strict=True):
             tensor.copy_(old)
+
+
+def _shapes(num_seqs: Sequence[int], depths: Sequence[int]) -> list[Shape]:
+    return [Shape(count, depth) for count in sorted(num_seqs, reverse=True) for depth in depths]
 
 
 def _packed(batch: Batch) -> Ints:

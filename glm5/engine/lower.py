@@ -15,7 +15,8 @@ modules. `Lowered` has the calls of `Glm5` that a runner makes. What it derives 
 `refresh`; everything else are views.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from typing import Protocol
@@ -306,6 +307,11 @@ class LoweredLayer:
         return self.mlp(x), residual_TD, selection
 
 
+def _kind(layer: LoweredLayer) -> tuple[object, ...]:
+    """What the kernels of a layer follow from: which weights there are, their shapes and types."""
+    return tuple((name, weight.shape, weight.dtype) for name, weight in layer.module.state_dict(keep_vars=True).items())
+
+
 class Lowered:
     """The inference form of `model`, which stays the owner of its weights. `max_len`: positions that are asked for."""
 
@@ -314,6 +320,7 @@ class Lowered:
         self.model, self.join = model, join
         decoders = [layer for layer in trunk.layers if isinstance(layer, DecoderLayer)]
         self.layers = [LoweredLayer(layer, join) for layer in decoders]
+        self._run: Sequence[int] = range(cfg.num_hidden_layers)
         positions = torch.arange(max_len, device=model.device)
         self._cos_NR2, self._sin_NR2 = rope_table(positions, cfg.qk_rope_head_dim, cfg.rope_theta, model.dtype)
 
@@ -344,13 +351,25 @@ class Lowered:
             if isinstance(layer.mlp, LoweredMoE):
                 layer.mlp.heard = None
 
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Meanwhile `hidden` runs one decoder layer of each kind: all kernels that there are, no results."""
+        kinds = {
+            _kind(layer): layer_idx for layer_idx, layer in reversed(list(enumerate(self.layers[: len(self._run)])))
+        }
+        whole, self._run = self._run, sorted(kinds.values())
+        try:
+            yield
+        finally:
+            self._run = whole
+
     def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
         cfg, rope = self.model.cfg, self._rope(view.positions_T)
         new_TD, residual_TD, selection = None, self.model.model.embed_tokens(ids_T), None
-        for layer_idx, layer in enumerate(islice(self.layers, cfg.num_hidden_layers)):
+        for layer_idx in self._run:
             inherited = None if cfg.has_indexer(layer_idx) else selection
-            new_TD, residual_TD, selection = layer(new_TD, residual_TD, rope, view, inherited)
+            new_TD, residual_TD, selection = self.layers[layer_idx](new_TD, residual_TD, rope, view, inherited)
         return self._last(new_TD, residual_TD, self.model.model.norm)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -1,17 +1,29 @@
-"""Before an engine is ready: every shape of a step is run once by nobody's rows, and decoding steps are captured.
+"""Before an engine is ready: every shape of a step is run by nobody's rows, and what most steps are is captured.
 
-So kernels are compiled, libraries have chosen theirs, and memory that steps need is taken before anybody waits.
+    finding kernels      all shapes, on one layer of each kind, without launching what is not compiled
+    compiling kernels    what is missing, many at a time; ranks share them out, and meet on disk
+    loading kernels      the same shapes once more, now for real: libraries choose theirs, and memory is taken
+    capturing            decoding steps, then prompts
+
+So nothing is compiled, loaded or taken once somebody waits.
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from glm5.engine.graphs import DecodeSteps
+from glm5.engine.prompts import PromptSteps
 from glm5.engine.runner import Runner
 from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.kernels.compile_ahead import MAX_THREADS, Wanted, compile_all, missing
 from glm5.kernels.kernel_count import mark_ready
+from glm5.kernels.triton_support import installed
+from glm5.parallel.group import Group, least
 
 _MIB = 1 << 20
 Progress = Callable[[str, float], None]
@@ -35,27 +47,75 @@ class Warmth:
 
 
 @torch.inference_mode()
-def warm_up(runner: Runner, config: SchedulerConfig, on_progress: Progress) -> Warmth | None:
+def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: Progress) -> Warmth | None:
     """None where steps are not captured: then there is nothing to do that a first step would not do as well."""
     steps, prompts = runner.steps, runner.prompts
     if steps is None or prompts is None or not steps.graphs.captures:
         return None
-    free, _ = torch.cuda.mem_get_info(runner.cache.device)
+    device = runner.cache.device
+    free, _ = torch.cuda.mem_get_info(device)
     began = time.monotonic()
     buckets = sorted({config.token_bucket(count) for count in range(1, config.max_tokens_per_step + 1)})
-    shapes = prompts.shapes(buckets)
-    for done, shape in enumerate(shapes, start=1):
-        prompts.run_nobody(shape)
-        on_progress("compiling kernels", done / len(shapes))
-    torch.cuda.synchronize(runner.cache.device)
+    counts = sorted({config.batch_bucket(count) for count in range(1, config.max_num_seqs + 1)})
+    depths = range(config.max_depth, -1, -1)
+    with _few_layers(runner, steps, prompts):
+        if installed():
+            with missing() as wanted:
+                _rehearse(steps, prompts, buckets, counts, depths, lambda share: on_progress("finding kernels", share))
+            _compile(wanted, group, device, lambda share: on_progress("compiling kernels", share))
+        _rehearse(steps, prompts, buckets, counts, depths, lambda share: on_progress("loading kernels", share))
+    torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # graphs have memory of their own
     warm = time.monotonic()
-    counts = sorted({config.batch_bucket(count) for count in range(1, config.max_num_seqs + 1)})
-    for done, of in steps.capture_all(counts, range(config.max_depth, -1, -1)):
+    for done, of in steps.capture_all(counts, depths):
         on_progress("capturing decoding steps", done / of)
     for done, of in prompts.capture_all(buckets):
         on_progress("capturing prompts", done / of)
-    torch.cuda.synchronize(runner.cache.device)
-    left, _ = torch.cuda.mem_get_info(runner.cache.device)
+    torch.cuda.synchronize(device)
+    left, _ = torch.cuda.mem_get_info(device)
     ended = time.monotonic()
     return Warmth(warm - began, ended - warm, steps.graphs.num_captured, mark_ready(), max(0, free - left))
+
+
+@contextmanager
+def _few_layers(runner: Runner, steps: DecodeSteps, prompts: PromptSteps) -> Iterator[None]:
+    """A model of one layer of each kind, which tells nobody of its experts: of the others it has none."""
+    lowered, routing = runner.passes.lowered, steps.routing
+    assert lowered is not None
+    steps.routing = prompts.routing = None
+    try:
+        with lowered.few_layers():
+            yield
+    finally:
+        steps.routing = prompts.routing = routing
+        if routing is not None:
+            routing.clear()
+
+
+def _rehearse(
+    steps: DecodeSteps,
+    prompts: PromptSteps,
+    buckets: Sequence[int],
+    counts: Sequence[int],
+    depths: Sequence[int],
+    on_share: Callable[[float], None],
+) -> None:
+    """Run every shape as it is, on padding."""
+    shapes = prompts.shapes(buckets)
+    for done, shape in enumerate(shapes, start=1):
+        prompts.run_nobody(shape)
+        on_share(done / len(shapes) / 2)
+    for done, of in steps.run_nobody(counts, depths):
+        on_share((1 + done / of) / 2)
+
+
+def _compile(wanted: list[Wanted], group: Group, device: torch.device, on_share: Callable[[float], None]) -> None:
+    """A part of them, then all: what others have compiled is on disk by then, what only this rank needs is not."""
+    size, rank = group.shard.size, group.shard.rank
+    num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // size))
+    mine = wanted[rank::size]
+    on_share(0.0)
+    compile_all(mine, num_threads, lambda done: on_share(done / len(mine)))
+    if size > 1:
+        least(group, [0], device)  # all have come here
+        compile_all(wanted, num_threads, lambda _done: None)

@@ -1,0 +1,52 @@
+"""What runs before an engine is ready: every kernel is seen on few layers, and nothing that matters is touched."""
+
+import pytest
+import torch
+
+from glm5.config.presets import preset
+from glm5.engine.sampling import SamplingParams
+from tests.support.models import random_model
+from tests.support.running import Bench
+
+DEPTH = 2
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(3, preset("nano"))
+
+
+def test_shapes_of_nobody_leave_everything_as_it_was(model, rng):
+    prompts = [[rng.randrange(700) for _ in range(rng.randint(1, 60))] for _ in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=10)
+    want = Bench(model, depth=DEPTH, fused=True).run(prompts, params)
+    bench = Bench(model, depth=DEPTH, fused=True, max_num_seqs=4)
+    steps, shapes = bench.runner.steps, bench.runner.prompts.shapes([8, 16])
+    with torch.inference_mode(), bench.runner.passes.lowered.few_layers():
+        for shape in shapes:
+            bench.runner.prompts.run_nobody(shape)
+        assert list(steps.run_nobody([1, 4], [DEPTH, 0]))[-1] == (4, 4)
+    assert bench.run(prompts, params).tokens == want.tokens
+
+
+def test_few_layers_are_one_of_each_kind():
+    """tiny has a dense layer, then layers with experts: two with an indexer, one without."""
+    bench = Bench(random_model(3, preset("tiny")), fused=True)
+    lowered, called = bench.runner.passes.lowered, []
+    for layer_idx, layer in enumerate(lowered.layers):
+        layer.mlp = _Noting(layer.mlp, called, layer_idx)
+    with torch.inference_mode(), lowered.few_layers():
+        bench.runner.prompts.run_nobody(bench.runner.prompts.shapes([8])[0])
+    assert called == [0, 1, 2]
+    with torch.inference_mode():
+        bench.runner.prompts.run_nobody(bench.runner.prompts.shapes([8])[0])
+    assert called[3:] == [0, 1, 2, 3]
+
+
+class _Noting:
+    def __init__(self, mlp, called, layer_idx):
+        self.mlp, self.called, self.layer_idx = mlp, called, layer_idx
+
+    def __call__(self, x):
+        self.called.append(self.layer_idx)
+        return self.mlp(x)
