@@ -18,7 +18,6 @@ import torch
 from glm5.config.train import Recipe
 from glm5.train.build import Builder
 from glm5.train.data.sources import Mixed, Row
-from glm5.train.schedule import Schedule
 
 STEPS = 3
 """How many steps are made ahead."""
@@ -43,11 +42,11 @@ def rows_of(builder: Builder) -> Iterator[Ask]:
         yield lambda number, draw: pool.submit(_row, where, number, draw)
 
 
-def ahead(ask: Ask, number: int, schedule: Schedule, steps: range) -> Iterator[tuple[int, list[Row]]]:
-    """Each step of a stage with its rows; those of the next ones are made meanwhile."""
+def ahead(ask: Ask, number: int, draws: Callable[[int], range], steps: range) -> Iterator[tuple[int, list[Row]]]:
+    """Each step of a stage with the rows of its `draws`; those of the next ones are made meanwhile."""
     coming: deque[tuple[int, list[Future[Row]]]] = deque()
     for step in steps:
-        coming.append((step, [ask(number, draw) for draw in schedule.draws(step)]))
+        coming.append((step, [ask(number, draw) for draw in draws(step)]))
         if len(coming) > STEPS:
             yield _made(coming)
     while coming:

@@ -19,10 +19,10 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
 from glm5.config.train import Recipe, StageConfig
 from glm5.model.glm5 import Glm5
-from glm5.train.loop import device_of
 from glm5.train.optim.table import rule_of
 from glm5.train.schedule import Schedule
 from glm5.train.stages import choose_parameters, losses_of, phase_of
+from glm5.train.trainee import device_of
 from glm5.train.watch import flops_per_token
 
 EFFICIENCY = 0.3

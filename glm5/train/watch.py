@@ -93,6 +93,19 @@ class Watch:
             self._handle.flush()
 
 
+class Silent:
+    """A `Watch` of a process that others speak for."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+    def held_out(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+
 def memory(device: torch.device) -> float:
     """GiB at most in use so far: of a GPU what torch held, else what the process had resident."""
     if device.type == "cuda":

@@ -51,7 +51,7 @@ class Team:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
-    def any(self, flag: bool) -> bool:  # noqa: FBT001 - its only argument
+    def any(self, flag: bool) -> bool:
         """Whether it is true on any rank."""
         return bool(self.largest(torch.tensor(int(flag))).item())
 

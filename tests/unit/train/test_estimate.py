@@ -8,10 +8,10 @@ import torch
 from glm5.config.train import read_recipe
 from glm5.train.build import Builder
 from glm5.train.estimate import estimate, memory_parts, state_bytes
-from glm5.train.loop import _batch
 from glm5.train.optim.build import Optimizers
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.step import Step
+from glm5.train.trainee import batch_of
 from tests.support.peak import peak_bytes
 from tests.support.training import recipe, stage
 
@@ -28,7 +28,7 @@ def test_memory_is_about_what_a_step_takes(tmp_path, kind):
     choose_parameters(model, part)
     optimizers = Optimizers(dict(model.named_parameters()), model.cfg, small.optimizer)
     step = Step(model, optimizers, losses_of(small, part, 0), phase_of(part))
-    batch = _batch([built.rows(part).row(i) for i in range(2)], torch.device("cpu"))
+    batch = batch_of([built.rows(part).row(i) for i in range(2)], torch.device("cpu"))
     with peak_bytes() as peak:
         step.run([batch], 1e-3)
     said = memory_parts(model.cfg, small, part)

@@ -16,7 +16,7 @@ import torch
 import glm5
 from glm5.common.errors import DataError, TrainingError
 from glm5.config.train import read_recipe
-from glm5.train import loop
+from glm5.train import loop, trainee
 from glm5.train.build import Builder
 from glm5.train.data.tokens import writing
 from glm5.train.step import Step
@@ -124,7 +124,7 @@ def test_stages_train_what_they_say_and_go_on_where_they_were_cut_off(tmp_path, 
 
 def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, monkeypatch):
     losses = iter([5.0, 1.0, 4.0, 3.0, 2.0])
-    monkeypatch.setattr(loop, "held_out", lambda *_args: {"held-out loss": next(losses)})
+    monkeypatch.setattr(trainee, "held_out", lambda *_args: {"held-out loss": next(losses)})
     best = run(tmp_path, "out", stage(steps=5), settings=["checkpoints.every=1"])
     kept = sorted(path.name for path in (tmp_path / "out" / "dense").iterdir())
     assert kept == ["best", "last", "step-00000002", "step-00000004", "step-00000005"]
