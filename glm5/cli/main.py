@@ -39,6 +39,7 @@ COMMANDS = {
     "bench serve": "glm5.cli.bench_serve",
     "bench kernels": "glm5.cli.bench_kernels",
     "bench quantize": "glm5.cli.bench_quantize",
+    "bench transition": "glm5.cli.bench_transition",
     "eval ruler": "glm5.cli.eval_ruler",
 }
 GROUPS = {

@@ -12,7 +12,7 @@ Length = Annotated[int, Field(ge=64)]
 
 
 class RulerConfig(EngineFlags):
-    """Tasks in the manner of RULER, answered by the engine: accuracy by task and length."""
+    """Tasks in the manner of RULER, answered by a model: accuracy by task and length."""
 
     model: Annotated[str, Positional()]
     """Checkpoint folder, or a Hugging Face id such as zai-org/GLM-5-FP8."""
@@ -26,8 +26,14 @@ class RulerConfig(EngineFlags):
     """Those of RULER's thirteen by name, such as niah_single_1 vt. Default: all."""
     num_samples: Annotated[int, Field(ge=1)] = 50
     """Samples of each task at each length."""
-    attention: Literal["sparse", "dense"] = "sparse"
-    """sparse: keys that the indexers select. dense: every key, whatever the indexers say."""
+    attention: Literal["sparse", "dense", "window"] = "sparse"
+    """sparse: keys that the indexers select. dense: every key, whatever the indexers say. window: sliding windows in
+    layers as --pattern says; not by the engine, and each token of an answer is told behind the right ones before it."""
+    window: Annotated[int, Field(ge=1)] = 4096
+    """Keys of a sliding window."""
+    pattern: Annotated[str, Field(pattern=r"^([SF]+|search)$")] = "SF"
+    """Layers with a window (S) and with every key (F), over and over from the first; SF alternates. search: those that
+    are missed least, for half of the layers, at the shortest length."""
     json_: Annotated[str | None, Field(alias="json")] = None
     """File for the results."""
 

@@ -41,7 +41,7 @@ def test_an_interrupt_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        ("bench", 2, "bench needs one more word; allowed: throughput, latency, serve, kernels, quantize"),
+        ("bench", 2, "bench needs one more word; allowed: throughput, latency, serve, kernels, quantize, transition"),
         ("bench latencie", 2, "no command 'bench latencie'; did you mean bench latency?"),
         ("bench throughput", 2, "the following arguments are required: --model; see  glm5 bench throughput --help"),
         ("bench latency --model m --requests 0", 2, "--num-prompts: got '0'; allowed: at least 1"),
