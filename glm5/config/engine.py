@@ -35,6 +35,9 @@ class EngineConfig(Command):
     """Tokens computed in one step, of all requests together; at least max_num_seqs."""
     long_prefill_token_threshold: Annotated[int, Field(ge=0, lt=_MANY)] = 0
     """Tokens of one prompt in one step, at most; 0: up to the step's budget, half of it while others wait."""
+    max_inter_token_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """While requests decode, compute so few tokens of prompts in a step that these get their next token within about so
+    many milliseconds, by estimate. Default: as many as max_num_batched_tokens leaves."""
     enable_prefix_caching: bool = True
     """Keep what was computed of a prompt for later ones that begin alike."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DEPTH)] | None = None

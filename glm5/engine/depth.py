@@ -1,8 +1,10 @@
-"""How many tokens to draft, from what was accepted and how many sequences decode.
+"""How many tokens to draft, from what was accepted and how many sequences decode; and what a step costs.
 
     tokens a step   = B (1 + r_1 + ... + r_k)          r_j: how often the j-th draft stands (all before too)
     time of a step  = L t + bytes(n) / bandwidth + n flops / rate + k (d + B flops_draft / rate),   n = B (1 + k) rows
     bytes(n)        = dense + experts (1 - (1 - A/E)^n)                                  weights that some row needs
+
+Ranks that share the model read and compute a part each; a layer adds up what they have twice.
 
 Rows are nearly free until a step computes for longer than it reads weights and launches kernels: k falls with the
 load, and to 0 where drafts do not stand. The depth with the most tokens a time is taken, if it is better than the
@@ -11,6 +13,7 @@ present one by a margin. What is not drafted is not measured, so now and then a 
 Nothing here looks at a clock: the same steps give the same depths. Tokens never depend on the depth.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +30,7 @@ RECONSIDER_EVERY = 8  # steps
 @dataclass(frozen=True)
 class Machine:
     """Seconds that a layer takes however few its rows are, and a draft (a layer, the head and what belongs to both);
-    bytes a second of weights, and multiply-adds a second x 2.
+    bytes a second of weights, and multiply-adds a second x 2; seconds of a sum over ranks.
 
     Orders of magnitude: a depth that is off by one costs a few percent.
     """
@@ -36,6 +39,7 @@ class Machine:
     draft_s: float
     bytes_per_s: float
     flops_per_s: float
+    sum_s: float = 0.0
 
 
 # Of a CPU: one core of an AMD EPYC (Zen 4) and the demo's model. A layer is a hundred small operations there, unless it
@@ -43,7 +47,8 @@ class Machine:
 MACHINES = {
     "cpu": Machine(5e-4, 1.3e-3, 1e10, 2e10),
     "native": Machine(1.2e-4, 3e-4, 5e10, 2.5e10),
-    "cuda": Machine(1.5e-4, 1.5e-4, 3.5e12, 5e14),
+    # Steps are graphs: on an H200, a layer of GLM-5 takes one rank of eight 70 us for one row, of which 20 are weights.
+    "cuda": Machine(5e-5, 2e-4, 3.5e12, 3e14, sum_s=6e-6),
 }
 
 
@@ -58,9 +63,10 @@ class StepCost:
     active_share: float
     row_flops: float
     draft_flops: float
+    num_ranks: int = 1
 
     @classmethod
-    def of(cls, cfg: ModelConfig, weight_bytes: float, machine: str) -> "StepCost":
+    def of(cls, cfg: ModelConfig, weight_bytes: float, machine: str, num_ranks: int = 1) -> "StepCost":
         """`weight_bytes`: of one weight. `machine`: of MACHINES; what is not known there counts as a CPU."""
         count = count_parameters(cfg)
         experts = count.by_part.get("experts", 0)
@@ -73,14 +79,30 @@ class StepCost:
             row_flops=2.0 * count.active,
             # One layer, and the head again.
             draft_flops=2.0 * (count.active / cfg.num_hidden_layers + cfg.vocab_size * cfg.hidden_size),
+            num_ranks=num_ranks,
         )
 
     def seconds(self, num_seqs: int, depth: int) -> float:
-        num_rows, machine = num_seqs * (1 + depth), self.machine
+        drafts = self.machine.draft_s + self._sums_s + num_seqs * self.draft_flops / self._rate
+        return self.seconds_of_rows(num_seqs * (1 + depth)) + depth * drafts
+
+    def seconds_of_rows(self, num_rows: int) -> float:
+        """Of a step of so many rows, decoding sequences' and prompts' alike, without drafts."""
         num_bytes = self.dense_bytes + self.expert_bytes * (1 - (1 - self.active_share) ** num_rows)
-        target = self.num_layers * machine.layer_s + num_bytes / machine.bytes_per_s
-        target += num_rows * self.row_flops / machine.flops_per_s
-        return target + depth * (machine.draft_s + num_seqs * self.draft_flops / machine.flops_per_s)
+        layers = self.num_layers * (self.machine.layer_s + self._sums_s)
+        return layers + num_bytes / (self.num_ranks * self.machine.bytes_per_s) + num_rows * self.row_flops / self._rate
+
+    def rows_within(self, seconds: float, limit: int) -> int:
+        """The most rows, 1 to `limit`, of a step that takes no longer than that; 1 if none does."""
+        return max(1, bisect_right(range(1, limit + 1), seconds, key=self.seconds_of_rows))
+
+    @property
+    def _sums_s(self) -> float:
+        return 2 * self.machine.sum_s if self.num_ranks > 1 else 0.0
+
+    @property
+    def _rate(self) -> float:
+        return self.num_ranks * self.machine.flops_per_s
 
 
 class AdaptiveDepth:

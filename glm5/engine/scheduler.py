@@ -329,6 +329,8 @@ class Scheduler:
     def _plan_prompts(self, plan: StepPlan, in_flight: list[InFlight], *, may_admit: bool) -> None:
         """Share the rest of the budget among prompts: first at most half of a step's each, then what is left over."""
         budget = self.config.max_tokens_per_step - plan.num_tokens
+        if plan.items and self.config.max_tokens_beside is not None:
+            budget = min(budget, self.config.max_tokens_beside)
         chunk = self.config.max_prompt_chunk or budget
         half = min(chunk, max(1, self.config.max_tokens_per_step // 2))
         shares: list[tuple[Sequence, int]] = []

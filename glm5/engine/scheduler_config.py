@@ -48,6 +48,8 @@ class SchedulerConfig:
     prefix_cache: bool = True
     max_prompt_chunk: int | None = None
     """Tokens of one prompt a step, beside the half-budget rule."""
+    max_tokens_beside: int | None = None
+    """Tokens of prompts in a step in which sequences decode: those wait as long as it takes."""
     headroom: float = 0.05
     """Share of the pages that stays available when a sequence is admitted beside others, for those to grow. Against
     none, in an overloaded pool: 2 % more steps, and 10 to 25 % fewer rows, which would have been computed twice."""
@@ -72,6 +74,8 @@ class SchedulerConfig:
         _check("max_tokens_per_step", self.max_tokens_per_step, enough, allowed)
         chunk = self.max_prompt_chunk
         _check("max_prompt_chunk", chunk, chunk is None or chunk >= 1, "None or at least 1")
+        beside = self.max_tokens_beside
+        _check("max_tokens_beside", beside, beside is None or beside >= 1, "None or at least 1")
         _check("tiers", self.tiers, self.prefix_cache or not self.tiers, "only with prefix_cache")
 
     def pages_for(self, num_tokens: int) -> int:

@@ -35,6 +35,24 @@ def settled(chosen: list[int]) -> int:
     return max(set(later), key=later.count)
 
 
+def test_ranks_share_weights_and_products_but_add_up():
+    cfg = preset("glm-5")
+    alone, eight = (StepCost.of(cfg, 1.0, "cuda", num_ranks) for num_ranks in (1, 8))
+    for num_seqs, depth in [(1, 0), (64, 3)]:
+        assert alone.seconds(num_seqs, depth) / 8 < eight.seconds(num_seqs, depth) < alone.seconds(num_seqs, depth) / 2
+    # docs/performance.md: 7 ms for one sequence, 40 for 128.
+    assert 5e-3 < eight.seconds(1, 0) < 9e-3
+    assert 3e-2 < eight.seconds(128, 0) < 5e-2
+
+
+def test_rows_that_fit_a_time():
+    cost = StepCost.of(preset("glm-5"), 1.0, "cuda", 8)
+    rows = cost.rows_within(0.05, 8192)
+    assert cost.seconds_of_rows(rows) <= 0.05 < cost.seconds_of_rows(rows + 1)
+    assert cost.rows_within(1e-6, 8192) == 1
+    assert cost.rows_within(100.0, 8192) == 8192
+
+
 def test_good_drafts_are_taken_bad_ones_are_not(rng):
     assert settled(simulated(AdaptiveDepth(5, COST), rng, 400, 4, 0.9)) >= 4
     assert settled(simulated(AdaptiveDepth(5, COST), rng, 400, 4, 0.05)) == 0

@@ -57,6 +57,15 @@ def test_a_largest_chunk():
     assert [rows(driver.step(submit(0, 16))), rows(driver.step()), rows(driver.step())] == [{0: 7}, {0: 7}, {0: 2}]
 
 
+def test_few_tokens_of_prompts_beside_those_that_decode():
+    driver = Driver(max_tokens_per_step=10, max_tokens_beside=3)
+    assert rows(driver.step(submit(0, 4))) == {0: 4}
+    assert [rows(driver.step(submit(1, 7))), rows(driver.step())] == [{0: 1, 1: 3}, {0: 1, 1: 3}]
+    driver.step(Abort((0,)))
+    assert rows(driver.step(submit(2, 30))) == {1: 1, 2: 3}
+    assert rows(driver.step(Abort((1,)))) == {2: 10}
+
+
 def test_first_come_first_served_within_priority():
     driver = Driver(max_num_seqs=1)
     driver.tell(submit(0, 4, 1, priority=1), submit(1, 4, 1, priority=1), submit(2, 4, 1))
