@@ -119,7 +119,7 @@ def transitions(settings: TransitionConfig) -> list[Done]:
         done: list[Done] = []
         for found in _as_they_end(seeds, start):
             done.append(found)
-            progress.update(1, seed=found.seed, part=found.part, accuracy=found.rows[0].accuracy)
+            progress.update(1, seed=found.seed, part=found.part, accuracy=max(row.accuracy for row in found.rows))
     return done
 
 
