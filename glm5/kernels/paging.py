@@ -30,6 +30,18 @@ def key_slots(keys_TK: Tensor, page_table_BN: Tensor, row_T: Tensor, page_size: 
     return pages_TK * page_size + keys_TK % page_size
 
 
+def slots_or_none(
+    keys_TK: Tensor, page_table_BN: Tensor, row_T: Tensor, end_T: Tensor, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Slot of each logical key, int32 [T, K], -1 for a key that is none or is not seen; and, int32 [T], in how many of
+    a row's places all of its slots lie."""
+    hidden_TK = (keys_TK < 0) | (keys_TK >= end_T[:, None])
+    slot_TK = key_slots(keys_TK.masked_fill(hidden_TK, 0), page_table_BN, row_T, page_size)
+    place_K = torch.arange(1, keys_TK.shape[1] + 1, dtype=torch.int32, device=keys_TK.device)
+    count_T = place_K.expand(keys_TK.shape).masked_fill(hidden_TK, 0).amax(dim=1)
+    return slot_TK.masked_fill_(hidden_TK, -1).int(), count_T
+
+
 def read_pages(pool_PZX: Pool, pages_N: Tensor) -> Tensor:
     """Pages [N, Z, X] in the pool's dtype, FP8 ones in float32."""
     if isinstance(pool_PZX, Fp8Keys):

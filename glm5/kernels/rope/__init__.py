@@ -8,7 +8,7 @@ from torch import Tensor
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.rope import complex as _complex
 from glm5.kernels.rope import reference as _reference
-from glm5.kernels.triton_support import chosen
+from glm5.kernels.triton_support import chosen, runs_on
 
 
 def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def rope(
 
     `turn_TR2`: `rope_turn` of the same table, for those who rotate by it more than once.
     """
-    if impl == "auto" and chosen(x):
+    if impl == "auto" and runs_on(x):
         impl = "triton"
     elif impl == "auto":
         impl = "complex" if x.dtype in (torch.float32, torch.float64) else "reference"
@@ -54,7 +54,10 @@ def rope(
     if impl == "complex":
         return _complex.rope(x, cos_TR2, sin_TR2, turn_TR2)
     if impl == "triton":
-        from glm5.kernels.rope.triton import rope as run
+        if chosen(x):
+            from glm5.kernels.rope.triton import rope as run
+        else:
+            from glm5.kernels.rope.triton import rope_with_gradient as run
 
         return run(x, cos_TR2, sin_TR2)
     raise unknown_impl("rope", impl, ("reference", "complex", "triton"))

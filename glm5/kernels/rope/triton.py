@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
@@ -65,3 +66,21 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
             **dependent_launch(x.device),
         )
     return out.view(x.shape)
+
+
+def rope_with_gradient(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
+    """The same, differentiable in x: what comes back is turned back."""
+    return _Rope.apply(x, cos_TR2, sin_TR2)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TR2, sin_TR2)
+        return rope(x, cos_TR2, sin_TR2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        cos_TR2, sin_TR2 = ctx.saved_tensors
+        return rope(grad, cos_TR2, -sin_TR2), None, None

@@ -15,6 +15,8 @@ from glm5.kernels.sparse_mla.invariant import sparse_mla as _invariant
 from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
 from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
 
+_TRAINED_HEADS = 64  # that fit into a program
+
 
 def sparse_mla(
     q_THL: Tensor,
@@ -26,7 +28,7 @@ def sparse_mla(
     *,
     scale: float,
     value_dim: int,
-    impl: Literal["auto", "gather", "chunked", "masked", "grouped", "invariant", "triton"] = "auto",
+    impl: Literal["auto", "gather", "chunked", "masked", "grouped", "invariant", "triton", "trained"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query over its selected visible keys (None: over all visible keys).
 
@@ -37,6 +39,7 @@ def sparse_mla(
     for few queries of each of many requests, on a CPU; no gradient. `invariant`: gathers, for one T and K a row's
     result depends on its query and keys alone, bit for bit; no gradient, and `keys_TK` must be given. `triton`: on a
     GPU, up to float32; no gradient.
+    `trained`: on a GPU, up to 64 heads and float32, differentiable; what is gathered exists block by block only.
     """
     if impl == "auto":
         impl = _cheaper(q_THL, latent_PZL, keys_TK, page_table_BN, end_T)
@@ -52,14 +55,17 @@ def sparse_mla(
         run = _invariant
     elif impl == "triton":
         from glm5.kernels.sparse_mla.triton import sparse_mla as run
+    elif impl == "trained":
+        from glm5.kernels.sparse_mla.triton_trained import sparse_mla as run
     else:
-        raise unknown_impl("sparse_mla", impl, ("gather", "chunked", "masked", "grouped", "invariant", "triton"))
+        allowed = ("gather", "chunked", "masked", "grouped", "invariant", "triton", "trained")
+        raise unknown_impl("sparse_mla", impl, allowed)
     return run(q_THL, latent_PZL, keys_TK, page_table_BN, row_T, end_T, scale=scale, value_dim=value_dim)
 
 
 def _cheaper(
     q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor
-) -> Literal["gather", "chunked", "masked", "grouped", "triton"]:
+) -> Literal["gather", "chunked", "masked", "grouped", "triton", "trained"]:
     """Which implementation is faster, from shapes; on a CPU also from the contexts' lengths.
 
     Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, `masked` wins up to 11
@@ -67,6 +73,9 @@ def _cheaper(
     """
     if triton_support.chosen(q_THL, *(() if isinstance(latent_PZL, tuple) else (latent_PZL,))):
         return "triton"
+    if keys_TK is not None and isinstance(latent_PZL, Tensor) and triton_support.runs_on(q_THL, latent_PZL):
+        if q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS:
+            return "trained"
     crowded = q_THL.shape[0] >= 16 * page_table_BN.shape[0]
     if not torch.is_grad_enabled() and few_queries(page_table_BN, end_T, q_THL.shape[1]):
         return "grouped"

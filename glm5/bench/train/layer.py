@@ -1,0 +1,127 @@
+"""One layer with experts at full size: forward, backward and optimizer, dense and sparse, by parts."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.bench.train.counts import PEAK, dense_attention, index_scores, layer_active, sparse_attention
+from glm5.config.model import ModelConfig
+from glm5.config.presets import preset
+from glm5.config.step import OptimizerConfig
+from glm5.model.block import DecoderLayer
+from glm5.model.packed import PackedView
+from glm5.model.seams import Rope
+from glm5.train.optim.build import INDEXER, Optimizers
+from glm5.train.optim.newton_schulz import flops, orthogonalize
+
+LAYER = 3
+WARM, REPEATS = 2, 5
+
+
+def layer_figures(num_tokens: int, *, stage: str) -> dict[str, Any]:
+    """Milliseconds of forward and of both passes, MFU, memory; `stage` dense or sparse (then the indexer learns)."""
+    cfg = preset("glm-5")
+    layer = _made(cfg)
+    x_TD = torch.randn(num_tokens, cfg.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    grad_TD = torch.randn_like(x_TD) * 1e-3
+    learns = stage == "sparse"
+    for name, weight in layer.named_parameters():
+        weight.requires_grad_(learns or INDEXER not in f".{name}")
+
+    def forward() -> tuple[Tensor, PackedView]:
+        view = PackedView([num_tokens], "cuda", stage="sparse" if learns else "dense", learn_index=learns)
+        rope = Rope.at(view.positions_T, cfg.qk_rope_head_dim, cfg.rope_theta, x_TD)
+        return layer(x_TD, rope, view, None)[0], view
+
+    def both() -> None:
+        out_TD, view = forward()
+        if learns:
+            torch.autograd.backward([out_TD, view.index_loss()], [grad_TD, None])
+        else:
+            out_TD.backward(grad_TD)
+        layer.zero_grad()
+        x_TD.grad = None
+
+    torch.cuda.reset_peak_memory_stats()
+    seconds = _timed(both)
+    peak = torch.cuda.max_memory_allocated()
+    ahead = _timed(forward)
+    attention = sparse_attention(cfg, num_tokens) if learns else dense_attention(cfg, num_tokens)
+    count = 6 * layer_active(cfg, indexer=learns) * num_tokens + 3 * attention
+    count += index_scores(cfg, num_tokens) * learns
+    return {
+        "stage": stage,
+        "tokens": num_tokens,
+        "parameters": sum(one.numel() for one in layer.parameters()),
+        "forward ms": ahead * 1e3,
+        "forward and backward ms": seconds * 1e3,
+        "TFLOP": count / 1e12,
+        "mfu": count / seconds / PEAK,
+        "peak GiB": peak / 2**30,
+    }
+
+
+def optimizer_figures() -> dict[str, Any]:
+    """Milliseconds of a step of Muon and AdamW with gradients and momentum in bfloat16, and the memory with it."""
+    layer = _made(preset("glm-5"))
+    named = {f"model.layers.{LAYER}.{name}": weight for name, weight in layer.named_parameters()}
+    optimizers = Optimizers(named, preset("glm-5"), OptimizerConfig(momentum_dtype="bfloat16"))
+    for weight in named.values():
+        weight.grad = torch.empty_like(weight).normal_(std=1e-3)
+    torch.cuda.reset_peak_memory_stats()
+    seconds = _timed(lambda: optimizers.step(1e-4), repeats=2)
+    cfg = preset("glm-5")
+    experts = cfg.n_routed_experts * 3 * flops(cfg.moe_intermediate_size, cfg.hidden_size)
+    return {
+        "optimizer ms": seconds * 1e3,
+        "of experts TFLOP": experts / 1e12,
+        "state GiB": optimizers.state_bytes() / 2**30,
+        "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def split_figures() -> dict[str, Any]:
+    """q_b_proj's orthogonalisation, whole and by heads."""
+    cfg = preset("glm-5")
+    rows, cols = cfg.num_attention_heads * cfg.qk_head_dim, cfg.q_lora_rank
+    grad = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
+    heads = grad.view(cfg.num_attention_heads, cfg.qk_head_dim, cols)
+    whole, split = flops(rows, cols), cfg.num_attention_heads * flops(cfg.qk_head_dim, cols)
+    return {
+        "whole GFLOP": whole / 1e9,
+        "split GFLOP": split / 1e9,
+        "whole ms": _timed(lambda: orthogonalize(grad)) * 1e3,
+        "split ms": _timed(lambda: orthogonalize(heads)) * 1e3,
+    }
+
+
+def _made(cfg: ModelConfig) -> DecoderLayer:
+    """Random weights on the GPU, without a copy in host memory."""
+    with torch.device("meta"):
+        layer = DecoderLayer(cfg, LAYER).to(torch.bfloat16)
+    layer = layer.to_empty(device="cuda")
+    gen = torch.Generator("cuda").manual_seed(0)
+    for weight in layer.parameters():
+        with torch.no_grad():
+            weight.fill_(1.0) if weight.dim() < 2 else weight.normal_(std=weight.shape[-1] ** -0.5, generator=gen)
+    for bias in layer.buffers():
+        bias.zero_()
+    return layer.train()
+
+
+def _timed(run: Callable[[], object], *, repeats: int = REPEATS) -> float:
+    """Seconds, the median."""
+    for _ in range(WARM):
+        run()
+    seconds = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)

@@ -1,0 +1,68 @@
+"""What attention with its gradient takes beside its inputs, by length: selected keys, and every earlier one."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.config.presets import preset
+from glm5.kernels.sequence_attention import sequence_attention
+from glm5.kernels.sparse_mla import sparse_mla
+
+
+def memory_figures(num_tokens: int, *, dense: bool) -> dict[str, Any]:
+    """GiB at the peak of both passes, beside what goes in; milliseconds. `dense`: keys and values expanded; else
+    selected keys of random places."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    run = _dense(num_tokens) if dense else _sparse(num_tokens)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    begin.record()
+    out = run()
+    middle.record()
+    out.backward(out.detach())
+    end.record()
+    end.synchronize()
+    return {
+        "attention": "dense" if dense else "sparse",
+        "tokens": num_tokens,
+        "inputs GiB": before / 2**30,
+        "beside GiB": (torch.cuda.max_memory_allocated() - before) / 2**30,
+        "forward ms": begin.elapsed_time(middle),
+        "backward ms": middle.elapsed_time(end),
+    }
+
+
+def _dense(num_tokens: int) -> Callable[[], Tensor]:
+    cfg = preset("glm-5")
+    widths = cfg.qk_head_dim, cfg.qk_head_dim, cfg.v_head_dim
+    q, k, v = (_leaf(num_tokens, cfg.num_attention_heads, width) for width in widths)
+    return lambda: sequence_attention(q, k, v, [num_tokens], scale=cfg.qk_head_dim**-0.5)[0]
+
+
+def _sparse(num_tokens: int) -> Callable[[], Tensor]:
+    cfg = preset("glm-5")
+    width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+    q, pool = _leaf(num_tokens, cfg.num_attention_heads, width), _leaf(1, num_tokens, width)
+    end_T = torch.arange(1, num_tokens + 1, device="cuda", dtype=torch.int32)
+    where = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros_like(end_T), end_T
+    keys_TK = _keys(end_T, cfg.index_topk)
+    sizes = {"scale": cfg.qk_head_dim**-0.5, "value_dim": cfg.kv_lora_rank}
+    return lambda: sparse_mla(q, pool, keys_TK, *where, **sizes)[0]
+
+
+def _leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+def _keys(end_T: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Distinct visible keys of every query, ascending: evenly spread, from a place of its own."""
+    place_K = torch.arange(top_k, device="cuda", dtype=torch.int32)
+    step_T1 = (end_T[:, None] // top_k).clamp_min(1)
+    keys_TK = place_K * step_T1 + (end_T[:, None] % step_T1)
+    return keys_TK.masked_fill(keys_TK >= end_T[:, None], -1)
