@@ -250,6 +250,8 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
     weights = Weights(model, source, group.shard)
     copies = _copies(config, cache, is_native=is_native)
+    machine = "native" if is_native else model.device.type
+    cost = StepCost.of(cfg, weight_bytes(model), machine, group.shard.size)
     scheduler = SchedulerConfig(
         page_size=PAGE_SIZE,
         num_pages=num_pages,
@@ -260,6 +262,7 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         launch_ahead=_launches_ahead(config, model),
         prefix_cache=config.enable_prefix_caching,
         max_prompt_chunk=config.long_prefill_token_threshold or None,
+        max_tokens_beside=_tokens_beside(config, cost),
         tiers=copies is not None,
         token_buckets=tuple(count for count in _TOKEN_BUCKETS if count < config.max_num_batched_tokens),
     )
@@ -299,7 +302,7 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         weights=weights,
         cache=cache,
         copies=copies,
-        depth=_adaptive(config, model, depth, is_native=is_native),
+        depth=AdaptiveDepth(depth, cost) if depth and config.adaptive_speculation else None,
     )
 
 
@@ -416,12 +419,10 @@ def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group
     return False
 
 
-def _adaptive(config: EngineConfig, model: Glm5, depth: int, *, is_native: bool) -> AdaptiveDepth | None:
-    if not (depth and config.adaptive_speculation):
+def _tokens_beside(config: EngineConfig, cost: StepCost) -> int | None:
+    if config.max_inter_token_ms is None:
         return None
-    return AdaptiveDepth(
-        depth, StepCost.of(model.cfg, weight_bytes(model), "native" if is_native else model.device.type)
-    )
+    return cost.rows_within(config.max_inter_token_ms / 1e3, config.max_num_batched_tokens)
 
 
 def _launches_ahead(config: EngineConfig, model: Glm5) -> bool:
