@@ -262,6 +262,8 @@ class Recipe(Section):
     """Processes that make sequences ahead of training. 0: a thread, which is enough on a CPU."""
     deterministic: bool = False
     """Sums on a GPU are taken in one order: a run that goes on ends in the same bits as one that was not cut off."""
+    tensorboard: bool = False
+    """Write TensorBoard's files too, into OUT/tensorboard. Needs the extra tensorboard."""
     peak_tflops: Positive | None = None
     """What the device can do in this dtype; with it, MFU is shown."""
     skip_steps: Annotated[int, Field(ge=0)] = 0

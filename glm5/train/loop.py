@@ -152,7 +152,9 @@ class _Stage:
             raise KeyboardInterrupt
 
     def _watch(self) -> Watch | Silent:
-        return Watch(self.run_.out, self.stage, self.position.step) if self.trainee.is_first else Silent()
+        if not self.trainee.is_first:
+            return Silent()
+        return Watch(self.run_.out, self.stage, self.position.step, tensorboard=self.recipe.tensorboard)
 
     def _draws(self, step: int) -> range:
         return self.trainee.share(self.schedule.draws(step))

@@ -30,7 +30,7 @@ from glm5.config.train import Recipe
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-HARMLESS = {"out", "device", "checkpoints", "peak_tflops", "skip_steps", "workers"}
+HARMLESS = {"out", "device", "checkpoints", "peak_tflops", "skip_steps", "workers", "tensorboard"}
 """Keys of a recipe that a run may go on with changed."""
 
 

@@ -1,4 +1,4 @@
-"""What a run says while it goes: a line a step in a log, a bar on a terminal, and JSON lines always.
+"""What a run says while it goes: a line a step in a log, a table on a terminal, and JSON lines always.
 
     MFU = (6 N_active + 6 L H (qk + v) mean context) tokens/s / peak
 
@@ -16,10 +16,11 @@ from typing import Any, Self, TextIO
 
 import torch
 
-from glm5.common.progress import Progress
+from glm5.common.extras import require
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
 from glm5.config.train import StageConfig
+from glm5.train.live import LEAST_WIDTH, Live, clock_of, columns
 from glm5.train.state import writing_to
 from glm5.train.step import Phase
 from glm5.train.window import keys_read
@@ -42,10 +43,15 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, phase: Phase) -> float:
 class Watch:
     """Figures of a stage, step by step. Lines of steps that are done again after a kill are taken back first."""
 
-    def __init__(self, out: Path, stage: StageConfig, first: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, out: Path, stage: StageConfig, first: int, stream: TextIO | None = None, *, tensorboard: bool = False
+    ) -> None:
+        """`tensorboard`: write its files too, into OUT/tensorboard, a folder for each stage. Raises MissingExtra."""
         self._file, self._stage = out / FILE, stage
         self._stream = sys.stderr if stream is None else stream
-        self._progress = Progress(stage.steps - first, "step", stage.name, self._stream)
+        is_wide = columns(self._stream) >= LEAST_WIDTH
+        self._live = Live(f"{stage.name} ({stage.kind})", stage.steps, first, self._stream) if is_wide else None
+        self._board = _board(out / "tensorboard" / stage.name) if tensorboard else None
         self._first = first
         self._start = time.monotonic()
 
@@ -53,35 +59,34 @@ class Watch:
         with writing_to(self._file):
             _take_back(self._file, self._stage.name, self._first)
             self._handle = self._file.open("a", encoding="utf-8")
-        if self._stream.isatty():
-            self._progress.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._handle.close()
-        if self._stream.isatty():
-            self._progress.__exit__(*error)
+        if self._board is not None:
+            self._board.close()
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
         """The figures of a step that is done, step counting from 1."""
         self._write({"stage": self._stage.name, "step": step, **figures})
-        shown = {name: figures[name] for name in _SHOWN if name in figures}
-        if self._stream.isatty():
-            self._progress.update(1, **shown)
+        if self._live is not None:
+            self._live.step(step, figures)
             return
+        shown = {name: figures[name] for name in _SHOWN if name in figures}
         done = step - self._first
         eta = (time.monotonic() - self._start) / max(done, 1) * (self._stage.steps - step)
         text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        self._line(f"{self._stage.name} {step}/{self._stage.steps}: {text}, ETA {_clock(eta)}")
+        self._line(f"{self._stage.name} {step}/{self._stage.steps}: {text}, ETA {clock_of(eta)}")
 
     def held_out(self, step: int, figures: Mapping[str, float]) -> None:
         """The figures of an evaluation behind a step."""
         self._write({"stage": self._stage.name, "step": step, "held out": True, **figures})
-        if not self._stream.isatty():
-            text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-            self._line(f"{self._stage.name} {step}/{self._stage.steps}: {text}")
-        else:
-            self._progress.update(0, **figures)
+        if self._live is not None:
+            self._live.held_out(figures)
+            self._live.leave()  # what is said of a checkpoint comes below
+            return
+        text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        self._line(f"{self._stage.name} {step}/{self._stage.steps}: {text}")
 
     def _line(self, text: str) -> None:
         self._stream.write(text + "\n")
@@ -91,6 +96,10 @@ class Watch:
         with writing_to(self._file):
             self._handle.write(json.dumps({key: _short(value) for key, value in record.items()}) + "\n")
             self._handle.flush()
+            if self._board is not None:
+                for name, value in record.items():
+                    if isinstance(value, float):
+                        self._board.add_scalar(name, value, record["step"])
 
 
 class Silent:
@@ -145,7 +154,7 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
+def _board(folder: Path) -> Any:
+    """TensorBoard's writer. Torch's own module asks for the package; that is the one that may be missing."""
+    require("tensorboard", "tensorboard")
+    return require("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
