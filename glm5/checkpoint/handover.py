@@ -34,7 +34,7 @@ def hand_over(tensors: Mapping[str, Tensor]) -> Path:
     if odd := [f"{name} is {tensor.dtype}" for name, tensor in parts if tensor.dtype not in CODES]:
         raise CheckpointError(f"{odd[0]}; allowed: {', '.join(str(dtype) for dtype in CODES)}")
     layout = [TensorLayout(name, CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in parts]
-    folder = Path(tempfile.mkdtemp(prefix="glm5-weights-", dir=_room_for(sum(each.num_bytes for each in layout))))
+    folder = Path(tempfile.mkdtemp(prefix="glm5-weights-", dir=room_for(sum(each.num_bytes for each in layout))))
     try:
         write_shards(folder, layout, (tensor for _, tensor in parts), MAX_SHARD_BYTES, desc="handing over weights")
     except BaseException as error:
@@ -45,7 +45,8 @@ def hand_over(tensors: Mapping[str, Tensor]) -> Path:
     return folder
 
 
-def _room_for(num_bytes: int) -> Path:
+def room_for(num_bytes: int) -> Path:
+    """A folder with room for so much, in memory if it can be. Raises CheckpointError where there is none."""
     places = [_MEMORY, Path(tempfile.gettempdir())]
     free = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
     for place, room in free.items():

@@ -1,14 +1,17 @@
 """`glm5 train`: the stages of a recipe."""
 
 import argparse
+import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from glm5.cli.flags import add_flags, read
 from glm5.common.console import out
+from glm5.common.errors import UsageError
 from glm5.config.quantize import QuantizeConfig
-from glm5.config.train import TrainConfig, read_recipe
+from glm5.config.train import Recipe, TrainConfig, read_recipe
 
 
 def add(subparsers: Any) -> None:
@@ -26,12 +29,51 @@ def run(args: argparse.Namespace) -> int:
 
         out(estimate(recipe))
         return 0
-    from glm5.train.loop import train
+    if settings.nproc is not None and settings.nproc > 1:
+        _launch(settings)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _rank(settings, recipe)
+    else:
+        from glm5.train.loop import train
 
-    out(f"trained: {train(recipe, Path(settings.recipe).parent, restart=settings.restart)}")
+        out(f"trained: {train(recipe, Path(settings.recipe).parent, restart=settings.restart)}")
     for stage in recipe.stage:
         if stage.qat is not None:
             _pack(recipe.folder / stage.name)
+    return 0
+
+
+def _launch(settings: TrainConfig) -> None:
+    """This command again, once for each rank."""
+    from glm5.train.parallel.launch import launch
+
+    if "RANK" in os.environ:
+        raise UsageError(f"--nproc {settings.nproc}: this process is rank {os.environ['RANK']} of a launcher already")
+    changes = ["--set", *settings.set] if settings.set else []
+    command = [sys.executable, "-m", "glm5", "train", settings.recipe, *changes]
+    launch([*command, "--restart"] if settings.restart else command, settings.nproc or 1, os.environ)
+
+
+def _rank(settings: TrainConfig, recipe: Recipe) -> int:
+    """One of several processes, as torchrun starts them: the environment says which. The first one speaks."""
+    from glm5.train.parallel.run import Rank, train_shared
+
+    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    if missing := [name for name, value in given.items() if not value]:
+        raise UsageError(f"WORLD_SIZE says several processes, but {missing[0]} is not set; start them with torchrun")
+    rank = Rank(
+        rank=int(os.environ["RANK"]),
+        world=int(os.environ["WORLD_SIZE"]),
+        local=int(os.environ.get("LOCAL_RANK", "0")),
+        address=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+    if rank.rank:
+        logging.getLogger("glm5").setLevel(logging.WARNING)
+    best = train_shared(recipe, Path(settings.recipe).parent, rank, restart=settings.restart)
+    if not rank.rank:
+        out(f"trained: {best}")
     return 0
 
 

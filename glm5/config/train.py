@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from glm5.common.errors import ConfigError
 from glm5.config.command import Command, Positional
 from glm5.config.model import ModelConfig
+from glm5.config.parallel import ParallelConfig
 from glm5.config.presets import PresetName, preset
 from glm5.config.refusal import complaint, first_error, refuse
 from glm5.config.step import LossConfig, NotNegative, OptimizerConfig, Positive, Section, WindowConfig
@@ -40,6 +41,8 @@ class TrainConfig(Command):
     """KEY=VALUE: a value of the recipe by its path, such as stage.0.steps=10."""
     dry_run: bool = False
     """Print the resolved recipe and what it needs in parameters, memory and time; train nothing."""
+    nproc: Count | None = None
+    """Processes that train together, on this machine. Default: this one alone, or those that torchrun has started."""
     restart: bool = False
     """Throw away what the folder of the run holds, and begin anew."""
 
@@ -272,6 +275,8 @@ class Recipe(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     losses: LossConfig = LossConfig()
     checkpoints: Checkpoints = Checkpoints()
+    parallel: ParallelConfig = ParallelConfig()
+    """How the run is dealt out, where there are several processes."""
     stage: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
 
     @property

@@ -1,6 +1,7 @@
 """What a run needs to go on: one file, replaced as a whole, and the folders of checkpoints beside it.
 
     OUT/state.pt              weights, optimizer, and how far the run is
+    OUT/state-*.pt            where several processes train: their rows of weights and optimizer (parts.py)
     OUT/STAGE/step-00000500   checkpoints in the published layout; OUT/STAGE/last and best point to two of them
     OUT/run.lock              held while a process trains there
 
@@ -15,7 +16,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from glm5.config.train import Recipe
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-HARMLESS = {"out", "device", "checkpoints", "peak_tflops", "skip_steps", "workers", "tensorboard"}
+HARMLESS = {"out", "device", "checkpoints", "peak_tflops", "skip_steps", "workers", "parallel"}
 """Keys of a recipe that a run may go on with changed."""
 
 
@@ -60,7 +61,7 @@ class Store:
         if not self.file.exists():
             return None
         try:
-            state = torch.load(self.file, weights_only=True, map_location="cpu")
+            state = torch.load(self.file, weights_only=True, map_location="cpu", mmap=True)
             position, recipe = Position(**state["position"]), json.loads(state["recipe"])
         except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
             raise TrainingError(
@@ -80,8 +81,18 @@ class Store:
             )
         return position, state
 
-    def write(self, position: Position, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
-        """Replace the state. Raises `TrainingError` when it cannot be written; the one before is then still there."""
+    def write(
+        self,
+        position: Position,
+        model: Mapping[str, Any],
+        optimizer: Mapping[str, Any],
+        *,
+        parts: Sequence[str] = (),
+    ) -> None:
+        """Replace the state. Raises `TrainingError` when it cannot be written; the one before is then still there.
+
+        `parts`: files in the folder that hold weights and optimizer in the place of `model` and `optimizer`.
+        """
         state = {
             "version": VERSION,
             "recipe": json.dumps(self._recipe),
@@ -89,9 +100,11 @@ class Store:
             "position": asdict(position),
             "model": model,
             "optimizer": optimizer,
+            "parts": list(parts),
         }
         with writing_to(self.file), atomic_write(self.file, "wb") as handle:
             torch.save(state, handle)
+        _drop_parts(self.out, keep=parts)
 
     def stage_folder(self, stage: str) -> Path:
         return self.out / stage
@@ -154,6 +167,7 @@ def locked(out: Path) -> Generator[None, None, None]:
 
 def clear(out: Path, recipe: Recipe) -> None:
     """Throw away what a run of this recipe has left in `out`; other files stay."""
+    _drop_parts(out, keep=())
     for name in ("state.pt", "metrics.jsonl", "recipe.json", "report.html"):
         (out / name).unlink(missing_ok=True)
     for name in ("data", "tokenizer"):
@@ -166,6 +180,12 @@ def clear(out: Path, recipe: Recipe) -> None:
                     path.unlink()
                 elif re.fullmatch(r"step-\d{8,}", path.name):
                     shutil.rmtree(path)
+
+
+def _drop_parts(out: Path, keep: Sequence[str]) -> None:
+    for file in out.glob("state-*.pt"):
+        if file.name not in keep:
+            file.unlink(missing_ok=True)
 
 
 def _difference(old: Any, new: Any, path: str = "") -> str:

@@ -18,6 +18,7 @@ from glm5.train.data.sources import Row
 from glm5.train.evaluate import held_out
 from glm5.train.masters import Masters
 from glm5.train.optim.build import Optimizers
+from glm5.train.parts import whole_state
 from glm5.train.qat import make_aware
 from glm5.train.recall import attention_recall
 from glm5.train.stages import choose_parameters, losses_of, phase_of
@@ -34,6 +35,7 @@ class Trainee:
     """Of the stage that has begun."""
 
     def __init__(self, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
+        saved = None if saved is None else whole_state(saved, builder.out)
         self.recipe, self.builder, self._saved = recipe, builder, saved
         self.device = device_of(recipe.device)
         self.model = builder.model(self.device)

@@ -21,7 +21,7 @@ from glm5.model.glm5 import Glm5
 from glm5.parallel.group import Meeting, store_at
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
-from glm5.train.parallel.build import build, fill, put_rows
+from glm5.train.parallel.build import build, fill, put_rows, take_rows
 from glm5.train.parallel.context import CutBatch
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.pipeline import PipelineStep
@@ -169,12 +169,12 @@ def _child(link: Any, work: Callable[..., Any], rank: int, port: int, args: tupl
 
 
 def _rank(rank: int, port: int, job: Job) -> Done:
-    mesh = mesh_of(job.parallel, job.world, job.cfg)
+    mesh = mesh_of(job.parallel, job.world)
     team = Team(mesh, rank, torch.device("cpu"), store_at(port, job.world), timeout_s=SECONDS)
     depth = job.losses.mtp_depth
     part = build(job.cfg, team, job.parallel, dtype=job.dtype, compute=job.dtype, mtp_depth=depth, prepare=job.choose)
     whole = job.model().state_dict()
-    fill(part, rank, whole.__getitem__)
+    fill(part, rank, lambda name, spans: take_rows(whole[name], spans), whole.__getitem__)
     optimizers = Kept(part.local, job.cfg, job.optimizer, shards_of(part.places, team))
     if mesh.pipeline == 1:
         step = SharedStep(part.root, team, optimizers, job.losses, job.phase)

@@ -10,7 +10,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.parallel import ParallelConfig
 from glm5.model.glm5 import Glm5
 from glm5.train.parallel.deferred import Queue, defer_linears
-from glm5.train.parallel.places import Places
+from glm5.train.parallel.places import Places, Span
 from glm5.train.parallel.shards import Root, deal_experts, local_parameters, shard
 from glm5.train.parallel.stages import keep_stage
 from glm5.train.parallel.team import Team
@@ -20,14 +20,15 @@ from glm5.train.parallel.team import Team
 class Part:
     """This rank's part of a model: `local` are its rows of the parameters, in the memory of `root`'s shards.
 
-    `copies`: likewise, of parameters that are another stage's. `compute`: the dtype of passes.
-    `queue`: where gradients of weights wait, if they do.
+    `copies`: likewise, of parameters that are another stage's. `dtype`: of parameters; `compute`: of
+    passes. `queue`: where gradients of weights wait, if they do.
     """
 
     root: Root
     places: Places
     local: dict[str, nn.Parameter]
     copies: dict[str, nn.Parameter]
+    dtype: torch.dtype
     compute: torch.dtype
     queue: Queue | None = None
 
@@ -66,26 +67,27 @@ def build(
     root.to_empty(device=team.device)
     local = local_parameters(model)
     copies = {name: local.pop(name) for name in list(local) if places.stage(name) != stage}
-    return Part(root, places, local, copies, compute, queue)
+    return Part(root, places, local, copies, dtype, compute, queue)
 
 
 @torch.no_grad()
-def fill(part: Part, rank: int, weight_of: Callable[[str], Tensor]) -> None:
-    """With this rank's rows of whole tensors, and its buffers."""
+def fill(
+    part: Part, rank: int, rows_of: Callable[[str, list[Span]], Tensor], buffer_of: Callable[[str], Tensor]
+) -> None:
+    """With rows of weights by name and spans, and buffers by name."""
     for name, mine in part.local.items():
-        whole = weight_of(name)
-        mine.copy_(rows_of(whole, part.places.spans(name, rank)).view_as(mine))
+        mine.copy_(rows_of(name, part.places.spans(name, rank)).view_as(mine))
     for name, buffer in part.buffers.items():
-        buffer.copy_(weight_of(name))
+        buffer.copy_(buffer_of(name))
 
 
-def rows_of(whole: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+def take_rows(whole: Tensor, spans: list[Span]) -> Tensor:
     """The rows of the spans, below each other; of a vector, its values."""
     rows = whole if whole.dim() == 1 else whole.reshape(-1, whole.shape[-1])
     return torch.cat([rows[start:stop] for start, stop in spans]) if spans else rows[:0]
 
 
-def put_rows(whole: Tensor, spans: list[tuple[int, int]], part: Tensor) -> None:
+def put_rows(whole: Tensor, spans: list[Span], part: Tensor) -> None:
     """The reverse: write a rank's rows into the whole tensor."""
     rows = whole if whole.dim() == 1 else whole.view(-1, whole.shape[-1])
     part = part.reshape(-1, *rows.shape[1:])

@@ -46,7 +46,7 @@ class CutBatch(Batch):
         assert self.mine_T is not None, "made by CutBatch.of"
 
     @cached_property
-    def _place_T(self) -> Tensor:
+    def _place_T(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Of each token of the whole batch, where it lies here, or -1."""
         place_T = torch.full_like(self.whole.ids_T, -1)
         place_T[self.mine_T] = torch.arange(len(self.mine_T), device=place_T.device)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.parallel import ParallelConfig
+from glm5.config.train import StageConfig
+from glm5.train.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Mesh:
         return [one for one in self.stage_ranks(rank) if one % self.expert == rank % self.expert]
 
 
-def mesh_of(cfg: ParallelConfig, world: int, model: ModelConfig) -> Mesh:
+def mesh_of(cfg: ParallelConfig, world: int) -> Mesh:
     """For `world` processes. Raises ConfigError where something does not divide."""
     data, rest = divmod(world, cfg.pipeline * cfg.context)
     if rest or not data:
@@ -75,9 +77,21 @@ def mesh_of(cfg: ParallelConfig, world: int, model: ModelConfig) -> Mesh:
             f"parallel: pipeline {cfg.pipeline} x context {cfg.context} does not divide {world} processes; "
             f"start a multiple of {cfg.pipeline * cfg.context}"
         )
-    shards = data * cfg.context
-    if shards % cfg.expert:
-        raise ConfigError(f"parallel.expert: {cfg.expert} does not divide the {shards} ranks of a stage")
-    if model.n_routed_experts % cfg.expert:
-        raise ConfigError(f"parallel.expert: {cfg.expert} does not divide the {model.n_routed_experts} experts")
+    if data * cfg.context % cfg.expert:
+        raise ConfigError(f"parallel.expert: {cfg.expert} does not divide the {data * cfg.context} ranks of a stage")
     return Mesh(cfg.pipeline, data, cfg.context, cfg.expert)
+
+
+def check_stage(mesh: Mesh, model: ModelConfig, stage: StageConfig) -> None:
+    """Raises ConfigError where experts or the sequences of a step cannot be dealt out evenly."""
+    if model.n_routed_experts % mesh.expert:
+        raise ConfigError(f"parallel.expert: {mesh.expert} does not divide the {model.n_routed_experts} experts")
+    if stage.window is not None and mesh.context > 1:
+        raise ConfigError(f"stage {stage.name}: windows are not read across ranks; set parallel.context=1")
+    schedule = Schedule(stage)
+    for step in range(stage.growing_steps + 1):
+        if len(schedule.draws(step)) % mesh.data:
+            raise ConfigError(
+                f"stage {stage.name}: {len(schedule.draws(step))} sequences in step {step + 1} cannot be dealt out to "
+                f"{mesh.data} ranks; sequences must be a multiple of it in every step"
+            )

@@ -146,7 +146,7 @@ class PipelineStep(SharedStep):
         return self._ready[num_passes]
 
     def _on_stage(self, given: Tensor, number: Tensor) -> Tensor:
-        """The residual stream for the next stage, padded to the size that all passes have; of the last one, its loss."""
+        """The residual stream for the next stage, padded to the size that all passes have; of the last, its loss."""
         batches, totals = self._passing
         batch = batches[int(number)]
         view = self._view(batch)

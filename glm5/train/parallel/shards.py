@@ -32,7 +32,7 @@ from glm5.train.parallel.team import Team
 class Root(nn.Module):
     """Runs any work on the model's weights: FSDP sees one module's pass, whatever parts of the model are called.
 
-    A schedule of a pipeline, which gives a stage its input and the number of the pass, gets what `on_stage` makes of it.
+    A pipeline's schedule, which gives a stage its input and the number of the pass, gets what `on_stage` makes of it.
     """
 
     on_stage: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -90,6 +90,7 @@ def shard(model: Glm5, team: Team, places: Places, compute: torch.dtype) -> Root
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return root
 
 

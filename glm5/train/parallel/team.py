@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ class Team:
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, store: dist.Store, *, timeout_s: float) -> None:
         self.mesh, self.rank, self.device, self.store = mesh, rank, device, store
         begin(Shard(rank, mesh.size), device, store, timeout_s=timeout_s)
+        if rank == 0:
+            store.set("run", uuid4().hex[:12])
+        self.run = store.get("run").decode()
+        """A name that all ranks of this run share, and no other run has."""
         timeout = timedelta(seconds=timeout_s)
 
         def of(ranks_of: Callable[[int], list[int]]) -> Group:

@@ -1,0 +1,65 @@
+"""Whole tensors on the first rank, one after the other: what writes checkpoints and pushes weights takes them.
+
+Every rank runs the same sequence; the others send their rows. The first one holds one tensor at a time, or the two of a
+layer's experts, on the host.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from glm5.checkpoint.names import slot_of
+from glm5.config.tensors import tensor_specs
+from glm5.train.parallel.build import Part, put_rows
+from glm5.train.parallel.team import Team
+
+
+def parameters_in_order(part: Part) -> list[str]:
+    """As a checkpoint's inventory names them first."""
+    return list(dict.fromkeys(slot_of(spec.name).parameter for spec in tensor_specs(part.model.cfg)))
+
+
+@torch.no_grad()
+def whole_tensors(part: Part, team: Team) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor on the host) of every parameter and buffer, in order. On other ranks than the first nothing comes;
+    they must be run to the end too."""
+    mine = {**part.local, **part.buffers}
+    for name in parameters_in_order(part):
+        if name not in part.places.shapes:  # a buffer: whole wherever its layer is
+            holder = part.places.stage(name) * team.mesh.shards
+            spans_of = {holder: None}
+        else:
+            spans_of = {rank: spans for rank in range(team.mesh.size) if (spans := part.places.spans(name, rank))}
+        if team.rank in spans_of and not team.is_first:
+            dist.send(mine[name].detach().contiguous(), dst=0)
+        if team.is_first:
+            yield name, _received(part, team, name, mine, spans_of)
+
+
+def _received(
+    part: Part, team: Team, name: str, mine: dict[str, Tensor], spans_of: dict[int, list[tuple[int, int]] | None]
+) -> Tensor:
+    places, whole = part.places, None
+    for rank, spans in spans_of.items():
+        if rank == team.rank:
+            rows = mine[name].detach()
+        else:
+            shape, dtype = _expected(part, name, rank)
+            rows = torch.empty(shape, dtype=dtype, device=team.device)
+            dist.recv(rows, src=rank)
+        if spans is None:
+            return rows.cpu()
+        if whole is None:
+            whole = torch.empty(places.shapes[name], dtype=rows.dtype)
+        put_rows(whole, spans, rows.cpu())
+    assert whole is not None
+    return whole
+
+
+def _expected(part: Part, name: str, rank: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of what `rank` sends."""
+    if name in part.places.shapes:
+        return part.places.local_shape(name, rank), part.dtype
+    return (part.model.cfg.n_routed_experts,), torch.float32  # a router's bias, which no cast reaches

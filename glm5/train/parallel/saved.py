@@ -1,0 +1,84 @@
+"""The state of a run, written by every process for itself while training goes on.
+
+    each rank   its rows to state-RUN-NUMBER-RANK.pt, on a thread, from copies on the host
+    first rank  when all parts lie there: state.pt, which names them; parts that it does not name go
+
+So state.pt is replaced at once, and what it names is whole. The next state is written when this one is.
+"""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.common.atomic import atomic_write
+from glm5.common.errors import TrainingError
+from glm5.train.optim.build import Optimizers
+from glm5.train.parallel.build import Part
+from glm5.train.state import Position, Store, writing_to
+
+_LOOKS_EVERY_S = 0.01
+
+
+class StateWriter:
+    """Of rank `rank` of `size`. `run`: a name that all ranks of this run share, and no other run has."""
+
+    def __init__(self, rank: int, size: int, run: str, *, timeout_s: float) -> None:
+        self.rank, self.size, self.run, self.timeout_s = rank, size, run, timeout_s
+        self._number = 0
+        self._pool = ThreadPoolExecutor(1, "state")
+        self._writing: Future[None] | None = None
+
+    def write(self, store: Store, position: Position, part: Part, optimizers: Optimizers) -> None:
+        """Begin to write. Raises TrainingError where the state before could not be written."""
+        self.finish()
+        self._number += 1
+        names = [f"state-{self.run}-{self._number}-{rank}of{self.size}.pt" for rank in range(self.size)]
+        content, position = content_of(part, self.rank, optimizers), deepcopy(position)
+        self._writing = self._pool.submit(self._write, store, position, names, content)
+
+    def finish(self) -> None:
+        """Wait for what is being written. Raises TrainingError where it could not be."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _write(self, store: Store, position: Position, names: list[str], content: dict[str, Any]) -> None:
+        file = store.out / names[self.rank]
+        with writing_to(file), atomic_write(file, "wb") as handle:
+            torch.save(content, handle)
+        if self.rank == 0:
+            self._await([store.out / name for name in names])
+            store.write(position, {}, {}, parts=names)
+
+    def _await(self, files: list[Path]) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while missing := [file.name for file in files if not file.exists()]:
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"the state was not written: {missing[0]} is missing after {self.timeout_s:.0f} s; what was there "
+                    "before is unchanged"
+                )
+            time.sleep(_LOOKS_EVERY_S)
+
+
+def content_of(part: Part, rank: int, optimizers: Optimizers) -> dict[str, Any]:
+    """A part as `train/parts.py` has it, on the host: training may go on."""
+    spans = {name: part.places.spans(name, rank) for name in part.local}
+    return {
+        "spans": spans,
+        "shapes": {name: part.places.shapes[name] for name in part.local},
+        "weights": {name: _copied(weight) for name, weight in part.local.items()},
+        "optimizer": {
+            name: {key: _copied(one) for key, one in state.items()} for name, state in optimizers.state_dict().items()
+        },
+        "buffers": {name: _copied(one) for name, one in part.buffers.items()},
+    }
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
