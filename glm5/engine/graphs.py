@@ -35,6 +35,7 @@ from glm5.kernels.settle import Settled, settle
 from glm5.kernels.step_rows import StepRows
 
 KINDS = (0, Feature.RANDOM)  # of sampling, that are captured
+_NEAR = 3  # reaches whose graphs are captured before the first request
 _REACHES = (1, 2, 4, 16, 64)  # times index_topk; then the longest context
 
 
@@ -129,6 +130,7 @@ class DecodeSteps:
         self.passes, self.cache, self.slots, self.sampler, self.drafter = passes, cache, slots, sampler, drafter
         self.graphs, self.reaches, self.routing = graphs, reaches, routing
         self._buffers: dict[Shape, Buffers] = {}
+        self._is_warm = False
 
     def run(self, batch: Batch, shape: Shape, max_end: int, draft_depth: int) -> tuple[Buffers, Sampled | None]:
         """Enqueue a step. Of what was sampled, only log-probabilities are not in the buffers."""
@@ -167,20 +169,21 @@ class DecodeSteps:
                     self._draft(buffers, reach, shape.depth, KINDS[0], buffers.padding.slot_C)
             self._sample(buffers, KINDS[0], buffers.padding.sample_slot_Q)
             yield done, len(shapes)
+        self._is_warm = True
 
     def capture_all(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Capture graphs for these numbers of sequences and depths, the largest first: (done, all) as it goes.
         Kernels must have been compiled.
 
-        Every graph of greedy sampling, and the targets of all. Random draws have no kernels of our own: a first one
-        takes milliseconds longer.
+        Contexts within the nearest reaches, greedy sampling and the targets of all; every other graph is captured when
+        there is a first step of it. Random draws have no kernels of our own: a first one takes milliseconds longer.
         """
         shapes = _shapes(num_seqs, depths)
         for done, shape in enumerate(shapes, start=1):
             self.graphs.forget_if_moved()
             buffers = self.buffers(shape)
             slots, rows = buffers.padding.slot_C, buffers.padding.sample_slot_Q
-            for reach in reversed(self.reaches):
+            for reach in reversed(self.reaches[:_NEAR]):
                 self._graph(buffers, ("target", shape, reach), partial(self._target, buffers, reach), warm=False)
                 if shape.depth:
                     draft = partial(self._draft, buffers, reach, shape.depth, KINDS[0], slots)
@@ -244,10 +247,10 @@ class DecodeSteps:
 
     def _do(self, buffers: Buffers, key: Hashable, piece: Piece) -> None:
         if self.graphs.captures:
-            self._graph(buffers, key, piece)
+            self._graph(buffers, key, piece, warm=not self._is_warm)
         self.graphs.run(key, piece)
 
-    def _graph(self, buffers: Buffers, key: Hashable, piece: Piece, *, warm: bool = True) -> None:
+    def _graph(self, buffers: Buffers, key: Hashable, piece: Piece, *, warm: bool) -> None:
         """Capture the graph of a piece, if it is missing. Nobody's rows warm it up: state is left as it is."""
         if self.graphs.has(key):
             return

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,12 +21,13 @@ from glm5.engine.graphs import DecodeSteps
 from glm5.engine.prompts import PromptSteps
 from glm5.engine.runner import Runner
 from glm5.engine.scheduler_config import SchedulerConfig
-from glm5.kernels.compile_ahead import MAX_THREADS, Wanted, compile_all, missing
+from glm5.kernels.compile_ahead import Compilers, missing
 from glm5.kernels.kernel_count import mark_ready
 from glm5.kernels.triton_support import installed
 from glm5.parallel.group import Group, least
 
 _MIB = 1 << 20
+_MAX_COMPILERS = 32
 Progress = Callable[[str, float], None]
 
 
@@ -60,14 +62,22 @@ def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: 
     depths = range(config.max_depth, -1, -1)
     with _few_layers(runner, steps, prompts):
         if installed():
-            with missing() as wanted:
-                _rehearse(steps, prompts, buckets, counts, depths, lambda share: on_progress("finding kernels", share))
-            _compile(wanted, group, device, lambda share: on_progress("compiling kernels", share))
+            with Compilers(_num_compilers(group)) as compilers:
+                with missing() as wanted:
+                    say = partial(on_progress, "finding kernels")
+                    _rehearse(steps, prompts, buckets, counts, depths, say)
+                on_progress("compiling kernels", 0.0)
+                mine = wanted[group.shard.rank :: group.shard.size]
+                compilers.compile(mine, lambda done: on_progress("compiling kernels", done / len(mine)))
+                if group.shard.size > 1:
+                    least(group, [0], device)  # all have come here, and what they compiled is on disk
+                    compilers.compile(wanted, lambda _done: None)
         _rehearse(steps, prompts, buckets, counts, depths, lambda share: on_progress("loading kernels", share))
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # graphs have memory of their own
     warm = time.monotonic()
-    for done, of in steps.capture_all(counts, depths):
+    # Between none and as many as can be, drafts are adapted seldom: such graphs are captured when they are needed.
+    for done, of in steps.capture_all(counts, sorted({config.max_depth, 0}, reverse=True)):
         on_progress("capturing decoding steps", done / of)
     for done, of in prompts.capture_all(buckets):
         on_progress("capturing prompts", done / of)
@@ -109,13 +119,5 @@ def _rehearse(
         on_share((1 + done / of) / 2)
 
 
-def _compile(wanted: list[Wanted], group: Group, device: torch.device, on_share: Callable[[float], None]) -> None:
-    """A part of them, then all: what others have compiled is on disk by then, what only this rank needs is not."""
-    size, rank = group.shard.size, group.shard.rank
-    num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // size))
-    mine = wanted[rank::size]
-    on_share(0.0)
-    compile_all(mine, num_threads, lambda done: on_share(done / len(mine)))
-    if size > 1:
-        least(group, [0], device)  # all have come here
-        compile_all(wanted, num_threads, lambda _done: None)
+def _num_compilers(group: Group) -> int:
+    return max(1, min(_MAX_COMPILERS, (os.cpu_count() or 1) // group.shard.size))

@@ -38,10 +38,13 @@ def probability_of(mean: float, depth: int) -> float:
 
 
 def simulated(token_R: Tensor, rows: Rows, draft_SK: Tensor, probability: float) -> Tensor:
-    """What `rows` draw, int64 [R]: the draft that a row is held to, or another token; `token_R` where there is none."""
-    last = draft_SK.shape[1] - 1
-    draft_R = draft_SK[rows.slot_R, rows.offset_R.clamp_max(last)]
-    key_R = mix(mix(rows.slot_R) + rows.position_R)
+    """What `rows` draw, int64 [R]: where a row of the same sequence follows, which assumes a draft, that draft or any
+    other token; else `token_R`."""
+    slot_R, offset_R = rows.slot_R, rows.offset_R
+    draft_R = draft_SK[slot_R, offset_R.clamp_max(draft_SK.shape[1] - 1)]
+    key_R = mix(mix(slot_R) + rows.position_R)
     stands_R = (key_R >> (64 - 1 - _BITS)) & ((1 << _BITS) - 1) < round(probability * (1 << _BITS))
     other_R = torch.where(token_R == draft_R, torch.where(draft_R > 0, draft_R - 1, draft_R + 1), token_R)
-    return torch.where(rows.offset_R > last, token_R, torch.where(stands_R, draft_R, other_R))
+    is_followed_R = torch.zeros_like(stands_R)
+    is_followed_R[:-1] = (slot_R[1:] == slot_R[:-1]) & (offset_R[1:] == offset_R[:-1] + 1)
+    return torch.where(is_followed_R, torch.where(stands_R, draft_R, other_R), token_R)

@@ -3,34 +3,46 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from glm5.kernels import compile_ahead
-from glm5.kernels.compile_ahead import compile_all
+
+REPO = Path(__file__).parents[3]
 
 # Triton is not imported here: other tests run it interpreted.
-PROGRAM = """
-import sys
+KERNEL = """
 import triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from glm5.kernels.compile_ahead import Wanted, compile_all
 
 @triton.jit
 def twice(x_ptr, n, B: tl.constexpr):
     i = tl.program_id(0) * B + tl.arange(0, B)
     tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) * FACTOR, mask=i < n)
+"""
+PROGRAM = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from glm5.kernels.compile_ahead import Compilers
+from glm5.kernels.compile_worker import Wanted
+from a_kernel import twice
 
 target = GPUTarget("cuda", 90, 32)
 options = dict(make_backend(target).parse_options({}).__dict__)
 types = {"x_ptr": "*fp32", "n": "i32", "B": "constexpr"}
-wanted = [Wanted(twice, types, {(2,): block}, {}, options, target) for block in (32, 64)]
-for _ in range(2):
-    done = []
-    compile_all(wanted, 2, done.append)
-    assert done == [1, 2], done
+wanted = [Wanted(twice, types, {(2,): block}, {}, options, target) for block in (32, 64, 128)]
+with Compilers(2) as compilers:
+    for _ in range(2):
+        done = []
+        compilers.compile(wanted, done.append)
+        assert done == [1, 2, 3], done
+    try:
+        compilers.compile([Wanted(twice, types | {"x_ptr": "fp32"}, {(2,): 32}, {}, options, target)], done.append)
+    except Exception as error:
+        assert "could not be compiled" in str(error), error
+    else:
+        raise AssertionError("an error went unnoticed")
 """
 
 
@@ -41,44 +53,18 @@ def entries(folder):
 @pytest.mark.slow
 def test_entries_on_disk_are_found_again_and_never_stale(tmp_path):
     pytest.importorskip("triton")
-    folder, program = tmp_path / "cache", tmp_path / "program.py"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder)}
+    folder, kernel = tmp_path / "cache", tmp_path / "a_kernel.py"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": f"{tmp_path}:{REPO}"}
 
     def run(factor):
-        program.write_text(PROGRAM.replace("FACTOR", factor))
-        subprocess.run([sys.executable, program], env=environment, check=True)
+        kernel.write_text(KERNEL.replace("FACTOR", factor))
+        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
         return entries(folder)
 
     first = run("2.0")
-    assert len(first) == 2
-    assert len(run("3.0") - first) == 2
-
-
-class Job:
-    def __init__(self, error=None):
-        self.error, self.compiled = error, 0
-
-    def compile(self):
-        self.compiled += 1
-        if self.error is not None:
-            raise self.error
-
-
-@pytest.fixture(autouse=True)
-def no_compiler(monkeypatch):
-    monkeypatch.setattr(compile_ahead, "hash_compiler", lambda: None)
-
-
-def test_every_kernel_is_compiled_once_and_told_of():
-    jobs, told = [Job() for _ in range(20)], []
-    compile_all(jobs, 4, told.append)
-    assert [job.compiled for job in jobs] == [1] * 20
-    assert told == list(range(1, 21))
-
-
-def test_a_kernel_that_does_not_compile_is_an_error():
-    with pytest.raises(ValueError, match="no such layout"):
-        compile_all([Job(), Job(ValueError("no such layout")), Job()], 2, lambda _done: None)
+    assert len(first) == 3
+    assert len(run("3.0") - first) == 3
 
 
 def test_what_would_be_anything_is_zeros():

@@ -48,6 +48,13 @@ def test_steps_gain_the_mean(mean):
     assert position / STEPS == pytest.approx(mean, abs=BUDGET)
 
 
+def test_rows_without_drafts_are_left_alone():
+    slot_R, offset_R = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 0, 0, 1])
+    token_R, draft_SK = torch.tensor([7, 8, 9, 10]), torch.zeros(4, DEPTH, dtype=torch.int64)
+    rows = Rows(slot_R.numpy(), slot_R, torch.tensor([5, 5, 5, 6]), offset_R)
+    assert simulated(token_R, rows, draft_SK, 1.0).tolist() == [7, 8, 0, 10]
+
+
 def test_only_with_dummy_weights():
     with pytest.raises(ValueError, match="only with load_format dummy"):
         EngineConfig(simulate_acceptance=2.0)

@@ -1,0 +1,116 @@
+"""Compiles kernels to Triton's folder on disk: `python -m glm5.kernels.compile_worker NUMBER`, started by `Compilers`.
+
+    stdin     orders: the length of one in 8 bytes, then the kernels, pickled; at its end this process ends
+    stdout    a line of JSON for each kernel as it is done: {"error": null, or what went wrong}
+
+The process itself only reads the compiler and the kernels' modules; for every order it forks NUMBER others, which take
+kernels in turn from a pipe. It never touches a GPU: what was forked would not survive that.
+"""
+
+import importlib
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+_LENGTH = struct.Struct("<q")
+_INDEX = struct.Struct("<i")
+_MAX_ERROR = 1500  # characters; what is shorter than a page is written to a pipe as a whole or not at all
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A kernel of certain argument types and constants: what `triton.compile` asks for. `fn`: a module's, by name."""
+
+    fn: Any
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, Any]
+    target: Any
+
+    def compile(self) -> None:
+        """To disk, if it is not there."""
+        import triton
+        from triton.compiler import ASTSource
+
+        source = ASTSource(self.fn, self.signature, self.constants, self.attributes)
+        triton.compile(source, target=self.target, options=self.options)
+
+
+def packed(wanted: Sequence[Wanted]) -> bytes:
+    """An order. Kernels travel by name."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(list(wanted))
+    return _LENGTH.pack(len(buffer.getvalue())) + buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> tuple[str, str] | None:
+        from triton.runtime.jit import JITFunction
+
+        return (obj.fn.__module__, obj.fn.__qualname__) if isinstance(obj, JITFunction) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid: tuple[str, str]) -> Any:
+        module, name = pid
+        return getattr(importlib.import_module(module), name)
+
+
+def main(number: int) -> NoReturn:
+    """Serve orders until there are no more."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a compiler prints is for people
+    import triton  # noqa: F401  # pyright: ignore[reportUnusedImport] - long, and nobody waits for it yet
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+    orders = os.fdopen(0, "rb")
+    while head := orders.read(_LENGTH.size):
+        wanted = _Unpickler(io.BytesIO(orders.read(_LENGTH.unpack(head)[0]))).load()
+        _compile_all(wanted, min(number, len(wanted)), answers)
+    os._exit(0)
+
+
+def _compile_all(wanted: Sequence[Wanted], number: int, answers: int) -> None:
+    take, give = os.pipe()
+    children: list[int] = []
+    for _ in range(number):
+        if not (pid := os.fork()):
+            os.close(give)
+            _compile_some(wanted, take, answers)
+        children.append(pid)
+    os.close(take)
+    with os.fdopen(give, "wb") as queue:
+        queue.write(b"".join(_INDEX.pack(index) for index in range(len(wanted))))
+    for pid in children:
+        if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            _say(answers, f"a process that compiled ended with code {code}")
+
+
+def _compile_some(wanted: Sequence[Wanted], take: int, answers: int) -> NoReturn:
+    try:
+        while taken := os.read(take, _INDEX.size):
+            try:
+                wanted[_INDEX.unpack(taken)[0]].compile()
+            except Exception:  # noqa: BLE001 - whatever it was, it is for who waits
+                _say(answers, traceback.format_exc()[-_MAX_ERROR:])
+            else:
+                _say(answers, None)
+    finally:
+        os._exit(0)
+
+
+def _say(answers: int, error: str | None) -> None:
+    os.write(answers, json.dumps({"error": error}).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
