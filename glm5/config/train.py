@@ -29,6 +29,7 @@ Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 KINDS = ("tokens", "files", "ruler", "questions", "needle")
 """Of sources."""
+Recompute = Literal["mlp", "layer"]
 Kind = Literal["pretrain", "midtrain", "warmup", "sparse", "sft"]
 
 
@@ -213,6 +214,11 @@ class StageConfig(Section):
     """Default: the recipe's."""
     optimizer: OptimizerConfig | None = None
     """Default: the recipe's. Its state goes on from stage to stage where the parameters are the same."""
+    recompute: Recompute | None = None
+    """What layers do not keep for the backward pass, and compute again: what is inside MLPs and experts, or all but a
+    layer's input."""
+    offload: bool = False
+    """What layers keep for the backward pass lies in host memory meanwhile."""
     keep_optimizer: bool = False
     """Take over the optimizer's state of the stage before. midtrain does so in the report."""
 

@@ -25,6 +25,10 @@ class DecoderLayer(nn.Module):
     def forward(self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None) -> tuple[Tensor, Selection]:
         if self.native is not None and (done := self.native(x_TD, rope, view, selection)) is not None:
             return done
+        return self.compute(x_TD, rope, view, selection)
+
+    def compute(self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None) -> tuple[Tensor, Selection]:
+        """The layer as torch operations."""
         attn_TD, selection = self.self_attn(self.input_layernorm(x_TD), rope, view, selection)
         x_TD = x_TD + attn_TD
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD)), selection

@@ -40,16 +40,13 @@ class IndexRecord:
         """The loss, summed over queries; from then on the layers' tensors are not held."""
         if self._loss is None:
             assert self._served, "select without attend"
-            self._loss = index_kl(
-                self.q_TJI,
-                self.key_PZI,
-                self.w_TJ,
-                self._served,
-                self.keys_TK,
-                *self.where,
-                index_scale=self.index_scale,
-                scale=self._scale,
-            )
+            scales = {"index_scale": self.index_scale, "scale": self._scale}
+            # It may be taken within a later layer whose activations are computed again, or lie in host memory; this
+            # loss's own are to be kept as they are.
+            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+                self._loss = index_kl(
+                    self.q_TJI, self.key_PZI, self.w_TJ, self._served, self.keys_TK, *self.where, **scales
+                )
             self._served = []
         return self._loss
 
@@ -59,3 +56,7 @@ def index_loss(records: list[IndexRecord]) -> Tensor:
     if not records:
         raise ValueError("no indexer was recorded: pass learn_index=True to the view before the forward pass")
     return torch.stack([record.settle() / len(record.q_TJI) for record in records]).mean()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -15,7 +15,7 @@ from glm5.kernels.sequence_attention import fits, sequence_attention
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.model.attention import absorbed
 from glm5.model.index_loss import IndexRecord, index_loss
-from glm5.model.seams import Selection
+from glm5.model.seams import Selection, again
 
 Stage = Literal["dense", "warmup", "sparse"]
 
@@ -74,7 +74,7 @@ class PackedView:
         out_THC, lse_TH = sparse_mla(
             q_THL, self._latent_PZL, selection.keys_TK, *where, scale=scale, value_dim=value_dim
         )
-        if self.learn_index:
+        if self.learn_index and not again():
             self._records[-1].add((q_THL.detach(), self._latent_PZL.detach(), lse_TH.detach()), scale)
         return out_THC
 
@@ -90,7 +90,7 @@ class PackedView:
         value_THV = F.linear(value_TC, w_v_HVC.flatten(0, 1)).view(num_tokens, num_heads, -1)
         key_THX = torch.cat([key_THN, rope_TR.unsqueeze(1).expand(-1, num_heads, -1)], dim=-1)
         out_THV, lse_TH = sequence_attention(q_THX, key_THX, value_THV, self.lengths, scale=scale)
-        if self.learn_index:
+        if self.learn_index and not again():
             with torch.no_grad():
                 self._records[-1].add((absorbed(q_THX, w_k_HNC), self._latent_PZL.detach(), lse_TH.detach()), scale)
         return out_THV

@@ -6,6 +6,7 @@ The other seams are modules that can be swapped in place: `Linear` (linear.py), 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from glm5.kernels.cpu_layer import HostKeys
@@ -91,3 +92,9 @@ class LayerImpl(Protocol):
     ) -> tuple[Tensor, Selection] | None:
         """As `DecoderLayer.forward`, or None, with nothing done, where this way does not lead."""
         ...
+
+
+def again() -> bool:
+    """Whether this runs within a backward pass: activations are computed again. The same tensors must be made, and
+    nothing counted or recorded."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]  # torch's own test

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from glm5.model.moe import Router
+from glm5.model.seams import again
 
 
 class Balance:
@@ -70,9 +71,7 @@ class Balance:
 
     def _hook(self, name: str, row_T: Tensor, num_rows: int, *, with_loss: bool) -> Callable[..., None]:
         def count(router: Router, args: tuple[Tensor], routed: tuple[Tensor, Tensor]) -> None:
-            # In a backward pass: activations computed again. The same tensors must be made, nothing counted.
-            again = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]  # torch's own test
-            if not again:
+            if not again():
                 expert_TA = routed[1].long()
                 self.loads[name].index_add_(0, expert_TA.flatten(), torch.ones_like(expert_TA).flatten())
                 self._ran.add(name)
@@ -80,7 +79,7 @@ class Balance:
                 loss = sequence_loss(
                     args[0], router.weight, row_T, router.cfg.num_experts_per_tok, num_rows=num_rows, total=self.total
                 )
-                if not again:
+                if not again():
                     self._losses.append(loss)
 
         return count

@@ -24,7 +24,10 @@ class Masters:
         model.to(compute)
         self._weights = dict(model.named_parameters())
         for name, weight in self._weights.items():
+            asked = weight.requires_grad
+            weight.requires_grad_()  # torch takes the hook of no other
             weight.register_post_accumulate_grad_hook(_handing_to(self.named[name]))
+            weight.requires_grad_(asked)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Masters of the parameters that require a gradient, which they then do too."""

@@ -16,6 +16,7 @@ from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.evaluate import held_out
+from glm5.train.keeping import keep
 from glm5.train.masters import Masters
 from glm5.train.optim.build import Optimizers
 from glm5.train.parts import whole_state
@@ -52,6 +53,7 @@ class Trainee:
         """The steps of a stage; `before`: the optimizers of the stage before it, where there was one."""
         choose_parameters(self.model, stage)
         make_aware(self.model, aware=stage.qat is not None)
+        keep(self.model, stage.recompute, offload=stage.offload)
         self.model.cfg = cfg
         named = dict(self.model.named_parameters()) if self.masters is None else self.masters.trained()
         optimizers = Optimizers(named, cfg, stage.optimizer or self.recipe.optimizer)

@@ -88,6 +88,8 @@ def check_stage(mesh: Mesh, model: ModelConfig, stage: StageConfig) -> None:
         raise ConfigError(f"parallel.expert: {mesh.expert} does not divide the {model.n_routed_experts} experts")
     if stage.window is not None and mesh.context > 1:
         raise ConfigError(f"stage {stage.name}: windows are not read across ranks; set parallel.context=1")
+    if stage.recompute is not None or stage.offload:
+        raise ConfigError(f"stage {stage.name}: recompute and offload are for one process; leave them out")
     schedule = Schedule(stage)
     for step in range(stage.growing_steps + 1):
         if len(schedule.draws(step)) % mesh.data:
