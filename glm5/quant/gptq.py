@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glm5.common.errors import ConfigError
-from glm5.quant.minmax import nearest
+from glm5.kernels.gptq_block import gptq_block
 from glm5.quant.parts import room, stacked, wide
 from glm5.quant.record import FP8, Grid, Quantized
 
@@ -20,7 +20,7 @@ DAMP = 0.01
 BLOCK = 128
 
 _MOST = {"cpu": 1 << 17, "cuda": 1 << 30}  # elements of weights and Hessians at a time; on a CPU, of a core
-_FACTORED = 1 << 27  # elements of Hessians in float64 at a time
+_FACTORED = {"cpu": 1 << 24, "cuda": 1}  # of Hessians in float64 at a time; a GPU's batches of large ones are slow
 
 
 def gram(x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _order(hessian: Tensor, largest_first: bool) -> Tensor:
 def _factors(hessian: Tensor, order: Tensor, damp: float, dtype: torch.dtype) -> Tensor:
     """U [b, K, K] by order, rounded to `dtype`."""
     factors = torch.empty(hessian.shape, dtype=dtype, device=hessian.device)
-    at_once = max(1, _FACTORED // hessian.shape[-1] ** 2)
+    at_once = max(1, room(hessian.device, _FACTORED) // hessian.shape[-1] ** 2)
     for start in range(0, len(hessian), at_once):
         some = slice(start, start + at_once)
         factors[some] = _factor(hessian[some], order[some], damp)
@@ -104,17 +104,15 @@ def _factor(hessian: Tensor, order: Tensor, damp: float) -> Tensor:
 def _rounded_by_columns(w: Tensor, factor: Tensor, grid: Grid, scale: Tensor, block: int) -> Tensor:
     """Codes of w [b, O, K], which is used up; factor [b, K, K]; scale [b, O, K] or broadcasting to it."""
     q, width = torch.empty_like(w), w.shape[-1]
-    rows = Grid(grid.kind, grid.bits, "channel")
     for start in range(0, width, block):
         stop = min(start + block, width)
-        part, wrong = w[..., start:stop], torch.empty_like(w[..., start:stop])
-        for k in range(stop - start):
-            at = start + k
-            column = part[..., k : k + 1]
-            each = scale if scale.shape[-1] == 1 else scale[..., at : at + 1]
-            code = nearest(column, rows, each)
-            wrong[..., k : k + 1] = (column - code * each) / factor[:, at, at, None, None]
-            part[..., k + 1 :] -= wrong[..., k : k + 1] * factor[:, at, None, at + 1 : stop]
-            q[..., at : at + 1] = code
+        q[..., start:stop], wrong = gptq_block(
+            w[..., start:stop],
+            factor[:, start:stop, start:stop],
+            scale if scale.shape[-1] == 1 else scale[..., start:stop],
+            lowest=grid.lowest,
+            highest=grid.highest,
+            fp8=grid.kind == "fp8",
+        )
         w[..., stop:] -= wrong @ factor[:, start:stop, stop:]
     return q

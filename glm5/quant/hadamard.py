@@ -13,6 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+_ROWS = 1 << 16  # turned at a time: a stack of experts would be held several times over
+_MOST = 1 << 27  # elements of a stack that is turned whole
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -26,11 +29,18 @@ class Rotation:
 
     def turn(self, x: Tensor) -> Tensor:
         """x R over the last dimension, in x's dtype."""
-        columns = x.reshape(-1, self.size).mT.contiguous()
-        return self.turn_outputs(columns).mT.reshape(x.shape)
+        rows, out = x.reshape(-1, self.size), torch.empty_like(x, memory_format=torch.contiguous_format)
+        for part, into in zip(rows.split(_ROWS), out.view(-1, self.size).split(_ROWS), strict=True):
+            into.copy_(self.turn_outputs(part.mT.contiguous()).mT)
+        return out
 
     def turn_outputs(self, x: Tensor) -> Tensor:
         """R^T x over the last but one dimension of x [..., n, m]. Additions run along m, wherever a row lies."""
+        if x.dim() > 2 and x.numel() > _MOST:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for part, into in zip(x, out, strict=True):
+                into.copy_(self.turn_outputs(part))
+            return out
         y = self._blocks(x)
         if self.shift:
             y = self._blocks(y.roll(self.shift, -2))
@@ -80,7 +90,7 @@ def _is_prime(n: int) -> bool:
 
 
 def _signs(size: int, seed: int) -> Tensor:
-    bits = torch.randint(2, (size,), generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(2, (size,), generator=torch.Generator().manual_seed(seed), device="cpu")
     return bits.mul_(2).sub_(1).float()
 
 

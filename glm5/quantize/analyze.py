@@ -30,7 +30,7 @@ from glm5.quantize.measure import Quality, Walk, compare, original
 from glm5.quantize.plan import LinearPlan
 from glm5.quantize.report import bars, styled, table
 from glm5.quantize.source import Layer, place_of
-from glm5.quantize.weights import How, quantize_module
+from glm5.quantize.weights import How, quantize_modules
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def _branch_off(job: Job, layer_idx: int, tensors: Layer, samples: Activations) 
                 continue
             held: Layer = dict(tensors) | {f"{m}.weight": tensors[f"{m}.weight"].clone() for m in there}
             linear = LinearPlan(scheme, "ssz" if scheme.weight.bits == 4 else "minmax", WeightExt())
-            errors = {m: quantize_module(how, m, linear, held, inputs).errors.relative() for m in there}
+            errors = {m: quantize_modules(how, [m], linear, held, inputs)[m].errors.relative() for m in there}
             branch = Branch(layer_idx, part, scheme, sum(w.numel() for w in weights), _copy(samples), errors)
             acts = dict.fromkeys(there, scheme.act)
             branch.samples.through([build_layer(cfg, layer_idx, held, acts)], cfg, layer_idx)

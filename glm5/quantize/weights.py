@@ -51,35 +51,49 @@ class Done:
     amax: Tensor | None
 
 
-def quantize_module(
-    how: How, module: str, linear: LinearPlan, tensors: Layer, inputs: Inputs | None, tensor_scale: Tensor | None = None
-) -> Done:
-    """Quantize `<module>.weight` of a layer; its entry in `tensors` then holds the values of its codes.
+def quantize_modules(
+    how: How,
+    modules: Sequence[str],
+    linear: LinearPlan,
+    tensors: Layer,
+    inputs: Inputs | None,
+    tensor_scale: Tensor | None = None,
+) -> dict[str, Done]:
+    """Quantize `<module>.weight` of a layer; the entries in `tensors` then hold the values of the codes.
 
+    Several modules read the same: they are stacks of experts, and one matrix of all their rows is what GPTQ sees.
     `tensor_scale` [..., 1, 1]: of nvfp4, where it is shared with another module.
     """
-    weight = tensors[f"{module}.weight"]
-    if not module.startswith(STACK):
+    weight = tensors[f"{modules[0]}.weight"]
+    if not modules[0].startswith(STACK):
+        (module,) = modules
         seen = None if inputs is None else inputs.of(module)
-        return _one(how, linear, weight, seen, tensor_scale, SHOWN_TOKENS)
+        return {module: _one(how, linear, weight, seen, tensor_scale, SHOWN_TOKENS)}
     starts = range(0, len(weight), EXPERTS_AT_ONCE)
     jobs = [
         (slice(start, start + EXPERTS_AT_ONCE), how.devices[i % len(how.devices)]) for i, start in enumerate(starts)
     ]
 
-    def work(job: tuple[slice, torch.device]) -> list[Done]:
+    def work(job: tuple[slice, torch.device]) -> list[list[Done]]:
         some, device = job
         shared = None if tensor_scale is None else tensor_scale[some].to(device)
-        return _some(how, module, linear, tensors, inputs, some, device, shared)
+        return _some(how, modules, linear, tensors, inputs, some, device, shared)
 
     with ThreadPoolExecutor(len(how.devices)) as workers:
-        done = [one for part in workers.map(work, jobs) for one in part]
+        parts = list(workers.map(work, jobs))
+    return {
+        module: _gathered([one for part in parts for one in part[i]], seen=inputs is not None)
+        for i, module in enumerate(modules)
+    }
+
+
+def _gathered(done: list[Done], *, seen: bool) -> Done:
+    """A module of a stack, of its experts."""
     errors = Errors()
     for one in done:
         errors.add(one.errors)
     amaxes = [one.amax if one.amax is not None else torch.zeros(1) for one in done]
-    amax = None if inputs is None else torch.cat(amaxes)
-    return Done(_stacked([one.weight for one in done]), errors, amax)
+    return Done(_stacked([one.weight for one in done]), errors, torch.cat(amaxes) if seen else None)
 
 
 def _one(
@@ -99,32 +113,50 @@ def _one(
 
 def _some(
     how: How,
-    module: str,
+    modules: Sequence[str],
     linear: LinearPlan,
     tensors: Layer,
     inputs: Inputs | None,
     some: slice,
     device: torch.device,
     tensor_scale: Tensor | None,
-) -> list[Done]:
-    """Some experts of a stack on a device."""
-    weight = tensors[f"{module}.weight"][some]
-    seen = [expert_reads(how, module, tensors, inputs, some.start + i) for i in range(len(weight))]
-    held, hessian = weight.to(device), None
+) -> list[list[Done]]:
+    """Some experts of stacks on a device: one list for each module."""
+    weights = [tensors[f"{module}.weight"][some] for module in modules]
+    seen = [expert_reads(how, modules[0], tensors, inputs, some.start + i) for i in range(len(weights[0]))]
+    held, hessian = torch.cat([weight.to(device) for weight in weights], dim=-2), None
     if inputs is not None and (linear.method == "gptq" or linear.ext.weighted):
         none = held.new_zeros(held.shape[-1], held.shape[-1])
         hessian = torch.stack([none if x is None or len(x) < how.min_tokens else gram(x.to(device)) for x in seen])
     quantized = quantize_weight(how, linear, held, hessian, tensor_scale)
+    del hessian
     value = quantized.dequantize(held.dtype)
-    cpu = _on_cpu(quantized)
-    done: list[Done] = []
-    for i, x in enumerate(seen):
-        shown = None if x is None else evenly(x, SHOWN_EXPERT_TOKENS).to(device)
-        errors = errors_of(held[i], value[i], linear.scheme.act, shown)
-        amax = None if x is None or not len(x) else x.abs().amax().reshape(1).float().cpu()
-        done.append(Done(part_of(cpu, i), errors, amax))
-    weight.copy_(value)
+    heights = [weight.shape[-2] for weight in weights]
+    done: list[list[Done]] = []
+    for weight, was, now, cpu in zip(
+        weights,
+        held.split(heights, -2),
+        value.split(heights, -2),
+        _by_rows(_on_cpu(quantized), heights),
+        strict=True,
+    ):
+        each: list[Done] = []
+        for i, x in enumerate(seen):
+            shown = None if x is None else evenly(x, SHOWN_EXPERT_TOKENS).to(device)
+            errors = errors_of(was[i], now[i], linear.scheme.act, shown)
+            amax = None if x is None or not len(x) else x.abs().amax().reshape(1).float().cpu()
+            each.append(Done(part_of(cpu, i), errors, amax))
+        weight.copy_(now)
+        done.append(each)
     return done
+
+
+def _by_rows(quantized: Quantized, heights: list[int]) -> list[Quantized]:
+    """Matrices that lie one above the other, apart; scales are by row, unless there is only one matrix."""
+    if len(heights) == 1:
+        return [quantized]
+    codes, scales = quantized.codes.split(heights, -2), quantized.scale.split(heights, -2)
+    return [Quantized(quantized.grid, code, scale) for code, scale in zip(codes, scales, strict=True)]
 
 
 def expert_reads(how: How, module: str, tensors: Layer, inputs: Inputs | None, expert: int) -> Tensor | None:

@@ -24,8 +24,8 @@ from glm5.quantize.formats.base import Format
 from glm5.quantize.layer import build_layers
 from glm5.quantize.plan import LinearPlan, Plan
 from glm5.quantize.smoothing import smooth_layer
-from glm5.quantize.source import Layer, name_of
-from glm5.quantize.weights import How, quantize_module, shared_tensor_scale
+from glm5.quantize.source import STACK, Layer, name_of
+from glm5.quantize.weights import How, quantize_modules, shared_tensor_scale
 
 logger = logging.getLogger(__name__)
 
@@ -112,12 +112,15 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
             result.plain[name], tensors[name] = rounded.cpu(), rounded.to(tensors[name].dtype)
     for module, linear in linears.items():
         _refuse_qat(layer_idx, module, linear, tensors[f"{module}.weight"], dtypes[f"{module}.weight"])
+        if module in result.quantized:
+            continue
         shared = _shared_scale(module, linear, tensors, result)
-        done = quantize_module(run.how, module, linear, tensors, inputs, shared)
-        result.quantized[module] = done.weight
-        result.figures[module] = done.errors.relative()
-        if done.amax is not None:
-            result.input_amax[module] = done.amax
+        together = _together(module, linear, linears)
+        for name, done in quantize_modules(run.how, together, linear, tensors, inputs, shared).items():
+            result.quantized[name] = done.weight
+            result.figures[name] = done.errors.relative()
+            if done.amax is not None:
+                result.input_amax[name] = done.amax
     _count_tokens(run, layer_idx, inputs, result)
     if samples is not None and is_trunk:
         acts = {module: linear.scheme.act for module, linear in linears.items()}
@@ -136,6 +139,14 @@ def _refuse_qat(layer_idx: int, module: str, linear: LinearPlan, weight: Tensor,
             f"{name_of(layer_idx, module)} lies on an int4 grid already, as after training with quantization in view; "
             f"{linear.method} would move it: --scheme w4a16 --method minmax keeps every bit"
         )
+
+
+def _together(module: str, linear: LinearPlan, linears: dict[str, LinearPlan]) -> list[str]:
+    """Gate and up of experts by GPTQ: one Hessian stands for both."""
+    other = _PAIRS.get(module)
+    if not module.startswith(STACK) or linear.method != "gptq" or other is None or linears.get(other) != linear:
+        return [module]
+    return [module, other]
 
 
 def _shared_scale(module: str, linear: LinearPlan, tensors: Layer, result: LayerResult) -> Tensor | None:

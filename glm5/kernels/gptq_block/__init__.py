@@ -1,0 +1,34 @@
+"""A block of GPTQ's columns, rounded one by one."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.gptq_block.reference import gptq_block as _reference
+from glm5.kernels.triton_support import chosen
+
+
+def gptq_block(
+    w_BOK: Tensor,
+    factor_BKK: Tensor,
+    scale_BOK: Tensor,
+    *,
+    lowest: float,
+    highest: float,
+    fp8: bool,
+    impl: Literal["auto", "reference", "triton"] = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(codes in w's dtype, errors over the factor's diagonal), [B, O, K] both. `factor_BKK`: upper triangular.
+
+    `scale_BOK` has K columns or 1. Codes are whole numbers of `lowest` to `highest`, or e4m3 numbers for `fp8`.
+    """
+    if impl == "auto":
+        impl = "triton" if chosen(w_BOK, factor_BKK, scale_BOK) else "reference"
+    if impl == "reference":
+        return _reference(w_BOK, factor_BKK, scale_BOK, lowest, highest, fp8=fp8)
+    if impl == "triton":
+        from glm5.kernels.gptq_block.triton import gptq_block as run
+
+        return run(w_BOK, factor_BKK, scale_BOK, lowest, highest, fp8=fp8)
+    raise unknown_impl("gptq_block", impl, ("reference", "triton"))

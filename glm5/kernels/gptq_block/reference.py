@@ -1,0 +1,26 @@
+"""Columns of a block one after the other; what each got wrong is made good by those of the block still to come.
+
+q_k = round(w_k / s_k)    e_k = (w_k - s_k q_k) / U_kk    w_j <- w_j - e_k U_kj    for j > k
+"""
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.block_scaled import FP8
+
+
+def gptq_block(
+    w_BOK: Tensor, factor_BKK: Tensor, scale_BOK: Tensor, lowest: float, highest: float, *, fp8: bool
+) -> tuple[Tensor, Tensor]:
+    """(codes, errors) in w's dtype."""
+    w = w_BOK.clone()
+    codes, wrong = torch.empty_like(w), torch.empty_like(w)
+    for k in range(w.shape[-1]):
+        column = w[..., k : k + 1]
+        scale = scale_BOK if scale_BOK.shape[-1] == 1 else scale_BOK[..., k : k + 1]
+        near = (column / scale).clamp_(lowest, highest)
+        code = near.to(FP8).to(w.dtype) if fp8 else near.round_()
+        wrong[..., k : k + 1] = (column - code * scale) / factor_BKK[:, k, k, None, None]
+        w[..., k + 1 :] -= wrong[..., k : k + 1] * factor_BKK[:, k, None, k + 1 :]
+        codes[..., k : k + 1] = code
+    return codes, wrong
