@@ -7,7 +7,7 @@ import multiprocessing
 import pickle
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from glm5.train.parallel.step import SharedStep, shards_of
 from glm5.train.parallel.team import Team
 from glm5.train.step import Phase, Step
 from tests.support.parity import BASE, randomize
+from tests.support.replay import Choices, Recorder, Replayer
 
 SECONDS = 120  # that any of it may take
 ROWS = [[9, 15], [24], [20, 3], [17]]  # lengths of the sequences of a step's rows
@@ -56,16 +57,19 @@ class Job:
     """Some steps. `world` processes, or one without any of it."""
 
     world: int = 1
-    parallel: ParallelConfig = ParallelConfig()
-    phase: Phase = Phase("sparse", learn_index=True)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    phase: Phase = field(default_factory=lambda: Phase("sparse", learn_index=True))
     dtype: torch.dtype = torch.float64
     steps: int = 5
-    optimizer: OptimizerConfig = OptimizerConfig()
-    losses: LossConfig = LossConfig(mtp_depth=2, balance_weight=0.01)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    losses: LossConfig = field(default_factory=lambda: LossConfig(mtp_depth=2, balance_weight=0.01))
     trains: Callable[[str], bool] = bool
     config: tuple[tuple[str, Any], ...] = ()
     skewed: bool = False
     """A control: a rank learns from a row of another step."""
+    records: bool = False
+    """Note choices of experts and keys; `replays` are such notes to follow."""
+    replays: Choices | None = None
 
     @property
     def cfg(self) -> ModelConfig:
@@ -90,6 +94,9 @@ class Done:
     figures: list[dict[str, float]]
     grads: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
+    choices: Choices | None = None
+    flips: tuple[int, int] = (0, 0)
+    """Of `replays`: choices that would have been others, of all."""
 
 
 def rows_of_step(job: Job, step: int) -> list[Batch]:
@@ -117,8 +124,17 @@ def alone(job: Job) -> Done:
     model = job.model()
     optimizers = Kept(dict(model.named_parameters()), model.cfg, job.optimizer)
     step = Step(model, optimizers, job.losses, job.phase)
-    figures = [step.run(rows_of_step(job, number), 0.01) for number in range(job.steps)]
-    return Done(figures, optimizers.grads, {name: one.detach() for name, one in model.state_dict().items()})
+    recorder = Recorder(step) if job.records else None
+    figures: list[dict[str, float]] = []
+    for number in range(job.steps):
+        rows = rows_of_step(job, number)
+        if recorder is not None:
+            recorder.over(number, list(enumerate(rows)))
+        figures.append(step.run(rows, 0.01))
+    if recorder is not None:
+        recorder.close()
+    weights = {name: one.detach() for name, one in model.state_dict().items()}
+    return Done(figures, optimizers.grads, weights, None if recorder is None else recorder.choices)
 
 
 def together(job: Job) -> Done:
@@ -181,11 +197,20 @@ def _rank(rank: int, port: int, job: Job) -> Done:
     else:
         most = max(len(batch.ids_T) for number in range(job.steps) for batch in _mine(job, team, number))
         step = PipelineStep(part, team, optimizers, job.losses, job.phase, tokens=most)
-    figures = [step.run(_mine(job, team, number), 0.01) for number in range(job.steps)]
+    replayer = None if job.replays is None else Replayer(step, job.replays)
+    figures: list[dict[str, float]] = []
+    for number in range(job.steps):
+        mine = _mine(job, team, number)
+        if replayer is not None:
+            first = len(ROWS) // mesh.data * mesh.copy(rank)
+            replayer.over(number, list(enumerate(mine, first)))
+        figures.append(step.run(mine, 0.01))
     grads = [_joined(team, part.places, kept) for kept in optimizers.grads]
     weights = _joined(team, part.places, {name: one.detach() for name, one in part.local.items()})
     weights |= _buffers(team, part.buffers)
-    return Done(figures, grads, weights)
+    flips = torch.zeros(2) if replayer is None else torch.tensor([replayer.flips, replayer.asked])
+    flipped, asked = team.total(flips.double()).tolist()
+    return Done(figures, grads, weights, None, (int(flipped), int(asked)))
 
 
 def _mine(job: Job, team: Team, number: int) -> list[Batch]:
@@ -220,6 +245,3 @@ def _joined(team: Team, places: Any, local: dict[str, Tensor]) -> dict[str, Tens
             if name in parts:
                 put_rows(whole[name], places.spans(name, rank), parts[name])
     return whole
-
-
-__all__ = ["Done", "Job", "alone", "replace", "run_ranks", "together"]
