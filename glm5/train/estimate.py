@@ -68,32 +68,42 @@ def estimate(recipe: Recipe) -> str:
 
 def memory_parts(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> dict[str, float]:
     """Bytes by what they are for, at the peak of a step."""
-    size = 2 if recipe.model.dtype == "bfloat16" else 4
+    size, computed = _element_bytes(recipe)
     trained, held = _trained(cfg, recipe, stage)
     tokens = (stage.pass_sequences or stage.sequences) * stage.seq_len
     losses = losses_of(recipe, stage, 0)
     passes = cfg.num_hidden_layers + (losses.mtp_depth if cfg.num_nextn_predict_layers else 0)
     latent = cfg.kv_lora_rank + cfg.qk_rope_head_dim
     layer = 8 * cfg.hidden_size + cfg.num_attention_heads * (2 * cfg.qk_head_dim + 2 * latent + cfg.v_head_dim)
-    layer += 3 * cfg.moe_intermediate_size * (cfg.num_experts_per_tok + cfg.n_shared_experts)
+    mlp = 3 * cfg.moe_intermediate_size * (cfg.num_experts_per_tok + cfg.n_shared_experts)
     # In warm-up nothing of the trunk is kept for a backward pass: one layer's tensors exist at a time.
-    kept = float(layer if stage.kind == "warmup" else layer * passes)
+    kept = float(layer + mlp)
+    if stage.kind != "warmup":
+        of_layer = {None: layer + mlp, "mlp": layer, "layer": cfg.hidden_size}[stage.recompute]
+        again = layer + mlp if stage.recompute or stage.offload else 0
+        kept = float((0 if stage.offload else of_layer * passes) + again)
     if phase_of(stage).learn_index:
         kept += 1.5 * cfg.index_n_heads * cfg.index_head_dim * passes
     return {
-        "weights": size * count_parameters(cfg).with_mtp,
+        "weights": (size + (computed if computed != size else 0)) * count_parameters(cfg).with_mtp,
         "gradients": size * trained,
         "optimizer": float(size * held),
-        "activations": size * tokens * kept,
+        "activations": computed * tokens * kept,
         "logits": float(3 * 4 * min(losses.chunk, tokens) * cfg.vocab_size),
     }
 
 
 def state_bytes(cfg: ModelConfig, recipe: Recipe) -> float:
     """Size of the state file at most."""
-    size = 2 if recipe.model.dtype == "bfloat16" else 4
+    size, _ = _element_bytes(recipe)
     held = max(_trained(cfg, recipe, stage)[1] for stage in recipe.stage)
     return float(size * (count_parameters(cfg).with_mtp + held))
+
+
+def _element_bytes(recipe: Recipe) -> tuple[int, int]:
+    """Of a weight that optimizers add to, and of what the model computes in."""
+    of = {"bfloat16": 2, "float32": 4}
+    return of[recipe.model.dtype], of[recipe.model.compute or recipe.model.dtype]
 
 
 def _trained(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> tuple[int, int]:
@@ -125,6 +135,10 @@ def _advice(recipe: Recipe, stage: StageConfig, parts: dict[str, float], over: f
     if sequences > 1 and parts["activations"] * (1 - 1 / sequences) > over:
         fitting = max(1, int(sequences * (1 - over / parts["activations"])))
         return f"pass_sequences = {fitting} in place of {sequences}"
+    if parts["activations"] > over and stage.recompute is None:
+        return 'recompute = "layer" in the stage, which keeps a layer\'s input alone'
+    if parts["activations"] > over and not stage.offload:
+        return "offload = true in the stage, which keeps it in host memory"
     if recipe.model.dtype == "float32":
         return 'model.dtype = "bfloat16", which halves all of it'
     if recipe.optimizer.kind == "adamw":

@@ -45,3 +45,16 @@ def test_what_does_not_fit_is_said_with_what_to_change():
     assert "does not fit: a shorter seq_len, or a smaller model" in said
     many = read_recipe(RECIPES / "pretrain-nano.toml", ["stage.0.sequences=2000000", "stage.0.first_sequences=1"])
     assert "does not fit: pass_sequences = " in estimate(many)
+
+
+def test_what_is_not_kept_does_not_count(tmp_path):
+    """Computed in bfloat16 under masters in float32; layers that keep their input, or nothing."""
+
+    def said(**values: str) -> dict[str, float]:
+        plan = recipe(tmp_path, "out", stage("a", "pretrain", 2, **values), settings=['model.compute="bfloat16"'])
+        return memory_parts(plan.model.architecture(), plan, plan.stage[0])
+
+    plain, layer, away = said(), said(recompute='"layer"'), said(recompute='"layer"', offload="true")
+    assert plain["weights"] == pytest.approx(1.5 * plain["gradients"], rel=0.3)
+    assert away["activations"] < layer["activations"] < 0.7 * plain["activations"]
+    assert said(recompute='"mlp"')["activations"] != plain["activations"]
