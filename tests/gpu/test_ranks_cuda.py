@@ -25,11 +25,20 @@ BUDGET = {"float32": 1e-3, "bfloat16": 0.1}
 SECONDS = 300
 
 
+def run(*command):
+    done = subprocess.run([sys.executable, "-m", *command], cwd=Path(__file__).parents[2], timeout=SECONDS, check=False)
+    assert done.returncode == 0
+
+
 def test_collectives():
     """Checked against float64, twenty times alike, on every rank alike; then timed."""
-    command = [sys.executable, "-m", "glm5.bench.kernels.collectives", "--ranks", "2"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=SECONDS, check=False)
-    assert done.returncode == 0
+    run("glm5.bench.kernels.collectives", "--ranks", "2")
+
+
+@pytest.mark.parametrize("weights", ["fp8", "bfloat16"])
+def test_logits_at_full_width(weights):
+    """Prompts and decoding rows, both layouts of the cache, with float32's routing and selection forced."""
+    run("tests.gpu.full_width", "--ranks", "2", "--weights", weights)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,6 +1,7 @@
 """Passes of a model over a paged cache, without a scheduler: rows of sequences in, hidden states out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Steps:
         first_B = counts.cumsum(0) - counts
         index_T = torch.arange(int(counts.sum()))
         first_T = first_B[group_T] + (group_T == len(rows)) * len(index_T)
-        return StepView.of(
+        view = StepView.of(
             self.cache,
             self.slots,
             slot_B=slot_B.to(device),
@@ -59,8 +60,8 @@ class Steps:
             live_T=(group_T < len(rows)).long().to(device),
             max_end=max_end or max(start + count for _, start, count in rows),
             invariant=False,
-            first_T=first_T.int().to(device) if whole else None,
         )
+        return replace(view, first_T=first_T.int().to(device)) if whole else view
 
 
 def random_ids(model: Glm5, count: int, seed: int) -> Tensor:

@@ -1,0 +1,80 @@
+"""A model's choices of experts and keys, taken down and forced on another; the same weights in float32; logits of
+passes over prompts and then some rows."""
+
+import torch
+
+from glm5.kernels.block_scaled import BlockScaled
+from glm5.model.glm5 import Glm5
+from glm5.model.moe import MoE
+from tests.support.steps import Steps, random_ids
+
+LENGTH = 300
+PASSES = [[(0, 0, LENGTH), (1, 0, 200)], [(0, LENGTH, 1), (1, 200, 1)], [(0, LENGTH + 1, 3), (1, 201, 20)]]
+MAX_LEN = 512
+
+
+class Choices:
+    """What a model chose, layer by layer and pass by pass: taken down, or forced on another."""
+
+    def __init__(self):
+        self.routing, self.keys = [], []
+
+    def take_down(self, model, cache):
+        for gate in gates_of(model):
+            route = gate.forward
+            gate.forward = lambda x, r=route: self.note(self.routing, r(x))
+        select = cache.select_keys
+        cache.select_keys = lambda *args, **kwargs: self.note(self.keys, select(*args, **kwargs))
+
+    def force(self, model, cache):
+        routing, keys, self.flips = iter(self.routing), iter(self.keys), []
+        for gate in gates_of(model):
+            route = gate.forward
+            gate.forward = lambda x, r=route: self.instead(next(routing), r(x), 1)
+        select = cache.select_keys
+        cache.select_keys = lambda *args, **kwargs: self.instead(next(keys), select(*args, **kwargs), None)
+
+    def instead(self, forced, own, index):
+        left, right = (forced, own) if index is None else (forced[index], own[index])
+        self.flips.append(float((left != right).float().mean()))
+        return forced
+
+    @staticmethod
+    def note(heard, value):
+        heard.append(value)
+        return value
+
+
+def gates_of(model):
+    return [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE)]
+
+
+def exact(model):
+    """The same weights in float32, dequantized where they are FP8."""
+    with torch.device("meta"):
+        other = Glm5(model.cfg.replace(quantization_config=None))
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("_scale_inv"):
+            continue
+        scale = model.state_dict().get(name + "_scale_inv")
+        weights[name] = tensor.float() if scale is None else BlockScaled(tensor, scale).dequantize(torch.float32)
+    other.load_state_dict(weights, assign=True)
+    return other.eval()
+
+
+def logits_of(run, model, layout, choices, way, head=None):
+    """Of each pass, by `run`, a model's forward. `way`: "take_down", "force" or None."""
+    head = model.head if head is None else head
+    steps = Steps(model, 2, 448, layout)
+    forwards = {gate: gate.forward for gate in gates_of(model)}
+    if way is not None:
+        getattr(choices, way)(model, steps.cache)
+    out = []
+    with torch.inference_mode():
+        for number, rows in enumerate(PASSES):
+            ids = random_ids(model, sum(count for _, _, count in rows) + 2, seed=number)
+            out.append(head(run(ids, steps.view(rows, padding=2))[:-2]).float())
+    for gate, forward in forwards.items():
+        gate.forward = forward
+    return out
