@@ -24,4 +24,4 @@ class TransitionConfig(Command):
     processes: Annotated[int, Field(ge=1)] | None = None
     """Trainings at the same time. Default: one a core."""
     out: str = "runs/transition"
-    """Folder for all runs, transition.json and transition.html."""
+    """Folder for all runs, and transition.json, .html and .svg."""

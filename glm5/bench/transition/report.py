@@ -27,7 +27,7 @@ ORDER = (
     *(f"{name}, adapted" for name in (*WINDOWS.values(), PATTERN)),
     DENSE_MORE,
 )
-_HEAD = ("attention", "keys %", "accuracy %", "spread", "to dense", "loss", "recall %")
+_HEAD = ("attention", "keys %", "accuracy %", "spread", "below dense", "loss", "recall %")
 WIDTH, BAR, LABELS = 760, 26, 220  # of the picture, in pixels
 
 
@@ -116,10 +116,12 @@ def document(done: Sequence[Done], settings: Mapping[str, Any], seconds: float) 
 
 
 def write_report(folder: Path, done: Sequence[Done], settings: Mapping[str, Any], seconds: float) -> None:
-    """transition.json and transition.html."""
+    """transition.json, transition.html, and its picture by itself."""
     found = lines(done)
     with atomic_write(folder / "transition.json") as handle:
         handle.write(json.dumps(document(done, settings, seconds), indent=1) + "\n")
+    with atomic_write(folder / "transition.svg") as handle:
+        handle.write(picture(found) + "\n")
     said = [f"<p>{'' if holds else 'NOT SHOWN: '}{text}</p>" for text, holds in verdicts(found).items()]
     title = "From dense attention to selected keys"
     body = [f"<h1>{title}</h1>", picture(found), html_table(_HEAD, [_cells(line) for line in found]), *said]
@@ -150,9 +152,9 @@ def _colour(name: str) -> str:
 
 def _cells(line: Line) -> tuple[str, ...]:
     recall = "" if line.recall is None else _percent(line.recall)
-    accuracy, spread, gap = _percent(line.accuracy), _percent(line.spread), f"{-100 * line.gap:+.1f}"
+    accuracy, spread, gap = _percent(line.accuracy), _percent(line.spread), _percent(line.gap)
     return (line.name, _percent(line.keys), accuracy, spread, gap, f"{line.loss:.4f}", recall)
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
+    return f"{round(100 * share, 1) + 0.0:.1f}"  # plus 0: never -0.0

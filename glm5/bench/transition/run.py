@@ -25,7 +25,7 @@ from glm5.train.loop import train
 from glm5.train.recall import attention_recall
 from glm5.train.step import Phase
 from glm5.train.trainee import batch_of, device_of
-from glm5.train.window import keys_read, search_pattern
+from glm5.train.window import search_pattern
 
 DENSE, DENSE_MORE = "dense", "dense, trained on"
 DSA_NEW, DSA_WARM, DSA = "DSA, indexers random", "DSA after warm-up", "DSA after joint steps"
@@ -36,8 +36,8 @@ SEARCHED = 16  # sequences that a pattern is judged by
 
 @dataclass(frozen=True)
 class Row:
-    """What one kind of attention does on held-out rows: share of right answers, cross-entropy, and the share of the
-    keys of dense attention that it reads. `recall`: what the selected keys hold of dense attention."""
+    """What one kind of attention does on held-out rows: share of right answers, cross-entropy, and the share of its
+    keys that the last token reads. `recall`: what the selected keys hold of dense attention."""
 
     name: str
     seed: int
@@ -92,12 +92,14 @@ class Measure:
         return search_pattern(loss, num_layers, num_layers // 2)[0]
 
     def _keys(self, model: Glm5, phase: Phase) -> float:
-        seq_len = self.stage.seq_len
-        if phase.window is not None:
-            return keys_read(phase.window, model.cfg.num_hidden_layers, seq_len)
-        if phase.keys != "sparse":
+        """Of the last token, in the mean over layers."""
+        seq_len, num_layers = self.stage.seq_len, model.cfg.num_hidden_layers
+        if phase.keys == "sparse":
+            return min(1.0, model.cfg.index_topk / seq_len)
+        if phase.window is None:
             return 1.0
-        return keys_read(WindowConfig(size=model.cfg.index_topk, pattern="S"), 1, seq_len)
+        windowed = sum(phase.window.pattern_of(layer) == "S" for layer in range(num_layers))
+        return 1 - windowed / num_layers * (1 - min(1.0, phase.window.size / seq_len))
 
 
 def transitions(settings: TransitionConfig) -> list[Done]:
