@@ -54,10 +54,14 @@ class MTPLayer(DecoderLayer):
         self.chained_rotation: Rotation | None = None
 
     def merge(self, embed_TD: Tensor, hidden_TD: Tensor) -> Tensor:
-        """Embedding first, hidden state second: [T, 2D] to [T, D]."""
+        """[T, D]."""
+        return self.eh_proj(self.side_by_side(embed_TD, hidden_TD))
+
+    def side_by_side(self, embed_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+        """Both normed, embedding first, hidden state second: [T, 2D]."""
         if self.hidden_rotation is not None:
             hidden_TD = self.hidden_rotation(hidden_TD)
-        return self.eh_proj(torch.cat([self.enorm(embed_TD), self.hnorm(hidden_TD)], dim=-1))
+        return torch.cat([self.enorm(embed_TD), self.hnorm(hidden_TD)], dim=-1)
 
     def draft(
         self, embed_TD: Tensor, hidden_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
