@@ -34,6 +34,7 @@ COMMANDS = {
     "convert": "glm5.cli.convert",
     "tokenize": "glm5.cli.tokenize",
     "train": "glm5.cli.train",
+    "bench all": "glm5.cli.bench_all",
     "bench throughput": "glm5.cli.bench_throughput",
     "bench latency": "glm5.cli.bench_latency",
     "bench serve": "glm5.cli.bench_serve",

@@ -1,0 +1,79 @@
+"""The parts, their commands, and how long they take at most (on eight H200 with the whole model, from its targets)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm5.config.bench_all import BenchAllConfig
+from glm5.config.presets import preset
+
+DEPTH, ACCEPTED = 3, 2.99
+# By number of GPUs: each has what one of eight would have of the whole.
+NAMES = {8: "whole_tp8", 4: "half_tp4", 2: "quarter_tp2", 1: "eighth_tp1"}
+_SERVE_SECONDS = {1: 45, 8: 70, 16: 90, 32: 125, 64: 160, 128: 280}
+START_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command and its file of results. `seconds`: expected. `clients`: of a server, which is started before."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    clients: int | None = None
+
+    def file(self, work: Path) -> Path:
+        return work / f"{self.name}.json"
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured: `layers` of a preset on `gpus`, under the entry `name`."""
+
+    name: str
+    gpus: int
+    layers: int
+
+
+def size_of(settings: BenchAllConfig, gpus: int) -> Size:
+    """As much of the model as `gpus` would have, were there eight."""
+    whole = preset(settings.preset).num_hidden_layers
+    layers = settings.num_hidden_layers or min(whole, max(1, round(whole * gpus / 8)))
+    return Size(NAMES.get(gpus, f"tp{gpus}"), gpus, layers)
+
+
+def engine_flags(settings: BenchAllConfig, size: Size) -> list[str]:
+    """Of every engine."""
+    most = max(*settings.batch, *settings.max_concurrency)
+    given = [f"--{flag}" for flag in settings.engine]
+    flags = ["--load-format", "dummy", "--tensor-parallel-size", str(size.gpus), "--max-num-seqs", str(most)]
+    return [*flags, *given]
+
+
+def parts(settings: BenchAllConfig, size: Size, *, kernels: bool, port: int) -> list[Part]:
+    """All of them, in order. `port`: the server's."""
+    latency = ["bench", "latency", "--num-hidden-layers", str(size.layers), *engine_flags(settings, size)]
+    latency += ["--input-len", str(settings.input_len), "--output-len", str(max(1, settings.output_len // 2))]
+    batches, contexts = ([str(number) for number in numbers] for numbers in (settings.batch, settings.context))
+    drafts = ["--num-speculative-tokens", str(DEPTH), "--simulate-acceptance", str(ACCEPTED)]
+    steps = [*latency, "--preset", settings.preset, "--empty-kernel-cache", *drafts]
+    found = [Part("steps", (*steps, "--batch", *batches, "--context", *contexts), 240)]
+    if settings.preset == "glm-5":
+        found.append(
+            Part("shared", (*latency, "--preset", "glm-5.2", "--batch", *batches, "--context", *contexts), 200)
+        )
+    if kernels:
+        found.append(Part("kernels", ("bench", "kernels"), 120))
+    load = ["bench", "serve", "--port", str(port), "--vocab-size", str(preset(settings.preset).vocab_size)]
+    load += ["--random-input-len", str(settings.input_len), "--random-output-len", str(settings.output_len)]
+    for clients in settings.max_concurrency:
+        seconds = _SERVE_SECONDS.get(clients, 300)
+        command = (*load, "--max-concurrency", str(clients), "--seed", str(clients))
+        found.append(Part(f"serve-{clients}", command, seconds, clients))
+    return found
+
+
+def server(settings: BenchAllConfig, size: Size, model: Path, port: int) -> list[str]:
+    """The command that serves `model` without drafts, as the published figures were taken."""
+    flags = [*engine_flags(settings, size), "--num-speculative-tokens", "0", "--no-enable-prefix-caching"]
+    return ["serve", str(model), "--port", str(port), "--host", "127.0.0.1", "--log-level", "warning", *flags]

@@ -1,0 +1,95 @@
+"""What the parts found, as one entry of the file of results.
+
+    {"whole_tp8": {"decode_ms": {"1": 6.9, ...}, "ready_s": 55, "serve": {"1": {...}, ...}, "commit": ..., ...}, ...}
+
+An entry with `projected` was not measured: it says by which method its numbers follow from others.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from glm5.bench.all.parts import Part, Size
+from glm5.common.atomic import atomic_write
+
+_STEPS = (
+    "decode_ms",
+    "decode_ms_by_context",
+    "prefill_ms",
+    "prefill_tok_s",
+    "prefill_s_by_context",
+    "mtp_tok_s",
+    "mtp_tokens_a_step",
+    "mtp_depth",
+    "simulated_acceptance",
+    "ready_s",
+    "start_s",
+    "kv_tokens",
+    "experts",
+    "kernels_built_late",
+)
+
+
+def entry(size: Size, parts: list[Part], work: Path, commit: str | None) -> dict[str, Any]:
+    """Of the parts that are done."""
+    done = {part.name: json.loads(part.file(work).read_text()) for part in parts if part.file(work).exists()}
+    found: dict[str, Any] = {"layers": size.layers, "gpus": size.gpus, "commit": commit}
+    if (steps := done.get("steps")) is not None:
+        found |= {name: _short(steps[name]) for name in _STEPS if name in steps}
+        found |= {"date": steps["date"], "machine": steps["machine"], "engine": steps["engine"]}
+    if (shared := done.get("shared")) is not None:
+        found["shared_indices"] = {name: _short(shared[name]) for name in _STEPS if name in shared}
+    serve = {str(part.clients): _load(done[part.name]) for part in parts if part.clients and part.name in done}
+    if serve:
+        found["serve"] = serve
+    found["missing"] = [part.name for part in parts if part.name not in done]
+    return found
+
+
+def write(path: Path, name: str, found: dict[str, Any]) -> None:
+    """Put an entry into the file, whole, beside the others."""
+    whole = json.loads(path.read_text()) if path.exists() else {}
+    whole[name] = found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(os.fspath(path), "wb") as handle:
+        handle.write(msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
+
+
+def _load(document: dict[str, Any]) -> dict[str, Any]:
+    """One run of a server under load; times in ms, the first wave, when all clients start at once, apart."""
+    (run,) = document["runs"]
+    first, later = run["first_wave"], run["after_first_wave"]
+    return _short(
+        {
+            "output_tok_s": run["output_throughput"],
+            "steady_output_tok_s": run["steady_output_throughput"],
+            "ttft_ms": run["mean_ttft_ms"],
+            "ttft_first_wave_ms": first.get("mean_ttft_ms"),
+            "ttft_after_ms": later.get("mean_ttft_ms"),
+            "ttft_p99_ms": run["p99_ttft_ms"],
+            "tpot_ms": run["mean_tpot_ms"],
+            "itl_p99_ms": run["p99_itl_ms"],
+            "requests": run["completed"],
+            "failed": run["failed"],
+        }
+    )
+
+
+def _short(value: Any) -> Any:
+    """Numbers with four digits at least, and no more than mean something."""
+    if isinstance(value, dict):
+        return {key: _short(each) for key, each in value.items()}
+    return round(value, 3 if abs(value) < 1000 else 1) if isinstance(value, float) else value
+
+
+def table(found: dict[str, Any]) -> str:
+    """The server's part, as Markdown; times in ms."""
+    heads = ["clients", "output tok/s", "TTFT", "first wave", "after", "TPOT", "ITL p99"]
+    names = ("output_tok_s", "ttft_ms", "ttft_first_wave_ms", "ttft_after_ms", "tpot_ms", "itl_p99_ms")
+    lines = [heads, ["---"] * len(heads)]
+    for clients, run in found.get("serve", {}).items():
+        lines.append([clients, *("-" if run[name] is None else f"{run[name]:.1f}" for name in names)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

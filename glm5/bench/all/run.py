@@ -1,0 +1,134 @@
+"""Does the parts that are missing, as long as there is time, and records what is there."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from glm5.bench.all.parts import START_SECONDS, Part, Size, parts, server, size_of
+from glm5.bench.all.record import entry, table, write
+from glm5.checkpoint.init import write_weightless
+from glm5.common.console import out
+from glm5.common.errors import GlmError
+from glm5.config.bench_all import BenchAllConfig
+from glm5.config.presets import preset
+from glm5.kernels.triton_support import installed
+
+_LEAVE_SECONDS = 60.0
+_POLL_SECONDS = 0.5
+
+
+def run(settings: BenchAllConfig) -> int:
+    """0 once every part is done, 3 while some are missing. Raises GlmError when a part fails."""
+    ends = time.monotonic() + settings.time_limit
+    gpus = torch.cuda.device_count()
+    size = size_of(settings, settings.tensor_parallel_size or gpus or 1)
+    work = Path(settings.work).absolute() / size.name
+    work.mkdir(parents=True, exist_ok=True)
+    model, port = work / "model", _free_port()
+    every = parts(settings, size, kernels=gpus > 0 and installed(), port=port)
+    out(f"{size.name}: {settings.preset}, {size.layers} layers on {size.gpus}; results in {work}", flush=True)
+    missing = [part for part in every if not part.file(work).exists()]
+    try:
+        for part in missing:
+            if part.clients is None and _fits(part, ends):
+                _call([*part.command, "--json", str(part.file(work))], ends)
+        loads = [part for part in missing if part.clients is not None and _fits(part, ends, START_SECONDS)]
+        if loads:
+            _write_model(settings, size, model)
+            _serve(settings, size, loads, work, model, port, ends)
+    finally:
+        found = entry(size, every, work, settings.commit or _commit())
+        write(Path(settings.json_), size.name, found)
+    out("\n" + table(found))
+    if found["missing"]:
+        out(f"not done yet: {', '.join(found['missing'])}; the same command goes on")
+    return 3 if found["missing"] else 0
+
+
+def _fits(part: Part, ends: float, more: float = 0.0) -> bool:
+    return time.monotonic() + part.seconds + more < ends
+
+
+def _write_model(settings: BenchAllConfig, size: Size, model: Path) -> None:
+    cfg = preset(settings.preset, size.layers)
+    write_weightless(cfg, model, fp8=settings.preset == "glm-5")
+
+
+def _serve(
+    settings: BenchAllConfig, size: Size, loads: Sequence[Part], work: Path, model: Path, port: int, ends: float
+) -> None:
+    with _served(server(settings, size, model, port), port, ends):
+        for part in loads:
+            if _fits(part, ends):
+                _call([*part.command, "--json", str(part.file(work))], ends)
+
+
+def _call(command: Sequence[str], ends: float) -> None:
+    """Run a command of this package to its end. GlmError where it fails or takes too long."""
+    out("\n$ glm5 " + " ".join(command), flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "glm5", *command])
+    try:
+        code = process.wait(max(1.0, ends - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise GlmError(f"glm5 {command[0]} {command[1]} did not end in time; give --time-limit more") from None
+    finally:
+        _end(process)
+    if code:
+        raise GlmError(f"glm5 {command[0]} {command[1]} ended with code {code}; what it says is above")
+
+
+@contextmanager
+def _served(command: Sequence[str], port: int, ends: float) -> Iterator[None]:
+    """A server that is ready."""
+    out("\n$ glm5 " + " ".join(command), flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "glm5", *command])
+    try:
+        while not _is_ready(port):
+            if process.poll() is not None:
+                raise GlmError("glm5 serve ended before it was ready; what it says is above")
+            if time.monotonic() > ends:
+                raise GlmError("glm5 serve was not ready in time; give --time-limit more")
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        _end(process)
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=_POLL_SECONDS) as answer:
+            return answer.status == 200
+    except OSError:  # not yet
+        return False
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _commit() -> str | None:
+    """Of the package, where git knows it."""
+    home = Path(__file__).parents[3]
+    with suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "-C", str(home), "rev-parse", "--short=12", "HEAD"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return None

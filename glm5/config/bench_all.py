@@ -1,0 +1,41 @@
+"""`glm5 bench all`: which size is measured, where its results lie, and how long it may take."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from glm5.config.command import Also, Command
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class BenchAllConfig(Command):
+    """Measure the model of this machine's size on all of its GPUs, part by part: steps, prompts, start, the same with
+    shared indices, and a server under load. Parts that are done stay done: the same command goes on with the others."""
+
+    json_: Annotated[str, Field(alias="json")] = "docs/performance/h200.json"
+    """File for the results; other entries in it stay."""
+    work: str = "runs/bench"
+    """Folder for what each part found."""
+    time_limit: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds. No part is begun that is not expected to end in time."""
+    tensor_parallel_size: Annotated[Count, Also("--tp"), Also("-tp")] | None = None
+    """GPUs. Default: all of this machine. 8 have the whole model, fewer as much a GPU as 8 would."""
+    preset: Literal["glm-5", "nano", "tiny"] = "glm-5"
+    """The architecture; all others than glm-5 are only to try this command."""
+    num_hidden_layers: Count | None = None
+    """The first so many of its layers. Default: the share of all that so many GPUs have."""
+    max_concurrency: tuple[Count, ...] = (1, 8, 16, 32, 64, 128)
+    """Clients of the server, one part each."""
+    input_len: Count = 2048
+    """Tokens of a prompt."""
+    output_len: Count = 512
+    """Tokens of an answer of the server. Steps are timed over half as many."""
+    context: tuple[Count, ...] = (32768, 131072)
+    """Contexts at which one sequence decodes."""
+    batch: tuple[Count, ...] = (1, 8, 32, 64, 128)
+    """Sequences that decode together."""
+    engine: tuple[str, ...] = ()
+    """More flags for every engine, without their dashes, such as kv-cache-dtype=auto."""
+    commit: str | None = None
+    """What was measured, where there is no git to ask."""

@@ -1,0 +1,132 @@
+"""All measurements of a machine in parts: which there are, what is left when time is short, what is recorded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from glm5.bench.all import run as module
+from glm5.bench.all.parts import parts, size_of
+from glm5.bench.all.record import entry, table, write
+from glm5.cli.main import main
+from glm5.common.errors import GlmError
+from glm5.config.bench_all import BenchAllConfig
+
+STEPS = {
+    "decode_ms": {"1": 6.54321},
+    "decode_ms_by_context": {"32768": 7.5},
+    "prefill_ms": 61.0,
+    "prefill_tok_s": 25123.456,
+    "mtp_tok_s": 281.0,
+    "simulated_acceptance": 2.99,
+    "ready_s": 41.5,
+    "kv_tokens": 561000,
+    "date": "2026-11-22",
+    "machine": {"device": "a GPU"},
+    "engine": {},
+}
+TIMES = {"output_throughput": 80.0, "steady_output_throughput": None, "mean_ttft_ms": 90.0, "p99_ttft_ms": 95.0}
+RUN = {**TIMES, "mean_tpot_ms": 7.0, "p99_itl_ms": 9.0, "completed": 8, "failed": 0}
+RUN |= {"first_wave": {"mean_ttft_ms": 91.0}, "after_first_wave": {}}
+TINY = "--preset tiny --num-hidden-layers 2 --tensor-parallel-size 1 --max-concurrency 1 --batch 1 2 --context 96"
+TINY += " --input-len 24 --output-len 12 --engine max-model-len=192"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "layers"),
+    [(8, "whole_tp8", 78), (4, "half_tp4", 39), (2, "quarter_tp2", 20), (1, "eighth_tp1", 10)],
+)
+def test_fewer_gpus_have_fewer_layers(gpus, name, layers):
+    size = size_of(BenchAllConfig(), gpus)
+    assert (size.name, size.gpus, size.layers) == (name, gpus, layers)
+
+
+def test_parts_are_commands_of_this_package():
+    settings = BenchAllConfig(engine=("kv-cache-dtype=fp8",))
+    size = size_of(settings, 8)
+    every = parts(settings, size, kernels=True, port=1)
+    assert [part.name for part in every] == [
+        "steps",
+        "shared",
+        "kernels",
+        *(f"serve-{n}" for n in (1, 8, 16, 32, 64, 128)),
+    ]
+    steps = " ".join(every[0].command)
+    for flags in ("--preset glm-5 ", "--simulate-acceptance 2.99", "--empty-kernel-cache", "--kv-cache-dtype=fp8"):
+        assert flags in steps
+    assert "--simulate-acceptance" not in " ".join(every[1].command)
+    assert "--max-concurrency 128" in " ".join(every[-1].command)
+
+
+def test_what_is_done_is_recorded_beside_other_entries(tmp_path):
+    settings = BenchAllConfig(max_concurrency=(1, 8))
+    size = size_of(settings, 4)
+    every = parts(settings, size, kernels=False, port=1)
+    (tmp_path / "steps.json").write_text(json.dumps(STEPS))
+    (tmp_path / "serve-1.json").write_text(json.dumps({"runs": [RUN]}))
+    found = entry(size, every, tmp_path, "abc")
+    assert found["missing"] == ["shared", "serve-8"]
+    assert found["decode_ms"] == {"1": 6.543}
+    assert found["serve"]["1"] == {
+        "output_tok_s": 80.0,
+        "steady_output_tok_s": None,
+        "ttft_ms": 90.0,
+        "ttft_first_wave_ms": 91.0,
+        "ttft_after_ms": None,
+        "ttft_p99_ms": 95.0,
+        "tpot_ms": 7.0,
+        "itl_p99_ms": 9.0,
+        "requests": 8,
+        "failed": 0,
+    }
+    assert "| 1 | 80.0 | 90.0 | 91.0 | - | 7.0 | 9.0 |" in table(found)
+    path = tmp_path / "docs" / "all.json"
+    write(path, "whole_tp8", {"projected": True})
+    write(path, size.name, found)
+    assert set(json.loads(path.read_text())) == {"whole_tp8", "half_tp4"}
+
+
+class Called(list):
+    """In place of commands: writes their files."""
+
+    def __call__(self, command, _ends):
+        self.append(command)
+        Path(command[-1]).write_text(json.dumps({"runs": [RUN]} if command[1] == "serve" else STEPS))
+
+
+def test_what_does_not_fit_into_the_time_is_done_next_time(tmp_path, monkeypatch, capsys):
+    called = Called()
+    monkeypatch.setattr(module, "_call", called)
+    monkeypatch.setattr(module, "_serve", lambda *_arguments: None)
+    settings = BenchAllConfig(
+        json=str(tmp_path / "all.json"), work=str(tmp_path), tensor_parallel_size=8, time_limit=400
+    )
+    assert module.run(settings.model_copy(update={"preset": "tiny"})) == 3
+    assert [command[1] for command in called] == ["latency"]
+    assert "not done yet: serve-1," in capsys.readouterr().out
+    assert module.run(settings.model_copy(update={"preset": "tiny"})) == 3
+    assert len(called) == 1
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_an_error_and_leaves_no_result(tmp_path, capsys):
+    flags = ["--json", str(tmp_path / "all.json"), "--work", str(tmp_path), "--time-limit", "2000"]
+    assert main(["bench", "all", *TINY.replace("max-model-len=192", "max-model-len=20").split(), *flags]) == 1
+    assert "glm5 bench latency ended with code 1" in capsys.readouterr().err
+    assert json.loads((tmp_path / "all.json").read_text())["eighth_tp1"]["missing"] == ["steps", "serve-1"]
+
+
+@pytest.mark.slow
+def test_the_command_measures_steps_and_a_server(tmp_path):
+    flags = ["--json", str(tmp_path / "all.json"), "--work", str(tmp_path), "--time-limit", "2000"]
+    assert main(["bench", "all", *TINY.split(), *flags]) == 0
+    found = json.loads((tmp_path / "all.json").read_text())["eighth_tp1"]
+    assert found["missing"] == []
+    assert found["serve"]["1"]["requests"] == 8
+    assert found["decode_ms"].keys() == {"1", "2"}
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_is_an_error():
+    with pytest.raises(GlmError, match="glm5 serve ended before"), module._served(["serve", "/nowhere"], 9, 1e12):
+        pass
