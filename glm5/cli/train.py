@@ -24,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = read_recipe(settings.recipe, settings.set)
     if recipe.deterministic:  # torch asks for it before it multiplies on a GPU in one order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if recipe.workers:  # each would start as many threads as there are cores
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if settings.dry_run:
         from glm5.train.estimate import estimate
 
