@@ -59,41 +59,66 @@ def as_operand(w, x):
 def halves(byte, x):
     """Bytes of two int4 codes as operands for rows like x: (even inputs, odd inputs), each `unit` times the codes."""
     if x.dtype == tl.int8 and not _PLAIN:
-        return tl.inline_asm_elementwise(_TO_INT8, "=&r,=&r,r", [byte], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
-    if x.dtype == tl.float8e4nv and not _PLAIN:
+        low, high = tl.inline_asm_elementwise(
+            _TO_INT8, "=&r,=&r,r", [byte], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
+    elif x.dtype == tl.float8e4nv and not _PLAIN:
         low, high = tl.inline_asm_elementwise(
             _TO_E4M3, "=&r,=&r,r", [byte], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
-        return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
-    if x.dtype == tl.bfloat16 and not _PLAIN:
-        return tl.inline_asm_elementwise(
+        low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+    elif x.dtype == tl.bfloat16 and not _PLAIN:
+        low, high = tl.inline_asm_elementwise(
             _TO_BFLOAT16, "=&r,=&r,=&r,=&r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
-    # Shifts of int8 keep the sign.
-    return as_operand((byte << 4) >> 4, x), as_operand(byte >> 4, x)
+    else:
+        # Shifts of int8 keep the sign.
+        low, high = as_operand((byte << 4) >> 4, x), as_operand(byte >> 4, x)
+    return low, high
 
 
 @triton.jit
 def unit(x_ptr, INT4: tl.constexpr):
     """What a product with operands from `halves` has to be multiplied by."""
     if not INT4 or _PLAIN:
-        return 1.0
-    if x_ptr.dtype.element_ty == tl.int8:
-        return 0.0625
-    if x_ptr.dtype.element_ty == tl.float8e4nv:
-        return 512.0
-    return 1.0
+        by: tl.constexpr = 1.0
+    elif x_ptr.dtype.element_ty == tl.int8:
+        by: tl.constexpr = 0.0625
+    elif x_ptr.dtype.element_ty == tl.float8e4nv:
+        by: tl.constexpr = 512.0
+    else:
+        by: tl.constexpr = 1.0
+    return by
 
 
 @triton.jit
-def codes_times_rows(
-    w_ptr, row, x_ptr, column, here, block, cols, INT4: tl.constexpr, BLOCK_K: tl.constexpr, INTEGER: tl.constexpr
-):
+def int4_product(byte, even, odd):
+    """Bytes [R, K / 2] of two codes times rows' even and odd inputs [K / 2, T]: [R, T], in units; int32 for int8."""
+    low, high = halves(byte, even)
+    if even.dtype == tl.int8:
+        y = tl.dot(high, odd, acc=tl.dot(low, even, out_dtype=tl.int32), out_dtype=tl.int32)
+    else:
+        y = tl.dot(high, odd, acc=tl.dot(low, even, input_precision="ieee"), input_precision="ieee")
+    return y
+
+
+@triton.jit
+def product(w, x):
+    """Codes [R, K] times rows [K, T]: [R, T]; int32 for int8."""
+    if x.dtype == tl.int8:
+        y = tl.dot(as_operand(w, x), x, out_dtype=tl.int32)
+    else:
+        y = tl.dot(as_operand(w, x), x, input_precision="ieee")
+    return y
+
+
+@triton.jit
+def codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4: tl.constexpr, BLOCK_K: tl.constexpr):
     """Codes of rows `row` [R] times those of x's rows `column` [T], over inputs `block` * BLOCK_K and on: [R, T], in
     units.
 
-    int32 for INTEGER (rows of int8), else float32. `here` [T]: which rows of x there are. `cols`: of the codes'
-    tensor, which for INT4 is half of x's; given as it is, its divisibility is known, and loads are wide.
+    `here` [T]: which rows of x there are. `cols`: of the codes' tensor, which for INT4 is half of x's; given as it is,
+    its divisibility is known, and loads are wide.
     """
     if INT4:
         i = block * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
@@ -101,19 +126,13 @@ def codes_times_rows(
         at = x_ptr + column[None, :] * (2 * cols) + i[:, None]
         known = inside[:, None] & here[None, :]
         byte = tl.load(w_ptr + row[:, None] * cols + i[None, :], mask=inside[None, :], other=0.0)
-        even = tl.load(at, mask=known, other=0.0)
-        odd = tl.load(at + cols, mask=known, other=0.0)
-        low, high = halves(byte, even)
-        if INTEGER:
-            return tl.dot(high, odd, acc=tl.dot(low, even))
-        return tl.dot(high, odd, acc=tl.dot(low, even, input_precision="ieee"), input_precision="ieee")
-    i = block * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = i < cols
-    x = tl.load(x_ptr + column[None, :] * cols + i[:, None], mask=inside[:, None] & here[None, :], other=0.0)
-    w = tl.load(w_ptr + row[:, None] * cols + i[None, :], mask=inside[None, :], other=0.0)
-    if INTEGER:
-        return tl.dot(as_operand(w, x), x)
-    return tl.dot(as_operand(w, x), x, input_precision="ieee")
+        y = int4_product(byte, tl.load(at, mask=known, other=0.0), tl.load(at + cols, mask=known, other=0.0))
+    else:
+        i = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = i < cols
+        x = tl.load(x_ptr + column[None, :] * cols + i[:, None], mask=inside[:, None] & here[None, :], other=0.0)
+        y = product(tl.load(w_ptr + row[:, None] * cols + i[None, :], mask=inside[None, :], other=0.0), x)
+    return y
 
 
 @triton.jit
@@ -147,25 +166,22 @@ def weight_times_rows(
                 group = tl.minimum((step * PARTS + part) * BLOCK_K // GROUP, scale_cols - 1)
                 scales = scales + (tl.load(scale_at + group),)
             for part in tl.static_range(PARTS):
-                block = step * PARTS + part
-                y = codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4, BLOCK_K, INTEGER)
+                y = codes_times_rows(w_ptr, row, x_ptr, column, here, step * PARTS + part, cols, INT4, BLOCK_K)
                 total += y.to(tl.float32) * scales[part][:, None]
-        return total * unit(x_ptr, INT4)
-    scale = tl.load(scale_at) * unit(x_ptr, INT4)
-    if INTEGER:
+    elif INTEGER:
         sums = tl.zeros([row.shape[0], BLOCK_T], tl.int32)
         for step in tl.range(0, steps, num_stages=STAGES):
             for part in tl.static_range(PARTS):
-                block = step * PARTS + part
-                sums += codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4, BLOCK_K, INTEGER)
-        return sums.to(tl.float32) * scale[:, None]
-    for step in tl.range(0, steps, num_stages=STAGES):
-        for part in tl.static_range(PARTS):
-            block = step * PARTS + part
-            # Scaled block by block: FP8 matrix units must not add up more than that in their own few bits.
-            y = codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4, BLOCK_K, INTEGER)
-            total += y * scale[:, None]
-    return total
+                sums += codes_times_rows(w_ptr, row, x_ptr, column, here, step * PARTS + part, cols, INT4, BLOCK_K)
+        total = sums.to(tl.float32) * tl.load(scale_at)[:, None]
+    else:
+        scale = tl.load(scale_at)
+        for step in tl.range(0, steps, num_stages=STAGES):
+            for part in tl.static_range(PARTS):
+                # Scaled block by block: FP8 matrix units must not add up more than that in their own few bits.
+                y = codes_times_rows(w_ptr, row, x_ptr, column, here, step * PARTS + part, cols, INT4, BLOCK_K)
+                total += y * scale[:, None]
+    return total * unit(x_ptr, INT4)
 
 
 @triton.jit
@@ -196,22 +212,24 @@ def sums_of_eight(word, x):
 @triton.jit
 def as_met(x, scale, ACT: tl.constexpr):
     """x in float32 as codes under `scale`, which is as wide, that stay float32: what rows are to their weights."""
-    if ACT == "none":
-        return x
-    inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), scale)
-    if ACT == "fp8":
-        return quotient(x, scale, inverse).to(tl.float32)
-    near = x * inverse
-    # The quotient, rounded correctly without a division of its own.
-    near = tl.fma(tl.fma(-near, scale, x), inverse, near)
-    # Adding 1.5 * 2^23 rounds to nearest even.
-    return tl.clamp((near + 12582912.0) - 12582912.0, -127.0, 127.0)
+    if ACT != "none":
+        inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), scale)
+        if ACT == "fp8":
+            x = quotient(x, scale, inverse).to(tl.float32)
+        else:
+            # The quotient, rounded correctly without a division of its own.
+            near = x * inverse
+            near = tl.fma(tl.fma(-near, scale, x), inverse, near)
+            # Adding 1.5 * 2^23 rounds to nearest even.
+            x = tl.clamp((near + 12582912.0) - 12582912.0, -127.0, 127.0)
+    return x
 
 
 @triton.jit
 def scale_of_rows(amax, ACT: tl.constexpr):
     """Scales of rows by their largest numbers, as token_quant has them; 1 for rows that stay as they are."""
-    if ACT == "none":
-        return tl.full(amax.shape, 1.0, tl.float32)
-    scale = tl.div_rn(amax, tl.full(amax.shape, 448.0 if ACT == "fp8" else 127.0, tl.float32))
-    return tl.where(scale == 0, 1.0, scale)
+    scale = tl.full(amax.shape, 1.0, tl.float32)
+    if ACT != "none":
+        found = tl.div_rn(amax, tl.full(amax.shape, 448.0 if ACT == "fp8" else 127.0, tl.float32))
+        scale = tl.where(found == 0, scale, found)
+    return scale

@@ -15,17 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.coded import Coded
+from glm5.kernels.coded import Coded, Form
 from glm5.kernels.coded_experts import triton_vector as vector
 from glm5.kernels.coded_linear.triton import block_k_of
 from glm5.kernels.grouped_experts.triton import tiles_by_expert
 from glm5.kernels.grouped_experts.triton_few import combine
 from glm5.kernels.token_quant.triton import prepare_rows
-from glm5.kernels.triton_codes import as_operand, halves, unit, weight_times_rows
+from glm5.kernels.triton_codes import int4_product, product, unit, weight_times_rows
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
-VECTOR_TOKENS = 4
+VECTOR_TOKENS = 2
 PAIR_TOKENS = 32
 BLOCK_K = 128  # inputs of one product of matrix units
 _HELD = 512  # values of h, at most, that a program keeps for all of its outputs
@@ -48,15 +48,21 @@ class Tiling(NamedTuple):
     down_stages: int = 3
 
 
-def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, *, is_int4: bool, inner: int) -> Tiling:
+def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, form: Form, inner: int) -> Tiling:
     """What was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
-    if num_tokens <= VECTOR_TOKENS and is_int4 and inner <= _HELD:
-        return Tiling("vector", block_f=4, up_warps=2, block_d=8, down_warps=2, down_tiles=1)
+    if num_tokens <= VECTOR_TOKENS and form.weight == "int4" and inner <= _HELD:
+        return Tiling(
+            "vector", block_f=4, up_warps=2, block_d=8, down_warps=4 if form.act == "int8" else 2, down_tiles=1
+        )
     if num_tokens <= PAIR_TOKENS:
-        return Tiling()
+        if form.act is None:
+            return Tiling(block_t=8, parts=4)
+        return Tiling(block_f=64 if 4 < num_tokens <= 8 else 32, parts=4 if num_tokens <= 4 else 2)
     rows = num_pairs // num_experts
     block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
-    return Tiling("tiles", block_t=block_t)
+    if block_t == 16:
+        return Tiling("tiles")
+    return Tiling("tiles", block_f=64, block_t=block_t, down_tiles=16)
 
 
 @triton.jit
@@ -159,9 +165,8 @@ def _operands(x_ptr, column, here, block, cols, INT4: tl.constexpr, BLOCK_K: tl.
         at = x_ptr + column[None, :] * (2 * cols)
     known = (i < cols)[:, None] & here[None, :]
     even = tl.load(at + i[:, None], mask=known, other=0.0)
-    if INT4:
-        return even, tl.load(at + cols + i[:, None], mask=known, other=0.0)
-    return even, even
+    odd = tl.load(at + cols + i[:, None], mask=known, other=0.0) if INT4 else even
+    return even, odd
 
 
 @triton.jit
@@ -176,11 +181,7 @@ def _held_product(
         even, odd = xs[2 * part], xs[2 * part + 1]
         i = part * HALF + tl.arange(0, HALF)
         w = tl.load(w_ptr + row[:, None] * cols + i[None, :], mask=(i < cols)[None, :], other=0.0)
-        if INT4:
-            low, high = halves(w, even)
-            y = tl.dot(high, odd, acc=tl.dot(low, even, input_precision="ieee"), input_precision="ieee")
-        else:
-            y = tl.dot(as_operand(w, even), even, input_precision="ieee")
+        y = int4_product(w, even, odd) if INT4 else product(w, even)
         group = tl.minimum(part * BLOCK_K // GROUP, scale_cols - 1) if GROUP else 0
         scale = tl.load(scale_ptr + row * scale_cols + group)
         total += y.to(tl.float32) * scale[:, None]
@@ -272,8 +273,7 @@ def coded_experts(
     if not num_tokens:
         return torch.empty_like(x_TD)
     if tiling is None:
-        is_int4 = {gate_up_proj.form.weight, down_proj.form.weight} == {"int4"}
-        tiling = tiling_for(num_tokens, expert_TA.numel(), num_experts, is_int4=is_int4, inner=inner)
+        tiling = tiling_for(num_tokens, expert_TA.numel(), num_experts, gate_up_proj.form, inner)
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
     if tiling.way == "vector":
         return _vector(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, tiling)
