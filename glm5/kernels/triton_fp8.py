@@ -24,6 +24,30 @@ def let_later_begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def prefetch(pointers):
+    """The lines of memory that these point to begin to move to the L2 cache; nobody waits for them."""
+    if not _CUTS:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def pairs_of(experts, expert, tile, ROWS: tl.constexpr):
+    """The `tile`-th ROWS places, in order, where `experts` is `expert`; 0 behind the last."""
+    j = tl.arange(0, experts.shape[0])
+    same = (experts == expert).to(tl.int32)
+    wanted = tile * ROWS + tl.arange(0, ROWS)
+    chosen = (tl.cumsum(same) - 1 == wanted[:, None]) & (same[None, :] > 0)
+    return tl.sum(tl.where(chosen, j[None, :], 0), 1)
+
+
+@triton.jit
 def widened(w, x):
     """e4m3 weights as x's dtype, exactly.
 
@@ -34,21 +58,23 @@ def widened(w, x):
 
 @triton.jit
 def once(x):
-    """x of 16 bits, computed where it is written: the compiler may not do it over for each use, in another layout."""
+    """x of 16 or 32 bits, computed where it is written: the compiler may not do it over for each use, in another
+    layout."""
     if not _CUTS:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
     return x
 
 
 @triton.jit
-def last_to_arrive(arrivals_ptr, tile, COUNT: tl.constexpr):
-    """Whether this is the last of COUNT programs that come here for `tile`, which then sees what the others stored.
+def last_to_arrive(arrivals_ptr, tile, count):
+    """Whether this is the last of `count` programs that come here for `tile`, which then sees what the others stored.
 
     The counter is zero before and after a launch.
     """
     tl.debug_barrier()  # every thread's stores come before the one thread's release
     arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
-    last = arrived == COUNT - 1
+    last = arrived == count - 1
     if last:
         tl.store(arrivals_ptr + tile, 0)
     return last

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+NUM_ARRIVALS = 1 << 14
+
 
 @cache
 def installed() -> bool:
@@ -51,7 +53,7 @@ def arrivals(device: torch.device) -> Tensor:
     For kernels of one stream at a time. Made outside CUDA graphs: run a kernel once before capturing it.
     """
     with torch.inference_mode(mode=False):
-        return torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        return torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device=device)
 
 
 @cache

@@ -9,6 +9,7 @@ from glm5.kernels import triton_support
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import few_queries
+from glm5.kernels.sparse_mla import cuda
 from glm5.kernels.sparse_mla.chunked import sparse_mla as _chunked
 from glm5.kernels.sparse_mla.grouped import sparse_mla as _grouped
 from glm5.kernels.sparse_mla.invariant import sparse_mla as _invariant
@@ -16,6 +17,7 @@ from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
 from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
 
 _TRAINED_HEADS = 64  # that fit into a program
+_CUDA = range(24, 513)  # queries: of fewer Triton's smaller programs begin sooner, of more products take the time
 
 
 def sparse_mla(
@@ -28,7 +30,7 @@ def sparse_mla(
     *,
     scale: float,
     value_dim: int,
-    impl: Literal["auto", "gather", "chunked", "masked", "grouped", "invariant", "triton", "trained"] = "auto",
+    impl: Literal["auto", "gather", "chunked", "masked", "grouped", "invariant", "triton", "cuda", "trained"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query over its selected visible keys (None: over all visible keys).
 
@@ -38,11 +40,11 @@ def sparse_mla(
     again for backward, which is for training at long contexts; `masked` multiplies with the whole context. `grouped`:
     for few queries of each of many requests, on a CPU; no gradient. `invariant`: gathers, for one T and K a row's
     result depends on its query and keys alone, bit for bit; no gradient, and `keys_TK` must be given. `triton`: on a
-    GPU, up to float32; no gradient.
+    GPU, up to float32; no gradient. `cuda`: on Hopper, for few heads and queries, in bfloat16; no gradient.
     `trained`: on a GPU, up to 64 heads and float32, differentiable; what is gathered exists block by block only.
     """
     if impl == "auto":
-        impl = _cheaper(q_THL, latent_PZL, keys_TK, page_table_BN, end_T)
+        impl = _cheaper(q_THL, latent_PZL, keys_TK, page_table_BN, end_T, value_dim)
     if impl == "gather":
         run = _gather
     elif impl == "chunked":
@@ -55,24 +57,27 @@ def sparse_mla(
         run = _invariant
     elif impl == "triton":
         from glm5.kernels.sparse_mla.triton import sparse_mla as run
+    elif impl == "cuda":
+        run = cuda.sparse_mla
     elif impl == "trained":
         from glm5.kernels.sparse_mla.triton_trained import sparse_mla as run
     else:
-        allowed = ("gather", "chunked", "masked", "grouped", "invariant", "triton", "trained")
+        allowed = ("gather", "chunked", "masked", "grouped", "invariant", "triton", "cuda", "trained")
         raise unknown_impl("sparse_mla", impl, allowed)
     return run(q_THL, latent_PZL, keys_TK, page_table_BN, row_T, end_T, scale=scale, value_dim=value_dim)
 
 
 def _cheaper(
-    q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor
-) -> Literal["gather", "chunked", "masked", "grouped", "triton", "trained"]:
+    q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor, value_dim: int
+) -> Literal["gather", "chunked", "masked", "grouped", "triton", "cuda", "trained"]:
     """Which implementation is faster, from shapes; on a CPU also from the contexts' lengths.
 
     Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, `masked` wins up to 11
     keys in context per key selected; with one query a request, up to 3.
     """
     if triton_support.chosen(q_THL, *(() if isinstance(latent_PZL, tuple) else (latent_PZL,))):
-        return "triton"
+        is_step = len(q_THL) in _CUDA and not cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
+        return "cuda" if is_step else "triton"
     if keys_TK is not None and isinstance(latent_PZL, Tensor) and triton_support.runs_on(q_THL, latent_PZL):
         if q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS:
             return "trained"

@@ -8,12 +8,11 @@ are (query, head) pairs, 16 of one query (the least that a product takes; a rank
 A latent goes from the pool to shared memory once for both products, in groups of 128 values: more would take more
 registers than there are. FP8 latents come as bytes, some blocks ahead, and are widened to q's dtype on the way from
 there to where both products read them, 128 values having one scale. The sum over a share is taken in float32, in base
-2; a second kernel adds the shares up in order. How many there are follows from shapes alone, so results are the same in
-every run.
+2. Shares are added up in order: few by the last program to arrive, many by a second kernel. How many there are follows
+from shapes alone, so results are the same in every run.
 """
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,10 +23,12 @@ from torch import Tensor
 from glm5.kernels import tuned
 from glm5.kernels.block_scaled import BLOCK, FP8
 from glm5.kernels.fp8_pool import ROPE_DTYPE, Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import let_later_begin, once, wait_for_earlier
-from glm5.kernels.triton_support import dependent_launch
+from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, once, wait_for_earlier
+from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch, multiprocessors
 
 _SHARED_ROWS = 64
+_FEW_SHARES = 4  # that a program merges; of more, many programs do it sooner
+_LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
@@ -197,6 +198,29 @@ def _store(out_ptr, lse_ptr, at, real, top_H, sum_H, out_GHC, lse_unit, C: tl.co
 
 
 @triton.jit
+def _merge_few(
+    part, whole, t, h, real, num_shares, H: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Rows (t, h) from their shares. part, whole: pointers to results and their lse."""
+    part_ptr, part_lse_ptr = part
+    top_H, sum_H, out_GHC = tl.full(h.shape, -1e30, tl.float32), tl.zeros(h.shape, tl.float32), ()
+    for _ in tl.static_range(GROUPS):
+        out_GHC = out_GHC + (tl.zeros([h.shape[0], BLOCK_C], tl.float32),)
+    c = tl.arange(0, BLOCK_C)[None, :]
+    for share in range(num_shares):
+        at = (t * num_shares + share) * H + h
+        lse_H = tl.load(part_lse_ptr + at, mask=real, other=float("-inf"), cache_modifier=".cg")
+        new_top_H = tl.maximum(top_H, lse_H)
+        shrink_H, weight_H, new_GHC = tl.exp2(top_H - new_top_H), tl.exp2(lse_H - new_top_H), ()
+        for g in tl.static_range(GROUPS):
+            mask = real[:, None] & (g * BLOCK_C + c < C)
+            its_HC = tl.load(part_ptr + at[:, None] * C + g * BLOCK_C + c, mask=mask, other=0.0, cache_modifier=".cg")
+            new_GHC = new_GHC + (out_GHC[g] * shrink_H[:, None] + its_HC * weight_H[:, None],)
+        top_H, sum_H, out_GHC = new_top_H, sum_H * shrink_H + weight_H, new_GHC
+    _store(*whole, t * H + h, real, top_H, sum_H, out_GHC, _LN2, C, BLOCK_C)
+
+
+@triton.jit
 def _attend(
     q_ptr,
     keys_ptr,
@@ -208,6 +232,9 @@ def _attend(
     end_ptr,
     out_ptr,
     lse_ptr,
+    whole_ptr,
+    whole_lse_ptr,
+    arrivals_ptr,
     num_queries,
     num_columns,
     num_keys,
@@ -228,9 +255,12 @@ def _attend(
     GROUPS: tl.constexpr,
     SELECTED: tl.constexpr,
     IS_FP8: tl.constexpr,
+    MERGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, share, h] and lse[t, share, h] (times its unit, from base 2). Strides are in the pool's elements.
+
+    MERGES: the last program to arrive at a tile makes whole[t, h] of its shares.
 
     program_id(0): share of the keys; (1): tile of queries, the last first; (2): block of heads.
     """
@@ -265,6 +295,10 @@ def _attend(
 
     at = (t * num_shares + share) * H + h
     _store(out_ptr, lse_ptr, at, real, top_H, sum_H, out_GHC, lse_unit, C, BLOCK_C)
+    if MERGES:  # noqa: SIM102 - known to the compiler, and the other is not
+        if last_to_arrive(arrivals_ptr, tl.program_id(1) * tl.num_programs(2) + tl.program_id(2), num_shares):
+            part, whole = (out_ptr, lse_ptr), (whole_ptr, whole_lse_ptr)
+            _merge_few(part, whole, t, h, real, num_shares, H, C, BLOCK_C, GROUPS)
 
 
 @triton.jit
@@ -357,7 +391,7 @@ def sparse_mla(
     tile = tile or tiling_for(q_THL, is_fp8, crowded)
     tiles, head_blocks = triton.cdiv(num_queries, tile.queries), triton.cdiv(H, tile.rows)
     if num_shares is None:
-        wanted = tile.programs * _multiprocessors(q_THL.device) // max(1, tiles * head_blocks)
+        wanted = tile.programs * multiprocessors(q_THL.device) // max(1, tiles * head_blocks)
         num_shares = max(1, min(wanted, triton.cdiv(num_keys, tile.keys)))
     out_THC = q_THL.new_empty(num_queries, H, value_dim)
     lse_TH = q_THL.new_empty(num_queries, H, dtype=torch.float32)
@@ -369,8 +403,9 @@ def sparse_mla(
         part_lse = q_THL.new_empty(num_queries, num_shares, H, dtype=torch.float32)
     values, scales, rope = _parts(latent_PZL, value_dim)
     # Programs that wait for earlier ones take the places of those that work, where there are enough to fill the GPU.
-    fills = tiles * head_blocks * num_shares > _multiprocessors(q_THL.device)
+    fills = tiles * head_blocks * num_shares > multiprocessors(q_THL.device)
     launch = {"PDL": False} if fills else dependent_launch(q_THL.device)
+    merges = 1 < num_shares <= _FEW_SHARES and tiles * head_blocks <= NUM_ARRIVALS
     _attend[(num_shares, tiles, head_blocks)](
         q_THL.contiguous(),
         end_T if keys_TK is None else keys_TK.contiguous(),
@@ -382,6 +417,9 @@ def sparse_mla(
         end_T,
         part,
         part_lse,
+        out_THC,
+        lse_TH,
+        arrivals(q_THL.device),
         num_queries,
         page_table_BN.shape[1],
         num_keys,
@@ -391,15 +429,22 @@ def sparse_mla(
         scale * math.log2(math.e),
         math.log(2) if num_shares == 1 else 1.0,
         SELECTED=keys_TK is not None,
+        MERGES=merges,
         **_constants(q_THL, latent_PZL, value_dim, tile),
         **launch,
     )
-    if num_shares > 1:
-        sizes = {"H": H, "C": value_dim, "BLOCK_C": BLOCK, "BLOCK_SHARES": triton.next_power_of_2(num_shares)}
-        _merge[(num_queries * H, triton.cdiv(value_dim, BLOCK))](
-            part, part_lse, out_THC, lse_TH, num_shares, LN2=math.log(2), **sizes, **launch
-        )
+    if num_shares > 1 and not merges:
+        merge(part, part_lse, out_THC, lse_TH, launch)
     return out_THC, lse_TH
+
+
+def merge(part: Tensor, part_lse: Tensor, out_THC: Tensor, lse_TH: Tensor, launch: dict[str, bool]) -> None:
+    """Adds up, in order, what shares came to: part [T, shares, H, C], part_lse [T, shares, H] in base 2."""
+    num_queries, num_shares, H, value_dim = part.shape
+    sizes = {"H": H, "C": value_dim, "BLOCK_C": BLOCK, "BLOCK_SHARES": triton.next_power_of_2(num_shares)}
+    _merge[(num_queries * H, triton.cdiv(value_dim, BLOCK))](
+        part, part_lse, out_THC, lse_TH, num_shares, LN2=math.log(2), **sizes, **launch
+    )
 
 
 def _constants(q_THL: Tensor, pool: Pool, value_dim: int, tile: Tiling) -> dict[str, int | bool]:
@@ -437,8 +482,3 @@ def _parts(pool: Pool, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     if pool.stride(2) != 1:
         raise ValueError(f"sparse_mla[triton] needs rows in one piece, got a pool with strides {pool.stride()}")
     return pool, pool, pool[..., value_dim:]
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,126 @@
+"""Kernels in CUDA C++, where Triton does not get there: compiled by NVRTC, a library that torch brings along, and
+launched through the driver. So nobody needs a CUDA toolkit, and where NVRTC is missing another implementation runs.
+"""
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: 64 bytes of a value, of which an int is used."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class CudaKernel:
+    """A function of a module on the current device. It calls `griddepcontrol.wait` before it reads what others wrote.
+
+    `shared_bytes`: of dynamic shared memory, at every launch.
+    """
+
+    def __init__(self, function: ctypes.c_void_p, shared_bytes: int):
+        self._function, self._shared_bytes = function, shared_bytes
+        driver = _driver()
+        _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_SIZE, shared_bytes))
+
+    def __call__(self, grid: tuple[int, int], num_threads: int, *given: Tensor | int | float | None) -> None:
+        """On the current stream: tensors as pointers (None: null), ints of 32 bits, doubles."""
+        values = [_value(each) for each in given]
+        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        attribute = _Attribute(_DEPENDENT_LAUNCH, 0, 1)
+        config = _Config(
+            (*grid, 1), (num_threads, 1, 1), self._shared_bytes, torch.cuda.current_stream().cuda_stream,
+            ctypes.pointer(attribute), 1,
+        )  # fmt: skip
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, places, None))
+
+
+def build(source: Path, name: str, shared_bytes: int, device: torch.device, **constants: int) -> CudaKernel | None:
+    """The function `name` of `source`, with `constants` defined, for `device`; None, said once, where that cannot be.
+
+    Raises RuntimeError with the compiler's words for a source that does not compile.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
+    options += [f"-D{constant}={value}" for constant, value in constants.items()]
+    image = _compiled(compiler, source, options)
+    with torch.cuda.device(device):
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), image))
+        _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        return CudaKernel(function, shared_bytes)
+
+
+def _compiled(compiler: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    text = source.read_text(encoding="utf-8").encode()
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    compiler.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
+    failed = compiler.nvrtcCompileProgram(program, len(options), given)
+    asked = "ProgramLog" if failed else "CUBIN"
+    getattr(compiler, f"nvrtcGet{asked}Size")(program, ctypes.byref(size))
+    found = ctypes.create_string_buffer(size.value)
+    getattr(compiler, f"nvrtcGet{asked}")(program, found)
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise RuntimeError(f"{source.name} does not compile: {found.value.decode(errors='replace')}")
+    return found.raw
+
+
+@cache
+def _compiler() -> ctypes.CDLL | None:
+    if torch.version.cuda is None:
+        return None
+    name = f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}"
+    beside = sorted((Path(torch.__file__).parents[1] / "nvidia").glob(f"*/lib/{name}"))
+    for place in (name, *map(str, beside)):
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    logger.warning("%s was not found, so kernels in CUDA C++ are left out: Triton's run in their place", name)
+    return None
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _value(given: Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_double:
+    if given is None or isinstance(given, Tensor):
+        return ctypes.c_void_p(None if given is None else given.data_ptr())
+    return ctypes.c_int(given) if isinstance(given, int) else ctypes.c_double(given)
+
+
+def _check(status: int) -> None:
+    if status:
+        words = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(words))
+        raise RuntimeError(f"CUDA driver: {(words.value or b'an unknown error').decode()}")

@@ -1,0 +1,281 @@
+// Attention of one query over a share of its keys, on Hopper: what sparse_mla/triton.py computes in `_attend`, for few
+// heads (8 or 16) and latents in bfloat16.
+//
+// Four warps fetch: two blocks of 64 latents are under way or being read at any time. Eight warps compute. Keys are the rows of the matrix units' tile and heads its columns, so 8 heads are not padded:
+//
+//     logits[n, h] = latent[n] . q[h]       warp w: keys 16 (w % 4).., half w / 4 of the dimensions
+//     out[c, h] = sum_n latent[n, c] p[n, h]     warp w: c in C / 8 (w..w+1)
+//
+// Each of the eight has the softmax of all 64 keys, so one barrier a block is enough.
+//
+// Compiled with H, C, R, Z (slots of a page); C a multiple of 128, C + R of 64.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+constexpr int L = C + R, KEYS = 64, STAGES = 2, WARPS = 8, FETCHING = 4, TILES = H / 8;
+constexpr int PITCH = 2 * L + 16;             // bytes between rows: rows that are read together lie in other banks
+constexpr int STAGE = KEYS * PITCH;
+constexpr int LOGITS = H + 4;                 // floats between keys' logits, for the same reason
+constexpr int HALF = KEYS * LOGITS;
+constexpr int STEPS = L / 32;                 // of 16 dimensions, in half of them
+constexpr int ROWS = C / (16 * WARPS);        // tiles of 16 values of a warp
+
+static __device__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+static __device__ void wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+        ::"r"(barrier), "r"(parity) : "memory");
+}
+
+static __device__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+static __device__ void load4(u32 (&x)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+
+static __device__ void load4_transposed(u32 (&x)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+
+static __device__ void add_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+static __device__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+static __device__ u32 as_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+struct Keys {
+    const int *keys, *pages;
+    int num_keys, end;
+
+    // The key at `place`, -1 for none.
+    __device__ int at(int place) const {
+        if (place >= num_keys) return -1;
+        const int key = keys ? keys[place] : place;
+        return key < end ? key : -1;
+    }
+};
+
+// Blocks start..stop-1 to shared memory, one after the other, as places there become free; zeros for keys that are none.
+// Eight threads have a row, 16 bytes of each of its lines; a thread has rows of four.
+static __device__ void fetch(const Keys& k, const u16* latent, u32 page_stride, u32 row_stride, int start, int stop,
+                             u32 data, int* seen, u32 full, u32 empty) {
+    const int lane = threadIdx.x % 32, chunk = lane % 8;
+    const int row = (threadIdx.x / 32 - WARPS) * 16 + lane / 8;
+    int key[STAGES][4], next[STAGES][4];
+    u64 offset[STAGES][4];
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) key[s][r] = k.at((start + s) * KEYS + row + 4 * r);
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int some = max(key[s][r], 0);
+            offset[s][r] = (u64)k.pages[some / Z] * page_stride + (u64)(some % Z) * row_stride;
+            next[s][r] = k.at((start + STAGES + s) * KEYS + row + 4 * r);
+        }
+    u32 parity = 1;
+    for (int first = start; first < stop; first += STAGES, parity ^= 1) {
+#pragma unroll
+        for (int s = 0; s < STAGES; ++s) {
+            if (first + s >= stop) break;
+            wait(empty + 8 * s, parity);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                if (chunk == 0) seen[s * KEYS + row + 4 * r] = key[s][r] >= 0;
+                const u32 to = data + s * STAGE + (row + 4 * r) * PITCH + 16 * chunk;
+                const u16* from = latent + offset[s][r] + 8 * chunk;
+#pragma unroll
+                for (int line = 0; line < L / 64; ++line)
+                    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                                 ::"r"(to + 128 * line), "l"(from + 64 * line), "r"(key[s][r] < 0 ? 0 : 16) : "memory");
+            }
+            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full + 8 * s) : "memory");
+            __syncwarp();
+            if (lane == 0) arrive(full + 8 * s);  // what was written to `seen`, too
+            // Known long before they are needed: the pages of the block after next, and the keys of the one behind.
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                key[s][r] = next[s][r];
+                const int some = max(next[s][r], 0);
+                offset[s][r] = (u64)k.pages[some / Z] * page_stride + (u64)(some % Z) * row_stride;
+                next[s][r] = k.at((first + 2 * STAGES + s) * KEYS + row + 4 * r);
+            }
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + FETCHING), 1)
+attend(const u16* q, const int* keys, const u16* latent, const int* table, const int* row, const int* end, void* out,
+       float* lse, int num_columns, int num_keys, int page_stride, int row_stride, double scale) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    __shared__ u64 barriers[2 * STAGES];
+    __shared__ int seen[STAGES * KEYS];
+    float* const logits = (float*)(memory + STAGES * STAGE);
+    const u32 data = shared_at(memory), full = shared_at(barriers), empty = full + 8 * STAGES;
+    const int share = blockIdx.x, num_shares = gridDim.x, t = blockIdx.y;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x < 2 * STAGES) {
+        const u32 barrier = full + 8 * threadIdx.x, count = threadIdx.x < STAGES ? 33 * FETCHING : WARPS;
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+    }
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+    const int last = end[t];
+    const int count = keys ? num_keys : last;
+    const int blocks = last > 0 ? (count + KEYS - 1) / KEYS : 0;
+    const int a_share = (blocks + num_shares - 1) / num_shares;
+    const int start = min(share * a_share, blocks), stop = min(start + a_share, blocks);
+    if (warp >= WARPS) {
+        if (start < stop) {
+            const int* own = keys ? keys + (u64)t * num_keys : nullptr;
+            const Keys k = {own, table + (u64)row[t] * num_columns, count, last};
+            fetch(k, latent, page_stride, row_stride, start, stop, data, seen, full, empty);
+        }
+        return;
+    }
+
+    const int group = lane / 4, pair = 2 * (lane % 4);  // of a product's columns; of its rows' values
+    const int tile = warp % 4, half = warp / 4;
+    u32 q_part[STEPS][TILES][2];
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k)
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            const u16* at = q + ((u64)t * H + 8 * n + group) * L + 16 * (half * STEPS + k) + pair;
+            q_part[k][n][0] = *(const u32*)at;
+            q_part[k][n][1] = *(const u32*)(at + 8);
+        }
+    float top[TILES], sum[TILES], total[ROWS][TILES][4];
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+        top[n] = -1e30f, sum[n] = 0;
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) total[m][n][i] = 0;
+    }
+    // What a lane reads of a tile of 16 keys by 16 dimensions, and of one that is transposed.
+    const u32 here = (16 * tile + lane % 16) * PITCH + 2 * (16 * half * STEPS + lane / 16 * 8);
+    const u32 across = (lane % 8 + lane / 16 * 8) * PITCH + 2 * (C / WARPS * warp + lane / 8 % 2 * 8);
+
+    for (int block = start; block < stop; ++block) {
+        const int index = block - start, stage = index % STAGES;
+        const u32 at = data + stage * STAGE;
+        float* const mine = logits + index % 2 * (2 * HALF);
+        wait(full + 8 * stage, index / STAGES % 2);
+        float part[2][TILES][4] = {};  // two chains of products wait for one another half as long as one
+#pragma unroll
+        for (int k = 0; k < STEPS; ++k) {
+            u32 a[4];
+            load4(a, at + here + 32 * k);
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) add_product(part[k % 2][n], a, q_part[k][n][0], q_part[k][n][1]);
+        }
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            float* const to = mine + half * HALF + (16 * tile + group) * LOGITS + 8 * n + pair;
+            *(float2*)to = make_float2(part[0][n][0] + part[1][n][0], part[0][n][1] + part[1][n][1]);
+            *(float2*)(to + 8 * LOGITS) = make_float2(part[0][n][2] + part[1][n][2], part[0][n][3] + part[1][n][3]);
+        }
+        asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
+
+        // Keys 16 k + pair + {0, 1, 8, 9} of head `group`.
+        u32 p_part[KEYS / 16][TILES][2];
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            float p[KEYS / 16][4], most = -1e30f;
+#pragma unroll
+            for (int k = 0; k < KEYS / 16; ++k)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int key = 16 * k + pair + i % 2 + i / 2 * 8;
+                    const float* from = mine + key * LOGITS + 8 * n + group;
+                    const float logit = (from[0] + from[HALF]) * (float)scale;
+                    p[k][i] = seen[stage * KEYS + key] ? logit : -1e30f;
+                    most = fmaxf(most, p[k][i]);
+                }
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            const float now = fmaxf(top[n], most), shrink = exp2_of(top[n] - now);
+            top[n] = now;
+            sum[n] *= shrink;
+#pragma unroll
+            for (int k = 0; k < KEYS / 16; ++k) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    p[k][i] = p[k][i] > -1e30f ? exp2_of(p[k][i] - now) : 0.0f;
+                    sum[n] += p[k][i];
+                }
+                p_part[k][n][0] = as_pair(p[k][0], p[k][1]);
+                p_part[k][n][1] = as_pair(p[k][2], p[k][3]);
+            }
+            const float first = __shfl_sync(~0u, shrink, 4 * pair), second = __shfl_sync(~0u, shrink, 4 * pair + 4);
+#pragma unroll
+            for (int m = 0; m < ROWS; ++m) {
+                total[m][n][0] *= first, total[m][n][1] *= second;
+                total[m][n][2] *= first, total[m][n][3] *= second;
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m)
+#pragma unroll
+            for (int k = 0; k < KEYS / 16; ++k) {
+                u32 a[4];
+                load4_transposed(a, at + across + 16 * k * PITCH + 32 * m);
+#pragma unroll
+                for (int n = 0; n < TILES; ++n) add_product(total[m][n], a, p_part[k][n][0], p_part[k][n][1]);
+            }
+        __syncwarp();
+        if (lane == 0) arrive(empty + 8 * stage);
+    }
+
+    const u64 place = ((u64)t * num_shares + share) * H;
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+        float divisor = sum[n];
+        divisor += __shfl_xor_sync(~0u, divisor, 1);
+        divisor += __shfl_xor_sync(~0u, divisor, 2);
+        const bool any = divisor > 0;
+        divisor = any ? divisor : 1;
+        const float unit = num_shares == 1 ? 0.6931471805599453f : 1;  // of one share, base e
+        const float found = any ? (top[n] + log2f(divisor)) * unit : -__int_as_float(0x7f800000);
+        if (warp == 0 && lane % 4 == 0) lse[place + 8 * n + group] = found;
+        const float first = __shfl_sync(~0u, divisor, 4 * pair), second = __shfl_sync(~0u, divisor, 4 * pair + 4);
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u64 to = (place + 8 * n + pair + i % 2) * C + C / WARPS * warp + 16 * m + group + i / 2 * 8;
+                const float value = total[m][n][i] / (i % 2 ? second : first);
+                if (num_shares == 1)
+                    ((u16*)out)[to] = (u16)as_pair(value, 0);
+                else
+                    ((float*)out)[to] = value;
+            }
+    }
+}
