@@ -18,7 +18,9 @@ from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.grouped_experts.trained import grouped_experts as _trained
 from glm5.kernels.triton_support import chosen
 
-__all__ = ["SharedExpert", "grouped_experts"]
+__all__ = ["FEW_TOKENS", "SharedExpert", "grouped_experts"]
+
+FEW_TOKENS = 32  # up to here products in FP8 take rows as they are
 
 
 def grouped_experts(
@@ -29,6 +31,7 @@ def grouped_experts(
     expert_TA: Tensor,
     *,
     shared: SharedExpert | None = None,
+    quantized: tuple[Tensor, Tensor] | None = None,
     impl: Literal[
         "auto", "reference", "trained", "grouped_mm", "on_device", "one_by_one", "invariant", "triton"
     ] = "auto",
@@ -39,7 +42,8 @@ def grouped_experts(
     fp8_linear, no gradient; the gate_up scale has 2 * ceil(F/128) rows, gate's first). Each term is rounded to x's
     dtype and summed in it, in expert order (model spec 3.6). Differentiable in x, both weights and weight_TA.
 
-    `shared`: an expert that every token visits with weight 1; its term comes last.
+    `shared`: an expert that every token visits with weight 1; its term comes last. `quantized`: what `act_quant` makes
+    of x, where that is known; it is what `triton` reads of more than FEW_TOKENS.
 
     `trained`: with plain weights and a gradient, in grouped products that do not wait for a GPU; sums in float32.
     `invariant`: a row's result does not depend on the others, bit for bit; no gradient. `grouped_mm`: on a CPU, with
@@ -53,7 +57,7 @@ def grouped_experts(
     if impl == "triton":
         from glm5.kernels.grouped_experts.triton import grouped_experts as fused
 
-        return fused(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared)
+        return fused(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized=quantized)
     if impl == "reference":
         run = _reference
     elif impl == "grouped_mm":

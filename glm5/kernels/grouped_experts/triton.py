@@ -1,10 +1,11 @@
-"""The routed experts' sum, and the shared expert's part, over block-scaled FP8 weights: three ways by number of tokens.
+"""The routed experts' sum, and the shared expert's part, over block-scaled FP8 weights: four ways by number of tokens.
 
     1..VECTOR_TOKENS    matrix-vector products, two kernels      (triton_few.py)
-    ..PAIR_TOKENS       matrix units, x as it is, three kernels  (triton_few.py)
-    more                FP8 matrix units, six kernels            (triton_many.py, triton_rows.py)
+    ..FEW_TOKENS       matrix units, x as it is, three kernels  (triton_few.py)
+    a few an expert     FP8 matrix units, four kernels           (triton_tiles.py)
+    more                likewise, tiles found by a plan, six     (triton_plan.py, triton_rows.py)
 
-Terms are not rounded to x's dtype before they are summed, except in the third way, and the sum runs in float32: nearer
+Terms are not rounded to x's dtype before they are summed, except in the last two, and the sum runs in float32: nearer
 to float64 than the reference.
 """
 
@@ -17,16 +18,20 @@ from torch import Tensor
 from glm5.kernels import tuned
 from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks
+from glm5.kernels.grouped_experts import FEW_TOKENS
 from glm5.kernels.grouped_experts import triton_few as few
-from glm5.kernels.grouped_experts import triton_many as many
+from glm5.kernels.grouped_experts import triton_plan as plans
 from glm5.kernels.grouped_experts import triton_rows as by_rows
+from glm5.kernels.grouped_experts import triton_tiles as by_tiles
 from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
-PAIR_TOKENS = 32
 _CHUNK = 128  # pairs that one program of the plan places
+_MOST_SOUGHT = 2048  # pairs, among which a program finds its expert's
 _HELD_BLOCKS = 4  # of h, that a program keeps for all of its outputs
+
+Quantized = tuple[Tensor, Tensor]
 
 
 class Weights(NamedTuple):
@@ -76,10 +81,10 @@ def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) ->
         if wide:
             return Tiling("vector", block_f=2, up_warps=4, block_d=8, up_tiles=1 if num_tokens == 1 else 2)
         return Tiling("vector", block_f=4, up_warps=2, block_d=8)
-    if num_tokens <= PAIR_TOKENS:
+    if num_tokens <= FEW_TOKENS:
         return Tiling("pairs", 64, 4, block_d=64, down_tiles=8, up_stages=6 if wide or num_tokens <= 16 else 4)
     rows = num_pairs // num_experts
-    if rows >= 16:
+    if rows >= 16 or num_pairs > _MOST_SOUGHT:
         return Tiling("rows", 128, 8, 64, 4, down_tiles=16, up_stages=4, block_t=128, down_t=64)
     block_t = min(32, max(16, triton.next_power_of_2(rows + rows // 2)))
     return Tiling("tiles", 128, 8, 128, 8, down_tiles=8, up_stages=5 if block_t == 16 else 3, block_t=block_t)
@@ -99,8 +104,12 @@ def grouped_experts(
     expert_TA: Tensor,
     shared: SharedExpert | None = None,
     tiling: Tiling | None = None,
+    quantized: Quantized | None = None,
 ) -> Tensor:
-    """[T, D] in x's dtype. Raises ValueError for weights that are not BlockScaled."""
+    """[T, D] in x's dtype. `quantized`: what `act_quant` makes of x, where that is known.
+
+    Raises ValueError for weights that are not BlockScaled.
+    """
     weights = _weights(gate_up_proj, down_proj, shared)
     num_experts, width, inner = weights.sizes
     if not len(x_TD):
@@ -110,8 +119,11 @@ def grouped_experts(
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.contiguous(), expert_TA.contiguous()
     if tiling.way == "vector":
         return _vector(x_TD, weights, weight_TA, expert_TA, tiling)
-    run = _pairs if tiling.way == "pairs" else _tiles
-    y = run(x_TD, weights, weight_TA, expert_TA, tiling)
+    if tiling.way == "pairs":
+        y = _pairs(x_TD, weights, weight_TA, expert_TA, tiling)
+    else:
+        run = _tiles if tiling.way == "tiles" and expert_TA.numel() <= _MOST_SOUGHT else _rows
+        y = run(x_TD, weights, weight_TA, expert_TA, tiling, quantized)
     out_TD = torch.empty_like(x_TD)
     few.combine[(len(x_TD), triton.cdiv(width, 1024))](
         y,
@@ -215,63 +227,76 @@ def _pairs(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     return y
 
 
-def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
+class _Rows(NamedTuple):
+    """Room for what experts make of their rows: h, quantized by the kernel that makes it if a program has whole blocks
+    of it, and the terms [T * A + T, D] in x's dtype."""
+
+    h: Tensor
+    h_scale: Tensor
+    y: Tensor
+
+    @classmethod
+    def like(cls, x_TD: Tensor, active: int, inner: int, *, whole: bool) -> "_Rows":
+        (num_tokens, width), device = x_TD.shape, x_TD.device
+        rows = num_tokens * active + num_tokens
+        h = torch.empty(rows, inner, dtype=FP8 if whole else x_TD.dtype, device=device)
+        scale = torch.empty(num_blocks(inner) if whole else 0, rows, dtype=torch.float32, device=device)
+        return cls(h, scale, torch.empty(rows, width, dtype=x_TD.dtype, device=device))
+
+    def quantized(self) -> tuple[Tensor, Tensor]:
+        """h and its scale, column by column."""
+        if self.h.dtype == FP8:
+            return self.h, self.h_scale
+        h, scale = act_quant(self.h)
+        return h, scale.T
+
+
+def _tiles(
+    x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling, quantized: Quantized | None
+) -> Tensor:
     """The terms [T * A + T, D] in x's dtype."""
     num_experts, width, inner = weights.sizes
-    num_tokens, active = expert_TA.shape
-    num_pairs, block_t, device = num_tokens * active, tiling.block_t, x_TD.device
-    options = dependent_launch(device)
-    x_fp8, x_scale = act_quant(x_TD)
-    order, tiles = tiles_by_expert(expert_TA, num_experts, block_t)
-    rows = num_pairs + num_tokens
+    (num_tokens, active), block_t, options = expert_TA.shape, tiling.block_t, dependent_launch(x_TD.device)
+    x_fp8, x_scale = quantized or act_quant(x_TD)
+    made = _Rows.like(x_TD, active, inner, whole=tiling.block_f == BLOCK)
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
-    whole = tiling.block_f == BLOCK  # then the kernel that makes h quantizes it
-    h = torch.empty(rows, inner, dtype=FP8 if whole else x_TD.dtype, device=device)
-    h_scale = torch.empty(num_blocks(inner) if whole else 0, rows, dtype=torch.float32, device=device)
-    is_wide = tiling.way == "rows"
-    gate_up, down = (by_rows.gate_up_rows, by_rows.down_rows) if is_wide else (many.gate_up_tiles, many.down_tiles)
-    down_t = tiling.down_t or block_t
-    parts, cut = (block_t // down_t, {"TILE_T": block_t, "BLOCK_T": down_t}) if is_wide else (1, {"BLOCK_T": block_t})
-    gate_up[(triton.cdiv(inner, tiling.block_f), len(tiles) + shared_tiles)](
+    count = torch.empty(num_experts, dtype=torch.int32, device=x_TD.device)
+    found = torch.empty(num_experts, num_tokens * active, dtype=torch.int32, device=x_TD.device)
+    by_tiles.gate_up_tiles[(triton.cdiv(inner, tiling.block_f), num_experts + shared_tiles)](
         x_fp8,
         x_scale,
-        order,
-        tiles,
+        expert_TA,
         *weights.up_side(),
-        h,
-        h_scale,
+        made.h,
+        made.h_scale,
+        count,
+        found,
         num_tokens,
         width,
         inner,
         num_blocks(width),
-        rows,
         shared_tiles,
         A=active,
+        PAIRS=max(16, triton.next_power_of_2(num_tokens * active)),
         BLOCK_T=block_t,
         BLOCK_F=tiling.block_f,
         STAGES=tiling.up_stages,
         num_warps=tiling.up_warps,
         **options,
     )
-    if not whole:
-        h, scale = act_quant(h)
-        h_scale = scale.T
-    y = torch.empty(rows, width, dtype=x_TD.dtype, device=device)
-    down[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), (len(tiles) + shared_tiles) * parts)](
-        h,
-        h_scale,
-        order,
-        tiles,
+    by_tiles.down_tiles[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_experts + shared_tiles)](
+        *made.quantized(),
+        count,
+        found,
         weight_TA,
         *weights.down_side(),
-        y,
+        made.y,
         num_tokens,
         width,
         inner,
-        rows,
         shared_tiles,
         A=active,
-        **cut,
+        BLOCK_T=block_t,
         BLOCK_D=tiling.block_d,
         BLOCKS=num_blocks(inner),
         TILES=tiling.down_tiles,
@@ -280,7 +305,66 @@ def _tiles(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
         num_warps=tiling.down_warps,
         **options,
     )
-    return y
+    return made.y
+
+
+def _rows(
+    x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling, quantized: Quantized | None
+) -> Tensor:
+    """As `_tiles`."""
+    num_experts, width, inner = weights.sizes
+    (num_tokens, active), block_t, options = expert_TA.shape, tiling.block_t, dependent_launch(x_TD.device)
+    x_fp8, x_scale = quantized or act_quant(x_TD)
+    order, tiles = tiles_by_expert(expert_TA, num_experts, block_t)
+    made = _Rows.like(x_TD, active, inner, whole=tiling.block_f == BLOCK)
+    shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
+    by_rows.gate_up_rows[(triton.cdiv(inner, tiling.block_f), len(tiles) + shared_tiles)](
+        x_fp8,
+        x_scale,
+        order,
+        tiles,
+        *weights.up_side(),
+        made.h,
+        made.h_scale,
+        num_tokens,
+        width,
+        inner,
+        num_blocks(width),
+        len(made.h),
+        shared_tiles,
+        A=active,
+        BLOCK_T=block_t,
+        BLOCK_F=tiling.block_f,
+        STAGES=tiling.up_stages,
+        num_warps=tiling.up_warps,
+        **options,
+    )
+    down_t = tiling.down_t or block_t
+    programs = (len(tiles) + shared_tiles) * (block_t // down_t)
+    by_rows.down_rows[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), programs)](
+        *made.quantized(),
+        order,
+        tiles,
+        weight_TA,
+        *weights.down_side(),
+        made.y,
+        num_tokens,
+        width,
+        inner,
+        len(made.h),
+        shared_tiles,
+        A=active,
+        TILE_T=block_t,
+        BLOCK_T=down_t,
+        BLOCK_D=tiling.block_d,
+        BLOCKS=num_blocks(inner),
+        TILES=tiling.down_tiles,
+        HELD=num_blocks(inner) <= _HELD_BLOCKS,
+        STAGES=tiling.down_stages,
+        num_warps=tiling.down_warps,
+        **options,
+    )
+    return made.y
 
 
 def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
@@ -292,8 +376,8 @@ def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
     ranks = torch.empty_like(order)
     options = dependent_launch(device)
-    many.count[(chunks,)](expert_TA, counts, ranks, num_pairs, EXPERTS=experts, CHUNK=_CHUNK, num_warps=8, **options)
-    many.plan[(chunks,)](
+    plans.count[(chunks,)](expert_TA, counts, ranks, num_pairs, EXPERTS=experts, CHUNK=_CHUNK, num_warps=8, **options)
+    plans.plan[(chunks,)](
         expert_TA,
         counts,
         ranks,

@@ -14,6 +14,7 @@ import triton.language as tl
 from glm5.kernels.triton_fp8 import (
     eight_times,
     let_later_begin,
+    pairs_of,
     partial_products,
     sixteens,
     wait_for_earlier,
@@ -172,16 +173,12 @@ def down_vector(
 
 
 @triton.jit
-def _pairs_of(expert_ptr, p, num_pairs, tile, PAIRS: tl.constexpr):
-    """(how many pairs have p's expert, or 0 if p is not the first of them; the `tile`-th 8 of them, in order)."""
+def _experts_of(expert_ptr, p, num_pairs, PAIRS: tl.constexpr):
+    """(all pairs' experts, p's, how many pairs have that one, or 0 if p is not the first of them)."""
     j = tl.arange(0, PAIRS)
-    experts = tl.load(expert_ptr + j, mask=j < num_pairs, other=-1)
-    same = (experts == tl.load(expert_ptr + p)).to(tl.int32)
-    before = tl.sum(tl.where(j < p, same, 0))
-    rank = tl.cumsum(same) - 1
-    wanted = tile * 8 + tl.arange(0, 8)
-    chosen = (rank[None, :] == wanted[:, None]) & (same[None, :] > 0)
-    return tl.where(before > 0, 0, tl.sum(same)), tl.sum(tl.where(chosen, j[None, :], 0), 1)
+    experts, expert = tl.load(expert_ptr + j, mask=j < num_pairs, other=-1), tl.load(expert_ptr + p)
+    same = (experts == expert).to(tl.int32)
+    return experts, expert, tl.where(tl.sum(tl.where(j < p, same, 0)) > 0, 0, tl.sum(same))
 
 
 @triton.jit
@@ -211,26 +208,25 @@ def gate_up_pairs(
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     i = tl.arange(0, 128)
     scale_rows = tl.cdiv(F, 128)
+    row = tl.minimum(f, F - 1).to(tl.int64) * D
     wait_for_earlier(PDL)
     let_later_begin(PDL)
+    experts, expert, count = _experts_of(expert_ptr, tl.minimum(p, T * A - 1), T * A, PAIRS)
     if p < T * A:
-        expert = tl.load(expert_ptr + p).to(tl.int64)
-        gate_ptr = w_ptr + expert * 2 * F * D
+        gate_ptr = w_ptr + expert.to(tl.int64) * 2 * F * D
         up_ptr = gate_ptr + F.to(tl.int64) * D
         gate_scale_ptr = scale_ptr + expert * 2 * scale_rows * scale_cols
         up_scale_ptr = gate_scale_ptr + scale_rows * scale_cols
-        count, _ = _pairs_of(expert_ptr, p, T * A, 0, PAIRS)
     else:
         gate_ptr, up_ptr = shared_gate_ptr, shared_up_ptr
         gate_scale_ptr, up_scale_ptr = shared_gate_scale_ptr, shared_up_scale_ptr
         count = min(8, T - (p - T * A) * 8)
-    at = tl.minimum(f, F - 1).to(tl.int64)[:, None] * D + i[None, :]
-    gate_at = tl.multiple_of(gate_ptr, 16) + at
-    up_at = tl.multiple_of(up_ptr, 16) + at
+    gate_at = tl.multiple_of(gate_ptr, 16) + (row[:, None] + i[None, :])
+    up_at = tl.multiple_of(up_ptr, 16) + (row[:, None] + i[None, :])
     scale_at = (tl.program_id(0) * BLOCK_F // 128) * scale_cols
     for tile in range(tl.cdiv(count, 8)):
         if p < T * A:
-            _, pair = _pairs_of(expert_ptr, p, T * A, tile, PAIRS)
+            pair = pairs_of(experts, expert, tile, 8)
             token = pair // A
         else:
             token = (p - T * A) * 8 + r
@@ -281,11 +277,10 @@ def down_pairs(
     r = tl.arange(0, 8)
     d = tl.arange(0, BLOCK_D)
     i = tl.arange(0, 128)
+    experts, expert, count = _experts_of(expert_ptr, tl.minimum(p, T * A - 1), T * A, PAIRS)
     if p < T * A:
-        expert = tl.load(expert_ptr + p).to(tl.int64)
-        at_ptr = w_ptr + expert * F * D
+        at_ptr = w_ptr + expert.to(tl.int64) * F * D
         at_scale_ptr = scale_ptr + expert * tl.cdiv(D, 128) * BLOCKS
-        count, _ = _pairs_of(expert_ptr, p, T * A, 0, PAIRS)
     else:
         at_ptr = shared_ptr
         at_scale_ptr = shared_scale_ptr
@@ -298,7 +293,7 @@ def down_pairs(
     for tile in range(tl.cdiv(count, 8)):
         here = tile * 8 + r < count
         if p < T * A:
-            _, pair = _pairs_of(expert_ptr, p, T * A, tile, PAIRS)
+            pair = pairs_of(experts, expert, tile, 8)
             weight = tl.load(weight_ptr + pair, mask=here, other=0.0)
         else:
             pair = T * A + (p - T * A) * 8 + r

@@ -1,4 +1,4 @@
-"""The experts of very many tokens, in FP8 on both sides, where most experts have dozens of rows: as in triton_many.py,
+"""The experts of very many tokens, in FP8 on both sides, where most experts have dozens of rows: as in triton_tiles.py,
 with rows in place of columns.
 
 A tile is up to BLOCK_T rows and reads its weights once; half as many rows take products of half the size. With a row's
@@ -9,7 +9,7 @@ scale is one number.
 import triton
 import triton.language as tl
 
-from glm5.kernels.grouped_experts.triton_many import tile_at
+from glm5.kernels.grouped_experts.triton_plan import tile_at
 from glm5.kernels.triton_fp8 import let_later_begin, quotient, scale_of, wait_for_earlier
 
 
