@@ -28,6 +28,7 @@ from glm5.kernels.cpu_layer import HostPool, host_pool
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
 from glm5.kernels.groups import FewQueries
 from glm5.kernels.paging import EveryRow
+from glm5.kernels.rope import rope_part
 from glm5.kernels.select_keys import select_keys
 from glm5.kernels.select_keys.grouped import select_few
 from glm5.kernels.sparse_mla import sparse_mla
@@ -111,14 +112,18 @@ class KVCache:
         *,
         top_k: int,
         scale: float,
+        rotation: tuple[Tensor, Tensor] | None = None,
         impl: Impl = "auto",
         few: FewQueries | None = None,
     ) -> Tensor:
         """`kernels.select_keys` over the index keys of a layer: int32 [T, top_k]. `few`: the queries, planned."""
         key_PZI = self._index_key_PZI[layer_idx]
         if few is not None:
+            if rotation is not None:
+                q_TJI = rope_part(q_TJI, *rotation, None, 0, 2 * rotation[0].shape[1])
             return select_few(few, q_TJI, key_PZI, w_TJ, top_k=top_k, scale=scale)
-        return select_keys(q_TJI, key_PZI, w_TJ, table_BN, row_T, end_T, top_k=top_k, scale=scale, impl=impl)
+        where = table_BN, row_T, end_T
+        return select_keys(q_TJI, key_PZI, w_TJ, *where, top_k=top_k, scale=scale, rotation=rotation, impl=impl)
 
     def attend(
         self,

@@ -30,9 +30,10 @@ from glm5.engine.view import StepView
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.grouped_experts import SharedExpert, grouped_experts
+from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, grouped_experts
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
+from glm5.kernels.mla_values import mla_values, mla_values_quantized
 from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope_part, rope_table
@@ -73,8 +74,11 @@ def join_of(group: Group) -> Join:
         return join
 
     def join_parts(new_TD: Tensor, residual_TD: Tensor, norm: RMSNorm, *, quantize: bool) -> tuple[Rows, Tensor]:
-        x_TD, total_TD = group.add_rms_norm(new_TD, residual_TD, norm.weight, norm.eps)
-        return Rows(x_TD, act_quant(x_TD) if quantize else None), total_TD
+        if not quantize:
+            x_TD, total_TD = group.add_rms_norm(new_TD, residual_TD, norm.weight, norm.eps)
+            return Rows(x_TD), total_TD
+        x_TD, total_TD, data, scale = group.add_rms_norm_quantized(new_TD, residual_TD, norm.weight, norm.eps)
+        return Rows(x_TD, (data, scale)), total_TD
 
     return join_parts
 
@@ -119,18 +123,21 @@ class LoweredAttention:
         q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
         if view.first_T is not None and selection is not None and selection.keys_TK is None:
             return self._prompt(q_THX, qkv_TY, rope, view.first_T), selection
-        index_TJI = None
+        turns, early = (rope.cos_TR2, rope.sin_TR2), None
         if selection is None:
-            index_TJI = query_TY[:, heads * head_dim :].unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
-        q_THL = mla_queries(q_THX, self.w_k_HNC, rope.cos_TR2, rope.sin_TR2, index_TJI)
-        if selection is None:
-            assert index_TJI is not None
             assert beside is not None
+            index_TJI = query_TY[:, heads * head_dim :].unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
             w_TJ = beside.take()
             scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
-            selection = view.select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale)
+            # Taken before selection gives memory back, so that queries may be made while keys are selected.
+            early = q_THX.new_empty(len(q_THX), heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
+            selection = view.select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale, turns)
+        q_THL = mla_queries(q_THX, self.w_k_HNC, *turns, early=early)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
-        return product(Rows(_values(out_THC, self.w_v_HCV)), module.o_proj), selection
+        if x.quantized is None:
+            return product(Rows(mla_values(out_THC, self.w_v_HCV)), module.o_proj), selection
+        values_TV, data, scales = mla_values_quantized(out_THC, self.w_v_HCV)
+        return product(Rows(values_TV, (data, scales)), module.o_proj), selection
 
     def _keys(
         self,
@@ -168,13 +175,6 @@ class LoweredAttention:
         v_THV = torch.matmul(kv_TC, self.w_v_HCV).transpose(0, 1)
         out_THV, _ = prompt_attention(q_THX, k_THN, turned_TR, v_THV, first_T, scale=module.qk_head_dim**-0.5)
         return product(Rows(out_THV.flatten(1)), module.o_proj)
-
-
-def _values(out_THC: Tensor, w_HCV: Tensor) -> Tensor:
-    """Of each head its own product, heads side by side: written where they belong, or they would have to be moved."""
-    values_THV = out_THC.new_empty(len(out_THC), len(w_HCV), w_HCV.shape[2])
-    torch.bmm(out_THC.transpose(0, 1), w_HCV, out=values_THV.transpose(0, 1))
-    return values_THV.flatten(1)
 
 
 class Beside:
@@ -258,7 +258,8 @@ class LoweredMoE:
             # What every token visits is of another kind, or has a scheme of its own: two sums.
             return experts(x.x_TD, weight_TA, expert_TA) + mlp(x.x_TD)
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
-        return grouped_experts(x.x_TD, *_stacks(experts), weight_TA, expert_TA, shared=shared)
+        choice = weight_TA, expert_TA
+        return grouped_experts(x.x_TD, *_stacks(experts), *choice, shared=shared, quantized=x.quantized)
 
 
 def _has_codes(mlp: MLP) -> bool:
@@ -301,8 +302,7 @@ class LoweredLayer:
         else:
             x, residual_TD = self.join(new_TD, residual_TD, norm, quantize=quantizes)
         new_TD, selection = self.attention(x, rope, view, selection)
-        # Experts quantize by themselves, where they do at all.
-        quantizes = quantizes and isinstance(self.mlp, LoweredMLP)
+        quantizes = quantizes and (isinstance(self.mlp, LoweredMLP) or len(residual_TD) > FEW_TOKENS)
         x, residual_TD = self.join(new_TD, residual_TD, self.module.post_attention_layernorm, quantize=quantizes)
         return self.mlp(x), residual_TD, selection
 

@@ -106,6 +106,11 @@ class StepView:
                 _step=None,
             )
 
+    @property
+    def reads_all(self) -> bool:
+        """Never: a cache keeps index keys for tokens to come."""
+        return False
+
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
         self.cache.append_latent(layer_idx, self.place_T, latent_TL, self._where)
 
@@ -116,14 +121,33 @@ class StepView:
         """Whether any token may see more keys than it selects."""
         return self.max_end > top_k or self.invariant
 
-    def select(self, layer_idx: int, q_TJI: Tensor, w_TJ: Tensor, top_k: int, scale: float) -> Selection:
+    def select(
+        self,
+        layer_idx: int,
+        q_TJI: Tensor,
+        w_TJ: Tensor,
+        top_k: int,
+        scale: float,
+        rotation: tuple[Tensor, Tensor] | None = None,
+    ) -> Selection:
+        """`rotation`: (cos, sin), with which the first dimensions of queries are yet to be rotated."""
         # (With `invariant` the width of a selection is always the same, or sums would be taken in another order.)
         if not self.selects(top_k):
             return Selection(None)
         where = (self.table_BN, self.group_T, self.end_T)
         few = self._few(q_TJI.shape[1])
         return Selection(
-            self.cache.select_keys(layer_idx, q_TJI, w_TJ, *where, top_k=top_k, scale=scale, impl=self._impl, few=few)
+            self.cache.select_keys(
+                layer_idx,
+                q_TJI,
+                w_TJ,
+                *where,
+                top_k=top_k,
+                scale=scale,
+                rotation=rotation,
+                impl=self._impl,
+                few=few,
+            )
         )
 
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
@@ -132,11 +156,6 @@ class StepView:
         return self.cache.attend(
             layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self._impl, few=few
         )
-
-    def attend_expanded(
-        self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float
-    ) -> None:
-        """Never: a cache holds latents. (Whole prompts on a GPU: lower.py.)"""
 
     def attend_expanded(
         self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float

@@ -37,10 +37,37 @@ def _store_groups(score_SQ, mine_Q, group, t_Q, group_stride, block, GROUP: tl.c
     tl.store(at, group_GQ, mask=mine_Q[None, :] & (g[:, None] < group_stride))
 
 
+@triton.jit
+def _rotated(q, cos_ptr, sin_ptr, t, QUERIES: tl.constexpr, HALF: tl.constexpr):
+    """Rows q of queries t, the first 2 HALF dimensions rotated, rounded to q's dtype where `rope` rounds."""
+    p = tl.arange(0, q.shape[1] // 2)
+    at = (tl.min(t, axis=0) * HALF + p)[None, :] if QUERIES == 1 else (t * HALF)[:, None] + p[None, :]
+    cos = tl.load(cos_ptr + at, mask=(p < HALF)[None, :], other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=(p < HALF)[None, :], other=0.0).to(tl.float32)
+    a, b = tl.split(tl.reshape(q.to(tl.float32), [q.shape[0], q.shape[1] // 2, 2]))
+    first = (a * cos).to(q.dtype).to(tl.float32) - (b * sin).to(q.dtype).to(tl.float32)
+    second = (b * cos).to(q.dtype).to(tl.float32) + (a * sin).to(q.dtype).to(tl.float32)
+    return tl.reshape(tl.join(first, second), q.shape).to(q.dtype)
+
+
+@triton.jit
+def _queries(
+    q_ptr, cos_ptr, sin_ptr, t, j, i, real, q_stride, last, I: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr
+):
+    """Heads j of queries t as columns, the first 2 HALF dimensions rotated; zeros where not `real`."""
+    at = q_ptr + (t * q_stride + j * I)[:, None] + i[None, :]
+    q = tl.load(at, mask=real[:, None] & (i[None, :] < I), other=0.0)
+    if HALF:
+        q = _rotated(q, cos_ptr, sin_ptr, tl.minimum(t, last), QUERIES, HALF)
+    return tl.trans(q)
+
+
 # Whether these are multiples of 16 tells the compiler nothing that it can use, and would make more kernels.
 @triton.jit(do_not_specialize=["num_queries", "num_columns"])
 def _score(
     q_ptr,
+    cos_ptr,
+    sin_ptr,
     key_ptr,
     key_scale_ptr,
     w_ptr,
@@ -67,6 +94,7 @@ def _score(
     BLOCK_I: tl.constexpr,
     BLOCK_S: tl.constexpr,
     GROUP: tl.constexpr,
+    HALF: tl.constexpr,
     IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -82,8 +110,7 @@ def _score(
     t, j, i = (tile * QUERIES + pair // BLOCK_J).to(tl.int64), pair % BLOCK_J, tl.arange(0, BLOCK_I)
     real = (t < num_queries) & (j < J)
     w = tl.load(w_ptr + t * J + j, mask=real, other=0.0).to(tl.float32)
-    q = q_ptr + (t * q_stride + j * I)[:, None] + i[None, :]
-    q_I = tl.trans(tl.load(q, mask=real[:, None] & (i[None, :] < I), other=0.0))
+    q_I = _queries(q_ptr, cos_ptr, sin_ptr, t, j, i, real, q_stride, num_queries - 1, I, QUERIES, HALF)
 
     for first in range(QUERIES):
         # The request of the tile's query `first`, unless an earlier query has the same: then all is done already.
@@ -158,10 +185,12 @@ def score_visible(
     *,
     scale: float,
     group: int = 1,
+    rotation: tuple[Tensor, Tensor] | None = None,
     tiling: Tiling | None = None,
 ) -> None:
     """Writes the scores of what each query sees into `score_TS`, and the largest of every `group` of them.
 
+    `rotation`: (cos, sin) as in `rope`, with which the first dimensions of queries are rotated first.
     Of what a query does not see, only what shares a block with what it does is written. Raises ValueError for pools
     that it cannot read.
     """
@@ -183,8 +212,11 @@ def score_visible(
     tiles = triton.cdiv(num_queries, cut.queries)
     shares = max(1, min(triton.cdiv(score_TS.shape[1], cut.keys), cut.programs // tiles))
     group_TG = score_TS if group_TG is None else group_TG
+    cos, sin = (q_TJI, q_TJI) if rotation is None else (each.contiguous() for each in rotation)
     _score[(shares, tiles)](
         q_TJI,
+        cos,
+        sin,
         data,
         data if key_scale is None else key_scale,
         w_TJ.contiguous(),
@@ -211,6 +243,7 @@ def score_visible(
         BLOCK_I=max(16, triton.next_power_of_2(I)),
         BLOCK_S=cut.keys,
         GROUP=group,
+        HALF=0 if rotation is None else cos.shape[1],
         IS_FP8=key_scale is not None,
         **dependent_launch(q_TJI.device),
         num_warps=cut.warps,

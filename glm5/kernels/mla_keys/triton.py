@@ -141,6 +141,7 @@ def _mla_keys(
     and x's stride."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait_for_earlier(PDL)
+    let_later_begin(PDL)
     slot = tl.load(slot_ptr + t).to(tl.int64)
     qkv, rotation = qkv_ptr + t * qkv_stride, (cos_ptr, sin_ptr)
     if part == 0:
@@ -154,7 +155,6 @@ def _mla_keys(
         x_ptr, weight_ptr, bias_ptr, key_eps, stride = index
         where = rotation, key, t, slot // Z, slot % Z, key_eps
         _put_key(x_ptr + t * stride, weight_ptr, bias_ptr, *where, I, R, KEY)
-    let_later_begin(PDL)
 
 
 def mla_keys(

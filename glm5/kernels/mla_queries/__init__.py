@@ -16,12 +16,16 @@ def mla_queries(
     sin_TR2: Tensor,
     index_TJI: Tensor | None = None,
     *,
+    early: Tensor | None = None,
     impl: Literal["auto", "reference", "triton"] = "auto",
 ) -> Tensor:
     """Queries [T, H, N + R] absorbed into latents, [T, H, C + R]: the first N dimensions by `w_HNC`, the rest rotated.
 
     `index_TJI`, an indexer's queries if any, is given away: the first R dimensions of each are rotated in place. cos
     and sin as in `rope`. `triton`: on a GPU. No gradient passes.
+
+    `early`: room for the result, which may then be made while the kernel before this one runs. That one has nothing to
+    do with what this one reads and writes, waited for those before it, and was launched when `early` was there.
     """
     if impl == "auto":
         impl = "triton" if chosen(q_THX.detach()) else "reference"
@@ -30,5 +34,5 @@ def mla_queries(
     if impl == "triton":
         from glm5.kernels.mla_queries.triton import mla_queries as run
 
-        return run(q_THX, w_HNC, cos_TR2, sin_TR2, index_TJI)
+        return run(q_THX, w_HNC, cos_TR2, sin_TR2, index_TJI, early=early)
     raise unknown_impl("mla_queries", impl, ("reference", "triton"))

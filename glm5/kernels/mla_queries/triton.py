@@ -89,13 +89,18 @@ def _mla_queries(
     BLOCK_T: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_O: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """program_id(0): blocks of C of each head, then rotated parts of heads, then index heads; (1): tile of tokens."""
+    """program_id(0): blocks of C of each head, then rotated parts of heads, then index heads; (1): tile of tokens.
+
+    EARLY: beside the kernel before this one, which must end before this one does.
+    """
     job = tl.program_id(0)
     t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     known = t < num_tokens
-    wait_for_earlier(PDL)
+    if not EARLY:
+        wait_for_earlier(PDL)
     let_later_begin(PDL)
     q, out = q_ptr + t * q_stride, out_ptr + t * (H * (C + 2 * HALF))
     index = index_ptr + t * index_stride
@@ -111,6 +116,8 @@ def _mla_queries(
             _rotated(job - H * BLOCKS, q, out, index, known, table, q_head, index_head, H, N, C, HALF)
     else:
         _rotated(job, q, out, index, known, table, q_head, index_head, H, N, C, HALF)
+    if EARLY:
+        wait_for_earlier(PDL)
 
 
 class Tiling(NamedTuple):
@@ -133,6 +140,7 @@ def mla_queries(
     sin_TR2: Tensor,
     index_TJI: Tensor | None = None,
     tiling: Tiling | None = None,
+    early: Tensor | None = None,
 ) -> Tensor:
     """As `reference.mla_queries`. Raises ValueError for index queries whose rows are not in one piece."""
     (num_tokens, H, _), (_, N, C), half = q_THX.shape, w_HNC.shape, cos_TR2.shape[1]
@@ -140,7 +148,7 @@ def mla_queries(
     if index_TJI is not None and index_TJI.stride(-1) != 1:
         raise ValueError(f"mla_queries[triton] needs index_TJI's rows in one piece, got strides {index_TJI.stride()}")
     index, J = (q_THX, 0) if index_TJI is None else (index_TJI, index_TJI.shape[1])
-    out_THL = torch.empty(num_tokens, H, C + 2 * half, dtype=q_THX.dtype, device=q_THX.device)
+    out_THL = q_THX.new_empty(num_tokens, H, C + 2 * half) if early is None else early
     if num_tokens:
         tiling = tiling or tuned.find(Tiling, "mla_queries", f"H={H} N={N} C={C}", num_tokens, q_THX.device)
         cut = tiling or tiling_for(num_tokens)
@@ -168,6 +176,7 @@ def mla_queries(
             BLOCK_T=cut.tokens,
             BLOCK_I=max(16, min(128, N & -N)),
             BLOCK_O=cut.outputs,
+            EARLY=early is not None,
             num_warps=cut.warps,
             enable_fp_fusion=False,  # would skip a rounding
             **dependent_launch(q_THX.device),

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels import tuned
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import let_later_begin, prefetch, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
+_FEW = 32  # tokens up to which the product waits for weights, not for the units that multiply
 _LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -32,9 +33,13 @@ def _scores(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """logit [SPLIT, T, E]: what a share of the columns adds to x W^T."""
+    """logit [SPLIT, T, E]: what a share of the columns adds to x W^T.
+
+    AHEAD: weights begin to move to the L2 cache while x is made.
+    """
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     i = tl.arange(0, BLOCK_D)
@@ -43,6 +48,12 @@ def _scores(
     w_at = w_ptr + tl.minimum(e, E - 1)[:, None] * D + i[None, :]
     x_at = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[None, :] * D + i[:, None]
     logit = tl.zeros([BLOCK_E, BLOCK_T], tl.float32)
+    if AHEAD:
+        LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # weights of 128 bytes
+        line = tl.arange(0, BLOCK_D // LINE) * LINE
+        for step in range(first, min(first + steps, tl.cdiv(D, BLOCK_D))):
+            at = w_ptr + tl.minimum(e, E - 1)[:, None] * D
+            prefetch(at + tl.minimum(step * BLOCK_D + line, D - 1)[None, :])
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     for step in tl.range(first, min(first + steps, tl.cdiv(D, BLOCK_D)), num_stages=STAGES):
@@ -169,6 +180,7 @@ def router(
         BLOCK_D=cut.block_d,
         SPLIT=split,
         STAGES=cut.stages,
+        AHEAD=num_tokens <= _FEW,
         num_warps=cut.warps,
         **dependent_launch(device),
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 from glm5.kernels import triton_support
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import few_queries
+from glm5.kernels.rope import rope_part
 from glm5.kernels.select_keys.grouped import select_keys as _grouped
 from glm5.kernels.select_keys.reference import select_keys as _reference
 
@@ -21,10 +22,12 @@ def select_keys(
     *,
     top_k: int,
     scale: float,
+    rotation: tuple[Tensor, Tensor] | None = None,
     impl: Literal["auto", "reference", "tiled", "grouped", "invariant", "triton"] = "auto",
 ) -> Tensor:
     """`top_k` of `index_score` (which says what the arguments are), int32 [T, top_k], in bounded memory.
 
+    `rotation`: (cos, sin) as in `rope`: the first dimensions of queries are yet to be rotated; q is then given away.
     Queries are scored some at a time, so that a prompt's [T, S] scores never exist at once. `grouped`: for few queries
     of each of many requests, on a CPU; `triton`: on a GPU, in two launches; else `impl` is that of index_score. No
     gradient passes.
@@ -34,7 +37,10 @@ def select_keys(
     if impl == "triton":
         from glm5.kernels.select_keys.triton import select_keys as run
 
-        return run(q_TJI, key_PZI, w_TJ, page_table_BN, row_T, end_T, top_k=top_k, scale=scale)
+        where = page_table_BN, row_T, end_T
+        return run(q_TJI, key_PZI, w_TJ, *where, top_k=top_k, scale=scale, rotation=rotation)
+    if rotation is not None:
+        q_TJI = rope_part(q_TJI, *rotation, None, 0, 2 * rotation[0].shape[1])
     if impl == "auto" and few_queries(page_table_BN, end_T, q_TJI.shape[1]):
         impl = "grouped"
     if impl == "grouped":

@@ -25,6 +25,7 @@ def select_keys(
     scale: float,
     longest: int = LONGEST,
     num_groups: int = GROUPS,
+    rotation: tuple[Tensor, Tensor] | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """As `reference.select_keys`. Rows of more than `longest` keys go through groups of them (`top_k/triton.py`).
@@ -34,13 +35,25 @@ def select_keys(
     num_keys = page_table_BN.shape[1] * key_PZI.shape[1]
     group = group_size(num_keys, num_groups) if num_keys > longest else 1
     step = max(1, _SCORES // max(1, num_keys))
-    pieces = zip(*(x.split(step) for x in (q_TJI, w_TJ, row_T, end_T)), strict=True)
     parts = []
-    for q, w, row, end in pieces:
+    for first in range(0, max(1, len(q_TJI)), step):
+        q, w, row, end = (x[first : first + step] for x in (q_TJI, w_TJ, row_T, end_T))
+        turn = None if rotation is None else (rotation[0][first : first + step], rotation[1][first : first + step])
         score_TS = q.new_empty(len(q), num_keys, dtype=torch.float32)
         group_TG = q.new_empty(len(q), triton.cdiv(num_keys, group), dtype=torch.float32) if group > 1 else None
         score_visible(
-            q, key_PZI, w, page_table_BN, row, end, score_TS, group_TG, scale=scale, group=group, tiling=tiling
+            q,
+            key_PZI,
+            w,
+            page_table_BN,
+            row,
+            end,
+            score_TS,
+            group_TG,
+            scale=scale,
+            group=group,
+            rotation=turn,
+            tiling=tiling,
         )
         parts.append(best_of(score_TS, group_TG, end, group, top_k))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

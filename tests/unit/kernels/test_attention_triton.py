@@ -10,6 +10,7 @@ import torch
 
 from glm5.kernels.fp8_pool import LatentFormat
 from glm5.kernels.index_score import index_score
+from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.select_keys import select_keys
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.top_k import top_k
@@ -98,6 +99,24 @@ def test_scores_and_selection(name, kind, dtype, gen):
     assert not where.end_T.any() or not close(wrong, want, BUDGET[torch.float32])
     keys = select_keys(*at, top_k=K, scale=SCALE, impl="triton")
     assert torch.equal(keys.cpu(), top_k(score.cpu(), K, impl="reference"))
+
+
+def test_queries_rotated_on_the_way(gen):
+    from glm5.kernels.index_score.triton import score_visible
+
+    where = make_where("chunked prefill beside decode", gen)
+    q, w = (torch.randn(where.num_queries, *s, generator=gen) for s in [(J, I), (J,)])
+    pool, turns = make_pool(where, I, gen, torch.float32), rope_table(torch.arange(len(q)) * 7, R, 1e4, torch.float32)
+    turned = torch.cat([rope(q[..., :R], *turns), q[..., R:]], dim=-1)
+    want = index_score(turned.double(), pool.double(), w.double(), *where.args, scale=SCALE, impl="reference")
+    at = [on_device(x) for x in (q, pool, w, *where.args)]
+    score = torch.full_like(want, -math.inf, dtype=torch.float32, device=DEVICE)
+    score_visible(*at, score, scale=SCALE, rotation=tuple(x.to(DEVICE) for x in turns))
+    assert close(score, want, BUDGET[torch.float32])
+    for impl in ("triton", "reference"):
+        given = at[0].clone(), *at[1:]
+        keys = select_keys(*given, top_k=K, scale=SCALE, rotation=tuple(x.to(DEVICE) for x in turns), impl=impl)
+        assert torch.equal(keys.cpu(), top_k(score.cpu(), K, impl="reference"))
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])

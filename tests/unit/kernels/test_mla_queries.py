@@ -34,6 +34,7 @@ def test_queries(impl, tokens, dtype, gen):
     for with_index in (True, False):
         *at, its_index = (x.to(DEVICE, copy=True) for x in case)
         got = mla_queries(*at, its_index if with_index else None, impl=impl)
+        assert torch.equal(mla_queries(*at, early=torch.empty_like(got), impl=impl), got)
         assert got.dtype == dtype
         assert rel_rms(got.cpu(), want) < BUDGET[dtype]
         assert rel_rms(its_index.cpu(), want_index if with_index else index) < BUDGET[dtype]
