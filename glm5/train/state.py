@@ -91,7 +91,8 @@ class Store:
     ) -> None:
         """Replace the state. Raises `TrainingError` when it cannot be written; the one before is then still there.
 
-        `parts`: files in the folder that hold weights and optimizer in the place of `model` and `optimizer`.
+        `parts`: files in the folder that hold weights and optimizer in the place of `model` and `optimizer`; whoever
+        writes them takes older ones away.
         """
         state = {
             "version": VERSION,
@@ -104,7 +105,8 @@ class Store:
         }
         with writing_to(self.file), atomic_write(self.file, "wb") as handle:
             torch.save(state, handle)
-        _drop_parts(self.out, keep=parts)
+        if not parts:
+            _drop_parts(self.out)
 
     def stage_folder(self, stage: str) -> Path:
         return self.out / stage
@@ -167,7 +169,7 @@ def locked(out: Path) -> Generator[None, None, None]:
 
 def clear(out: Path, recipe: Recipe) -> None:
     """Throw away what a run of this recipe has left in `out`; other files stay."""
-    _drop_parts(out, keep=())
+    _drop_parts(out)
     for name in ("state.pt", "metrics.jsonl", "recipe.json", "report.html"):
         (out / name).unlink(missing_ok=True)
     for name in ("data", "tokenizer"):
@@ -182,10 +184,9 @@ def clear(out: Path, recipe: Recipe) -> None:
                     shutil.rmtree(path)
 
 
-def _drop_parts(out: Path, keep: Sequence[str]) -> None:
+def _drop_parts(out: Path) -> None:
     for file in out.glob("state-*.pt"):
-        if file.name not in keep:
-            file.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
 
 
 def _difference(old: Any, new: Any, path: str = "") -> str:

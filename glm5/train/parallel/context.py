@@ -68,6 +68,8 @@ class CutBatch(Batch):
 class ContextView(PackedView):
     """The queries of one rank, over the keys of all ranks of the group."""
 
+    whole = False
+
     def __init__(self, batch: CutBatch, group: Group, *, stage: Stage, learn_index: bool) -> None:
         assert batch.mine_T is not None
         device = batch.ids_T.device

@@ -26,7 +26,7 @@ from glm5.model.packed import PackedView
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import Part
-from glm5.train.parallel.shards import take_gradients
+from glm5.train.parallel.shards import take_gradients, touch
 from glm5.train.parallel.step import SharedStep
 from glm5.train.parallel.team import Team
 from glm5.train.step import Phase
@@ -57,6 +57,7 @@ class PipelineStep(SharedStep):
         indexers = [layer for layer in range(self.model.cfg.num_hidden_layers) if self.model.cfg.has_indexer(layer)]
         self._index_share = sum(layer in self.layers for layer in indexers) / len(indexers)
         self._queue = part.queue
+        touch(part.root)
         self._ready: dict[int, Any] = {}
         self._passing: tuple[Sequence[Batch], Mapping[int, float]] = ((), {})
         self._found: list[dict[str, Tensor]] = []

@@ -21,6 +21,7 @@ from glm5.train.trainee import device_of
 
 _PREPARING = timedelta(days=1)  # the first rank may tokenize for long
 _ASKING = timedelta(seconds=5)  # until all who wait for somebody have said so
+_SIGNS = ("closed by peer", "Timed out", "timed out", "Connection reset", "remote worker")
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,9 @@ def _blaming(store: Store, rank: Rank, timeout_s: float) -> Iterator[None]:
     """Say of a rank what ended it. Where it waited for another one in vain: for which."""
     try:
         yield
-    except GlmError as error:
-        store.set(f"fate/{rank.rank}", str(error))
-        raise
-    except (DistBackendError, RuntimeError) as error:
+    except (GlmError, RuntimeError) as error:
         if not _is_of_others(error):
-            store.set(f"fate/{rank.rank}", f"{type(error).__name__}: {error}".partition("\n")[0])
+            store.set(f"fate/{rank.rank}", str(error).partition("\n")[0])
             raise
         store.set(f"waits/{rank.rank}", "")
         missing: list[str] = []
@@ -102,9 +100,10 @@ def _blaming(store: Store, rank: Rank, timeout_s: float) -> Iterator[None]:
         ) from error
 
 
-def _is_of_others(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank."""
-    text = str(error)
-    return isinstance(error, DistBackendError) or any(
-        sign in text for sign in ("closed by peer", "Timed out", "timed out", "Connection reset", "remote worker")
-    )
+def _is_of_others(error: BaseException | None) -> bool:
+    """Whether a collective failed because of another rank, at whatever place."""
+    while error is not None:
+        if isinstance(error, DistBackendError) or any(sign in str(error) for sign in _SIGNS):
+            return True
+        error = error.__cause__
+    return False

@@ -1,7 +1,7 @@
 """The state of a run, written by every process for itself while training goes on.
 
     each rank   its rows to state-RUN-NUMBER-RANK.pt, on a thread, from copies on the host
-    first rank  when all parts lie there: state.pt, which names them; parts that it does not name go
+    first rank  when all parts lie there: state.pt, which names them; older parts go
 
 So state.pt is replaced at once, and what it names is whole. The next state is written when this one is.
 """
@@ -39,7 +39,7 @@ class StateWriter:
         self._number += 1
         names = [f"state-{self.run}-{self._number}-{rank}of{self.size}.pt" for rank in range(self.size)]
         content, position = content_of(part, self.rank, optimizers), deepcopy(position)
-        self._writing = self._pool.submit(self._write, store, position, names, content)
+        self._writing = self._pool.submit(self._write, store, position, names, content, self._number)
 
     def finish(self) -> None:
         """Wait for what is being written. Raises TrainingError where it could not be."""
@@ -47,13 +47,17 @@ class StateWriter:
             self._writing.result()
             self._writing = None
 
-    def _write(self, store: Store, position: Position, names: list[str], content: dict[str, Any]) -> None:
+    def _write(self, store: Store, position: Position, names: list[str], content: dict[str, Any], number: int) -> None:
         file = store.out / names[self.rank]
         with writing_to(file), atomic_write(file, "wb") as handle:
             torch.save(content, handle)
         if self.rank == 0:
             self._await([store.out / name for name in names])
             store.write(position, {}, {}, parts=names)
+            for old in store.out.glob("state-*.pt"):  # not those of the next state, which others may have written
+                run, theirs = old.name.split("-")[1:3]
+                if run != self.run or int(theirs) < number:
+                    old.unlink(missing_ok=True)
 
     def _await(self, files: list[Path]) -> None:
         deadline = time.monotonic() + self.timeout_s

@@ -94,6 +94,14 @@ def shard(model: Glm5, team: Team, places: Places, compute: torch.dtype) -> Root
     return root
 
 
+def touch(root: Root) -> None:
+    """Gather every unit once: a pipeline's last action asks all of them for gradients, those too that never ran."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+
+
 def local_parameters(model: Glm5) -> dict[str, nn.Parameter]:
     """This rank's rows of every parameter that it has, in the same memory, as parameters for an optimizer."""
     return {
