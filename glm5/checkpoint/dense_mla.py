@@ -40,9 +40,11 @@ def has_no_indexers(checkpoint: Path) -> bool:
         return False  # whoever reads it as a config says what is wrong with it
 
 
-def with_indexers(checkpoint: Path, changes: Mapping[str, Any]) -> ModelConfig:
-    """The config of a dense checkpoint with indexers; `changes`: keys of config.json, of indexers or others. Raises
-    ConfigError for what GLM-5's architecture lacks."""
+def config_to_train(checkpoint: Path, changes: Mapping[str, Any]) -> ModelConfig:
+    """A checkpoint's config; of a dense one, with indexers, for which `changes` has keys of config.json, such as their
+    sizes. Raises ConfigError for what GLM-5's architecture lacks."""
+    if not has_no_indexers(checkpoint):
+        return ModelConfig.from_file(checkpoint)
     raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     mine = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
     try:
@@ -52,7 +54,7 @@ def with_indexers(checkpoint: Path, changes: Mapping[str, Any]) -> ModelConfig:
 
 
 def load_dense(checkpoint: Path, cfg: ModelConfig, dtype: str | torch.dtype, seed: int) -> Glm5:
-    """The checkpoint's weights in the model of `cfg`, which `with_indexers` made, and random indexers by `seed`.
+    """The checkpoint's weights in the model of `cfg`, which `config_to_train` made, and random indexers by `seed`.
 
     Raises CheckpointError for files that are damaged or do not fit.
     """

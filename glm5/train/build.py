@@ -11,7 +11,7 @@ from torch import nn
 
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer, train_bpe
-from glm5.checkpoint.dense_mla import has_no_indexers, indexers, load_dense, with_indexers
+from glm5.checkpoint.dense_mla import config_to_train, has_no_indexers, indexers, load_dense
 from glm5.checkpoint.load import load
 from glm5.checkpoint.resolve import resolve
 from glm5.common.errors import ConfigError, DataError
@@ -164,14 +164,11 @@ class Builder:
         if any(isinstance(data, QuestionsSource) for data in sources):
             yield from corpus()
 
-    def _config_of(self, checkpoint: Path) -> ModelConfig:
-        if has_no_indexers(checkpoint):
-            return with_indexers(checkpoint, self.recipe.model.config)
-        return ModelConfig.from_file(checkpoint)
-
     def _config(self) -> ModelConfig:
         section = self.recipe.model
-        of_checkpoint = None if section.checkpoint is None else self._config_of(resolve(section.checkpoint))
+        of_checkpoint = (
+            None if section.checkpoint is None else config_to_train(resolve(section.checkpoint), section.config)
+        )
         cfg = section.architecture(of_checkpoint)
         if self.tokenizer is None or of_checkpoint is not None:
             return cfg

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from glm5.checkpoint.dense_mla import config_to_train
 from glm5.checkpoint.resolve import resolve
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
@@ -33,7 +34,7 @@ GIB = 2**30
 def estimate(recipe: Recipe) -> str:
     """The text of `--dry-run`. Reads configs and sizes only; data are not opened."""
     section = recipe.model
-    of_checkpoint = None if section.checkpoint is None else ModelConfig.from_file(resolve(section.checkpoint))
+    of_checkpoint = None if section.checkpoint is None else config_to_train(resolve(section.checkpoint), section.config)
     cfg = section.architecture(of_checkpoint)
     count = count_parameters(cfg)
     device = device_of(recipe.device)

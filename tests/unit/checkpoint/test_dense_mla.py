@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
-from glm5.checkpoint.dense_mla import INDEXER, has_no_indexers, indexers, load_dense, with_indexers
+from glm5.checkpoint.dense_mla import INDEXER, config_to_train, has_no_indexers, indexers, load_dense
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.common.errors import CheckpointError, ConfigError
 from glm5.config.train import read_recipe
 from glm5.model.packed import PackedView
+from glm5.train.estimate import estimate
 from glm5.train.loop import train
 from tests.support.checkpoints import edit_json, edit_tensors, read_tensors
 from tests.support.parity import BUDGET, randomize
@@ -58,7 +59,7 @@ def dense(theirs, tmp_path) -> Path:
 
 
 def start(path: Path, seed: int = 0, **changes):
-    return load_dense(path, with_indexers(path, INDEX | changes), "float32", seed)
+    return load_dense(path, config_to_train(path, INDEX | changes), "float32", seed)
 
 
 def logits(model, ids_T, stage) -> torch.Tensor:
@@ -119,7 +120,7 @@ def test_the_mtp_layer_comes_along(dense):
 def test_what_does_not_fit_is_said(dense):
     edit_json(dense / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
     with pytest.raises(ConfigError, match=r"config.json: rope_parameters.rope_type: got 'yarn'"):
-        with_indexers(dense, INDEX)
+        config_to_train(dense, INDEX)
     edit_json(dense / "config.json", rope_parameters=SIZES["rope_parameters"])
     edit_tensors(dense, lambda tensors: tensors.pop("model.layers.1.self_attn.kv_b_proj.weight"))
     with pytest.raises(CheckpointError, match=r"1 missing tensor \(model.layers.1.self_attn.kv_b_proj.weight"):
@@ -155,7 +156,9 @@ data = [{kind = "needle"}]
 
 def test_a_recipe_goes_from_dense_weights_to_selected_keys(dense, tmp_path):
     (tmp_path / "r.toml").write_text(RECIPE.replace("DENSE", str(dense)))
-    out = train(read_recipe(tmp_path / "r.toml", [f"out={tmp_path / 'run'}"]), tmp_path)
+    recipe = read_recipe(tmp_path / "r.toml", [f"out={tmp_path / 'run'}"])
+    assert "stage sparse (sparse): 1 steps" in estimate(recipe)
+    out = train(recipe, tmp_path)
     config = json.loads((out / "config.json").read_text())
     assert (config["model_type"], config["index_topk"]) == ("glm_moe_dsa", 8)
     warm, before = read_tensors(tmp_path / "run" / "warmup" / "last"), read_tensors(dense)

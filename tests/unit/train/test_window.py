@@ -12,7 +12,7 @@ from glm5.train.batch import Batch
 from glm5.train.stages import phase_of
 from glm5.train.window import WindowView, keys_read, search_pattern
 from tests.support.models import random_model
-from tests.support.training import stage
+from tests.support.training import recipe, stage
 
 LENGTHS = [21, 5, 1, 30]
 SIZE = 6
@@ -76,8 +76,6 @@ def test_windows_take_the_place_of_dense_attention_only(values):
 
 
 def test_a_recipe_can_say_it(tmp_path):
-    from tests.support.training import recipe
-
     found = recipe(tmp_path, "out", stage("swa", window='{size = 16, pattern = "SFF"}'))
     assert found.stage[0].window == WindowConfig(size=16, pattern="SFF")
 
