@@ -19,6 +19,7 @@ from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
+from glm5.kernels.mla_values import mla_values_quantized
 from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
@@ -91,7 +92,8 @@ def preparation() -> None:
             slot = torch.randperm(3 * Z, device="cuda")[:T]
             index = IndexKeys(rows(T, I), rows(I), rows(I), 1e-6, keys)
             mla_keys_quantized(rows(T, 2048 + C + R), rows(2048), rows(C), 1e-5, *table, slot, latents, index)
-            mla_queries(rows(T, 8, 256), rows(8, 192, C), *table, rows(T, J, I), impl="triton")
+            mla_queries(rows(T, 8, 256), rows(8, 192, C), *table, impl="triton")
+            mla_values_quantized(rows(T, 8, C), rows(8, C, 256), impl="triton")
             store_rows(latents, slot, rows(T, C + R), impl="triton")
 
 
@@ -106,6 +108,8 @@ def attention() -> None:
         chosen = torch.arange(200, device="cuda", dtype=torch.int32).expand(5, -1).contiguous()
         for keys in (chosen, None):
             sparse_mla(rows(5, 8, C + R), latents, keys, table, row, end, scale=0.06, value_dim=C, impl="triton")
+            if kind == "bf16":
+                sparse_mla(rows(5, 8, C + R), latents, keys, table, row, end, scale=0.06, value_dim=C, impl="cuda")
         opts = {"scale": 0.06, "value_dim": C}
         sparse_mla(rows(70, 8, C + R), latents, None, table[:1], *prompt, **opts, impl="triton")
     first = torch.zeros(70, device="cuda", dtype=torch.int32)

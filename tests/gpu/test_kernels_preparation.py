@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm5.kernels.act_quant import act_quant
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
 from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
+from glm5.kernels.mla_values import mla_values, mla_values_quantized
 from glm5.kernels.paging import read_pages
-from glm5.kernels.per_head import per_head
-from glm5.kernels.rope import rope_table
+from glm5.kernels.rope import rope, rope_table
+from glm5.kernels.select_keys import select_keys
 from glm5.kernels.store_rows import store_rows
 from glm5.testing.numerics import rel_rms
 
@@ -102,19 +104,56 @@ PRODUCT_BUDGET = 4e-3
 @pytest.mark.parametrize("num_heads", [8, 16])
 @pytest.mark.parametrize("tokens", [1, 8, 33, 64, 130, 2048])
 def test_queries_of_attention(tokens, num_heads, gen):
-    q, index = random(gen, tokens, num_heads, 256), random(gen, tokens, 32, I)
-    w_k, w_v = random(gen, num_heads, 192, C) * 0.07, random(gen, num_heads, C, 256) * 0.04
+    q, w_k = random(gen, tokens, num_heads, 256), random(gen, num_heads, 192, C) * 0.07
     table = rope_table(torch.arange(tokens, device="cuda") * 31, R, 1e6, torch.bfloat16)
-    want_index = index.double()
-    want = mla_queries(*(x.double() for x in (q, w_k, *table)), want_index, impl="reference")
-    its_index = index.clone()
-    got = mla_queries(q, w_k, *table, its_index, impl="triton")
+    want = mla_queries(*(x.double() for x in (q, w_k, *table)), impl="reference")
+    got = mla_queries(q, w_k, *table, impl="triton")
     assert rel_rms(got, want) < PRODUCT_BUDGET
-    assert rel_rms(its_index, want_index) < PRODUCT_BUDGET
     wrong = mla_queries(q, w_k * 1.02, *table, impl="triton")[..., :C]  # the control
     assert rel_rms(wrong, want[..., :C]) > 3 * PRODUCT_BUDGET
-    out = per_head(got[..., :C], w_v)
-    assert rel_rms(out, per_head(got[..., :C].double(), w_v.double())) < PRODUCT_BUDGET
     for _ in range(REPEATS):
-        assert torch.equal(mla_queries(q, w_k, *table, index.clone(), impl="triton"), got)
-        assert torch.equal(per_head(got[..., :C], w_v), out)
+        assert torch.equal(mla_queries(q, w_k, *table, impl="triton"), got)
+
+
+@pytest.mark.parametrize("num_heads", [8, 16])
+@pytest.mark.parametrize("tokens", [1, 8, 33, 64, 130])
+def test_values_of_heads(tokens, num_heads, gen):
+    x, w_v = random(gen, tokens, num_heads, C), random(gen, num_heads, C, 256) * 0.04
+    want = mla_values(x.double(), w_v.double(), impl="reference")
+    got = mla_values_quantized(x, w_v, impl="triton")
+    assert rel_rms(mla_values(x, w_v, impl="triton"), want) < PRODUCT_BUDGET
+    assert rel_rms(got[0], want) < PRODUCT_BUDGET
+    assert rel_rms(mla_values(x, w_v * 1.02, impl="triton"), want) > 3 * PRODUCT_BUDGET  # the control
+    for part, quantized in zip(got[1:], act_quant(got[0]), strict=True):
+        assert torch.equal(part.float(), quantized.float())
+    for _ in range(REPEATS):
+        for again, first in zip(mla_values_quantized(x, w_v, impl="triton"), got, strict=True):
+            assert torch.equal(again.float(), first.float())
+
+
+def test_queries_are_made_while_keys_are_selected(gen):
+    """In a graph, as in a step: what comes early is what comes in turn."""
+    pool, w_k = random(gen, P, Z, I), random(gen, 8, 192, C)
+    table = torch.arange(P, device="cuda", dtype=torch.int32).view(2, -1)
+    row, end = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ((0, 0, 1), (1, 700, 1280)))
+    turns = rope_table(torch.arange(3, device="cuda") * 31, R, 1e6, torch.bfloat16)
+    q, index, w = random(gen, 3, 8, 256), random(gen, 3, 32, I), random(gen, 3, 32)
+    where, opts = (table, row, end), {"top_k": 512, "scale": 0.09}
+
+    def step() -> tuple[Tensor, Tensor]:
+        queries, its_index = q * 2, index * 2  # kernels that must have ended
+        early = torch.empty(3, 8, C + R, dtype=torch.bfloat16, device="cuda")
+        keys = select_keys(its_index, pool, w, *where, **opts, rotation=turns)
+        return keys, mla_queries(queries, w_k, *turns, early=early)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for _ in range(REPEATS):
+        q.normal_(generator=gen)
+        index.normal_(generator=gen)
+        graph.replay()
+        turned = torch.cat([rope(index[..., :R] * 2, *turns), index[..., R:] * 2], dim=-1)
+        assert torch.equal(got[0], select_keys(turned, pool, w, *where, **opts))
+        assert torch.equal(got[1], mla_queries(q * 2, w_k, *turns))

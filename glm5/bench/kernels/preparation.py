@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from glm5.bench.kernels.case import Case, Launch
+from glm5.bench.kernels.linear import FEW_ROWS
 from glm5.bench.kernels.shapes import (
     HEADS,
     INDEX_DIM,
-    INDEX_HEADS,
     KV_LORA,
     Q_LORA,
     QK_HEAD,
@@ -28,7 +28,7 @@ from glm5.kernels.block_scaled import FP8
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
 from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
-from glm5.kernels.per_head import per_head
+from glm5.kernels.mla_values import mla_values, mla_values_quantized
 from glm5.kernels.rope import rope_table
 from glm5.testing.numerics import rel_rms
 
@@ -74,36 +74,33 @@ def keys_case(kind: str, tokens: int) -> Case:
 
 
 def queries_case(heads: int, tokens: int, tiling: Any = None) -> Case:
-    """Absorption and rotation, index queries' too; `tiling` as in the kernel."""
+    """Absorption and rotation; `tiling` as in the kernel."""
     run: Callable[..., Tensor] = mla_queries
     if tiling is not None:
         from glm5.kernels.mla_queries import triton
 
         run = partial(triton.mla_queries, tiling=tiling)
 
-    def inputs(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def inputs(i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         gen = generator(i)
         q, w = random_rows(gen, tokens, heads, QK_HEAD), random_rows(gen, heads, NOPE, KV_LORA)
-        return q, w, *_table(tokens), random_rows(gen, tokens, INDEX_HEADS, INDEX_DIM)
+        return q, w, *_table(tokens)
 
     def make(i: int) -> Launch:
         case = inputs(i)
         return lambda: run(*case)
 
     def error() -> float:
-        q, w, cos, sin, index = inputs(0)
-        want = mla_queries(q.double(), w.double(), cos.double(), sin.double(), impl="reference")
-        return rel_rms(run(q, w, cos, sin, index), want)
+        case = inputs(0)
+        return rel_rms(run(*case), mla_queries(*(x.double() for x in case), impl="reference"))
 
-    size = (
-        2 * heads * NOPE * KV_LORA + 2 * tokens * heads * (QK_HEAD + KV_LORA + ROPE) + 4 * tokens * INDEX_HEADS * ROPE
-    )
+    size = 2 * heads * NOPE * KV_LORA + 2 * tokens * heads * (QK_HEAD + KV_LORA + ROPE)
     flops = 2 * tokens * heads * NOPE * KV_LORA
     return Case("mla_queries", f"H={heads} M={tokens}", make, error, BUDGET, size, flops, "bf16")
 
 
 def output_case(heads: int, tokens: int) -> Case:
-    """Values of heads from latents."""
+    """Values of heads from latents; for as many tokens as products in FP8 take quantized, FP8 beside them."""
 
     def inputs(i: int) -> tuple[Tensor, Tensor]:
         gen = generator(i)
@@ -111,15 +108,15 @@ def output_case(heads: int, tokens: int) -> Case:
 
     def make(i: int) -> Launch:
         x, w = inputs(i)
-        return lambda: per_head(x, w)
+        return (lambda: mla_values_quantized(x, w)) if tokens > FEW_ROWS else lambda: mla_values(x, w)
 
     def error() -> float:
         x, w = inputs(0)
-        return rel_rms(per_head(x, w), per_head(x.double(), w.double()))
+        return rel_rms(mla_values(x, w), mla_values(x.double(), w.double()))
 
     size = 2 * heads * KV_LORA * V_HEAD + 2 * tokens * heads * (KV_LORA + V_HEAD)
     flops = 2 * tokens * heads * KV_LORA * V_HEAD
-    return Case("per_head", f"H={heads} M={tokens}", make, error, BUDGET, size, flops, "bf16")
+    return Case("mla_values", f"H={heads} M={tokens}", make, error, BUDGET, size, flops, "bf16")
 
 
 def cases() -> Iterator[Case]:

@@ -14,15 +14,13 @@ def mla_queries(
     w_HNC: Tensor,
     cos_TR2: Tensor,
     sin_TR2: Tensor,
-    index_TJI: Tensor | None = None,
     *,
     early: Tensor | None = None,
     impl: Literal["auto", "reference", "triton"] = "auto",
 ) -> Tensor:
     """Queries [T, H, N + R] absorbed into latents, [T, H, C + R]: the first N dimensions by `w_HNC`, the rest rotated.
 
-    `index_TJI`, an indexer's queries if any, is given away: the first R dimensions of each are rotated in place. cos
-    and sin as in `rope`. `triton`: on a GPU. No gradient passes.
+    cos and sin as in `rope`. `triton`: on a GPU. No gradient passes.
 
     `early`: room for the result, which may then be made while the kernel before this one runs. That one has nothing to
     do with what this one reads and writes, waited for those before it, and was launched when `early` was there.
@@ -30,9 +28,9 @@ def mla_queries(
     if impl == "auto":
         impl = "triton" if chosen(q_THX.detach()) else "reference"
     if impl == "reference":
-        return _reference(q_THX, w_HNC, cos_TR2, sin_TR2, index_TJI)
+        return _reference(q_THX, w_HNC, cos_TR2, sin_TR2)
     if impl == "triton":
         from glm5.kernels.mla_queries.triton import mla_queries as run
 
-        return run(q_THX, w_HNC, cos_TR2, sin_TR2, index_TJI, early=early)
+        return run(q_THX, w_HNC, cos_TR2, sin_TR2, early=early)
     raise unknown_impl("mla_queries", impl, ("reference", "triton"))

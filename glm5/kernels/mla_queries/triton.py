@@ -1,4 +1,4 @@
-"""mla_queries in one launch: programs for values of a head, one for its rotated part, others for index queries.
+"""mla_queries in one launch: programs for values of a head, one for its rotated part.
 
 Of many tokens, the values are a batched product of the library, which writes them where they belong.
 """
@@ -46,42 +46,15 @@ def _rotate(x, known, out, cos, sin, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotated(
-    h,
-    q,
-    out,
-    index,
-    known,
-    table,
-    q_head,
-    index_head,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """The rotated part of head h's queries, or of index head h - H's."""
-    cos, sin = table
-    if h < H:
-        _rotate(q + h * q_head + N, known, out + h * (C + 2 * HALF) + C, cos, sin, HALF)
-    else:
-        its = index + (h - H) * index_head
-        _rotate(its, known, its, cos, sin, HALF)
-
-
-@triton.jit
 def _mla_queries(
     q_ptr,
     w_ptr,
     cos_ptr,
     sin_ptr,
-    index_ptr,
     out_ptr,
     num_tokens,
     q_stride,
     q_head,
-    index_stride,
-    index_head,
     H: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
@@ -92,7 +65,7 @@ def _mla_queries(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """program_id(0): blocks of C of each head, then rotated parts of heads, then index heads; (1): tile of tokens.
+    """program_id(0): blocks of C of each head, then rotated parts of heads; (1): tile of tokens.
 
     EARLY: beside the kernel before this one, which must end before this one does.
     """
@@ -103,8 +76,8 @@ def _mla_queries(
         wait_for_earlier(PDL)
     let_later_begin(PDL)
     q, out = q_ptr + t * q_stride, out_ptr + t * (H * (C + 2 * HALF))
-    index = index_ptr + t * index_stride
-    table = cos_ptr + t * HALF, sin_ptr + t * HALF
+    turned, to = q + N, out + C
+    cos, sin = cos_ptr + t * HALF, sin_ptr + t * HALF
     if BLOCK_O:
         BLOCKS: tl.constexpr = (C + BLOCK_O - 1) // BLOCK_O
         if job < H * BLOCKS:
@@ -113,9 +86,10 @@ def _mla_queries(
             at = (out + h * (C + 2 * HALF))[:, None] + o[None, :]
             tl.store(at, values.to(out_ptr.dtype.element_ty), mask=known[:, None] & (o < C)[None, :])
         else:
-            _rotated(job - H * BLOCKS, q, out, index, known, table, q_head, index_head, H, N, C, HALF)
+            h = job - H * BLOCKS
+            _rotate(turned + h * q_head, known, to + h * (C + 2 * HALF), cos, sin, HALF)
     else:
-        _rotated(job, q, out, index, known, table, q_head, index_head, H, N, C, HALF)
+        _rotate(turned + job * q_head, known, to + job * (C + 2 * HALF), cos, sin, HALF)
     if EARLY:
         wait_for_earlier(PDL)
 
@@ -138,16 +112,12 @@ def mla_queries(
     w_HNC: Tensor,
     cos_TR2: Tensor,
     sin_TR2: Tensor,
-    index_TJI: Tensor | None = None,
     tiling: Tiling | None = None,
     early: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.mla_queries`. Raises ValueError for index queries whose rows are not in one piece."""
+    """As `reference.mla_queries`; `early` as in `glm5.kernels.mla_queries`."""
     (num_tokens, H, _), (_, N, C), half = q_THX.shape, w_HNC.shape, cos_TR2.shape[1]
     q_THX = q_THX if q_THX.stride(-1) == 1 else q_THX.contiguous()
-    if index_TJI is not None and index_TJI.stride(-1) != 1:
-        raise ValueError(f"mla_queries[triton] needs index_TJI's rows in one piece, got strides {index_TJI.stride()}")
-    index, J = (q_THX, 0) if index_TJI is None else (index_TJI, index_TJI.shape[1])
     out_THL = q_THX.new_empty(num_tokens, H, C + 2 * half) if early is None else early
     if num_tokens:
         tiling = tiling or tuned.find(Tiling, "mla_queries", f"H={H} N={N} C={C}", num_tokens, q_THX.device)
@@ -157,18 +127,15 @@ def mla_queries(
         if not cut.outputs:
             torch.bmm(q_THX[..., :N].transpose(0, 1), w_HNC, out=out_THL[..., :C].transpose(0, 1))
         blocks = triton.cdiv(C, cut.outputs) if cut.outputs else 0
-        _mla_queries[(H * blocks + H + J, triton.cdiv(num_tokens, cut.tokens))](
+        _mla_queries[(H * blocks + H, triton.cdiv(num_tokens, cut.tokens))](
             q_THX,
             w_HNC.contiguous(),
             cos_TR2.contiguous(),
             sin_TR2.contiguous(),
-            index,
             out_THL,
             num_tokens,
             q_THX.stride(0),
             q_THX.stride(1),
-            index.stride(0),
-            index.stride(1),
             H=H,
             N=N,
             C=C,
