@@ -15,7 +15,7 @@ from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
 
 _SCORES_BYTES = 1 << 29  # of the indexer, for a piece of a prompt, and what finds the best of them
 _PROMPT_LOGITS = 256  # rows
-_GRAPH_BYTES = 10 << 20  # of a layer, in all graphs of it
+_GRAPH_BYTES = 13 << 20  # of a layer, in all graphs of it
 # Of what is free on a machine without a GPU: the rest is for everything else that runs there.
 _CPU_SHARE = 0.5
 
