@@ -32,6 +32,7 @@ COMMANDS = {
     "quantize": "glm5.cli.quantize",
     "quant": "glm5.cli.quant",
     "convert": "glm5.cli.convert",
+    "merge": "glm5.cli.merge",
     "tokenize": "glm5.cli.tokenize",
     "train": "glm5.cli.train",
     "bench all": "glm5.cli.bench_all",

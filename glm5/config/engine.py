@@ -26,6 +26,8 @@ class EngineConfig(Command):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """auto or safetensors: the checkpoint's files. dummy: random weights of config.json's sizes, made on the device, to
     measure speed with."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter in PEFT's layout; it is merged into the weights as they are loaded."""
     max_model_len: Annotated[int, Field(ge=1, lt=_MANY)] | None = None
     """Longest context in tokens, prompt and answer together, such as 32768, 32k (32000) or 32K (32768). Default, and
     for auto or -1: what the checkpoint and the memory allow."""

@@ -1,4 +1,4 @@
-"""`glm5 inspect`, `glm5 init` and `glm5 demo`: commands about folders of checkpoints."""
+"""`glm5 inspect`, `glm5 init`, `glm5 merge` and `glm5 demo`: commands about folders of checkpoints."""
 
 from typing import Annotated, Literal, Self
 
@@ -39,6 +39,17 @@ class InitConfig(Command):
     """Folder to write. A checkpoint that is there is replaced; a folder with other files is refused."""
     seed: int = 0
     """The same seed gives the same weights."""
+
+
+class MergeConfig(Command):
+    """Write a checkpoint with a LoRA adapter merged into its weights; FP8 stays FP8."""
+
+    model: Annotated[str, Positional()]
+    """Checkpoint folder, or a Hugging Face id."""
+    adapter: Annotated[str, Positional()]
+    """Folder of the adapter, in PEFT's layout."""
+    out: str
+    """Folder to write."""
 
 
 class DemoConfig(Command):

@@ -80,3 +80,15 @@ class WindowConfig(Section):
 
     def pattern_of(self, layer_idx: int) -> str:
         return self.pattern[layer_idx % len(self.pattern)]
+
+
+class LoraConfig(Section):
+    """Adapters that learn beside frozen weights."""
+
+    rank: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Columns of A and B."""
+    alpha: Positive = 32.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+    """Linear layers by the last part of their name: those of attention, and gate_proj, up_proj and down_proj of dense
+    MLPs and shared experts."""

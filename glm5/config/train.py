@@ -23,7 +23,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.parallel import ParallelConfig
 from glm5.config.presets import PresetName, preset
 from glm5.config.refusal import complaint, first_error, refuse
-from glm5.config.step import LossConfig, NotNegative, OptimizerConfig, Positive, Section, WindowConfig
+from glm5.config.step import LoraConfig, LossConfig, NotNegative, OptimizerConfig, Positive, Section, WindowConfig
 
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
@@ -278,6 +278,8 @@ class Recipe(Section):
     skip_steps: Annotated[int, Field(ge=0)] = 0
     """How many steps may be left out because a loss or a gradient was no finite number. The next one ends the run."""
     model: ModelSection
+    lora: LoraConfig | None = None
+    """Train adapters beside the weights of model.checkpoint, which stay as they are stored, FP8 and int4 included."""
     optimizer: OptimizerConfig = OptimizerConfig()
     losses: LossConfig = LossConfig()
     checkpoints: Checkpoints = Checkpoints()
@@ -294,6 +296,11 @@ class Recipe(Section):
         names = [stage.name for stage in self.stage]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two stages are called {twice[0]}")
+        if self.lora is not None:
+            if self.model.checkpoint is None:
+                raise ValueError("lora: needs model.checkpoint, whose weights it stands beside")
+            if wrong := [stage.name for stage in self.stage if stage.kind == "warmup" or stage.qat is not None]:
+                raise ValueError(f"lora: stage {wrong[0]} trains weights (warmup, qat) that lora leaves as they are")
         return self
 
 

@@ -1,5 +1,6 @@
 """From a model and settings to an `EngineCore`: every choice that settings leave open is made here, and listed."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.checkpoint.adapters import merge
 from glm5.checkpoint.dtypes import parse_dtype
 from glm5.checkpoint.dummy import dummy
 from glm5.checkpoint.load import load, parse_device
@@ -45,6 +47,8 @@ from glm5.model.native import use_native, use_torch
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Group, Meeting, least, open_group, store_at
 from glm5.parallel.table import WHOLE, Shard, local_config
+
+logger = logging.getLogger(__name__)
 
 AUTO_DEPTH = 3
 # Below this many active parameters a second thread costs more than it brings (the demo's model: 1.1 M).
@@ -167,6 +171,13 @@ def _load(
             shard=shard,
             on_read=(read or _Read()).note,
         )
+    if config.adapter is not None:
+        if shard.size > 1:
+            raise ConfigError(
+                f"adapter: got {config.adapter}; allowed with tensor_parallel_size {shard.size}: none; merge it first: "
+                "glm5 merge"
+            )
+        logger.info("%s: merged into %d matrices", config.adapter, merge(model, config.adapter))
     on_progress("loading weights", 1.0)
     return model
 

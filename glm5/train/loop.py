@@ -24,6 +24,7 @@ from glm5.quant.qat import KEY
 from glm5.train.ahead import Ask, ahead, rows_of
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
+from glm5.train.lora import LoraTrainee
 from glm5.train.optim.build import Optimizers
 from glm5.train.qat import MARK, STORED
 from glm5.train.report import write_report
@@ -49,7 +50,7 @@ def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
     with locked(out), ordered(recipe):
         if restart:
             clear(out, recipe)
-        return Run(recipe, beside, out, Trainee).to_the_end()
+        return Run(recipe, beside, out, Trainee if recipe.lora is None else LoraTrainee).to_the_end()
 
 
 @contextmanager

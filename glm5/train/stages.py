@@ -34,7 +34,7 @@ def choose_parameters(model: Glm5, stage: StageConfig) -> None:
 def losses_of(recipe: Recipe, stage: StageConfig, step: int) -> LossConfig:
     """The stage's losses. Where the model stays as it is, so do its routers; late in a stage, so do they if asked."""
     losses = stage.losses or recipe.losses
-    frozen = stage.kind == "warmup" or step >= stage.steps * stage.balance_until
+    frozen = stage.kind == "warmup" or recipe.lora is not None or step >= stage.steps * stage.balance_until
     return losses.model_copy(update={"balance_step": 0.0}) if frozen else losses
 
 

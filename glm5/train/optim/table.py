@@ -3,7 +3,7 @@
     Muon     every matrix. A tensor of the checkpoint is one matrix, but for three that hold one a head: q_b_proj (W_UQ
              with its rotated rows), kv_b_proj (W_UK and W_UV) and the indexer's wq_b. Stacked experts are a matrix
              each, gate and up, which the model holds as one tensor, apart.
-    AdamW    embedding, lm_head, norms, biases
+    AdamW    embedding, lm_head, norms, biases; LoRA's matrices
 
 Names are the model's (experts stacked). What a tensor is cut into depends on its rows alone, so a shard that holds
 whole heads, or whole experts, is updated like the whole.
@@ -73,12 +73,13 @@ TABLE: dict[str, Rule] = {
     "model.layers.*.eh_proj.weight": WHOLE,
     "model.layers.*.shared_head.norm.weight": VECTOR,
 }
+_ADAPTER = re.compile(r"\.lora_[AB]$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def rule_of(name: str, cfg: OptimizerConfig) -> Rule:
     """Of the model's parameter called `name`. Raises ConfigError for a name that the table lacks."""
-    rule = TABLE.get(_NUMBER.sub("*", name))
+    rule = TOKENS if _ADAPTER.search(name) else TABLE.get(_NUMBER.sub("*", name))
     if rule is None:
         raise ConfigError(f"optimizer: no rule for the parameter {name}; freeze it, or add it to train/optim/table.py")
     if rule is QUERY_HEADS and cfg.split_rope:
