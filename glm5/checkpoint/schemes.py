@@ -3,6 +3,7 @@
     glm5                  this package's own layout: every module's scheme by name
     compressed-tensors    groups of patterns, and patterns of what stays as it is
     w4afp8                SGLang's: experts int4 in groups of 128 under e4m3 tokens, the rest native FP8
+    modelopt              NVIDIA's NVFP4: everything that no pattern leaves out
     fp8, none             native FP8, or nothing: tensors speak for themselves (fit.py)
 
 Everything else is refused by its name.
@@ -10,15 +11,16 @@ Everything else is refused by its name.
 
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.refusal import refuse
 from glm5.config.tensors import tensor_specs
-from glm5.quant.record import W4A8_FP8, Grid, Scheme
+from glm5.quant.record import NVFP4, W4A8_FP8, Grid, Scheme
 
-METHODS = ("glm5", "compressed-tensors", "w4afp8", "fp8")
+METHODS = ("glm5", "compressed-tensors", "w4afp8", "modelopt", "fp8")
 _FORMATS = {("int", 4): "pack-quantized", ("int", 8): "int-quantized", ("float", 8): "float-quantized"}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # Matrices that no engine computes as a linear layer of its own.
@@ -55,7 +57,7 @@ def schemes_of(cfg: ModelConfig) -> dict[str, Scheme]:
         return _compressed(config, modules)
     if method == "w4afp8":
         return {module: W4A8_FP8 for module in modules if _EXPERT.search(module)}
-    return {}
+    return _modelopt(config, modules) if method == "modelopt" else {}
 
 
 def _own(config: Mapping[str, Any], modules: list[str]) -> dict[str, Scheme]:
@@ -73,6 +75,15 @@ def _own(config: Mapping[str, Any], modules: list[str]) -> dict[str, Scheme]:
     if unknown := sorted(set(named) - set(by_module.values())):
         raise ConfigError(f"quantization_config.modules: {unknown[0]} is no module of this model")
     return {module: named[name] for module, name in by_module.items() if name in named}
+
+
+def _modelopt(config: Mapping[str, Any], modules: list[str]) -> dict[str, Scheme]:
+    """What inputs would be in FP4 stays as it is: Hopper has no product for it, and engines there do the same."""
+    for key, allowed in (("quant_algo", "NVFP4"), ("group_size", 16)):
+        if config.get(key, 16 if key == "group_size" else None) != allowed:
+            raise refuse(f"quantization_config.{key}", config.get(key), str(allowed))
+    ignored = config.get("ignore") or config.get("exclude_modules") or []
+    return {name: NVFP4 for name in modules if not any(fnmatchcase(name, pattern) for pattern in ignored)}
 
 
 def _compressed(config: Mapping[str, Any], modules: list[str]) -> dict[str, Scheme]:

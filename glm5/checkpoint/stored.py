@@ -8,7 +8,7 @@ blocks. Everything that a scheme can say can be dequantized, on the way from the
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
 from glm5.kernels.coded import PRODUCTS, Coded, Form
 from glm5.parallel.table import Shard, Span, scale_span, span_of
-from glm5.quant.record import FP8_BLOCK, FP8_GROUP, Grid, Quantized, Scheme
+from glm5.quant.record import FP8_BLOCK, FP8_GROUP, NVFP4, Grid, Quantized, Scheme
 
 Role = Literal["codes", "scale", "offset", "tensor_scale"]
 BLOCKS: Literal["blocks"] = "blocks"
@@ -99,7 +99,8 @@ def stored_of(cfg: ModelConfig, entries: Mapping[str, TensorEntry] | None = None
             if entry is not None and entry.dtype not in ("I8", "U8"):
                 continue
         shape, scheme = (spec.shape[0], spec.shape[1]), schemes[module]
-        build = {"glm5": _own, "compressed-tensors": _compressed, "w4afp8": _w4afp8}[method or ""]
+        builders = {"glm5": _own, "compressed-tensors": _compressed, "w4afp8": _w4afp8, "modelopt": _modelopt}
+        build = builders[method or ""]
         try:
             found[spec.name] = build(spec.name, module, scheme, shape)
         except ConfigError as error:
@@ -139,6 +140,13 @@ def _w4afp8(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) -> S
     return Stored(name, scheme, shape, {"codes": codes, "scale": scale}, beside=(f"{module}.input_scale",))
 
 
+def _modelopt(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) -> Stored:
+    """As `_own` has nvfp4, but for the shape of its scale; `input_scale` is for inputs in FP4."""
+    matrix = _own(name, module, scheme, shape)
+    whole = matrix.parts["tensor_scale"]._replace(shape=())
+    return replace(matrix, parts={**matrix.parts, "tensor_scale": whole}, beside=(f"{module}.input_scale",))
+
+
 def _code_types(grid: Grid) -> tuple[str, ...]:
     return ("U8",) if grid.bits == 4 else ("F8_E4M3",) if grid.kind == "fp8" else ("I8",)
 
@@ -151,10 +159,11 @@ def forms_of(
     stored: Mapping[str, Stored], cfg: ModelConfig, device: torch.device
 ) -> dict[str, "Form | Literal['blocks']"]:
     """Forms by module of the model. ConfigError where a stack of experts is not of one form, where a form has no kernel
-    on this device, or no kernel at all."""
-    found: dict[str, Form | Literal["blocks"]] = {}
+    on this device, or no kernel at all. NVFP4 has none: on a CPU its modules are plain and hold the values."""
+    found: dict[str, Form | Literal["blocks", "values"]] = {}
     for name, matrix in stored.items():
-        module, form = slot_of(name).module, matrix.form
+        by_value = matrix.scheme == NVFP4 and device.type == "cpu"
+        module, form = slot_of(name).module, "values" if by_value else matrix.form
         if found.setdefault(module, form) != form:
             raise ConfigError(f"{name}: is {form}, and others of {module} are {found[module]}; allowed: one for all")
         if device.type == "cuda" and isinstance(form, Form) and form.group is not None and form.group % GPU_GROUP:
@@ -167,7 +176,7 @@ def forms_of(
         raise ConfigError(
             f"{plain[torn[0]]}: is not quantized, and others of {torn[0]} are; allowed: all of them or none"
         )
-    return found
+    return {module: form for module, form in found.items() if form != "values"}
 
 
 def check_groups(stored: Iterable[Stored], size: int) -> None:

@@ -61,10 +61,10 @@ class WeightGrid(Section):
         }[self.dtype]
         if self.scope not in scopes:
             raise ValueError(f"weights of {self.dtype} are {' or '.join(scopes)}, got {self.scope}")
-        if self.method == "ssz" and (self.dtype not in ("int4", "int8") or not self.symmetric):
-            raise ValueError("ssz is for symmetric int4 and int8 weights")
-        if self.method == "gptq" and self.dtype not in ("int4", "int8"):
-            raise ValueError("gptq is for int4 and int8 weights")
+        if self.method == "ssz" and self.dtype not in ("int4", "int8"):
+            raise ValueError("ssz is for int4 and int8 weights")
+        if self.method == "gptq" and (self.dtype not in ("int4", "int8") or not self.symmetric):
+            raise ValueError("gptq is for symmetric int4 and int8 weights")
         if not self.symmetric and self.dtype in ("fp8_e4m3", "nvfp4"):
             raise ValueError(f"weights of {self.dtype} are symmetric")
         return self

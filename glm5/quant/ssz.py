@@ -7,6 +7,10 @@ Each step lowers the error, down to a local minimum that depends on the start. `
 (`core/quantizer/impl/ssz.py`): one start, at min-max's scale. `ssz` tries many starts, keeps the best and follows that
 one until its codes stay; it reaches what a grid of a hundred scales reaches, with a third of the passes.
 
+Asymmetric grids have an offset as well, a whole number, found in turn with the other two (`ssz_asymmetric`):
+
+    q = clamp(round(w / s + o), lowest, highest)      s = sum h w (q - o) / sum h (q - o)^2      o = mean_h(q - w / s)
+
 h_k = E[x_k^2] makes it the error of the output for inputs that do not correlate (the diagonal of GPTQ's Hessian).
 """
 
@@ -67,6 +71,72 @@ def ssz_upstream(weight: Tensor, grid: Grid, steps: int = 50) -> Tensor:
     return scale
 
 
+def ssz_asymmetric(
+    weight: Tensor,
+    grid: Grid,
+    importance: Tensor | None = None,
+    *,
+    starts: tuple[float, ...] = STARTS,
+    steps: int = 2,
+    polish: int = 10,
+) -> tuple[Tensor, Tensor]:
+    """(scale, offset) of an asymmetric `grid` for weight [..., O, I]: as `ssz`, from shares of min-max's range."""
+    _refuse(grid, symmetric=False)
+    first, offset = minmax(weight, grid)
+    assert offset is not None
+    scale = torch.empty_like(first)
+    for some, rows in parts(flat := stacked(weight)):
+        h = None if importance is None else _importance(importance, grid, some, weight).unsqueeze(1)
+        w = as_groups(wide(flat[some, rows]), grid)
+        best = _Range(w, torch.ones_like(w) if h is None else h.expand_as(w), grid)
+        one, middle = stacked(first)[some, rows], _middle(w)
+        best.consider(one, stacked(offset)[some, rows])
+        for start in starts:
+            s = one * start
+            o = (0.5 * (grid.lowest + grid.highest) - middle / s).round_().clamp_(grid.lowest, grid.highest)
+            for _ in range(steps):
+                s, o = best.consider(*best.step(s, o))
+        for _ in range(polish):
+            best.consider(*best.step(best.scale, best.offset))
+        stacked(scale)[some, rows], stacked(offset)[some, rows] = best.scale, best.offset
+    return scale, offset
+
+
+def _middle(w: Tensor) -> Tensor:
+    """Of the range of w [..., g] with 0 in it."""
+    return 0.5 * (w.amax(-1).clamp_min(0) + w.amin(-1).clamp_max(0))
+
+
+class _Range:
+    """The best scale and offset so far of groups w [..., g] under weights h."""
+
+    def __init__(self, w: Tensor, h: Tensor, grid: Grid) -> None:
+        self.w, self.h, self.grid = w, h, grid
+        self.scale, self.offset = torch.ones_like(w[..., 0]), torch.zeros_like(w[..., 0])
+        self.least = torch.full_like(self.scale, torch.inf)
+
+    def consider(self, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        wrong = self.w - scale.unsqueeze(-1) * (self._codes(scale, offset) - offset.unsqueeze(-1))
+        error = (self.h * wrong.square_()).sum(-1)
+        better = error < self.least
+        self.least = torch.where(better, error, self.least)
+        self.scale, self.offset = torch.where(better, scale, self.scale), torch.where(better, offset, self.offset)
+        return scale, offset
+
+    def step(self, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        q = self._codes(scale, offset)
+        size = self.h.sum(-1).clamp_min(_NOTHING)
+        offset = ((self.h * (q - self.w / scale.unsqueeze(-1))).sum(-1) / size).round_()
+        offset = offset.clamp_(self.grid.lowest, self.grid.highest)  # so that 0 has a code
+        moved = q - offset.unsqueeze(-1)
+        found = (self.h * self.w * moved).sum(-1) / (self.h * moved.square()).sum(-1).clamp_min_(_NOTHING)
+        return torch.where(found > 0, found, scale), offset
+
+    def _codes(self, scale: Tensor, offset: Tensor) -> Tensor:
+        near = (self.w / scale.unsqueeze(-1) + offset.unsqueeze(-1)).round_()
+        return near.clamp_(self.grid.lowest, self.grid.highest)
+
+
 def _one_start(w: Tensor, grid: Grid, first: Tensor, steps: int) -> Tensor:
     """w [O, G, g] and `first` [O, G] to the best scale on the way [O, G]."""
     scale = best = first
@@ -93,6 +163,7 @@ def _importance(importance: Tensor, grid: Grid, some: slice, weight: Tensor) -> 
     return as_groups(h[some] if len(h) > 1 else h, grid).squeeze(1)
 
 
-def _refuse(grid: Grid) -> None:
-    if grid.kind != "int" or not grid.symmetric or grid.scope not in ("channel", "group"):
-        raise ConfigError(f"SSZ is for symmetric integers by channel or group, not for {grid}: use minmax")
+def _refuse(grid: Grid, *, symmetric: bool = True) -> None:
+    if grid.kind != "int" or grid.symmetric != symmetric or grid.scope not in ("channel", "group"):
+        kind = "symmetric" if symmetric else "asymmetric"
+        raise ConfigError(f"SSZ is for {kind} integers by channel or group here, not for {grid}: use minmax")

@@ -18,7 +18,7 @@ from glm5.quant.minmax import minmax, quantize
 from glm5.quant.nvfp4 import quantize_nvfp4
 from glm5.quant.qat import int4
 from glm5.quant.record import E2M1, Grid, Quantized
-from glm5.quant.ssz import ssz, ssz_upstream
+from glm5.quant.ssz import ssz, ssz_asymmetric, ssz_upstream
 from glm5.quantize.calibrate import Inputs
 from glm5.quantize.figures import Errors, errors_of, evenly
 from glm5.quantize.formats.base import Format
@@ -194,14 +194,14 @@ def find_scale(
         if grid.bits == 4 and grid.scope == "group" and grid.group is not None and grid.symmetric:
             return int4(weight, grid.group).scale, None
         return minmax(weight, grid)
-    if upstream:
+    if upstream and grid.symmetric:
         return ssz_upstream(weight, grid, ext.step or UPSTREAM_STEPS), None
     weighs = None
     if importance is not None and ext.weighted:
         # Without inputs all count the same.
         empty = importance.amax(-1, keepdim=True) == 0
         weighs = torch.where(empty, torch.ones_like(importance), importance)
-    return ssz(weight, grid, weighs), None
+    return ssz_asymmetric(weight, grid, weighs) if not grid.symmetric else (ssz(weight, grid, weighs), None)
 
 
 def shared_tensor_scale(weights: list[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from glm5.common.errors import ConfigError
 from glm5.quant import parts
 from glm5.quant.minmax import as_groups, minmax, quantize
 from glm5.quant.record import FP8_CHANNEL, INT4_CHANNEL, INT4_GROUP, INT8_CHANNEL, Grid
-from glm5.quant.ssz import ssz, ssz_upstream
+from glm5.quant.ssz import ssz, ssz_asymmetric, ssz_upstream
 from tests.support.weights import DISTRIBUTIONS, bursty, laplace
 
 ROWS, COLS = 64, 2048
@@ -129,3 +129,45 @@ def test_rows_without_numbers_and_grids_without_ssz():
     assert torch.equal(quantize(w, INT4_GROUP, scale).dequantize(torch.float32), w)
     with pytest.raises(ConfigError, match="SSZ is for symmetric integers"):
         ssz(w, FP8_CHANNEL)
+
+
+def best_asymmetric(w: Tensor, grid: Grid) -> float:
+    """Relative error of the best of 60 scales and every offset, row by row."""
+    first, _ = minmax(w, grid)
+    wrong = torch.full(first.shape[:1], torch.inf, dtype=w.dtype)
+    for i in range(60):
+        scale = first * (1 - 0.015 * i)
+        for offset in range(int(grid.lowest), int(grid.highest) + 1):
+            q = (w / scale + offset).round().clamp(grid.lowest, grid.highest)
+            wrong = torch.minimum(wrong, (w - scale * (q - offset)).square().sum(-1))
+    return float((wrong.sum() / w.square().sum()).sqrt())
+
+
+def test_asymmetric_ssz_finds_scale_and_offset(seed):
+    grid = Grid("int", 4, "channel", symmetric=False)
+    w = laplace(torch.Generator().manual_seed(seed), 2, 24, 512).double() + 1.5
+    scale, offset = ssz_asymmetric(w, grid)
+
+    def off(scale: Tensor, offset: Tensor | None) -> float:
+        wrong = quantize(w, grid, scale, offset).dequantize(torch.float64) - w
+        return float((wrong.square().sum() / w.square().sum()).sqrt())
+
+    found = off(scale, offset)
+    assert found < 0.95 * off(*minmax(w, grid))
+    assert found < 1.02 * best_asymmetric(w.flatten(0, 1), grid)
+    one = ssz_asymmetric(w[1], grid)
+    assert torch.equal(one[0], scale[1])
+    assert torch.equal(one[1], offset[1])
+    h = torch.ones(2, 512).double()
+    assert torch.equal(ssz_asymmetric(w, grid, h)[0], scale)
+    h[:, :128] = 100
+    wrong = [
+        quantize(w, grid, *found).dequantize(torch.float64) - w
+        for found in ((scale, offset), ssz_asymmetric(w, grid, h))
+    ]
+    assert (wrong[1].square() * h.unsqueeze(1)).sum() <= (wrong[0].square() * h.unsqueeze(1)).sum()
+    zero, whole = ssz_asymmetric(torch.zeros(1, 8), grid)
+    assert zero.item() == 1
+    assert grid.lowest <= whole.item() <= grid.highest
+    with pytest.raises(ConfigError, match="asymmetric integers"):
+        ssz_asymmetric(w, INT4_CHANNEL)

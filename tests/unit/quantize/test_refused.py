@@ -11,6 +11,7 @@ from glm5.checkpoint.dummy import dummy
 from glm5.checkpoint.inspect import inspect
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
+from glm5.checkpoint.stored import forms_of, stored_of
 from glm5.checkpoint.update import read_all, replace, stage
 from glm5.common.errors import CheckpointError, ConfigError
 from glm5.config.model import ModelConfig
@@ -76,23 +77,28 @@ def edit(path: Path, change: dict) -> None:
     edit_json(path / "config.json", quantization_config=held | change)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nvfp4", "nvfp4 per group of 16 under inputs in 16 bits have no kernel.*dtype bfloat16 loads it dequantized"),
-        ("nvfp4 vllm", "quant_method: got 'modelopt'; allowed: glm5 or compressed-tensors or w4afp8 or fp8"),
-        ("w8a8 ascend", "quant_model_description.json.*AscendV1.*glm5 quantize --target glm5"),
-    ],
-)
-def test_schemes_without_a_kernel(written, name, message):
-    with pytest.raises((ConfigError, CheckpointError), match=message):
-        load(written(name))
+def test_schemes_without_a_reader(written):
+    with pytest.raises(CheckpointError, match=r"quant_model_description.json.*AscendV1.*glm5 quantize --target glm5"):
+        load(written("w8a8 ascend"))
 
 
-def test_what_has_no_kernel_loads_dequantized(written):
-    model = load(written("nvfp4"), dtype="bfloat16")
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 vllm"])
+def test_nvfp4_has_no_kernel_on_a_gpu_and_runs_by_its_values_on_a_cpu(written, name):
+    cfg = ModelConfig.from_file(written(name))
+    with pytest.raises(ConfigError, match=r"nvfp4 per group of 16 under inputs in 16 bits have no kernel"):
+        forms_of(stored_of(cfg), cfg, torch.device("cuda"))
+    model = load(written(name))
     assert model.cfg.quantization_config is None
-    assert model.logits(IDS).isfinite().all()
+    assert torch.equal(model.logits(IDS), load(written(name), dtype=model.dtype).logits(IDS))
+    quantized = model.model.layers[1].mlp.experts.down_proj[0].double()
+    assert len(quantized[0, :16].abs().unique()) <= 8  # magnitudes of FP4 under one scale
+
+
+def test_other_algorithms_of_modelopt_are_refused(written, tmp_path):
+    path = copied(written("nvfp4 vllm"), tmp_path)
+    edit(path, {"quant_algo": "FP8"})
+    with pytest.raises(ConfigError, match="quant_algo: got 'FP8'; allowed: NVFP4"):
+        load(path)
 
 
 @pytest.mark.parametrize(
