@@ -4,7 +4,8 @@
     out   = concat_h( softmax(q_h . latent[keys] X^-1/2) latent[keys] Wv_h ) Wo
 
 One class serves training, prefill and decode, in absorbed form: kv_b_proj is folded into the query and the output, so
-a key is one latent row for all heads. What differs (where the latents live, which kernel reads them) is the `KVView`.
+a key is one latent row for all heads. What differs (where the latents live, which kernel reads them, whether heads have
+keys of their own after all) is the `KVView`.
 """
 
 import torch
@@ -50,7 +51,7 @@ class SparseLatentAttention(Direct):
 
         view.append_latent(self.layer_idx, latent_TL)
         if selection is None:
-            selection = self.indexer(x_TD, q_lat_TQ, rope, view)
+            selection = Selection(None) if view.reads_all else self.indexer(x_TD, q_lat_TQ, rope, view)
         # The scale belongs to the head width before absorption (X), not to the latent row.
         scale, heads_of = self.qk_head_dim**-0.5, (w_k_HNC, w_v_HVC)
         out_THV = view.attend_expanded(self.layer_idx, q_THX, *heads_of, selection, scale=scale)

@@ -26,6 +26,8 @@ class IndexRecord:
     keys_TK: Tensor | None
     where: tuple[Tensor, Tensor, Tensor]
     index_scale: float
+    whole: bool
+    """Whether queries are all tokens of their sequences, in order."""
     _served: list[Served] = field(default_factory=list)
     _scale: float = 0.0
     _loss: Tensor | None = None
@@ -44,9 +46,9 @@ class IndexRecord:
             # It may be taken within a later layer whose activations are computed again, or lie in host memory; this
             # loss's own are to be kept as they are.
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-                self._loss = index_kl(
-                    self.q_TJI, self.key_PZI, self.w_TJ, self._served, self.keys_TK, *self.where, **scales
-                )
+                of = (self.q_TJI, self.key_PZI, self.w_TJ, self._served, self.keys_TK, *self.where)
+                in_tiles = self.whole or self.keys_TK is not None  # what a GPU's tiles ask for
+                self._loss = index_kl(*of, **scales, impl="auto" if in_tiles else "streamed")
             self._served = []
         return self._loss
 

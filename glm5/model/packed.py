@@ -27,6 +27,9 @@ class PackedView:
     learn_index: gather scores and attention for `index_loss` ("warmup": over all keys, "sparse": over the selected).
     """
 
+    whole = True
+    """Whether the queries are all tokens of their sequences, in order, and the keys no others."""
+
     def __init__(
         self,
         lengths: list[int],
@@ -42,9 +45,9 @@ class PackedView:
         self.lengths = lengths
         length_B = torch.tensor(lengths)  # on the host: nothing here waits for a GPU
         position_T = torch.arange(sum(lengths)) - torch.repeat_interleave(length_B.cumsum(0) - length_B, length_B)
-        self.positions_T = position_T.to(device, non_blocking=True)
+        self.positions_T = _moved(position_T, device)
         row_T = torch.repeat_interleave(torch.arange(self.num_rows, dtype=torch.int32), length_B)
-        self.row_T = row_T.to(device, non_blocking=True)
+        self.row_T = _moved(row_T, device)
         self.end_T = (self.positions_T + 1).int()
         self.page_table_BN = torch.arange(self.num_rows, device=device, dtype=torch.int32).unsqueeze(1)
         self._slot_T = None if min(lengths) == self.max_len else self.row_T * self.max_len + self.positions_T
@@ -57,6 +60,10 @@ class PackedView:
     def append_index_key(self, layer_idx: int, key_TI: Tensor) -> None:
         self._index_key_PZI = self._paged(key_TI)
 
+    @property
+    def reads_all(self) -> bool:
+        return self.stage != "sparse" and not self.learn_index
+
     def select(self, layer_idx: int, q_TJI: Tensor, w_TJ: Tensor, top_k: int, scale: float) -> Selection:
         sparse = self.stage == "sparse" and self.max_len > top_k
         where, keys_TK = (self.page_table_BN, self.row_T, self.end_T), None
@@ -66,7 +73,7 @@ class PackedView:
         if self.learn_index:
             if self._records:
                 self._records[-1].settle()
-            self._records.append(IndexRecord(q_TJI, self._index_key_PZI, w_TJ, keys_TK, where, scale))
+            self._records.append(IndexRecord(q_TJI, self._index_key_PZI, w_TJ, keys_TK, where, scale, self.whole))
         return Selection(keys_TK)
 
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
@@ -82,7 +89,7 @@ class PackedView:
         self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float
     ) -> Tensor | None:
         """On a GPU, where every visible key is read: less than half the operations of absorbed queries."""
-        if selection.keys_TK is not None or not fits(q_THX, w_v_HVC.shape[1]):
+        if not self.whole or selection.keys_TK is not None or not fits(q_THX, w_v_HVC.shape[1]):
             return None
         value_TC, rope_TR = self._latent_TL[:, : w_k_HNC.shape[2]], self._latent_TL[:, w_k_HNC.shape[2] :]
         num_tokens, num_heads, _ = q_THX.shape
@@ -107,3 +114,10 @@ class PackedView:
             return rows_TX.unflatten(0, (self.num_rows, self.max_len))
         padded = rows_TX.new_zeros(self.num_rows * self.max_len, rows_TX.shape[-1])
         return padded.index_copy(0, self._slot_T, rows_TX).unflatten(0, (self.num_rows, self.max_len))
+
+
+def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Through pinned memory where copying from any other would wait for what a GPU does."""
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -56,6 +56,11 @@ class KVView(Protocol):
         """Position of each query within its sequence, int64."""
         ...
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether indexers need not be asked: every query reads every visible key, and nobody keeps index keys."""
+        ...
+
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
         """Store one row (normed latent, rotated key part) per query."""
         ...

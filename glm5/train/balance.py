@@ -72,8 +72,7 @@ class Balance:
     def _hook(self, name: str, row_T: Tensor, num_rows: int, *, with_loss: bool) -> Callable[..., None]:
         def count(router: Router, args: tuple[Tensor], routed: tuple[Tensor, Tensor]) -> None:
             if not again():
-                expert_TA = routed[1].long()
-                self.loads[name].index_add_(0, expert_TA.flatten(), torch.ones_like(expert_TA).flatten())
+                self.loads[name] += _counted(routed[1].flatten().long(), router.weight.shape[0])
                 self._ran.add(name)
             if with_loss and torch.is_grad_enabled():
                 loss = sequence_loss(
@@ -105,10 +104,10 @@ def sequence_loss(
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     p_TE = F.linear(x_TD.to(wide), weight_ED.to(wide)).sigmoid()
     row_T = row_T.long()
-    length_B, num_experts = torch.bincount(row_T, minlength=num_rows), p_TE.shape[1]
-    num_rows = len(length_B)
+    num_rows, num_experts = num_rows or int(row_T.max()) + 1, p_TE.shape[1]
     chosen_TA = p_TE.detach().topk(top_k, dim=-1).indices
-    count_BE = torch.bincount((row_T[:, None] * num_experts + chosen_TA).flatten(), minlength=num_rows * num_experts)
+    length_B = _counted(row_T, num_rows)
+    count_BE = _counted((row_T[:, None] * num_experts + chosen_TA).flatten(), num_rows * num_experts)
     if total is not None:
         length_B, count_BE = total(length_B), total(count_BE)
     share_TE = p_TE / (p_TE.sum(dim=-1, keepdim=True) + 1e-20)
@@ -116,3 +115,8 @@ def sequence_loss(
         p_TE.new_zeros(num_rows, num_experts).index_add(0, row_T, share_TE) / length_B.clamp_min(1).to(wide)[:, None]
     )
     return (count_BE.view(num_rows, num_experts).to(wide) * mean_BE).sum() * (num_experts / top_k)
+
+
+def _counted(number_G: Tensor, num_numbers: int) -> Tensor:
+    """How often each number comes, int64: bincount, which would ask a GPU how large the largest is."""
+    return number_G.new_zeros(num_numbers).index_add_(0, number_G, torch.ones_like(number_G))

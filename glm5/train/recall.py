@@ -23,6 +23,10 @@ from glm5.train.batch import Batch
 class RecallView(PackedView):
     """A dense pass that notes what the selections would have kept."""
 
+    @property
+    def reads_all(self) -> bool:
+        return False
+
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu") -> None:
         super().__init__(lengths, device, stage="dense")
         self.kept = self.counted = 0.0

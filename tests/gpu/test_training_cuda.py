@@ -15,7 +15,9 @@ from glm5.kernels.sequence_attention import sequence_attention
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.model import Glm5
 from glm5.testing.numerics import rel_rms
+from glm5.train import keeping
 from glm5.train.batch import Batch
+from glm5.train.keeping import keep
 from glm5.train.masters import Masters
 from glm5.train.optim.build import Optimizers
 from glm5.train.step import Phase, Step
@@ -198,3 +200,33 @@ def test_steps_of_a_model(phase, gen):
     print(on_gpu, on_cpu)
     assert on_gpu == pytest.approx(on_cpu, rel=0.1)
     assert losses("cuda", in_order=True) == losses("cuda", in_order=True)
+
+
+@pytest.mark.parametrize(("recompute", "offload"), [("mlp", False), ("layer", False), (None, True), ("layer", True)])
+def test_less_is_kept(recompute, offload, monkeypatch):
+    """The same gradients, and less memory between the passes."""
+    monkeypatch.setattr(keeping, "_SMALL", 1 << 10)
+    cfg = ModelConfig.from_dict(BASE | {"num_nextn_predict_layers": 0, "index_topk": 8})
+    batch = Batch(torch.arange(4096) % 60 + 2, torch.ones(4096), [2048, 2048]).to("cuda")
+
+    def ran(*asked) -> tuple[list[Tensor], int]:
+        model = Glm5(cfg)
+        randomize(model, seed=3)
+        model = model.cuda().bfloat16()
+        keep(model, asked[0], offload=asked[1])
+        for _ in range(2):
+            model.zero_grad()
+            before = torch.cuda.memory_allocated()
+            loss = model(batch.ids_T, Phase("dense").view(batch)).float().square().mean()
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated() - before
+            loss.backward()
+        return [weight.grad for weight in model.parameters() if weight.grad is not None], held
+
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        (want, plain), (got, less) = ran(None, False), ran(recompute, offload)
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert less < plain

@@ -4,6 +4,8 @@ Sequences of one length are a batch for cuDNN; unlike ones go through FlashAtten
 Both want values as wide as keys: the narrower of the two is filled up with zeros.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +21,9 @@ def sequence_attention(
     value_width = v_THV.shape[-1]
     width = -(-max(q_THX.shape[-1], value_width) // _EVEN) * _EVEN
     q_THX, k_THX, v_THX = (_filled_up(x, width) for x in (q_THX, k_THX, v_THV))
-    run = _batched if min(lengths) == max(lengths) else _packed
+    # cuDNN does not say in which order its backward adds up.
+    alike = min(lengths) == max(lengths) and not torch.are_deterministic_algorithms_enabled()
+    run = _batched if alike else _packed
     out_THX, lse_TH = run(q_THX, k_THX, v_THX, lengths, scale)
     return out_THX[..., :value_width], lse_TH
 
@@ -33,13 +37,18 @@ def _batched(q_THX: Tensor, k_THX: Tensor, v_THX: Tensor, lengths: list[int], sc
 
 
 def _packed(q_THX: Tensor, k_THX: Tensor, v_THX: Tensor, lengths: list[int], scale: float) -> tuple[Tensor, Tensor]:
-    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    start_B1 = ends.pin_memory().to(q_THX.device, non_blocking=True)
-    longest = max(lengths)
-    packed = (start_B1, start_B1, longest, longest)
+    start_B1 = _starts(tuple(lengths), q_THX.device)
+    packed = (start_B1, start_B1, max(lengths), max(lengths))
     asked = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": scale}
     out_THX, lse_HT = torch.ops.aten._flash_attention_forward(q_THX, k_THX, v_THX, *packed, **asked)[:2]
     return out_THX, lse_HT.T
+
+
+@lru_cache(maxsize=8)
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where sequences begin, and where the last one ends: made once for all layers."""
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    return ends.pin_memory().to(device, non_blocking=True)
 
 
 def _filled_up(x: Tensor, width: int) -> Tensor:
