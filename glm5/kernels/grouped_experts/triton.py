@@ -227,6 +227,11 @@ def _pairs(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     return y
 
 
+def _columns(x_fp8: Tensor, x_scale: Tensor) -> Quantized:
+    """The scale column by column."""
+    return x_fp8.contiguous(), x_scale.T.contiguous()
+
+
 class _Rows(NamedTuple):
     """Room for what experts make of their rows: h, quantized by the kernel that makes it if a program has whole blocks
     of it, and the terms [T * A + T, D] in x's dtype."""
@@ -257,7 +262,7 @@ def _tiles(
     """The terms [T * A + T, D] in x's dtype."""
     num_experts, width, inner = weights.sizes
     (num_tokens, active), block_t, options = expert_TA.shape, tiling.block_t, dependent_launch(x_TD.device)
-    x_fp8, x_scale = quantized or act_quant(x_TD)
+    x_fp8, x_scale = _columns(*(quantized or act_quant(x_TD)))
     made = _Rows.like(x_TD, active, inner, whole=tiling.block_f == BLOCK)
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
     count = torch.empty(num_experts, dtype=torch.int32, device=x_TD.device)
@@ -314,7 +319,7 @@ def _rows(
     """As `_tiles`."""
     num_experts, width, inner = weights.sizes
     (num_tokens, active), block_t, options = expert_TA.shape, tiling.block_t, dependent_launch(x_TD.device)
-    x_fp8, x_scale = quantized or act_quant(x_TD)
+    x_fp8, x_scale = _columns(*(quantized or act_quant(x_TD)))
     order, tiles = tiles_by_expert(expert_TA, num_experts, block_t)
     made = _Rows.like(x_TD, active, inner, whole=tiling.block_f == BLOCK)
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from glm5.kernels.act_quant import act_quant
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.testing.numerics import rel_rms
 from tests.support.experts import exact_sum, make_experts
@@ -92,6 +93,18 @@ def test_the_shared_expert_of_every_implementation(gen):
     for impl in ("reference", "invariant"):
         got = grouped_experts(*case[:5], shared=case.shared, impl=impl)
         assert rel_rms(got, plain + case.shared(case.x)) < BUDGET
+
+
+@pytest.mark.parametrize("way", ["tiles", "rows"])
+def test_rows_that_are_quantized_already(way, gen):
+    from glm5.kernels.grouped_experts.triton import Tiling
+    from glm5.kernels.grouped_experts.triton import grouped_experts as run_triton
+
+    case = make_experts(9, 3, 2, 136, 72, gen)
+    data, scale = act_quant(case.x)
+    for quantized in ((data, scale.contiguous()), (data, scale.T.contiguous().T)):  # row by row, column by column
+        got = run_triton(*case[:5], None, Tiling(way, **CUTS[way]), quantized)
+        assert rel_rms(got, grouped_experts(*case[:5], impl="reference")) < TILES_BUDGET
 
 
 def test_plain_weights_are_refused(gen):
