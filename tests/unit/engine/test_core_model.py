@@ -129,6 +129,13 @@ def test_logprobs_are_the_models_own(models, launch_ahead, depth):
         assert max(abs(a.logprob - b) for a, b in zip(told, want.tolist(), strict=True)) < LOGPROB_BUDGET
 
 
+def test_prompts_are_cut_to_a_time_between_tokens(models):
+    model = load_copy(models[0])
+    assert Session(model).core.config.max_tokens_beside is None
+    assert Session(model, max_inter_token_ms=1e-6).core.config.max_tokens_beside == 1
+    assert Session(model, max_inter_token_ms=1e6).core.config.max_tokens_beside == 64
+
+
 def test_the_budget_tells_other_weights(models):
     ids = list(range(4, 60))
     assert (own_logprobs(models[0], ids) - own_logprobs(models[1], ids)).abs().max() > 1000 * LOGPROB_BUDGET
