@@ -35,7 +35,7 @@ class BenchAllConfig(Command):
     """Contexts at which one sequence decodes."""
     batch: tuple[Count, ...] = (1, 8, 32, 64, 128)
     """Sequences that decode together."""
-    engine: tuple[str, ...] = ()
-    """More flags for every engine, without their dashes, such as kv-cache-dtype=auto."""
+    engine: tuple[str, ...] = ("kv-cache-dtype=fp8", "max-num-batched-tokens=4096")
+    """Flags of every engine, without their dashes."""
     commit: str | None = None
     """What was measured, where there is no git to ask."""

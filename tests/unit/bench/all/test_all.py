@@ -42,7 +42,7 @@ def test_fewer_gpus_have_fewer_layers(gpus, name, layers):
 
 
 def test_parts_are_commands_of_this_package():
-    settings = BenchAllConfig(engine=("kv-cache-dtype=fp8",))
+    settings = BenchAllConfig()
     size = size_of(settings, 8)
     every = parts(settings, size, kernels=True, port=1)
     assert [part.name for part in every] == [
