@@ -221,7 +221,7 @@ def _mine(job: Job, team: Team, number: int) -> list[Batch]:
     mine = rows[mesh.copy(team.rank) * share :][:share]
     if mesh.context == 1:
         return mine
-    return [CutBatch.of(row, mesh.part(team.rank), mesh.context) for row in mine]
+    return [CutBatch(row, mesh.part(team.rank), mesh.context) for row in mine]
 
 
 def _buffers(team: Team, mine: dict[str, Tensor]) -> dict[str, Tensor]:

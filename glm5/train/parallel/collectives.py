@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.function import once_differentiable
 
 Group = dist.ProcessGroup
 # torch 2.13 renames them.
@@ -49,8 +48,8 @@ class _Gather(torch.autograd.Function):
         return _gathered(rows, sizes, group)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
         return _scattered(grad, ctx.sizes, ctx.group), None, None
 
 
@@ -61,8 +60,8 @@ class _Scatter(torch.autograd.Function):
         return _scattered(rows, sizes, group)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
         return _gathered(grad, ctx.sizes, ctx.group), None, None
 
 
@@ -73,8 +72,8 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(rows, sent, received, group)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
         return _exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 

@@ -7,9 +7,6 @@ Each rank selects keys for its own queries from all, so attention, selection and
 device, row by row (training notes, 6).
 """
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -25,36 +22,29 @@ def part_of(num_tokens: int, part: int, parts: int) -> Tensor:
     return torch.cat([pieces[part], pieces[2 * parts - 1 - part]])
 
 
-@dataclass(frozen=True)
 class CutBatch(Batch):
     """The tokens `mine_T` of a batch; positions are among these, sequences and targets those of the whole one."""
 
-    whole: Batch | None = None
-    mine_T: Tensor | None = None
-
-    @classmethod
-    def of(cls, whole: Batch, part: int, parts: int) -> "CutBatch":
+    def __init__(self, whole: Batch, part: int, parts: int) -> None:
         """ValueError where there are fewer tokens than pieces."""
         num = len(whole.ids_T)
         if num < 2 * parts:
             raise ValueError(f"a pass of {num} tokens cannot be shared by {parts} ranks: give each at least two")
         mine_T = part_of(num, part, parts).to(whole.ids_T.device)
-        return cls(whole.ids_T[mine_T], whole.weight_T[mine_T], whole.lengths, None, whole, mine_T)
+        place_T = torch.full_like(whole.ids_T, -1)
+        place_T[mine_T] = torch.arange(len(mine_T), device=place_T.device)
+        mine = {"ids_T": whole.ids_T[mine_T], "weight_T": whole.weight_T[mine_T], "lengths": whole.lengths}
+        # What a batch has, though its lengths are those of more tokens; frozen, so not by assignment.
+        vars(self).update(mine | {"on_host": None, "whole": whole, "mine_T": mine_T, "place_T": place_T})
 
-    def __post_init__(self) -> None:
-        assert self.whole is not None, "made by CutBatch.of"
-        assert self.mine_T is not None, "made by CutBatch.of"
-
-    @cached_property
-    def _place_T(self) -> Tensor:  # noqa: N802 - a shape suffix
-        """Of each token of the whole batch, where it lies here, or -1."""
-        place_T = torch.full_like(self.whole.ids_T, -1)
-        place_T[self.mine_T] = torch.arange(len(self.mine_T), device=place_T.device)
-        return place_T
+    whole: Batch
+    mine_T: Tensor
+    place_T: Tensor
+    """Of each token of the whole batch, where it lies here, or -1."""
 
     def targets(self, distance: int) -> tuple[Tensor, Tensor, Tensor]:
         position_G, target_G, weight_G = self.whole.targets(distance)
-        place_G = self._place_T[position_G]
+        place_G = self.place_T[position_G]
         mine_G = place_G >= 0
         return place_G[mine_G], target_G[mine_G], weight_G[mine_G]
 
@@ -71,7 +61,6 @@ class ContextView(PackedView):
     whole = False
 
     def __init__(self, batch: CutBatch, group: Group, *, stage: Stage, learn_index: bool) -> None:
-        assert batch.mine_T is not None
         device = batch.ids_T.device
         super().__init__(batch.lengths, device, stage=stage, learn_index=learn_index)
         num, parts = len(self.positions_T), dist.get_world_size(group)

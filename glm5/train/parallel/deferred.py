@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from glm5.model.glm5 import Glm5
@@ -72,8 +71,8 @@ class _Deferred(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
         (x,) = ctx.saved_tensors
         ctx.queue.add(ctx.weight, x, grad)
         return grad @ ctx.weight, None, None

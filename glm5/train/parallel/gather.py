@@ -4,7 +4,7 @@ Every rank runs the same sequence; the others send their rows. The first one hol
 layer's experts, on the host.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import distributed as dist
 from glm5.checkpoint.names import slot_of
 from glm5.config.tensors import tensor_specs
 from glm5.train.parallel.build import Part, put_rows
+from glm5.train.parallel.places import Span
 from glm5.train.parallel.team import Team
 
 
@@ -28,8 +29,7 @@ def whole_tensors(part: Part, team: Team) -> Iterator[tuple[str, Tensor]]:
     mine = {**part.local, **part.buffers}
     for name in parameters_in_order(part):
         if name not in part.places.shapes:  # a buffer: whole wherever its layer is
-            holder = part.places.stage(name) * team.mesh.shards
-            spans_of = {holder: None}
+            spans_of: dict[int, list[Span] | None] = {part.places.stage(name) * team.mesh.shards: None}
         else:
             spans_of = {rank: spans for rank in range(team.mesh.size) if (spans := part.places.spans(name, rank))}
         if team.rank in spans_of and not team.is_first:
@@ -39,7 +39,7 @@ def whole_tensors(part: Part, team: Team) -> Iterator[tuple[str, Tensor]]:
 
 
 def _received(
-    part: Part, team: Team, name: str, mine: dict[str, Tensor], spans_of: dict[int, list[tuple[int, int]] | None]
+    part: Part, team: Team, name: str, mine: Mapping[str, Tensor], spans_of: Mapping[int, list[Span] | None]
 ) -> Tensor:
     places, whole = part.places, None
     for rank, spans in spans_of.items():

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from glm5.common.errors import TrainingError
 from glm5.common.interrupt import noted_interrupt

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 from glm5.common.errors import ConfigError
@@ -221,7 +220,7 @@ class _Beside(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
         dtype, device = ctx.like
         return grad, torch.ones((), dtype=dtype, device=device)

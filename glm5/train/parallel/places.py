@@ -30,7 +30,8 @@ class Places:
     """Of a model on a mesh. `mtp_depth`: how often the MTP layer runs, which the last stage has to spare time for."""
 
     def __init__(self, mesh: Mesh, cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]], mtp_depth: int = 0) -> None:
-        self.mesh, self.cfg, self.shapes = mesh, cfg, dict(shapes)
+        self.mesh, self.cfg = mesh, cfg
+        self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
         self.layers = split_layers(cfg, mesh.pipeline, mtp_depth)
 
     def stage(self, name: str) -> int:
@@ -41,7 +42,7 @@ class Places:
 
     def dim(self, name: str) -> int:
         """The dimension that FSDP cuts: the first, but for experts of which there are fewer than ranks."""
-        shape, mesh = self.shapes[name], self.mesh
+        shape, mesh = list(self.shapes[name]), self.mesh
         if not is_dealt(name):
             return 0
         among = mesh.shards // mesh.expert
@@ -50,7 +51,7 @@ class Places:
 
     def spans(self, name: str, rank: int) -> list[Span]:
         """Rows `rank` holds, in the order in which they lie in its tensor; [] for none."""
-        shape, mesh = self.shapes[name], self.mesh
+        shape, mesh = list(self.shapes[name]), self.mesh
         if self.stage(name) != mesh.stage(rank):
             return []
         rows = math.prod(shape[:-1]) // shape[0] if len(shape) > 1 else 1  # of an element along the first dimension

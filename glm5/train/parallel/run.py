@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed import DistBackendError, Store, TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistBackendError
 
 from glm5.common.errors import GlmError, TrainingError
 from glm5.config.train import Recipe
@@ -53,7 +55,7 @@ def train_shared(recipe: Recipe, beside: Path, rank: Rank, *, restart: bool = Fa
     lock = locked(out) if team.is_first else nullcontext()
     with _blaming(store, rank, recipe.parallel.timeout_s), ordered(recipe), lock:
         _first(team, lambda: _prepare(recipe, beside, out, restart=restart))
-        best = Run(recipe, beside, out, lambda *given: SharedTrainee(*given, team)).to_the_end()
+        best = Run(recipe, beside, out, partial(SharedTrainee, team)).to_the_end()
         team.wait()
     team.close()
     return best

@@ -7,6 +7,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C._distributed_c10d import Store
 
 from glm5.parallel.group import begin
 from glm5.parallel.table import Shard
@@ -17,7 +18,7 @@ from glm5.train.parallel.mesh import Mesh
 class Team:
     """This process among the others of a `mesh`, and the groups it is in. All of them make this together."""
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device, store: dist.Store, *, timeout_s: float) -> None:
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, store: Store, *, timeout_s: float) -> None:
         self.mesh, self.rank, self.device, self.store = mesh, rank, device, store
         begin(Shard(rank, mesh.size), device, store, timeout_s=timeout_s)
         if rank == 0:
@@ -30,7 +31,9 @@ class Team:
             mine: Group | None = None
             for ranks in sorted({tuple(ranks_of(one)) for one in range(mesh.size)}):  # each is made by everybody
                 group = dist.new_group(list(ranks), timeout=timeout)
-                mine = group if rank in ranks else mine
+                if rank in ranks:
+                    assert isinstance(group, Group)
+                    mine = group
             assert mine is not None
             return mine
 

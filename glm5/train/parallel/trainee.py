@@ -36,9 +36,10 @@ from glm5.train.trainee import Trainee, batch_of
 class SharedTrainee(Trainee):
     """`Trainee` of one rank of a team."""
 
-    step: SharedStep
+    shared: SharedStep
+    """`step`, as what it is here."""
 
-    def __init__(self, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None, team: Team) -> None:
+    def __init__(self, team: Team, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
         self.recipe, self.builder, self.team = recipe, builder, team
         self.device, self.is_first = team.device, team.is_first
         self.parts = None if saved is None else read_parts(saved, builder.out)
@@ -69,10 +70,11 @@ class SharedTrainee(Trainee):
             optimizers.load_state_dict(before.state_dict())
         self.part, losses, phase = part, losses_of(recipe, stage, 0), phase_of(stage)
         if team.mesh.pipeline == 1:
-            self.step = SharedStep(part.root, team, optimizers, losses, phase)
+            self.shared = SharedStep(part.root, team, optimizers, losses, phase)
         else:
-            self.step = PipelineStep(part, team, optimizers, losses, phase, tokens=self._most_tokens(stage))
-        return self.step
+            self.shared = PipelineStep(part, team, optimizers, losses, phase, tokens=self._most_tokens(stage))
+        self.step = self.shared
+        return self.shared
 
     def share(self, draws: range) -> range:
         size = len(draws) // self.team.mesh.data
@@ -89,7 +91,7 @@ class SharedTrainee(Trainee):
         mesh = self.team.mesh
         if mesh.context == 1:
             return whole
-        return [CutBatch.of(batch, mesh.part(self.team.rank), mesh.context) for batch in whole]
+        return [CutBatch(batch, mesh.part(self.team.rank), mesh.context) for batch in whole]
 
     @torch.no_grad()
     def held_out(self, stage: StageConfig, rows: Sequence[Row], phase: Phase) -> dict[str, float]:
@@ -114,13 +116,13 @@ class SharedTrainee(Trainee):
     def export(self, folder: Path, dtype: str | torch.dtype, assets: Path | None) -> None:
         tensors = whole_tensors(self._have, self.team)
         if self.is_first:
-            cfg, held = self.step.model.cfg, self._have.dtype
+            cfg, held = self.shared.model.cfg, self._have.dtype
             save_stream(tensors, cfg, folder, held=held, dtype=dtype, assets=assets)
         else:
             assert next(tensors, None) is None
 
     def write_state(self, store: Store, position: Position) -> None:
-        self.writer.write(store, position, self._have, self.step.optimizers)
+        self.writer.write(store, position, self._have, self.shared.optimizers)
 
     def agree(self, *, stop: bool) -> bool:
         return self.team.any(stop)
@@ -164,15 +166,15 @@ class SharedTrainee(Trainee):
         return whole if mesh.context == 1 else 2 * -(-whole // (2 * mesh.context))
 
     def _count_of(self, batch: Batch) -> Callable[[Tensor], Tensor]:
-        return lambda hidden_TD: count(self.step.model, hidden_TD, batch)
+        return lambda hidden_TD: count(self.shared.model, hidden_TD, batch)
 
     def _behind_layers(self, batch: Batch, view: Any, work: Callable[[Tensor], Any]) -> Any:
         """`work` on the model's hidden states of a pass without gradients; None where another stage has them."""
-        step, model = self.step, self.step.model
+        step, model = self.shared, self.shared.model
         if not isinstance(step, PipelineStep):
             return step.root(lambda: work(model(batch.ids_T, view)))
         return step.relay(batch, lambda x_TD, _: work(model.model.norm(x_TD)) if step.is_last else None, view)
 
     def _share_copies(self) -> None:
-        if isinstance(self.step, PipelineStep):
-            self.step.share_embedding()
+        if isinstance(self.shared, PipelineStep):
+            self.shared.share_embedding()
