@@ -145,7 +145,7 @@ def mtp_corrections(rotation: Rotation, norm: Tensor, mtp_norm: Tensor, lm_head:
     turn = rotation.matrix().to(norm.device)
 
     def seen_from_there(factor: Tensor) -> Tensor:
-        return (turn.mT @ (factor.double()[:, None] * turn)).to(dtype)
+        return rotation.turn_outputs(factor.double()[:, None] * turn).to(dtype)
 
     head = torch.empty_like(lm_head, memory_format=torch.contiguous_format)
     for _, rows in parts(stacked(head)):

@@ -1,9 +1,10 @@
-"""`python -m glm5.bench.quant` on a few small experts: its tables, and that stacks give what loops give."""
+"""`python -m glm5.bench.quant` on a few small experts: its tables, and that stacks give what loops give; a whole layer."""
 
 import sys
 
 import pytest
 
+from glm5.bench.quant import layer
 from glm5.bench.quant.__main__ import main
 
 
@@ -38,3 +39,12 @@ def test_only_some(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench", "--dtype", "float16"])
     with pytest.raises(SystemExit):
         main()
+
+
+def test_a_layer_goes_through_the_pipeline(tmp_path, capsys):
+    given = ["--preset", "tiny", "--samples", "2", "--sample-len", "24", "--device", "cpu", "--gpus", "4"]
+    assert layer.main([str(tmp_path), *given]) == 0
+    said = capsys.readouterr().out
+    assert (tmp_path / "w4a8" / "quantization.json").is_file()
+    assert "75 layers:" in said
+    assert "on 4 of one process" in said

@@ -1,0 +1,95 @@
+"""One MoE layer of real size through the whole pipeline: `python -m glm5.bench.quant.layer FOLDER`.
+
+Writes a checkpoint of one layer with random weights (GLM-5's has 9.7 billion, 19.5 GB in bfloat16) into FOLDER and
+quantizes it as `glm5 quantize --scheme w4a8` does, from files to verified files. Says seconds, where they went, peaks
+of memory, and what follows for all 75 such layers: on one GPU all of it, on several the share of a GPU divided.
+"""
+
+import argparse
+import cProfile
+import logging
+import pstats
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.checkpoint.dummy import dummy
+from glm5.checkpoint.save import save
+from glm5.common.console import out
+from glm5.config.model import ModelConfig
+from glm5.config.presets import preset
+from glm5.config.quantize import QuantizeConfig
+from glm5.quantize.job import devices, peak_memory
+from glm5.quantize.run import quantize
+
+LAYERS = 75  # with experts, of GLM-5
+_VOCAB = 4096
+# What a run's time is made of; the first group is spread over several GPUs.
+_DIVIDED = ("smooth_layer", "quantize_modules", "inputs", "through")
+_WHOLE = ("layer", "turned", "write", "verify")
+
+
+def one_layer(name: str) -> ModelConfig:
+    """A preset's first layer with experts, alone, without MTP and with few words."""
+    cfg = preset(name)
+    small = {"vocab_size": min(_VOCAB, cfg.vocab_size), "eos_token_id": [1], "pad_token_id": 0}
+    one = {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"], "indexer_types": ["full"]}
+    return cfg.replace(**one, **small, num_nextn_predict_layers=0, first_k_dense_replace=0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m glm5.bench.quant.layer")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--preset", default="glm-5")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--samples", type=int, default=42, help="of calibration")
+    parser.add_argument("--sample-len", type=int, default=2048)
+    parser.add_argument("--weights", choices=["channel", "group"], default="channel")
+    parser.add_argument("--gpus", type=int, default=8, help="that the projection is for")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    cfg = one_layer(args.preset)
+    used = devices(args.device)
+    began = time.monotonic()
+    source = save(dummy(cfg, fp8=False, device=used[0]), args.folder / "model")
+    if used[0].type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(used[0])
+    out(f"{source}: written in {time.monotonic() - began:.1f} s")
+    settings: dict[str, Any] = {"model": str(source), "out": str(args.folder / "w4a8"), "scheme": "w4a8"}
+    settings |= {"device": args.device, "w4a8_weights": args.weights, "held_out_tokens": 0, "restart": True}
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, cfg.vocab_size, (args.samples, args.sample_len), generator=generator).tolist()
+    profile = cProfile.Profile()
+    began = time.monotonic()
+    profile.enable()
+    quantize(QuantizeConfig.model_validate(settings), ids)
+    profile.disable()
+    seconds = time.monotonic() - began
+    host, device = peak_memory(used)
+    parts = _parts(profile)
+    out(f"{seconds:.1f} s: " + ", ".join(f"{name} {parts.get(name, 0.0):.1f}" for name in (*_WHOLE, *_DIVIDED)))
+    out(f"at most {host / 1e9:.1f} GB of host memory, {device}")
+    divided = sum(parts.get(name, 0.0) for name in _DIVIDED)
+    whole = LAYERS * seconds / 60
+    shared = LAYERS * (seconds - divided + divided / args.gpus) / 60
+    out(f"{LAYERS} layers: {whole:.0f} minutes on one GPU, {shared:.0f} on {args.gpus} of one process")
+    return 0
+
+
+def _parts(profile: cProfile.Profile) -> dict[str, float]:
+    """Seconds in each of the pipeline's own functions, everything that they call included."""
+    wanted = {*_DIVIDED, *_WHOLE}
+    found: dict[str, float] = {}
+    for (file, _, name), (*_, cumulative, _callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if name in wanted and "glm5/quantize/" in file:
+            found[name] = found.get(name, 0.0) + cumulative
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
