@@ -1,4 +1,4 @@
-"""`python -m glm5.bench.quant` on a few small experts: its tables, and that stacks give what loops give; a whole layer."""
+"""`python -m glm5.bench.quant` on a few small experts: tables, and stacks that give what loops give; a whole layer."""
 
 import sys
 
