@@ -1,4 +1,5 @@
-"""Whole tensors on the first rank, one after the other: what writes checkpoints and pushes weights takes them.
+"""Whole tensors on the first rank, one after the other: what writes checkpoints and pushes weights takes them; and the
+reverse, a start that the first rank has and all share.
 
 Every rank runs the same sequence; the others send their rows. The first one holds one tensor at a time, or the two of a
 layer's experts, on the host.
@@ -12,7 +13,7 @@ from torch import distributed as dist
 
 from glm5.checkpoint.names import slot_of
 from glm5.config.tensors import tensor_specs
-from glm5.train.parallel.build import Part, put_rows
+from glm5.train.parallel.build import Part, put_rows, take_rows
 from glm5.train.parallel.places import Span
 from glm5.train.parallel.team import Team
 
@@ -26,16 +27,46 @@ def parameters_in_order(part: Part) -> list[str]:
 def whole_tensors(part: Part, team: Team) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor on the host) of every parameter and buffer, in order. On other ranks than the first nothing comes;
     they must be run to the end too."""
-    mine = {**part.local, **part.buffers}
+    mine = _mine(part)
     for name in parameters_in_order(part):
-        if name not in part.places.shapes:  # a buffer: whole wherever its layer is
-            spans_of: dict[int, list[Span] | None] = {part.places.stage(name) * team.mesh.shards: None}
-        else:
-            spans_of = {rank: spans for rank in range(team.mesh.size) if (spans := part.places.spans(name, rank))}
-        if team.rank in spans_of and not team.is_first:
+        holders = _holders(part, team, name)
+        if name not in part.places.shapes:
+            holders = {min(holders): None}
+        if team.rank in holders and not team.is_first:
             dist.send(mine[name].detach().contiguous(), dst=0)
         if team.is_first:
-            yield name, _received(part, team, name, mine, spans_of)
+            yield name, _received(part, team, name, mine, holders)
+
+
+@torch.no_grad()
+def spread(part: Part, team: Team, whole: Mapping[str, Tensor] | None) -> None:
+    """Give every rank its rows of what the first one has; None on the others."""
+    for name in parameters_in_order(part):
+        holders = _holders(part, team, name)
+        if whole is not None:
+            for rank, spans in holders.items():
+                rows = whole[name] if spans is None else take_rows(whole[name], spans)
+                if rank == team.rank:
+                    _mine(part)[name].copy_(rows.view_as(_mine(part)[name]))
+                else:
+                    dist.send(rows.to(team.device).contiguous(), dst=rank)
+        elif team.rank in holders:
+            mine = _mine(part)[name]
+            rows = torch.empty_like(mine.data)
+            dist.recv(rows, src=0)
+            mine.copy_(rows)
+
+
+def _mine(part: Part) -> Mapping[str, Tensor]:
+    return {**part.local, **part.buffers}
+
+
+def _holders(part: Part, team: Team, name: str) -> dict[int, list[Span] | None]:
+    """Ranks that have rows of it, and which; None of a buffer, which all ranks of its stage have."""
+    if name not in part.places.shapes:
+        first = part.places.stage(name) * team.mesh.shards
+        return dict.fromkeys(range(first, first + team.mesh.shards))
+    return {rank: spans for rank in range(team.mesh.size) if (spans := part.places.spans(name, rank))}
 
 
 def _received(

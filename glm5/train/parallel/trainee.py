@@ -16,9 +16,9 @@ from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.evaluate import count, means
 from glm5.train.optim.build import Optimizers
-from glm5.train.parallel.build import Part, build, fill, take_rows
+from glm5.train.parallel.build import Part, build, fill
 from glm5.train.parallel.context import CutBatch
-from glm5.train.parallel.gather import whole_tensors
+from glm5.train.parallel.gather import spread, whole_tensors
 from glm5.train.parallel.mesh import check_stage
 from glm5.train.parallel.pipeline import PipelineStep
 from glm5.train.parallel.saved import StateWriter
@@ -145,8 +145,7 @@ class SharedTrainee(Trainee):
         elif old is not None:
             fill(part, rank, lambda name, _: old.local[name].detach(), old.buffers.__getitem__)
         else:
-            whole = self.builder.model(torch.device("cpu")).state_dict()
-            fill(part, rank, lambda name, spans: take_rows(whole[name], spans), whole.__getitem__)
+            spread(part, self.team, self.builder.model(torch.device("cpu")).state_dict() if self.is_first else None)
 
     def _states(self, part: Part, optimizers: Optimizers) -> dict[str, dict[str, Tensor]]:
         """This rank's rows of the saved state of each trained parameter."""
