@@ -82,8 +82,9 @@ def test_rope_is_the_reference_bit_by_bit(shape, dtype, gen):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 5), (7, 3, 130), (600, 16)])
-def test_gradients_of_norm_and_rope(shape, dtype, gen):
+@pytest.mark.parametrize("shape", [(1, 5), (7, 3, 130)])
+def test_gradients_of_norm_and_rope(shape, dtype, gen, monkeypatch):
+    monkeypatch.setattr("glm5.kernels.rms_norm.triton_trained._PROGRAMS", 4)
     x, weight, grad = (torch.randn(s, generator=gen).to(dtype) for s in (shape, shape[-1:], shape))
     found = []
     for impl, to in (("reference", torch.float64), ("trained", dtype)):
