@@ -20,6 +20,7 @@ from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.model.glm5 import Glm5
 from glm5.parallel.group import Meeting, store_at
 from glm5.train.batch import Batch
+from glm5.train.masters import Masters
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import build, fill, put_rows, take_rows
 from glm5.train.parallel.context import CutBatch
@@ -60,6 +61,10 @@ class Job:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     phase: Phase = field(default_factory=lambda: Phase("sparse", learn_index=True))
     dtype: torch.dtype = torch.float64
+    compute: torch.dtype | None = None
+    """Of passes, where weights are wider."""
+    device: str = "cpu"
+    """cuda: each rank has the GPU of its number."""
     steps: int = 5
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     losses: LossConfig = field(default_factory=lambda: LossConfig(mtp_depth=2, balance_weight=0.01))
@@ -99,13 +104,13 @@ class Done:
     """Of `replays`: choices that would have been others, of all."""
 
 
-def rows_of_step(job: Job, step: int) -> list[Batch]:
+def rows_of_step(job: Job, step: int, device: torch.device) -> list[Batch]:
     gen = torch.Generator().manual_seed(100 + step)
     batches: list[Batch] = []
     for lengths in ROWS:
         ids = torch.randint(2, job.cfg.vocab_size, (sum(lengths),), generator=gen)
         weights = torch.randint(0, 3, (sum(lengths),), generator=gen).to(job.dtype) / 2
-        batches.append(Batch(ids, weights, lengths))
+        batches.append(Batch(ids, weights, lengths).to(device))
     return batches
 
 
@@ -121,13 +126,15 @@ class Kept(Optimizers):
 
 
 def alone(job: Job) -> Done:
-    model = job.model()
-    optimizers = Kept(dict(model.named_parameters()), model.cfg, job.optimizer)
-    step = Step(model, optimizers, job.losses, job.phase)
+    model, device = job.model().to(job.device), torch.device(job.device)
+    masters = None if job.compute is None else Masters(model, job.compute)
+    named = dict(model.named_parameters()) if masters is None else masters.trained()
+    optimizers = Kept(named, model.cfg, job.optimizer)
+    step = Step(model, optimizers, job.losses, job.phase, masters)
     recorder = Recorder(step) if job.records else None
     figures: list[dict[str, float]] = []
     for number in range(job.steps):
-        rows = rows_of_step(job, number)
+        rows = rows_of_step(job, number, device)
         if recorder is not None:
             recorder.over(number, list(enumerate(rows)))
         figures.append(step.run(rows, 0.01))
@@ -186,9 +193,18 @@ def _child(link: Any, work: Callable[..., Any], rank: int, port: int, args: tupl
 
 def _rank(rank: int, port: int, job: Job) -> Done:
     mesh = mesh_of(job.parallel, job.world)
-    team = Team(mesh, rank, torch.device("cpu"), store_at(port, job.world), timeout_s=SECONDS)
+    device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", rank)
+    team = Team(mesh, rank, device, store_at(port, job.world), timeout_s=SECONDS)
     depth = job.losses.mtp_depth
-    part = build(job.cfg, team, job.parallel, dtype=job.dtype, compute=job.dtype, mtp_depth=depth, prepare=job.choose)
+    part = build(
+        job.cfg,
+        team,
+        job.parallel,
+        dtype=job.dtype,
+        compute=job.compute or job.dtype,
+        mtp_depth=depth,
+        prepare=job.choose,
+    )
     whole = job.model().state_dict()
     fill(part, rank, lambda name, spans: take_rows(whole[name], spans), whole.__getitem__)
     optimizers = Kept(part.local, job.cfg, job.optimizer, shards_of(part.places, team))
@@ -214,9 +230,9 @@ def _rank(rank: int, port: int, job: Job) -> Done:
 
 
 def _mine(job: Job, team: Team, number: int) -> list[Batch]:
-    rows, mesh = rows_of_step(job, number), team.mesh
+    rows, mesh = rows_of_step(job, number, team.device), team.mesh
     if job.skewed and team.rank == mesh.size - 1:
-        rows = rows_of_step(job, number + 1)
+        rows = rows_of_step(job, number + 1, team.device)
     share = len(rows) // mesh.data
     mine = rows[mesh.copy(team.rank) * share :][:share]
     if mesh.context == 1:
@@ -227,14 +243,14 @@ def _mine(job: Job, team: Team, number: int) -> list[Batch]:
 def _buffers(team: Team, mine: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of all stages."""
     found: list[Any] = [None] * team.mesh.size
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, {name: one.cpu() for name, one in mine.items()})
     return {name: one for buffers in found for name, one in buffers.items()}
 
 
 def _joined(team: Team, places: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors from all ranks' rows; {} on all but the first."""
     found: list[Any] = [None] * team.mesh.size
-    dist.all_gather_object(found, local)
+    dist.all_gather_object(found, {name: one.cpu() for name, one in local.items()})
     if team.rank:
         return {}
     names = dict.fromkeys(name for parts in found for name in parts)

@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistBackendError
 
-from glm5.common.errors import GlmError, TrainingError
+from glm5.common.errors import ConfigError, GlmError, TrainingError
 from glm5.config.train import Recipe
 from glm5.train.build import Builder
 from glm5.train.loop import Run, ordered
@@ -47,6 +47,10 @@ class Rank:
 
 def train_shared(recipe: Recipe, beside: Path, rank: Rank, *, restart: bool = False) -> Path:
     """`loop.train` by one of several processes, all of which call this."""
+    if recipe.lora is not None:
+        raise ConfigError(
+            f"lora: one process trains adapters, and this is one of {rank.world}; start it without --nproc"
+        )
     mesh, store, out = mesh_of(recipe.parallel, rank.world), rank.store(), recipe.folder
     device = device_of(recipe.device)
     if device.type == "cuda":

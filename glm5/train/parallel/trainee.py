@@ -117,7 +117,8 @@ class SharedTrainee(Trainee):
         tensors = whole_tensors(self._have, self.team)
         if self.is_first:
             cfg, held = self.shared.model.cfg, self._have.dtype
-            save_stream(tensors, cfg, folder, held=held, dtype=dtype, assets=assets)
+            limit = self.recipe.checkpoints.max_shard_bytes
+            save_stream(tensors, cfg, folder, held=held, dtype=dtype, max_shard_bytes=limit, assets=assets)
         else:
             assert next(tensors, None) is None
 
