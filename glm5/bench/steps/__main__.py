@@ -12,9 +12,10 @@ import torch
 
 from glm5.bench.latency.spread import expected_experts
 from glm5.bench.steps.anatomy import kernels_of, timed
-from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config
+from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config, with_codes
 from glm5.config.presets import preset
 
+RECIPES = ("w4a8-channel", "w4a8-group", "w8a8")
 _SHOWN = 24  # kernels of an anatomy
 
 
@@ -27,7 +28,10 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, nargs="+", help="steps of whole prompts of these lengths instead")
     parser.add_argument("--start", type=int, default=0, help="tokens of the prompts that are in the cache already")
     parser.add_argument("--depth", type=int, default=0)
-    parser.add_argument("--dtype", choices=["fp8", "bfloat16"], default="fp8", help="of the weights")
+    kinds = ["fp8", "bfloat16", *RECIPES]
+    parser.add_argument(
+        "--dtype", choices=kinds, default="fp8", help="of the weights; names of glm5 quantize's recipes"
+    )
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_key", "fp8"], default="auto")
     parser.add_argument("--anatomy", type=int, nargs="*", default=[1], help="batches that are taken apart")
     parser.add_argument("--max-keys", type=int, default=1 << 20, help="no load with more tokens in the cache")
@@ -42,7 +46,8 @@ def main() -> int:
     found: list[dict[str, Any]] = []
     for count in args.layers:
         cfg = rank_config(args.ranks, count)
-        case = StepCase(cfg, loads, fp8=args.dtype == "fp8", layout=args.kv_cache_dtype)
+        cfg = with_codes(cfg, args.dtype) if args.dtype in RECIPES else cfg
+        case = StepCase(cfg, loads, fp8=args.dtype != "bfloat16", layout=args.kv_cache_dtype)
         _say(f"{count} layers, {args.dtype} weights, {args.kv_cache_dtype} cache, one of {args.ranks} ranks")
         for load in loads:
             anatomy = load.batch in args.anatomy and count == args.layers[0]

@@ -13,6 +13,9 @@ from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
 from glm5.engine.plan import Bucket, Entered, Item, StepPlan
 from glm5.engine.runner import Runner, SeqSpec
 from glm5.engine.sampling import SamplingParams
+from glm5.quantize.formats.own import Own
+from glm5.quantize.plan import make_plan
+from glm5.quantize.recipe import built_in
 
 _ROWS = 1 << 16  # written to the cache at a time
 
@@ -28,6 +31,11 @@ def rank_config(ranks: int, layers: int, name: str = "glm-5") -> ModelConfig:
         eos_token_id=[1],
         pad_token_id=0,
     )
+
+
+def with_codes(cfg: ModelConfig, recipe: str) -> ModelConfig:
+    """`cfg` as a quantized checkpoint has it, by one of `glm5 quantize`'s own recipes (w4a8-channel, w8a8)."""
+    return cfg.replace(quantization_config=Own().config(make_plan(cfg, built_in(recipe), "glm5")))
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from glm5.bench.latency.spread import expected_experts
-from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config
+from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config, with_codes
 from glm5.config.presets import preset
+from glm5.model.lowering import weight_kinds
 
 
 @pytest.mark.parametrize("layout", ["auto", "fp8"])
@@ -31,6 +32,14 @@ def test_prompts_of_a_small_model(start):
     assert plan.num_tokens == load.num_tokens == 2 * (100 - start)
     case.step(plan, specs, load)
     assert (case.runner.slots.token_SN[:2, 100] < 512).all()
+
+
+@pytest.mark.parametrize("recipe", ["w4a8-channel", "w4a8-group"])
+def test_a_step_over_weights_as_codes(recipe):
+    load = Load(2, 40)
+    case = StepCase(with_codes(preset("nano"), recipe), [load], fp8=True, device="cpu")
+    assert any(name.startswith("w4a8") for name in weight_kinds(case.runner.model))
+    case.step(*case.enter(load), load)
 
 
 def test_one_ranks_shape():
