@@ -42,6 +42,7 @@ def save_stream(
     *,
     held: torch.dtype,
     dtype: str | torch.dtype = "auto",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     assets: str | Path | None = None,
 ) -> Path:
     """As `save`; `held`: the dtype in which matrices come. Errors as there."""
@@ -51,7 +52,7 @@ def save_stream(
     config = config_dict(cfg, target, fp8=quantize)
     add_assets = None if assets is None else partial(copy_assets, Path(assets))
     stored = _stored(tensors, cfg, target, quantize=quantize)
-    return write_checkpoint(Path(out_dir), config, layout, stored, add_assets)
+    return write_checkpoint(Path(out_dir), config, layout, stored, add_assets, max_shard_bytes)
 
 
 def push(tensors: Named, cfg: ModelConfig, engine: Takes, *, held: torch.dtype) -> Any:

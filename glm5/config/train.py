@@ -251,10 +251,16 @@ class Checkpoints(Section):
     """How many of the last checkpoints of a stage stay, besides the best."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     """Element type of their weights; auto: as in training."""
+    max_shard_mb: Positive = 5000.0
+    """Largest file of weights."""
     evaluate_every: Count | None = None
     """Steps between held-out losses. Default: as checkpoints."""
     held_out: Count = 8
     """Sequences of a held-out loss."""
+
+    @property
+    def max_shard_bytes(self) -> int:
+        return int(self.max_shard_mb * 1e6)
 
 
 class Recipe(Section):

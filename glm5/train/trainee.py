@@ -86,7 +86,7 @@ class Trainee:
 
     def export(self, folder: Path, dtype: str | torch.dtype, assets: Path | None) -> None:
         """Write a checkpoint in the published layout."""
-        save(self.model, folder, dtype=dtype, assets=assets)
+        save(self.model, folder, dtype=dtype, max_shard_bytes=self.recipe.checkpoints.max_shard_bytes, assets=assets)
 
     def write_state(self, store: Store, position: Position) -> None:
         weights = self.model.state_dict() if self.masters is None else self.masters.state_dict(self.model)

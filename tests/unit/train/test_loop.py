@@ -48,6 +48,13 @@ def test_a_run_ends_in_a_checkpoint_that_loads(straight):
     assert json.loads((folder / "out" / "recipe.json").read_text())["stage"][0]["steps"] == 6
 
 
+def test_weights_are_written_in_files_of_the_size_asked_for(tmp_path):
+    best = run(tmp_path, "out", stage(steps=1), settings=["checkpoints.max_shard_mb=0.2"])
+    files = sorted(best.glob("*.safetensors"))
+    assert len(files) > 2
+    assert torch.isfinite(glm5.load(best).logits([1, 2, 3])).all()
+
+
 def test_a_finished_run_says_so_at_once(straight, monkeypatch):
     folder, best = straight
     monkeypatch.setattr(Step, "run", lambda *_args: pytest.fail("trained again"))
