@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from glm5.kernels.kernel_count import count
+
 logger = logging.getLogger(__name__)
 
 _DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -70,6 +72,7 @@ def build(source: Path, name: str, shared_bytes: int, device: torch.device, **co
     options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
     options += [f"-D{constant}={value}" for constant, value in constants.items()]
     image = _compiled(compiler, source, options)
+    count(name)
     with torch.cuda.device(device):
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(_driver().cuModuleLoadData(ctypes.byref(module), image))

@@ -1,10 +1,9 @@
-"""How many Triton kernels this process has made ready: compiled, or fetched from the cache on disk.
+"""How many GPU kernels this process has made ready: compiled, or fetched from the cache on disk.
 
 Either takes long enough that whoever serves wants none of it: `built_late` should stay 0.
 """
 
 import logging
-from typing import Any
 
 from glm5.kernels.triton_support import installed
 
@@ -22,7 +21,7 @@ def start_counting() -> None:
         return
     from triton import knobs
 
-    knobs.runtime.jit_post_compile_hook = _note
+    knobs.runtime.jit_post_compile_hook = lambda **about: count(getattr(about.get("fn"), "name", "unknown"))
 
 
 def mark_ready() -> int:
@@ -37,8 +36,9 @@ def built_late() -> int:
     return _built - _before_ready
 
 
-def _note(**about: Any) -> None:
+def count(name: str) -> None:
+    """A kernel was made ready."""
     global _built
     _built += 1
     if _is_ready:
-        logger.warning("a GPU kernel was made ready after the start: %s", getattr(about.get("fn"), "name", "unknown"))
+        logger.warning("a GPU kernel was made ready after the start: %s", name)

@@ -1,5 +1,10 @@
 """What runs before an engine is ready: every kernel is seen on few layers, and nothing that matters is touched."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -50,3 +55,18 @@ class _Noting:
     def __call__(self, x):
         self.called.append(self.layer_idx)
         return self.mlp(x)
+
+
+@pytest.mark.slow
+def test_every_kernel_is_found_without_a_gpu_and_travels_to_who_compiles_it(tmp_path):
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.support.finding"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[3], env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
+    num_kernels, num_names, num_entries = map(int, done.stdout.split())
+    assert num_kernels > 60
+    assert num_names > 20
+    assert num_entries == 2
