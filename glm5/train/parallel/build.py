@@ -63,7 +63,7 @@ def build(
     keep_stage(model, places, stage, torch.empty(0, dtype=compute, device=team.device))
     queue = defer_linears(model) if parallel.schedule == "zero-bubble" and team.mesh.pipeline > 1 else None
     deal_experts(model, team, gathers=parallel.dispatch == "all-gather")
-    root = shard(model.train(), team, places, compute)
+    root = shard(model.train(), team, places, dtype, compute)
     root.to_empty(device=team.device)
     local = local_parameters(model)
     copies = {name: local.pop(name) for name in list(local) if places.stage(name) != stage}

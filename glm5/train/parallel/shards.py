@@ -55,10 +55,10 @@ def deal_experts(model: Glm5, team: Team, *, gathers: bool) -> None:
             layer.mlp.experts = DealtExperts(layer.mlp.experts, team.experts, gathers=gathers)  # type: ignore[assignment]
 
 
-def shard(model: Glm5, team: Team, places: Places, compute: torch.dtype) -> Root:
-    """`model`, whose experts are dealt, in shards as `places` says; passes are computed in `compute`."""
+def shard(model: Glm5, team: Team, places: Places, dtype: torch.dtype, compute: torch.dtype) -> Root:
+    """`model`, whose experts are dealt, in shards as `places` says: parameters in `dtype`, passes in `compute`."""
     names = {weight: name for name, weight in model.named_parameters()}
-    root, dtype = Root(model), model.dtype
+    root = Root(model)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == dtype else compute,
         reduce_dtype=torch.promote_types(dtype, torch.float32),
