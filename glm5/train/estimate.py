@@ -20,6 +20,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
 from glm5.config.train import Recipe, StageConfig
 from glm5.model.glm5 import Glm5
+from glm5.train.lora import adapt
 from glm5.train.optim.table import rule_of
 from glm5.train.schedule import Schedule
 from glm5.train.stages import choose_parameters, losses_of, phase_of
@@ -112,7 +113,10 @@ def _trained(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> tuple[int,
     Muon's and two for AdamW's."""
     with torch.device("meta"):
         model = Glm5(cfg)
-    choose_parameters(model, stage)
+        if recipe.lora is not None:
+            adapt(model, recipe.lora, recipe.seed)
+    if recipe.lora is None:
+        choose_parameters(model, stage)
     optimizer = stage.optimizer or recipe.optimizer
     trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
     held = sum(n * (1 if rule_of(name, optimizer).optimizer == "muon" else 2) for name, n in trained.items())

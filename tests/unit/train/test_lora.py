@@ -19,6 +19,7 @@ from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from glm5.model.packed import PackedView
 from glm5.quantize.run import quantize
+from glm5.train.estimate import memory_parts
 from glm5.train.loop import train
 from glm5.train.lora import adapt
 from glm5.train.step import Step
@@ -114,6 +115,15 @@ def test_the_engine_serves_what_a_merge_writes(bases, tmp_path):
             tokens.append(llm.generate([[1, 2, 3, 4]], params, use_tqdm=False)[0].outputs[0].token_ids)
     assert tokens[0] == tokens[1]
     assert tokens[0] != tokens[2]
+
+
+def test_estimates_know_what_is_trained(bases, tmp_path):
+    recipe = lora_recipe(tmp_path, bases / "bf16")
+    cfg = preset("nano").replace(num_hidden_layers=2, index_topk_pattern="FF")
+    parts = memory_parts(cfg, recipe, recipe.stage[0])
+    adapters = sum(4 * (rows + cols) for rows, cols in [(64, 128), (192, 64), (48, 128), (128, 128)]) * 3
+    assert parts["gradients"] == 4 * adapters
+    assert parts["optimizer"] == 8 * adapters
 
 
 def test_what_cannot_be_adapted_is_refused(bases, tmp_path):
