@@ -19,7 +19,7 @@ class BenchAllConfig(Command):
     """Folder for what each part found."""
     time_limit: Annotated[float, Field(gt=0)] = 600.0
     """Seconds. No part is begun that is not expected to end in time."""
-    tensor_parallel_size: Annotated[Count, Also("--tp"), Also("-tp")] | None = None
+    tensor_parallel_size: Annotated[Count | None, Also("--tp"), Also("-tp")] = None
     """GPUs. Default: all of this machine. 8 have the whole model, fewer as much a GPU as 8 would."""
     preset: Literal["glm-5", "nano", "tiny"] = "glm-5"
     """The architecture; all others than glm-5 are only to try this command."""
