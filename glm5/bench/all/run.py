@@ -46,7 +46,8 @@ def run(settings: BenchAllConfig) -> int:
             _serve(settings, size, loads, work, model, port, ends)
     finally:
         found = entry(size, every, work, settings.commit or _commit())
-        write(Path(settings.json_), size.name, found)
+        if len(found["missing"]) < len(every):  # else what is recorded, if only projected, says more
+            write(Path(settings.json_), size.name, found)
     out("\n" + table(found))
     if found["missing"]:
         out(f"not done yet: {', '.join(found['missing'])}; the same command goes on")

@@ -113,7 +113,7 @@ def test_a_part_that_fails_is_an_error_and_leaves_no_result(tmp_path, capsys):
     flags = ["--json", str(tmp_path / "all.json"), "--work", str(tmp_path), "--time-limit", "2000"]
     assert main(["bench", "all", *TINY.replace("max-model-len=192", "max-model-len=20").split(), *flags]) == 1
     assert "glm5 bench latency ended with code 1" in capsys.readouterr().err
-    assert json.loads((tmp_path / "all.json").read_text())["eighth_tp1"]["missing"] == ["steps", "serve-1"]
+    assert not (tmp_path / "all.json").exists()
 
 
 @pytest.mark.slow
