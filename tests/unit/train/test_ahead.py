@@ -19,7 +19,7 @@ def test_every_step_has_the_rows_of_its_draws(builder):
     schedule = Schedule(builder.recipe.stage[0])
     rows = builder.rows(builder.recipe.stage[0])
     with rows_of(builder) as ask:
-        steps = list(ahead(ask, 0, schedule, range(2, 7)))
+        steps = list(ahead(ask, 0, schedule.draws, range(2, 7)))
     assert [step for step, _ in steps] == [2, 3, 4, 5, 6]
     for step, made in steps:
         wanted = [rows.row(draw).ids for draw in schedule.draws(step)]
