@@ -12,8 +12,8 @@ from tests.support.coded import FORMS, coded_case, exact_experts, exact_linear, 
 
 pytestmark = pytest.mark.gpu
 
-# The result's rounding to bfloat16; experts: h is rounded, and its codes may fall otherwise. The reference rounds h more
-# often, and a value that falls otherwise in e4m3 is an eighth of itself away.
+# The result's rounding to bfloat16; experts: h is rounded, and its codes may fall otherwise. The reference rounds h
+# more often, and a value that falls otherwise in e4m3 is an eighth of itself away.
 LINEAR_BUDGET, EXPERTS_BUDGET, REFERENCE_BUDGET = 3e-3, 1.5e-2, 2.5e-2
 REPEATS = 20
 

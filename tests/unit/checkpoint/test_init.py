@@ -100,7 +100,8 @@ def test_fp8_weights_are_written_with_their_scales_and_load(tmp_path):
     assert model.cfg.num_hidden_layers == 2
     assert model.cfg.quantization_config is not None
     weight = model.model.layers[0].mlp.down_proj.dense(torch.float32)
-    assert weight.std() * cfg.intermediate_size**0.5 == pytest.approx(1, rel=0.5)  # few blocks, each with a scale of its own
+    # Few blocks, each with a scale of its own.
+    assert weight.std() * cfg.intermediate_size**0.5 == pytest.approx(1, rel=0.5)
     assert model.logits([1, 2, 3]).isfinite().all()
 
 
