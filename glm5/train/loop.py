@@ -218,9 +218,9 @@ class _Stage:
             self.trainee.export(folder, dtype, self.run_.builder.assets)
             best = self.position.best.get(name)
             loss = figures.get("held-out loss")
-            is_best = loss is not None and (best is None or loss < best[0])
-            if is_best:
+            if loss is not None and (best is None or loss < best[0]):
                 self.position.best[name] = [loss, number]
+            is_best = self.position.best.get(name) != best
             if self.trainee.is_first:
                 store.point(name, "last", number)
                 if is_best:

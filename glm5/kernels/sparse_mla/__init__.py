@@ -78,9 +78,9 @@ def _cheaper(
     if triton_support.chosen(q_THL, *(() if isinstance(latent_PZL, tuple) else (latent_PZL,))):
         is_step = len(q_THL) in _CUDA and not cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
         return "cuda" if is_step else "triton"
-    if keys_TK is not None and isinstance(latent_PZL, Tensor) and triton_support.runs_on(q_THL, latent_PZL):
-        if q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS:
-            return "trained"
+    is_trained = q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS and keys_TK is not None
+    if is_trained and isinstance(latent_PZL, Tensor) and triton_support.runs_on(q_THL, latent_PZL):
+        return "trained"
     crowded = q_THL.shape[0] >= 16 * page_table_BN.shape[0]
     if not torch.is_grad_enabled() and few_queries(page_table_BN, end_T, q_THL.shape[1]):
         return "grouped"
