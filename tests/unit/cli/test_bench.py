@@ -38,10 +38,13 @@ def test_an_interrupt_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+BENCHES = ("all", "throughput", "latency", "serve", "kernels", "quantize", "transition")
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        ("bench", 2, "bench needs one more word; allowed: throughput, latency, serve, kernels, quantize, transition"),
+        ("bench", 2, "bench needs one more word; allowed: " + ", ".join(BENCHES)),
         ("bench latencie", 2, "no command 'bench latencie'; did you mean bench latency?"),
         ("bench throughput", 2, "the following arguments are required: --model; see  glm5 bench throughput --help"),
         ("bench latency --model m --requests 0", 2, "--num-prompts: got '0'; allowed: at least 1"),
