@@ -1,10 +1,15 @@
-"""Ctrl-C held back while something must not be cut in half."""
+"""Signals: Ctrl-C held back while something must not be cut in half, and what they are called."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` of 9; real-time signals, which Python has no names for, by number."""
+    return signal.Signals(number).name if number in {one.value for one in signal.Signals} else f"signal {number}"
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 import signal
 
+from glm5.common.interrupt import signal_name
+
 ORPHANED, HUNG = 70, 71
 """Exit codes of the engine process: its parent ended; a step took longer than the watchdog allows."""
 
@@ -29,6 +31,5 @@ def reason_of_exit(code: int) -> str:
         return f"its process ended itself, as a step hung (exit code {code})"
     if code >= 0:
         return f"its process ended with exit code {code}; its last lines on stderr may say why"
-    name = signal.Signals(-code).name if -code in {one.value for one in signal.Signals} else f"signal {-code}"
     cause = " (by hand, or by the system for lack of memory)" if -code == signal.SIGKILL else ""
-    return f"its process was killed by {name}{cause}"
+    return f"its process was killed by {signal_name(-code)}{cause}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch._C._distributed_c10d import Store
 
 from glm5.common.errors import TrainingError
-from glm5.common.interrupt import noted_interrupt
+from glm5.common.interrupt import noted_interrupt, signal_name
 from glm5.parallel.group import Meeting
 
 _LOOKS_EVERY_S = 0.05
@@ -86,4 +86,4 @@ def _fail(ranks: Sequence[subprocess.Popen[bytes]], store: Store) -> None:
 
 
 def _how(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
