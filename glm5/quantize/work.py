@@ -76,11 +76,16 @@ class LayerResult:
 def turned(run: Run, tensors: Layer) -> Layer:
     """The tensors in the run's dtype on its first device, folded and rotated as the recipe says; `tensors` is used up,
     one at a time, so that no layer is held twice."""
-    norms = {n: tensors.pop(n).to(run.device, _wide(t, run.dtype)) for n, t in list(tensors.items()) if t.dim() == 1}
+
+    def moved(name: str) -> Tensor:
+        # As stored over the bus, and wide there: asked for both at once, torch widens on the host first.
+        there = tensors.pop(name).to(run.device)
+        return there.to(_wide(there, run.dtype))
+
+    norms = {name: moved(name) for name, tensor in list(tensors.items()) if tensor.dim() == 1}
     held: Layer = {}
     for name in list(tensors):
-        weight = tensors.pop(name)
-        weight = weight.to(run.device, _wide(weight, run.dtype))
+        weight = moved(name)
         if run.rotations:
             weight = fold({**norms, name: weight}, run.rotations)[0].get(name, weight)
             weight = rotate({name: weight}, run.cfg, run.rotations)[0].get(name, weight)

@@ -39,7 +39,7 @@ Run = Callable[[Work], Tensor]
 
 
 def runs(width: int) -> dict[str, tuple[Run, Run | None]]:
-    """By name: ours, and msModelSlim's."""
+    """By name: ours, and msModelSlim's; of GPTQ, columns one at a time."""
     rotation = random_hadamard(width, 1)
     return {
         "int8 min-max": (lambda w: quantize(w.weight, W8A8.weight).codes, None),
@@ -55,7 +55,10 @@ def runs(width: int) -> dict[str, tuple[Run, Run | None]]:
             lambda w: flex_awq(w.x, [Target(w.weight, W4A8)]).scale,
             lambda w: flex_awq(w.x, [Target(w.weight, W4A8)], upstream=True).scale,
         ),
-        "gptq": (lambda w: gptq(w.weight, w.hessian, INT4_CHANNEL, w.scale).codes, None),
+        "gptq": (
+            lambda w: gptq(w.weight, w.hessian, INT4_CHANNEL, w.scale).codes,
+            lambda w: gptq(w.weight, w.hessian, INT4_CHANNEL, w.scale, block=1).codes,
+        ),
     }
 
 
