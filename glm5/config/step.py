@@ -44,7 +44,7 @@ class OptimizerConfig(Section):
     """AdamW's; not published."""
     eps: Positive = 1e-8
     matrix_lr: Positive = 1.0
-    """Rate of Muon's tensors, relative to the schedule's."""
+    """Rate of Muon's tensors, relative to the schedule's; with kind adamw, of what Muon's would be."""
     embedding_lr: Positive = 1.0
     """Rate of the embedding, relative to the schedule's."""
     indexer_lr: Positive = 1.0

@@ -14,7 +14,7 @@ from glm5.config.step import OptimizerConfig
 from glm5.train.optim.exchange import Cut, Exchange, Swap
 from glm5.train.optim.muon import Muon
 from glm5.train.optim.newton_schulz import COEFFICIENTS
-from glm5.train.optim.table import Rule, row_sizes, rule_of
+from glm5.train.optim.table import Rule, is_matrix, row_sizes, rule_of
 
 INDEXER = ".indexer."
 
@@ -132,11 +132,11 @@ class Optimizers:
         for name, rule in rules.items():
             if rule.optimizer == optimizer:
                 decay = self.cfg.weight_decay if rule.decays else 0.0
-                groups.setdefault((self._lr_scale(name, optimizer), decay), []).append(self.named[name])
+                groups.setdefault((self._lr_scale(name), decay), []).append(self.named[name])
         return [{"params": params, "lr_scale": scale, "weight_decay": wd} for (scale, wd), params in groups.items()]
 
-    def _lr_scale(self, name: str, optimizer: str) -> float:
-        scale = self.cfg.matrix_lr if optimizer == "muon" else 1.0
+    def _lr_scale(self, name: str) -> float:
+        scale = self.cfg.matrix_lr if is_matrix(name, self.cfg) else 1.0
         if INDEXER in name:
             scale *= self.cfg.indexer_lr
         return scale * (self.cfg.embedding_lr if name.endswith("embed_tokens.weight") else 1.0)

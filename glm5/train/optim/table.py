@@ -91,6 +91,11 @@ def rule_of(name: str, cfg: OptimizerConfig) -> Rule:
     return rule._replace(optimizer="adamw", rows=()) if cfg.kind == "adamw" else rule
 
 
+def is_matrix(name: str, cfg: OptimizerConfig) -> bool:
+    """Whether the parameter is Muon's, or would be but for `kind`."""
+    return rule_of(name, cfg.model_copy(update={"kind": "muon"})).optimizer == "muon"
+
+
 def row_sizes(rule: Rule, model: ModelConfig) -> tuple[int, ...]:
     """Rows of the matrices that follow each other; () where the tensor is one matrix (or a stack of them)."""
     return tuple(getattr(model, name) for name in rule.rows)

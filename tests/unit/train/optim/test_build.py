@@ -68,9 +68,10 @@ def test_heads_are_split_as_asked(options, query, key_value):
     assert attention.o_proj.weight not in rows
 
 
-def test_rates_and_decay_by_name():
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_rates_and_decay_by_name(kind):
     of = model()
-    by = optimizers(of, matrix_lr=2.0, embedding_lr=10.0, indexer_lr=0.5)
+    by = optimizers(of, kind=kind, matrix_lr=2.0, embedding_lr=10.0, indexer_lr=0.5)
     by.step(LR)
     group_of = {weight: group for one in by.each for group in one.param_groups for weight in group["params"]}
     got = {name: (group_of[by.named[name]]["lr"] / LR, group_of[by.named[name]]["weight_decay"]) for name in by.named}
