@@ -3,7 +3,8 @@
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 -m tests.gpu.small_kernels
 compute-sanitizer --tool racecheck python3 -m tests.gpu.small_kernels
 
-Words after it choose some by name. Run it once without the tool: compiling under it takes long.
+Words after it choose some by name (each in a process of its own is faster). Run it once without the tool: compiling
+under it takes long.
 """
 
 import sys
@@ -14,9 +15,15 @@ from torch import Tensor
 
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
+from glm5.kernels.best_token import best_token
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
+from glm5.kernels.coded import Coded
+from glm5.kernels.coded_experts import coded_experts
+from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
+from glm5.kernels.gptq_block import gptq_block
+from glm5.kernels.index_kl import index_kl
 from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values_quantized
@@ -24,9 +31,15 @@ from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.router import router
+from glm5.kernels.settle import Settled, settle
 from glm5.kernels.sparse_mla import sparse_mla
+from glm5.kernels.ssz import ssz
+from glm5.kernels.step_rows import step_rows
 from glm5.kernels.store_rows import store_rows
+from glm5.kernels.swiglu import swiglu, swiglu_backward
 from glm5.kernels.top_k import top_k
+from glm5.kernels.weighted_rows import weighted_rows
+from tests.support.coded import FORMS, coded_case, random_coded
 from tests.support.experts import make_experts
 
 C, R, J, I, Z = 512, 64, 32, 128, 64
@@ -127,11 +140,100 @@ def selection() -> None:
         for rest in ({}, {"longest": 100, "num_groups": 100}):
             select_keys(rows(5, J, I), keys, rows(5, J), table, *where, top_k=50, scale=0.09, **rest)
         select_keys(rows(70, J, I), keys, rows(70, J), table[:1], *prompt, top_k=50, scale=0.09)
+        # As in a step: queries are rotated here, and those of attention made meanwhile.
+        turns = rope_table(torch.arange(5, device="cuda"), R, 1e6, torch.bfloat16)
+        q, w_k, early = rows(5, 8, 256), rows(8, 192, C), rows(5, 8, C + R)
+        select_keys(rows(5, J, I), keys, rows(5, J), table, *where, top_k=50, scale=0.09, rotation=turns)
+        mla_queries(q, w_k, *turns, early=early, impl="triton")
     for T, S in ((2, 300), (2, 9000)):
         top_k(torch.randn(T, S, device="cuda"), 100, impl="triton")
 
 
-PARTS: tuple[Callable[[], None], ...] = (products, experts, rows_of_models, preparation, attention, selection)
+def steps() -> None:
+    slots, sequences, pages = 5, 40, 99
+    len_S = torch.randint(2, 20, (slots,), device="cuda")
+    token_SN = torch.randint(0, 1000, (slots, sequences), device="cuda")
+    table_SN = torch.randint(0, pages, (slots, 4), device="cuda").int()
+    for count in (1, 200):
+        where = [torch.randint(low, high, (count,), device="cuda") for low, high in ((0, 5), (-1, 12), (0, 6), (0, 3))]
+        step_rows(*where, len_S, token_SN, table_SN, page_size=8, dump_page=pages, impl="triton")
+    for depth in (0, 3):
+        places = [(slot, offset) for slot in (0, 2, 3) for offset in range(depth + 1)] + [(slots - 1, 0)] * 3
+        slot_R, offset_R = torch.tensor(places, device="cuda").T.contiguous()
+        draft_SK = torch.randint(0, 3, (slots, depth), device="cuda")
+        token_R = torch.randint(0, 3, (len(places),), device="cuda")
+        told = Settled(
+            *(torch.zeros(size, dtype=torch.int64, device="cuda") for size in ((4, depth + 1), 4, (4, depth)))
+        )
+        slot_C = torch.tensor([2, 0, 3, slots - 1], device="cuda")
+        position_R = len_S[slot_R] + offset_R
+        settle(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told, impl="triton")
+    best_token(rows(6, 9001), impl="triton")
+
+
+def coded() -> None:
+    gen = torch.Generator().manual_seed(1)
+    for form in (FORMS[i] for i in (0, 2, 3, 5, 7)):
+        for T in (1, 9, 70):
+            coded_experts(*coded_case(T, 6, 2, 256, 128, form, gen).to("cuda", torch.bfloat16), impl="triton")
+            weight = random_coded(gen, form, 130, 384)
+            coded_linear(rows(T, 384), Coded(weight.codes.cuda(), weight.scale.cuda(), form), impl="triton")
+
+
+def quantization() -> None:
+    for grid in ((2, 130, 1, 300), (2, 9, 5, 128)):
+        for h in (None, torch.rand(2, *grid[2:], device="cuda")):
+            found = {"lowest": -8, "highest": 7, "starts": (1.0, 0.5), "steps": 2, "polish": 2}
+            ssz(torch.randn(grid, device="cuda"), h, **found, impl="triton")
+    for width, fp8 in ((128, False), (70, True)):
+        factor = torch.randn(3, width, width, device="cuda").triu() + 9 * torch.eye(width, device="cuda")
+        for columns in (1, width):
+            scale, w = torch.rand(3, 130, columns, device="cuda") + 0.1, torch.randn(3, 130, width, device="cuda")
+            gptq_block(w, factor, scale, lowest=-8, highest=7, fp8=fp8, impl="triton")
+
+
+def training() -> None:
+    lengths = (1, 70, 133)
+    end = torch.cat([torch.arange(1, n + 1) for n in lengths]).int().cuda()
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int().cuda()
+    where = torch.arange(len(lengths), dtype=torch.int32, device="cuda")[:, None], row, end
+    keys = torch.rand(len(end), max(lengths), device="cuda").argsort(dim=1)[:, :50].int()
+    keys = keys.masked_fill(keys >= end[:, None], -1)
+    for heads in (64, 6):
+        q = rows(len(end), heads, C + R).requires_grad_()
+        pool = rows(len(lengths), max(lengths), C + R).requires_grad_()
+        served = []
+        for in_order in (False, True):
+            torch.use_deterministic_algorithms(mode=in_order)
+            out, lse = sparse_mla(q, pool, keys, *where, scale=0.05, value_dim=C, impl="trained")
+            out.sum().backward()
+            torch.use_deterministic_algorithms(mode=False)
+            served = [(q.detach(), pool.detach(), lse.detach())]
+        for selected in (keys, None):
+            leaves = [rows(len(end), J, I), rows(len(lengths), max(lengths), I), rows(len(end), J).float()]
+            made = [leaf.requires_grad_() for leaf in leaves]
+            index_kl(*made, served, selected, *where, index_scale=0.09, scale=0.05, impl="triton").backward()
+    x, weight = rows(9, 6144).requires_grad_(), rows(6144).requires_grad_()
+    rms_norm(x, weight, 1e-5, impl="trained").sum().backward()
+    swiglu(rows(9, 600), impl="triton")
+    swiglu_backward(rows(9, 600), rows(9, 300), torch.rand(9, device="cuda"), impl="triton")
+    slot_TA = torch.randint(0, 9, (5, 2), device="cuda")
+    for weight_TA in (torch.rand(5, 2, device="cuda"), None):
+        weighted_rows(rows(9, 300), slot_TA, weight_TA, impl="triton")
+
+
+PARTS: tuple[Callable[[], None], ...] = (
+    products,
+    experts,
+    rows_of_models,
+    preparation,
+    attention,
+    selection,
+    steps,
+    coded,
+    quantization,
+    training,
+)
 
 
 if __name__ == "__main__":
