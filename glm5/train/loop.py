@@ -175,6 +175,7 @@ class _Stage:
         self.position.tokens += tokens
         self.position.seconds += seconds
         figures |= {"lr": lr, "tokens": self.position.tokens, "seconds": seconds, "tokens/s": tokens / seconds}
+        figures["optimizer seconds"] = self.step.optimizer_before
         if self.recipe.peak_tflops is not None:
             figures["mfu"] = self.flops * tokens / seconds / self.recipe.peak_tflops / 1e12
         watch.step(number + 1, figures | {"GiB": memory(self.trainee.device)})

@@ -56,6 +56,8 @@ class Step:
         self.balance, self.masters = Balance(model), masters
         self.optimizer_time = Stopwatch(model.device)
         """Of the last step: Muon and AdamW, without clipping."""
+        self.optimizer_before = 0.0
+        """Its seconds in the step before the last: known without waiting."""
         self.mtp_depth = cfg.mtp_depth if model.cfg.num_nextn_predict_layers else 0
 
     def run(self, batches: Sequence[Batch], lr: float) -> dict[str, float]:
@@ -72,6 +74,7 @@ class Step:
             named["excess load"] = torch.stack(list(excess.values())).max()
         # The one place where a step waits for a GPU.
         numbers = torch.stack([value.double() for value in named.values()]).tolist()
+        self.optimizer_before = self.optimizer_time.seconds()
         figures = dict(zip(named, numbers, strict=True))
         if wrong := {name: value for name, value in figures.items() if not math.isfinite(value)}:
             self.optimizers.zero_grad()
