@@ -218,7 +218,7 @@ def _down(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [T * A, D] float32 = down(h) * weight. A program does TILES tiles of BLOCK_D outputs.
+    """y [T * A, D] = down(h) * weight. A program does TILES tiles of BLOCK_D outputs.
 
     HELD: h, if short, is read once for all of them, in PARTS products.
     """
@@ -255,7 +255,7 @@ def _down(
                 y = weight_times_rows(weight, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, PARTS, BLOCK_T, STAGES)
                 y *= (share / unit(h_ptr, INT4))[None, :]
             at = y_ptr + wide[:, None] * D + (step * BLOCK_D + d)[None, :]
-            tl.store(at, tl.trans(y), mask=here[:, None] & (step * BLOCK_D + d < D)[None, :])
+            tl.store(at, tl.trans(y).to(y_ptr.dtype.element_ty), mask=here[:, None] & (step * BLOCK_D + d < D)[None, :])
 
 
 def coded_experts(
@@ -345,7 +345,7 @@ def _vector(x_TD: Tensor, gate_up: Coded, down: Coded, weight_TA: Tensor, expert
 
 
 def _terms(x_TD: Tensor, gate_up: Coded, down: Coded, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
-    """The terms [T * A, D] in float32."""
+    """The terms [T * A, D]: in float32; in x's dtype where there are many, which are then most of what is moved."""
     num_experts, width, _ = down.codes.shape
     inner, num_pairs, few = down.width, expert_TA.numel(), tiling.way == "pairs"
     if few:
@@ -382,7 +382,7 @@ def _terms(x_TD: Tensor, gate_up: Coded, down: Coded, weight_TA: Tensor, expert_
         **common,
     )
     rows, h_scale = prepare_rows(h, down.form.act, halves=down.form.weight == "int4")
-    y = torch.empty(num_pairs, width, dtype=torch.float32, device=x_TD.device)
+    y = torch.empty(num_pairs, width, dtype=torch.float32 if few else x_TD.dtype, device=x_TD.device)
     meaning = _meaning(down)
     _down[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_tiles)](
         rows,
