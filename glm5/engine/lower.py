@@ -1,6 +1,6 @@
 """The model in its inference form: the same weights, run by fused kernels, rule by rule.
 
-    residual add, norm (and quantization)      one kernel: `add_rms_norm`, handed from layer to layer
+    residual add, norm (and quantization)      one kernel: `add_rms_norm`, handed from layer to layer (between.py)
     index key, query and key products of x     one product: a `Stack` of wk, q_a, kv_a
     norms, rotation, both writes to the cache  one kernel: `mla_keys`
     queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
@@ -19,16 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.engine.between import Between, Dealt, between_of
 from glm5.engine.stack import AnyLinear, Rows, Stack, product
 from glm5.engine.view import StepView
 from glm5.kernels.act_quant import act_quant
-from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, grouped_experts
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
@@ -46,41 +45,9 @@ from glm5.model.mlp import MLP
 from glm5.model.moe import MoE
 from glm5.model.norm import RMSNorm
 from glm5.model.seams import Rope, Selection
-from glm5.parallel.group import Group
+from glm5.parallel.group import ALONE, Group
 
 FEW_ROWS = 16  # up to here FP8 products take rows as they are, so that nobody quantizes for them
-
-
-class Join(Protocol):
-    """Adds what is new to the residual stream: (normed rows, the stream)."""
-
-    def __call__(
-        self, new_TD: Tensor, residual_TD: Tensor, norm: RMSNorm, *, quantize: bool
-    ) -> tuple[Rows, Tensor]: ...
-
-
-def join(new_TD: Tensor, residual_TD: Tensor, norm: RMSNorm, *, quantize: bool) -> tuple[Rows, Tensor]:
-    """Of one device; ranks that share a layer add theirs up first."""
-    if not quantize:
-        x_TD, total_TD = add_rms_norm(new_TD, residual_TD, norm.weight, norm.eps)
-        return Rows(x_TD), total_TD
-    x_TD, total_TD, data, scale = add_rms_norm_quantized(new_TD, residual_TD, norm.weight, norm.eps)
-    return Rows(x_TD, (data, scale)), total_TD
-
-
-def join_of(group: Group) -> Join:
-    """Of ranks that each have a part of what is new."""
-    if group.shard.size == 1:
-        return join
-
-    def join_parts(new_TD: Tensor, residual_TD: Tensor, norm: RMSNorm, *, quantize: bool) -> tuple[Rows, Tensor]:
-        if not quantize:
-            x_TD, total_TD = group.add_rms_norm(new_TD, residual_TD, norm.weight, norm.eps)
-            return Rows(x_TD), total_TD
-        x_TD, total_TD, data, scale = group.add_rms_norm_quantized(new_TD, residual_TD, norm.weight, norm.eps)
-        return Rows(x_TD, (data, scale)), total_TD
-
-    return join_parts
 
 
 class LoweredAttention:
@@ -102,13 +69,15 @@ class LoweredAttention:
         for mine, now in zip((self.w_k_HNC, self.w_v_HCV), _absorbed(self.module), strict=True):
             mine.copy_(now)
 
-    def __call__(self, x: Rows, rope: Rope, view: StepView, selection: Selection | None) -> tuple[Tensor, Selection]:
-        """Output [T, D] and the selection used."""
+    def __call__(
+        self, x: Rows, rope: Rope, view: StepView, selection: Selection | None, between: Between
+    ) -> tuple[Tensor, Selection]:
+        """Output [T, D] and the selection used, of `x` [O, D]."""
         module, cfg = self.module, self.module.cfg
         heads, head_dim, layer_idx = cfg.num_attention_heads, module.qk_head_dim, module.layer_idx
         has_key = selection is None
         assert not has_key or module.indexer is not None, f"{layer_idx=}"
-        out_TY = self.of_input(x, 0 if has_key or not self.num_key else 1)
+        out_TY = between.whole(self.of_input(x, 0 if has_key or not self.num_key else 1))
         num_key = self.num_key if has_key else 0
         qkv_TY = out_TY[:, num_key:]
         if selection is None and not view.selects(cfg.index_topk):
@@ -117,7 +86,7 @@ class LoweredAttention:
         beside, weights = None, None
         if selection is None:
             assert module.indexer is not None
-            weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj)
+            weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, between)
         q_lat = self._keys(qkv_TY, out_TY[:, :num_key], weights, rope, view, quantize=x.quantized is not None)
         query_TY = self.of_query(q_lat, 0, 2 if selection is None else 1)
         q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
@@ -201,12 +170,15 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _head_weights(x_TD: Tensor, linear: AnyLinear) -> tuple[HeadWeights | None, Beside]:
+def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[HeadWeights | None, Beside]:
     """(what `mla_keys` is to compute along the way, the weights)."""
-    if len(x_TD) > FEW_ROWS or not isinstance(linear, Linear):
-        return None, Beside(lambda: product(Rows(x_TD), linear), x_TD.device)
-    w_TJ = x_TD.new_empty(len(x_TD), len(linear.weight))
-    return HeadWeights(x_TD, linear.weight, w_TJ), Beside(lambda: w_TJ, torch.device("cpu"))
+    if isinstance(between, Dealt):
+        w_TJ = between.whole(product(Rows(x_OD), linear))  # not beside: ranks exchange on one stream
+        return None, Beside(lambda: w_TJ, torch.device("cpu"))
+    if len(x_OD) > FEW_ROWS or not isinstance(linear, Linear):
+        return None, Beside(lambda: product(Rows(x_OD), linear), x_OD.device)
+    w_TJ = x_OD.new_empty(len(x_OD), len(linear.weight))
+    return HeadWeights(x_OD, linear.weight, w_TJ), Beside(lambda: w_TJ, torch.device("cpu"))
 
 
 def _latent_linears(module: SparseLatentAttention) -> list[AnyLinear]:
@@ -233,7 +205,8 @@ class LoweredMLP:
     def stacks(self) -> list[Stack]:
         return [self.gate_up]
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Rows, between: Between) -> Tensor:
+        (x,) = between.gathered(x if self.gate_up.is_fp8 else Rows(x.x_TD))
         gate_TM, up_TM = self.gate_up(x).chunk(2, dim=-1)
         return product(Rows(F.silu(gate_TM) * up_TM), self.module.down_proj)
 
@@ -249,12 +222,13 @@ class LoweredMoE:
     def stacks(self) -> list[Stack]:
         return []
 
-    def __call__(self, x: Rows) -> Tensor:
-        weight_TA, expert_TA = self.module.gate(x.x_TD)
+    def __call__(self, x: Rows, between: Between) -> Tensor:
+        experts, mlp = self.module.experts, self.module.shared_experts
+        has_codes = isinstance(experts, CodedExperts) or _has_codes(mlp)
+        x, weight_TA, expert_TA = between.gathered(Rows(x.x_TD) if has_codes else x, *self.module.gate(x.x_TD))
         if self.heard is not None:
             self.heard.append(expert_TA)
-        experts, mlp = self.module.experts, self.module.shared_experts
-        if isinstance(experts, CodedExperts) or _has_codes(mlp):
+        if has_codes:
             # What every token visits is of another kind, or has a scheme of its own: two sums.
             return experts(x.x_TD, weight_TA, expert_TA) + mlp(x.x_TD)
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
@@ -282,8 +256,8 @@ def _stacks(experts: Experts | BlockScaledExperts) -> tuple[Tensor | BlockScaled
 class LoweredLayer:
     """One decoder layer between two norms: what it adds is added by whoever reads it."""
 
-    def __init__(self, module: DecoderLayer, join: Join):
-        self.module, self.join = module, join
+    def __init__(self, module: DecoderLayer):
+        self.module = module
         self.attention = LoweredAttention(module.self_attn)
         self.mlp = LoweredMoE(module.mlp) if isinstance(module.mlp, MoE) else LoweredMLP(module.mlp)
         self.is_fp8 = self.attention.of_input.is_fp8
@@ -292,19 +266,27 @@ class LoweredLayer:
         return self.is_fp8 and num_rows > FEW_ROWS
 
     def __call__(
-        self, new_TD: Tensor | None, residual_TD: Tensor, rope: Rope, view: StepView, selection: Selection | None
+        self,
+        new_TD: Tensor | None,
+        residual_OD: Tensor,
+        rope: Rope,
+        view: StepView,
+        selection: Selection | None,
+        between: Between,
     ) -> tuple[Tensor, Tensor, Selection]:
-        """(what the layer adds, the stream without it, the selection used)."""
-        norm, quantizes = self.module.input_layernorm, self.quantizes(len(residual_TD))
+        """(what the layer adds, of ranks that share it a part, the stream without it, the selection used)."""
+        norm, num_rows = self.module.input_layernorm, len(view.positions_T)
+        quantizes = self.quantizes(num_rows)
         if new_TD is None:
-            x_TD = norm(residual_TD)
-            x = Rows(x_TD, act_quant(x_TD) if quantizes else None)
+            x_OD = norm(residual_OD)
+            x = Rows(x_OD, act_quant(x_OD) if quantizes else None)
         else:
-            x, residual_TD = self.join(new_TD, residual_TD, norm, quantize=quantizes)
-        new_TD, selection = self.attention(x, rope, view, selection)
-        quantizes = quantizes and (isinstance(self.mlp, LoweredMLP) or len(residual_TD) > FEW_TOKENS)
-        x, residual_TD = self.join(new_TD, residual_TD, self.module.post_attention_layernorm, quantize=quantizes)
-        return self.mlp(x), residual_TD, selection
+            x, residual_OD = between.join(new_TD, residual_OD, norm, quantize=quantizes)
+        new_TD, selection = self.attention(x, rope, view, selection, between)
+        quantizes = quantizes and (isinstance(self.mlp, LoweredMLP) or num_rows > FEW_TOKENS)
+        norm = self.module.post_attention_layernorm
+        x, residual_OD = between.join(new_TD, residual_OD, norm, quantize=quantizes)
+        return self.mlp(x, between), residual_OD, selection
 
 
 def _kind(layer: LoweredLayer) -> tuple[object, ...]:
@@ -312,14 +294,21 @@ def _kind(layer: LoweredLayer) -> tuple[object, ...]:
     return tuple((name, weight.shape, weight.dtype) for name, weight in layer.module.state_dict(keep_vars=True).items())
 
 
+def _last(new_TD: Tensor | None, residual_OD: Tensor, norm: RMSNorm, between: Between) -> Tensor:
+    """The stream behind the last layer, normed, all rows of it."""
+    if new_TD is None:
+        return between.whole(norm(residual_OD))
+    return between.whole(between.join(new_TD, residual_OD, norm, quantize=False)[0].x_TD)
+
+
 class Lowered:
     """The inference form of `model`, which stays the owner of its weights. `max_len`: positions that are asked for."""
 
-    def __init__(self, model: Glm5, max_len: int, join: Join = join):
+    def __init__(self, model: Glm5, max_len: int, group: Group = ALONE):
         cfg, trunk = model.cfg, model.model
-        self.model, self.join = model, join
+        self.model, self.group = model, group
         decoders = [layer for layer in trunk.layers if isinstance(layer, DecoderLayer)]
-        self.layers = [LoweredLayer(layer, join) for layer in decoders]
+        self.layers = [LoweredLayer(layer) for layer in decoders]
         self._run: Sequence[int] = range(cfg.num_hidden_layers)
         positions = torch.arange(max_len, device=model.device)
         self._cos_NR2, self._sin_NR2 = rope_table(positions, cfg.qk_rope_head_dim, cfg.rope_theta, model.dtype)
@@ -365,12 +354,13 @@ class Lowered:
 
     def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
-        cfg, rope = self.model.cfg, self._rope(view.positions_T)
-        new_TD, residual_TD, selection = None, self.model.model.embed_tokens(ids_T), None
+        cfg, rope, between = self.model.cfg, self._rope(view.positions_T), between_of(self.group, len(ids_T))
+        new_TD, residual_OD, selection = None, between.mine(self.model.model.embed_tokens(ids_T)), None
         for layer_idx in self._run:
             inherited = None if cfg.has_indexer(layer_idx) else selection
-            new_TD, residual_TD, selection = self.layers[layer_idx](new_TD, residual_TD, rope, view, inherited)
-        return self._last(new_TD, residual_TD, self.model.model.norm)
+            layer = self.layers[layer_idx]
+            new_TD, residual_OD, selection = layer(new_TD, residual_OD, rope, view, inherited, between)
+        return _last(new_TD, residual_OD, self.model.model.norm, between)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """`Glm5.head`."""
@@ -381,12 +371,10 @@ class Lowered:
     ) -> tuple[Tensor, Selection]:
         """`Glm5.draft`."""
         layer, mtp = self.layers[self.model.cfg.num_hidden_layers], self.model.mtp
-        merged_TD = mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD)
-        new_TD, residual_TD, used = layer(None, merged_TD, self._rope(view.positions_T), view, selection)
-        return mtp.handed_on(self._last(new_TD, residual_TD, mtp.shared_head.norm)), used
-
-    def _last(self, new_TD: Tensor | None, residual_TD: Tensor, norm: RMSNorm) -> Tensor:
-        return norm(residual_TD) if new_TD is None else self.join(new_TD, residual_TD, norm, quantize=False)[0].x_TD
+        between, rope = between_of(self.group, len(next_ids_T)), self._rope(view.positions_T)
+        merged_OD = between.mine(mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD))
+        new_TD, residual_OD, used = layer(None, merged_OD, rope, view, selection, between)
+        return mtp.handed_on(_last(new_TD, residual_OD, mtp.shared_head.norm, between)), used
 
     def _rope(self, positions_T: Tensor) -> Rope:
         # Rows that are nobody's may lie beyond.

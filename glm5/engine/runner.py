@@ -19,7 +19,7 @@ from glm5.engine.captured import Graphs
 from glm5.engine.drafting import Drafter, DraftRows, Extended
 from glm5.engine.graphs import DecodeSteps, OnDevice, Shape, reaches_of
 from glm5.engine.kv import KVCache
-from glm5.engine.lower import Lowered, join_of
+from glm5.engine.lower import Lowered
 from glm5.engine.passes import Passes
 from glm5.engine.plan import Item, StepPlan
 from glm5.engine.prompts import PromptSteps
@@ -79,7 +79,7 @@ class Runner:
         assert not max_depth or cache.mtp, f"{max_depth=} {cache.mtp=}"
         self.model, self.cache, self.max_depth = model, cache, max_depth
         fused = model.device.type == "cuda" and pass_rows is None if fused is None else fused
-        self.passes = Passes(model, pass_rows, Lowered(model, max_model_len, join_of(group)) if fused else None)
+        self.passes = Passes(model, pass_rows, Lowered(model, max_model_len, group) if fused else None)
         self.padding_slot = max_num_seqs
         self.slots = SlotState(
             max_num_seqs,

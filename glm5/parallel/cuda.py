@@ -2,9 +2,10 @@
 
     one shot     few rows: every rank sends its part to all others (kernels/all_reduce/triton.py)
     two shots    more rows: each piece has an owner that adds it up; whole prompts some rows after the other
+    dealt        prompts: each rank keeps the rows that it adds up (triton_dealt.py)
     NCCL         where there is no symmetric memory, in two collectives
 
-All three add in the order of ranks, in float32, and round once. (NCCL's own all-reduce would round at every hop.)
+All of them add in the order of ranks, in float32, and round once. (NCCL's own all-reduce would round at every hop.)
 NVLink multicast is never used: a program that does and ends badly can take a machine's GPUs out of service. Processes
 start with it turned off (engine/link.py); in one where it is not, there is no symmetric memory.
 """
@@ -22,11 +23,12 @@ from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.block_scaled import FP8, num_blocks
 from glm5.kernels.triton_support import installed
+from glm5.parallel.group import Fp8Rows, joined
 from glm5.parallel.table import Shard
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES = 16 << 20  # of each of three
+BUFFER_BYTES = 32 << 20  # of each of three: what 2,048 rows of GLM-5 are dealt out in at once
 ONE_SHOT_BYTES = 256 << 10  # that a rank sends in one shot, at most
 TWO_SHOTS_BYTES = 6 << 20  # of a message, at most: longer ones are slower than several of these
 
@@ -47,7 +49,7 @@ class CudaGroup:
     def _share(self) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        from glm5.kernels.all_reduce.triton import NUM_BUFFERS, Buffers, empty, empty_state
+        from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, Buffers, empty, empty_state
 
         num_words, world = BUFFER_BYTES // 4, dist.group.WORLD
         assert world is not None
@@ -76,20 +78,35 @@ class CudaGroup:
     def add_rms_norm_quantized(
         self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        num_rows, width = part_TD.shape
-        data = torch.empty(num_rows, width, dtype=FP8, device=self.device)
-        scale = torch.empty(num_blocks(width), num_rows, dtype=torch.float32, device=self.device).T
+        data, scale = self._fp8_rows(*part_TD.shape)
         both = self._reduced(part_TD, (residual_TD, weight_D, eps), (data, scale))
         if both is None:
             return add_rms_norm_quantized(self.all_reduce_nccl(part_TD), residual_TD, weight_D, eps)
         return *both, data, scale
 
+    def add_rms_norm_dealt(
+        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
+    ) -> tuple[Tensor, Tensor, Fp8Rows | None]:
+        if self.buffers is not None:
+            from glm5.kernels.all_reduce.triton_dealt import can_deal, dealt
+
+            if can_deal(self.buffers, part_TD):
+                quantized = self._fp8_rows(*residual_OD.shape) if quantize else None
+                return *dealt(self.buffers, part_TD, (residual_OD, weight_D, eps), quantized), quantized
+        new_OD = self._dealt_nccl(part_TD).view_as(residual_OD)
+        return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
+
+    def _fp8_rows(self, num_rows: int, width: int) -> Fp8Rows:
+        """Room for what `act_quant` makes of rows."""
+        data = torch.empty(num_rows, width, dtype=FP8, device=self.device)
+        return data, torch.empty(num_blocks(width), num_rows, dtype=torch.float32, device=self.device).T
+
     def all_gather(self, part: Tensor) -> Tensor:
         if self.buffers is not None and part.numel() and part.numel() * part.element_size() % 4 == 0:
-            from glm5.kernels.all_reduce.triton import gather
+            from glm5.kernels.all_reduce import triton, triton_dealt
 
-            if (out := gather(self.buffers, part)) is not None:
-                return out
+            out = triton.gather(self.buffers, part)
+            return triton_dealt.gather(self.buffers, part) if out is None else out
         part = part.contiguous()
         out = torch.empty((self.shard.size, *part.shape), dtype=part.dtype, device=part.device)
         if part.numel():
@@ -100,7 +117,7 @@ class CudaGroup:
         self,
         part: Tensor,
         norm: tuple[Tensor, Tensor, float] | None,
-        quantized: tuple[Tensor, Tensor] | None = None,
+        quantized: Fp8Rows | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Through symmetric memory; None where that is not the way."""
         if self.buffers is None or not part.numel():
@@ -121,11 +138,16 @@ class CudaGroup:
         flat = part.reshape(-1)
         if count % size:
             flat = torch.nn.functional.pad(flat, (0, -count % size))
-        parts = torch.empty_like(flat)
-        dist.all_to_all_single(parts, flat)
-        mine, total = all_reduce_reference(parts.view(size, -1)), torch.empty_like(flat)
-        dist.all_gather_into_tensor(total, mine)
+        total = torch.empty_like(flat)
+        dist.all_gather_into_tensor(total, self._dealt_nccl(flat))
         return total[:count].view(part.shape)
+
+    def _dealt_nccl(self, part: Tensor) -> Tensor:
+        """This rank's share of the sum, flat."""
+        part = part.contiguous().view(self.shard.size, -1)
+        parts = torch.empty_like(part)
+        dist.all_to_all_single(parts, part)
+        return all_reduce_reference(parts)
 
     def close(self) -> None:
         dist.destroy_process_group()

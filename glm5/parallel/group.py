@@ -22,6 +22,8 @@ from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.parallel.table import Shard
 
+Fp8Rows = tuple[Tensor, Tensor]  # what `act_quant` gives
+
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
@@ -43,6 +45,12 @@ class Group(Protocol):
         self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same, then what `act_quant` makes of out."""
+        ...
+
+    def add_rms_norm_dealt(
+        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
+    ) -> tuple[Tensor, Tensor, Fp8Rows | None]:
+        """(out, sum, `act_quant` of out) of this rank's rows alone, the `rank`-th of `size` equal shares."""
         ...
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -68,6 +76,12 @@ class GlooGroup:
         self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return add_rms_norm_quantized(self.all_reduce(part_TD), residual_TD, weight_D, eps)
+
+    def add_rms_norm_dealt(
+        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
+    ) -> tuple[Tensor, Tensor, Fp8Rows | None]:
+        new_OD = self.all_reduce(part_TD).unflatten(0, (self.shard.size, -1))[self.shard.rank]
+        return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:
         part = part.contiguous()
@@ -146,6 +160,11 @@ class Alone:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return add_rms_norm_quantized(part_TD, residual_TD, weight_D, eps)
 
+    def add_rms_norm_dealt(
+        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
+    ) -> tuple[Tensor, Tensor, Fp8Rows | None]:
+        return joined(part_TD, residual_OD, weight_D, eps, quantize=quantize)
+
     def all_gather(self, part: Tensor) -> Tensor:
         return part.unsqueeze(0)
 
@@ -154,6 +173,16 @@ class Alone:
 
 
 ALONE: Group = Alone()
+
+
+def joined(
+    new_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
+) -> tuple[Tensor, Tensor, Fp8Rows | None]:
+    """(out, sum, `act_quant` of out) of what is new, added up."""
+    if not quantize:
+        return *add_rms_norm(new_TD, residual_TD, weight_D, eps), None
+    out_TD, total_TD, *quantized = add_rms_norm_quantized(new_TD, residual_TD, weight_D, eps)
+    return out_TD, total_TD, (quantized[0], quantized[1])
 
 
 def least(group: Group, numbers: Sequence[int], device: torch.device) -> list[int]:

@@ -1,174 +1,35 @@
-"""Sums over GPUs that write into each other's memory. No flags and no barriers: data says of itself that it has come.
+"""Sums over GPUs that write into each other's memory (triton_buffers.py), a launch each.
 
     one shot    every rank sends its rows to all others, and each adds all of them up: one way, N times the bytes
     two shots   a row's pieces are dealt out to owners, who add up what they get and send the sum to all: twice the way
     gather      words of all ranks, side by side
 
-A buffer is full of EMPTY, a bit pattern that is never sent (minus zero in 16 bits), so a reader waits until none is
-left. Calls take three buffers in turns: while one is read, a faster rank may write to the next, and the one before is
-emptied again. Sums are taken in the order of ranks in float32 and rounded once, so every rank has the same bits.
-
-`Buffers.state`, int32 on the device: calls so far, programs that have ended, words used of each buffer; a CUDA graph
-can hold any number of calls. All programs of a launch must run at once, as they wait for each other's data: grids are
-at most as large as the GPU. One stream at a time, and all ranks make the same calls.
+All programs of a launch must run at once, as they wait for each other's data: grids are at most as large as the GPU.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.triton_fp8 import quantized_row
+from glm5.kernels.all_reduce.triton_buffers import (
+    MAX_WIDTH,
+    NUM_BUFFERS,
+    Buffers,
+    Fp8Rows,
+    buffer,
+    empty_last,
+    end,
+    finish,
+    sendable,
+    wait,
+    wait_sum,
+)
 
-NUM_BUFFERS = 3
 PIECE = 1024  # elements that have one owner in two shots
 _CHUNK = 1024  # words that a program empties or gathers at a time
-_MAX_WIDTH = 1 << 14
-
 
 Given = tuple[Tensor, Tensor, int, float]  # residual, weight, the residual's stride, eps
-Fp8Rows = tuple[Tensor, Tensor]  # e4m3 [T, D], and scales [T, D / 128] whose columns lie in one piece
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """A rank's and its peers' buffers: `pointers` int64 [N], `num_words` of 4 bytes each (one of NUM_BUFFERS).
-    `max_programs`: how many run at once."""
-
-    pointers: Tensor
-    state: Tensor
-    rank: int
-    size: int
-    num_words: int
-    max_programs: int
-
-
-def empty_state(device: torch.device) -> Tensor:
-    """The state of buffers that were never used."""
-    return torch.zeros(2 + NUM_BUFFERS, dtype=torch.int32, device=device)
-
-
-def empty(words: Tensor) -> None:
-    """Fill int32 memory with what means that nothing has come."""
-    words.fill_(_EMPTY_WORD)
-
-
-_EMPTY_WORD = -0x7FFF8000  # 0x80008000: two times minus zero in 16 bits, next to zero in 32
-
-
-@triton.jit
-def _is_empty(x):
-    if x.dtype.primitive_bitwidth == 16:
-        is_empty = x.to(tl.int16, bitcast=True) == -32768
-    else:
-        is_empty = x.to(tl.int32, bitcast=True) == -0x7FFF8000
-    return is_empty
-
-
-@triton.jit
-def _sendable(x):
-    """The same, but never EMPTY: minus zero becomes zero, and in 32 bits one number next to zero its neighbour."""
-    if x.dtype.primitive_bitwidth == 16:
-        sendable = tl.where(_is_empty(x), tl.zeros_like(x), x)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        sendable = tl.where(bits == -0x7FFF8000, bits + 1, bits).to(x.dtype, bitcast=True)
-    return sendable
-
-
-@triton.jit
-def _buffer(pointers, rank, slot, num_words, like):
-    """Where a rank's buffer begins, as a pointer to what `like` points to."""
-    address = tl.load(pointers + rank) + slot * num_words * 4
-    return tl.multiple_of(address.to(like.dtype), 16)
-
-
-@triton.jit
-def _empty_last(pointers, state, rank, call, num_words, CHUNK: tl.constexpr, NUM: tl.constexpr):
-    """Empty the buffer of the call before this one; every program its part."""
-    slot = (call + NUM - 1) % NUM
-    used = tl.load(state + 2 + slot)
-    words = (tl.load(pointers + rank) + slot.to(tl.int64) * num_words * 4).to(tl.pointer_type(tl.int32))
-    words = tl.multiple_of(words, 16)
-    for first in range(tl.program_id(0) * CHUNK, used, tl.num_programs(0) * CHUNK):
-        place = first + tl.arange(0, CHUNK)
-        tl.store(words + place, tl.full((CHUNK,), -0x7FFF8000, tl.int32), mask=place < used)
-
-
-@triton.jit
-def _end(state, call, slot, used):
-    """The last program to come here counts the call."""
-    tl.debug_barrier()
-    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
-        tl.store(state + 1, 0)
-        tl.store(state + 2 + slot, used)
-        tl.store(state, call + 1)
-
-
-# Loops carry no tensor: Triton 3.6 does not compile those. What has come is read once more.
-
-
-@triton.jit
-def _wait(place, mask):
-    """What lies at `place`, once all of it has come."""
-    missing = 1
-    while missing != 0:
-        x = tl.load(place, mask=mask, other=1.0, volatile=True)
-        missing = tl.max(_is_empty(x).to(tl.int32), 0)
-    return tl.load(place, mask=mask, other=1.0, volatile=True)
-
-
-@triton.jit
-def _wait_sum(place, stride, mask, rank, mine, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum over ranks of what lies `stride` apart; of this rank `mine`, which need not have come."""
-    missing = 1
-    while missing != 0:
-        is_missing = tl.zeros((BLOCK,), tl.int32)
-        for r in tl.static_range(SIZE):
-            x = tl.load(place + r * stride, mask=mask, other=1.0, volatile=True)
-            is_missing |= tl.where(rank == r, 0, _is_empty(x).to(tl.int32))
-        missing = tl.max(is_missing, 0)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for r in tl.static_range(SIZE):
-        x = tl.load(place + r * stride, mask=mask, other=1.0, volatile=True)
-        total += tl.where(rank == r, mine, x).to(tl.float32)
-    return total
-
-
-@triton.jit
-def _finish(
-    x,
-    residual,
-    weight,
-    t,
-    d,
-    D,
-    out_ptr,
-    sum_ptr,
-    fp8_ptr,
-    scale_ptr,
-    stride_b,
-    eps,
-    NORM: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-):
-    """Write a row's sum, or add it to the residual stream and write that and its norm, in FP8 too if wanted."""
-    mask = d < D
-    if NORM:
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + t * D + d, x, mask=mask)
-        wide = tl.where(mask, x.to(tl.float32), 0.0)
-        normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(x.dtype)
-        x = (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-    tl.store(out_ptr + t * D + d, x, mask=mask)
-    if QUANTIZE:
-        BLOCKS: tl.constexpr = d.shape[0] // 128
-        b = tl.arange(0, BLOCKS)
-        out_fp8, scale = quantized_row(x.to(tl.float32))
-        tl.store(fp8_ptr + t * D + d, out_fp8, mask=mask)
-        tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < D)
 
 
 @triton.jit
@@ -202,23 +63,23 @@ def _one_shot(
     slot = (call % NUM).to(tl.int64)
     t, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     part = split * (BLOCK_D // SPLITS) + tl.arange(0, BLOCK_D // SPLITS)
-    x = _sendable(tl.load(part_ptr + t * D + part, mask=part < D, other=0.0))
+    x = sendable(tl.load(part_ptr + t * D + part, mask=part < D, other=0.0))
     for step in tl.static_range(1, SIZE):
         peer = (rank + step) % SIZE
-        tl.store(_buffer(pointers, peer, slot, num_words, part_ptr) + (rank * T + t) * D + part, x, mask=part < D)
-    _empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
+        tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + (rank * T + t) * D + part, x, mask=part < D)
+    empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
     if split == 0:
         d = tl.arange(0, BLOCK_D)
-        mine = _sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0))
+        mine = sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0))
         residual, weight = mine, mine
         if NORM:
             residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
             weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
-        place = _buffer(pointers, rank, slot, num_words, part_ptr) + t * D + d
-        total = _wait_sum(place, T * D, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
+        place = buffer(pointers, rank, slot, num_words, part_ptr) + t * D + d
+        total = wait_sum(place, T * D, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
         at = out_ptr, sum_ptr, fp8_ptr, scale_ptr, stride_b
-        _finish(total, residual, weight, t, d, D, *at, eps, NORM, QUANTIZE)
-    _end(state, call, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
+        finish(total, residual, weight, t, d, D, *at, eps, NORM, QUANTIZE)
+    end(state, call, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
 
 
 @triton.jit
@@ -260,20 +121,20 @@ def _two_shots(
         piece = (index + rank * owned) % pieces  # not all ranks to the same owner at once
         d = (piece % pieces_a_row) * PIECE + e
         x = tl.load(part_ptr + (piece // pieces_a_row) * D + d, mask=d < D, other=0.0)
-        place = _buffer(pointers, piece % SIZE, slot, num_words, part_ptr) + (rank * owned + piece // SIZE) * PIECE
-        tl.store(place + e, _sendable(x), mask=d < D)
-    _empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
-    mine = _buffer(pointers, rank, slot, num_words, part_ptr)
+        place = buffer(pointers, piece % SIZE, slot, num_words, part_ptr) + (rank * owned + piece // SIZE) * PIECE
+        tl.store(place + e, sendable(x), mask=d < D)
+    empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
+    mine = buffer(pointers, rank, slot, num_words, part_ptr)
     for index in range(program, owned, programs):
         piece = index * SIZE + rank
         if piece < pieces:
             d = (piece % pieces_a_row) * PIECE + e
             none = tl.zeros((PIECE,), part_ptr.dtype.element_ty)
-            total = _wait_sum(mine + index * PIECE + e, owned * PIECE, d < D, -1, none, SIZE, PIECE)
-            x = _sendable(total.to(part_ptr.dtype.element_ty))
+            total = wait_sum(mine + index * PIECE + e, owned * PIECE, d < D, -1, none, SIZE, PIECE)
+            x = sendable(total.to(part_ptr.dtype.element_ty))
             for step in tl.static_range(SIZE):
                 peer = (rank + step) % SIZE
-                place = _buffer(pointers, peer, slot, num_words, part_ptr) + sums + (piece // pieces_a_row) * D
+                place = buffer(pointers, peer, slot, num_words, part_ptr) + sums + (piece // pieces_a_row) * D
                 tl.store(place + d, x, mask=d < D)
     d = tl.arange(0, BLOCK_D)
     for row in range(program, T, programs):
@@ -281,10 +142,10 @@ def _two_shots(
         if NORM:
             residual = tl.load(residual_ptr + row * stride_r + d, mask=d < D, other=0.0)
             weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
-        x = _wait(mine + sums + row * D + d, d < D)
+        x = wait(mine + sums + row * D + d, d < D)
         at = out_ptr, sum_ptr, fp8_ptr, scale_ptr, stride_b
-        _finish(x, residual, weight, row, d, D, *at, eps, NORM, QUANTIZE)
-    _end(state, call, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
+        finish(x, residual, weight, row, d, D, *at, eps, NORM, QUANTIZE)
+    end(state, call, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
 
 
 @triton.jit
@@ -303,24 +164,15 @@ def _gather(
     call = tl.load(state)
     slot = (call % NUM).to(tl.int64)
     w = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    x = _sendable(tl.load(part_ptr + w, mask=w < count, other=0))
+    x = sendable(tl.load(part_ptr + w, mask=w < count, other=0))
     for step in tl.static_range(SIZE):
         peer = (rank + step) % SIZE
-        tl.store(_buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + w, x, mask=w < count)
-    _empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
-    mine = _buffer(pointers, rank, slot, num_words, part_ptr)
+        tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + w, x, mask=w < count)
+    empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
+    mine = buffer(pointers, rank, slot, num_words, part_ptr)
     for r in tl.static_range(SIZE):
-        tl.store(out_ptr + r * count + w, _wait_words(mine + r * count + w, w < count), mask=w < count)
-    _end(state, call, slot, SIZE * count)
-
-
-@triton.jit
-def _wait_words(place, mask):
-    missing = 1
-    while missing != 0:
-        x = tl.load(place, mask=mask, other=0, volatile=True)
-        missing = tl.max((x == -0x7FFF8000).to(tl.int32), 0)
-    return tl.load(place, mask=mask, other=0, volatile=True)
+        tl.store(out_ptr + r * count + w, wait(mine + r * count + w, w < count), mask=w < count)
+    end(state, call, slot, SIZE * count)
 
 
 def fits(buffers: Buffers, part: Tensor, *, two_shots: bool) -> bool:
@@ -337,7 +189,7 @@ def fits(buffers: Buffers, part: Tensor, *, two_shots: bool) -> bool:
         count = size * num_rows * width
         if num_rows > buffers.max_programs:
             return False
-    return width % 8 == 0 and width <= _MAX_WIDTH and count * words_a + 1 <= buffers.num_words
+    return width % 8 == 0 and width <= MAX_WIDTH and count * words_a + 1 <= buffers.num_words
 
 
 def one_shot(

@@ -8,6 +8,7 @@ import torch
 from glm5.checkpoint.names import slot_of
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
+from glm5.engine.between import Whole
 from glm5.engine.lower import Lowered
 from glm5.engine.stack import Rows, Stack
 from glm5.kernels.block_scaled import quantize_blocks
@@ -16,6 +17,7 @@ from glm5.model.experts import BlockScaledExperts, CodedExperts
 from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 from glm5.model.lowering import use_block_scaled, use_coded
 from glm5.model.seams import Selection
+from glm5.parallel.group import ALONE
 from tests.support.coded import random_coded
 from tests.support.models import random_model
 from tests.support.steps import Steps, random_ids, typically_far
@@ -120,7 +122,7 @@ def test_attention_rule(model, lowered):
         view, other = there.view([(0, 0, 40)]), here.view([(0, 0, 40)])
         rope = model._rope(view)
         want, chosen = layer(x_TD, rope, view, given)
-        got, picked = mine(Rows(x_TD), rope, other, given)
+        got, picked = mine(Rows(x_TD), rope, other, given, Whole(ALONE))
         assert typically_far(got, want) < EXACT
         assert torch.equal(chosen.keys_TK, picked.keys_TK)
 
@@ -129,7 +131,7 @@ def test_attention_rule(model, lowered):
 def test_mlp_rules(model, lowered):
     x_TD = torch.randn(20, model.cfg.hidden_size, generator=torch.Generator().manual_seed(4))
     for layer, mine in zip(model.model.layers, lowered.layers, strict=True):
-        assert typically_far(mine.mlp(Rows(x_TD)), layer.mlp(x_TD)) < EXACT
+        assert typically_far(mine.mlp(Rows(x_TD), Whole(ALONE)), layer.mlp(x_TD)) < EXACT
 
 
 def test_a_stack_holds_nothing_twice():

@@ -52,9 +52,9 @@ class _Noting:
     def __init__(self, mlp, called, layer_idx):
         self.mlp, self.called, self.layer_idx = mlp, called, layer_idx
 
-    def __call__(self, x):
+    def __call__(self, x, between):
         self.called.append(self.layer_idx)
-        return self.mlp(x)
+        return self.mlp(x, between)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_the_reference_rounds_once(dtype, seed):
 
 def buffers(num_words=1 << 15):
     """Of one rank."""
-    from glm5.kernels.all_reduce.triton import NUM_BUFFERS, Buffers, empty, empty_state
+    from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, Buffers, empty, empty_state
 
     memory = torch.empty(NUM_BUFFERS * num_words, dtype=torch.int32)
     empty(memory)

@@ -1,10 +1,4 @@
-"""Ranks that each hold their part of a model compute what the whole one does: prompts and drafts, every format.
-
-Ranks are threads here, which exchange through a barrier.
-"""
-
-import threading
-from concurrent.futures import ThreadPoolExecutor
+"""Ranks that each hold their part of a model compute what the whole one does: prompts and drafts, every format."""
 
 import pytest
 import torch
@@ -12,43 +6,17 @@ import torch
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
-from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
-from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.model.packed import PackedView
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE
-from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
 from tests.support.models import random_model
+from tests.support.ranks import by_threads
 
 # Sums over parts round elsewhere; FP8 activations of parts have scales of their own.
 BUDGET = {"float32": 2e-6, "bfloat16": 5e-2, "fp8": 0.2}
-SECONDS = 30
 # Parts for two ranks are whole blocks, or lie within one.
 SIZES = {"moe_intermediate_size": 256, "intermediate_size": 512, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16}
-
-
-class ThreadGroup:
-    """Ranks that are threads of one process."""
-
-    def __init__(self, shard, said, barrier):
-        self.shard, self.said, self.barrier = shard, said, barrier
-
-    def all_gather(self, part):
-        self.said[self.shard.rank] = part
-        self.barrier.wait(SECONDS)
-        out = torch.stack(list(self.said))
-        self.barrier.wait(SECONDS)
-        return out
-
-    def all_reduce(self, part):
-        return all_reduce_reference(self.all_gather(part))
-
-    def add_rms_norm(self, part, residual, weight, eps):
-        return add_rms_norm(self.all_reduce(part), residual, weight, eps)
-
-    def add_rms_norm_quantized(self, part, residual, weight, eps):
-        return add_rms_norm_quantized(self.all_reduce(part), residual, weight, eps)
 
 
 # Of keys and experts nothing is left to choose: choices that are nearly equal turn out otherwise in 16 bits.
@@ -82,15 +50,13 @@ def test_ranks_compute_what_one_does(checkpoints, kind, size):
         pytest.skip("blocks of this model would be shared")
     dtype = "auto" if kind == "fp8" else kind
     want = computed(load(checkpoint, dtype))
-    said, barrier = [None] * size, threading.Barrier(size)
 
-    def rank_of(rank):
-        model = load(checkpoint, dtype, shard=Shard(rank, size))
-        connect(model, ThreadGroup(Shard(rank, size), said, barrier))
+    def work(group):
+        model = load(checkpoint, dtype, shard=group.shard)
+        connect(model, group)
         return computed(model)
 
-    with ThreadPoolExecutor(size) as pool:
-        ranks = list(pool.map(rank_of, range(size)))
+    ranks = by_threads(size, work)
     for whole, *parts in zip(want, *ranks, strict=True):
         together = torch.cat(parts, dim=-1)
         assert rel_rms(together, whole.double()) < BUDGET[kind]

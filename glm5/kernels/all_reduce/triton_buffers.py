@@ -1,0 +1,163 @@
+"""What the collectives of this folder share: a rank's buffers as all ranks see them. No flags and no barriers: data
+says of itself that it has come.
+
+A buffer is full of EMPTY, a bit pattern that is never sent (minus zero in 16 bits), so a reader waits until none is
+left. Calls take three buffers in turns: while one is read, a faster rank may write to the next, and the one before is
+emptied again. Sums are taken in the order of ranks in float32 and rounded once, so every rank has the same bits.
+
+`Buffers.state`, int32 on the device: calls so far, programs that have ended, words used of each buffer; a CUDA graph
+can hold any number of calls. One stream at a time, and all ranks make the same calls.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.triton_fp8 import quantized_row
+
+NUM_BUFFERS = 3
+MAX_WIDTH = 1 << 14
+
+Fp8Rows = tuple[Tensor, Tensor]  # e4m3 [T, D], and scales [T, D / 128] whose columns lie in one piece
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """A rank's and its peers' buffers: `pointers` int64 [N], `num_words` of 4 bytes each (one of NUM_BUFFERS).
+    `max_programs`: how many run at once."""
+
+    pointers: Tensor
+    state: Tensor
+    rank: int
+    size: int
+    num_words: int
+    max_programs: int
+
+
+def empty_state(device: torch.device) -> Tensor:
+    """The state of buffers that were never used."""
+    return torch.zeros(2 + NUM_BUFFERS, dtype=torch.int32, device=device)
+
+
+def empty(words: Tensor) -> None:
+    """Fill int32 memory with what means that nothing has come."""
+    words.fill_(EMPTY_WORD)
+
+
+EMPTY_WORD = -0x7FFF8000  # 0x80008000: two times minus zero in 16 bits, next to zero in 32
+
+
+@triton.jit
+def is_empty(x):
+    if x.dtype.primitive_bitwidth == 16:
+        is_empty = x.to(tl.int16, bitcast=True) == -32768
+    else:
+        is_empty = x.to(tl.int32, bitcast=True) == -0x7FFF8000
+    return is_empty
+
+
+@triton.jit
+def sendable(x):
+    """The same, but never EMPTY: minus zero becomes zero, and in 32 bits one number next to zero its neighbour."""
+    if x.dtype.primitive_bitwidth == 16:
+        sendable = tl.where(is_empty(x), tl.zeros_like(x), x)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        sendable = tl.where(bits == -0x7FFF8000, bits + 1, bits).to(x.dtype, bitcast=True)
+    return sendable
+
+
+@triton.jit
+def buffer(pointers, rank, slot, num_words, like):
+    """Where a rank's buffer begins, as a pointer to what `like` points to."""
+    address = tl.load(pointers + rank) + slot * num_words * 4
+    return tl.multiple_of(address.to(like.dtype), 16)
+
+
+@triton.jit
+def empty_last(pointers, state, rank, call, num_words, CHUNK: tl.constexpr, NUM: tl.constexpr):
+    """Empty the buffer of the call before this one; every program its part."""
+    slot = (call + NUM - 1) % NUM
+    used = tl.load(state + 2 + slot)
+    words = (tl.load(pointers + rank) + slot.to(tl.int64) * num_words * 4).to(tl.pointer_type(tl.int32))
+    words = tl.multiple_of(words, 16)
+    for first in range(tl.program_id(0) * CHUNK, used, tl.num_programs(0) * CHUNK):
+        place = first + tl.arange(0, CHUNK)
+        tl.store(words + place, tl.full((CHUNK,), -0x7FFF8000, tl.int32), mask=place < used)
+
+
+@triton.jit
+def end(state, call, slot, used):
+    """The last program to come here counts the call."""
+    tl.debug_barrier()
+    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(state + 1, 0)
+        tl.store(state + 2 + slot, used)
+        tl.store(state, call + 1)
+
+
+# Loops carry no tensor: Triton 3.6 does not compile those. What has come is read once more.
+
+
+@triton.jit
+def wait(place, mask):
+    """What lies at `place`, once all of it has come."""
+    missing = 1
+    while missing != 0:
+        x = tl.load(place, mask=mask, other=1, volatile=True)
+        missing = tl.max(is_empty(x).to(tl.int32), 0)
+    return tl.load(place, mask=mask, other=1, volatile=True)
+
+
+@triton.jit
+def wait_sum(place, stride, mask, rank, mine, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum over ranks of what lies `stride` apart; of this rank `mine`, which need not have come."""
+    missing = 1
+    while missing != 0:
+        is_missing = tl.zeros((BLOCK,), tl.int32)
+        for r in tl.static_range(SIZE):
+            x = tl.load(place + r * stride, mask=mask, other=1.0, volatile=True)
+            is_missing |= tl.where(rank == r, 0, is_empty(x).to(tl.int32))
+        missing = tl.max(is_missing, 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for r in tl.static_range(SIZE):
+        x = tl.load(place + r * stride, mask=mask, other=1.0, volatile=True)
+        total += tl.where(rank == r, mine, x).to(tl.float32)
+    return total
+
+
+@triton.jit
+def finish(
+    x,
+    residual,
+    weight,
+    t,
+    d,
+    D,
+    out_ptr,
+    sum_ptr,
+    fp8_ptr,
+    scale_ptr,
+    stride_b,
+    eps,
+    NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
+    """Write a row's sum, or add it to the residual stream and write that and its norm, in FP8 too if wanted."""
+    mask = d < D
+    if NORM:
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + t * D + d, x, mask=mask)
+        wide = tl.where(mask, x.to(tl.float32), 0.0)
+        normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(x.dtype)
+        x = (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    tl.store(out_ptr + t * D + d, x, mask=mask)
+    if QUANTIZE:
+        BLOCKS: tl.constexpr = d.shape[0] // 128
+        b = tl.arange(0, BLOCKS)
+        out_fp8, scale = quantized_row(x.to(tl.float32))
+        tl.store(fp8_ptr + t * D + d, out_fp8, mask=mask)
+        tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < D)

@@ -1,0 +1,68 @@
+"""Steps whose rows are dealt out to ranks: what ranks compute that have all rows, bit for bit where that is so."""
+
+import pytest
+import torch
+
+from glm5.checkpoint.load import load
+from glm5.checkpoint.save import save
+from glm5.config.presets import preset
+from glm5.engine import between
+from glm5.engine.lower import Lowered
+from glm5.parallel.apply import connect
+from tests.support.models import random_model
+from tests.support.ranks import by_threads
+from tests.support.steps import Steps, far, random_ids
+
+MAX_LEN = 64
+RANKS = 2
+# Products in FP8 are exact up to one rounding; in float32 a share of the rows may be added up in another order.
+BUDGET = 5e-6
+SIZES = {"moe_intermediate_size": 256, "intermediate_size": 512, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16}
+PASSES = {
+    "whole": ([(0, 0, 5), (1, 0, 3)], True),
+    "few keys": ([(0, 0, 5), (1, 0, 3)], False),
+    "selected": ([(0, 0, 30), (1, 0, 20)], False),
+    "behind others": ([(0, 30, 2), (1, 20, 3)], False),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("between") / "model"
+    save(random_model(7, preset("tiny").replace(**SIZES)), path, dtype="fp8")
+    return path
+
+
+def computed(checkpoint, dtype, min_rows, monkeypatch):
+    """By rank: hidden states of target and draft layer of all passes, experts that were chosen."""
+    monkeypatch.setattr(between, "MIN_DEALT_ROWS", min_rows)
+
+    def work(group):
+        model = load(checkpoint, dtype, shard=group.shard)
+        connect(model, group)
+        lowered, steps = Lowered(model, MAX_LEN, group), Steps(model, 2, MAX_LEN)
+        heard, out = lowered.record_routing(), []
+        with torch.inference_mode():
+            for seed, (rows, whole) in enumerate(PASSES.values()):
+                # With one row of padding, or two, so that ranks divide them.
+                count = sum(count for _, _, count in rows)
+                padding = RANKS - count % RANKS
+                ids, view = random_ids(model, count + padding, seed), steps.view(rows, padding=padding, whole=whole)
+                hidden = lowered.hidden(ids, view)
+                drafted, _ = lowered.draft(ids.roll(-1), hidden, view)
+                out += [hidden[:count], drafted[:count]]
+        return out, [torch.cat(each) for each in heard]
+
+    return by_threads(RANKS, work)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"], ids=["float32", "fp8"])
+def test_dealt_rows_are_those_of_the_whole(checkpoint, dtype, monkeypatch):
+    whole = computed(checkpoint, dtype, 1 << 20, monkeypatch)
+    dealt = computed(checkpoint, dtype, 1, monkeypatch)
+    for got, experts in dealt:
+        assert all(torch.equal(one, other) for one, other in zip(got, dealt[0][0], strict=True)), "ranks differ"
+        for mine, want in zip(got, whole[0][0], strict=True):
+            assert torch.equal(mine, want) or (dtype == "float32" and far(mine, want) < BUDGET)
+            assert far(mine * 1.02, want) > BUDGET
+        assert all(torch.equal(one, want) for one, want in zip(experts, whole[0][1], strict=True))
