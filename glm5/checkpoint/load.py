@@ -2,8 +2,9 @@
 
     config.json -> tensors expected | shard headers -> tensors found | they fit? -> allocate -> read each into its place
 
-A weight that is kept as stored is read from the file into the parameter itself. One that is cast or dequantized goes
-through a buffer of a few megabytes. So host memory stays at the model plus buffers, however large the shards are.
+On a CPU a weight that is kept as stored is read from the file into the parameter itself. One that is cast or
+dequantized, or goes to a GPU, goes through a buffer of a few megabytes (staging.py). So host memory stays at the model,
+if it lies there, plus buffers, however large the shards are.
 
 One of several ranks that share a model reads its own part of each tensor (`glm5.parallel.table`), all ranks at once.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +28,8 @@ from glm5.checkpoint.fit import ROTATIONS, Fit, fit
 from glm5.checkpoint.index import ShardIndex, counted, scan
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.resolve import resolve
-from glm5.checkpoint.shard import DTYPES, TensorEntry, mapped, read_columns, read_into, read_tensor
+from glm5.checkpoint.shard import DTYPES, TensorEntry, mapped, read_into, read_tensor
+from glm5.checkpoint.staging import Staging, Stagings
 from glm5.checkpoint.stored import BLOCKS, Stored, check_groups, forms_of, place
 from glm5.common.errors import ConfigError
 from glm5.common.progress import Progress
@@ -41,9 +44,8 @@ from glm5.parallel.table import WHOLE, Shard, Span, check_blocks, local_config, 
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 1 << 18  # elements that a reader casts or dequantizes at a time, which takes some 20 bytes of each
 HIDDEN, CHAINED = ROTATIONS
-NUM_READERS = 4  # one alone waits for page faults half of the time
+NUM_READERS = {"cpu": 4, "cuda": 8}  # one alone waits for page faults half of the time; a bus wants more than four
 
 
 def load(
@@ -223,28 +225,42 @@ def read_weights(
         for entry in entries
     }
 
+    device = next(iter(parameters.values())).device
+    stagings = Stagings(device)
+
     def read(entry: TensorEntry) -> None:
+        staging = stagings.mine()
+        with staging.turn():
+            read_with(staging, entry)
+
+    def read_with(staging: Staging, entry: TensorEntry) -> None:
         if entry.name in coded:
-            place(directory, index.entries, coded[entry.name], parameters, spans[entry.name])
+            place(directory, index.entries, coded[entry.name], parameters, spans[entry.name], staging)
             return
         slot = slot_of(entry.name)
         target, span = slot.view(parameters[slot.parameter]), spans[entry.name]
         if entry.name.endswith(CHAINED):
             target.copy_(_handed_on(directory, entry, index.entries))
         elif entry.name in dequantized:
-            _dequantize_into(directory, entry, index.entries, target, span)
+            _dequantize_into(directory, entry, index.entries, target, span, staging)
         elif span is not None and span.dim == 1:
-            _read_columns_into(directory, entry, target, span, may_map=may_map)
+            _read_columns_into(directory, entry, target, span, staging, may_map=may_map)
         else:
-            _read_or_cast_into(directory, entry, target, 0 if span is None else span.start)
+            _read_or_cast_into(directory, entry, target, 0 if span is None else span.start, staging)
 
     title, total = f"loading {directory.name}", sum(num_bytes.values())
     shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 else nullcontext()
-    with ThreadPoolExecutor(NUM_READERS) as readers, shown as progress:
+    with ThreadPoolExecutor(num_readers(device)) as readers, shown as progress:
         for entry, _ in zip(entries, readers.map(read, entries), strict=True):  # an error cancels what has not begun
             if progress is not None:
                 progress.update(num_bytes[entry.name], shard=entry.file)
+        stagings.finish()
     return total
+
+
+def num_readers(device: torch.device) -> int:
+    """Threads that read tensors for a device."""
+    return NUM_READERS.get(device.type, NUM_READERS["cpu"])
 
 
 def _handed_on(directory: Path, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> Tensor:
@@ -258,55 +274,73 @@ def _num_bytes(entry: TensorEntry, span: Span | None) -> int:
     return entry.num_bytes if span is None else entry.num_bytes // entry.shape[span.dim] * (span.stop - span.start)
 
 
-def _read_or_cast_into(directory: Path, entry: TensorEntry, target: Tensor, first_row: int) -> None:
+def _cast_into(target: Tensor, rows: Tensor) -> None:
+    target.copy_(cast(rows, target.dtype))
+
+
+def _read_or_cast_into(directory: Path, entry: TensorEntry, target: Tensor, first_row: int, staging: Staging) -> None:
     """The rows from `first_row` on that the target has."""
     stored, row_bytes = DTYPES[entry.dtype], entry.num_bytes // max(1, entry.shape[0])
     if target.dtype == stored and target.device.type == "cpu":
         read_into(directory, entry, target, first_byte=first_row * row_bytes)
         return
-    for start, stop in _row_ranges(target.shape, multiple_of=1):
-        rows = torch.empty((stop - start, *entry.shape[1:]), dtype=stored)
+    for start, stop in _row_ranges(len(target), staging.rows(row_bytes, stored.itemsize)):
+        rows = staging.room((stop - start, *entry.shape[1:]), stored)
         read_into(directory, entry, rows, first_byte=(first_row + start) * row_bytes)
-        target[start:stop].copy_(cast(rows.to(target.device), target.dtype))
+        staging.send(rows, partial(_cast_into, target[start:stop]))
 
 
-def _read_columns_into(directory: Path, entry: TensorEntry, target: Tensor, span: Span, *, may_map: bool) -> None:
-    columns = range(span.start, span.stop)
+def _read_columns_into(
+    directory: Path, entry: TensorEntry, target: Tensor, span: Span, staging: Staging, *, may_map: bool
+) -> None:
+    stored = DTYPES[entry.dtype]
+    columns, width = slice(span.start, span.stop), stored.itemsize
     if may_map and (whole := mapped(directory, entry)) is not None:
-        part = whole[:, span.start : span.stop]
-        if target.dtype == part.dtype and target.device.type == "cpu":
+        part = whole[:, columns]
+        if target.dtype == stored and target.device.type == "cpu":
             target.copy_(part)
             return
-        for start, stop in _row_ranges(target.shape, multiple_of=1):
-            target[start:stop].copy_(cast(part[start:stop].contiguous().to(target.device), target.dtype))
+        for start, stop in _row_ranges(len(target), staging.rows(part.shape[1] * width, width)):
+            rows = staging.room((stop - start, part.shape[1]), stored)
+            staging.send(rows.copy_(part[start:stop]), partial(_cast_into, target[start:stop]))
         return
-    for start, stop in _row_ranges(entry.shape, multiple_of=1):
-        part = read_columns(directory, entry, range(start, stop), columns)
-        target[start:stop].copy_(cast(part.to(target.device), target.dtype))
+    for start, stop in _row_ranges(len(target), staging.rows(entry.shape[1] * width, width)):
+        rows = staging.room((stop - start, entry.shape[1]), stored)
+        read_into(directory, entry, rows, first_byte=start * entry.shape[1] * width)
+        staging.send(rows, lambda rows, into=target[start:stop]: _cast_into(into, rows[:, columns]))
 
 
 def _dequantize_into(
-    directory: Path, entry: TensorEntry, entries: Mapping[str, TensorEntry], target: Tensor, span: Span | None
+    directory: Path,
+    entry: TensorEntry,
+    entries: Mapping[str, TensorEntry],
+    target: Tensor,
+    span: Span | None,
+    staging: Staging,
 ) -> None:
     """Weight times scale, which may be in another shard. Ragged edges: the last scale is cut, not stretched. Blocks
     that a rank's part begins or ends within are read whole."""
     scale = read_tensor(directory, entries[entry.name + SCALE_SUFFIX]).to(target.device)
-    (first_row, last_row), (first, last) = (0, entry.shape[0]), (0, entry.shape[1])
+    stored, num_rows, width = DTYPES[entry.dtype], *entry.shape
+    (first_row, last_row), columns = (0, num_rows), slice(0, width)
     if span is not None:
         first_row, last_row = (span.start, span.stop) if span.dim == 0 else (first_row, last_row)
-        first, last = (span.start, span.stop) if span.dim == 1 else (first, last)
-    for start, stop in _row_ranges(entry.shape, multiple_of=BLOCK):
+        columns = slice(span.start, span.stop) if span.dim == 1 else columns
+    for start, stop in _row_ranges(num_rows, max(1, staging.rows(width, stored.itemsize) // BLOCK) * BLOCK):
         begin, end = max(start, first_row), min(stop, last_row)
         if begin >= end:
             continue
-        rows = torch.empty((stop - start, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
-        read_into(directory, entry, rows, first_byte=start * entry.shape[1])
-        part = BlockScaled(rows.to(target.device), scale[start // BLOCK : -(-stop // BLOCK)]).dequantize(target.dtype)
-        target[begin - first_row : end - first_row].copy_(part[begin - start : end - start, first:last])
+        rows = staging.room((stop - start, width), stored)
+        read_into(directory, entry, rows, first_byte=start * width)
+        of_rows = scale[start // BLOCK : -(-stop // BLOCK)]
+        into, some = target[begin - first_row : end - first_row], slice(begin - start, end - start)
+
+        def take(rows: Tensor, of_rows: Tensor = of_rows, into: Tensor = into, some: slice = some) -> None:
+            into.copy_(BlockScaled(rows, of_rows).dequantize(into.dtype)[some, columns])
+
+        staging.send(rows, take)
 
 
-def _row_ranges(shape: tuple[int, ...], multiple_of: int) -> list[tuple[int, int]]:
-    """[start, stop) row ranges of about CHUNK elements that cover the first dimension."""
-    row_elements = torch.Size(shape[1:]).numel()
-    step = max(1, CHUNK // max(1, row_elements * multiple_of)) * multiple_of
-    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+def _row_ranges(num_rows: int, step: int) -> list[tuple[int, int]]:
+    """[start, stop) row ranges that cover the first dimension."""
+    return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]

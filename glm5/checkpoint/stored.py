@@ -18,6 +18,7 @@ from torch import Tensor
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.schemes import method_of, schemes_of
 from glm5.checkpoint.shard import DTYPES, TensorEntry, read_columns, read_into, read_tensor
+from glm5.checkpoint.staging import Staging
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
@@ -198,6 +199,7 @@ def place(
     matrix: Stored,
     parameters: Mapping[str, Tensor],
     span: Span | None,
+    staging: Staging,
 ) -> None:
     """Read `span` of a matrix into the parameters of a model: as codes where those hold codes, else dequantized."""
     slot, grid = slot_of(matrix.name), matrix.scheme.weight
@@ -207,25 +209,26 @@ def place(
         whole = _quantized(directory, entries, matrix).dequantize(target.dtype)
         target.copy_(whole if span is None else whole.narrow(span.dim, span.start, span.stop - span.start))
         return
-    target.copy_(_as_held(matrix, _read(directory, codes, span, matrix.shape[1] // codes.shape[1])))
+    held = _read(directory, codes, span, matrix.shape[1] // codes.shape[1], staging)
+    staging.send(held, lambda held: target.copy_(_as_held(matrix, held)))
     of_scale = slot._replace(parameter=slot.parameter + (SCALE_SUFFIX if matrix.form == BLOCKS else HOLD_SUFFIX))
     if span is not None and grid.scope == "block":
         span = scale_span(span)
     per_scale = 1 if grid.scope == "block" else grid.group
     if span is not None and span.dim == 1 and per_scale is None:
         span = None  # one of a whole row, which every rank needs
-    of_scale.view(parameters[of_scale.parameter]).copy_(_read(directory, scale, span, per_scale or 1).float())
+    into = of_scale.view(parameters[of_scale.parameter])
+    staging.send(_read(directory, scale, span, per_scale or 1, staging), lambda held: into.copy_(held.float()))
 
 
-def _read(directory: Path, entry: TensorEntry, span: Span | None, per_element: int) -> Tensor:
-    """A part of a tensor that holds `per_element` inputs of a row in each of its elements."""
-    if span is None:
-        return read_tensor(directory, entry)
-    if span.dim == 1:
+def _read(directory: Path, entry: TensorEntry, span: Span | None, per_element: int, staging: Staging) -> Tensor:
+    """A part of a tensor that holds `per_element` inputs of a row in each of its elements, yet to be sent."""
+    if span is not None and span.dim == 1:
         columns = range(span.start // per_element, span.stop // per_element)
         return read_columns(directory, entry, range(entry.shape[0]), columns).contiguous()
-    out = torch.empty((span.stop - span.start, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
-    read_into(directory, entry, out, first_byte=span.start * (entry.num_bytes // entry.shape[0]))
+    first, last = (0, entry.shape[0]) if span is None else (span.start, span.stop)
+    out = staging.room((last - first, *entry.shape[1:]), DTYPES[entry.dtype])
+    read_into(directory, entry, out, first_byte=first * (entry.num_bytes // entry.shape[0]))
     return out
 
 

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from glm5.checkpoint import staging
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
+from glm5.config.presets import preset
+from glm5.parallel.table import WHOLE, Shard
 from tests.support.checkpoints import ragged, read_tensors
 from tests.support.models import random_model
 
@@ -27,6 +30,18 @@ def test_the_same_bits_as_on_the_cpu(fp8, dtype):
     assert all(tensor.is_cuda for tensor in there.values())
     assert all(there[name].dtype == here[name].dtype for name in here)
     assert all(torch.equal(bits(there[name]), bits(here[name])) for name in here)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("shard", [WHOLE, Shard(0, 2), Shard(1, 2)], ids=str)
+def test_rooms_are_taken_in_turns(shard, dtype, tmp_path, monkeypatch):
+    """Tensors that take many rooms, of which one is filled while the other is copied; a rank's rows and columns."""
+    source = save(random_model(3, preset("tiny")), tmp_path / "fp8", dtype="fp8")
+    here = load(source, dtype=dtype, shard=shard).state_dict()
+    monkeypatch.setattr(staging, "_ROOM_BYTES", 16 << 10)
+    for _ in range(3):
+        there = load(source, dtype=dtype, device="cuda", shard=shard).state_dict()
+        assert all(torch.equal(bits(there[name]), bits(here[name])) for name in here)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

@@ -2,5 +2,6 @@
 
 A checkpoint of GLM-5's tensor shapes in FP8, as large as asked, is written into DIR unless it is there; then so many
 processes load it together, each its own part, onto its GPU or into memory. Beside it stands what the same bytes take if
-they are only read. Both once from the disk, with the files dropped from memory before, and once from memory.
+they are only read. Both once from the disk, with the files dropped from memory before, and once from memory. Of GPUs
+the line ends with what all of their buses do at once.
 """
