@@ -56,7 +56,7 @@ def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
 @contextmanager
 def ordered(recipe: Recipe) -> Iterator[None]:
     """The recipe's threads, and one order of sums where it asks for that."""
-    with _threads(recipe.threads), _one_order(recipe):
+    with _threads(recipe.threads), one_order(asked=recipe.deterministic):
         yield
 
 
@@ -242,11 +242,11 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _one_order(recipe: Recipe) -> Iterator[None]:
-    """`deterministic`, which other code of this process need not want."""
+def one_order(*, asked: bool) -> Iterator[None]:
+    """Sums in one order, where they are asked for; other code of this process need not want them."""
     filling: Any = torch.utils.deterministic
     before, filled = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
-    if recipe.deterministic:
+    if asked:
         torch.use_deterministic_algorithms(mode=True)
         filling.fill_uninitialized_memory = False  # finds mistakes, at a price
     try:

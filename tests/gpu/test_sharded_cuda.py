@@ -4,17 +4,41 @@ Sums in another order flip choices of experts and keys in bfloat16, and Muon tur
 losses are compared, over five steps.
 """
 
+from functools import cache
+
 import pytest
 import torch
 
 from glm5.config.parallel import ParallelConfig
-from tests.support.sharded import Job, alone, together
+from tests.support.sharded import Done, Job, alone, together
 
 # Of a loss, relative: of the first step, where weights are the same, and of all five. On a CPU, in bfloat16 as here and
 # at the same large steps, two processes differ from one by 1e-7 and by 1 to 3 %.
 FIRST, BUDGET = 0.01, 0.05
+# Widths that Triton's kernels take.
+CONFIG = (
+    ("hidden_size", 64),
+    ("q_lora_rank", 48),
+    ("kv_lora_rank", 32),
+    ("qk_nope_head_dim", 24),
+    ("qk_rope_head_dim", 8),
+    ("v_head_dim", 16),
+    ("moe_intermediate_size", 32),
+    ("index_n_heads", 16),
+    ("index_head_dim", 32),
+)
 TWO = [{}, {"expert": 2}, {"context": 2}, {"pipeline": 2}]
 FOUR = [{}, {"expert": 2, "context": 2}, {"pipeline": 2, "expert": 2}]
+
+
+def job(world: int = 1, **parallel) -> Job:
+    widths = {"dtype": torch.float32, "compute": torch.bfloat16, "device": "cuda", "config": CONFIG}
+    return Job(world, ParallelConfig(**parallel), **widths)
+
+
+@cache
+def one_gpu() -> Done:
+    return alone(job())
 
 
 @pytest.mark.gpu
@@ -22,9 +46,7 @@ FOUR = [{}, {"expert": 2, "context": 2}, {"pipeline": 2, "expert": 2}]
 def test_gpus_lose_what_one_does(world, parallel):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, here are {torch.cuda.device_count()}")
-    job = Job(dtype=torch.float32, compute=torch.bfloat16, device="cuda")
-    want = alone(job)
-    got = together(Job(world, ParallelConfig(**parallel), dtype=torch.float32, compute=torch.bfloat16, device="cuda"))
+    want, got = one_gpu(), together(job(world, **parallel))
     for name in ("loss", "mtp"):
         off = [abs(a[name] - b[name]) / b[name] for a, b in zip(got.figures, want.figures, strict=True)]
         print(f"{world} {parallel} {name}: {' '.join(f'{one:.1e}' for one in off)}")

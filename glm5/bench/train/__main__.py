@@ -1,8 +1,10 @@
-"""`python -m glm5.bench.train WHAT...`: training on one GPU.
+"""`python -m glm5.bench.train WHAT...`: training on GPUs.
 
 layer      a layer of GLM-5 with all of its experts: forward and backward, dense and sparse; the optimizer; q_b_proj
 memory     attention with its gradient at 16K, 64K and 200K tokens
-small      steps of a model with 100M active parameters
+small      steps of recipes/active-100m.toml's model, stage by stage, on random tokens; `glm5 train` trains it
+ordered    the same in deterministic mode, beside the default; CUBLAS_WORKSPACE_CONFIG=:4096:8 must be set
+shape      steps of a model with 30 billion parameters on all GPUs of this machine
 """
 
 import argparse
@@ -16,13 +18,14 @@ import torch
 
 from glm5.bench.train.layer import layer_figures, optimizer_figures, split_figures
 from glm5.bench.train.memory import memory_figures
-from glm5.bench.train.small import small_figures
+from glm5.bench.train.shape import FLASH, shape_figures
+from glm5.bench.train.small import ordered_figures, small_figures
 from glm5.common.console import out
 
 Case = Callable[[], dict[str, Any]]
 
 
-def cases(what: str, num_tokens: int) -> Iterator[Case]:
+def cases(what: str, num_tokens: int, num_layers: int, passes: int) -> Iterator[Case]:
     if what == "layer":
         yield split_figures
         for stage in ("dense", "sparse"):
@@ -30,9 +33,13 @@ def cases(what: str, num_tokens: int) -> Iterator[Case]:
         yield optimizer_figures
     elif what == "memory":
         for length in (16_384, 65_536, 204_800):
-            yield lambda length=length: memory_figures(length, dense=False)
-        for length in (16_384, 65_536):
-            yield lambda length=length: memory_figures(length, dense=True)
+            for dense in (False, True):
+                yield lambda length=length, dense=dense: memory_figures(length, dense=dense)
+    elif what == "shape":
+        yield lambda: shape_figures(num_layers, passes)
+    elif what == "ordered":
+        for ordered in (False, True):
+            yield lambda ordered=ordered: ordered_figures("sparse", 4096, 8, ordered=ordered)
     else:
         for stage, seq_len, sequences in (
             ("dense", 4096, 16),
@@ -45,11 +52,15 @@ def cases(what: str, num_tokens: int) -> Iterator[Case]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="glm5.bench.train", description=__doc__)
-    parser.add_argument("what", nargs="*", choices=["layer", "memory", "small"], default=["layer", "memory", "small"])
+    kinds = ["layer", "memory", "small", "ordered", "shape"]
+    parser.add_argument("what", nargs="*", choices=kinds, default=["layer", "memory", "small"])
     parser.add_argument("--tokens", type=int, default=8192, help="of the layer's one sequence")
+    layers = FLASH["num_hidden_layers"]
+    parser.add_argument("--layers", type=int, default=layers, help="of the shape; fewer where memory is less")
+    parser.add_argument("--passes", type=int, default=2, help="sequences of 4,096 tokens in a GPU's step of the shape")
     args = parser.parse_args(argv)
     for what in args.what:
-        for case in cases(what, args.tokens):
+        for case in cases(what, args.tokens, args.layers, args.passes):
             out(json.dumps({key: round(v, 4) if isinstance(v, float) else v for key, v in case().items()}))
             gc.collect()
             torch.cuda.empty_cache()

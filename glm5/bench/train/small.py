@@ -2,44 +2,26 @@
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from glm5.bench.train.counts import PEAK
-from glm5.config.model import ModelConfig
-from glm5.config.presets import preset
 from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.config.tensors import count_parameters
+from glm5.config.train import read_recipe
 from glm5.model.glm5 import Glm5
 from glm5.model.init import init_weights
 from glm5.train.batch import Batch
+from glm5.train.loop import one_order
 from glm5.train.masters import Masters
 from glm5.train.optim.build import INDEXER, Optimizers
 from glm5.train.step import Phase, Step
 from glm5.train.watch import flops_per_token
 
-ACTIVE_100M: dict[str, Any] = {
-    "vocab_size": 32768,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 6,
-    "q_lora_rank": 384,
-    "kv_lora_rank": 192,
-    "qk_nope_head_dim": 96,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 128,
-    "intermediate_size": 3072,
-    "moe_intermediate_size": 512,
-    "n_routed_experts": 32,
-    "num_experts_per_tok": 4,
-    "first_k_dense_replace": 1,
-    "index_n_heads": 8,
-    "index_head_dim": 64,
-    "index_topk": 512,
-    "num_nextn_predict_layers": 0,
-    "max_position_embeddings": 16384,
-}
+RECIPE = Path("recipes/active-100m.toml")
+"""Whose model it is; `glm5 train` trains it."""
 PHASES = {
     "dense": Phase("dense"),
     "warmup": Phase("warmup", learn_index=True),
@@ -47,9 +29,15 @@ PHASES = {
 }
 
 
+def ordered_figures(stage: str, seq_len: int, sequences: int, *, ordered: bool) -> dict[str, Any]:
+    """`small_figures`, by algorithms that give the same bits each time or by the default ones."""
+    with one_order(asked=ordered):
+        return {"deterministic": ordered, **small_figures(stage, seq_len, sequences)}
+
+
 def small_figures(stage: str, seq_len: int, sequences: int, *, steps: int = 6) -> dict[str, Any]:
-    """Of a model with 100M active parameters in bfloat16 with masters in float32."""
-    cfg: ModelConfig = preset("glm-5").replace(**ACTIVE_100M)
+    """Of RECIPE's architecture with random weights, in bfloat16 with masters in float32, on random tokens."""
+    cfg = read_recipe(RECIPE).model.architecture()
     model = Glm5(cfg)
     init_weights(model, 0)
     model = model.cuda().train()
@@ -73,7 +61,7 @@ def small_figures(stage: str, seq_len: int, sequences: int, *, steps: int = 6) -
     return {
         "stage": stage,
         "parameters": count_parameters(cfg).total,
-        "active": count_parameters(cfg).active,
+        "active, with head": count_parameters(cfg).active + cfg.vocab_size * cfg.hidden_size,
         "tokens a step": num_tokens,
         "context": seq_len,
         "ms": took * 1e3,

@@ -17,6 +17,7 @@ from glm5.train.optim.newton_schulz import COEFFICIENTS
 from glm5.train.optim.table import Rule, is_matrix, row_sizes, rule_of
 
 INDEXER = ".indexer."
+_torch: Any = torch  # for its operations on lists of tensors, which are public in all but name
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,21 @@ class Optimizers:
                 parts["indexer" if INDEXER in name else "trunk"].append(weight)
         if self.shards is None:
             return {part: torch.nn.utils.clip_grad_norm_(weights, limit) for part, weights in parts.items() if weights}
-        norms = self._norms(parts.values(), self.shards.total)
+        norms = self.shards.total(self._squares(parts.values())).sqrt()
         for weights, norm in zip(parts.values(), norms, strict=True):
             torch.nn.utils.clip_grads_with_norm_(weights, limit, norm)
         return {part: norm for part, norm in zip(parts, norms, strict=True) if norm}
 
-    @staticmethod
-    def _norms(parts: Iterable[list[nn.Parameter]], total: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of gradients of which every rank has some rows, one norm for each part."""
-        squares = [
-            sum((weight.grad.double().square().sum() for weight in weights if weight.grad is not None), 0.0)
-            for weights in parts
-        ]
-        return total(torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in squares])).sqrt()
+    def _squares(self, parts: Iterable[list[nn.Parameter]]) -> Tensor:
+        """Sums of squares of this rank's rows of gradients, one for each part, float64."""
+        found = [[weight.grad for weight in weights if weight.grad is not None] for weights in parts]
+        square_P = next(iter(self.named.values())).new_zeros(len(found), dtype=torch.float64)
+        for number, grads in enumerate(found):
+            if grads:
+                wide = torch.promote_types(grads[0].dtype, torch.float32)
+                norms = _torch._foreach_norm(grads, 2, dtype=wide)
+                square_P[number] = torch.stack(norms).double().square().sum()
+        return square_P
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """{parameter: {"momentum"} or {"step", "exp_avg", "exp_avg_sq"}}: the tensors themselves."""

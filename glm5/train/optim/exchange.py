@@ -31,6 +31,11 @@ class Cut(NamedTuple):
     rows: tuple[int, ...]
     spans: Sequence[Sequence[tuple[int, int]]]
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether every span begins and ends where `rows` begin anew: between W_UV of a head and W_UK of the next."""
+        return not any(border % sum(self.rows) for spans in self.spans for span in spans for border in span)
+
 
 class Piece(NamedTuple):
     """`num` rows of a matrix from `start`, which are rows `at` and on of what `holder` has."""
@@ -82,8 +87,10 @@ class Exchange:
         self._rank, self._size, self._swap = rank, size, swap
         matrices = plan(cuts, size)
         cut_apart = {matrix.name for matrix in matrices if not matrix.is_whole}
+        cut_apart |= {name for name, cut in cuts.items() if not cut.is_grouped}
         self.names = frozenset(cut_apart)
-        """Tensors with at least one matrix that is cut. The others need nobody."""
+        """Tensors with at least one matrix that is cut, or of which a rank's rows are no whole groups of matrices. The
+        others need nobody."""
         self._matrices = [matrix for matrix in matrices if matrix.name in cut_apart]
 
     def updates(self, given: Mapping[str, Tensor], orthogonal: Orthogonal) -> dict[str, Tensor]:

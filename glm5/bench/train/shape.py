@@ -1,0 +1,149 @@
+"""Steps of a model of 30 billion parameters over all GPUs of this machine: GLM-4.7-Flash's geometry, random weights.
+
+Rank by rank weights, gradients and Muon's momentum in bfloat16, sharded by FSDP2; whole experts dealt out. Dense
+attention, no MTP, tokens at random: none of it changes what a step costs.
+"""
+
+import logging
+import statistics
+import time
+from multiprocessing.queues import SimpleQueue
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import spawn
+
+from glm5.bench.train.counts import PEAK
+from glm5.common.log import configure
+from glm5.config.model import ModelConfig
+from glm5.config.parallel import ParallelConfig
+from glm5.config.presets import preset
+from glm5.config.step import LossConfig, OptimizerConfig
+from glm5.config.tensors import count_parameters
+from glm5.model.glm5 import Glm5
+from glm5.parallel.group import Meeting, store_at
+from glm5.train.batch import Batch
+from glm5.train.optim.build import INDEXER, Optimizers
+from glm5.train.parallel.build import Part, build
+from glm5.train.parallel.mesh import mesh_of
+from glm5.train.parallel.step import SharedStep, shards_of
+from glm5.train.parallel.team import Team
+from glm5.train.step import Phase
+from glm5.train.watch import flops_per_token
+
+logger = logging.getLogger(__name__)
+
+FLASH: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "q_lora_rank": 768,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+    "num_nextn_predict_layers": 0,
+}
+SEQ_LEN, STEPS, WARM = 4096, 20, 5
+TIMEOUT_S = 120.0
+
+
+def shape_figures(num_layers: int, passes: int, *, steps: int = STEPS) -> dict[str, Any]:
+    """Milliseconds of a step and of its optimizer, tokens/s and MFU of one GPU, its memory at the peak. A step of each
+    GPU has `passes` sequences, one after the other."""
+    # One indexer, which nobody asks: the published model has none.
+    few = {"num_hidden_layers": num_layers, "index_topk_pattern": "F" + "S" * (num_layers - 1)}
+    cfg = preset("glm-5").replace(**(FLASH | few))
+    world = torch.cuda.device_count()
+    meeting, found = Meeting(), get_context("spawn").SimpleQueue()
+    store = meeting.open(world)
+    args = (world, meeting.port, cfg, passes, steps, found)
+    spawn(_rank, args, nprocs=world)
+    del store
+    return found.get()
+
+
+def _rank(
+    rank: int, world: int, port: int, cfg: ModelConfig, passes: int, steps: int, found: "SimpleQueue[dict[str, Any]]"
+) -> None:
+    configure("info" if rank == 0 else "warning")
+    parallel = ParallelConfig(expert=world)
+    device = torch.device("cuda", rank)
+    team = Team(mesh_of(parallel, world), rank, device, store_at(port, world), timeout_s=TIMEOUT_S)
+    dtype, losses = torch.bfloat16, LossConfig(mtp_depth=0, chunk=1024)
+    part = build(cfg, team, parallel, dtype=dtype, compute=dtype, mtp_depth=0, prepare=_but_indexers)
+    _randomize(part, rank)
+    optimizer = OptimizerConfig(momentum_dtype="bfloat16")
+    optimizers = Optimizers(part.local, cfg, optimizer, shards_of(part.places, team))
+    step = SharedStep(part.root, team, optimizers, losses, Phase("dense"))
+    gen = torch.Generator().manual_seed(rank)
+    seconds: list[float] = []
+    of_optimizer: list[float] = []
+    for number in range(steps):
+        batches = [_batch(cfg, gen).to(device) for _ in range(passes)]
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        figures = step.run(batches, 1e-4)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        of_optimizer.append(step.optimizer_time.seconds())
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        logger.info(
+            "step %d: %.3f s, optimizer %.3f, loss %.3f, %.1f GiB at most",
+            number + 1, seconds[-1], of_optimizer[-1], figures["loss"], peak,
+        )  # fmt: skip
+    team.wait()
+    if rank == 0:
+        found.put(_figures(cfg, world, passes, seconds, of_optimizer, optimizers))
+    team.close()
+
+
+def _figures(
+    cfg: ModelConfig,
+    world: int,
+    passes: int,
+    seconds: list[float],
+    of_optimizer: list[float],
+    optimizers: Optimizers,
+) -> dict[str, Any]:
+    count, tokens = count_parameters(cfg), passes * SEQ_LEN
+    took, optimizing = (statistics.median(one[WARM:]) for one in (seconds, of_optimizer))
+    return {
+        "GPUs": world,
+        "layers": cfg.num_hidden_layers,
+        "parameters": count.total,
+        "active": count.active,
+        "tokens a step and GPU": tokens,
+        "ms": took * 1e3,
+        "optimizer ms": optimizing * 1e3,
+        "optimizer share": optimizing / took,
+        "tokens/s a GPU": tokens / took,
+        "mfu": flops_per_token(cfg, SEQ_LEN, Phase("dense")) * tokens / took / PEAK,
+        "state GiB": optimizers.state_bytes() / 2**30,
+        "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+        "steps": len(seconds),
+        "slowest ms behind the first": max(seconds[WARM:]) * 1e3,
+    }
+
+
+def _but_indexers(model: Glm5) -> None:
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(INDEXER not in name)
+
+
+@torch.no_grad()
+def _randomize(part: Part, rank: int) -> None:
+    gen = torch.Generator(next(iter(part.local.values())).device).manual_seed(rank)
+    for name, weight in part.local.items():
+        nn.init.ones_(weight) if "norm" in name else weight.normal_(std=0.02, generator=gen)
+    for bias in part.buffers.values():
+        bias.zero_()
+
+
+def _batch(cfg: ModelConfig, gen: torch.Generator) -> Batch:
+    ids = torch.randint(2, cfg.vocab_size, (SEQ_LEN,), generator=gen)
+    return Batch(ids, torch.ones(SEQ_LEN), [SEQ_LEN])
