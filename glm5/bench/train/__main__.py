@@ -3,7 +3,7 @@
 layer      a layer of GLM-5 with all of its experts: forward and backward, dense and sparse; the optimizer; q_b_proj
 memory     attention with its gradient at 16K, 64K and 200K tokens
 small      steps of recipes/active-100m.toml's model, stage by stage, on random tokens; `glm5 train` trains it
-ordered    the same in deterministic mode, beside the default; CUBLAS_WORKSPACE_CONFIG=:4096:8 must be set
+ordered    the same in deterministic mode beside the default; CUBLAS_WORKSPACE_CONFIG=:4096:8 must be set
 shape      steps of a model with 30 billion parameters on all GPUs of this machine
 """
 
@@ -38,8 +38,8 @@ def cases(what: str, num_tokens: int, num_layers: int, passes: int) -> Iterator[
     elif what == "shape":
         yield lambda: shape_figures(num_layers, passes)
     elif what == "ordered":
-        for ordered in (False, True):
-            yield lambda ordered=ordered: ordered_figures("sparse", 4096, 8, ordered=ordered)
+        for stage in ("dense", "sparse"):
+            yield lambda stage=stage: ordered_figures(stage, 4096, 8)
     else:
         for stage, seq_len, sequences in (
             ("dense", 4096, 16),
