@@ -30,10 +30,11 @@ PHASES = {
 
 
 def small_figures(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
-    """Of a model with 100M active parameters in bfloat16 with masters in float32."""
+    """Of RECIPE's architecture with random weights, in bfloat16 with masters in float32, on random tokens."""
     step = _step(stage)
-    count = count_parameters(step.model.cfg)
-    about = {"stage": stage, "parameters": count.total, "active": count.active}
+    cfg, count = step.model.cfg, count_parameters(step.model.cfg)
+    active = count.active + cfg.vocab_size * cfg.hidden_size
+    about = {"stage": stage, "parameters": count.total, "active, with head": active}
     return about | _steps(step, seq_len, sequences)
 
 
@@ -51,7 +52,7 @@ def ordered_figures(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
 
 
 def _step(stage: str) -> Step:
-    cfg: ModelConfig = preset("glm-5").replace(**ACTIVE_100M)
+    cfg = read_recipe(RECIPE).model.architecture()
     model = Glm5(cfg)
     init_weights(model, 0)
     model = model.cuda().train()
