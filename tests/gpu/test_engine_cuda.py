@@ -21,6 +21,13 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def fp8_checkpoint(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gpu") / "fp8"
+    write_random(preset("nano"), out, seed=0, fp8=True)
+    return out
+
+
+@pytest.fixture(scope="module")
 def prompts():
     gen = torch.Generator().manual_seed(0)
     return [torch.randint(2, 500, (int(n),), generator=gen).tolist() for n in torch.randint(3, 200, (NUM_PROMPTS,))]
@@ -57,7 +64,9 @@ def test_tokens_are_the_cpus(checkpoint, prompts, params, options):
     assert tokens(answers(checkpoint, prompts, params, device="cuda", **options)) == tokens(want)
 
 
-def test_deterministic_to_the_bit(checkpoint, prompts, params):
+@pytest.mark.parametrize("weights", ["float32", "fp8"])
+def test_deterministic_to_the_bit(weights, checkpoint, fp8_checkpoint, prompts, params):
+    checkpoint = fp8_checkpoint if weights == "fp8" else checkpoint
     first = answers(checkpoint, prompts, params, device="cuda", deterministic=True, num_speculative_tokens=0)
     for options in ({"max_num_seqs": 1}, {"num_speculative_tokens": 3}, {"long_prefill_token_threshold": 7}):
         again = answers(checkpoint, prompts, params, device="cuda", deterministic=True, **options)

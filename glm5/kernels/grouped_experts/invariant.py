@@ -2,6 +2,9 @@
 
 An expert's rows are cut into tiles of _ROWS, the last one filled up with zeros. Terms, rounding and order of the sum
 are the reference's. Forward only.
+
+On a GPU block-scaled weights take the kernels of few tokens, whose tiles are of 8 rows too, always cut the same way.
+They multiply rows as they are and sum in float32, in expert order.
 """
 
 from collections.abc import Sequence
@@ -12,7 +15,8 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
-from glm5.kernels.invariant import silu
+from glm5.kernels.invariant import PASS_ROWS, silu
+from glm5.kernels.triton_support import chosen
 
 _ROWS = 8
 
@@ -28,6 +32,8 @@ def grouped_experts(
     """[T, D] in x's dtype. Experts that no token chose are not touched."""
     if not len(x_TD):
         return torch.zeros_like(x_TD)
+    if isinstance(gate_up_proj, BlockScaled) and chosen(x_TD, gate_up_proj.scale):
+        return _on_device(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
     expert_TA, column_TA = expert_TA.long().sort(dim=-1, stable=True)
     weight_TA = weight_TA.gather(1, column_TA)
     gate_ups, downs = _unstack(gate_up_proj), _unstack(down_proj)
@@ -43,6 +49,18 @@ def grouped_experts(
     y_TAD = y_UD.index_select(0, place_G).unflatten(0, expert_TA.shape)
     terms = (y_TAD * weight_TA[..., None]).to(x_TD.dtype).unbind(1)
     return sum(terms[1:], start=terms[0])
+
+
+def _on_device(
+    x_TD: Tensor, gate_up_proj: BlockScaled, down_proj: Tensor | BlockScaled, weight_TA: Tensor, expert_TA: Tensor
+) -> Tensor:
+    from glm5.kernels.grouped_experts.triton import Tiling
+    from glm5.kernels.grouped_experts.triton import grouped_experts as fused
+
+    tiling = Tiling("pairs", 64, 4, block_d=64, down_tiles=8)
+    parts = zip(x_TD.split(PASS_ROWS), weight_TA.split(PASS_ROWS), expert_TA.int().split(PASS_ROWS), strict=True)
+    outs = [fused(x, gate_up_proj, down_proj, weight, expert, None, tiling) for x, weight, expert in parts]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _tiles(expert_G: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
