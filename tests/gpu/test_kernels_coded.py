@@ -61,6 +61,19 @@ def test_experts(shape, form, gen):
     assert rel_rms(coded_experts(*case, impl="triton"), exact) > EXPERTS_BUDGET
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form.weight == "int4" and form.group != 64], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 2, 256, 128), (1, 32, 8, 6144, 256), (9, 8, 8, 512, 256), (32, 4, 2, 640, 512)], ids=str
+)
+def test_experts_of_few_tokens(shape, form, gen):
+    case = coded_case(*shape, form, gen).to("cuda", torch.bfloat16)
+    exact, got = exact_experts(case), coded_experts(*case, impl="cuda")
+    assert rel_rms(got, exact) < EXPERTS_BUDGET
+    assert all(torch.equal(coded_experts(*case, impl="cuda"), got) for _ in range(REPEATS))
+    case.down.scale[int(case.expert[0, 0])] *= 2
+    assert rel_rms(coded_experts(*case, impl="cuda"), exact) > EXPERTS_BUDGET
+
+
 @pytest.mark.parametrize("tokens", [4, 70])
 @pytest.mark.parametrize("form", [FORMS[2], FORMS[3], FORMS[5]], ids=str)
 def test_in_a_graph(tokens, form, gen):

@@ -5,6 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from glm5.kernels.coded import Coded
+from glm5.kernels.coded_experts import cuda
 from glm5.kernels.coded_experts.reference import coded_experts as _reference
 from glm5.kernels.coded_linear import refusal
 from glm5.kernels.dispatch import unknown_impl
@@ -18,7 +19,7 @@ def coded_experts(
     weight_TA: Tensor,
     expert_TA: Tensor,
     *,
-    impl: Literal["auto", "reference", "invariant", "triton"] = "auto",
+    impl: Literal["auto", "reference", "invariant", "triton", "cuda"] = "auto",
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
@@ -26,7 +27,8 @@ def coded_experts(
     where its form says so. Terms are rounded to x's dtype and summed in it, in expert order, as in `grouped_experts`.
 
     `invariant`: a row's result does not depend on the others, bit for bit. `triton`: on a GPU, codes are widened in
-    registers; terms are summed in float32. No gradient passes.
+    registers; terms are summed in float32. `cuda`: likewise, for few tokens and int4 codes on Hopper. No gradient
+    passes.
     """
     if impl == "auto":
         fits = not (refusal(gate_up_proj) or refusal(down_proj))
@@ -39,4 +41,6 @@ def coded_experts(
         from glm5.kernels.coded_experts.triton import coded_experts as run
 
         return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
-    raise unknown_impl("coded_experts", impl, ("reference", "invariant", "triton"))
+    if impl == "cuda":
+        return cuda.coded_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+    raise unknown_impl("coded_experts", impl, ("reference", "invariant", "triton", "cuda"))

@@ -1,0 +1,439 @@
+// The experts of few tokens over int4 codes, on Hopper: each matrix that is needed is read once, by matrix units whose
+// columns are tokens.
+//
+// A lane has 16 bytes of a row of codes, 32 of them; which inputs meet in a product is free, as long as codes and rows
+// agree. So nothing is shuffled: a word's codes are taken apart by masks, and rows are put into the order in which they
+// come out. All that a warp reads of the weights is under way before the first product.
+//
+//     ACT   rows                     operands of the matrix units
+//     0     bfloat16, as they are    bfloat16: 128 + 8 + code by putting bits together, less 136
+//     1     int8, a scale each       int8: 16 code, a half of a byte moved to its upper end
+//     2     e4m3, a scale each       float16, which holds them: 1024 + 8 + code, or 16 times the code, less as much
+//
+// Compiled with ACT, GROUP (inputs that share a scale, a multiple of 128; 0: all of a row), D, F, A (experts a token),
+// WARPS and FT (tiles of 8 values of h) of a program, COLS (rows of x held at a time), DT (tiles of 16 outputs of a
+// program), MANY (tokens may share an expert), AHEAD (the first kernel has down's weights brought to the L2 cache),
+// UP_BLOCKS and DOWN_BLOCKS (programs that a multiprocessor has room for).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr int BYTES = ACT == 1 ? 1 : 2;       // of a value of a row
+constexpr int CHUNK = 128;                    // inputs of which a lane has a quarter of 64 bytes
+constexpr int CHUNKS = D / CHUNK, A_WARP = (CHUNKS + WARPS - 1) / WARPS;
+constexpr int DOWN_CHUNKS = F / CHUNK;
+constexpr int PITCH = D * BYTES + 64;         // of rows in shared memory: neighbours lie in other banks
+constexpr int UP_SCALES = GROUP ? (D + GROUP - 1) / GROUP : 1, DOWN_SCALES = GROUP ? (F + GROUP - 1) / GROUP : 1;
+constexpr float UNIT = ACT == 1 ? 0.0625f : 1.0f;
+constexpr float HIGHEST = ACT == 1 ? 127.0f : 448.0f;
+
+// Elsewhere, tests say what these are (tests/support/cuda_on_cpu.h).
+#ifndef ON_CPU
+extern __shared__ __align__(128) unsigned char memory[];
+
+struct Four { u32 x[4]; };
+
+static __device__ Four load_once(const u8* at) {
+    Four v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(at));
+    return v;
+}
+
+static __device__ float load_scale(const float* at) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    return v;
+}
+
+static __device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+static __device__ void let_later_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+static __device__ void fetch_ahead(const void* at, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+}
+
+// (a and mask) xor bits
+static __device__ u32 picked(u32 a, u32 mask, u32 bits) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+    return d;
+}
+
+static __device__ u32 bytes_of(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }
+
+static __device__ u32 times_plus_bf16(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+static __device__ u32 times_plus_f16(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+// Two numbers rounded to e4m3, as float16.
+static __device__ u32 e4m3_pair(float low, float high) {
+    u32 d;
+    asm("{\n.reg .b16 c;\ncvt.rn.satfinite.e4m3x2.f32 c, %2, %1;\ncvt.rn.f16x2.e4m3x2 %0, c;\n}"
+        : "=r"(d) : "f"(low), "f"(high));
+    return d;
+}
+
+static __device__ u16 bfloat16_of(float x) {
+    u16 d;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(x));
+    return d;
+}
+
+static __device__ void add_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if ACT == 2
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#endif
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+static __device__ void add_product(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+
+#if ACT == 1
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+
+// sum += the products of a word of codes of rows r and r + 8 with eight inputs.
+static __device__ void add_word(Sum (&sum)[4], u32 first, u32 second, const u32* b) {
+#if ACT == 1
+    const u32 a[4] = {(first << 4) & 0xF0F0F0F0, (second << 4) & 0xF0F0F0F0, first & 0xF0F0F0F0, second & 0xF0F0F0F0};
+    add_product(sum, a, b[0], b[1]);
+#else
+    u32 v[2][4];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const u32 w = r ? second : first;
+#if ACT == 2
+        const u32 higher = w >> 8;
+        v[r][0] = times_plus_f16(picked(w, 0x000F000F, 0x64086408), 0x3C003C00, 0xE408E408);       // less 1032
+        v[r][1] = times_plus_f16(picked(w, 0x00F000F0, 0x64806480), 0x2C002C00, 0xD480D480);       // a 16th, less 72
+        v[r][2] = times_plus_f16(picked(higher, 0x000F000F, 0x64086408), 0x3C003C00, 0xE408E408);
+        v[r][3] = times_plus_f16(picked(higher, 0x00F000F0, 0x64806480), 0x2C002C00, 0xD480D480);
+#else
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            v[r][i] = times_plus_bf16(picked(w >> 4 * i, 0x000F000F, 0x43084308), 0x3F803F80, 0xC308C308);  // less 136
+#endif
+    }
+    const u32 low[4] = {v[0][0], v[1][0], v[0][1], v[1][1]}, high[4] = {v[0][2], v[1][2], v[0][3], v[1][3]};
+    add_product(sum, low, b[0], b[1]);
+    add_product(sum, high, b[2], b[3]);
+#endif
+}
+
+// Where eight values of a row, `unit` of them, lie: as lanes read them, 16 bytes of four lanes side by side.
+static __device__ int place(int unit) {
+    const int chunk = unit / 16, lane = unit / 4 % 4, word = unit % 4;
+    if (BYTES == 1) return chunk * 128 + word / 2 * 64 + lane * 16 + word % 2 * 8;
+    return chunk * 256 + word * 64 + lane * 16;
+}
+
+// Of the scale of a chunk.
+static __device__ int group_of(int chunk) { return GROUP ? chunk * CHUNK / (GROUP ? GROUP : 1) : 0; }
+
+static __device__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
+static __device__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000); }
+
+static __device__ float largest_of(const Four& x) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = fmaxf(most, fmaxf(fabsf(low_of(x.x[i])), fabsf(high_of(x.x[i]))));
+    return most;
+}
+
+static __device__ float scale_of(float most) {
+    const float scale = most / HIGHEST;
+    return scale == 0 ? 1.0f : scale;
+}
+
+// x / scale, rounded correctly without a division of its own.
+static __device__ float quotient(float x, float scale, float inverse) {
+    const float near = x * inverse;
+    return fmaf(fmaf(-near, scale, x), inverse, near);
+}
+
+static __device__ u32 four_int8(float a, float b, float c, float d) {
+    constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to nearest even
+    const u32 low = bytes_of(__float_as_uint(a + magic), __float_as_uint(b + magic), 0x0040);
+    return bytes_of(low, bytes_of(__float_as_uint(c + magic), __float_as_uint(d + magic), 0x0040), 0x5410);
+}
+
+// Eight neighbours, quantized, into a row.
+static __device__ void put(u8* row, int unit, const Four& x, float scale, float inverse) {
+    u8* const to = row + place(unit);
+#if ACT == 0
+    *(Four*)to = {bytes_of(x.x[0], x.x[2], 0x5410), bytes_of(x.x[0], x.x[2], 0x7632),
+                  bytes_of(x.x[1], x.x[3], 0x5410), bytes_of(x.x[1], x.x[3], 0x7632)};
+#else
+    float q[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        q[i] = quotient(i % 2 ? high_of(x.x[i / 2]) : low_of(x.x[i / 2]), scale, inverse);
+#if ACT == 1
+    ((u32*)to)[0] = four_int8(q[0], q[2], q[4], q[6]);
+    ((u32*)to)[1] = four_int8(q[1], q[3], q[5], q[7]);
+#else
+    *(Four*)to = {e4m3_pair(q[0], q[4]), e4m3_pair(q[1], q[5]), e4m3_pair(q[2], q[6]), e4m3_pair(q[3], q[7])};
+#endif
+#endif
+}
+
+// What a lane needs of a chunk of its row, four words' inputs; zeros where there is no row.
+struct Inputs {
+    u32 x[4][2 * BYTES];
+
+    __device__ Inputs(const u8* row, int chunk, int quarter, bool here) {
+#pragma unroll
+        for (int i = 0; i < 2 * BYTES; ++i) {
+            Four v = {0, 0, 0, 0};
+            if (here) v = *(const Four*)(row + chunk * (CHUNK * BYTES) + i * 64 + quarter * 16);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) (&x[0][0])[4 * i + k] = v.x[k];
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, UP_BLOCKS)
+gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, const u8* down_codes, u16* h,
+        int num_pairs) {
+    __shared__ float part[WARPS][FT][COLS][17];  // of each warp: 8 rows of gate, 8 of up
+    __shared__ float most[COLS][WARPS];
+    __shared__ int pairs[MANY ? 256 : 1];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int p = blockIdx.y;
+    wait_for_earlier();
+    let_later_begin();
+    const int expert = experts[p];
+    int count = 1, first = p;
+    if (MANY) {
+        count = 0, first = -1;
+        for (int start = 0; start < num_pairs; start += 32) {
+            const bool same = start + lane < num_pairs && experts[start + lane] == expert;
+            const u32 found = __ballot_sync(~0u, same);
+            if (found && first < 0) first = start + __ffs(found) - 1;
+            if (first < p && first >= 0) return;
+            if (same && warp == 0) pairs[count + __popc(found & ((1u << lane) - 1))] = start + lane;
+            count += __popc(found);
+        }
+    } else if (threadIdx.x == 0) {
+        pairs[0] = p;
+    }
+    const int f = blockIdx.x * (8 * FT) + group, start = warp * A_WARP;
+    const u8* const at = codes + ((u64)expert * (2 * F) + f) * (D / 2) + quarter * 16;
+    const float* const scale_at = scales + ((u64)expert * (2 * F) + f) * UP_SCALES;
+    for (int begin = 0; begin < count; begin += COLS) {
+        const int columns = min(count - begin, COLS);
+        Four w[A_WARP][FT][2];
+        float scale[GROUP ? A_WARP : 1][FT][2];
+#pragma unroll
+        for (int i = 0; i < A_WARP; ++i)
+#pragma unroll
+            for (int n = 0; n < FT; ++n)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    if (CHUNKS % WARPS == 0 || start + i < CHUNKS)
+                        w[i][n][r] = load_once(at + (u64)(r * F + 8 * n) * (D / 2) + (start + i) * (CHUNK / 2));
+#pragma unroll
+        for (int i = 0; i < (GROUP ? A_WARP : 1); ++i)
+#pragma unroll
+            for (int n = 0; n < FT; ++n)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    if (!GROUP || CHUNKS % WARPS == 0 || start + i < CHUNKS)
+                        scale[i][n][r] = load_scale(scale_at + (r * F + 8 * n) * UP_SCALES + group_of(start + i));
+        if (AHEAD && begin == 0 && threadIdx.x == 0) {
+            constexpr int bytes = D * F / 2 / (F / (8 * FT));
+            fetch_ahead(down_codes + (u64)expert * (D * F / 2) + blockIdx.x * bytes, bytes);
+        }
+        __syncthreads();  // pairs are known, and nobody reads the last rows any more
+
+        constexpr int UNITS = (D / 8 + 32 * WARPS - 1) / (32 * WARPS);
+        if (ACT) {
+            for (int c = 0; c < columns; ++c) {
+                const u8* const from = x + (u64)(pairs[begin + c] / A) * (2 * D);
+                float found = 0;
+#pragma unroll
+                for (int i = 0; i < UNITS; ++i) {
+                    const int unit = i * 32 * WARPS + threadIdx.x;
+                    if (D / 8 % (32 * WARPS) == 0 || unit < D / 8)
+                        found = fmaxf(found, largest_of(*(const Four*)(from + unit * 16)));
+                }
+#pragma unroll
+                for (int m = 16; m; m /= 2) found = fmaxf(found, __shfl_xor_sync(~0u, found, m));
+                if (lane == 0) most[c][warp] = found;
+            }
+            __syncthreads();
+        }
+        for (int c = 0; c < columns; ++c) {
+            const u8* const from = x + (u64)(pairs[begin + c] / A) * (2 * D);
+            float x_scale = 1, inverse = 1;
+            if (ACT) {
+                float found = 0;
+#pragma unroll
+                for (int i = 0; i < WARPS; ++i) found = fmaxf(found, most[c][i]);
+                x_scale = scale_of(found), inverse = 1 / x_scale;
+            }
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) {
+                const int unit = i * 32 * WARPS + threadIdx.x;
+                if (D / 8 % (32 * WARPS) == 0 || unit < D / 8)
+                    put(memory + c * PITCH, unit, *(const Four*)(from + unit * 16), x_scale, inverse);
+            }
+        }
+        __syncthreads();
+
+        float total[FT][4] = {};
+        Sum sum[FT][4] = {};
+#pragma unroll
+        for (int i = 0; i < A_WARP; ++i) {
+            if (CHUNKS % WARPS && start + i >= CHUNKS) break;
+            const Inputs in(memory + group * PITCH, start + i, quarter, group < columns);
+#pragma unroll
+            for (int n = 0; n < FT; ++n) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) add_word(sum[n], w[i][n][0].x[j], w[i][n][1].x[j], in.x[j]);
+                if (GROUP) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        total[n][k] += (float)sum[n][k] * scale[i][n][k / 2];
+                        sum[n][k] = 0;
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < FT; ++n)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                if (!GROUP) total[n][k] = (float)sum[n][k] * scale[0][n][k / 2];
+                const int column = 2 * quarter + k % 2;
+                if (column < columns) part[warp][n][column][k / 2 * 8 + group] = total[n][k];
+            }
+        __syncthreads();
+        for (int i = threadIdx.x; i < 8 * FT * columns; i += 32 * WARPS) {
+            const int row = i % 8, n = i / 8 % FT, c = i / (8 * FT);
+            float gate = 0, up = 0, x_scale = 1;
+#pragma unroll
+            for (int k = 0; k < WARPS; ++k) gate += part[k][n][c][row], up += part[k][n][c][8 + row];
+            if (ACT) {
+                float found = 0;
+#pragma unroll
+                for (int k = 0; k < WARPS; ++k) found = fmaxf(found, most[c][k]);
+                x_scale = scale_of(found);
+            }
+            gate *= x_scale * UNIT, up *= x_scale * UNIT;
+            h[(u64)pairs[begin + c] * F + blockIdx.x * (8 * FT) + 8 * n + row] =
+                bfloat16_of(gate / (1 + __expf(-gate)) * up);
+        }
+        if (!MANY) return;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * A, DOWN_BLOCKS)
+down(const u8* h, const int* experts, const float* weights, const u8* codes, const float* scales, u16* out) {
+    __shared__ __align__(16) u8 rows[A][F * BYTES];
+    __shared__ float part[A][16 * DT];
+    const int a = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const u64 pair = (u64)blockIdx.x * A + a;
+    // Choices and weights are not those of the kernel before, and the one before that has ended.
+    const int expert = experts[pair];
+    const int d = blockIdx.y * (16 * DT);
+    const u8* const at = codes + ((u64)expert * D + d + group) * (F / 2) + quarter * 16;
+    const float* const scale_at = scales + ((u64)expert * D + d + group) * DOWN_SCALES;
+    Four w[DT][DOWN_CHUNKS][2];
+    float scale[DT][GROUP ? DOWN_CHUNKS : 1][2];
+#pragma unroll
+    for (int n = 0; n < DT; ++n)
+#pragma unroll
+        for (int i = 0; i < DOWN_CHUNKS; ++i)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) w[n][i][r] = load_once(at + (16 * n + 8 * r) * (F / 2) + i * (CHUNK / 2));
+#pragma unroll
+    for (int n = 0; n < DT; ++n)
+#pragma unroll
+        for (int i = 0; i < (GROUP ? DOWN_CHUNKS : 1); ++i)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                scale[n][i][r] = load_scale(scale_at + (16 * n + 8 * r) * DOWN_SCALES + group_of(i));
+    const float share = weights[pair];
+    wait_for_earlier();
+    let_later_begin();
+    constexpr int UNITS = (F / 8 + 31) / 32;
+    Four x[UNITS];
+    float found = 0;
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) {
+        x[i] = {0, 0, 0, 0};
+        if (F / 8 % 32 == 0 || 32 * i + lane < F / 8) x[i] = *(const Four*)(h + pair * (2 * F) + (32 * i + lane) * 16);
+        found = fmaxf(found, largest_of(x[i]));
+    }
+    float h_scale = 1;
+    if (ACT) {
+#pragma unroll
+        for (int m = 16; m; m /= 2) found = fmaxf(found, __shfl_xor_sync(~0u, found, m));
+        h_scale = scale_of(found);
+    }
+    const float inverse = 1 / h_scale;
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i)
+        if (F / 8 % 32 == 0 || 32 * i + lane < F / 8) put(rows[a], 32 * i + lane, x[i], h_scale, inverse);
+    __syncwarp();
+
+    float total[DT][4] = {};
+    Sum sum[DT][4] = {};
+#pragma unroll
+    for (int i = 0; i < DOWN_CHUNKS; ++i) {
+        const Inputs in(rows[a], i, quarter, group == 0);
+#pragma unroll
+        for (int n = 0; n < DT; ++n) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) add_word(sum[n], w[n][i][0].x[j], w[n][i][1].x[j], in.x[j]);
+            if (GROUP) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    total[n][k] += (float)sum[n][k] * scale[n][i][k / 2];
+                    sum[n][k] = 0;
+                }
+            }
+        }
+    }
+    if (quarter == 0) {
+        const float by = share * h_scale * UNIT;
+#pragma unroll
+        for (int n = 0; n < DT; ++n)
+#pragma unroll
+            for (int k = 0; k < 4; k += 2) {
+                if (!GROUP) total[n][k] = (float)sum[n][k] * scale[n][0][k / 2];
+                part[a][16 * n + 4 * k + group] = total[n][k] * by;
+            }
+    }
+    __syncthreads();
+    if (threadIdx.x < 16 * DT) {
+        float y = 0;
+#pragma unroll
+        for (int i = 0; i < A; ++i) y += part[i][threadIdx.x];
+        out[(u64)blockIdx.x * D + d + threadIdx.x] = bfloat16_of(y);
+    }
+}

@@ -1,0 +1,227 @@
+// CUDA C++ on a CPU, for kernels that keep to what is here: a program's threads are fibers that take turns, and what
+// threads of a warp do together is done when the last of them comes. Tensor cores' products are written out.
+//
+// Included before the kernel's source, which leaves out its own inline assembly under ON_CPU.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define ON_CPU
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static
+#define __expf expf
+
+using std::max;
+using std::min;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+struct Index { u32 x, y, z; };
+struct Four { u32 x[4]; };
+
+constexpr int MOST_THREADS = 1024, MOST_WORDS = 8;
+static Index threadIdx, blockIdx;
+static unsigned char memory[1 << 18] __attribute__((aligned(128)));
+
+static int current, living;
+static ucontext_t scheduler, fibers[MOST_THREADS];
+static bool ended[MOST_THREADS];
+static std::vector<char> stacks[MOST_THREADS];
+
+struct Barrier {
+    int count, turn;
+    void come(int of) {
+        const int mine = turn;
+        if (++count >= of) {
+            count = 0, ++turn;
+            return;
+        }
+        while (turn == mine) swapcontext(&fibers[current], &scheduler);
+    }
+};
+
+static Barrier whole, of_warp[MOST_THREADS / 32];
+static u32 words[2][MOST_THREADS / 32][32][MOST_WORDS];
+
+static void __syncthreads() { whole.come(living); }
+static void __syncwarp() { of_warp[current / 32].come(32); }
+
+// What every lane of the warp brought, [32][MOST_WORDS]; valid until the warp meets twice more.
+static u32 (*met(const u32* mine, int count))[MOST_WORDS] {
+    const int warp = current / 32, turn = of_warp[warp].turn % 2;
+    memcpy(words[turn][warp][current % 32], mine, 4 * count);
+    __syncwarp();
+    return words[turn][warp];
+}
+
+static float __uint_as_float(u32 x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+
+static u32 __float_as_uint(float x) {
+    u32 y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+
+static int __popc(u32 x) { return __builtin_popcount(x); }
+static int __ffs(u32 x) { return __builtin_ffs(x); }
+
+static float __shfl_xor_sync(u32, float x, int across) {
+    const u32 mine = __float_as_uint(x);
+    return __uint_as_float(met(&mine, 1)[current % 32 ^ across][0]);
+}
+
+static u32 __ballot_sync(u32, bool is) {
+    const u32 mine = is;
+    u32(*all)[MOST_WORDS] = met(&mine, 1), found = 0;
+    for (int i = 0; i < 32; ++i) found |= all[i][0] << i;
+    return found;
+}
+
+static u32 bytes_of(u32 a, u32 b, u32 which) {
+    const u64 both = (u64)b << 32 | a;
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= (u32)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+    return found;
+}
+
+static Four load_once(const u8* at) {
+    if ((u64)at % 16) abort();
+    return *(const Four*)at;
+}
+
+static float load_scale(const float* at) { return *at; }
+static void wait_for_earlier() {}
+static void let_later_begin() {}
+static u32 picked(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }
+
+static void fetch_ahead(const void* at, u32 bytes) {
+    if ((u64)at % 16 || bytes % 16) abort();
+}
+
+static float of_bfloat16(u16 x) { return __uint_as_float((u32)x << 16); }
+
+static u16 bfloat16_of(float x) {
+    const u32 bits = __float_as_uint(x);
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16;
+}
+
+static float of_float16(u16 x) {
+    _Float16 y;
+    memcpy(&y, &x, 2);
+    return y;
+}
+
+static u16 float16_of(float x) {
+    const _Float16 y = x;
+    u16 bits;
+    memcpy(&bits, &y, 2);
+    return bits;
+}
+
+static u32 times_plus_bf16(u32 a, u32 b, u32 c) {
+    const u16 low = bfloat16_of(of_bfloat16(a) * of_bfloat16(b) + of_bfloat16(c));
+    return low | (u32)bfloat16_of(of_bfloat16(a >> 16) * of_bfloat16(b >> 16) + of_bfloat16(c >> 16)) << 16;
+}
+
+static u32 times_plus_f16(u32 a, u32 b, u32 c) {
+    const u16 low = float16_of(of_float16(a) * of_float16(b) + of_float16(c));
+    return low | (u32)float16_of(of_float16(a >> 16) * of_float16(b >> 16) + of_float16(c >> 16)) << 16;
+}
+
+// 3 bits of fraction, or below 2^-6 multiples of 2^-9.
+static float rounded_to_e4m3(float x) {
+    int exponent;
+    frexpf(x, &exponent);
+    const float step = ldexpf(1, max(exponent - 1, -6) - 3);
+    return std::clamp(nearbyintf(x / step) * step, -448.0f, 448.0f);
+}
+
+static u32 e4m3_pair(float low, float high) {
+    return float16_of(rounded_to_e4m3(low)) | (u32)float16_of(rounded_to_e4m3(high)) << 16;
+}
+
+// mma.m16n8k16 of float16 (ACT 2) or bfloat16: lane 4 g + t has of a rows g and g + 8, inputs 2 t, 2 t + 1, and those
+// 8 behind; of b column g, the same inputs; of d rows g and g + 8, columns 2 t and 2 t + 1.
+static void add_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const auto number = [](u32 pair, int k) {
+        const u16 half = k % 2 ? pair >> 16 : pair;
+        return ACT == 2 ? of_float16(half) : of_bfloat16(half);
+    };
+    const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    u32(*all)[MOST_WORDS] = met(mine, 6);
+    for (int i = 0; i < 4; ++i) {
+        const int row = current % 32 / 4 + i / 2 * 8, column = current % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const int lane = k % 8 / 2;
+            d[i] += number(all[row % 8 * 4 + lane][row / 8 + 2 * (k / 8)], k) *
+                    number(all[column * 4 + lane][4 + k / 8], k);
+        }
+    }
+}
+
+// mma.m16n8k32 of int8: likewise, with inputs 4 t and on, and those 16 behind.
+static void add_product(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const auto number = [](u32 four, int k) { return (int)(signed char)(four >> 8 * (k % 4)); };
+    const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    u32(*all)[MOST_WORDS] = met(mine, 6);
+    for (int i = 0; i < 4; ++i) {
+        const int row = current % 32 / 4 + i / 2 * 8, column = current % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; ++k) {
+            const int lane = k % 16 / 4;
+            d[i] += number(all[row % 8 * 4 + lane][row / 8 + 2 * (k / 16)], k) *
+                    number(all[column * 4 + lane][4 + k / 16], k);
+        }
+    }
+}
+
+typedef void Kernel(u64, u64, u64, u64, u64, u64, u64, u64);
+static Kernel* kernel;
+static u64 given[8];
+
+static void fiber() {
+    kernel(given[0], given[1], given[2], given[3], given[4], given[5], given[6], given[7]);
+    ended[current] = true;
+    --living;
+    swapcontext(&fibers[current], &scheduler);
+}
+
+// A grid of programs, one after the other; arguments are pointers and ints, 8 at most. Shared memory begins as NaN.
+extern "C" void launch(Kernel* what, int columns, int rows, int num_threads, const u64* arguments) {
+    kernel = what;
+    memcpy(given, arguments, sizeof given);
+    for (int program = 0; program < columns * rows; ++program) {
+        blockIdx = {(u32)(program % columns), (u32)(program / columns), 0};
+        memset(memory, 0xFF, sizeof memory);
+        whole = {};
+        memset(of_warp, 0, sizeof of_warp);
+        living = num_threads;
+        for (int i = 0; i < num_threads; ++i) {
+            ended[i] = false;
+            stacks[i].resize(1 << 16);
+            getcontext(&fibers[i]);
+            fibers[i].uc_stack.ss_sp = stacks[i].data();
+            fibers[i].uc_stack.ss_size = stacks[i].size();
+            makecontext(&fibers[i], fiber, 0);
+        }
+        while (living)
+            for (current = 0; current < num_threads; ++current) {
+                if (ended[current]) continue;
+                threadIdx = {(u32)current, 0, 0};
+                swapcontext(&scheduler, &fibers[current]);
+            }
+    }
+}

@@ -1,0 +1,41 @@
+"""Kernels in CUDA C++ on a CPU, for tests where there is no GPU: the host's compiler builds them with fibers as
+threads (cuda_on_cpu.h). What a GPU's own instructions do is taken from their documentation, so this finds mistakes of
+indices and barriers, and a GPU still has the last word."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+_COMPILER = shutil.which("g++")
+needs_compiler = pytest.mark.skipif(_COMPILER is None, reason="needs g++")
+_SECONDS = 60
+
+
+class OnCpu:
+    """Stands in for cuda_code.CudaKernel."""
+
+    def __init__(self, library: ctypes.CDLL, name: str):
+        self._launch, self._kernel = library.launch, getattr(library, name)
+
+    def __call__(self, grid: tuple[int, int], num_threads: int, *given: Tensor | int) -> None:
+        words = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
+        self._launch(self._kernel, *grid, num_threads, (ctypes.c_uint64 * 8)(*words))
+
+
+def build(source: Path, folder: Path, name: str, constants: dict[str, int]) -> OnCpu:
+    """The kernel `name` of `source`, built in `folder`."""
+    assert _COMPILER is not None
+    out = folder / f"{source.stem}-{abs(hash(tuple(constants.items())))}.so"
+    if not out.exists():
+        header = Path(__file__).with_suffix(".h")
+        options = [f"-D{constant}={value}" for constant, value in constants.items()]
+        subprocess.run(
+            [_COMPILER, "-O1", "-std=c++20", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", "-include", str(header),
+             "-x", "c++", *options, str(source), "-o", str(out)],
+            check=True, timeout=_SECONDS,
+        )  # fmt: skip
+    return OnCpu(ctypes.CDLL(str(out)), name)
