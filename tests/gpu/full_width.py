@@ -3,7 +3,8 @@
     python3 -m tests.gpu.full_width --ranks 2 --weights fp8
 
 Against float32 arithmetic on the same weights, whose routing and selection are forced; then unforced, where other
-choices are counted. Every rank loads its own slices of one checkpoint. (Few experts: the widths are the point.)
+choices are counted. The first pass has so many rows that ranks deal them out. Every rank loads its own slices of one
+checkpoint. (Few experts: the widths are the point.)
 """
 
 import argparse
@@ -101,7 +102,7 @@ def rank_main(rank, size, port, folder, weights):
     device = torch.device("cuda", rank)
     group = open_group(Shard(rank, size), device, store_at(port, size), timeout_s=SECONDS)
     want, routing, keys = torch.load(folder / "want", map_location=device)
-    choices = Choices()
+    choices = Choices(group.shard)
     choices.routing, choices.keys = routing, keys
     model = load(folder / "model", device=device, shard=group.shard)
     connect(model, group)

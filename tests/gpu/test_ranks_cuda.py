@@ -35,6 +35,11 @@ def test_collectives():
     run("glm5.bench.kernels.collectives", "--ranks", "2")
 
 
+def test_dealt_prompts():
+    """The same hidden states on every rank, and nearly those of ranks that keep all rows; then timed."""
+    run("glm5.bench.steps.shared", "--ranks", "2", "--layers", "4", "--prompt", "2048", "2304")
+
+
 @pytest.mark.parametrize("weights", ["fp8", "bfloat16"])
 def test_logits_at_full_width(weights):
     """Prompts and decoding rows, both layouts of the cache, with float32's routing and selection forced."""

@@ -6,17 +6,20 @@ import torch
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.model.glm5 import Glm5
 from glm5.model.moe import MoE
+from glm5.parallel.table import WHOLE
 from tests.support.steps import Steps, random_ids
 
-LENGTH = 300
+LENGTH = 310  # with 200 others and padding, enough rows to be dealt out to ranks
 PASSES = [[(0, 0, LENGTH), (1, 0, 200)], [(0, LENGTH, 1), (1, 200, 1)], [(0, LENGTH + 1, 3), (1, 201, 20)]]
 MAX_LEN = 512
 
 
 class Choices:
-    """What a model chose, layer by layer and pass by pass: taken down, or forced on another."""
+    """What a model chose, layer by layer and pass by pass: taken down, or forced on another, of which `shard` may see
+    its share of the rows alone."""
 
-    def __init__(self):
+    def __init__(self, shard=WHOLE):
+        self.shard = shard
         self.routing, self.keys = [], []
 
     def take_down(self, model, cache):
@@ -30,7 +33,7 @@ class Choices:
         routing, keys, self.flips = iter(self.routing), iter(self.keys), []
         for gate in gates_of(model):
             route = gate.forward
-            gate.forward = lambda x, r=route: self.instead(next(routing), r(x), 1)
+            gate.forward = lambda x, r=route: self.instead(self.share(next(routing), x), r(x), 1)
         select = cache.select_keys
         cache.select_keys = lambda *args, **kwargs: self.instead(next(keys), select(*args, **kwargs), None)
 
@@ -38,6 +41,10 @@ class Choices:
         left, right = (forced, own) if index is None else (forced[index], own[index])
         self.flips.append(float((left != right).float().mean()))
         return forced
+
+    def share(self, routing, x):
+        rank, size = self.shard
+        return routing if len(x) == len(routing[0]) else tuple(each.unflatten(0, (size, -1))[rank] for each in routing)
 
     @staticmethod
     def note(heard, value):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from glm5.common.console import out
+from glm5.engine.between import MIN_DEALT_ROWS
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.parallel.cuda import CudaGroup
@@ -24,9 +25,11 @@ from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
 
 WIDTH = 6144
+LATENTS = 2752  # q_a, kv_a and index key side by side
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 EDGES = ((1, 8), (3, 136), (5, 1032), (17, 2048), (131, 6144))
 BUDGET = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 1e-6}
+E4M3 = 0.04
 REPEATS, CALLS, REPLAYS = 20, 100, 7
 EPS = 1e-5
 SECONDS = 300
@@ -70,6 +73,32 @@ def _nccl(part: Tensor) -> Tensor:
     return part
 
 
+def check_dealt(group: CudaGroup) -> None:
+    """Shares of rows and what is gathered of them, between calls of the other ways."""
+    (rank, size), eps = group.shard, EPS
+    for dtype, budget in BUDGET.items():
+        for number, (share, width) in enumerate(((1, 8), (3, 136), (64, 6144), (1500, 6144), (5, 1032))):
+            rows = share * size
+            parts, mine = _parts(group.shard, rows, width, dtype, number), slice(rank * share, (rank + 1) * share)
+            residual, weight = _parts(group.shard, 2, rows * width, dtype, 99)[0, 0].view(rows, width), parts[0, 0]
+            known = add_rms_norm(all_reduce_reference(parts), residual, weight, eps, impl="reference")
+            run = partial(group.add_rms_norm_dealt, parts[rank], residual[mine], weight, eps, quantize=True)
+            first = run()
+            assert torch.equal(first[1], known[1][mine]), f"dealt {rows=} {width=} {dtype=}: sum"
+            error = rel_rms(first[0], known[0][mine].double())
+            assert error < budget, f"dealt {rows=} {width=} {dtype=} {error=}: norm"
+            assert first[2] is not None
+            wide = first[2][0].double() * first[2][1].double().repeat_interleave(128, dim=1)[:, :width]
+            assert rel_rms(wide, first[0].double()) < E4M3, f"dealt {rows=} {width=} {dtype=}: FP8"
+            for _ in range(REPEATS):
+                again = run()
+                assert all(torch.equal(one, other) for one, other in zip(again[:2], first[:2], strict=True))
+                whole = group.all_gather(again[0])
+                assert torch.equal(group.all_reduce(parts[rank][:3]), all_reduce_reference(parts[:, :3]))
+                error = rel_rms(whole.flatten(0, 1), known[0].double())
+                assert error < budget, f"gathered {rows=} {width=} {dtype=} {error=}"
+
+
 def fits(group: CudaGroup, way: str, part: Tensor) -> bool:
     from glm5.kernels.all_reduce.triton import fits as has_room
 
@@ -111,6 +140,7 @@ def check(group: CudaGroup) -> dict[str, float]:
     off = group.all_reduce(wrong[group.shard.rank] * (1.1 if group.shard.rank == 0 else 1.0))
     assert rel_rms(off, exact) > 3 * BUDGET[torch.bfloat16], "the budget notices nothing"
     _check_gather(group)
+    check_dealt(group)
     return worst
 
 
@@ -119,7 +149,7 @@ def _normed(way: NormWay, part: Tensor, residual: Tensor, weight: Tensor) -> Ten
 
 
 def _check_gather(group: CudaGroup) -> None:
-    for count in (1, 7, 1000, 40_000):
+    for count in (1, 7, 1000, 40_000, 1_000_003):
         for dtype in (torch.float64, torch.int64, torch.int32, torch.float32):
             parts = _parts(group.shard, 1, count, torch.float32, count).mul(1000).to(dtype)
             for _ in range(REPEATS):
@@ -183,6 +213,8 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
         for name, joined in norms(group).items():
             if fits(group, name, part):
                 found[f"+ norm, {name}"] = round(measure(partial(joined, part, part, weight)), 1)
+        if count >= MIN_DEALT_ROWS and count % group.shard.size == 0:
+            found |= time_dealt(group, part, weight)
         rows.append(found)
         if group.shard.rank == 0:
             out(json.dumps(found))
@@ -191,6 +223,18 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
     if group.shard.rank == 0:
         out(json.dumps(gathered))
     return rows
+
+
+def time_dealt(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
+    """The same rows dealt out, with norm and FP8; and what is gathered of them: FP8, what GLM-5 makes of its input."""
+    mine = part[: len(part) // group.shard.size]
+    fp8, latents = mine.to(torch.float8_e4m3fn), mine[:, :LATENTS].contiguous()
+    ways = {
+        "dealt + norm + FP8": partial(group.add_rms_norm_dealt, part, mine, weight, EPS, quantize=True),
+        "gathered in FP8": partial(group.all_gather, fp8),
+        f"gathered, {LATENTS} of bfloat16": partial(group.all_gather, latents),
+    }
+    return {name: round(measure(way), 1) for name, way in ways.items()}
 
 
 def tune(group: CudaGroup) -> None:

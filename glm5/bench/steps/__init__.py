@@ -6,4 +6,5 @@
 vocabulary, without what ranks say to each other. `--layers` cuts the model short.
 
 case      models of one rank's shape, with keys in the cache    anatomy    a step's kernels, by the profiler
+shared    prompts on GPUs that share a model, with what they say to each other
 """

@@ -48,7 +48,7 @@ def main() -> int:
         cfg = rank_config(args.ranks, count)
         cfg = with_codes(cfg, args.dtype) if args.dtype in RECIPES else cfg
         case = StepCase(cfg, loads, fp8=args.dtype != "bfloat16", layout=args.kv_cache_dtype)
-        _say(f"{count} layers, {args.dtype} weights, {args.kv_cache_dtype} cache, one of {args.ranks} ranks")
+        say(f"{count} layers, {args.dtype} weights, {args.kv_cache_dtype} cache, one of {args.ranks} ranks")
         for load in loads:
             anatomy = load.batch in args.anatomy and count == args.layers[0]
             found.append({"layers": count, **_measure(case, load, anatomy=anatomy)})
@@ -69,20 +69,20 @@ def _measure(case: StepCase, load: Load | Prompts, *, anatomy: bool) -> dict[str
     line = f"batch {load.batch:4} context {load.context:7} depth {load.depth}: {time.gpu_ms:7.3f} ms"
     out: dict[str, Any] = {**asdict(load), **asdict(time)}
     if isinstance(load, Prompts):
-        _say(f"{line}, host {time.host_ms:.3f}; {load.num_tokens} tokens of prompts from {load.start} on")
+        say(f"{line}, host {time.host_ms:.3f}; {load.num_tokens} tokens of prompts from {load.start} on")
     else:
         distinct = case.experts(load)
         even = expected_experts(case.runner.model.cfg, load.batch * (1 + load.depth))
         case.enter(load)
-        _say(f"{line}, host {time.host_ms:.3f}; experts {[round(n) for n in distinct]} of {even:.1f} expected")
+        say(f"{line}, host {time.host_ms:.3f}; experts {[round(n) for n in distinct]} of {even:.1f} expected")
         out |= {"experts": distinct, "expected_experts": even}
     if anatomy:
         kernels = kernels_of(step)
         total = sum(kernel.micros for kernel in kernels)
         count = sum(kernel.launches for kernel in kernels)
-        _say(f"  {count:.0f} kernels, {total:.0f} us, {1e3 * time.gpu_ms - total:.0f} us between them")
+        say(f"  {count:.0f} kernels, {total:.0f} us, {1e3 * time.gpu_ms - total:.0f} us between them")
         for kernel in kernels[:_SHOWN]:
-            _say(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
+            say(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
         out["kernels"] = [asdict(kernel) for kernel in kernels]
     return out
 
@@ -94,12 +94,12 @@ def _project(found: list[dict[str, Any]], loads: Sequence[Load | Prompts], few: 
         layer = (long["gpu_ms"] - short["gpu_ms"]) / (more - few)
         total = short["gpu_ms"] + (whole - few) * layer
         short["projected_ms"] = total
-        _say(
+        say(
             f"batch {load.batch:4} context {load.context:7}: {1e3 * layer:6.1f} us a layer, {total:6.2f} ms for {whole}"
         )
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from glm5.checkpoint.dummy import dummy
 from glm5.config.model import ModelConfig
@@ -13,6 +14,8 @@ from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
 from glm5.engine.plan import Bucket, Entered, Item, StepPlan
 from glm5.engine.runner import Runner, SeqSpec
 from glm5.engine.sampling import SamplingParams
+from glm5.parallel.apply import connect
+from glm5.parallel.group import ALONE, Group
 from glm5.quantize.formats.own import Own
 from glm5.quantize.plan import make_plan
 from glm5.quantize.recipe import built_in
@@ -62,7 +65,8 @@ class Prompts:
 
 
 class StepCase:
-    """A model with random weights and a cache for the largest of `loads`, filled with random keys."""
+    """A model with random weights and a cache for the largest of `loads`, filled with random keys. `group`: of ranks
+    that share the model, each with a case."""
 
     def __init__(
         self,
@@ -72,9 +76,11 @@ class StepCase:
         fp8: bool,
         layout: Layout = "auto",
         device: str = "cuda",
+        group: Group = ALONE,
     ):
         self.depth = max(load.depth for load in loads)
-        model = dummy(cfg, fp8=fp8, device=device)
+        model = dummy(cfg, fp8=fp8, device=device, shard=group.shard)
+        connect(model, group)
         room = 4 * (1 + self.depth) + PAGE_SIZE
         self.max_len = max(load.context for load in loads) + room
         num_pages = max(load.batch * -(-(load.context + room) // PAGE_SIZE) for load in loads)
@@ -86,6 +92,7 @@ class StepCase:
             max_model_len=self.max_len,
             max_depth=self.depth,
             fused=True,
+            group=group,
         )
         self._fill(cache)
 
@@ -120,6 +127,12 @@ class StepCase:
         """One step, enqueued; the sequences then are where they were."""
         self.runner.launch(plan, specs)
         self.runner.slots.len_S[: load.batch] = load.context
+
+    @torch.inference_mode()
+    def hidden(self, plan: StepPlan, load: Prompts) -> Tensor:
+        """Hidden states [T, D] of a step of prompts."""
+        assert self.runner.prompts is not None
+        return self.runner.prompts.run(self.runner.pack(plan), load.context).rows.hidden_RD.clone()
 
     @torch.inference_mode()
     def experts(self, load: Load) -> list[float]:

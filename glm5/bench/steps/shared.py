@@ -1,0 +1,96 @@
+"""Prompts on GPUs that share GLM-5, what ranks say to each other included: `python -m glm5.bench.steps.shared`.
+
+One process a GPU. Rows dealt out to ranks (engine/between.py) and, for comparison, all rows on every rank, of one model
+with random weights. Hidden states are the same on every rank and nearly the same both ways, or nothing is timed.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from glm5.bench.steps.__main__ import say
+from glm5.bench.steps.anatomy import kernels_of, timed
+from glm5.bench.steps.case import Prompts, StepCase
+from glm5.config.presets import preset
+from glm5.engine import between
+from glm5.parallel.group import Group, Meeting, open_group, store_at
+from glm5.parallel.table import Shard
+from glm5.testing.numerics import rel_rms
+
+SECONDS = 300
+# Ways differ in how products in FP8 are cut; what is chosen by it differs more. Measured: see docs/performance.md.
+BUDGET = 0.2
+_SHOWN = 24
+
+
+def rank_main(group: Group, layers: Sequence[int], loads: Sequence[Prompts]) -> None:
+    is_first = group.shard.rank == 0
+    for count in layers:
+        case = StepCase(preset("glm-5", count), loads, fp8=True, device=f"cuda:{group.shard.rank}", group=group)
+        for load in loads:
+            found: dict[str, Tensor] = {}
+            for way, min_rows in (("whole", sys.maxsize), ("dealt", between.MIN_DEALT_ROWS)):
+                found[way], milliseconds = _measured(
+                    case, group, load, min_rows, anatomy=is_first and count == layers[0]
+                )
+                if is_first:
+                    say(f"{count} layers, {load.batch} x {load.context} tokens, rows {way}: {milliseconds:.3f} ms")
+            off = rel_rms(found["dealt"], found["whole"].double())
+            assert off < BUDGET, f"{off=}"
+            if is_first:
+                say(f"  hidden states of both ways are {off:.4f} apart, the same on every rank")
+        del case
+        torch.cuda.empty_cache()
+
+
+def _measured(case: StepCase, group: Group, load: Prompts, min_rows: int, *, anatomy: bool) -> tuple[Tensor, float]:
+    """(hidden states, milliseconds of a step)."""
+    usual, between.MIN_DEALT_ROWS = between.MIN_DEALT_ROWS, min_rows
+    case.runner.passes.generation += 1  # graphs are captured anew
+    try:
+        plan, specs = case.enter(load)
+        step = lambda: case.step(plan, specs, load)  # noqa: E731
+        hidden_RD = case.hidden(plan, load)
+        others = group.all_gather(hidden_RD)
+        assert all(torch.equal(other, hidden_RD) for other in others), "ranks differ"
+        milliseconds = timed(step).gpu_ms
+        kernels = kernels_of(step)  # by all ranks, as they wait for each other
+        for kernel in kernels[: _SHOWN * anatomy]:
+            say(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
+    finally:
+        between.MIN_DEALT_ROWS = usual
+    return hidden_RD, milliseconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m glm5.bench.steps.shared")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--layers", type=int, nargs="+", default=[6])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[2048], help="steps of one prompt of these lengths")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--port", type=int)
+    given = parser.parse_args()
+    if given.rank is not None:
+        device = torch.device("cuda", given.rank)
+        shard = Shard(given.rank, given.ranks)
+        group = open_group(shard, device, store_at(given.port, given.ranks), timeout_s=SECONDS)
+        rank_main(group, given.layers, [Prompts(1, length) for length in given.prompt])
+        torch.cuda.synchronize()
+        group.close()
+        return 0
+    meeting = Meeting()
+    store = meeting.open(given.ranks)
+    command = [sys.executable, "-m", "glm5.bench.steps.shared", "--ranks", str(given.ranks)]
+    command += ["--port", str(meeting.port), "--layers", *map(str, given.layers), "--prompt", *map(str, given.prompt)]
+    ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(given.ranks)]
+    codes = [rank.wait() for rank in ranks]
+    del store
+    return max(map(abs, codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
