@@ -70,7 +70,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m glm5.bench.steps.shared")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--layers", type=int, nargs="+", default=[6])
-    parser.add_argument("--prompt", type=int, nargs="+", default=[2048], help="steps of one prompt of these lengths")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens of a prompt")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="prompts of a step")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--port", type=int)
     given = parser.parse_args()
@@ -78,14 +79,16 @@ def main() -> int:
         device = torch.device("cuda", given.rank)
         shard = Shard(given.rank, given.ranks)
         group = open_group(shard, device, store_at(given.port, given.ranks), timeout_s=SECONDS)
-        rank_main(group, given.layers, [Prompts(1, length) for length in given.prompt])
+        loads = [Prompts(batch, length) for length in given.prompt for batch in given.batch]
+        rank_main(group, given.layers, loads)
         torch.cuda.synchronize()
         group.close()
         return 0
     meeting = Meeting()
     store = meeting.open(given.ranks)
     command = [sys.executable, "-m", "glm5.bench.steps.shared", "--ranks", str(given.ranks)]
-    command += ["--port", str(meeting.port), "--layers", *map(str, given.layers), "--prompt", *map(str, given.prompt)]
+    command += ["--port", str(meeting.port), "--layers", *map(str, given.layers)]
+    command += ["--prompt", *map(str, given.prompt), "--batch", *map(str, given.batch)]
     ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(given.ranks)]
     codes = [rank.wait() for rank in ranks]
     del store
