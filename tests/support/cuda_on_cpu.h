@@ -27,7 +27,7 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 struct Index { u32 x, y, z; };
-struct Four { u32 x[4]; };
+struct __align__(16) Four { u32 x[4]; };
 
 constexpr int MOST_THREADS = 1024, MOST_WORDS = 8;
 static Index threadIdx, blockIdx;
@@ -103,6 +103,7 @@ static Four load_once(const u8* at) {
     return *(const Four*)at;
 }
 
+static Four load_row(const u8* at) { return load_once(at); }
 static float load_scale(const float* at) { return *at; }
 static void wait_for_earlier() {}
 static void let_later_begin() {}

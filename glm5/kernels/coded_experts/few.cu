@@ -33,18 +33,26 @@ constexpr float HIGHEST = ACT == 1 ? 127.0f : 448.0f;
 #ifndef ON_CPU
 extern __shared__ __align__(128) unsigned char memory[];
 
-struct Four { u32 x[4]; };
+struct __align__(16) Four { u32 x[4]; };
 
+// Not ld.global.nc, here and for scales: those loads the assembler puts off until they are used, behind barriers too.
 static __device__ Four load_once(const u8* at) {
     Four v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(at));
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(at) : "memory");
+    return v;
+}
+
+static __device__ Four load_row(const u8* at) {
+    Four v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(at) : "memory");
     return v;
 }
 
 static __device__ float load_scale(const float* at) {
     float v;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
     return v;
 }
 
@@ -278,7 +286,7 @@ gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, c
                 for (int i = 0; i < UNITS; ++i) {
                     const int unit = i * 32 * WARPS + threadIdx.x;
                     if (D / 8 % (32 * WARPS) == 0 || unit < D / 8)
-                        found = fmaxf(found, largest_of(*(const Four*)(from + unit * 16)));
+                        found = fmaxf(found, largest_of(load_row(from + unit * 16)));
                 }
 #pragma unroll
                 for (int m = 16; m; m /= 2) found = fmaxf(found, __shfl_xor_sync(~0u, found, m));
@@ -299,7 +307,7 @@ gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, c
             for (int i = 0; i < UNITS; ++i) {
                 const int unit = i * 32 * WARPS + threadIdx.x;
                 if (D / 8 % (32 * WARPS) == 0 || unit < D / 8)
-                    put(memory + c * PITCH, unit, *(const Four*)(from + unit * 16), x_scale, inverse);
+                    put(memory + c * PITCH, unit, load_row(from + unit * 16), x_scale, inverse);
             }
         }
         __syncthreads();
@@ -386,7 +394,7 @@ down(const u8* h, const int* experts, const float* weights, const u8* codes, con
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) {
         x[i] = {0, 0, 0, 0};
-        if (F / 8 % 32 == 0 || 32 * i + lane < F / 8) x[i] = *(const Four*)(h + pair * (2 * F) + (32 * i + lane) * 16);
+        if (F / 8 % 32 == 0 || 32 * i + lane < F / 8) x[i] = load_row(h + pair * (2 * F) + (32 * i + lane) * 16);
         found = fmaxf(found, largest_of(x[i]));
     }
     float h_scale = 1;
