@@ -61,7 +61,8 @@ def load(
     `dtype` "auto" keeps what the checkpoint holds, FP8 weights included; a name or a torch.dtype dequantizes and casts
     (float64 product of weight and scale, rounded once). The router's selection bias is float32 always.
     `lora_norm_eps` overrides the config's. Of a `shard` the modules hold that rank's part of their weights, and nothing
-    that adds up the parts (`glm5.parallel.apply` does); `model.cfg` is the whole model's. `on_read` is told how many
+    that adds up the parts (`glm5.parallel.apply` does); `model.cfg` is the whole model's. On device meta there is
+    nothing in them, and nothing is read. `on_read` is told how many
     bytes were read in how many seconds. Raises `CheckpointError` for
     files that are damaged or do not fit the config, `ConfigError` for a bad config.json, dtype or device, and for a
     model that cannot be dealt out to so many ranks.
@@ -102,6 +103,8 @@ def read_model(
     check_groups(found.stored.values(), shard.size)
     model = empty_model(local, kept, compute, target, forms, is_turned=found.is_turned)
     model.cfg = whole
+    if target.type == "meta":
+        return model.eval()
     parameters = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     began = time.monotonic()
     num_bytes = read_weights(

@@ -31,8 +31,6 @@ def run(args: argparse.Namespace) -> int:
 
         out(estimate(recipe))
         return 0
-    if recipe.lora is not None and max(settings.nproc or 1, int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise UsageError("lora: adapters are trained by one process; leave out --nproc")
     if settings.nproc is not None and settings.nproc > 1:
         _launch(settings)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:

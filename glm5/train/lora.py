@@ -31,6 +31,7 @@ from glm5.model.glm5 import Glm5
 from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 from glm5.train.build import Builder
 from glm5.train.optim.build import Optimizers
+from glm5.train.parts import whole_state
 from glm5.train.stages import losses_of, phase_of
 from glm5.train.state import Position, Store
 from glm5.train.step import Phase, Step
@@ -93,6 +94,7 @@ class LoraTrainee(Trainee):
     def __init__(self, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
         assert recipe.lora is not None
         assert recipe.model.checkpoint is not None
+        saved = None if saved is None else whole_state(saved, builder.out)
         self.recipe, self.builder, self._saved = recipe, builder, saved
         self.device, self.masters = device_of(recipe.device), None
         self.model = load(resolve(recipe.model.checkpoint), dtype="auto", device=self.device).train()

@@ -16,13 +16,14 @@ from torch import distributed as dist
 
 from glm5.config.model import ModelConfig
 from glm5.config.parallel import ParallelConfig
-from glm5.config.step import LossConfig, OptimizerConfig
+from glm5.config.step import LoraConfig, LossConfig, OptimizerConfig
 from glm5.model.glm5 import Glm5
 from glm5.parallel.group import Meeting, store_at
 from glm5.train.batch import Batch
+from glm5.train.lora import adapt
 from glm5.train.masters import Masters
 from glm5.train.optim.build import Optimizers
-from glm5.train.parallel.build import build, fill, put_rows, take_rows
+from glm5.train.parallel.build import build, fill, outline, put_rows, take_rows
 from glm5.train.parallel.context import CutBatch
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.pipeline import PipelineStep
@@ -69,6 +70,7 @@ class Job:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     losses: LossConfig = field(default_factory=lambda: LossConfig(mtp_depth=2, balance_weight=0.01))
     trains: Callable[[str], bool] = bool
+    lora: LoraConfig | None = None
     config: tuple[tuple[str, Any], ...] = ()
     skewed: bool = False
     """A control: a rank learns from a row of another step."""
@@ -88,6 +90,11 @@ class Job:
         return model
 
     def choose(self, model: Glm5) -> None:
+        """What learns: parameters, or adapters that are put beside them."""
+        if self.lora is not None:
+            adapt(model, self.lora, seed=4)
+            model.to(self.dtype)
+            return
         for name, weight in model.named_parameters():
             weight.requires_grad_(self.trains(name))
 
@@ -196,15 +203,10 @@ def _rank(rank: int, port: int, job: Job) -> Done:
     device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", rank)
     team = Team(mesh, rank, device, store_at(port, job.world), timeout_s=SECONDS)
     depth = job.losses.mtp_depth
-    part = build(
-        job.cfg,
-        team,
-        job.parallel,
-        dtype=job.dtype,
-        compute=job.compute or job.dtype,
-        mtp_depth=depth,
-        prepare=job.choose,
-    )
+    model = outline(job.cfg, job.dtype)
+    job.choose(model)
+    compute, has_base = job.compute or job.dtype, job.lora is not None
+    part = build(model, team, job.parallel, dtype=job.dtype, compute=compute, mtp_depth=depth, has_base=has_base)
     whole = job.model().state_dict()
     fill(part, rank, lambda name, spans: take_rows(whole[name], spans), whole.__getitem__)
     optimizers = Kept(part.local, job.cfg, job.optimizer, shards_of(part.places, team))

@@ -22,11 +22,10 @@ from glm5.config.parallel import ParallelConfig
 from glm5.config.presets import preset
 from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.config.tensors import count_parameters
-from glm5.model.glm5 import Glm5
 from glm5.parallel.group import Meeting, store_at
 from glm5.train.batch import Batch
 from glm5.train.optim.build import INDEXER, Optimizers
-from glm5.train.parallel.build import Part, build
+from glm5.train.parallel.build import Part, build, outline
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.step import SharedStep, shards_of
 from glm5.train.parallel.team import Team
@@ -75,7 +74,10 @@ def _rank(
     device = torch.device("cuda", rank)
     team = Team(mesh_of(parallel, world), rank, device, store_at(port, world), timeout_s=TIMEOUT_S)
     dtype, losses = torch.bfloat16, LossConfig(mtp_depth=0, chunk=1024)
-    part = build(cfg, team, parallel, dtype=dtype, compute=dtype, mtp_depth=0, prepare=_but_indexers)
+    model = outline(cfg, dtype)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(INDEXER not in name)
+    part = build(model, team, parallel, dtype=dtype, compute=dtype, mtp_depth=0)
     _randomize(part, rank)
     optimizer = OptimizerConfig(momentum_dtype="bfloat16")
     optimizers = Optimizers(part.local, cfg, optimizer, shards_of(part.places, team))
@@ -128,11 +130,6 @@ def _figures(
         "steps": len(seconds),
         "slowest ms behind the first": max(seconds[WARM:]) * 1e3,
     }
-
-
-def _but_indexers(model: Glm5) -> None:
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(INDEXER not in name)
 
 
 @torch.no_grad()

@@ -20,8 +20,9 @@ from glm5.train.parallel.team import Team
 class Part:
     """This rank's part of a model: `local` are its rows of the parameters, in the memory of `root`'s shards.
 
-    `copies`: likewise, of parameters that are another stage's. `dtype`: of parameters; `compute`: of
-    passes. `queue`: where gradients of weights wait, if they do.
+    `copies`: likewise, of parameters that are another stage's. `dtype`: of what is trained; `compute`: of
+    passes. `queue`: where gradients of weights wait, if they do. `has_base`: what is not trained is of a checkpoint,
+    as that stores it, and neither cast nor written.
     """
 
     root: Root
@@ -31,6 +32,7 @@ class Part:
     dtype: torch.dtype
     compute: torch.dtype
     queue: Queue | None = None
+    has_base: bool = False
 
     @property
     def model(self) -> Glm5:
@@ -42,32 +44,35 @@ class Part:
         return dict(self.model.named_buffers())
 
 
+def outline(cfg: ModelConfig, dtype: torch.dtype) -> Glm5:
+    """A model without content."""
+    with torch.device("meta"):
+        return Glm5(cfg).to(dtype)
+
+
 def build(
-    cfg: ModelConfig,
+    model: Glm5,
     team: Team,
     parallel: ParallelConfig,
     *,
     dtype: torch.dtype,
     compute: torch.dtype,
     mtp_depth: int,
-    prepare: Callable[[Glm5], None],
+    has_base: bool = False,
 ) -> Part:
-    """With whatever content. `prepare` sees the whole model without content: which parameters learn, which modules
-    are others."""
-    with torch.device("meta"):
-        model = Glm5(cfg).to(dtype)
-    prepare(model)
+    """The rank's part of `model`, which has shapes and no content, and knows which parameters learn; with whatever
+    content."""
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    places = Places(team.mesh, cfg, shapes, mtp_depth)
+    places = Places(team.mesh, model.cfg, shapes, mtp_depth)
     stage = team.mesh.stage(team.rank)
     keep_stage(model, places, stage, torch.empty(0, dtype=compute, device=team.device))
     queue = defer_linears(model) if parallel.schedule == "zero-bubble" and team.mesh.pipeline > 1 else None
     deal_experts(model, team, gathers=parallel.dispatch == "all-gather")
-    root = shard(model.train(), team, places, dtype, compute)
+    root = shard(model.train(), team, places, dtype, dtype if has_base else compute)
     root.to_empty(device=team.device)
     local = local_parameters(model)
     copies = {name: local.pop(name) for name in list(local) if places.stage(name) != stage}
-    return Part(root, places, local, copies, dtype, compute, queue)
+    return Part(root, places, local, copies, dtype, compute, queue, has_base)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ Every rank runs the same sequence; the others send their rows. The first one hol
 layer's experts, on the host.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from glm5.train.parallel.build import Part, put_rows, take_rows
 from glm5.train.parallel.places import Span
 from glm5.train.parallel.team import Team
 
+_BIAS = ".e_score_correction_bias"
+
 
 def parameters_in_order(part: Part) -> list[str]:
     """As a checkpoint's inventory names them first."""
@@ -24,11 +26,11 @@ def parameters_in_order(part: Part) -> list[str]:
 
 
 @torch.no_grad()
-def whole_tensors(part: Part, team: Team) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor on the host) of every parameter and buffer, in order. On other ranks than the first nothing comes;
-    they must be run to the end too."""
+def whole_tensors(part: Part, team: Team, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor on the host) of every parameter and buffer, in order, or of those of `names`. On other ranks than
+    the first nothing comes; they must be run to the end too."""
     mine = _mine(part)
-    for name in parameters_in_order(part):
+    for name in parameters_in_order(part) if names is None else names:
         holders = _holders(part, team, name)
         if name not in part.places.shapes:
             holders = {min(holders): None}
@@ -41,7 +43,8 @@ def whole_tensors(part: Part, team: Team) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def spread(part: Part, team: Team, whole: Mapping[str, Tensor] | None) -> None:
     """Give every rank its rows of what the first one has; None on the others."""
-    for name in parameters_in_order(part):
+    biases = [name for name in parameters_in_order(part) if name not in part.places.shapes]
+    for name in (*part.places.shapes, *(name for name in biases if name.endswith(_BIAS))):
         holders = _holders(part, team, name)
         if whole is not None:
             for rank, spans in holders.items():
@@ -49,12 +52,17 @@ def spread(part: Part, team: Team, whole: Mapping[str, Tensor] | None) -> None:
                 if rank == team.rank:
                     _mine(part)[name].copy_(rows.view_as(_mine(part)[name]))
                 else:
-                    dist.send(rows.to(team.device).contiguous(), dst=rank)
+                    dist.send(_sendable(rows.to(team.device).contiguous()), dst=rank)
         elif team.rank in holders:
             mine = _mine(part)[name]
             rows = torch.empty_like(mine.data)
-            dist.recv(rows, src=0)
+            dist.recv(_sendable(rows), src=0)
             mine.copy_(rows)
+
+
+def _sendable(rows: Tensor) -> Tensor:
+    """Values of one byte as bytes, which every kind of group knows."""
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
 
 
 def _mine(part: Part) -> Mapping[str, Tensor]:

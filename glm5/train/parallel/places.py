@@ -79,10 +79,12 @@ class Places:
 
 
 def is_dealt(name: str) -> bool:
-    """Whether whole experts of the parameter (of the model, stacked) may lie on different ranks."""
+    """Whether whole experts of the parameter (of the model, stacked) may lie on different ranks. Not of those that are
+    stored as codes: they are cut like the rest."""
     experts, _, leaf = name.rpartition(".")
-    on_disk = f"{experts}.0.{_PROJECTION[leaf]}.weight" if leaf in _PROJECTION else name
-    return placement_of(on_disk).dealt
+    if leaf not in _PROJECTION or experts.endswith(".base"):
+        return False
+    return placement_of(f"{experts}.0.{_PROJECTION[leaf]}.weight").dealt
 
 
 def split_layers(cfg: ModelConfig, stages: int, mtp_depth: int = 0) -> list[range]:

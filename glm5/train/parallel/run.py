@@ -11,10 +11,11 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistBackendError
 
-from glm5.common.errors import ConfigError, GlmError, TrainingError
+from glm5.common.errors import GlmError, TrainingError
 from glm5.config.train import Recipe
 from glm5.train.build import Builder
 from glm5.train.loop import Run, ordered
+from glm5.train.parallel.lora import SharedLora
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.team import Team
 from glm5.train.parallel.trainee import SharedTrainee
@@ -47,19 +48,16 @@ class Rank:
 
 def train_shared(recipe: Recipe, beside: Path, rank: Rank, *, restart: bool = False) -> Path:
     """`loop.train` by one of several processes, all of which call this."""
-    if recipe.lora is not None:
-        raise ConfigError(
-            f"lora: one process trains adapters, and this is one of {rank.world}; start it without --nproc"
-        )
     mesh, store, out = mesh_of(recipe.parallel, rank.world), rank.store(), recipe.folder
     device = device_of(recipe.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank.local)
     team = Team(mesh, rank.rank, device, store, timeout_s=recipe.parallel.timeout_s)
+    makes = SharedTrainee if recipe.lora is None else SharedLora
     lock = locked(out) if team.is_first else nullcontext()
     with _blaming(store, rank, recipe.parallel.timeout_s), ordered(recipe), lock:
         _first(team, lambda: _prepare(recipe, beside, out, restart=restart))
-        best = Run(recipe, beside, out, partial(SharedTrainee, team)).to_the_end()
+        best = Run(recipe, beside, out, partial(makes, team)).to_the_end()
         team.wait()
     team.close()
     return best

@@ -72,15 +72,15 @@ class StateWriter:
 
 def content_of(part: Part, rank: int, optimizers: Optimizers) -> dict[str, Any]:
     """A part as `train/parts.py` has it, on the host: training may go on."""
-    spans = {name: part.places.spans(name, rank) for name in part.local}
+    named = {name: weight for name, weight in part.local.items() if weight.requires_grad or not part.has_base}
     return {
-        "spans": spans,
-        "shapes": {name: part.places.shapes[name] for name in part.local},
-        "weights": {name: _copied(weight) for name, weight in part.local.items()},
+        "spans": {name: part.places.spans(name, rank) for name in named},
+        "shapes": {name: part.places.shapes[name] for name in named},
+        "weights": {name: _copied(weight) for name, weight in named.items()},
         "optimizer": {
             name: {key: _copied(one) for key, one in state.items()} for name, state in optimizers.state_dict().items()
         },
-        "buffers": {name: _copied(one) for name, one in part.buffers.items()},
+        "buffers": {} if part.has_base else {name: _copied(one) for name, one in part.buffers.items()},
     }
 
 

@@ -10,13 +10,12 @@ from torch import Tensor
 from glm5.checkpoint.stream import save_stream
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
-from glm5.model.glm5 import Glm5
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.evaluate import count, means
 from glm5.train.optim.build import Optimizers
-from glm5.train.parallel.build import Part, build, fill
+from glm5.train.parallel.build import Part, build, fill, outline
 from glm5.train.parallel.context import CutBatch
 from glm5.train.parallel.gather import spread, whole_tensors
 from glm5.train.parallel.mesh import check_stage
@@ -51,16 +50,7 @@ class SharedTrainee(Trainee):
 
     def begin(self, stage: StageConfig, cfg: ModelConfig, before: Optimizers | None) -> SharedStep:
         recipe, team = self.recipe, self.team
-
-        def prepare(model: Glm5) -> None:
-            choose_parameters(model, stage)
-            make_aware(model, aware=stage.qat is not None)
-
-        dtype = getattr(torch, recipe.model.dtype)
-        compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
-        # The same for all stages of the recipe: so each rank keeps its rows from one to the next.
-        depth = max((one.losses or recipe.losses).mtp_depth for one in recipe.stage)
-        part = build(cfg, team, recipe.parallel, dtype=dtype, compute=compute, mtp_depth=depth, prepare=prepare)
+        part = self._made(stage, cfg)
         self._fill(part)
         optimizers = Optimizers(part.local, cfg, stage.optimizer or recipe.optimizer, shards_of(part.places, team))
         if self.parts is not None:
@@ -68,7 +58,7 @@ class SharedTrainee(Trainee):
             self.parts = None
         elif stage.keep_optimizer and before is not None:
             optimizers.load_state_dict(before.state_dict())
-        self.part, losses, phase = part, losses_of(recipe, stage, 0), phase_of(stage)
+        self.part, losses, phase = part, losses_of(recipe, stage, 0), self._phase(stage)
         if team.mesh.pipeline == 1:
             self.shared = SharedStep(part.root, team, optimizers, losses, phase)
         else:
@@ -136,6 +126,24 @@ class SharedTrainee(Trainee):
     def _have(self) -> Part:
         assert self.part is not None, "before a stage began"
         return self.part
+
+    def _phase(self, stage: StageConfig) -> Phase:
+        return phase_of(stage)
+
+    def _made(self, stage: StageConfig, cfg: ModelConfig) -> Part:
+        """This rank's part of the model, with whatever content."""
+        recipe = self.recipe
+        dtype = getattr(torch, recipe.model.dtype)
+        compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
+        model = outline(cfg, dtype)
+        choose_parameters(model, stage)
+        make_aware(model, aware=stage.qat is not None)
+        return build(model, self.team, recipe.parallel, dtype=dtype, compute=compute, mtp_depth=self._mtp_depth)
+
+    @property
+    def _mtp_depth(self) -> int:
+        """The same for all stages of the recipe: so each rank keeps its rows from one to the next."""
+        return max((one.losses or self.recipe.losses).mtp_depth for one in self.recipe.stage)
 
     def _fill(self, part: Part) -> None:
         """With the rows of the stage before, or of the state that the run goes on from, or of the start."""

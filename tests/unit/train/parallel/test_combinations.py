@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from glm5.config.parallel import ParallelConfig
+from glm5.config.step import LoraConfig
 from glm5.train.step import Phase
 from tests.support.sharded import Done, Job, alone, together
 
@@ -67,6 +68,22 @@ def test_two_processes_with_their_own_experts_are_one():
     assert max(distance(got, want)) < EXACT
     assert got.weights.keys() == want.weights.keys()
     assert max((got.weights[name] - one).abs().max().item() for name, one in want.weights.items()) < EXACT
+
+
+def test_adapters_over_two_processes_are_those_of_one():
+    job = Job(steps=2, lora=LoraConfig(rank=3))
+    want, got = alone(job), together(dealt(job, "2: experts"))
+    assert all(".lora_" in name for name in want.grads[0])
+    assert max(distance(got, want)) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["2: data", "2: context", "2: pipeline, zero bubble", "4: pipeline, experts"])
+def test_adapters_in_other_ways(way):
+    job = Job(lora=LoraConfig(rank=3, targets=("q_b_proj", "o_proj", "down_proj")))
+    losses, grads = distance(together(dealt(job, way)), alone(job))
+    print(f"{way}, adapters: losses {losses:.1e}, gradients {grads:.1e}")
+    assert max(losses, grads) < EXACT
 
 
 @pytest.mark.slow
