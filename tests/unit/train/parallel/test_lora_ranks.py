@@ -6,7 +6,6 @@ import pytest
 from safetensors.torch import load_file
 
 from glm5.checkpoint.init import write_random
-from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.train import Recipe, read_recipe
@@ -17,8 +16,8 @@ from glm5.train.parallel.trainee import SharedTrainee
 from tests.support.sharded import run_ranks
 from tests.support.training import recipe_file, stage
 
-# Of an element of an adapter after four steps, absolute; 3e-8 measured, and a step moves 2e-2. Experts that are dealt out
-# round otherwise in bfloat16, which AdamW turns into steps: they are compared in float64 (test_combinations.py).
+# Of an element of an adapter after four steps, absolute; 3e-8 measured, and a step moves 2e-2. Experts that are dealt
+# out round otherwise in bfloat16, which AdamW turns into steps: they are compared in float64 (test_combinations.py).
 BUDGET = 1e-6
 
 
