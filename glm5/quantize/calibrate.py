@@ -6,7 +6,6 @@ kept on disk to go on from.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from glm5.model.block import DecoderLayer
 from glm5.model.packed import PackedView
 from glm5.model.seams import Rope, Selection
 from glm5.quantize.layer import WorkExperts, work_device, work_linears
+from glm5.quantize.sharing import shared
 from glm5.quantize.source import STACK
 
 PACK_TOKENS = 4096
@@ -134,7 +134,7 @@ class Activations:
         return torch.cat([some[idx // num].to(device) for idx, some in enumerate(seen) if some is not None])
 
     def _run(self, layers: Sequence[DecoderLayer], cfg: ModelConfig, layer_idx: int, *, keep: bool) -> None:
-        def work(number: int) -> None:
+        def work(number: int, _device: torch.device) -> None:
             with torch.no_grad():
                 for pack in self.packs[number :: len(layers)]:
                     view = PackedView(pack.lengths, pack.hidden_TD.device)
@@ -144,11 +144,7 @@ class Activations:
                     if keep:
                         pack.hidden_TD, pack.selection = out_TD, selection
 
-        if len(layers) == 1:
-            work(0)
-            return
-        with ThreadPoolExecutor(len(layers)) as workers:
-            list(workers.map(work, range(len(layers))))
+        shared([work_device(layer) for layer in layers], range(len(layers)), work)
 
     def save(self, path: Path) -> None:
         """Write all that the next layer needs."""

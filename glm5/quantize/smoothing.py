@@ -14,23 +14,16 @@ from glm5.quant.smooth import Smoothing, Target, flex_awq, flex_smooth
 from glm5.quantize.calibrate import Inputs
 from glm5.quantize.figures import evenly
 from glm5.quantize.plan import Plan, scheme_of
+from glm5.quantize.sharing import shared
 from glm5.quantize.source import STACK, Layer
+from glm5.quantize.weights import How, some_at_a_time
 
 SEARCH_TOKENS = 2048
 EXPERT_TOKENS = 512
-EXPERTS_AT_ONCE = 16
 
 
 def smooth_layer(
-    plan: Plan,
-    layer_idx: int,
-    tensors: Layer,
-    inputs: Inputs,
-    norm_dtype: torch.dtype,
-    *,
-    upstream: bool,
-    all_experts: bool,
-    min_tokens: int,
+    how: How, plan: Plan, layer_idx: int, tensors: Layer, inputs: Inputs, norm_dtype: torch.dtype
 ) -> dict[str, Any]:
     """Smooth every subgraph of the layer that the recipe names, in place of `tensors`' entries and of `inputs`'.
 
@@ -45,13 +38,13 @@ def smooth_layer(
         if step is None or not targets:
             continue
         if subgraph.source.startswith(STACK):
-            found = _experts(plan, layer_idx, step, tensors, inputs, upstream, all_experts, min_tokens)
+            found = _experts(how, plan, layer_idx, step, tensors, inputs)
         else:
             seen = inputs.by_site.get(subgraph.source)
             if seen is None:
                 continue
             readers = _targets(plan, layer_idx, step, targets, tensors)
-            found = _search(step, evenly(seen, SEARCH_TOKENS), readers, None, upstream)
+            found = _search(step, evenly(seen, SEARCH_TOKENS), readers, None, how.upstream)
         if found is None:
             continue
         _apply(plan, subgraph, tensors, found.scale, norm_dtype)
@@ -100,30 +93,28 @@ def _search(
 
 
 def _experts(
-    plan: Plan,
-    layer_idx: int,
-    step: FlexSmooth | FlexAwq,
-    tensors: Layer,
-    inputs: Inputs,
-    upstream: bool,
-    all_experts: bool,
-    min_tokens: int,
+    how: How, plan: Plan, layer_idx: int, step: FlexSmooth | FlexAwq, tensors: Layer, inputs: Inputs
 ) -> Smoothing | None:
     """Of routed experts, some at a time: each with the tokens that it saw. Those that saw too few keep scale 1."""
-    down = tensors[f"{STACK}down_proj.weight"]
-    found: list[Smoothing] = []
-    for start in range(0, len(down), EXPERTS_AT_ONCE):
-        some = slice(start, start + EXPERTS_AT_ONCE)
-        x_ETF, counts = expert_inputs(tensors, inputs, some, all_experts, EXPERT_TOKENS)
-        few = counts < min_tokens
+    module = f"{STACK}down_proj"
+    down = tensors[f"{module}.weight"]
+
+    def work(some: slice, device: torch.device) -> Smoothing | None:
+        x_ETF, counts = (
+            each.to(device) for each in expert_inputs(tensors, inputs, some, how.all_experts, EXPERT_TOKENS)
+        )
+        few = counts < how.min_tokens
         x_ETF[few] = 0
-        targets = _targets(plan, layer_idx, step, [f"{STACK}down_proj"], {f"{STACK}down_proj.weight": down[some]})
-        each = _search(step, x_ETF, targets, counts, upstream)
-        if each is None:
+        targets = _targets(plan, layer_idx, step, [module], {f"{module}.weight": down[some].to(device)})
+        found = _search(step, x_ETF, targets, counts, how.upstream)
+        if found is None:
             return None
-        scale = torch.where(few.unsqueeze(-1), torch.ones_like(each.scale), each.scale)
-        found.append(each._replace(scale=scale))
-    return Smoothing(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        found = found._replace(scale=torch.where(few.unsqueeze(-1), torch.ones_like(found.scale), found.scale))
+        return Smoothing(*(part.to(down.device) for part in found))
+
+    each = shared(how.devices, some_at_a_time(len(down)), work)
+    found = [one for one in each if one is not None]
+    return Smoothing(*(torch.cat(parts) for parts in zip(*found, strict=True))) if found else None
 
 
 def expert_inputs(tensors: Layer, inputs: Inputs, some: slice, all_experts: bool, most: int) -> tuple[Tensor, Tensor]:

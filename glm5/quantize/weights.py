@@ -4,7 +4,6 @@ A stack of experts goes in parts, dealt out to the devices; what an expert becom
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,7 @@ from glm5.quantize.calibrate import Inputs
 from glm5.quantize.figures import Errors, errors_of, evenly
 from glm5.quantize.formats.base import Format
 from glm5.quantize.plan import LinearPlan
+from glm5.quantize.sharing import shared
 from glm5.quantize.source import STACK, Layer
 
 UPSTREAM_STEPS = 50
@@ -69,22 +69,21 @@ def quantize_modules(
         (module,) = modules
         seen = None if inputs is None else inputs.of(module)
         return {module: _one(how, linear, weight, seen, tensor_scale, SHOWN_TOKENS)}
-    starts = range(0, len(weight), EXPERTS_AT_ONCE)
-    jobs = [
-        (slice(start, start + EXPERTS_AT_ONCE), how.devices[i % len(how.devices)]) for i, start in enumerate(starts)
-    ]
 
-    def work(job: tuple[slice, torch.device]) -> list[list[Done]]:
-        some, device = job
-        shared = None if tensor_scale is None else tensor_scale[some].to(device)
-        return _some(how, modules, linear, tensors, inputs, some, device, shared)
+    def work(some: slice, device: torch.device) -> list[list[Done]]:
+        its_scale = None if tensor_scale is None else tensor_scale[some].to(device)
+        return _some(how, modules, linear, tensors, inputs, some, device, its_scale)
 
-    with ThreadPoolExecutor(len(how.devices)) as workers:
-        parts = list(workers.map(work, jobs))
+    parts = shared(how.devices, some_at_a_time(len(weight)), work)
     return {
         module: _gathered([one for part in parts for one in part[i]], seen=inputs is not None)
         for i, module in enumerate(modules)
     }
+
+
+def some_at_a_time(num_experts: int) -> list[slice]:
+    """Experts of a stack that are worked on together."""
+    return [slice(start, start + EXPERTS_AT_ONCE) for start in range(0, num_experts, EXPERTS_AT_ONCE)]
 
 
 def _gathered(done: list[Done], *, seen: bool) -> Done:

@@ -107,10 +107,8 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
         inputs = samples.inputs(build_layers(run.cfg, layer_idx, tensors, run.devices), run.cfg, layer_idx)
     result = LayerResult(layer_idx, {}, {})
     if inputs is not None and run.plan.recipe.smoothing:
-        options = {"upstream": run.upstream, "all_experts": run.all_experts, "min_tokens": run.min_tokens}
-        result.figures["smoothing"] = smooth_layer(
-            run.plan, layer_idx, tensors, inputs, dtypes["input_layernorm.weight"], **options
-        )
+        stored_norm = dtypes["input_layernorm.weight"]
+        result.figures["smoothing"] = smooth_layer(run.how, run.plan, layer_idx, tensors, inputs, stored_norm)
     for name in tensors:
         if name.removesuffix(".weight") not in linears:
             rounded = tensors[name].to(dtypes[name])

@@ -2,7 +2,8 @@
 
 Writes a checkpoint of one layer with random weights (GLM-5's has 9.7 billion, 19.5 GB in bfloat16) into FOLDER and
 quantizes it as `glm5 quantize --scheme w4a8` does, from files to verified files. Says seconds, where they went, peaks
-of memory, and what follows for all 75 such layers: on one GPU all of it, on several the share of a GPU divided.
+of memory, and what follows for all 75 such layers, each read while the one before is worked on: on one GPU, and on
+several, of which each has a part of the experts.
 """
 
 import argparse
@@ -28,9 +29,10 @@ from glm5.quantize.run import quantize
 
 LAYERS = 75  # with experts, of GLM-5
 _VOCAB = 4096
-# What a run's time is made of; the first group is spread over several GPUs.
+# What a run's time is made of; the first group is spread over several GPUs, and a next layer is read beside it all.
 _DIVIDED = ("smooth_layer", "quantize_modules", "inputs", "through")
-_WHOLE = ("layer", "turned", "write", "verify")
+_WHOLE = ("turned", "write", "verify")
+_READ = "ahead"
 
 
 def one_layer(name: str) -> ModelConfig:
@@ -72,18 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = time.monotonic() - began
     host, device = peak_memory(used)
     parts = _parts(profile)
-    out(f"{seconds:.1f} s: " + ", ".join(f"{name} {parts.get(name, 0.0):.1f}" for name in (*_WHOLE, *_DIVIDED)))
+    names = (_READ, *_WHOLE, *_DIVIDED)
+    out(f"{seconds:.1f} s: " + ", ".join(f"{name} {parts.get(name, 0.0):.1f}" for name in names))
     out(f"at most {host / 1e9:.1f} GB of host memory, {device}")
-    divided = sum(parts.get(name, 0.0) for name in _DIVIDED)
-    whole = LAYERS * seconds / 60
-    shared = LAYERS * (seconds - divided + divided / args.gpus) / 60
+    divided, read = sum(parts.get(name, 0.0) for name in _DIVIDED), parts.get(_READ, 0.0)
+    whole, shared = (LAYERS * max(read, seconds - read - divided + divided / n) / 60 for n in (1, args.gpus))
     out(f"{LAYERS} layers: {whole:.0f} minutes on one GPU, {shared:.0f} on {args.gpus} of one process")
     return 0
 
 
 def _parts(profile: cProfile.Profile) -> dict[str, float]:
     """Seconds in each of the pipeline's own functions, everything that they call included."""
-    wanted = {*_DIVIDED, *_WHOLE}
+    wanted = {*_DIVIDED, *_WHOLE, _READ}
     found: dict[str, float] = {}
     for (file, _, name), (*_, cumulative, _callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
         if name in wanted and "glm5/quantize/" in file:

@@ -14,7 +14,7 @@ from tests.support.checkpoints import read_tensors
 @pytest.mark.parametrize("num_devices", [3])
 def test_devices_share_experts_and_samples(small_bf16, tmp_path, monkeypatch, num_devices):
     given = {"model": str(small_bf16), "num_samples": 5, "sample_len": 24, "min_tokens": 2, "held_out_tokens": 0}
-    given |= {"scheme": "w4a16"}
+    given |= {"scheme": "w4a8"}
 
     def written(name: str) -> dict[str, torch.Tensor]:
         return read_tensors(quantize(QuantizeConfig.model_validate({**given, "out": str(tmp_path / name)})))
