@@ -1,7 +1,8 @@
 """Keys of whole sequences packed into one pass: training, and logits in one shot.
 
-Every sequence is one page of the kernels' paged layout, as long as the longest. The view lives for one forward pass
-and holds tensors with gradients; on request it also gathers what the indexer's loss needs.
+Every sequence is one page of the kernels' paged layout, as long as the longest: on a GPU, whose kernels are compiled for a
+page size, the next power of two. The view lives for one forward pass and holds tensors with gradients; on request it also
+gathers what the indexer's loss needs.
 """
 
 from typing import Literal
@@ -50,7 +51,11 @@ class PackedView:
         self.row_T = _moved(row_T, device)
         self.end_T = (self.positions_T + 1).int()
         self.page_table_BN = torch.arange(self.num_rows, device=device, dtype=torch.int32).unsqueeze(1)
-        self._slot_T = None if min(lengths) == self.max_len else self.row_T * self.max_len + self.positions_T
+        self._page_size, self._slot_T = self.max_len, None
+        if min(lengths) < self.max_len:
+            if torch.device(device).type == "cuda":
+                self._page_size = 1 << (self.max_len - 1).bit_length()
+            self._slot_T = self.row_T * self._page_size + self.positions_T
         self._records: list[IndexRecord] = []
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
@@ -111,9 +116,9 @@ class PackedView:
 
     def _paged(self, rows_TX: Tensor) -> Tensor:
         if self._slot_T is None:
-            return rows_TX.unflatten(0, (self.num_rows, self.max_len))
-        padded = rows_TX.new_zeros(self.num_rows * self.max_len, rows_TX.shape[-1])
-        return padded.index_copy(0, self._slot_T, rows_TX).unflatten(0, (self.num_rows, self.max_len))
+            return rows_TX.unflatten(0, (self.num_rows, self._page_size))
+        padded = rows_TX.new_zeros(self.num_rows * self._page_size, rows_TX.shape[-1])
+        return padded.index_copy(0, self._slot_T, rows_TX).unflatten(0, (self.num_rows, self._page_size))
 
 
 def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
