@@ -25,6 +25,8 @@ Flag = Annotated[bool, Field(strict=True)]
 # Far beyond any model (GLM-5: 78 layers, 20 thousand experts); a damaged number would take all memory for names.
 MAX_LAYERS, MAX_EXPERTS = 4096, 2**18
 
+_SHARING = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
+
 # A key of the first line given to `replace` invalidates the per-layer list on the second.
 _RESOLVED_FROM = {
     "indexer_types": ("num_hidden_layers", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
@@ -203,7 +205,6 @@ def _fields(cls: type[ModelConfig], raw: Mapping[str, Any]) -> dict[str, Any]:
     num_layers = raw.get("num_hidden_layers")
     if type(num_layers) is not int or not 1 <= num_layers <= MAX_LAYERS:
         raise refuse("num_hidden_layers", num_layers, f"an integer of 1 to {MAX_LAYERS}")
-    sharing_keys = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
     special = {
         "mlp_layer_types": (types := resolve.mlp_layer_types(raw, num_layers)),
         "first_k_dense_replace": (*types, "sparse").index("sparse"),
@@ -211,13 +212,19 @@ def _fields(cls: type[ModelConfig], raw: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": resolve.rope_theta(raw),
         "eos_token_id": resolve.eos_ids(raw),
         "dtype": resolve.dtype_name(raw),
-        "sharing": {key: raw[key] for key in sharing_keys if raw.get(key) is not None},
+        "sharing": {key: raw[key] for key in _SHARING if raw.get(key) is not None},
         "unused": {key: raw[key] for key in resolve.UNUSED if key in raw},
     }
     own = {key: raw[key] for key in cls.model_fields if key in raw and key not in special and key != "extra"}
-    known = {*own, *special, *sharing_keys, *resolve.FIXED, *resolve.UNUSED, *resolve.DERIVED}
-    known |= {"model_type", "architectures", "rope_parameters", "torch_dtype"}
+    known = known_keys()
     return {**own, **special, "extra": {key: value for key, value in raw.items() if key not in known}}
+
+
+def known_keys() -> frozenset[str]:
+    """Of config.json, those that mean something to a ModelConfig or are kept unused."""
+    fields = ModelConfig.model_fields.keys() - {"sharing", "unused", "extra"}
+    others = {"model_type", "architectures", "rope_parameters", "torch_dtype"}
+    return frozenset({*fields, *_SHARING, *others, *resolve.FIXED, *resolve.UNUSED, *resolve.DERIVED})
 
 
 def _one_error(err: ValidationError) -> ConfigError:

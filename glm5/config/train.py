@@ -10,16 +10,16 @@ nearest known one.
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from glm5.common.errors import ConfigError
 from glm5.config.command import Command, Positional
-from glm5.config.model import ModelConfig
+from glm5.config.model import ModelConfig, known_keys
 from glm5.config.parallel import ParallelConfig
 from glm5.config.presets import PresetName, preset
 from glm5.config.refusal import complaint, first_error, refuse
@@ -89,6 +89,14 @@ class ModelSection(Section):
     """Random matrices are scaled by their width, so that activations stay near unit scale in narrow models."""
     residual_scale: Positive = 1.0
     """Random weights of what a layer adds to the residual stream are multiplied by this."""
+
+    @field_validator("config")
+    @classmethod
+    def _known(cls, config: dict[str, Any]) -> dict[str, Any]:
+        for key in config:
+            if key not in (known := known_keys()):
+                raise ValueError(f"keys of config.json, and {key} is none; {_nearest(key, known)}")
+        return config
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
@@ -335,12 +343,14 @@ def _explained(error: ValidationError) -> str:
             if each["type"] == "union_tag_invalid":
                 known = KINDS
                 return str(refuse(f"{_key(path)}.kind", value.get("kind"), ", ".join(known)))
-            known = sorted(_section_at(path[:-1]).model_fields)
-            near = get_close_matches(path[-1], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            return f"{_key(path)}: no such key; {hint}"
+            return f"{_key(path)}: no such key; {_nearest(path[-1], _section_at(path[:-1]).model_fields)}"
     path, value, allowed = first_error(error)
     return str(refuse(_key(path) or "the recipe", value, allowed))
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    near = get_close_matches(key, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
 
 
 def _key(path: Sequence[str]) -> str:

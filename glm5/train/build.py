@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
@@ -36,6 +37,7 @@ from glm5.train.data.sources import Cut, Dialogues, Fitted, Mixed, Needles, Sour
 from glm5.train.data.tokenize import Options, tokenize
 from glm5.train.data.tokens import TokenFile
 from glm5.train.stages import packs
+from glm5.train.state import writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +87,22 @@ class Builder:
         return Mixed(sources, [source.weight for source in stage.data], seed)
 
     def _source(self, stage: StageConfig, number: int, seed: int) -> Source:
+        try:
+            return self._found(stage, number, seed)
+        except DataError as error:
+            raise DataError(f"stage {stage.name}, data {number}: {error}") from None
+
+    def _found(self, stage: StageConfig, number: int, seed: int) -> Source:
         data = stage.data[number]
         if isinstance(data, TokensSource | FilesSource):
             file = self._token_file(stage, number)
-            file.check_vocabulary(self.cfg.vocab_size)
-            return _documents(file, data, stage, seed)
+            try:
+                file.check_vocabulary(self.cfg.vocab_size)
+                return _documents(file, data, stage, seed)
+            except DataError:
+                if isinstance(data, FilesSource):  # made anew when the files have been mended
+                    shutil.rmtree(file.path)
+                raise
         if isinstance(data, RulerSource):
             tokenizer = self._needed_tokenizer(f"generated tasks of stage {stage.name}")
             if tokenizer.vocab_size > self.cfg.vocab_size:
@@ -149,7 +162,8 @@ class Builder:
             vocab_size = section.architecture().vocab_size
             tokenizer = train_bpe(self._texts(), vocab_size)
             logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)
-            tokenizer.save(folder, chat_template=ChatTemplate.bundled(TEMPLATE).source)
+            with writing_to(folder):
+                tokenizer.save(folder, chat_template=ChatTemplate.bundled(TEMPLATE).source)
         return folder
 
     def _texts(self) -> Iterator[str]:

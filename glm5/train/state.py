@@ -70,8 +70,8 @@ class Store:
             ) from None
         if difference := _difference(recipe, self._recipe):
             raise TrainingError(
-                f"{self.out} holds a run of another recipe: {difference}; go on with the old one, choose another out, "
-                "or throw it away with --restart"
+                f"{self.out} holds a run of another recipe: {difference}; go on with the old one, choose another out "
+                "(model.checkpoint = a checkpoint of this run starts from it), or throw it away with --restart"
             )
         if state["threads"] != torch.get_num_threads() and not position.done:
             logger.warning(

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from glm5.chat.message import normalize_messages
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import DataError, RequestError
 
@@ -69,6 +70,7 @@ def _from_messages(row: Mapping[str, Any], template: ChatTemplate, where: str) -
     if not isinstance(row["messages"], list) or not row["messages"]:
         raise DataError(f"{where}: messages must be a list of at least one message")
     messages, learnt = _without_flags(row["messages"], where)
+    normalize_messages(messages)  # also where nothing is learnt, and so nothing rendered: a slip in a role is an error
     rendered: list[_Text] = []
     for i in reversed(range(len(messages))):
         if learnt[i]:

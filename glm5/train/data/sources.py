@@ -75,6 +75,11 @@ class _OfFile:
     def _row(self, pieces: Sequence[tuple[int, int]]) -> Row:
         file = self.file
         ids = np.concatenate([file.ids_N[a:b] for a, b in pieces]).astype(np.int64)
+        if (largest := int(ids.max(initial=0))) > file.largest_id:
+            raise DataError(
+                f"{file.path}/tokens.bin is damaged: it holds id {largest} in tokens {pieces[0][0]:,} to "
+                f"{pieces[-1][1]:,}, and index.json says {file.largest_id} at most; tokenize it again, or copy it anew"
+            )
         marks = None if file.marks_N is None else np.concatenate([file.marks_N[a:b] for a, b in pieces])
         weights = np.ones(len(ids), np.float32) if marks is None else marks.astype(np.float32)
         return Row(ids, weights, [length for a, b in pieces for length in file.lengths(a, b)])

@@ -210,6 +210,8 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
         row = _parsed(document, place)
         if isinstance(row, dict) and ("messages" in row or "token_ids" in row):
             found: list[Example] = examples_of(row, template, place)
+            if wrong := [token_id for one in found for token_id in one.ids if not 0 <= token_id < tokenizer.vocab_size]:
+                raise DataError(f"{place}: token id {wrong[0]}: the tokenizer has 0 to {tokenizer.vocab_size - 1}")
             documents += [(example.ids, example.marks) for example in found]
             continue
         text = row.get(text_key) if isinstance(row, dict) else row

@@ -57,6 +57,7 @@ def test_there_are_recipes():
         ('kind = "pretrain"', 'kind = "train"', r"stage\.0\.kind: got 'train'"),
         ('preset = "tiny"', "", "either preset or checkpoint; got neither"),
         ('preset = "tiny"', 'preset = "huge"', r"model\.preset: got 'huge'"),
+        ('preset = "tiny"', 'preset = "tiny"\nconfig = {hiden_size = 8}', "hiden_size is none; .* hidden_size"),
         ("lr = 1e-3", "lr = nan", "cannot be|lr"),
         ("lr = 1e-3", "lr = 1e-3\nlr_warmup_steps = 10", "lr_warmup_steps 10 must be below steps 10"),
         ('name = "small"', "name = 3 4", "cannot be understood: .*line 2"),

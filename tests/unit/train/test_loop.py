@@ -247,6 +247,19 @@ def test_a_truncated_token_file_is_named_before_the_first_step(tmp_path):
     assert not read_metrics(tmp_path / "out")
 
 
+def test_files_that_were_mended_are_read_anew(tmp_path):
+    (tmp_path / "text.txt").write_text("")
+    data = """data = [{kind = "files", files = ["text.txt"], held_out = 0.2}]"""
+    stages = stage("text").replace('data = [{kind = "needle"}]', data)
+    of = recipe(tmp_path, "out", stages, settings=['model.tokenizer_files=["*.py"]'])
+    (tmp_path / "some.py").write_text("one two three")
+    builder = Builder(of, tmp_path, tmp_path / "out")
+    with pytest.raises(DataError, match=r"stage text, data 0: .* fewer than two of seq_len 64"):
+        builder.rows(of.stage[0])
+    (tmp_path / "text.txt").write_text("Something else. " * 200)
+    builder.rows(of.stage[0])
+
+
 def test_text_becomes_a_model_that_the_engine_serves(tmp_path):
     text = "It is said that the green boat waits at the old bridge. " * 60
     (tmp_path / "text.txt").write_text(text)

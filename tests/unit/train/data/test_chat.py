@@ -124,6 +124,7 @@ def test_rows_of_ids_are_taken_as_they_are():
         ({"messages": [user("a"), assistant("b")], "thinking": "on"}, "thinking: got 'on'"),
         ({"messages": [user("a"), assistant("b", "c")], "thinking": "off"}, "thinking is off"),
         ({"messages": [{"role": "king", "content": "a"}, assistant("b")]}, "king"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "king"),
         ({"token_ids": [1, "a"], "loss_mask": [1, 1]}, "token_ids must be"),
         ({"token_ids": [1, 2], "loss_mask": [1]}, "loss_mask must be"),
         ({"token_ids": [1, 2], "loss_mask": [1, 2]}, "loss_mask must be"),

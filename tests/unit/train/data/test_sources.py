@@ -67,6 +67,18 @@ def test_too_few_tokens_are_an_error(file):
         Cut(file, 32, seed=0, held_out=0.0).row(0, "held out")
 
 
+def test_an_id_that_the_index_does_not_know_is_named_where_it_is_read(tmp_path):
+    with writing(tmp_path / "one", 1000) as writer:
+        writer.add([1, 2, 3, 4] * 50)
+    tokens = tmp_path / "one" / "tokens.bin"
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:200] + b"\xff\xff" + content[202:])
+    source = Cut(TokenFile(tmp_path / "one"), 8, seed=0, held_out=0.0)
+    with pytest.raises(DataError, match=r"tokens\.bin is damaged: it holds id 65535 in tokens .* 4 at most"):
+        for index in range(source.size):
+            source.row(index, "train")
+
+
 @pytest.mark.parametrize("learn", ["answer", "all"])
 def test_tasks_are_rows_of_their_length(learn):
     tokenizer = tiny_tokenizer()

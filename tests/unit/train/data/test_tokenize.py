@@ -73,6 +73,7 @@ def test_conversations_are_marked(tmp_path, options):
         ('{"text": "\\ud800"}', "line 2: .*unpaired surrogate"),
         ('{"messages": []}', "line 2: messages must be"),
         ("\xff", "line 2: not a JSON object"),
+        ('{"token_ids": [1, 99999], "loss_mask": [0, 1]}', "line 2: token id 99999: the tokenizer has 0 to"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, options, line, says):
