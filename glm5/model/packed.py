@@ -1,8 +1,8 @@
 """Keys of whole sequences packed into one pass: training, and logits in one shot.
 
-Every sequence is one page of the kernels' paged layout, as long as the longest: on a GPU, whose kernels are compiled for a
-page size, the next power of two. The view lives for one forward pass and holds tensors with gradients; on request it also
-gathers what the indexer's loss needs.
+Every sequence is one page of the kernels' paged layout, as long as the longest: on a GPU, whose kernels are compiled
+for a page size, the next power of two. The view lives for one forward pass and holds tensors with gradients; on request
+it also gathers what the indexer's loss needs.
 """
 
 from typing import Literal
