@@ -4,7 +4,7 @@ launched through the driver. So nobody needs a CUDA toolkit, and where NVRTC is 
 
 import ctypes
 import logging
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from glm5.kernels.kernel_count import count
 
 logger = logging.getLogger(__name__)
 
+_HEADERS = Path(__file__).parent
 _DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -37,6 +38,15 @@ class _Config(ctypes.Structure):
     ]
 
 
+class TileMap(ctypes.Structure):
+    """CUtensorMap: by which the copy engine fetches tiles of a matrix."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
+
+
+Given = Tensor | TileMap | int | float | None
+
+
 class CudaKernel:
     """A function of a module on the current device. It calls `griddepcontrol.wait` before it reads what others wrote.
 
@@ -48,8 +58,10 @@ class CudaKernel:
         driver = _driver()
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_SIZE, shared_bytes))
 
-    def __call__(self, grid: tuple[int, int], num_threads: int, *given: Tensor | int | float | None) -> None:
-        """On the current stream: tensors as pointers (None: null), ints of 32 bits, doubles."""
+    def __call__(
+        self, grid: tuple[int, int], num_threads: int, *given: "Tensor | TileMap | int | float | None"
+    ) -> None:
+        """On the current stream: tensors as pointers (None: null), maps as they are, ints of 32 bits, doubles."""
         values = [_value(each) for each in given]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attribute = _Attribute(_DEPENDENT_LAUNCH, 0, 1)
@@ -58,6 +70,30 @@ class CudaKernel:
             ctypes.pointer(attribute), 1,
         )  # fmt: skip
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, places, None))
+
+
+_UNSIGNED_BYTES, _SWIZZLE_128, _FETCH_256 = 0, 3, 3  # CU_TENSOR_MAP_DATA_TYPE_.., _SWIZZLE_.., _L2_PROMOTION_..
+
+
+@lru_cache(maxsize=1 << 12)
+def tile_map(place: int, rows: int, cols: int, tile_rows: int) -> TileMap:
+    """Of a matrix of bytes at the address `place`, for tiles of 128 columns, as `wgmma` reads them.
+
+    `place` and `cols` are multiples of 16.
+    """
+    room = (ctypes.c_uint64 * 24)()
+    aligned = TileMap.from_buffer(room, -ctypes.addressof(room) % 64)
+    sizes, pitch = (ctypes.c_uint64 * 2)(cols, rows), (ctypes.c_uint64 * 1)(cols)
+    box, steps = (ctypes.c_uint32 * 2)(128, tile_rows), (ctypes.c_uint32 * 2)(1, 1)
+    layout = (0, _SWIZZLE_128, _FETCH_256, 0)
+    encode = _driver().cuTensorMapEncodeTiled
+    _check(
+        encode(
+            ctypes.byref(aligned), _UNSIGNED_BYTES, 2, ctypes.c_void_p(place), sizes, pitch, box, steps,
+            *layout,
+        )
+    )  # fmt: skip
+    return aligned
 
 
 def build(source: Path, name: str, shared_bytes: int, device: torch.device, **constants: int) -> CudaKernel | None:
@@ -69,9 +105,9 @@ def build(source: Path, name: str, shared_bytes: int, device: torch.device, **co
     if compiler is None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", f"--include-path={_HEADERS}"]
     options += [f"-D{constant}={value}" for constant, value in constants.items()]
-    image = _compiled(compiler, source, options)
+    image = _compiled(compiler, source, tuple(options))
     count(name)
     with torch.cuda.device(device):
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -80,7 +116,13 @@ def build(source: Path, name: str, shared_bytes: int, device: torch.device, **co
         return CudaKernel(function, shared_bytes)
 
 
-def _compiled(compiler: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
+def can_build() -> bool:
+    """Whether there is a compiler."""
+    return _compiler() is not None
+
+
+@lru_cache(maxsize=4)  # for several functions of a source
+def _compiled(compiler: ctypes.CDLL, source: Path, options: tuple[str, ...]) -> bytes:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     text = source.read_text(encoding="utf-8").encode()
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -116,7 +158,9 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _value(given: Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_double:
+def _value(given: Given) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_double | TileMap:
+    if isinstance(given, TileMap):
+        return given
     if given is None or isinstance(given, Tensor):
         return ctypes.c_void_p(None if given is None else given.data_ptr())
     return ctypes.c_int(given) if isinstance(given, int) else ctypes.c_double(given)

@@ -155,6 +155,7 @@ static u32 e4m3_pair(float low, float high) {
     return float16_of(rounded_to_e4m3(low)) | (u32)float16_of(rounded_to_e4m3(high)) << 16;
 }
 
+#ifdef ACT
 // mma.m16n8k16 of float16 (ACT 2) or bfloat16: lane 4 g + t has of a rows g and g + 8, inputs 2 t, 2 t + 1, and those
 // 8 behind; of b column g, the same inputs; of d rows g and g + 8, columns 2 t and 2 t + 1.
 static void add_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -189,18 +190,25 @@ static void add_product(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
 }
 
-typedef void Kernel(u64, u64, u64, u64, u64, u64, u64, u64);
+#endif
+
+// Words beyond what a kernel takes are not looked at.
+typedef void Kernel(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64,
+                    u64, u64, u64, u64);
 static Kernel* kernel;
-static u64 given[8];
+static u64 given[24];
+constexpr int MOST_TURNS = 1 << 22;  // of a thread: beyond, it waits for what does not come
 
 static void fiber() {
-    kernel(given[0], given[1], given[2], given[3], given[4], given[5], given[6], given[7]);
+    const u64* g = given;
+    kernel(g[0], g[1], g[2], g[3], g[4], g[5], g[6], g[7], g[8], g[9], g[10], g[11], g[12], g[13], g[14], g[15], g[16],
+           g[17], g[18], g[19], g[20], g[21], g[22], g[23]);
     ended[current] = true;
     --living;
     swapcontext(&fibers[current], &scheduler);
 }
 
-// A grid of programs, one after the other; arguments are pointers and ints, 8 at most. Shared memory begins as NaN.
+// A grid of programs, one after the other; arguments are pointers and ints, 24 at most. Shared memory begins as NaN.
 extern "C" void launch(Kernel* what, int columns, int rows, int num_threads, const u64* arguments) {
     kernel = what;
     memcpy(given, arguments, sizeof given);
@@ -218,11 +226,13 @@ extern "C" void launch(Kernel* what, int columns, int rows, int num_threads, con
             fibers[i].uc_stack.ss_size = stacks[i].size();
             makecontext(&fibers[i], fiber, 0);
         }
-        while (living)
+        for (int turn = 0; living; ++turn) {
+            if (turn > MOST_TURNS) abort();
             for (current = 0; current < num_threads; ++current) {
                 if (ended[current]) continue;
                 threadIdx = {(u32)current, 0, 0};
                 swapcontext(&scheduler, &fibers[current]);
             }
+        }
     }
 }

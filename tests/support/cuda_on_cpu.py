@@ -21,21 +21,26 @@ class OnCpu:
     def __init__(self, library: ctypes.CDLL, name: str):
         self._launch, self._kernel = library.launch, getattr(library, name)
 
-    def __call__(self, grid: tuple[int, int], num_threads: int, *given: Tensor | int) -> None:
-        words = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
-        self._launch(self._kernel, *grid, num_threads, (ctypes.c_uint64 * 8)(*words))
+    def __call__(self, grid: tuple[int, int], num_threads: int, *given: Tensor | ctypes.Structure | int | None) -> None:
+        self._launch(self._kernel, *grid, num_threads, (ctypes.c_uint64 * 24)(*map(_word, given)))
 
 
-def build(source: Path, folder: Path, name: str, constants: dict[str, int]) -> OnCpu:
+def _word(given: Tensor | ctypes.Structure | int | None) -> int:
+    if isinstance(given, ctypes.Structure):
+        return ctypes.addressof(given)
+    return given.data_ptr() if isinstance(given, Tensor) else given or 0
+
+
+def build(source: Path, folder: Path, name: str, constants: dict[str, int], header: str = "cuda_on_cpu.h") -> OnCpu:
     """The kernel `name` of `source`, built in `folder`."""
     assert _COMPILER is not None
     out = folder / f"{source.stem}-{abs(hash(tuple(constants.items())))}.so"
     if not out.exists():
-        header = Path(__file__).with_suffix(".h")
         options = [f"-D{constant}={value}" for constant, value in constants.items()]
+        before = ["-include", str(Path(__file__).with_name(header)), "-I", str(source.parents[1])]
         subprocess.run(
-            [_COMPILER, "-O1", "-std=c++20", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", "-include", str(header),
-             "-x", "c++", *options, str(source), "-o", str(out)],
+            [_COMPILER, "-O1", "-std=c++20", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", *before, "-x", "c++",
+             *options, str(source), "-o", str(out)],
             check=True, timeout=_SECONDS,
         )  # fmt: skip
     return OnCpu(ctypes.CDLL(str(out)), name)

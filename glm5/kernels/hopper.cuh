@@ -1,0 +1,155 @@
+// What Hopper has and C++ has no word for: copies that run on their own, barriers that they arrive at, products of a
+// group of four warps, counters in device memory. Elsewhere, tests say what these are (tests/support/hopper_on_cpu.h).
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef ON_CPU
+struct alignas(64) Map { u64 words[16]; };  // CUtensorMap
+
+extern __shared__ u8 shared_memory[];
+
+static __device__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+static __device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+static __device__ void let_later_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Threads `count` of this program, who all name `barrier`.
+static __device__ void meet(int barrier, int count) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+static __device__ void make_barrier(u32 at, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+static __device__ void wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+        ::"r"(barrier), "r"(parity) : "memory");
+}
+
+static __device__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+static __device__ void arrive_with(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+static __device__ void arrive_with_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// 128 x 128 bytes, which the cache may forget first.
+static __device__ void fetch_box(u32 to, const Map* map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(0x12F0000000000000ull) : "memory");
+}
+
+static __device__ void fetch_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+static __device__ void fetch_4(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+static __device__ void end_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// What ordinary stores and copies wrote to shared memory may be read by matrix units and written by the copy engine.
+static __device__ void for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The counter, and what others wrote before they counted.
+static __device__ int counted(const int* counter) {
+    int found;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+    return found;
+}
+
+static __device__ void rest() {}
+
+// How many with this one; behind a barrier of those that wrote.
+static __device__ int one_more(int* counter) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    return atomicAdd(counter, 1) + 1;
+}
+
+static __device__ void say(int* counter, int* other) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+    if (other) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(other) : "memory");
+}
+
+// Bits in bfloat16, rounded; codes in e4m3.
+static __device__ u32 as_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+static __device__ u16 as_codes(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+// Two matrices of 8 x 8, of which a lane has row lane / 4, columns 2 (lane % 4) and the next: column by column, to
+// where lanes 0..7 say for the first and 8..15 for the second.
+static __device__ void store_turned(u32 at, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                 ::"r"(at), "r"(first), "r"(second) : "memory");
+}
+
+// 64 rows of 32 e4m3 by N columns of as many; `more`: added to d.
+template <int N> struct Product;
+
+#define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
+#define TO7 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TO15 TO7 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define TO31 TO15 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TO47 TO31 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define PRODUCT(n, places, w_at, x_at, more_at, ...)                                                             \
+    template <> struct Product<n> {                                                                              \
+        static __device__ void run(float (&d)[n / 2], u64 w, u64 x, int more) {                                  \
+            asm volatile("{\n.reg .pred more;\nsetp.ne.b32 more, " more_at ", 0;\n"                              \
+                         "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" places "}, " w_at ", " x_at \
+                         ", more, 1, 1;\n}"                                                                      \
+                         : __VA_ARGS__ : "l"(w), "l"(x), "r"(more));                                             \
+        }                                                                                                        \
+    };
+PRODUCT(8, "%0, %1, %2, %3", "%4", "%5", "%6", R4(0))
+PRODUCT(16, TO7, "%8", "%9", "%10", R4(0), R4(4))
+PRODUCT(32, TO15, "%16", "%17", "%18", R16(0))
+PRODUCT(64, TO31, "%32", "%33", "%34", R16(0), R16(16))
+PRODUCT(96, TO47, "%48", "%49", "%50", R16(0), R16(16), R16(32))
+
+template <int N> static __device__ void settled(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+static __device__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+static __device__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LEFT> static __device__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// Registers a thread from here on, of a group of four warps: multiples of 8, of which all have 168 at the beginning.
+template <int COUNT> static __device__ void keep_registers() {
+    if constexpr (COUNT > 168)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    else if constexpr (COUNT < 168)
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+#endif
+
+// What a product is told of a matrix: rows of 128 bytes, their 16-byte parts in the order of the copy engine.
+static __device__ u64 matrix_at(u32 at) { return (u64)(at >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }

@@ -1,0 +1,150 @@
+// What hopper.cuh stands for, on a CPU: copies that run on their own are done at once, products where they are begun.
+// For grids of one program.
+
+#include "cuda_on_cpu.h"
+
+#include <map>
+
+#define __grid_constant__
+
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+struct Matrix { const u8* place; u64 rows, cols; };
+struct Map { const Matrix* matrix; };
+
+static const Index gridDim = {1, 1, 1};
+static u8* const shared_memory = memory;
+
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static uint4 __ldcg(const uint4* at) { return *at; }
+
+static int __shfl_up_sync(u32, int x, int by) {
+    const u32 mine = x;
+    return met(&mine, 1)[max(current % 32 - by, 0)][0];
+}
+
+static u32 __match_any_sync(u32, int x) {
+    const u32 mine = x;
+    u32(*all)[MOST_WORDS] = met(&mine, 1), found = 0;
+    for (int i = 0; i < 32; ++i) found |= (u32)(all[i][0] == mine) << i;
+    return found;
+}
+
+static u32 shared_at(const void* p) { return (const u8*)p - memory; }
+static void rest() { swapcontext(&fibers[current], &scheduler); }
+
+static Barrier named[16];
+static void meet(int barrier, int count) { named[barrier].come(count); }
+
+struct Arrivals {
+    int wanted, missing, bytes;
+    u32 phase;
+    void check() {
+        if (missing < 0) abort();
+        if (missing == 0 && bytes == 0) missing = wanted, phase ^= 1;
+    }
+};
+
+static std::map<u32, Arrivals> arrivals;
+
+static void make_barrier(u32 at, int count) { arrivals[at] = {count, count, 0, 0}; }
+
+static void wait(u32 barrier, u32 parity) {
+    while (arrivals[barrier].phase == parity) rest();
+}
+
+static void arrive_with(u32 barrier, int bytes) {
+    arrivals[barrier].bytes += bytes, --arrivals[barrier].missing;
+    arrivals[barrier].check();
+}
+
+static void arrive(u32 barrier) { arrive_with(barrier, 0); }
+static void arrive_with_copies(u32 barrier) { arrive_with(barrier, 0); }
+
+// Place of a byte in a matrix of rows of 128 bytes at a multiple of 1024.
+static u32 place_of(u32 byte) { return byte ^ byte / 128 % 8 * 16; }
+
+static void fetch_box(u32 to, const Map* map, int column, int row, u32 barrier) {
+    const Matrix& from = *map->matrix;
+    if (to % 1024 || row < 0 || row + 128 > (int)from.rows || column + 128 > (int)from.cols) abort();
+    for (int i = 0; i < 128 * 128; ++i)
+        memory[to + place_of(i)] = from.place[(row + i / 128) * from.cols + column + i % 128];
+    arrivals[barrier].bytes -= 128 * 128;
+    arrivals[barrier].check();
+}
+
+static void fetch_16(u32 to, const void* from) {
+    if (to % 16 || (u64)from % 16) abort();
+    memcpy(memory + to, from, 16);
+}
+
+static void fetch_4(u32 to, const void* from) { memcpy(memory + to, from, 4); }
+static void end_copies() {}
+static void for_engines() {}
+
+static int counted(const int* counter) { return *(const volatile int*)counter; }
+static int one_more(int* counter) { return ++*counter; }
+
+static void say(int* counter, int* other) {
+    ++*counter;
+    if (other) ++*other;
+}
+
+static u32 as_pair(float low, float high) { return bfloat16_of(low) | (u32)bfloat16_of(high) << 16; }
+
+static float of_e4m3(u8 code) {
+    static const std::vector<float> numbers = [] {
+        std::vector<float> some(256);
+        for (int code = 0; code < 256; ++code) {
+            const int exponent = code >> 3 & 15, fraction = code & 7;
+            const float size = exponent ? ldexpf(8 + fraction, exponent - 10) : ldexpf(fraction, -9);
+            some[code] = (code & 127) == 127 ? NAN : code & 128 ? -size : size;
+        }
+        return some;
+    }();
+    return numbers[code];
+}
+
+static u8 e4m3_of(float x) {
+    const float size = fabsf(rounded_to_e4m3(x));
+    for (int code = 0; code < 127; ++code)
+        if (of_e4m3(code) == size) return code | (x < 0) << 7;
+    return 127;
+}
+
+static u16 as_codes(float low, float high) { return e4m3_of(low) | e4m3_of(high) << 8; }
+
+static void store_turned(u32 at, u32 first, u32 second) {
+    const int lane = current % 32;
+    if (lane < 16 && at % 16) abort();
+    u32(*all)[MOST_WORDS] = met(&at, 1);
+    for (int i = 0; i < 4; ++i) {
+        const u16 value = (i / 2 ? second : first) >> 16 * (i % 2);
+        memcpy(memory + all[i / 2 * 8 + lane % 4 * 2 + i % 2][0] + 2 * (lane / 4), &value, 2);
+    }
+    __syncwarp();
+}
+
+// Warp w has rows 16 w and on; a lane of them lane / 4 and 8 further, of every eight columns 2 (lane % 4) and the next.
+template <int N> struct Product {
+    static void run(float (&d)[N / 2], u64 w, u64 x, int more) {
+        if (w >> 62 != 1 || (w >> 32 & 0x3FFF) != 64 || x >> 32 != w >> 32) abort();
+        const auto number = [](u64 matrix, int row, int k) {
+            const u32 at = (matrix & 0x3FFF) << 4, start = at & ~1023u;
+            return of_e4m3(memory[start + place_of(at - start + 128 * row + k)]);
+        };
+        for (int i = 0; i < N / 2; ++i) {
+            const int row = current % 128 / 32 * 16 + current % 32 / 4 + i % 4 / 2 * 8;
+            const int column = i / 4 * 8 + current % 4 * 2 + i % 2;
+            if (!more) d[i] = 0;
+            for (int k = 0; k < 32; ++k) d[i] += number(w, row, k) * number(x, column, k);
+        }
+    }
+};
+
+template <int N> static void settled(float (&)[N]) {}
+static void begin_products() {}
+static void end_products() {}
+template <int LEFT> static void wait_for_products() {}
+template <int COUNT> static void keep_registers() {}
