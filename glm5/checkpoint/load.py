@@ -253,10 +253,12 @@ def read_weights(
 
     title, total = f"loading {directory.name}", sum(num_bytes.values())
     shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 else nullcontext()
-    with ThreadPoolExecutor(num_readers(device)) as readers, shown as progress:
-        for entry, _ in zip(entries, readers.map(read, entries), strict=True):  # an error cancels what has not begun
-            if progress is not None:
-                progress.update(num_bytes[entry.name], shard=entry.file)
+    try:
+        with ThreadPoolExecutor(num_readers(device)) as readers, shown as progress:
+            for entry, _ in zip(entries, readers.map(read, entries), strict=True):  # an error cancels the rest
+                if progress is not None:
+                    progress.update(num_bytes[entry.name], shard=entry.file)
+    finally:  # also where reading failed: what is under way would be written into memory that others have by then
         stagings.finish()
     return total
 
