@@ -27,9 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if recipe.workers:  # each would start as many threads as there are cores
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if settings.dry_run:
-        from glm5.train.estimate import estimate
-
-        out(estimate(recipe))
+        out(_needs(recipe, settings.nproc or int(os.environ.get("WORLD_SIZE", "1"))))
         return 0
     if settings.nproc is not None and settings.nproc > 1:
         _launch(settings)
@@ -43,6 +41,17 @@ def run(args: argparse.Namespace) -> int:
         if stage.qat is not None:
             _pack(recipe.folder / stage.name)
     return 0
+
+
+def _needs(recipe: Recipe, world: int) -> str:
+    """What `--dry-run` says."""
+    if world == 1:
+        from glm5.train.estimate import estimate
+
+        return estimate(recipe)
+    from glm5.train.parallel.estimate import estimate_shared
+
+    return estimate_shared(recipe, world)
 
 
 def _launch(settings: TrainConfig) -> None:

@@ -39,10 +39,10 @@ def estimate(recipe: Recipe) -> str:
     cfg = section.architecture(of_checkpoint)
     count = count_parameters(cfg)
     device = device_of(recipe.device)
-    speed, room = matmul_speed(device), _room(device)
+    speed, has = matmul_speed(device), room(device)
     lines = [
         f"model: {count.with_mtp:,} parameters, {count.active:,} of them for a token beside embedding and head",
-        f"device: {device}, {room / GIB:.1f} GiB, {speed / 1e12:.3g} TFLOP/s in products of matrices",
+        f"device: {device}, {has / GIB:.1f} GiB, {speed / 1e12:.3g} TFLOP/s in products of matrices",
     ]
     seconds = 0.0
     for stage in recipe.stage:
@@ -53,28 +53,47 @@ def estimate(recipe: Recipe) -> str:
         seconds += took
         listed = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
         lines.append(
-            f"stage {stage.name} ({stage.kind}): {stage.steps:,} steps, {tokens:,} tokens, about {_long(took)}; "
+            f"stage {stage.name} ({stage.kind}): {stage.steps:,} steps, {tokens:,} tokens, about {long(took)}; "
             f"about {needed / GIB:.3g} GiB ({listed})"
         )
-        if needed > room:
-            lines.append(f"  does not fit: {_advice(recipe, stage, parts, needed - room)}")
+        if needed > has:
+            lines.append(f"  does not fit: {_advice(recipe, stage, parts, needed - has)}")
     total = seconds
     state = state_bytes(cfg, recipe)
-    free = shutil.disk_usage(_existing(recipe.folder)).free
+    free = shutil.disk_usage(existing(recipe.folder)).free
     lines.append(
-        f"in all about {_long(total)}; {recipe.folder}: {state / GIB:.3g} GiB for the state, {free / GIB:.3g} free"
+        f"in all about {long(total)}; {recipe.folder}: {state / GIB:.3g} GiB for the state, {free / GIB:.3g} free"
     )
-    resolved = json.dumps(json.loads(recipe.model_dump_json()), indent=2)
-    return "\n".join([*lines, "recipe:", resolved])
+    return "\n".join([*lines, resolved(recipe)])
+
+
+def resolved(recipe: Recipe) -> str:
+    return "recipe:\n" + json.dumps(json.loads(recipe.model_dump_json()), indent=2)
 
 
 def memory_parts(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> dict[str, float]:
     """Bytes by what they are for, at the peak of a step."""
-    size, computed = _element_bytes(recipe)
+    size, computed = element_bytes(recipe)
     trained, held = _trained(cfg, recipe, stage)
     tokens = (stage.pass_sequences or stage.sequences) * stage.seq_len
     losses = losses_of(recipe, stage, 0)
     passes = cfg.num_hidden_layers + (losses.mtp_depth if cfg.num_nextn_predict_layers else 0)
+    return {
+        "weights": (size + (computed if computed != size else 0)) * count_parameters(cfg).with_mtp,
+        "gradients": size * trained,
+        "optimizer": float(size * held),
+        "activations": computed * tokens * kept_numbers(cfg, stage, passes),
+        "logits": logit_bytes(cfg, min(losses.chunk, tokens)),
+    }
+
+
+def logit_bytes(cfg: ModelConfig, num_tokens: int) -> float:
+    """Of so many at a time, with their gradients."""
+    return float(3 * 4 * num_tokens * cfg.vocab_size)
+
+
+def kept_numbers(cfg: ModelConfig, stage: StageConfig, passes: float) -> float:
+    """How many numbers `passes` layers keep of a token for the backward pass."""
     latent = cfg.kv_lora_rank + cfg.qk_rope_head_dim
     layer = 8 * cfg.hidden_size + cfg.num_attention_heads * (2 * cfg.qk_head_dim + 2 * latent + cfg.v_head_dim)
     mlp = 3 * cfg.moe_intermediate_size * (cfg.num_experts_per_tok + cfg.n_shared_experts)
@@ -86,23 +105,17 @@ def memory_parts(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> dict[s
         kept = float((0 if stage.offload else of_layer * passes) + again)
     if phase_of(stage).learn_index:
         kept += 1.5 * cfg.index_n_heads * cfg.index_head_dim * passes
-    return {
-        "weights": (size + (computed if computed != size else 0)) * count_parameters(cfg).with_mtp,
-        "gradients": size * trained,
-        "optimizer": float(size * held),
-        "activations": computed * tokens * kept,
-        "logits": float(3 * 4 * min(losses.chunk, tokens) * cfg.vocab_size),
-    }
+    return kept
 
 
 def state_bytes(cfg: ModelConfig, recipe: Recipe) -> float:
     """Size of the state file at most."""
-    size, _ = _element_bytes(recipe)
+    size, _ = element_bytes(recipe)
     held = max(_trained(cfg, recipe, stage)[1] for stage in recipe.stage)
     return float(size * (count_parameters(cfg).with_mtp + held))
 
 
-def _element_bytes(recipe: Recipe) -> tuple[int, int]:
+def element_bytes(recipe: Recipe) -> tuple[int, int]:
     """Of a weight that optimizers add to, and of what the model computes in."""
     of = {"bfloat16": 2, "float32": 4}
     return of[recipe.model.dtype], of[recipe.model.compute or recipe.model.dtype]
@@ -111,16 +124,25 @@ def _element_bytes(recipe: Recipe) -> tuple[int, int]:
 def _trained(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> tuple[int, int]:
     """Numbers of elements: of parameters that the stage trains, and of what the optimizer keeps of them, one for
     Muon's and two for AdamW's."""
+    named = outlined(cfg, recipe, stage).named_parameters()
+    trained = {name: weight.numel() for name, weight in named if weight.requires_grad}
+    return sum(trained.values()), sum(n * states_of(name, recipe, stage) for name, n in trained.items())
+
+
+def outlined(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> Glm5:
+    """The model without content, which knows what the stage trains."""
     with torch.device("meta"):
         model = Glm5(cfg)
         if recipe.lora is not None:
             adapt(model, recipe.lora, recipe.seed)
     if recipe.lora is None:
         choose_parameters(model, stage)
-    optimizer = stage.optimizer or recipe.optimizer
-    trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
-    held = sum(n * (1 if rule_of(name, optimizer).optimizer == "muon" else 2) for name, n in trained.items())
-    return sum(trained.values()), held
+    return model
+
+
+def states_of(name: str, recipe: Recipe, stage: StageConfig) -> int:
+    """Numbers that the optimizer keeps of an element of a parameter."""
+    return 1 if rule_of(name, stage.optimizer or recipe.optimizer).optimizer == "muon" else 2
 
 
 def matmul_speed(device: torch.device) -> float:
@@ -151,7 +173,7 @@ def _advice(recipe: Recipe, stage: StageConfig, parts: dict[str, float], over: f
     return "a shorter seq_len, or a smaller model"
 
 
-def _room(device: torch.device) -> float:
+def room(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -160,12 +182,12 @@ def _room(device: torch.device) -> float:
     return float("inf")
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     path = path.resolve()
     return next(each for each in (path, *path.parents) if each.exists())
 
 
-def _long(seconds: float) -> str:
+def long(seconds: float) -> str:
     for size, name in ((86400 * 365, "years"), (86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {name}"

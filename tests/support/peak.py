@@ -25,8 +25,20 @@ class Peak:
                 self._live[reference.cdata] = (reference, storage.nbytes())
 
     def settle(self) -> None:
-        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        self._live = {key: (one[0], self.size(*one)) for key, one in self._live.items() if not one[0].expired()}
         self.at_most = max(self.at_most, sum(nbytes for _, nbytes in self._live.values()))
+
+    def size(self, _reference: StorageWeakRef, nbytes: int) -> int:
+        """Of a storage that lives, and had so many bytes when it was made."""
+        return nbytes
+
+
+class Resized(Peak):
+    """Where storages are made larger and smaller, as FSDP does; slower."""
+
+    def size(self, reference: StorageWeakRef, nbytes: int) -> int:
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        return 0 if storage is None else storage.nbytes()
 
 
 class _Watch(TorchDispatchMode):
@@ -48,7 +60,7 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def peak_bytes() -> Iterator[Peak]:
-    peak = Peak()
+def peak_bytes(peak: Peak | None = None) -> Iterator[Peak]:
+    peak = Peak() if peak is None else peak
     with _Watch(peak):
         yield peak

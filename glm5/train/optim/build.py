@@ -35,6 +35,11 @@ class Shards:
     total: Callable[[Tensor], Tensor]
 
 
+def cut_of(shape: Sequence[int], rows: tuple[int, ...], spans: Sequence[Sequence[tuple[int, int]]]) -> Cut:
+    """How a tensor of this shape lies; `rows`: as `table.row_sizes` has them."""
+    return Cut(math.prod(shape[:-1]), shape[-1], rows or (shape[-2],), spans)
+
+
 class Optimizers:
     """Muon and AdamW over the parameters of `named` that require a gradient, in that order.
 
@@ -151,7 +156,7 @@ class Optimizers:
         exchange = None
         if self.shards is not None:
             cuts = {
-                name: self._cut(name, row_sizes(rule, model), self.shards)
+                name: cut_of(self.shards.shapes[name], row_sizes(rule, model), self.shards.spans(name))
                 for name, rule in rules.items()
                 if rule.optimizer == "muon"
             }
@@ -165,11 +170,6 @@ class Optimizers:
             momentum_dtype=None if self.cfg.momentum_dtype is None else getattr(torch, self.cfg.momentum_dtype),
             shards=None if exchange is None else ({name: self.named[name] for name in exchange.names}, exchange),
         )
-
-    @staticmethod
-    def _cut(name: str, rows: tuple[int, ...], shards: Shards) -> Cut:
-        shape = shards.shapes[name]
-        return Cut(math.prod(shape[:-1]), shape[-1], rows or (shape[-2],), shards.spans(name))
 
     def _adamw(self, rules: Mapping[str, Rule]) -> torch.optim.AdamW | None:
         if not (groups := self._groups(rules, "adamw")):
