@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 _HEADERS = Path(__file__).parent
 _DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER, _DEPENDENT_LAUNCH = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: 64 bytes of a value, of which an int is used."""
+    """CUlaunchAttribute: 64 bytes of a value, of which three ints are used."""
 
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 3), ("rest", ctypes.c_char * 52)]
 
 
 class _Config(ctypes.Structure):
@@ -59,15 +59,20 @@ class CudaKernel:
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_SIZE, shared_bytes))
 
     def __call__(
-        self, grid: tuple[int, int], num_threads: int, *given: "Tensor | TileMap | int | float | None"
+        self, grid: tuple[int, int], num_threads: int, *given: "Tensor | TileMap | int | float | None", cluster: int = 1
     ) -> None:
-        """On the current stream: tensors as pointers (None: null), maps as they are, ints of 32 bits, doubles."""
+        """On the current stream: tensors as pointers (None: null), maps as they are, ints of 32 bits, doubles.
+
+        `cluster`: neighbours, of the grid's first number, who see each other's shared memory.
+        """
         values = [_value(each) for each in given]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        attribute = _Attribute(_DEPENDENT_LAUNCH, 0, 1)
+        attributes = (_Attribute * 2)(
+            _Attribute(_DEPENDENT_LAUNCH, 0, (1, 0, 0)), _Attribute(_CLUSTER, 0, (cluster, 1, 1))
+        )
         config = _Config(
             (*grid, 1), (num_threads, 1, 1), self._shared_bytes, torch.cuda.current_stream().cuda_stream,
-            ctypes.pointer(attribute), 1,
+            attributes, 1 if cluster == 1 else 2,
         )  # fmt: skip
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, places, None))
 

@@ -44,12 +44,19 @@ static __device__ void arrive_with_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// 128 x 128 bytes, which the cache may forget first.
+// Rows of 128 bytes, which the cache may forget first.
 static __device__ void fetch_box(u32 to, const Map* map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%2, %3}], [%4], %5;"
         ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(0x12F0000000000000ull) : "memory");
+}
+
+// The same of what others read too.
+static __device__ void fetch_shared_box(u32 to, const Map* map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
 static __device__ void fetch_16(u32 to, const void* from) {
@@ -115,6 +122,7 @@ template <int N> struct Product;
 #define TO15 TO7 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define TO31 TO15 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TO47 TO31 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TO63 TO47 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PRODUCT(n, places, w_at, x_at, more_at, ...)                                                             \
     template <> struct Product<n> {                                                                              \
         static __device__ void run(float (&d)[n / 2], u64 w, u64 x, int more) {                                  \
@@ -129,6 +137,7 @@ PRODUCT(16, TO7, "%8", "%9", "%10", R4(0), R4(4))
 PRODUCT(32, TO15, "%16", "%17", "%18", R16(0))
 PRODUCT(64, TO31, "%32", "%33", "%34", R16(0), R16(16))
 PRODUCT(96, TO47, "%48", "%49", "%50", R16(0), R16(16), R16(32))
+PRODUCT(128, TO63, "%64", "%65", "%66", R16(0), R16(16), R16(32), R16(48))
 
 template <int N> static __device__ void settled(float (&d)[N]) {
 #pragma unroll
@@ -142,6 +151,20 @@ template <int LEFT> static __device__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
+// Programs of a cluster meet, and see what the others wrote to their own shared memory.
+static __device__ void meet_peers() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+static __device__ float4 of_peer(u32 at, int peer) {
+    float4 found;
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(peer));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w) : "r"(there) : "memory");
+    return found;
+}
+
 // Registers a thread from here on, of a group of four warps: multiples of 8, of which all have 168 at the beginning.
 template <int COUNT> static __device__ void keep_registers() {
     if constexpr (COUNT > 168)
@@ -153,3 +176,30 @@ template <int COUNT> static __device__ void keep_registers() {
 
 // What a product is told of a matrix: rows of 128 bytes, their 16-byte parts in the order of the copy engine.
 static __device__ u64 matrix_at(u32 at) { return (u64)(at >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+
+// 64 rows of 128 columns of w by N rows of x; behind `finish`, with so many of these LEFT under way, `part` may be read.
+template <int N> static __device__ void multiply(float (&part)[N / 2], u32 w, u32 x) {
+    settled(part);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) Product<N>::run(part, matrix_at(w) + 2 * k, matrix_at(x) + 2 * k, k);
+    end_products();
+}
+
+template <int LEFT, int N> static __device__ void finish(float (&part)[N]) {
+    wait_for_products<LEFT>();
+    settled(part);
+}
+
+// What a block of 128 columns adds: `scales` of N rows of x and that of the block of w.
+template <int N>
+static __device__ void add_scaled(float (&sum)[N / 2], const float (&part)[N / 2], const float* scales, float scale) {
+    const float* const mine = scales + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+        const float2 two = *(const float2*)(mine + 8 * j);
+        const float a = two.x * scale, b = two.y * scale;
+        sum[4 * j] += part[4 * j] * a, sum[4 * j + 1] += part[4 * j + 1] * b;
+        sum[4 * j + 2] += part[4 * j + 2] * a, sum[4 * j + 3] += part[4 * j + 3] * b;
+    }
+}

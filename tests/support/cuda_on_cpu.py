@@ -15,13 +15,26 @@ needs_compiler = pytest.mark.skipif(_COMPILER is None, reason="needs g++")
 _SECONDS = 60
 
 
+class Matrix(ctypes.Structure):
+    """Stands in for cuda_code.TileMap, as in hopper_on_cpu.h."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("place", "rows", "cols", "tile_rows")]
+
+
 class OnCpu:
     """Stands in for cuda_code.CudaKernel."""
 
     def __init__(self, library: ctypes.CDLL, name: str):
         self._launch, self._kernel = library.launch, getattr(library, name)
 
-    def __call__(self, grid: tuple[int, int], num_threads: int, *given: Tensor | ctypes.Structure | int | None) -> None:
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        num_threads: int,
+        *given: Tensor | ctypes.Structure | int | None,
+        cluster: int = 1,
+    ) -> None:
+        assert cluster == 1, "programs take turns"
         self._launch(self._kernel, *grid, num_threads, (ctypes.c_uint64 * 24)(*map(_word, given)))
 
 

@@ -8,14 +8,17 @@
 #define __grid_constant__
 
 struct alignas(16) uint4 { u32 x, y, z, w; };
+struct uint2 { u32 x, y; };
 struct float2 { float x, y; };
-struct Matrix { const u8* place; u64 rows, cols; };
+struct float4 { float x, y, z, w; };
+struct Matrix { const u8* place; u64 rows, cols, tile_rows; };
 struct Map { const Matrix* matrix; };
 
 static const Index gridDim = {1, 1, 1};
 static u8* const shared_memory = memory;
 
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static uint4 __ldcg(const uint4* at) { return *at; }
 
@@ -65,14 +68,24 @@ static void arrive_with_copies(u32 barrier) { arrive_with(barrier, 0); }
 // Place of a byte in a matrix of rows of 128 bytes at a multiple of 1024.
 static u32 place_of(u32 byte) { return byte ^ byte / 128 % 8 * 16; }
 
+// Zeros behind the last row.
 static void fetch_box(u32 to, const Map* map, int column, int row, u32 barrier) {
     const Matrix& from = *map->matrix;
-    if (to % 1024 || row < 0 || row + 128 > (int)from.rows || column + 128 > (int)from.cols) abort();
-    for (int i = 0; i < 128 * 128; ++i)
-        memory[to + place_of(i)] = from.place[(row + i / 128) * from.cols + column + i % 128];
-    arrivals[barrier].bytes -= 128 * 128;
+    if (to % 1024 || row < 0 || row >= (int)from.rows || column + 128 > (int)from.cols) abort();
+    for (int i = 0; i < 128 * (int)from.tile_rows; ++i) {
+        const u64 its_row = row + i / 128;
+        memory[to + place_of(i)] = its_row < from.rows ? from.place[its_row * from.cols + column + i % 128] : 0;
+    }
+    arrivals[barrier].bytes -= 128 * from.tile_rows;
     arrivals[barrier].check();
 }
+
+static void fetch_shared_box(u32 to, const Map* map, int column, int row, u32 barrier) {
+    fetch_box(to, map, column, row, barrier);
+}
+
+static void meet_peers() { __syncthreads(); }
+static float4 of_peer(u32 at, int peer) { return *(const float4*)(memory + at); }
 
 static void fetch_16(u32 to, const void* from) {
     if (to % 16 || (u64)from % 16) abort();

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.fp8_linear import cuda
 from glm5.kernels.fp8_linear import scaled_mm as _scaled_mm
 from glm5.kernels.fp8_linear.reference import fp8_linear as _reference
 from glm5.kernels.triton_support import chosen
@@ -18,12 +19,12 @@ def fp8_linear(
     weight: BlockScaled,
     quantized: tuple[Tensor, Tensor] | None = None,
     *,
-    impl: Literal["auto", "reference", "triton", "scaled_mm"] = "auto",
+    impl: Literal["auto", "reference", "triton", "scaled_mm", "cuda"] = "auto",
 ) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D], [T, O] in x's dtype; x is quantized by `act_quant` first.
 
     `triton` leaves x as it is for up to 16 rows, which is nearer to the exact product; `scaled_mm` is cuBLASLt's. On a
-    GPU `auto` takes these two, by the number of rows.
+    GPU `auto` takes these two, by the number of rows. `cuda`: for a step's rows on Hopper.
 
     `quantized`: `act_quant(x_TD)`, for those who have it already.
 
@@ -42,4 +43,6 @@ def fp8_linear(
         return run(x_TD, weight, quantized)
     if impl == "scaled_mm":
         return _scaled_mm.fp8_linear(x_TD, weight, quantized)
-    raise unknown_impl("fp8_linear", impl, ("reference", "triton", "scaled_mm"))
+    if impl == "cuda":
+        return cuda.fp8_linear(x_TD, weight, quantized)
+    raise unknown_impl("fp8_linear", impl, ("reference", "triton", "scaled_mm", "cuda"))

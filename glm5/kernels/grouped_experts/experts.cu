@@ -188,31 +188,6 @@ static __device__ void fetch_rows(const Weights& w, const Tile* tiles, const int
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-template <int N> static __device__ void multiply(float (&part)[N / 2], u32 w, u32 x) {
-    settled(part);
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) Product<N>::run(part, matrix_at(w) + 2 * k, matrix_at(x) + 2 * k, k);
-    end_products();
-}
-
-template <int LEFT, int N> static __device__ void finish(float (&part)[N]) {
-    wait_for_products<LEFT>();
-    settled(part);
-}
-
-template <int N>
-static __device__ void add_scaled(float (&sum)[N / 2], const float (&part)[N / 2], const float* scales, float scale) {
-    const float* const mine = scales + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
-        const float2 two = *(const float2*)(mine + 8 * j);
-        const float a = two.x * scale, b = two.y * scale;
-        sum[4 * j] += part[4 * j] * a, sum[4 * j + 1] += part[4 * j + 1] * b;
-        sum[4 * j + 2] += part[4 * j + 2] * a, sum[4 * j + 3] += part[4 * j + 3] * b;
-    }
-}
-
 struct Pipe {
     u8* memory;
     u32 data, full, empty;

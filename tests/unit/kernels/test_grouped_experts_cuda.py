@@ -1,24 +1,16 @@
 """experts.cu on a CPU, one program doing all of its tasks: tiles of every size, several of an expert, slices of outputs
 that take each other's place, weights that are read far ahead."""
 
-import ctypes
-
 import pytest
 import torch
 
 from glm5.kernels.grouped_experts import cuda, grouped_experts
 from glm5.testing.numerics import rel_rms
-from tests.support.cuda_on_cpu import build, needs_compiler
+from tests.support.cuda_on_cpu import Matrix, build, needs_compiler
 from tests.support.experts import make_experts
 
 # x and h are in FP8, as the reference in float64 has them; h is rounded in other places: measured 5e-3 to 1.3e-2.
 BUDGET = 2.5e-2
-
-
-class Matrix(ctypes.Structure):
-    """As in hopper_on_cpu.h."""
-
-    _fields_ = [("place", ctypes.c_void_p), ("rows", ctypes.c_uint64), ("cols", ctypes.c_uint64)]
 
 
 @pytest.fixture
@@ -32,7 +24,7 @@ def on_cpu(monkeypatch, tmp_path):
 
     monkeypatch.setattr(cuda, "refusal", lambda *given: "")
     monkeypatch.setattr(cuda, "_kernel", kernel)
-    monkeypatch.setattr(cuda.cuda_code, "tile_map", lambda place, rows, cols, tile_rows: Matrix(place, rows, cols))
+    monkeypatch.setattr(cuda.cuda_code, "tile_map", Matrix)
     monkeypatch.setattr(cuda.triton_support, "multiprocessors", lambda device: 1)
 
 

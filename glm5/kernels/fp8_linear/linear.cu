@@ -1,0 +1,110 @@
+// x W^T in FP8 for a step's rows, on Hopper: what triton.py computes in `_tiles`.
+//
+// Weights are the rows of the matrix units' tile, 128 a program, and rows of x its columns, COLS of them. The columns of
+// W are shared out over a cluster of programs, each of which then adds up some rows of all: in the same order for any
+// number of rows. Weights are asked for before the kernel waits for its input.
+//
+// Compiled with D (a multiple of 128), COLS (16, 32, 64 or 128, as many as rows of x or more), STAGES.
+
+#include "hopper.cuh"
+
+constexpr int COMPUTING = 256, THREADS = 320;
+constexpr int DB = D / 128, OUTPUTS = 128;
+constexpr int WEIGHTS = OUTPUTS * 128, ROWS = COLS * 128;
+constexpr int SCALES = WEIGHTS + ROWS;
+constexpr int STAGE = (SCALES + 4 * (COLS + 1) + 1023) / 1024 * 1024;
+constexpr int PITCH = OUTPUTS + 4;  // of a row's sums: neighbours lie in other banks
+
+static __device__ void fetch(const Map* w, const Map* x, int first, int count, u32 data, u32 full, u32 empty) {
+    const int output = blockIdx.y * OUTPUTS, ahead = min(count, STAGES);
+    for (int k = 0; k < ahead; ++k) {
+        arrive_with(full + 8 * k, WEIGHTS + ROWS);
+        fetch_box(data + k * STAGE, w, 128 * (first + k), output, full + 8 * k);
+    }
+    wait_for_earlier();
+    for (int k = 0; k < count; ++k) {
+        const int stage = k % STAGES;
+        const u32 at = data + stage * STAGE, barrier = full + 8 * stage;
+        if (k >= ahead) {
+            wait(empty + 8 * stage, k / STAGES % 2 ^ 1);
+            arrive_with(barrier, WEIGHTS + ROWS);
+            fetch_box(at, w, 128 * (first + k), output, barrier);
+        }
+        fetch_shared_box(at + WEIGHTS, x, 128 * (first + k), 0, barrier);
+    }
+}
+
+// By one warp.
+static __device__ void fetch_scales(const float* x_scale, const float* scale, int first, int count, int T, u32 data,
+                                    u32 full, u32 empty) {
+    const int lane = threadIdx.x % 32;
+    wait_for_earlier();
+    for (int k = 0; k < count; ++k) {
+        const int stage = k % STAGES;
+        const u32 at = data + stage * STAGE + SCALES;
+        wait(empty + 8 * stage, k / STAGES % 2 ^ 1);
+#pragma unroll
+        for (int t = lane; t < COLS; t += 32)
+            if (t < T) fetch_4(at + 4 * t, x_scale + (first + k) * T + t);
+        if (lane == 0) fetch_4(at + 4 * COLS, scale + blockIdx.y * DB + first + k);
+        arrive_with_copies(full + 8 * stage);
+    }
+    end_copies();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float* x_scale, const float* scale, u16* y,
+       int T, int O) {
+    u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
+    const u32 data = shared_at(memory), full = data + STAGES * STAGE, empty = full + 8 * STAGES;
+    if (threadIdx.x < 2 * STAGES)
+        make_barrier(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 + 32 : COMPUTING / 32);
+    __syncthreads();
+    let_later_begin();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = blockIdx.x, shares = gridDim.x;
+    const int first = share * DB / shares, count = (share + 1) * DB / shares - first;
+    float* const sums = (float*)memory;  // where the stages were: [COLS][PITCH]
+    if (warp == COMPUTING / 32) {
+        if (lane == 0) fetch(&w, &x, first, count, data, full, empty);
+        __syncwarp();
+    } else if (warp > COMPUTING / 32) {
+        fetch_scales(x_scale, scale, first, count, T, data, full, empty);
+    } else {
+        float sum[COLS / 2];
+#pragma unroll
+        for (int i = 0; i < COLS / 2; ++i) sum[i] = 0;
+        for (int k = 0; k < count; ++k) {
+            const int stage = k % STAGES;
+            const u32 at = data + stage * STAGE;
+            const float* const scales = (const float*)(memory + stage * STAGE + SCALES);
+            wait(full + 8 * stage, k / STAGES % 2);
+            for_engines();
+            float part[COLS / 2];
+            multiply<COLS>(part, at + warp / 4 * (WEIGHTS / 2), at + WEIGHTS);
+            finish<0>(part);
+            add_scaled<COLS>(sum, part, scales, scales[COLS]);
+            __syncwarp();
+            if (lane == 0) arrive(empty + 8 * stage);
+        }
+        meet(1, COMPUTING);
+        const int output = 16 * warp + lane / 4;
+#pragma unroll
+        for (int j = 0; j < COLS / 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sums[(8 * j + lane % 4 * 2 + i % 2) * PITCH + output + i / 2 * 8] = sum[4 * j + i];
+    }
+    wait_for_earlier();  // y may be what an earlier kernel reads
+    meet_peers();
+    const int columns = 4 * lane, o = blockIdx.y * OUTPUTS + columns;
+    for (int t = share + shares * warp; t < T; t += shares * (THREADS / 32)) {
+        const u32 at = data + 4 * (t * PITCH + columns);
+        float4 total = of_peer(at, 0);
+        for (int peer = 1; peer < shares; ++peer) {
+            const float4 more = of_peer(at, peer);
+            total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+        }
+        if (o < O) *(uint2*)(y + (u64)t * O + o) = make_uint2(as_pair(total.x, total.y), as_pair(total.z, total.w));
+    }
+    meet_peers();  // nobody leaves while its sums are read
+}
