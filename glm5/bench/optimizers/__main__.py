@@ -21,8 +21,8 @@ from glm5.bench.optimizers.runs import WAYS, Done, Given, Plan, found, run
 from glm5.common.atomic import atomic_write
 from glm5.common.console import out
 
-MUON_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-ADAMW_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+MUON_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+ADAMW_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 
 
 def main(argv: list[str] | None = None) -> int:
