@@ -23,6 +23,7 @@ from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.gptq_block import gptq_block
+from glm5.kernels.grouped_experts import cuda as cuda_experts
 from glm5.kernels.index_kl import index_kl
 from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
@@ -55,6 +56,9 @@ def products() -> None:
         for O, D in ((130, 300), (576, 2048)):
             weight = quantize_blocks(torch.randn(O, D) * 0.02)
             fp8_linear(rows(T, D), BlockScaled(weight.data.cuda(), weight.scale.cuda()), impl="triton")
+    for T in (1, 40, 128):
+        weight = quantize_blocks(torch.randn(132, 1024) * 0.02)
+        fp8_linear(rows(T, 1024), BlockScaled(weight.data.cuda(), weight.scale.cuda()), impl="cuda")
     for T in (1, 5):
         router(rows(T, 1024), rows(256, 1024), torch.zeros(256, device="cuda"), top_k=8, n_group=1, topk_group=1,
                norm_topk_prob=True, scaling_factor=2.5, impl="triton")  # fmt: skip
@@ -76,6 +80,10 @@ def experts() -> None:
         case = make_experts(T, 6, 2, 200, 136, torch.Generator().manual_seed(T)).to("cuda", torch.bfloat16)
         for tiling in tilings:
             grouped_experts(*case[:5], case.shared, tiling)
+    for T in (1, 40, 200):
+        case = make_experts(T, 6, 2, 512, 128, torch.Generator().manual_seed(T)).to("cuda", torch.bfloat16)
+        for cut in (cuda_experts.Cut(32, 3, 2), cuda_experts.Cut(96, 3, 2)):
+            cuda_experts.grouped_experts(*case[:5], case.shared, cut)
 
 
 def rows_of_models() -> None:
