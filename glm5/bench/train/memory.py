@@ -12,15 +12,34 @@ from glm5.kernels.sequence_attention import sequence_attention
 from glm5.kernels.sparse_mla import sparse_mla
 
 
+WARM = 4096
+"""Tokens of a first pass, in which kernels compile."""
+
+
 def memory_figures(num_tokens: int, *, dense: bool) -> dict[str, Any]:
     """GiB at the peak of both passes, beside what goes in; milliseconds. `dense`: keys and values expanded; else
     selected keys of random places."""
+    made = _dense if dense else _sparse
+    _timed(made(WARM))
     gc.collect()
     torch.cuda.empty_cache()
-    run = _dense(num_tokens) if dense else _sparse(num_tokens)
+    run = made(num_tokens)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    forward, backward = _timed(run)
+    return {
+        "attention": "dense" if dense else "sparse",
+        "tokens": num_tokens,
+        "inputs GiB": before / 2**30,
+        "beside GiB": (torch.cuda.max_memory_allocated() - before) / 2**30,
+        "forward ms": forward,
+        "backward ms": backward,
+    }
+
+
+def _timed(run: Callable[[], Tensor]) -> tuple[float, float]:
+    """Milliseconds of one pass forward and of the one backward."""
     begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     begin.record()
     out = run()
@@ -28,14 +47,7 @@ def memory_figures(num_tokens: int, *, dense: bool) -> dict[str, Any]:
     out.backward(out.detach())
     end.record()
     end.synchronize()
-    return {
-        "attention": "dense" if dense else "sparse",
-        "tokens": num_tokens,
-        "inputs GiB": before / 2**30,
-        "beside GiB": (torch.cuda.max_memory_allocated() - before) / 2**30,
-        "forward ms": begin.elapsed_time(middle),
-        "backward ms": middle.elapsed_time(end),
-    }
+    return begin.elapsed_time(middle), middle.elapsed_time(end)
 
 
 def _dense(num_tokens: int) -> Callable[[], Tensor]:
