@@ -55,7 +55,7 @@ def fp8_linear(
     x_fp8, x_scale = quantized or act_quant(x_TD)
     shares = (cut or cut_for(rows, cols)).shares
     columns = next(n for n in (16, 32, 64, 128) if n >= num_tokens)
-    _kernel(cols, columns, device)(
+    _kernel(columns, device)(
         (shares, num_blocks(rows)),
         _THREADS,
         cuda_code.tile_map(weight.data.data_ptr(), rows, cols, BLOCK),
@@ -65,16 +65,16 @@ def fp8_linear(
         y_TO,
         num_tokens,
         rows,
+        cols,
         cluster=shares,
     )
     return y_TO
 
 
 @cache
-def _kernel(cols: int, columns: int, device: torch.device) -> cuda_code.CudaKernel:
+def _kernel(columns: int, device: torch.device) -> cuda_code.CudaKernel:
     stage = -(-(128 * 128 + columns * 128 + 4 * (columns + 1)) // 1024) * 1024
     stages = min(_MOST_STAGES, _ROOM // (stage + 16))
-    sizes = {"D": cols, "COLS": columns, "STAGES": stages}
-    kernel = cuda_code.build(SOURCE, "linear", 1024 + stages * (stage + 16), device, **sizes)
+    kernel = cuda_code.build(SOURCE, "linear", 1024 + stages * (stage + 16), device, COLS=columns, STAGES=stages)
     assert kernel is not None
     return kernel

@@ -4,12 +4,12 @@
 // W are shared out over a cluster of programs, each of which then adds up some rows of all: in the same order for any
 // number of rows. Weights are asked for before the kernel waits for its input.
 //
-// Compiled with D (a multiple of 128), COLS (16, 32, 64 or 128, as many as rows of x or more), STAGES.
+// Compiled with COLS (16, 32, 64 or 128, as many as rows of x or more) and STAGES; D is a multiple of 128.
 
 #include "hopper.cuh"
 
 constexpr int COMPUTING = 256, THREADS = 320;
-constexpr int DB = D / 128, OUTPUTS = 128;
+constexpr int OUTPUTS = 128;
 constexpr int WEIGHTS = OUTPUTS * 128, ROWS = COLS * 128;
 constexpr int SCALES = WEIGHTS + ROWS;
 constexpr int STAGE = (SCALES + 4 * (COLS + 1) + 1023) / 1024 * 1024;
@@ -35,8 +35,8 @@ static __device__ void fetch(const Map* w, const Map* x, int first, int count, u
 }
 
 // By one warp.
-static __device__ void fetch_scales(const float* x_scale, const float* scale, int first, int count, int T, u32 data,
-                                    u32 full, u32 empty) {
+static __device__ void fetch_scales(const float* x_scale, const float* scale, int count, int T, u32 data, u32 full,
+                                    u32 empty) {
     const int lane = threadIdx.x % 32;
     wait_for_earlier();
     for (int k = 0; k < count; ++k) {
@@ -45,8 +45,8 @@ static __device__ void fetch_scales(const float* x_scale, const float* scale, in
         wait(empty + 8 * stage, k / STAGES % 2 ^ 1);
 #pragma unroll
         for (int t = lane; t < COLS; t += 32)
-            if (t < T) fetch_4(at + 4 * t, x_scale + (first + k) * T + t);
-        if (lane == 0) fetch_4(at + 4 * COLS, scale + blockIdx.y * DB + first + k);
+            if (t < T) fetch_4(at + 4 * t, x_scale + k * T + t);
+        if (lane == 0) fetch_4(at + 4 * COLS, scale + k);
         arrive_with_copies(full + 8 * stage);
     }
     end_copies();
@@ -54,7 +54,7 @@ static __device__ void fetch_scales(const float* x_scale, const float* scale, in
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float* x_scale, const float* scale, u16* y,
-       int T, int O) {
+       int T, int O, int D) {
     u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
     const u32 data = shared_at(memory), full = data + STAGES * STAGE, empty = full + 8 * STAGES;
     if (threadIdx.x < 2 * STAGES)
@@ -62,13 +62,13 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
     __syncthreads();
     let_later_begin();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = blockIdx.x, shares = gridDim.x;
-    const int first = share * DB / shares, count = (share + 1) * DB / shares - first;
+    const int blocks = D / 128, first = share * blocks / shares, count = (share + 1) * blocks / shares - first;
     float* const sums = (float*)memory;  // where the stages were: [COLS][PITCH]
     if (warp == COMPUTING / 32) {
         if (lane == 0) fetch(&w, &x, first, count, data, full, empty);
         __syncwarp();
     } else if (warp > COMPUTING / 32) {
-        fetch_scales(x_scale, scale, first, count, T, data, full, empty);
+        fetch_scales(x_scale + first * T, scale + blockIdx.y * blocks + first, count, T, data, full, empty);
     } else {
         float sum[COLS / 2];
 #pragma unroll

@@ -13,8 +13,8 @@ BUDGET = 3e-3  # the result's rounding to bfloat16: measured 1.7e-3
 
 @needs_compiler
 def test_agrees_with_the_reference(monkeypatch, gen, tmp_path):
-    def kernel(cols, columns, device):
-        return build(cuda.SOURCE, tmp_path, "linear", {"D": cols, "COLS": columns, "STAGES": 2}, "hopper_on_cpu.h")
+    def kernel(columns, device):
+        return build(cuda.SOURCE, tmp_path, "linear", {"COLS": columns, "STAGES": 2}, "hopper_on_cpu.h")
 
     monkeypatch.setattr(cuda, "refusal", lambda *given: "")
     monkeypatch.setattr(cuda, "_kernel", kernel)
