@@ -23,6 +23,7 @@ from glm5.engine.core import EngineCore
 from glm5.engine.defaults import read_defaults
 from glm5.engine.depth import AdaptiveDepth, StepCost
 from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
+from glm5.engine.loaded import LoadedPages
 from glm5.engine.process import Pulse
 from glm5.engine.rank import Follower, Say
 from glm5.engine.rank_wire import Begin
@@ -77,7 +78,6 @@ def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -
         return build_core(model, config, source=path, load_tokenizer=load_tokenizer, on_progress=on_progress)
     cfg, device = ModelConfig.from_file(path), _device(start, size - 1, size)
     local_config(cfg, size)
-    _check_ranks(config)
     assert pulse is not None, "ranks need a process of their own"
     meeting = Meeting()
     store = meeting.open(size)
@@ -88,9 +88,10 @@ def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -
     connect(model, group)
     rate = read.by_all(group, model.device)
     parts = _parts(model, config, path, group, on_progress)
+    pages = LoadedPages(parts.cache, group)
     kind = "GPUs" if device.type == "cuda" else "CPUs"
     parts.facts.table.append(("ranks", f"{size}, tensor parallel, on {kind}; {rate}"))
-    return parts.core(load_tokenizer, ranks)
+    return parts.core(load_tokenizer, RankedRunner(parts.runner, ranks, pages), ranks)
 
 
 def build_follower(begin: Begin, say: Say) -> Follower:
@@ -103,7 +104,8 @@ def build_follower(begin: Begin, say: Say) -> Follower:
     connect(model, group)
     read.by_all(group, device)
     parts = _parts(model, config, Path(start.path), group, lambda _phase, _share: None)
-    return Follower(parts.runner, parts.scheduler, weights=parts.weights, cache=parts.cache, say=say)
+    pages = LoadedPages(parts.cache, group)
+    return Follower(parts.runner, parts.scheduler, weights=parts.weights, cache=parts.cache, pages=pages, say=say)
 
 
 def _device(start: Start, rank: int, size: int) -> torch.device:
@@ -114,14 +116,6 @@ def _device(start: Start, rank: int, size: int) -> torch.device:
             f"device: got {name}, which is one GPU, and tensor_parallel_size asks for more; allowed: cuda"
         )
     return parse_device(f"cuda:{rank}" if name == "cuda" and size > 1 else name)
-
-
-def _check_ranks(config: EngineConfig) -> None:
-    if config.kv_offloading_size or config.kv_disk_dir is not None:
-        raise ConfigError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size}; allowed with kv_offloading_size or kv_disk_dir: "
-            "1"
-        )
 
 
 @dataclass
@@ -230,10 +224,14 @@ class _Parts:
     copies: CopyQueue | None
     depth: AdaptiveDepth | None
 
-    def core(self, load_tokenizer: Callable[[], Tokenizer] | None, ranks: Ranks | None = None) -> EngineCore:
-        """The core of the first rank."""
+    def core(
+        self,
+        load_tokenizer: Callable[[], Tokenizer] | None,
+        followed: RankedRunner | None = None,
+        ranks: Ranks | None = None,
+    ) -> EngineCore:
+        """The core of the first rank, whose runner is `followed` by the others'."""
         runner, weights, cache = self.runner, self.weights, self.cache
-        followed = RankedRunner(runner, ranks) if ranks is not None else None
         return EngineCore(
             runner if followed is None else followed,
             self.scheduler,
@@ -260,7 +258,8 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
     pin_members(model)
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
     weights = Weights(model, source, group.shard)
-    copies = _copies(config, cache, is_native=is_native)
+    # Ranks have the same keys in the same pages: the first one's are kept for all (loaded.py).
+    copies = _copies(config, cache, is_native=is_native) if group.shard.rank == 0 else None
     machine = "native" if is_native else model.device.type
     cost = StepCost.of(cfg, weight_bytes(model), machine, group.shard.size)
     scheduler = SchedulerConfig(
@@ -274,7 +273,7 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         prefix_cache=config.enable_prefix_caching,
         max_prompt_chunk=config.long_prefill_token_threshold or None,
         max_tokens_beside=_tokens_beside(config, cost),
-        tiers=copies is not None,
+        tiers=_has_tiers(config),
         token_buckets=tuple(count for count in _TOKEN_BUCKETS if count < config.max_num_batched_tokens),
     )
     runner = Runner(
@@ -370,9 +369,13 @@ def _sizes(config: EngineConfig, model: Glm5, layout: Layout, group: Group, *, m
     )
 
 
+def _has_tiers(config: EngineConfig) -> bool:
+    return bool(config.kv_offloading_size) or config.kv_disk_dir is not None
+
+
 def _copies(config: EngineConfig, cache: KVCache, *, is_native: bool) -> CopyQueue | None:
     """Tiers behind the cache, if any were asked for."""
-    if not config.kv_offloading_size and config.kv_disk_dir is None:
+    if not _has_tiers(config):
         return None
     if not config.enable_prefix_caching:
         raise ConfigError("kv_offloading_size and kv_disk_dir keep prefixes, and enable_prefix_caching is off")

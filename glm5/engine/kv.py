@@ -155,6 +155,10 @@ class KVCache:
         for source, target in pairs:
             self._page_PB[target].copy_(self._page_PB[source])
 
+    def page(self, page: int) -> Tensor:
+        """The bytes of a page over all layers, in one piece."""
+        return self._page_PB[page]
+
     def parts(self) -> dict[str, Tensor]:
         """Every part of the pages, [P, Z, ...] each, by name, in the order in which they lie in a page: what the tiers
         behind this pool move. They stay the pool's through `release_memory` and `restore_memory`.

@@ -24,6 +24,7 @@ from glm5.common.errors import GlmError
 from glm5.engine.control import Memory
 from glm5.engine.core import Launched, StepRunner
 from glm5.engine.failure import ORPHANED, reason_of, words_of
+from glm5.engine.loaded import LoadedPages
 from glm5.engine.plan import StepPlan
 from glm5.engine.process import Pulse, take_stdout
 from glm5.engine.rank_wire import (
@@ -60,8 +61,18 @@ class Say(Protocol):
 class Follower:
     """The engine of a rank that follows."""
 
-    def __init__(self, runner: StepRunner, config: SchedulerConfig, *, weights: WeightSource, cache: Memory, say: Say):
-        self.runner, self.config, self.weights, self.cache, self.say = runner, config, weights, cache, say
+    def __init__(
+        self,
+        runner: StepRunner,
+        config: SchedulerConfig,
+        *,
+        weights: WeightSource,
+        cache: Memory,
+        pages: LoadedPages,
+        say: Say,
+    ):
+        self.runner, self.config, self.pages, self.say = runner, config, pages, say
+        self.weights, self.cache = weights, cache
         self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
         self._specs: dict[int, SeqSpec] = {}
         self._unread: deque[tuple[StepPlan, Launched]] = deque()
@@ -103,7 +114,9 @@ class Follower:
             self._forget(output.seq_id, output.reason)
         if turn.masks is not None:
             self.runner.permit(*turn.masks)
+        self.pages.share(turn.messages)
         launched = self.runner.launch(plan, self._specs)
+        self.pages.expect(plan)
         if plan.items:
             self._unread.append((plan, launched))
         num_unread = 1 if self.config.launch_ahead and plan.items else 0

@@ -1,6 +1,7 @@
 """The first rank's side of an engine over several: it starts the others, tells them what it hears, and ends with them.
 
     what schedulers hear, masks of grammars      before each launch (`RankedRunner`)
+    pages that came back from lower tiers        likewise (`LoadedPages`)
     new weights, sleep, wake                     every rank its own part (`RankedWeights`, `RankedCache`)
     a rank that dies, hangs or stays silent      the engine's end, with that rank's reason
 
@@ -26,6 +27,7 @@ from glm5.common.errors import GlmError, named
 from glm5.engine.control import Memory
 from glm5.engine.core import Launched, StepRunner
 from glm5.engine.failure import reason_of_exit
+from glm5.engine.loaded import LoadedPages
 from glm5.engine.messages import Message, Submit
 from glm5.engine.plan import StepPlan
 from glm5.engine.rank_wire import (
@@ -185,8 +187,8 @@ class Ranks:
 class RankedRunner:
     """The runner of the first rank, which has the others do the same."""
 
-    def __init__(self, runner: StepRunner, ranks: Ranks):
-        self.runner, self.ranks = runner, ranks
+    def __init__(self, runner: StepRunner, ranks: Ranks, pages: LoadedPages):
+        self.runner, self.ranks, self.pages = runner, ranks, pages
         self._messages: list[Message] = []
         self._masks: tuple[list[int], Tensor] | None = None
         self._digest = 0
@@ -206,8 +208,11 @@ class RankedRunner:
         submitted = [message.seq_ids for message in self._messages if isinstance(message, Submit)]
         new = {seq_id: specs[seq_id] for seq_ids in submitted for seq_id in seq_ids}
         self.ranks.tell(Turn(plan.step, self._messages, new, self._masks, self._digest))
+        self.pages.share(self._messages)
         self._messages, self._masks = [], None
-        return _Noted(self.runner.launch(plan, specs), lambda result: self._note(plan.step, result))
+        launched = self.runner.launch(plan, specs)
+        self.pages.expect(plan)
+        return _Noted(launched, lambda result: self._note(plan.step, result))
 
     def weights_changed(self) -> None:
         self.ranks.tell(WeightsChanged())

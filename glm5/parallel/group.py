@@ -57,6 +57,10 @@ class Group(Protocol):
         """All ranks' `part`s, [ranks, ...], in their order."""
         ...
 
+    def spread(self, x: Tensor) -> None:
+        """Make `x`, of bytes in one piece, what it is on the first rank."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -90,6 +94,9 @@ class GlooGroup:
         if part.numel():
             dist.all_gather([one.view(-1).view(torch.uint8) for one in out], part.view(-1).view(torch.uint8))
         return out
+
+    def spread(self, x: Tensor) -> None:
+        dist.broadcast(x, src=0)
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -167,6 +174,9 @@ class Alone:
 
     def all_gather(self, part: Tensor) -> Tensor:
         return part.unsqueeze(0)
+
+    def spread(self, x: Tensor) -> None:
+        """It is."""
 
     def close(self) -> None:
         """Nothing to close."""
