@@ -11,7 +11,6 @@ from glm5.config.presets import preset
 from glm5.kernels.sequence_attention import sequence_attention
 from glm5.kernels.sparse_mla import sparse_mla
 
-
 WARM = 4096
 """Tokens of a first pass, in which kernels compile."""
 
