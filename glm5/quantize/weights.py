@@ -3,6 +3,7 @@
 A stack of experts goes in parts, dealt out to the devices; what an expert becomes does not depend on the others.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,15 +71,40 @@ def quantize_modules(
         seen = None if inputs is None else inputs.of(module)
         return {module: _one(how, linear, weight, seen, tensor_scale, SHOWN_TOKENS)}
 
-    def work(some: slice, device: torch.device) -> list[list[Done]]:
+    rooms = [_Room(len(weight)) for _ in modules]
+
+    def work(some: slice, device: torch.device) -> list[Done]:
         its_scale = None if tensor_scale is None else tensor_scale[some].to(device)
-        return _some(how, modules, linear, tensors, inputs, some, device, its_scale)
+        return _some(how, modules, linear, tensors, inputs, some, device, its_scale, rooms)
 
     parts = shared(how.devices, some_at_a_time(len(weight)), work)
     return {
-        module: _gathered([one for part in parts for one in part[i]], seen=inputs is not None)
+        module: _gathered([part[i] for part in parts], rooms[i], seen=inputs is not None)
         for i, module in enumerate(modules)
     }
+
+
+class _Room:
+    """Host memory for the codes of a stack, which come some experts at a time: most of what a layer leaves."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts, self._lock = num_experts, threading.Lock()
+        self._codes: Tensor | None = None
+
+    def put(self, codes: Tensor, some: slice) -> Tensor:
+        """Where the codes of some experts lie from now on."""
+        with self._lock:
+            if self._codes is None:
+                self._codes = torch.empty((self._num_experts, *codes.shape[1:]), dtype=codes.dtype)
+        if codes.is_cuda:
+            # Through pinned memory: a copy to pages that nobody has touched yet waits for each, in one thread.
+            codes = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=True).copy_(codes)
+        return self._codes[some].copy_(codes)
+
+    @property
+    def codes(self) -> Tensor:
+        assert self._codes is not None, f"{self._num_experts=}"
+        return self._codes
 
 
 def some_at_a_time(num_experts: int) -> list[slice]:
@@ -86,13 +112,19 @@ def some_at_a_time(num_experts: int) -> list[slice]:
     return [slice(start, start + EXPERTS_AT_ONCE) for start in range(0, num_experts, EXPERTS_AT_ONCE)]
 
 
-def _gathered(done: list[Done], *, seen: bool) -> Done:
-    """A module of a stack, of its experts."""
+def _gathered(done: list[Done], room: _Room, *, seen: bool) -> Done:
+    """A module of a stack, of its parts."""
     errors = Errors()
     for one in done:
         errors.add(one.errors)
-    amaxes = [one.amax if one.amax is not None else torch.zeros(1) for one in done]
-    return Done(_stacked([one.weight for one in done]), errors, torch.cat(amaxes) if seen else None)
+    parts = [(one.weight.scale, one.weight.offset, one.weight.tensor_scale) for one in done]
+    scale, offset, tensor_scale = (
+        None if column[0] is None else torch.cat([part for part in column if part is not None])
+        for column in zip(*parts, strict=True)
+    )
+    assert scale is not None
+    weight = Quantized(done[0].weight.grid, room.codes, scale, offset, tensor_scale)
+    return Done(weight, errors, torch.cat([one.amax for one in done if one.amax is not None]) if seen else None)
 
 
 def _one(
@@ -119,8 +151,9 @@ def _some(
     some: slice,
     device: torch.device,
     tensor_scale: Tensor | None,
-) -> list[list[Done]]:
-    """Some experts of stacks on a device: one list for each module."""
+    rooms: Sequence[_Room],
+) -> list[Done]:
+    """Some experts of stacks on a device: their part of each module."""
     weights = [tensors[f"{module}.weight"][some] for module in modules]
     seen = [expert_reads(how, modules[0], tensors, inputs, some.start + i) for i in range(len(weights[0]))]
     held, hessian = torch.cat([weight.to(device) for weight in weights], dim=-2), None
@@ -131,22 +164,17 @@ def _some(
     del hessian
     value = quantized.dequantize(held.dtype)
     heights = [weight.shape[-2] for weight in weights]
-    done: list[list[Done]] = []
-    for weight, was, now, cpu in zip(
-        weights,
-        held.split(heights, -2),
-        value.split(heights, -2),
-        _by_rows(_on_cpu(quantized), heights),
-        strict=True,
-    ):
-        each: list[Done] = []
+    apart = zip(weights, held.split(heights, -2), value.split(heights, -2), strict=True)
+    done: list[Done] = []
+    for (weight, was, now), codes, room in zip(apart, _by_rows(quantized, heights), rooms, strict=True):
+        errors, amaxes = Errors(), [torch.zeros(1)] * len(weight)
         for i, x in enumerate(seen):
             shown = None if x is None else evenly(x, SHOWN_EXPERT_TOKENS).to(device)
-            errors = errors_of(was[i], now[i], linear.scheme.act, shown)
-            amax = None if x is None or not len(x) else x.abs().amax().reshape(1).float().cpu()
-            each.append(Done(part_of(cpu, i), errors, amax))
+            errors.add(errors_of(was[i], now[i], linear.scheme.act, shown))
+            if x is not None and len(x):
+                amaxes[i] = x.abs().amax().reshape(1).float().cpu()
         weight.copy_(now)
-        done.append(each)
+        done.append(Done(_on_cpu(codes, room.put(codes.codes, some)), errors, torch.cat(amaxes)))
     return done
 
 
@@ -220,20 +248,9 @@ def part_of(quantized: Quantized, expert: int | None) -> Quantized:
     return Quantized(quantized.grid, quantized.codes[expert], scale, offset, tensor_scale)
 
 
-def _stacked(each: list[Quantized]) -> Quantized:
-    parts = [(one.codes, one.scale, one.offset, one.tensor_scale) for one in each]
-    codes, scale, offset, tensor_scale = (
-        None if column[0] is None else torch.stack([part for part in column if part is not None])
-        for column in zip(*parts, strict=True)
-    )
-    assert codes is not None
-    assert scale is not None
-    return Quantized(each[0].grid, codes, scale, offset, tensor_scale)
-
-
-def _on_cpu(quantized: Quantized) -> Quantized:
-    """As a file holds it."""
+def _on_cpu(quantized: Quantized, codes: Tensor | None = None) -> Quantized:
+    """As a file holds it. `codes`: where they lie on the CPU already."""
     scales = (quantized.scale, quantized.offset, quantized.tensor_scale)
     scale, offset, tensor_scale = (None if part is None else part.float().cpu() for part in scales)
     assert scale is not None
-    return Quantized(quantized.grid, quantized.codes.cpu(), scale, offset, tensor_scale)
+    return Quantized(quantized.grid, quantized.codes.cpu() if codes is None else codes, scale, offset, tensor_scale)

@@ -7,12 +7,13 @@ several, of which each has a part of the experts.
 """
 
 import argparse
-import cProfile
 import logging
-import pstats
 import sys
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,18 @@ from glm5.common.console import out
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
 from glm5.config.quantize import QuantizeConfig
+from glm5.quantize import run, work
+from glm5.quantize.calibrate import Activations
 from glm5.quantize.job import devices, peak_memory
-from glm5.quantize.run import quantize
+from glm5.quantize.source import Source
 
 LAYERS = 75  # with experts, of GLM-5
 _VOCAB = 4096
-# What a run's time is made of; the first group is spread over several GPUs, and a next layer is read beside it all.
-_DIVIDED = ("smooth_layer", "quantize_modules", "inputs", "through")
-_WHOLE = ("turned", "write", "verify")
-_READ = "ahead"
+# What a run's time is made of, and whose functions they are. The first group is spread over several GPUs; a next layer
+# is read beside it all, and the first one is waited for (`OUTER` is next to nothing).
+_DIVIDED = ((work, "smooth_layer"), (work, "quantize_modules"), (Activations, "inputs"), (Activations, "through"))
+_WHOLE = ((work, "turned"), (run, "write"), (run, "verify"))
+_READ = (Source, "layer")
 
 
 def one_layer(name: str) -> ModelConfig:
@@ -66,31 +70,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings |= {"device": args.device, "w4a8_weights": args.weights, "held_out_tokens": 0, "restart": True}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, cfg.vocab_size, (args.samples, args.sample_len), generator=generator).tolist()
-    profile = cProfile.Profile()
     began = time.monotonic()
-    profile.enable()
-    quantize(QuantizeConfig.model_validate(settings), ids)
-    profile.disable()
+    with _watched(used) as parts:
+        run.quantize(QuantizeConfig.model_validate(settings), ids)
     seconds = time.monotonic() - began
     host, device = peak_memory(used)
-    parts = _parts(profile)
-    names = (_READ, *_WHOLE, *_DIVIDED)
-    out(f"{seconds:.1f} s: " + ", ".join(f"{name} {parts.get(name, 0.0):.1f}" for name in names))
+    names = [name for _, name in (_READ, *_WHOLE, *_DIVIDED)]
+    out(f"{seconds:.1f} s: " + ", ".join(f"{name} {parts[name]:.1f}" for name in names))
     out(f"at most {host / 1e9:.1f} GB of host memory, {device}")
-    divided, read = sum(parts.get(name, 0.0) for name in _DIVIDED), parts.get(_READ, 0.0)
+    divided, read = sum(parts[name] for _, name in _DIVIDED), parts[_READ[1]]
     whole, shared = (LAYERS * max(read, seconds - read - divided + divided / n) / 60 for n in (1, args.gpus))
     out(f"{LAYERS} layers: {whole:.0f} minutes on one GPU, {shared:.0f} on {args.gpus} of one process")
     return 0
 
 
-def _parts(profile: cProfile.Profile) -> dict[str, float]:
-    """Seconds in each of the pipeline's own functions, everything that they call included."""
-    wanted = {*_DIVIDED, *_WHOLE, _READ}
-    found: dict[str, float] = {}
-    for (file, _, name), (*_, cumulative, _callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        if name in wanted and "glm5/quantize/" in file:
-            found[name] = found.get(name, 0.0) + cumulative
-    return found
+@contextmanager
+def _watched(used: Sequence[torch.device]) -> Iterator[dict[str, float]]:
+    """Seconds in each of the pipeline's functions, up to the end of what they asked devices for."""
+    seconds: dict[str, float] = defaultdict(float)
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            result = function(*args, **kwargs)
+            for device in used:
+                if device.type == "cuda" and name != _READ[1]:
+                    torch.cuda.synchronize(device)
+            seconds[name] += time.monotonic() - began
+            return result
+
+        return run_watched
+
+    before = [(owner, name, getattr(owner, name)) for owner, name in (_READ, *_WHOLE, *_DIVIDED)]
+    for owner, name, function in before:
+        setattr(owner, name, watched(name, function))
+    try:
+        yield seconds
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
 
 
 if __name__ == "__main__":
