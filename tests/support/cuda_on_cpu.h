@@ -109,10 +109,6 @@ static void wait_for_earlier() {}
 static void let_later_begin() {}
 static u32 picked(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }
 
-static void fetch_ahead(const void* at, u32 bytes) {
-    if ((u64)at % 16 || bytes % 16) abort();
-}
-
 static float of_bfloat16(u16 x) { return __uint_as_float((u32)x << 16); }
 
 static u16 bfloat16_of(float x) {

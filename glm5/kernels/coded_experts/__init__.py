@@ -31,8 +31,7 @@ def coded_experts(
     passes.
     """
     if impl == "auto":
-        fits = not (refusal(gate_up_proj) or refusal(down_proj))
-        impl = "triton" if chosen(x_TD, gate_up_proj.scale) and fits else "reference"
+        impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA)
     if impl in ("reference", "invariant"):
         return _reference(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, invariant=impl == "invariant")
     if impl == "triton":
@@ -44,3 +43,11 @@ def coded_experts(
     if impl == "cuda":
         return cuda.coded_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
     raise unknown_impl("coded_experts", impl, ("reference", "invariant", "triton", "cuda"))
+
+
+def _choose(
+    x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, expert_TA: Tensor
+) -> Literal["reference", "triton", "cuda"]:
+    if not chosen(x_TD, gate_up_proj.scale) or refusal(gate_up_proj) or refusal(down_proj):
+        return "reference"
+    return "triton" if cuda.refusal(x_TD, gate_up_proj, down_proj, expert_TA) else "cuda"

@@ -4,7 +4,6 @@ weights under way, before the first has ended. x in bfloat16, int4 codes."""
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,22 +12,16 @@ from glm5.kernels import cuda_code
 from glm5.kernels.coded import Coded, Form
 
 SOURCE = Path(__file__).with_name("few.cu")
-MOST_TOKENS = 32
-_MOST_PAIRS, _CHUNK, _TILE = 256, 128, 8  # as in few.cu
+# As in few.cu.
+_WARPS, _CHUNK, _TILE, _MOST_PAIRS = 8, 128, 8, 256
 _HELD = 8  # chunks of a row, at most, that a warp has under way
 _MOST_INNER, _MOST_ACTIVE = 512, 16
+_MOST_ROWS = 4  # of x, that a program holds
 
 
-class Cut(NamedTuple):
-    """How the kernels cut their work: warps of a program that share out inputs, tiles of 8 values of h and of 16
-    outputs of a program, rows of x that it holds, and how many programs a multiprocessor has room for."""
-
-    warps: int = 8
-    up_tiles: int = 1
-    down_tiles: int = 1
-    rows: int = 4
-    up_blocks: int = 2
-    down_blocks: int = 4
+def most_tokens(form: Form) -> int:
+    """Up to here these kernels are faster than Triton's on an H200 (docs/performance.md)."""
+    return 8 if form.act == "fp8" else 16
 
 
 def refusal(x_TD: Tensor, gate_up: Coded, down: Coded, expert_TA: Tensor) -> str:
@@ -36,16 +29,15 @@ def refusal(x_TD: Tensor, gate_up: Coded, down: Coded, expert_TA: Tensor) -> str
     form, active = gate_up.form, expert_TA.shape[1]
     if x_TD.dtype != torch.bfloat16 or form.weight != "int4" or down.form != form or (form.group or 0) % _CHUNK:
         return f"needs rows in bfloat16 and int4 codes in groups of a multiple of {_CHUNK}, got {x_TD.dtype} and {form}"
-    if not 0 < len(x_TD) <= MOST_TOKENS or expert_TA.numel() > _MOST_PAIRS or active > _MOST_ACTIVE:
-        return f"is for 1 to {MOST_TOKENS} tokens of at most {_MOST_ACTIVE} experts, got {tuple(expert_TA.shape)}"
-    if gate_up.width % _CHUNK or gate_up.width > _HELD * _CHUNK * Cut().warps:
-        return f"takes inputs of a multiple of {_CHUNK}, up to {_HELD * _CHUNK * Cut().warps}, got {gate_up.width}"
+    if not 0 < len(x_TD) <= most_tokens(form) or expert_TA.numel() > _MOST_PAIRS or active > _MOST_ACTIVE:
+        return f"is for 1 to {most_tokens(form)} tokens of at most {_MOST_ACTIVE} experts, got {tuple(expert_TA.shape)}"
+    if gate_up.width % _CHUNK or gate_up.width > _HELD * _CHUNK * _WARPS:
+        return f"takes inputs of a multiple of {_CHUNK}, up to {_HELD * _CHUNK * _WARPS}, got {gate_up.width}"
     if down.width % _CHUNK or down.width > _MOST_INNER:
         return f"takes experts of a multiple of {_CHUNK} values, up to {_MOST_INNER}, got {down.width}"
     if not x_TD.is_cuda or torch.cuda.get_device_capability(x_TD.device)[0] != 9:
         return f"needs Hopper, got {x_TD.device}"
-    kernels = _kernels(form, down.codes.shape[1], down.width, active, len(x_TD) > 1, x_TD.device)
-    return "" if all(kernels) else "needs NVRTC"
+    return "" if cuda_code.can_build() else "needs NVRTC"
 
 
 def coded_experts(x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
@@ -56,8 +48,6 @@ def coded_experts(x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, weight_TA
         raise ValueError(f"coded_experts[cuda] {reason}; use impl='triton'")
     (num_tokens, width), inner, active = x_TD.shape, down_proj.width, expert_TA.shape[1]
     gate_up, down = _kernels(gate_up_proj.form, width, inner, active, num_tokens > 1, x_TD.device)
-    assert gate_up is not None
-    assert down is not None
     return run(gate_up, down, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
 
 
@@ -71,64 +61,46 @@ def run(
     expert_TA: Tensor,
 ) -> Tensor:
     """The two kernels, made for these sizes, one after the other."""
-    (num_tokens, width), inner, cut = x_TD.shape, down_proj.width, cut_for(len(x_TD) > 1)
+    (num_tokens, width), inner = x_TD.shape, down_proj.width
     num_pairs, active = expert_TA.numel(), expert_TA.shape[1]
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
     h, out_TD = x_TD.new_empty(num_pairs, inner), torch.empty_like(x_TD)
-    gate_up(
-        (inner // (_TILE * cut.up_tiles), num_pairs),
-        32 * cut.warps,
-        x_TD,
-        expert_TA,
-        gate_up_proj.codes,
-        gate_up_proj.scale,
-        down_proj.codes,
-        h,
-        num_pairs,
-    )
-    down(
-        (num_tokens, width // (2 * _TILE * cut.down_tiles)),
-        32 * active,
-        h,
-        expert_TA,
-        weight_TA,
-        down_proj.codes,
-        down_proj.scale,
-        out_TD,
-    )
+    programs = (inner // _TILE, num_pairs)
+    gate_up(programs, 32 * _WARPS, x_TD, expert_TA, gate_up_proj.codes, gate_up_proj.scale, h, num_pairs)
+    programs = (num_tokens, width // (2 * _TILE * _tiles(num_tokens > 1)))
+    down(programs, 32 * active, h, expert_TA, weight_TA, down_proj.codes, down_proj.scale, out_TD)
     return out_TD
 
 
-def cut_for(many: bool) -> Cut:
-    """What was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
-    return Cut() if many else Cut(rows=1)
-
-
 def constants_for(form: Form, width: int, inner: int, active: int, many: bool) -> dict[str, int]:
-    """What few.cu is compiled with."""
-    cut = cut_for(many)
+    """What few.cu is compiled with: what was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
     return {
         "ACT": {None: 0, "int8": 1, "fp8": 2}[form.act],
         "GROUP": form.group or 0,
         "D": width,
         "F": inner,
         "A": active,
-        "WARPS": cut.warps,
-        "FT": cut.up_tiles,
-        "DT": cut.down_tiles,
-        "COLS": cut.rows,
         "MANY": int(many),
-        "AHEAD": int(not many),
-        "UP_BLOCKS": cut.up_blocks,
-        "DOWN_BLOCKS": cut.down_blocks,
+        "ROWS": _MOST_ROWS if many else 1,
+        "TILES": _tiles(many),
+        "UP_BLOCKS": 3 if many and form.act == "int8" else 2,
+        "DOWN_BLOCKS": 3 if many else 4,
     }
+
+
+def _tiles(many: bool) -> int:
+    """Of 16 outputs, of a program."""
+    return 2 if many else 1
 
 
 @cache
 def _kernels(
     form: Form, width: int, inner: int, active: int, many: bool, device: torch.device
-) -> tuple[cuda_code.CudaKernel | None, cuda_code.CudaKernel | None]:
+) -> tuple[cuda_code.CudaKernel, cuda_code.CudaKernel]:
     constants = constants_for(form, width, inner, active, many)
-    shared_bytes = constants["COLS"] * (width * (1 if form.act == "int8" else 2) + 64)
+    shared_bytes = constants["ROWS"] * (width * (1 if form.act == "int8" else 2) + 64)
     gate_up = cuda_code.build(SOURCE, "gate_up", shared_bytes, device, **constants)
-    return gate_up, cuda_code.build(SOURCE, "down", 0, device, **constants)
+    down = cuda_code.build(SOURCE, "down", 0, device, **constants)
+    assert gate_up is not None
+    assert down is not None
+    return gate_up, down

@@ -11,9 +11,8 @@
 //     2     e4m3, a scale each       float16, which holds them: 1024 + 8 + code, or 16 times the code, less as much
 //
 // Compiled with ACT, GROUP (inputs that share a scale, a multiple of 128; 0: all of a row), D, F, A (experts a token),
-// WARPS and FT (tiles of 8 values of h) of a program, COLS (rows of x held at a time), DT (tiles of 16 outputs of a
-// program), MANY (tokens may share an expert), AHEAD (the first kernel has down's weights brought to the L2 cache),
-// UP_BLOCKS and DOWN_BLOCKS (programs that a multiprocessor has room for).
+// MANY (tokens may share an expert), ROWS (of x, held at a time), TILES (of 16 outputs, of a program of the second
+// kernel), UP_BLOCKS and DOWN_BLOCKS (programs that a multiprocessor has room for).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -22,6 +21,7 @@ typedef unsigned char u8;
 
 constexpr int BYTES = ACT == 1 ? 1 : 2;       // of a value of a row
 constexpr int CHUNK = 128;                    // inputs of which a lane has a quarter of 64 bytes
+constexpr int WARPS = 8;                      // of the first kernel, which share out the inputs
 constexpr int CHUNKS = D / CHUNK, A_WARP = (CHUNKS + WARPS - 1) / WARPS;
 constexpr int DOWN_CHUNKS = F / CHUNK;
 constexpr int PITCH = D * BYTES + 64;         // of rows in shared memory: neighbours lie in other banks
@@ -58,10 +58,6 @@ static __device__ float load_scale(const float* at) {
 
 static __device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 static __device__ void let_later_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-static __device__ void fetch_ahead(const void* at, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
-}
 
 // (a and mask) xor bits
 static __device__ u32 picked(u32 a, u32 mask, u32 bits) {
@@ -151,6 +147,15 @@ static __device__ void add_word(Sum (&sum)[4], u32 first, u32 second, const u32*
 #endif
 }
 
+// total += sum of rows r and r + 8 in columns of their own, by the rows' scales; sum = 0.
+static __device__ void add_scaled(float (&total)[4], Sum (&sum)[4], const float (&scale)[2]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        total[k] += (float)sum[k] * scale[k / 2];
+        sum[k] = 0;
+    }
+}
+
 // Where eight values of a row, `unit` of them, lie: as lanes read them, 16 bytes of four lanes side by side.
 static __device__ int place(int unit) {
     const int chunk = unit / 16, lane = unit / 4 % 4, word = unit % 4;
@@ -168,6 +173,13 @@ static __device__ float largest_of(const Four& x) {
     float most = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) most = fmaxf(most, fmaxf(fabsf(low_of(x.x[i])), fabsf(high_of(x.x[i]))));
+    return most;
+}
+
+static __device__ float largest_of(const float (&of_warp)[WARPS]) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) most = fmaxf(most, of_warp[i]);
     return most;
 }
 
@@ -224,10 +236,9 @@ struct Inputs {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, UP_BLOCKS)
-gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, const u8* down_codes, u16* h,
-        int num_pairs) {
-    __shared__ float part[WARPS][FT][COLS][17];  // of each warp: 8 rows of gate, 8 of up
-    __shared__ float most[COLS][WARPS];
+gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, u16* h, int num_pairs) {
+    __shared__ float part[WARPS][ROWS][17];  // of each warp: 8 rows of gate, 8 of up
+    __shared__ float most[ROWS][WARPS];
     __shared__ int pairs[MANY ? 256 : 1];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const int p = blockIdx.y;
@@ -248,33 +259,25 @@ gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, c
     } else if (threadIdx.x == 0) {
         pairs[0] = p;
     }
-    const int f = blockIdx.x * (8 * FT) + group, start = warp * A_WARP;
+    const int f = 8 * blockIdx.x + group, start = warp * A_WARP;
     const u8* const at = codes + ((u64)expert * (2 * F) + f) * (D / 2) + quarter * 16;
     const float* const scale_at = scales + ((u64)expert * (2 * F) + f) * UP_SCALES;
-    for (int begin = 0; begin < count; begin += COLS) {
-        const int columns = min(count - begin, COLS);
-        Four w[A_WARP][FT][2];
-        float scale[GROUP ? A_WARP : 1][FT][2];
+    for (int begin = 0; begin < count; begin += ROWS) {
+        const int columns = min(count - begin, ROWS);
+        Four w[A_WARP][2];
+        float scale[GROUP ? A_WARP : 1][2];
 #pragma unroll
         for (int i = 0; i < A_WARP; ++i)
 #pragma unroll
-            for (int n = 0; n < FT; ++n)
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    if (CHUNKS % WARPS == 0 || start + i < CHUNKS)
-                        w[i][n][r] = load_once(at + (u64)(r * F + 8 * n) * (D / 2) + (start + i) * (CHUNK / 2));
+            for (int r = 0; r < 2; ++r)
+                if (CHUNKS % WARPS == 0 || start + i < CHUNKS)
+                    w[i][r] = load_once(at + (u64)r * F * (D / 2) + (start + i) * (CHUNK / 2));
 #pragma unroll
         for (int i = 0; i < (GROUP ? A_WARP : 1); ++i)
 #pragma unroll
-            for (int n = 0; n < FT; ++n)
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    if (!GROUP || CHUNKS % WARPS == 0 || start + i < CHUNKS)
-                        scale[i][n][r] = load_scale(scale_at + (r * F + 8 * n) * UP_SCALES + group_of(start + i));
-        if (AHEAD && begin == 0 && threadIdx.x == 0) {
-            constexpr int bytes = D * F / 2 / (F / (8 * FT));
-            fetch_ahead(down_codes + (u64)expert * (D * F / 2) + blockIdx.x * bytes, bytes);
-        }
+            for (int r = 0; r < 2; ++r)
+                if (!GROUP || CHUNKS % WARPS == 0 || start + i < CHUNKS)
+                    scale[i][r] = load_scale(scale_at + r * F * UP_SCALES + group_of(start + i));
         __syncthreads();  // pairs are known, and nobody reads the last rows any more
 
         constexpr int UNITS = (D / 8 + 32 * WARPS - 1) / (32 * WARPS);
@@ -298,10 +301,8 @@ gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, c
             const u8* const from = x + (u64)(pairs[begin + c] / A) * (2 * D);
             float x_scale = 1, inverse = 1;
             if (ACT) {
-                float found = 0;
-#pragma unroll
-                for (int i = 0; i < WARPS; ++i) found = fmaxf(found, most[c][i]);
-                x_scale = scale_of(found), inverse = 1 / x_scale;
+                x_scale = scale_of(largest_of(most[c]));
+                inverse = 1 / x_scale;
             }
 #pragma unroll
             for (int i = 0; i < UNITS; ++i) {
@@ -312,48 +313,31 @@ gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, c
         }
         __syncthreads();
 
-        float total[FT][4] = {};
-        Sum sum[FT][4] = {};
+        float total[4] = {};
+        Sum sum[4] = {};
 #pragma unroll
         for (int i = 0; i < A_WARP; ++i) {
             if (CHUNKS % WARPS && start + i >= CHUNKS) break;
             const Inputs in(memory + group * PITCH, start + i, quarter, group < columns);
 #pragma unroll
-            for (int n = 0; n < FT; ++n) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) add_word(sum[n], w[i][n][0].x[j], w[i][n][1].x[j], in.x[j]);
-                if (GROUP) {
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        total[n][k] += (float)sum[n][k] * scale[i][n][k / 2];
-                        sum[n][k] = 0;
-                    }
-                }
-            }
+            for (int j = 0; j < 4; ++j) add_word(sum, w[i][0].x[j], w[i][1].x[j], in.x[j]);
+            if (GROUP) add_scaled(total, sum, scale[i]);
         }
+        if (!GROUP) add_scaled(total, sum, scale[0]);
 #pragma unroll
-        for (int n = 0; n < FT; ++n)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                if (!GROUP) total[n][k] = (float)sum[n][k] * scale[0][n][k / 2];
-                const int column = 2 * quarter + k % 2;
-                if (column < columns) part[warp][n][column][k / 2 * 8 + group] = total[n][k];
-            }
+        for (int k = 0; k < 4; ++k) {
+            const int column = 2 * quarter + k % 2;
+            if (column < columns) part[warp][column][k / 2 * 8 + group] = total[k];
+        }
         __syncthreads();
-        for (int i = threadIdx.x; i < 8 * FT * columns; i += 32 * WARPS) {
-            const int row = i % 8, n = i / 8 % FT, c = i / (8 * FT);
+        if (threadIdx.x < 8 * columns) {
+            const int row = threadIdx.x % 8, c = threadIdx.x / 8;
             float gate = 0, up = 0, x_scale = 1;
 #pragma unroll
-            for (int k = 0; k < WARPS; ++k) gate += part[k][n][c][row], up += part[k][n][c][8 + row];
-            if (ACT) {
-                float found = 0;
-#pragma unroll
-                for (int k = 0; k < WARPS; ++k) found = fmaxf(found, most[c][k]);
-                x_scale = scale_of(found);
-            }
+            for (int k = 0; k < WARPS; ++k) gate += part[k][c][row], up += part[k][c][8 + row];
+            if (ACT) x_scale = scale_of(largest_of(most[c]));
             gate *= x_scale * UNIT, up *= x_scale * UNIT;
-            h[(u64)pairs[begin + c] * F + blockIdx.x * (8 * FT) + 8 * n + row] =
-                bfloat16_of(gate / (1 + __expf(-gate)) * up);
+            h[(u64)pairs[begin + c] * F + 8 * blockIdx.x + row] = bfloat16_of(gate / (1 + __expf(-gate)) * up);
         }
         if (!MANY) return;
     }
@@ -362,24 +346,24 @@ gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, c
 extern "C" __global__ void __launch_bounds__(32 * A, DOWN_BLOCKS)
 down(const u8* h, const int* experts, const float* weights, const u8* codes, const float* scales, u16* out) {
     __shared__ __align__(16) u8 rows[A][F * BYTES];
-    __shared__ float part[A][16 * DT];
+    __shared__ float part[A][16 * TILES];
     const int a = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const u64 pair = (u64)blockIdx.x * A + a;
     // Choices and weights are not those of the kernel before, and the one before that has ended.
     const int expert = experts[pair];
-    const int d = blockIdx.y * (16 * DT);
+    const int d = blockIdx.y * (16 * TILES);
     const u8* const at = codes + ((u64)expert * D + d + group) * (F / 2) + quarter * 16;
     const float* const scale_at = scales + ((u64)expert * D + d + group) * DOWN_SCALES;
-    Four w[DT][DOWN_CHUNKS][2];
-    float scale[DT][GROUP ? DOWN_CHUNKS : 1][2];
+    Four w[TILES][DOWN_CHUNKS][2];
+    float scale[TILES][GROUP ? DOWN_CHUNKS : 1][2];
 #pragma unroll
-    for (int n = 0; n < DT; ++n)
+    for (int n = 0; n < TILES; ++n)
 #pragma unroll
         for (int i = 0; i < DOWN_CHUNKS; ++i)
 #pragma unroll
             for (int r = 0; r < 2; ++r) w[n][i][r] = load_once(at + (16 * n + 8 * r) * (F / 2) + i * (CHUNK / 2));
 #pragma unroll
-    for (int n = 0; n < DT; ++n)
+    for (int n = 0; n < TILES; ++n)
 #pragma unroll
         for (int i = 0; i < (GROUP ? DOWN_CHUNKS : 1); ++i)
 #pragma unroll
@@ -409,36 +393,29 @@ down(const u8* h, const int* experts, const float* weights, const u8* codes, con
         if (F / 8 % 32 == 0 || 32 * i + lane < F / 8) put(rows[a], 32 * i + lane, x[i], h_scale, inverse);
     __syncwarp();
 
-    float total[DT][4] = {};
-    Sum sum[DT][4] = {};
+    float total[TILES][4] = {};
+    Sum sum[TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < DOWN_CHUNKS; ++i) {
         const Inputs in(rows[a], i, quarter, group == 0);
 #pragma unroll
-        for (int n = 0; n < DT; ++n) {
+        for (int n = 0; n < TILES; ++n) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) add_word(sum[n], w[n][i][0].x[j], w[n][i][1].x[j], in.x[j]);
-            if (GROUP) {
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    total[n][k] += (float)sum[n][k] * scale[n][i][k / 2];
-                    sum[n][k] = 0;
-                }
-            }
+            if (GROUP) add_scaled(total[n], sum[n], scale[n][i]);
         }
     }
     if (quarter == 0) {
         const float by = share * h_scale * UNIT;
 #pragma unroll
-        for (int n = 0; n < DT; ++n)
-#pragma unroll
-            for (int k = 0; k < 4; k += 2) {
-                if (!GROUP) total[n][k] = (float)sum[n][k] * scale[n][0][k / 2];
-                part[a][16 * n + 4 * k + group] = total[n][k] * by;
-            }
+        for (int n = 0; n < TILES; ++n) {
+            if (!GROUP) add_scaled(total[n], sum[n], scale[n][0]);
+            part[a][16 * n + group] = total[n][0] * by;
+            part[a][16 * n + 8 + group] = total[n][2] * by;
+        }
     }
     __syncthreads();
-    if (threadIdx.x < 16 * DT) {
+    if (threadIdx.x < 16 * TILES) {
         float y = 0;
 #pragma unroll
         for (int i = 0; i < A; ++i) y += part[i][threadIdx.x];
