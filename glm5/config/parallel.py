@@ -20,6 +20,9 @@ class ParallelConfig(Section):
     """Ranks that share the tokens of a pass; each has the latents of all."""
     pipeline: Ways = 1
     """Stages of consecutive layers; the passes of a step (pass_sequences) go through them one behind the other."""
+    stages: Ways = 1
+    """Of a pipeline, that each of its ranks has: every pipeline-th one. With more of them ranks wait less and send more;
+    passes a step and rank must then be a multiple of pipeline, or fewer than twice as many."""
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
     """Of a pipeline. zero-bubble: gradients of weights are computed later, where a stage would wait."""
     dispatch: Literal["all-to-all", "all-gather"] = "all-to-all"

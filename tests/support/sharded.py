@@ -211,7 +211,7 @@ def _rank(rank: int, port: int, job: Job) -> Done:
     fill(part, rank, lambda name, spans: take_rows(whole[name], spans), whole.__getitem__)
     optimizers = Kept(part.local, job.cfg, job.optimizer, shards_of(part.places, team))
     if mesh.pipeline == 1:
-        step = SharedStep(part.root, team, optimizers, job.losses, job.phase)
+        step = SharedStep(part.roots[0], team, optimizers, job.losses, job.phase)
     else:
         most = max(len(batch.ids_T) for number in range(job.steps) for batch in _mine(job, team, number))
         step = PipelineStep(part, team, optimizers, job.losses, job.phase, tokens=most)

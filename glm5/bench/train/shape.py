@@ -81,7 +81,7 @@ def _rank(
     _randomize(part, rank)
     optimizer = OptimizerConfig(momentum_dtype="bfloat16")
     optimizers = Optimizers(part.local, cfg, optimizer, shards_of(part.places, team))
-    step = SharedStep(part.root, team, optimizers, losses, Phase("dense"))
+    step = SharedStep(part.roots[0], team, optimizers, losses, Phase("dense"))
     gen = torch.Generator().manual_seed(rank)
     seconds: list[float] = []
     of_optimizer: list[float] = []

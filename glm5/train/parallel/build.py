@@ -1,6 +1,7 @@
 """A model of which every process makes only its own part: shapes first, then FSDP2's shards, then this rank's rows."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +19,15 @@ from glm5.train.parallel.team import Team
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a model: `local` are its rows of the parameters, in the memory of `root`'s shards.
+    """This rank's part of a model: `local` are its rows of the parameters, in the memory of the shards of `roots`, one
+    for each stage that it has.
 
     `copies`: likewise, of parameters that are another stage's. `dtype`: of what is trained; `compute`: of
     passes. `queue`: where gradients of weights wait, if they do. `has_base`: what is not trained is of a checkpoint,
     as that stores it, and neither cast nor written.
     """
 
-    root: Root
+    roots: tuple[Root, ...]
     places: Places
     local: dict[str, nn.Parameter]
     copies: dict[str, nn.Parameter]
@@ -36,12 +38,13 @@ class Part:
 
     @property
     def model(self) -> Glm5:
-        return self.root.glm
+        """Of its last stage."""
+        return self.roots[-1].glm
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Biases of routers: whole, on every rank that has the layer."""
-        return dict(self.model.named_buffers())
+        return {name: one for root in self.roots for name, one in root.glm.named_buffers()}
 
 
 def outline(cfg: ModelConfig, dtype: torch.dtype) -> Glm5:
@@ -64,15 +67,20 @@ def build(
     content."""
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     places = Places(team.mesh, model.cfg, shapes, mtp_depth)
-    stage = team.mesh.stage(team.rank)
-    keep_stage(model, places, stage, torch.empty(0, dtype=compute, device=team.device))
-    queue = defer_linears(model) if parallel.schedule == "zero-bubble" and team.mesh.pipeline > 1 else None
-    deal_experts(model, team, gathers=parallel.dispatch == "all-gather")
-    root = shard(model.train(), team, places, dtype, dtype if has_base else compute)
-    root.to_empty(device=team.device)
-    local = local_parameters(model)
-    copies = {name: local.pop(name) for name in list(local) if places.stage(name) != stage}
-    return Part(root, places, local, copies, dtype, compute, queue, has_base)
+    like = torch.empty(0, dtype=compute, device=team.device)
+    queue = Queue() if parallel.schedule == "zero-bubble" and team.mesh.pipeline > 1 else None
+    roots: list[Root] = []
+    for stage in team.mesh.stages_of(team.rank):
+        part = deepcopy(model)
+        keep_stage(part, places, stage, like)
+        if queue is not None:
+            defer_linears(part, queue)
+        deal_experts(part, team, gathers=parallel.dispatch == "all-gather")
+        roots.append(shard(part.train(), team, places, dtype, dtype if has_base else compute))
+        roots[-1].to_empty(device=team.device)
+    local = {name: mine for root in roots for name, mine in local_parameters(root.glm).items()}
+    copies = {name: local.pop(name) for name in list(local) if not places.is_of(name, team.rank)}
+    return Part(tuple(roots), places, local, copies, dtype, compute, queue, has_base)
 
 
 @torch.no_grad()

@@ -53,14 +53,12 @@ class DeferredLinear(Linear):
         return F.linear(x, self.weight)
 
 
-def defer_linears(model: Glm5) -> Queue:
-    """Let the linear layers of this stage's decoder layers wait; the queue where they do."""
-    queue = Queue()
+def defer_linears(model: Glm5, queue: Queue) -> None:
+    """Let the linear layers of this stage's decoder layers wait in the queue."""
     for module in list(model.model.layers.modules()):
         for name, child in list(module.named_children()):
             if type(child) is Linear:
                 setattr(module, name, DeferredLinear(child, queue))
-    return queue
 
 
 class _Deferred(torch.autograd.Function):

@@ -133,7 +133,7 @@ class Need(NamedTuple):
                 weight.requires_grad,
             )
             for name, weight in model.named_parameters()
-            if places.stage(name) == mesh.stage(rank)
+            if places.is_of(name, rank)
         }
         mine = sum(one.mine for one in held.values())
         trained = sum(one.mine for one in held.values() if one.trained)
@@ -141,7 +141,7 @@ class Need(NamedTuple):
         kept = _tokens(stage, mesh) * computed * kept_numbers(cfg, stage, passes) * _under_way(stage, mesh, rank)
         if stage.kind != "warmup":
             kept += _beside(cfg, stage, mesh, rank, passes) * computed
-        is_last = mesh.stage(rank) == mesh.pipeline - 1
+        is_last = mesh.last_stage in mesh.stages_of(rank)
         gathered, sums = _whole(held, cfg, mesh, computed, size)
         parts = {
             "weights": float(size * mine),
@@ -191,8 +191,7 @@ def _sends(
     depth = _depth(cfg, recipe, stage)
     rows = stage.sequences // mesh.data
     tokens = rows * stage.seq_len / mesh.context
-    num_passes = -(-rows // (stage.pass_sequences or rows))
-    gathers = 1 if mesh.pipeline > 1 else num_passes
+    gathers = 1 if mesh.pipeline > 1 else _num_passes(stage, mesh)
     weights = gradients = 0.0
     for name, one in held.items():
         among = mesh.shards // mesh.expert if is_dealt(name) else mesh.shards
@@ -201,8 +200,7 @@ def _sends(
         weights += others * computed * gathers * (2 if is_layer else 1)
         gradients += others * _WIDE * gathers * one.trained
     passes = _layers_run(places, mesh, rank, depth)
-    first = places.layers[mesh.stage(rank)].start
-    dense = max(0, min(len(places.layers[mesh.stage(rank)]), cfg.first_k_dense_replace - first))
+    dense = sum(not cfg.is_moe(layer) for layer in places.layers_of(rank))
     travelling = (mesh.expert - 1) / mesh.expert * cfg.num_experts_per_tok * cfg.hidden_size
     latent = cfg.kv_lora_rank + cfg.qk_rope_head_dim + cfg.index_head_dim
     both = 1 if stage.kind == "warmup" else 2
@@ -211,7 +209,7 @@ def _sends(
         "gradients": gradients,
         "experts": 2 * both * computed * tokens * travelling * (passes - dense),
         "latents": (computed + _WIDE * (both - 1)) * tokens * latent * (mesh.context - 1) * passes,
-        "residual stream": both * computed * tokens * cfg.hidden_size * (mesh.pipeline > 1),
+        "residual stream": both * computed * tokens * cfg.hidden_size * mesh.stages * (mesh.pipeline > 1),
         "muon": _muon_bytes(cfg, recipe, stage, places, rank, held),
     }
 
@@ -236,10 +234,9 @@ def _muon_bytes(
 
 def _step_seconds(cfg: ModelConfig, stage: StageConfig, mesh: Mesh, speed: float) -> float:
     """Of computing, a pipeline's waiting included."""
-    rows = stage.sequences // mesh.data
-    num_passes = -(-rows // (stage.pass_sequences or rows))
+    num_passes = _num_passes(stage, mesh)
     flops = flops_per_token(cfg, stage.seq_len, phase_of(stage)) * stage.sequences * stage.seq_len
-    waits = (num_passes + mesh.pipeline - 1) / num_passes
+    waits = (num_passes + (mesh.pipeline - 1) / mesh.stages) / num_passes
     return flops * waits / mesh.size / (EFFICIENCY * speed)
 
 
@@ -254,14 +251,23 @@ def _tokens(stage: StageConfig, mesh: Mesh) -> float:
 
 def _layers_run(places: Places, mesh: Mesh, rank: int, depth: int) -> int:
     """In a pass of this rank."""
-    is_last = mesh.stage(rank) == mesh.pipeline - 1
-    return len(places.layers[mesh.stage(rank)]) + depth * is_last
+    return len(places.layers_of(rank)) + depth * (mesh.last_stage in mesh.stages_of(rank))
 
 
-def _under_way(stage: StageConfig, mesh: Mesh, rank: int) -> int:
-    """Passes whose activations exist at a time."""
+def _under_way(stage: StageConfig, mesh: Mesh, rank: int) -> float:
+    """Passes through all of its stages whose activations exist at a time."""
+    num_passes = _num_passes(stage, mesh)
+    left = mesh.pipeline - mesh.stage(rank)
+    if mesh.stages == 1:
+        return min(left, num_passes)
+    first = (mesh.stages - 1) * mesh.pipeline + 2 * left - 1  # of one stage each, before the first goes back
+    return min(num_passes, first / mesh.stages)
+
+
+def _num_passes(stage: StageConfig, mesh: Mesh) -> int:
+    """Of a step."""
     rows = stage.sequences // mesh.data
-    return min(mesh.pipeline - mesh.stage(rank), -(-rows // (stage.pass_sequences or rows)))
+    return -(-rows // (stage.pass_sequences or rows))
 
 
 def _beside(cfg: ModelConfig, stage: StageConfig, mesh: Mesh, rank: int, passes: int) -> float:

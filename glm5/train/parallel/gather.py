@@ -72,7 +72,7 @@ def _mine(part: Part) -> Mapping[str, Tensor]:
 def _holders(part: Part, team: Team, name: str) -> dict[int, list[Span] | None]:
     """Ranks that have rows of it, and which; None of a buffer, which all ranks of its stage have."""
     if name not in part.places.shapes:
-        first = part.places.stage(name) * team.mesh.shards
+        first = part.places.stage(name) % team.mesh.pipeline * team.mesh.shards
         return dict.fromkeys(range(first, first + team.mesh.shards))
     return {rank: spans for rank in range(team.mesh.size) if (spans := part.places.spans(name, rank))}
 

@@ -23,6 +23,12 @@ class Mesh:
     data: int = 1
     context: int = 1
     expert: int = 1
+    stages: int = 1
+    """That each rank of a pipeline has: stage `rank`, and every `pipeline`-th one after it."""
+
+    @property
+    def last_stage(self) -> int:
+        return self.pipeline * self.stages - 1
 
     @property
     def shards(self) -> int:
@@ -34,7 +40,11 @@ class Mesh:
         return self.pipeline * self.shards
 
     def stage(self, rank: int) -> int:
+        """The first that it has."""
         return rank // self.shards
+
+    def stages_of(self, rank: int) -> range:
+        return range(self.stage(rank), self.last_stage + 1, self.pipeline)
 
     def shard(self, rank: int) -> int:
         return rank % self.shards
@@ -79,7 +89,9 @@ def mesh_of(cfg: ParallelConfig, world: int) -> Mesh:
         )
     if data * cfg.context % cfg.expert:
         raise ConfigError(f"parallel.expert: {cfg.expert} does not divide the {data * cfg.context} ranks of a stage")
-    return Mesh(cfg.pipeline, data, cfg.context, cfg.expert)
+    if cfg.stages > 1 and cfg.pipeline == 1:
+        raise ConfigError(f"parallel.stages: got {cfg.stages}; there is no pipeline whose ranks could have several")
+    return Mesh(cfg.pipeline, data, cfg.context, cfg.expert, cfg.stages)
 
 
 def check_stage(mesh: Mesh, model: ModelConfig, stage: StageConfig) -> None:

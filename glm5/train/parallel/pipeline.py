@@ -7,25 +7,35 @@ MTP shares embedding and head with the main model, and stands where the head is:
 (`places.split_layers`). The copy's gradient goes to the embedding's holders, their rows come back before the next step.
 Between stages goes the residual stream alone: a stage begins with a layer that selects keys itself.
 
+A rank may have several stages, every `pipeline`-th one: passes go round, and ranks wait less at both ends of a step.
+
 The order of passes, and what waits for what, is torch.distributed.pipelining's. Losses of indexers reach nothing but
 indexers, so their gradients are found as soon as a stage has run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from glm5.common.errors import ConfigError
 from glm5.config.step import LossConfig
+from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView
+from glm5.train.balance import Balance
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import Part
-from glm5.train.parallel.shards import take_gradients, touch
+from glm5.train.parallel.shards import Root, take_gradients, touch
 from glm5.train.parallel.step import SharedStep
 from glm5.train.parallel.team import Team
 from glm5.train.step import Phase
@@ -33,8 +43,22 @@ from glm5.train.step import Phase
 EMBEDDING = "model.embed_tokens.weight"
 
 
+class Stage:
+    """Stage `number` of a model, in `root`. `index_share`: of all indexers, those that it has."""
+
+    def __init__(self, root: Root, number: int, layers: range) -> None:
+        self.root, self.number, self.layers = root, number, layers
+        cfg = root.glm.cfg
+        indexers = [layer for layer in range(cfg.num_hidden_layers) if cfg.has_indexer(layer)]
+        self.index_share = sum(layer in layers for layer in indexers) / len(indexers)
+
+    @property
+    def model(self) -> Glm5:
+        return self.root.glm
+
+
 class PipelineStep(SharedStep):
-    """A step of one stage. `tokens`: that a pass has on this rank at most."""
+    """A step of a rank's stages. `tokens`: that a pass has on this rank at most."""
 
     def __init__(
         self,
@@ -46,49 +70,66 @@ class PipelineStep(SharedStep):
         *,
         tokens: int,
     ) -> None:
-        super().__init__(part.root, team, optimizers, cfg, phase)
-        self.stage, self.num_stages = team.mesh.stage(team.rank), team.mesh.pipeline
-        self.layers = part.places.layers[self.stage]
+        super().__init__(part.roots[-1], team, optimizers, cfg, phase)
+        mesh = team.mesh
+        self.balance = Balance(nn.ModuleList(root.glm for root in part.roots))
+        self._count_together()
+        self.num_stages = mesh.last_stage + 1
+        numbers = mesh.stages_of(team.rank)
+        self.stages = [Stage(root, i, part.places.layers[i]) for root, i in zip(part.roots, numbers, strict=True)]
         self.copy = part.copies.get(EMBEDDING)
-        has_copy = self.num_stages > 1 and self.model.cfg.num_nextn_predict_layers
-        self.original = part.local[EMBEDDING] if self.stage == 0 and has_copy else None
+        self.original = part.local[EMBEDDING] if self.is_first and self.model.cfg.num_nextn_predict_layers else None
         self._tokens, self._dtype = tokens, part.compute
-        indexers = [layer for layer in range(self.model.cfg.num_hidden_layers) if self.model.cfg.has_indexer(layer)]
-        self._index_share = sum(layer in self.layers for layer in indexers) / len(indexers)
         self._queue = part.queue
-        touch(part.root)
+        for root in part.roots:
+            touch(root)
         self._ready: dict[int, Any] = {}
         self._passing: tuple[Sequence[Batch], Mapping[int, float]] = ((), {})
         self._found: list[dict[str, Tensor]] = []
 
     @property
+    def is_first(self) -> bool:
+        return self.stages[0].number == 0
+
+    @property
     def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
+        return self.stages[-1].number == self.num_stages - 1
 
     def share_embedding(self) -> None:
         """Give the last stage the rows that the first one has now."""
         if self.original is not None:
-            dist.send(self.original.detach(), group=self.team.pipeline, group_dst=self.num_stages - 1)
+            dist.send(self.original.detach(), group=self.team.pipeline, group_dst=self._rank_of(self.num_stages - 1))
         if self.copy is not None:
             dist.recv(self.copy.data, group=self.team.pipeline, group_src=0)
 
-    def relay(self, batch: Batch, work: Callable[[Tensor, PackedView], Any], view: PackedView) -> Any:
-        """A pass without a schedule: input of this stage to `work`, its output to the next stage. What the last stage's
-        `work` makes of the residual stream behind its layers; None on the others."""
+    def relay(
+        self, batch: Batch, work: Callable[[Stage, Tensor, PackedView], Any], view_of: Callable[[], PackedView]
+    ) -> list[Any]:
+        """A pass without a schedule: what comes to a stage, to `work`; what its layers make of it, to the next one.
+        What `work` makes of the residual stream behind the layers of each stage that this rank has."""
+        found: list[Any] = []
+        for stage in self.stages:
+            x_TD, result = stage.root(self._handed_on, stage, batch, work, view_of())
+            if stage.number < self.num_stages - 1:
+                after = self._rank_of(stage.number + 1)
+                dist.send(x_TD.detach().contiguous(), group=self.team.pipeline, group_dst=after)
+            found.append(result)
+        return found
 
-        def pass_on() -> tuple[Tensor, Any]:
-            if self.stage == 0:
-                x_TD = self.model.model.embed_tokens(batch.ids_T)
-            else:
-                x_TD = self._like().new_empty(len(batch.ids_T), self.model.cfg.hidden_size)
-                dist.recv(x_TD, group=self.team.pipeline, group_src=self.stage - 1)
-            x_TD = self.model.through(x_TD, view, self.layers)
-            return x_TD, work(x_TD, view)
+    def _handed_on(
+        self, stage: Stage, batch: Batch, work: Callable[[Stage, Tensor, PackedView], Any], view: PackedView
+    ) -> tuple[Tensor, Any]:
+        if stage.number == 0:
+            x_TD = stage.model.model.embed_tokens(batch.ids_T)
+        else:
+            x_TD = self._like().new_empty(len(batch.ids_T), self.model.cfg.hidden_size)
+            dist.recv(x_TD, group=self.team.pipeline, group_src=self._rank_of(stage.number - 1))
+        x_TD = stage.model.through(x_TD, view, stage.layers)
+        return x_TD, work(stage, x_TD, view)
 
-        x_TD, result = self.root(pass_on)
-        if not self.is_last:
-            dist.send(x_TD.detach().contiguous(), group=self.team.pipeline, group_dst=self.stage + 1)
-        return result
+    def _rank_of(self, stage: int) -> int:
+        """Among those of the pipeline."""
+        return stage % self.team.mesh.pipeline
 
     def run(self, batches: Sequence[Batch], lr: float) -> dict[str, float]:
         figures = super().run(batches, lr)
@@ -102,11 +143,12 @@ class PipelineStep(SharedStep):
     def _passes(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
         self._found = []
         self._passing = (batches, totals)
-        if any(weight.requires_grad for name, weight in self.model.named_parameters() if ".indexer." not in name):
+        if any(weight.requires_grad for name, weight in self.optimizers.named.items() if ".indexer." not in name):
             numbers_N1 = torch.arange(len(batches), device=self.team.device).unsqueeze(1)
             schedule = self._prepared(len(batches))
-            self.root.on_stage = self._on_stage
-            inputs = (numbers_N1,) if self.stage == 0 else ()
+            for stage in self.stages:
+                stage.root.on_stage = partial(self._on_stage, stage)
+            inputs = (numbers_N1,) if self.is_first else ()
             schedule.step(*inputs, target=numbers_N1 if self.is_last else None, number=numbers_N1)
             self._send_gradient()
         else:
@@ -121,52 +163,76 @@ class PipelineStep(SharedStep):
     def _prepared(self, num_passes: int) -> Any:
         """A schedule of so many passes."""
         if num_passes not in self._ready:
-            if num_passes < self.num_stages:
-                raise ConfigError(
-                    f"parallel.pipeline: {self.num_stages} stages need at least as many passes a step and rank, got "
-                    f"{num_passes}; lower pass_sequences, or raise sequences"
-                )
-            x_TD = self._like().new_empty(self._tokens, self.model.cfg.hidden_size, device="meta").requires_grad_()
-            number = torch.empty(1, 1, dtype=torch.int64, device="meta")
-            stage = PipelineStage(
-                self.root,
-                self.stage,
-                self.num_stages,
-                self.team.device,
-                input_args=(number if self.stage == 0 else x_TD,),
-                output_args=(self._like().new_empty(1, device="meta").requires_grad_() if self.is_last else x_TD,),
-                group=self.team.pipeline,
-                dw_builder=None if self._queue is None else self._queue.runner,
-            )
+            self._check(num_passes)
+            stages: list[Any] = [self._announced(stage) for stage in self.stages]
             how = {"n_microbatches": num_passes, "loss_fn": lambda out_1, _target: out_1.sum(), "scale_grads": False}
-            if self._queue is None:
-                self._ready[num_passes] = Schedule1F1B(stage, **how)
+            if self._queue is not None:
+                self._ready[num_passes] = ScheduleInterleavedZeroBubble(stages, **how)
+            elif len(stages) > 1:
+                self._ready[num_passes] = ScheduleInterleaved1F1B(stages, **how)
             else:
-                self._ready[num_passes] = ScheduleInterleavedZeroBubble([stage], **how)
+                self._ready[num_passes] = Schedule1F1B(stages[0], **how)
         return self._ready[num_passes]
 
-    def _on_stage(self, given: Tensor, number: Tensor) -> Tensor:
+    def _check(self, num_passes: int) -> None:
+        """Raises ConfigError for numbers of passes that the schedule does not take."""
+        ranks = self.team.mesh.pipeline
+        if num_passes < ranks:
+            raise ConfigError(
+                f"parallel.pipeline: {ranks} stages need at least as many passes a step and rank, got "
+                f"{num_passes}; lower pass_sequences, or raise sequences"
+            )
+        if len(self.stages) > 1 and num_passes % (num_passes // ranks):
+            raise ConfigError(
+                f"parallel.stages: got {num_passes} passes a step and rank; with several stages a rank allowed is a "
+                f"multiple of pipeline ({ranks}), or fewer than {2 * ranks}; change pass_sequences or sequences"
+            )
+
+    def _announced(self, stage: Stage) -> PipelineStage:
+        """As a schedule knows it: with the shapes of what comes and goes."""
+        x_TD = self._like().new_empty(self._tokens, self.model.cfg.hidden_size, device="meta").requires_grad_()
+        number = torch.empty(1, 1, dtype=torch.int64, device="meta")
+        loss_1 = self._like().new_empty(1, device="meta").requires_grad_()
+        return PipelineStage(
+            stage.root,
+            stage.number,
+            self.num_stages,
+            self.team.device,
+            input_args=(number if stage.number == 0 else x_TD,),
+            output_args=(loss_1 if stage.number == self.num_stages - 1 else x_TD,),
+            group=self.team.pipeline,
+            dw_builder=None if self._queue is None else self._queue.runner,
+        )
+
+    def _on_stage(self, stage: Stage, given: Tensor, number: Tensor) -> Tensor:
         """The residual stream for the next stage, padded to the size that all passes have; of the last, its loss."""
         batches, totals = self._passing
         batch = batches[int(number)]
         view = self._view(batch)
         with self.balance.watch(view.row_T, with_loss=self.cfg.balance_weight > 0, num_rows=view.num_rows):
-            x_TD = self.model.model.embed_tokens(batch.ids_T) if self.stage == 0 else given[: len(batch.ids_T)]
-            x_TD = self.model.through(x_TD, view, self.layers)
-            losses = dict(self._layer_losses(batch, view, totals))
-            if "index" in losses:
-                losses["index"] = losses["index"] * self._index_share
-            if self.is_last:
-                losses |= dict(self._token_losses(batch, self.model.model.norm(x_TD), totals))
+            x_TD = stage.model.model.embed_tokens(batch.ids_T) if stage.number == 0 else given[: len(batch.ids_T)]
+            x_TD = stage.model.through(x_TD, view, stage.layers)
+            losses = self._losses_of(stage, batch, x_TD, view, totals)
         self._learn_apart(losses)
         loss, shown = self._weighted(losses)
         self._found.append(shown)
-        if self.is_last:
+        if stage.number == self.num_stages - 1:
             assert loss is not None
             return torch.stack([loss])
         if loss is not None:
             x_TD = _Beside.apply(x_TD, loss)
         return torch.cat([x_TD, x_TD.new_zeros(self._tokens - len(x_TD), x_TD.shape[1])])
+
+    def _losses_of(
+        self, stage: Stage, batch: Batch, x_TD: Tensor, view: PackedView, totals: Mapping[int, float]
+    ) -> dict[str, Tensor]:
+        """Of the residual stream behind its layers."""
+        losses = dict(self._layer_losses(batch, view, totals))
+        if "index" in losses:
+            losses["index"] = losses["index"] * stage.index_share
+        if stage.number == self.num_stages - 1:
+            losses |= dict(self._token_losses(batch, stage.model.model.norm(x_TD), totals))
+        return losses
 
     def _learn_apart(self, losses: dict[str, Tensor]) -> None:
         """Gradients of the indexers' losses, which then need no more."""
@@ -179,19 +245,19 @@ class PipelineStep(SharedStep):
         """Warm-up: nothing goes back from stage to stage."""
         totals = self._passing[1]
 
-        def work(x_TD: Tensor, view: PackedView) -> tuple[Tensor | None, dict[str, Tensor]]:
-            losses = dict(self._layer_losses(batch, view, totals))
-            losses["index"] = losses["index"] * self._index_share
-            if self.is_last:
-                losses |= dict(self._token_losses(batch, self.model.model.norm(x_TD), totals))
-            return self._weighted(losses)
+        def work(stage: Stage, x_TD: Tensor, view: PackedView) -> tuple[Tensor | None, dict[str, Tensor]]:
+            return self._weighted(self._losses_of(stage, batch, x_TD, view, totals))
 
         view = self._view(batch)
         with self.balance.watch(view.row_T, with_loss=self.cfg.balance_weight > 0, num_rows=view.num_rows):
-            loss, losses = self.relay(batch, work, view)
-            assert loss is not None
-            loss.backward()
-        self._found.append(losses)
+            for loss, losses in self.relay(batch, work, lambda: self._view(batch)):
+                assert loss is not None
+                loss.backward()
+                self._found.append(losses)
+
+    def _take_gradients(self) -> None:
+        for stage in self.stages:
+            take_gradients(stage.model, self.optimizers.named)
 
     def _send_gradient(self) -> None:
         """Add the gradient of the embedding's copy to the embedding's."""
@@ -201,9 +267,9 @@ class PipelineStep(SharedStep):
             dist.send(grad, group=self.team.pipeline, group_dst=0)
             self.copy.grad = None
         if self.original is not None:
-            take_gradients(self.model, self.optimizers.named)
+            take_gradients(self.stages[0].model, self.optimizers.named)
             grad = torch.empty_like(self.original)
-            dist.recv(grad, group=self.team.pipeline, group_src=self.num_stages - 1)
+            dist.recv(grad, group=self.team.pipeline, group_src=self._rank_of(self.num_stages - 1))
             self.original.grad = grad if self.original.grad is None else self.original.grad + grad
 
     def _like(self) -> Tensor:

@@ -32,13 +32,21 @@ class Places:
     def __init__(self, mesh: Mesh, cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]], mtp_depth: int = 0) -> None:
         self.mesh, self.cfg = mesh, cfg
         self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
-        self.layers = split_layers(cfg, mesh.pipeline, mtp_depth)
+        self.layers = split_layers(cfg, mesh.pipeline * mesh.stages, mtp_depth)
 
     def stage(self, name: str) -> int:
         found = _LAYER.match(name)
         if found is None:
-            return 0 if "embed_tokens" in name else self.mesh.pipeline - 1
-        return next((s for s, part in enumerate(self.layers) if int(found[1]) in part), self.mesh.pipeline - 1)
+            return 0 if "embed_tokens" in name else self.mesh.last_stage
+        return next((s for s, part in enumerate(self.layers) if int(found[1]) in part), self.mesh.last_stage)
+
+    def is_of(self, name: str, rank: int) -> bool:
+        """Whether a stage of the rank has it."""
+        return self.stage(name) in self.mesh.stages_of(rank)
+
+    def layers_of(self, rank: int) -> list[int]:
+        """Of all stages that it has; without the MTP layer."""
+        return [layer for stage in self.mesh.stages_of(rank) for layer in self.layers[stage]]
 
     def dim(self, name: str) -> int:
         """The dimension that FSDP cuts: the first, but for experts of which there are fewer than ranks."""
@@ -52,7 +60,7 @@ class Places:
     def spans(self, name: str, rank: int) -> list[Span]:
         """Rows `rank` holds, in the order in which they lie in its tensor; [] for none."""
         shape, mesh = list(self.shapes[name]), self.mesh
-        if self.stage(name) != mesh.stage(rank):
+        if not self.is_of(name, rank):
             return []
         rows = math.prod(shape[:-1]) // shape[0] if len(shape) > 1 else 1  # of an element along the first dimension
         if not is_dealt(name):

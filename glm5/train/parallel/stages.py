@@ -16,7 +16,7 @@ class Elsewhere(nn.Module):
 
 def keep_stage(model: Glm5, places: Places, stage: int, like: Tensor) -> None:
     """Leave in `model` what the stage has; `like`: an empty tensor, of the dtype and device of passes."""
-    trunk, last = model.model, stage == places.mesh.pipeline - 1
+    trunk, last = model.model, stage == places.mesh.last_stage
     for layer_idx in range(len(trunk.layers)):
         if places.stage(f"model.layers.{layer_idx}.") != stage:
             trunk.layers[layer_idx] = Elsewhere(like)

@@ -40,8 +40,12 @@ class SharedStep(Step):
     def __init__(self, root: Root, team: Team, optimizers: Optimizers, cfg: LossConfig, phase: Phase) -> None:
         super().__init__(root.glm, optimizers, cfg, phase)
         self.root, self.team = root, team
-        if team.mesh.context > 1:
-            self.balance.total = lambda counts: team.total(counts, team.context)
+        self._count_together()
+
+    def _count_together(self) -> None:
+        """Ranks that share sequences add up what their experts had to do."""
+        if self.team.mesh.context > 1:
+            self.balance.total = lambda counts: self.team.total(counts, self.team.context)
 
     def _over_ranks(self, totals: dict[int, float]) -> dict[int, float]:
         sums = self.team.total(torch.tensor(list(totals.values()), dtype=torch.float64), self.team.stage)
@@ -49,7 +53,7 @@ class SharedStep(Step):
 
     def _gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
         losses = self._passes(batches, totals)
-        take_gradients(self.model, self.optimizers.named)
+        self._take_gradients()
         for name, load_E in self.balance.loads.items():
             self.balance.loads[name] = self.team.total(load_E, self.team.stage)
         return self._everywhere(losses)
@@ -57,6 +61,10 @@ class SharedStep(Step):
     def _passes(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
         """This rank's part of the losses, their gradients with the shards."""
         return super()._gradients(batches, totals)
+
+    def _take_gradients(self) -> None:
+        """From the shards to those who learn from them."""
+        take_gradients(self.model, self.optimizers.named)
 
     def _everywhere(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sums over all ranks of the losses that any of them has."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from glm5.checkpoint.stream import save_stream
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
+from glm5.model.packed import PackedView
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
@@ -19,7 +20,7 @@ from glm5.train.parallel.build import Part, build, fill, outline
 from glm5.train.parallel.context import CutBatch
 from glm5.train.parallel.gather import spread, whole_tensors
 from glm5.train.parallel.mesh import check_stage
-from glm5.train.parallel.pipeline import PipelineStep
+from glm5.train.parallel.pipeline import PipelineStep, Stage
 from glm5.train.parallel.saved import StateWriter
 from glm5.train.parallel.step import SharedStep, shards_of
 from glm5.train.parallel.team import Team
@@ -60,7 +61,7 @@ class SharedTrainee(Trainee):
             optimizers.load_state_dict(before.state_dict())
         self.part, losses, phase = part, losses_of(recipe, stage, 0), self._phase(stage)
         if team.mesh.pipeline == 1:
-            self.shared = SharedStep(part.root, team, optimizers, losses, phase)
+            self.shared = SharedStep(part.roots[0], team, optimizers, losses, phase)
         else:
             self.shared = PipelineStep(part, team, optimizers, losses, phase, tokens=self._most_tokens(stage))
         self.step = self.shared
@@ -181,7 +182,11 @@ class SharedTrainee(Trainee):
         step, model = self.shared, self.shared.model
         if not isinstance(step, PipelineStep):
             return step.root(lambda: work(model(batch.ids_T, view)))
-        return step.relay(batch, lambda x_TD, _: work(model.model.norm(x_TD)) if step.is_last else None, view)
+
+        def at_the_end(stage: Stage, x_TD: Tensor, _view: PackedView) -> Any:
+            return work(model.model.norm(x_TD)) if stage.number == step.num_stages - 1 else None
+
+        return step.relay(batch, at_the_end, lambda: view)[-1]
 
     def _share_copies(self) -> None:
         if isinstance(self.shared, PipelineStep):

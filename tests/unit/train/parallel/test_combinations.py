@@ -38,9 +38,20 @@ WAYS = {
     ),
 }
 
+ROUND = (("index_topk_pattern", "FFFF"),)  # four layers that a stage may begin with
+SEVERAL = {
+    "2: two stages a rank": (2, {"pipeline": 2, "stages": 2}),
+    "2: two stages a rank, zero bubble": (2, {"pipeline": 2, "stages": 2, "schedule": "zero-bubble"}),
+    "4: two stages a rank, experts": (4, {"pipeline": 2, "stages": 2, "expert": 2}),
+    "4: two stages a rank, context, zero bubble": (
+        4,
+        {"pipeline": 2, "stages": 2, "context": 2, "schedule": "zero-bubble"},
+    ),
+}
+
 
 def dealt(job: Job, way: str) -> Job:
-    world, settings = WAYS[way]
+    world, settings = (WAYS | SEVERAL)[way]
     return replace(job, world=world, parallel=ParallelConfig(**settings))
 
 
@@ -96,6 +107,15 @@ def test_several_processes_are_one(way):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", SEVERAL)
+def test_ranks_with_several_stages_are_one_process(way):
+    job = Job(config=ROUND)
+    losses, grads = distance(together(dealt(job, way)), alone(job))
+    print(f"{way}: losses {losses:.1e}, gradients {grads:.1e}")
+    assert max(losses, grads) < EXACT
+
+
+@pytest.mark.slow
 def test_other_rows_on_one_rank_are_noticed():
     """The control."""
     got = together(replace(dealt(Job(), "2: data"), skewed=True))
@@ -103,10 +123,10 @@ def test_other_rows_on_one_rank_are_noticed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["2: data", "2: pipeline", "4: context, experts"])
+@pytest.mark.parametrize("way", ["2: data", "2: pipeline", "4: context, experts", "2: two stages a rank"])
 def test_warm_up_and_dense_stages_too(way):
     for phase, trains in ((Phase("warmup", learn_index=True), is_indexer), (Phase("dense"), is_trunk)):
-        job = Job(phase=phase, trains=trains, steps=2)
+        job = Job(phase=phase, trains=trains, steps=2, config=ROUND if way in SEVERAL else ())
         losses, grads = distance(together(dealt(job, way)), alone(job))
         print(f"{way}, {phase.keys}: losses {losses:.1e}, gradients {grads:.1e}")
         assert max(losses, grads) < EXACT

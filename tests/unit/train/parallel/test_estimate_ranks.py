@@ -53,7 +53,7 @@ def counted(rank: int, port: int, plan: Recipe) -> int:
         if mesh.pipeline > 1:
             step = PipelineStep(part, team, *asked, tokens=max(len(batch.ids_T) for batch in batches))
         else:
-            step = SharedStep(part.root, team, *asked)
+            step = SharedStep(part.roots[0], team, *asked)
         step.run(batches, 1e-3)
     return peak.at_most
 
