@@ -15,7 +15,7 @@ from tests.support.sharded import Done, Job, alone, together
 # Of a loss, relative: of the first step, where weights are the same, and of all five. On a CPU, in bfloat16 as here and
 # at the same large steps, two processes differ from one by 1e-7 and by 1 to 3 %.
 FIRST, BUDGET = 0.01, 0.05
-# Widths that Triton's kernels take.
+# Widths that Triton's kernels take, and layers that a stage may begin with.
 CONFIG = (
     ("hidden_size", 64),
     ("q_lora_rank", 48),
@@ -26,8 +26,9 @@ CONFIG = (
     ("moe_intermediate_size", 32),
     ("index_n_heads", 16),
     ("index_head_dim", 32),
+    ("index_topk_pattern", "FFFF"),
 )
-TWO = [{}, {"expert": 2}, {"context": 2}, {"pipeline": 2}]
+TWO = [{}, {"expert": 2}, {"context": 2}, {"pipeline": 2}, {"pipeline": 2, "stages": 2}]
 FOUR = [{}, {"expert": 2, "context": 2}, {"pipeline": 2, "expert": 2}]
 
 
