@@ -12,8 +12,6 @@ shuffled. Four bytes are widened at a time, into numbers that are a power of two
 import triton
 import triton.language as tl
 
-from glm5.kernels.triton_fp8 import quotient
-
 # No inline assembly in Triton's interpreter.
 _PLAIN = tl.constexpr(triton.knobs.runtime.interpret)
 _TO_INT8 = tl.constexpr("shl.b32 $0, $2, 4; and.b32 $0, $0, 0xF0F0F0F0; and.b32 $1, $2, 0xF0F0F0F0;")
@@ -36,15 +34,6 @@ _TO_BFLOAT16 = tl.constexpr("""{
     fma.rn.bf16x2 $0, $0, one, less; fma.rn.bf16x2 $1, $1, one, less;
     fma.rn.bf16x2 $2, $2, one, less; fma.rn.bf16x2 $3, $3, one, less;
 }""")
-
-_TO_FLOAT32 = tl.constexpr(
-    "{ .reg .b32 c; mov.b32 c, 0x41C00000;"
-    + "".join(
-        f" {'shl' if p < 5 else 'shr'}.b32 ${p}, $8, {abs(19 - 4 * p)}; lop3.b32 ${p}, ${p}, 0x00780000, c, 0x6A;"
-        for p in range(8)
-    )
-    + " }"
-)
 
 
 @triton.jit
@@ -182,54 +171,3 @@ def weight_times_rows(
                 y = codes_times_rows(w_ptr, row, x_ptr, column, here, step * PARTS + part, cols, INT4, BLOCK_K)
                 total += y * scale[:, None]
     return total * unit(x_ptr, INT4)
-
-
-@triton.jit
-def eight_codes(word):
-    """Words [R, W] of eight int4 codes each as 24 + code, [R, W, 8] float32: the half of a byte becomes the upper bits
-    of a fraction of 16 + 15 / 16. Joined, a thread has all eight of a word."""
-    if _PLAIN:
-        v = word.to(tl.uint32, bitcast=True)
-        v = tl.join(v, v >> 16)
-        v = tl.join(v, v >> 8)
-        v = tl.join(v, v >> 4)
-        v = ((v << 19) & 0x00780000) ^ 0x41C00000
-    else:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            _TO_FLOAT32, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [word], dtype=(tl.uint32,) * 8, is_pure=True, pack=1
-        )
-        even, odd = tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h))
-        v = tl.join(even, odd)
-    return tl.reshape(v, [word.shape[0], word.shape[1], 8]).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def sums_of_eight(word, x):
-    """Words [R, W] of codes times x [W, 8] in float32: sums of 8 products, [R, W], each by one thread."""
-    return tl.sum(eight_codes(word) * x[None], 2) - 24.0 * tl.sum(x, 1)[None, :]
-
-
-@triton.jit
-def as_met(x, scale, ACT: tl.constexpr):
-    """x in float32 as codes under `scale`, which is as wide, that stay float32: what rows are to their weights."""
-    if ACT != "none":
-        inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), scale)
-        if ACT == "fp8":
-            x = quotient(x, scale, inverse).to(tl.float32)
-        else:
-            # The quotient, rounded correctly without a division of its own.
-            near = x * inverse
-            near = tl.fma(tl.fma(-near, scale, x), inverse, near)
-            # Adding 1.5 * 2^23 rounds to nearest even.
-            x = tl.clamp((near + 12582912.0) - 12582912.0, -127.0, 127.0)
-    return x
-
-
-@triton.jit
-def scale_of_rows(amax, ACT: tl.constexpr):
-    """Scales of rows by their largest numbers, as token_quant has them; 1 for rows that stay as they are."""
-    scale = tl.full(amax.shape, 1.0, tl.float32)
-    if ACT != "none":
-        found = tl.div_rn(amax, tl.full(amax.shape, 448.0 if ACT == "fp8" else 127.0, tl.float32))
-        scale = tl.where(found == 0, scale, found)
-    return scale

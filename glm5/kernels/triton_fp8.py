@@ -38,6 +38,15 @@ def prefetch(pointers):
 
 
 @triton.jit
+def experts_of(expert_ptr, p, num_pairs, PAIRS: tl.constexpr):
+    """(all pairs' experts, p's, how many pairs have that one, or 0 if p is not the first of them)."""
+    j = tl.arange(0, PAIRS)
+    experts, expert = tl.load(expert_ptr + j, mask=j < num_pairs, other=-1), tl.load(expert_ptr + p)
+    same = (experts == expert).to(tl.int32)
+    return experts, expert, tl.where(tl.sum(tl.where(j < p, same, 0)) > 0, 0, tl.sum(same))
+
+
+@triton.jit
 def pairs_of(experts, expert, tile, ROWS: tl.constexpr):
     """The `tile`-th ROWS places, in order, where `experts` is `expert`; 0 behind the last."""
     j = tl.arange(0, experts.shape[0])

@@ -1,11 +1,10 @@
-"""coded_experts: the expert's two products in one kernel each, codes widened in registers; three ways by tokens.
+"""coded_experts: the expert's two products in one kernel each, codes widened in registers; two ways by tokens.
 
-    1..VECTOR_TOKENS    int4 only: matrix-vector products, two kernels (triton_vector.py)
-    ..PAIR_TOKENS       a program stands for a (token, choice) pair and does all pairs of its expert, if it is the first
+    1..PAIR_TOKENS      a program stands for a (token, choice) pair and does all pairs of its expert, if it is the first
     more                pairs are sorted by expert first, and a program does a tile of them (as in grouped_experts)
 
-In the last two, rows are prepared by `prepare_rows` before either product: x once, what an expert makes of it again.
-Terms of the sum are float32, added up in the order of a token's choices.
+Rows are prepared by `prepare_rows` before either product: x once, what an expert makes of it again. Terms are added up
+in float32, in the order of a token's choices. Few tokens over int4 codes are faster in cuda.py, where that runs.
 """
 
 from typing import NamedTuple
@@ -16,16 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.coded import Coded, Form
-from glm5.kernels.coded_experts import triton_vector as vector
 from glm5.kernels.coded_linear.triton import block_k_of
 from glm5.kernels.grouped_experts.triton import tiles_by_expert
 from glm5.kernels.grouped_experts.triton_few import combine
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import int4_product, product, unit, weight_times_rows
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import experts_of, let_later_begin, pairs_of, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
-VECTOR_TOKENS = 2
 PAIR_TOKENS = 32
 BLOCK_K = 128  # inputs of one product of matrix units
 _HELD = 512  # values of h, at most, that a program keeps for all of its outputs
@@ -42,18 +39,13 @@ class Tiling(NamedTuple):
     down_warps: int = 4
     block_t: int = 16
     parts: int = 2
-    up_tiles: int = 1
     down_tiles: int = 8
     up_stages: int = 3
     down_stages: int = 3
 
 
-def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, form: Form, inner: int) -> Tiling:
+def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, form: Form) -> Tiling:
     """What was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
-    if num_tokens <= VECTOR_TOKENS and form.weight == "int4" and inner <= _HELD:
-        return Tiling(
-            "vector", block_f=4, up_warps=2, block_d=8, down_warps=4 if form.act == "int8" else 2, down_tiles=1
-        )
     if num_tokens <= PAIR_TOKENS:
         if form.act is None:
             return Tiling(block_t=8, parts=4)
@@ -62,40 +54,31 @@ def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, form: Form, in
     block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
     if block_t == 16:
         return Tiling("tiles")
-    return Tiling("tiles", block_f=64, block_t=block_t, down_tiles=16)
-
-
-@triton.jit
-def _first_of_expert(expert_ptr, p, num_pairs, PAIRS: tl.constexpr):
-    """(expert of pair p, how many pairs have it: 0 if p is not the first of them)."""
-    j = tl.arange(0, PAIRS)
-    expert = tl.load(expert_ptr + p)
-    same = (tl.load(expert_ptr + j, mask=j < num_pairs, other=-1) == expert).to(tl.int32)
-    return expert, tl.where(tl.sum(tl.where(j < p, same, 0)) > 0, 0, tl.sum(same))
-
-
-@triton.jit
-def _pairs_of(expert_ptr, expert, first, num_pairs, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Pairs of `expert`, from the `first`-th on: [BLOCK_T]."""
-    j = tl.arange(0, PAIRS)
-    same = (tl.load(expert_ptr + j, mask=j < num_pairs, other=-1) == expert).to(tl.int32)
-    rank = tl.cumsum(same) - 1
-    chosen = (rank[None, :] == (first + tl.arange(0, BLOCK_T))[:, None]) & (same[None, :] > 0)
-    return tl.sum(tl.where(chosen, j[None, :], 0), 1)
+    wide = form.act is None or (form.act == "fp8" and rows >= 64)
+    return Tiling(
+        "tiles",
+        block_f=64,
+        block_t=block_t,
+        parts=1 if wide else 2,
+        up_stages=5 if wide else 3,
+        down_tiles=24 if rows >= 16 else 16,
+    )
 
 
 @triton.jit
 def _tile(expert_ptr, tile_ptr, num_pairs, FEW: tl.constexpr, PAIRS: tl.constexpr):
-    """(expert, position of its first pair, how many pairs) of this program."""
+    """(all pairs' experts, where they are sought; its expert, position of its first pair, how many pairs) of this
+    program; none for a pair that is not the first of its expert."""
     p = tl.program_id(1)
+    experts = tl.zeros([PAIRS], tl.int32)
     if FEW:
-        expert, count = _first_of_expert(expert_ptr, p, num_pairs, PAIRS)
+        experts, expert, count = experts_of(expert_ptr, p, num_pairs, PAIRS)
         first = 0
     else:
         count = tl.load(tile_ptr + p * 3 + 2)
         expert = tl.load(tile_ptr + p * 3, mask=count > 0, other=0)
         first = tl.load(tile_ptr + p * 3 + 1, mask=count > 0, other=0)
-    return expert, first, count
+    return experts, expert, first, count
 
 
 @triton.jit
@@ -129,7 +112,7 @@ def _gate_up(
     """h [T * A, F] = silu(gate x) * up x, in h's dtype, pair by pair. Rows of gate and up are one operand."""
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    expert, first, count = _tile(expert_ptr, tile_ptr, num_pairs, FEW, PAIRS)
+    experts, expert, first, count = _tile(expert_ptr, tile_ptr, num_pairs, FEW, PAIRS)
     r = tl.arange(0, BLOCK_T)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     both = tl.arange(0, 2 * BLOCK_F)
@@ -139,7 +122,7 @@ def _gate_up(
     for begin in range(0, count, BLOCK_T):
         here = begin + r < count
         if FEW:
-            pair = _pairs_of(expert_ptr, expert, begin, num_pairs, PAIRS, BLOCK_T)
+            pair = pairs_of(experts, expert, begin // BLOCK_T, BLOCK_T)
         else:
             pair = tl.load(order_ptr + first + begin + r, mask=here, other=0)
         token = (pair // A).to(tl.int64)
@@ -224,7 +207,7 @@ def _down(
     """
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    expert, first, count = _tile(expert_ptr, tile_ptr, num_pairs, FEW, PAIRS)
+    experts, expert, first, count = _tile(expert_ptr, tile_ptr, num_pairs, FEW, PAIRS)
     r, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     w_ptr += expert.to(tl.int64) * D * cols
     scale_ptr += expert.to(tl.int64) * D * scale_cols
@@ -233,7 +216,7 @@ def _down(
     for begin in range(0, count, BLOCK_T):
         here = begin + r < count
         if FEW:
-            pair = _pairs_of(expert_ptr, expert, begin, num_pairs, PAIRS, BLOCK_T)
+            pair = pairs_of(experts, expert, begin // BLOCK_T, BLOCK_T)
         else:
             pair = tl.load(order_ptr + first + begin + r, mask=here, other=0)
         wide = pair.to(tl.int64)
@@ -269,14 +252,12 @@ def coded_experts(
     """[T, D] in x's dtype."""
     gate_up_proj, down_proj = gate_up_proj.check(), down_proj.check()
     num_experts, width, _ = down_proj.codes.shape
-    num_tokens, inner = len(x_TD), down_proj.width
+    num_tokens = len(x_TD)
     if not num_tokens:
         return torch.empty_like(x_TD)
     if tiling is None:
-        tiling = tiling_for(num_tokens, expert_TA.numel(), num_experts, gate_up_proj.form, inner)
+        tiling = tiling_for(num_tokens, expert_TA.numel(), num_experts, gate_up_proj.form)
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
-    if tiling.way == "vector":
-        return _vector(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, tiling)
     y = _terms(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, tiling)
     out_TD = torch.empty_like(x_TD)
     combine[(num_tokens, triton.cdiv(width, 1024))](
@@ -288,58 +269,6 @@ def coded_experts(
         SHARED=False,
         BLOCK_D=1024,
         **dependent_launch(x_TD.device),
-    )
-    return out_TD
-
-
-def _vector(x_TD: Tensor, gate_up: Coded, down: Coded, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
-    _, width, _ = down.codes.shape
-    num_tokens, active = expert_TA.shape
-    inner, options = down.width, dependent_launch(x_TD.device)
-    h = torch.empty(num_tokens, active, inner, dtype=x_TD.dtype, device=x_TD.device)
-    words = width // 8
-    at_once = min(128 * tiling.up_warps, triton.next_power_of_2(words))
-    vector.gate_up_vector[(triton.cdiv(inner, tiling.block_f * tiling.up_tiles), num_tokens, active)](
-        x_TD,
-        expert_TA,
-        gate_up.codes.view(torch.int32),
-        gate_up.scale,
-        h,
-        width,
-        inner,
-        words,
-        gate_up.scale.shape[-1],
-        A=active,
-        ACT=gate_up.form.act or "none",
-        GROUP=gate_up.form.group or 0,
-        BLOCK_F=tiling.block_f,
-        TILES=tiling.up_tiles,
-        WORDS=at_once,
-        STEPS=triton.cdiv(words, at_once),
-        num_warps=max(1, at_once // 128),
-        **options,
-    )
-    out_TD = torch.empty_like(x_TD)
-    vector.down_vector[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_tokens)](
-        h,
-        weight_TA,
-        expert_TA,
-        down.codes.view(torch.int32),
-        down.scale,
-        out_TD,
-        width,
-        inner,
-        inner // 8,
-        down.scale.shape[-1],
-        A=active,
-        PAIRS=triton.next_power_of_2(active),
-        ACT=down.form.act or "none",
-        GROUP=down.form.group or 0,
-        BLOCK_D=tiling.block_d,
-        TILES=tiling.down_tiles,
-        WORDS=triton.next_power_of_2(inner // 8),
-        num_warps=tiling.down_warps,
-        **options,
     )
     return out_TD
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from glm5.kernels.triton_fp8 import (
     eight_times,
+    experts_of,
     let_later_begin,
     pairs_of,
     partial_products,
@@ -173,15 +174,6 @@ def down_vector(
 
 
 @triton.jit
-def _experts_of(expert_ptr, p, num_pairs, PAIRS: tl.constexpr):
-    """(all pairs' experts, p's, how many pairs have that one, or 0 if p is not the first of them)."""
-    j = tl.arange(0, PAIRS)
-    experts, expert = tl.load(expert_ptr + j, mask=j < num_pairs, other=-1), tl.load(expert_ptr + p)
-    same = (experts == expert).to(tl.int32)
-    return experts, expert, tl.where(tl.sum(tl.where(j < p, same, 0)) > 0, 0, tl.sum(same))
-
-
-@triton.jit
 def gate_up_pairs(
     x_ptr,
     expert_ptr,
@@ -211,7 +203,7 @@ def gate_up_pairs(
     row = tl.minimum(f, F - 1).to(tl.int64) * D
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    experts, expert, count = _experts_of(expert_ptr, tl.minimum(p, T * A - 1), T * A, PAIRS)
+    experts, expert, count = experts_of(expert_ptr, tl.minimum(p, T * A - 1), T * A, PAIRS)
     if p < T * A:
         gate_ptr = w_ptr + expert.to(tl.int64) * 2 * F * D
         up_ptr = gate_ptr + F.to(tl.int64) * D
@@ -277,7 +269,7 @@ def down_pairs(
     r = tl.arange(0, 8)
     d = tl.arange(0, BLOCK_D)
     i = tl.arange(0, 128)
-    experts, expert, count = _experts_of(expert_ptr, tl.minimum(p, T * A - 1), T * A, PAIRS)
+    experts, expert, count = experts_of(expert_ptr, tl.minimum(p, T * A - 1), T * A, PAIRS)
     if p < T * A:
         at_ptr = w_ptr + expert.to(tl.int64) * F * D
         at_scale_ptr = scale_ptr + expert * tl.cdiv(D, 128) * BLOCKS

@@ -12,42 +12,50 @@ from glm5.kernels.triton_support import dependent_launch
 
 
 @triton.jit
+def _codes(x, scale, KIND: tl.constexpr):
+    """x as codes under one scale, [1]; or as it is."""
+    if KIND == "fp8":
+        inverse = tl.div_rn(tl.full([1], 1.0, tl.float32), scale)
+        x = quotient(x, tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape))
+    elif KIND == "int8":
+        near = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+        # Adding 1.5 * 2^23 rounds to nearest even.
+        x = tl.clamp((near + 12582912.0) - 12582912.0, -127.0, 127.0).to(tl.int8)
+    return x
+
+
+@triton.jit
 def _prepare_rows(
     x_ptr,
     out_ptr,
     scale_ptr,
     D,
+    half,
     stride,
     KIND: tl.constexpr,
     HALVES: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`half`: of D; given as it is, its divisibility is known, and stores are wide."""
     t = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, WIDTH)
+    d, i = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
     wait_for_earlier(PDL)
     x = tl.load(x_ptr + t * stride + d, mask=d < D, other=0.0)
     let_later_begin(PDL)
-    place = (d % 2) * (D // 2) + d // 2 if HALVES else d
-    at = out_ptr + t * D + place
-    if KIND == "none":
-        tl.store(at, x, mask=d < D)
-    else:
+    scale = tl.full([1], 1.0, tl.float32)
+    if KIND != "none":
         x = x.to(tl.float32)
-        highest = tl.full([1], 448.0 if KIND == "fp8" else 127.0, tl.float32)
         amax = tl.zeros([1], tl.float32) + tl.max(tl.abs(x), 0)
-        scale = tl.div_rn(amax, highest)
-        scale = tl.where(scale == 0, 1.0, scale)
+        found = tl.div_rn(amax, tl.full([1], 448.0 if KIND == "fp8" else 127.0, tl.float32))
+        scale = tl.where(found == 0, scale, found)
         tl.store(scale_ptr + t + tl.arange(0, 1), scale)
-        if KIND == "fp8":
-            inverse = tl.div_rn(tl.full([1], 1.0, tl.float32), scale)
-            wide, inverse = tl.broadcast_to(scale, [WIDTH]), tl.broadcast_to(inverse, [WIDTH])
-            tl.store(at, quotient(x, wide, inverse), mask=d < D)
-        else:
-            near = tl.div_rn(x, tl.broadcast_to(scale, [WIDTH]))
-            # Adding 1.5 * 2^23 rounds to nearest even.
-            near = tl.clamp((near + 12582912.0) - 12582912.0, -127.0, 127.0)
-            tl.store(at, near.to(tl.int8), mask=d < D)
+    if HALVES:
+        even, odd = tl.split(tl.reshape(x, [WIDTH // 2, 2]))
+        tl.store(out_ptr + t * D + i, _codes(even, scale, KIND), mask=i < half)
+        tl.store(out_ptr + t * D + half + i, _codes(odd, scale, KIND), mask=i < half)
+    else:
+        tl.store(out_ptr + t * D + d, _codes(x, scale, KIND), mask=d < D)
 
 
 def prepare_rows(x_TD: Tensor, kind: Act | None, *, halves: bool) -> tuple[Tensor, Tensor | None]:
@@ -67,6 +75,7 @@ def prepare_rows(x_TD: Tensor, kind: Act | None, *, halves: bool) -> tuple[Tenso
             out,
             scale,
             width,
+            width // 2,
             x_TD.stride(0),
             KIND=kind or "none",
             HALVES=halves,

@@ -137,7 +137,6 @@ def test_linear_in_triton(shape, form, gen):
     ("form", "way"),
     [
         *((form, "pairs") for form in SERVED),
-        *((form, "vector") for form in SERVED if form.weight == "int4"),
         (SERVED[0], "tiles"),
         (SERVED[2], "tiles"),
     ],
@@ -150,7 +149,6 @@ def test_experts_in_triton(form, way, gen):
     case = coded_case(*EXPERTS, form, gen)
     got = run(*case, Tiling(way, down_tiles=2))
     want = coded_experts(*case)
-    # Vectors: sums of 24 + code, of which the 24 are taken off at the end.
-    assert rel_rms(got, want) < (EXPERTS_BUDGET if form.act else 5 * BUDGET)
+    assert rel_rms(got, want) < (EXPERTS_BUDGET if form.act else BUDGET)
     case.down.scale[int(case.expert[0, 0])] *= 1.5
     assert rel_rms(got, coded_experts(*case)) > 2 * EXPERTS_BUDGET
