@@ -13,8 +13,9 @@ from glm5.config.parallel import ParallelConfig
 from tests.support.sharded import Done, Job, alone, together
 
 # Of a loss, relative: of the first step, where weights are the same, and of all five. On a CPU, in bfloat16 as here and
-# at the same large steps, two processes differ from one by 1e-7 and by 1 to 3 %.
-FIRST, BUDGET = 0.01, 0.05
+# at the same large steps, two processes differ from one by at most 4e-3 and 5 % (experts that are dealt out round
+# otherwise; the rest by 1e-7 and 4 %).
+FIRST, BUDGET = 0.01, 0.1
 # Widths that Triton's kernels take, and layers that a stage may begin with.
 CONFIG = (
     ("hidden_size", 64),
