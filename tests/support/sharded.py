@@ -72,6 +72,8 @@ class Job:
     trains: Callable[[str], bool] = bool
     lora: LoraConfig | None = None
     config: tuple[tuple[str, Any], ...] = ()
+    merged: bool = False
+    """All rows of a rank in one pass: each needs as many passes as the others, not as many rows."""
     skewed: bool = False
     """A control: a rank learns from a row of another step."""
     records: bool = False
@@ -220,8 +222,7 @@ def _rank(rank: int, port: int, job: Job) -> Done:
     for number in range(job.steps):
         mine = _mine(job, team, number)
         if replayer is not None:
-            first = len(ROWS) // mesh.data * mesh.copy(rank)
-            replayer.over(number, list(enumerate(mine, first)))
+            replayer.over(number, list(zip(mesh.rows(len(ROWS), rank), mine, strict=True)))
         figures.append(step.run(mine, 0.01))
     grads = [_joined(team, part.places, kept) for kept in optimizers.grads]
     weights = _joined(team, part.places, {name: one.detach() for name, one in part.local.items()})
@@ -235,8 +236,10 @@ def _mine(job: Job, team: Team, number: int) -> list[Batch]:
     rows, mesh = rows_of_step(job, number, team.device), team.mesh
     if job.skewed and team.rank == mesh.size - 1:
         rows = rows_of_step(job, number + 1, team.device)
-    share = len(rows) // mesh.data
-    mine = rows[mesh.copy(team.rank) * share :][:share]
+    mine = [rows[i] for i in mesh.rows(len(rows), team.rank)]
+    if job.merged:
+        ids, weights = (torch.cat([getattr(one, name) for one in mine]) for name in ("ids_T", "weight_T"))
+        mine = [Batch(ids, weights, [length for one in mine for length in one.lengths])]
     if mesh.context == 1:
         return mine
     return [CutBatch(row, mesh.part(team.rank), mesh.context) for row in mine]

@@ -189,7 +189,7 @@ def _sends(
 ) -> dict[str, float]:
     mesh, computed = places.mesh, element_bytes(recipe)[1]
     depth = _depth(cfg, recipe, stage)
-    rows = stage.sequences // mesh.data
+    rows = -(-stage.sequences // mesh.data)
     tokens = rows * stage.seq_len / mesh.context
     gathers = 1 if mesh.pipeline > 1 else _num_passes(stage, mesh)
     weights = gradients = 0.0
@@ -246,7 +246,7 @@ def _depth(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> int:
 
 def _tokens(stage: StageConfig, mesh: Mesh) -> float:
     """Of a pass of one process."""
-    return (stage.pass_sequences or stage.sequences // mesh.data) * stage.seq_len / mesh.context
+    return (stage.pass_sequences or -(-stage.sequences // mesh.data)) * stage.seq_len / mesh.context
 
 
 def _layers_run(places: Places, mesh: Mesh, rank: int, depth: int) -> int:
@@ -266,7 +266,7 @@ def _under_way(stage: StageConfig, mesh: Mesh, rank: int) -> float:
 
 def _num_passes(stage: StageConfig, mesh: Mesh) -> int:
     """Of a step."""
-    rows = stage.sequences // mesh.data
+    rows = -(-stage.sequences // mesh.data)
     return -(-rows // (stage.pass_sequences or rows))
 
 
@@ -281,7 +281,7 @@ def _beside(cfg: ModelConfig, stage: StageConfig, mesh: Mesh, rank: int, passes:
 def _advice(recipe: Recipe, stage: StageConfig, mesh: Mesh, need: Need, has: float) -> str:
     """What to change so that it fits, the cheapest first."""
     parts, over = need.parts, need.memory - has
-    sequences = stage.pass_sequences or stage.sequences // mesh.data
+    sequences = stage.pass_sequences or -(-stage.sequences // mesh.data)
     if sequences > 1 and parts["activations"] * (1 - 1 / sequences) > over:
         return f"pass_sequences = {max(1, int(sequences * (1 - over / parts['activations'])))} in place of {sequences}"
     if recipe.model.dtype == "float32" and recipe.lora is None:

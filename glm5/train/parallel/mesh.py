@@ -53,6 +53,13 @@ class Mesh:
         """Which of `data` parts of a step's rows it trains on."""
         return self.shard(rank) // self.context
 
+    def rows(self, count: int, rank: int) -> range:
+        """Which of `count` rows of a step it trains on: the first ranks one more where they do not divide."""
+        size, more = divmod(count, self.data)
+        copy = self.copy(rank)
+        first = copy * size + min(copy, more)
+        return range(first, first + size + (copy < more))
+
     def part(self, rank: int) -> int:
         """Which of `context` parts of their tokens."""
         return rank % self.context
@@ -102,10 +109,17 @@ def check_stage(mesh: Mesh, model: ModelConfig, stage: StageConfig) -> None:
         raise ConfigError(f"stage {stage.name}: windows are not read across ranks; set parallel.context=1")
     if stage.recompute is not None or stage.offload:
         raise ConfigError(f"stage {stage.name}: recompute and offload are for one process; leave them out")
-    schedule = Schedule(stage)
+    schedule, size = Schedule(stage), stage.pass_sequences or stage.sequences
     for step in range(stage.growing_steps + 1):
-        if len(schedule.draws(step)) % mesh.data:
+        count = len(schedule.draws(step))
+        least, most = count // mesh.data, -(-count // mesh.data)
+        if not least:
             raise ConfigError(
-                f"stage {stage.name}: {len(schedule.draws(step))} sequences in step {step + 1} cannot be dealt out to "
-                f"{mesh.data} ranks; sequences must be a multiple of it in every step"
+                f"stage {stage.name}: {count} sequences in step {step + 1} cannot be dealt out to {mesh.data} ranks; "
+                "in every step each needs one"
+            )
+        if -(-least // size) != -(-most // size):
+            raise ConfigError(
+                f"stage {stage.name}: {count} sequences in step {step + 1} are {least} of some ranks and {most} of "
+                f"others, which pass_sequences = {size} makes different numbers of passes; all ranks need as many"
             )

@@ -68,9 +68,8 @@ class SharedTrainee(Trainee):
         return self.shared
 
     def share(self, draws: range) -> range:
-        size = len(draws) // self.team.mesh.data
-        first = draws.start + self.team.mesh.copy(self.team.rank) * size
-        return range(first, first + size)
+        mine = self.team.mesh.rows(len(draws), self.team.rank)
+        return draws[mine.start : mine.stop]
 
     def tokens(self, count: int) -> int:
         mesh = self.team.mesh
@@ -171,7 +170,7 @@ class SharedTrainee(Trainee):
     def _most_tokens(self, stage: StageConfig) -> int:
         """That a pass can have on this rank."""
         mesh = self.team.mesh
-        whole = (stage.pass_sequences or stage.sequences // mesh.data) * stage.seq_len
+        whole = (stage.pass_sequences or -(-stage.sequences // mesh.data)) * stage.seq_len
         return whole if mesh.context == 1 else 2 * -(-whole // (2 * mesh.context))
 
     def _count_of(self, batch: Batch) -> Callable[[Tensor], Tensor]:

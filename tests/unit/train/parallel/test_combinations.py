@@ -116,6 +116,16 @@ def test_ranks_with_several_stages_are_one_process(way):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"expert": 3}], ids=str)
+def test_four_rows_over_three_processes(settings):
+    """Two of the first, one of each other."""
+    job = Job(world=3, parallel=ParallelConfig(**settings), merged=True, config=(("n_routed_experts", 9),))
+    losses, grads = distance(together(job), alone(job))
+    print(f"3 processes, 4 rows {settings}: losses {losses:.1e}, gradients {grads:.1e}")
+    assert max(losses, grads) < EXACT
+
+
+@pytest.mark.slow
 def test_other_rows_on_one_rank_are_noticed():
     """The control."""
     got = together(replace(dealt(Job(), "2: data"), skewed=True))

@@ -80,8 +80,14 @@ def test_what_does_not_divide_is_said():
         mesh_of(ParallelConfig(expert=3), 2)
     with pytest.raises(ConfigError, match="5 does not divide the 8 experts"):
         check_stage(Mesh(data=5, expert=5), preset("tiny"), stage())
-    with pytest.raises(ConfigError, match="stage a: 4 sequences in step 1 cannot be dealt out to 3 ranks"):
-        check_stage(Mesh(data=3), preset("tiny"), stage())
+    with pytest.raises(ConfigError, match="stage a: 4 sequences in step 1 cannot be dealt out to 5 ranks"):
+        check_stage(Mesh(data=5), preset("tiny"), stage())
+    with pytest.raises(ConfigError, match="4 sequences in step 1 are 1 of some ranks and 2 of others, which pass_seq"):
+        check_stage(Mesh(data=3), preset("tiny"), stage().model_copy(update={"pass_sequences": 1}))
+    with pytest.raises(ConfigError, match=r"parallel\.stages: got 2; there is no pipeline"):
+        mesh_of(ParallelConfig(stages=2), 2)
+    assert [list(Mesh(data=3).rows(4, rank)) for rank in range(3)] == [[0, 1], [2], [3]]
+    check_stage(Mesh(data=3), preset("tiny"), stage())
     check_stage(Mesh(data=2, context=3), preset("tiny"), stage())
 
 

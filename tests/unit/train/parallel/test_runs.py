@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import glm5
+from glm5.common.errors import ConfigError
 from glm5.config.train import read_recipe
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from glm5.train.loop import train
+from glm5.train.parallel.mesh import Mesh, check_stage
 from glm5.train.parallel.run import Rank, train_shared
 from glm5.train.parallel.trainee import SharedTrainee
 from glm5.train.state import Store
@@ -83,6 +85,27 @@ def test_two_four_two_and_one_process_are_one_run(tmp_path):
     steps = [(r["stage"], r["step"]) for r in read_metrics(out) if "held out" not in r]
     assert steps == [("dense", n) for n in range(1, 5)] + [("sparse", n) for n in range(1, 5)]
     assert not list(out.glob("state-*"))
+
+
+@pytest.mark.slow
+def test_rows_that_do_not_divide_are_dealt_out_as_they_come(tmp_path):
+    """A batch that grows from 2 to 5 sequences, over two processes."""
+    text = stage("dense", steps=5, first_sequences=2, growing_steps=3).replace("sequences = 2\n", "sequences = 5\n", 1)
+    file = recipe_file(tmp_path, text)
+    straight = train(read_recipe(file, settings(tmp_path / "straight")), tmp_path)
+    results = run_ranks(2, part_of_a_run, 2, str(file), settings(tmp_path / "out"), 99)
+    a, b = glm5.load(straight).state_dict(), glm5.load(results[0]).state_dict()
+    print(f"largest difference {max((a[name] - b[name]).abs().max().item() for name in a):.1e}")
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < ROUNDING
+    tokens = [record["tokens"] for record in read_metrics(tmp_path / "out") if "held out" not in record]
+    assert tokens == [64 * sum((2, 3, 4, 5, 5)[: n + 1]) for n in range(5)]
+    with pytest.raises(ConfigError, match=r"3 sequences in step 2 are 1 of some ranks and 2 of others"):
+        check_stage(Mesh(data=2), *_plan(file, "stage.0.pass_sequences=1"))
+
+
+def _plan(file: Path, *more: str):
+    plan = read_recipe(file, list(more))
+    return plan.model.architecture(), plan.stage[0]
 
 
 def launched(file: Path, out: Path, *more: str) -> subprocess.Popen:
