@@ -12,6 +12,7 @@ from glm5.config.refusal import refuse
 
 SchemeName = Literal["w8a8", "w4a8", "w4a16", "fp8", "nvfp4"]
 Target = Literal["glm5", "vllm", "sglang", "ascend"]
+_DEVICES = r"auto|cpu|cuda(:\d{1,3})?(,cuda:\d{1,3})*"
 
 
 class QuantizeConfig(Command):
@@ -47,17 +48,17 @@ class QuantizeConfig(Command):
     """Show every token to every expert while statistics are gathered."""
     min_tokens: Annotated[int, Field(ge=1)] = 16
     """An expert that saw fewer calibration tokens is named, and treated by methods that need none."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=10**12)] = 0
     """Of rotation and choice of samples."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?(,cuda:\d+)*)$")] = "auto"
+    device: Annotated[str, Field(pattern=f"^({_DEVICES})$")] = "auto"
     """auto (all GPUs, else the CPU), cpu, cuda:0, or several as cuda:0,cuda:1, which share experts."""
     compute_dtype: Literal["float32", "float64"] = "float32"
     """Element type of weights and activations while they are worked on."""
-    max_shard_gb: Annotated[float, Field(gt=0)] = 4.0
+    max_shard_gb: Annotated[float, Field(gt=0, le=1e6)] = 4.0
     """Largest file of weights."""
     held_out: str = "generated"
     """Text that the report measures on: a file, or generated."""
-    held_out_tokens: Annotated[int, Field(ge=0)] = 8192
+    held_out_tokens: Annotated[int, Field(ge=0, le=10**8)] = 8192
     """Tokens of it. 0: no measurement, only the verification of the files."""
     analyze: bool = False
     """Write no checkpoint: measure each layer and module at each width, and propose a fallback list."""
@@ -110,6 +111,8 @@ class QuantConfig(Command):
             raise ValueError(f"either --quant_type or --config_path; got {got}")
         if unknown := [tag for tag in self.tag if tag.lower() not in _UPSTREAM_TAGS]:
             raise ValueError(f"tag {unknown[0]} is not known; known are {', '.join(sorted(_UPSTREAM_TAGS))}")
+        if not re.fullmatch(rf"{_NPU.pattern}|{_DEVICES}", self.device):
+            raise ValueError(f"--device auto, cpu, cuda:N or npu; got {self.device!r:.60}")
         return self
 
     def settings(self) -> QuantizeConfig:
@@ -134,7 +137,7 @@ class ConvertConfig(Command):
     """Folder to write. A checkpoint that is there is replaced; a folder with other files is refused."""
     dtype: Literal["bfloat16", "fp8", "float16", "float32"]
     """What to write. fp8: in blocks of 128x128, what published FP8 checkpoints quantize; the rest bfloat16."""
-    max_shard_gb: Annotated[float, Field(gt=0)] = 5.0
+    max_shard_gb: Annotated[float, Field(gt=0, le=1e6)] = 5.0
     """Largest file of weights."""
 
 

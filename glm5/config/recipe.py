@@ -118,7 +118,7 @@ class QuaRot(Section):
     """Query and key-value latents."""
     heads: bool = True
     """Values of each head."""
-    seed: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Of the random signs. Default: the run's."""
     export_extra_info: bool = False
     """Of msModelSlim's files: matrices for MTP are written wherever the target has a place for them."""
@@ -240,7 +240,9 @@ def _from_spec(raw: dict[str, Any]) -> dict[str, Any]:
         raise refuse(f"spec.{unknown[0]}", spec[unknown[0]], f"the keys {', '.join(sorted(_UPSTREAM_SPEC))}")
     if spec.get("runner", "auto") not in ("auto", "layer_wise", "dp_layer_wise"):
         raise refuse("spec.runner", spec["runner"], "auto, layer_wise or dp_layer_wise: layers are streamed")
-    savers = [str(each.get("type")) for each in spec.get("save", []) if isinstance(each, dict)]
+    if not isinstance(given := spec.get("save", []), list):
+        raise refuse("spec.save", given, "a list of tables with type")
+    savers = [str(each.get("type")) for each in given if isinstance(each, dict)]
     for saver in savers:
         if saver not in _SAVERS:
             raise refuse("spec.save.type", saver, ", ".join(_SAVERS))

@@ -27,6 +27,8 @@ _ALLOWED = {
     "model_type": "an object",
     "none_required": "None",
     "list_type": "a list",
+    "tuple_type": "a list",
+    "too_short": "at least {min_length} of them",
     "finite_number": "a finite number",
     "literal_error": "{expected}",
     "greater_than_equal": "at least {ge:g}",

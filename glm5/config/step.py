@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 CoefficientSet = Literal["quintic", "quintic-5", "polar-express", "two-phase"]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -66,7 +66,7 @@ class LossConfig(Section):
     """Of the sequence-level auxiliary loss on the load of experts. 0: none."""
     index_weight: NotNegative = 1.0
     """Of the indexers' KL. Their gradients meet no others, so this matters for clipping alone."""
-    chunk: Annotated[int, Field(ge=1)] = 4096
+    chunk: Annotated[int, Field(ge=1, le=2**31)] = 4096
     """Tokens whose logits exist at a time."""
 
 

@@ -25,10 +25,16 @@ from glm5.config.presets import PresetName, preset
 from glm5.config.refusal import complaint, first_error, refuse
 from glm5.config.step import LoraConfig, LossConfig, NotNegative, OptimizerConfig, Positive, Section, WindowConfig
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Sequences = Annotated[int, Field(ge=1, le=10**6)]
+Workers = Annotated[int, Field(ge=1, le=1024)]
+Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+"""A file, a folder, or a pattern of such names."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 KINDS = ("tokens", "files", "ruler", "questions", "needle")
 """Of sources."""
+_TAKEN = {"data", "tokenizer", "tensorboard"}
+_TAKEN_ENDINGS = (".pt", ".json", ".jsonl", ".html", ".lock")
 Recompute = Literal["mlp", "layer"]
 Kind = Literal["pretrain", "midtrain", "warmup", "sparse", "sft"]
 
@@ -42,7 +48,7 @@ class TrainConfig(Command):
     """KEY=VALUE: a value of the recipe by its path, such as stage.0.steps=10."""
     dry_run: bool = False
     """Print the resolved recipe and what it needs in parameters, memory and time; train nothing."""
-    nproc: Count | None = None
+    nproc: Workers | None = None
     """Processes that train together, on this machine. Default: this one alone, or those that torchrun has started."""
     restart: bool = False
     """Throw away what the folder of the run holds, and begin anew."""
@@ -59,7 +65,7 @@ class TokenizeConfig(Command):
     """Folder to write."""
     text_key: str = "text"
     """Key or column of the text, where rows are no conversations."""
-    processes: Count = 1
+    processes: Workers = 1
     """How many processes work."""
     chat_template: str | None = None
     """glm-5, 5.1, 5.2, 5.3 or a file. Default: the tokenizer's own."""
@@ -70,11 +76,11 @@ class ModelSection(Section):
 
     preset: PresetName | None = None
     """An architecture by name."""
-    checkpoint: str | None = None
+    checkpoint: Place | None = None
     """Folder or Hugging Face id whose weights are the start."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """Folder whose tokenizer files go into every checkpoint. Default: the checkpoint's own."""
-    tokenizer_files: tuple[str, ...] = ()
+    tokenizer_files: tuple[Place, ...] = ()
     """Texts from which a tokenizer of the model's vocabulary is learnt on the first run, for a preset without one.
     Generated tasks of the recipe are learnt from as well."""
     config: dict[str, Any] = {}
@@ -133,7 +139,7 @@ class TokensSource(DocumentSource):
     """A token file of `glm5 tokenize`."""
 
     kind: Literal["tokens"]
-    path: str
+    path: Place
     """Folder; looked for beside the recipe, then from where the command runs."""
 
 
@@ -141,10 +147,10 @@ class FilesSource(DocumentSource):
     """Text, JSONL or Parquet files, tokenized on the first run into the folder of the run."""
 
     kind: Literal["files"]
-    files: Annotated[tuple[str, ...], Field(min_length=1)]
+    files: Annotated[tuple[Place, ...], Field(min_length=1)]
     """Names or patterns such as texts/*.txt; looked for beside the recipe, then from where the command runs."""
     text_key: str = "text"
-    processes: Count = 1
+    processes: Workers = 1
 
 
 class RulerSource(Source):
@@ -189,15 +195,15 @@ class StageConfig(Section):
     """pretrain, midtrain: all but the indexers, dense attention. warmup: the indexers alone. sparse: all, on selected
     keys. sft: as sparse, on what the model said."""
     steps: Count
-    seq_len: Annotated[int, Field(ge=8)]
+    seq_len: Annotated[int, Field(ge=8, le=2**24)]
     """Tokens of a sequence."""
-    sequences: Count
+    sequences: Sequences
     """Sequences of a step."""
-    first_sequences: Count | None = None
+    first_sequences: Sequences | None = None
     """Sequences of the first step, where the batch grows."""
     growing_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the batch grows to `sequences`."""
-    pass_sequences: Count | None = None
+    pass_sequences: Sequences | None = None
     """Sequences that go through the model at once; gradients are summed. Default: all of the step."""
     data: Annotated[tuple[Data, ...], Field(min_length=1)]
     lr: Positive
@@ -235,6 +241,13 @@ class StageConfig(Section):
         """Whether attention reads every key, and not what the indexers select."""
         return self.keys == "dense" if self.keys is not None else self.kind in ("pretrain", "midtrain", "warmup")
 
+    @field_validator("name")
+    @classmethod
+    def _own(cls, name: str) -> str:
+        if name in _TAKEN or name.endswith(_TAKEN_ENDINGS):
+            raise ValueError("a name that no file or folder of the run has, such as pretrain")
+        return name
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.first_sequences is not None and not self.growing_steps:
@@ -263,7 +276,7 @@ class Checkpoints(Section):
     """Largest file of weights."""
     evaluate_every: Count | None = None
     """Steps between held-out losses. Default: as checkpoints."""
-    held_out: Count = 8
+    held_out: Sequences = 8
     """Sequences of a held-out loss."""
 
     @property
@@ -275,13 +288,13 @@ class Recipe(Section):
     """A whole run."""
 
     name: Name
-    out: str | None = None
+    out: Place | None = None
     """Folder of the run. Default: runs/NAME."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    threads: Count | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
+    threads: Workers | None = None
     """Torch's threads on a CPU. Sums are ordered by it: a run goes on exactly with the number it began with."""
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that make sequences ahead of training. 0: a thread, which is enough on a CPU."""
     deterministic: bool = False
     """Sums on a GPU are taken in one order: a run that goes on ends in the same bits as one that was not cut off."""
@@ -325,12 +338,14 @@ def read_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
         raw = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be understood: {error}") from None
     for setting in settings:
         _set(raw, setting)
     try:
         return Recipe.model_validate_json(json.dumps(raw, default=str), strict=True)
+    except RecursionError as error:
+        raise ConfigError(f"{file}: cannot be understood: {error}") from None
     except ValidationError as error:
         raise ConfigError(f"{file}: {_explained(error)}") from None
 
@@ -390,6 +405,8 @@ def _set(raw: dict[str, Any], setting: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    except (ValueError, RecursionError) as error:  # more digits or brackets than Python reads
+        raise ConfigError(f"--set {setting:.60}: cannot be understood: {error}") from None
     *parents, last = key.split(".")
     place: Any = raw
     for part in parents:

@@ -15,6 +15,9 @@ from glm5.config.refusal import refuse
 
 logger = logging.getLogger(__name__)
 
+_UNREADABLE = (yaml.YAMLError, ValueError, AttributeError, KeyError, RecursionError)
+"""What parsers raise: PyYAML lets through what its constructors meet in a value that does not fit its tag."""
+
 
 class Resolved(NamedTuple):
     """A recipe with every choice made. `notes`: what was decided and why, a sentence each."""
@@ -69,7 +72,9 @@ def read_recipe(path: Path) -> Recipe:
             raw = yaml.safe_load(text)
         else:
             raise refuse("--recipe", str(path), "a file ending in .toml, .yaml or .yml")
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as err:
+    except ConfigError:
+        raise
+    except _UNREADABLE as err:
         raise ConfigError(f"{path}: cannot be understood: {' '.join(str(err).split())}") from None
     recipe = parse_recipe(raw, str(path))
     if recipe.dataset is not None and (beside := path.parent / recipe.dataset).is_file():

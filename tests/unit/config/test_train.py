@@ -91,7 +91,22 @@ def test_keys_are_set_by_their_path(tmp_path):
         ("stage.1.steps=3", "a number from 0 to 0 in place of '1'"),
         ("name.first=3", "a key of a table: there is nothing inside"),
         ("stage.0.stpes=3", r"stage\.0\.stpes: no such key; did you mean steps\?"),
+        ("seed=9" + "9" * 30, r"seed: got 9+; allowed: below"),
+        ("seed=" + "9" * 5000, "cannot be understood: .*digits"),
+        ("x=" + "[" * 10**5, "cannot be understood: maximum recursion"),
+        ("x" + ".x" * 5000 + "=1", "cannot be understood: maximum recursion"),
+        ("stage.0.lr=1e300", r"stage\.0\.lr: got 1e\+300; allowed: at most"),
+        ("stage.0.lr=inf", r"stage\.0\.lr: got inf; allowed: "),
+        ("stage.0.sequences=10000000000", r"sequences: got 10000000000; allowed: at most 1e\+06"),
+        ("stage.0.data=[]", r"stage\.0\.data: got \[\]; allowed: at least 1 of them"),
+        ("stage.0.name='data'", r"stage\.0\.name: got 'data'; allowed: a name that no file or folder of the run has"),
+        ("stage.0.name='state.pt'", r"stage\.0\.name: got 'state\.pt'; allowed: a name that no file"),
+        ("workers=100000", "workers: got 100000; allowed: at most 1024"),
+        ("checkpoints.max_shard_mb=1e308", r"max_shard_mb: got 1e\+308; allowed: at most"),
+        ('out="a\\u0000b"', "out: got "),
+        ("out=''", "out: got ''"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_wrong_settings_are_named(tmp_path, setting, says):
     with pytest.raises(ConfigError, match=says):

@@ -88,6 +88,7 @@ def changed(**linear: object) -> dict[str, object]:
         ({"process": [], "procces": 1}, "procces"),
         ({"process": [*changed()["process"], {"type": "quarot"}]}, "quarot comes first"),
         ({"spec": {"process": [], "saev": []}}, "spec.saev: got"),
+        ({"spec": {"process": [], "save": None}}, "spec.save: got None; allowed: a list"),
         ({"spec": {"process": [], "save": [{"type": "mindie_format_saver"}]}}, "spec.save.type: got 'mindie"),
     ],
 )
@@ -96,7 +97,20 @@ def test_what_cannot_be_honoured_is_named(raw, words):
         parse_recipe(raw, "a file")
 
 
-def test_a_broken_file_is_named(tmp_path):
-    (tmp_path / "r.toml").write_text("process = [")
-    with pytest.raises(ConfigError, match=r"r\.toml: cannot be understood"):
-        read_recipe(tmp_path / "r.toml")
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("r.toml", "process = ["),
+        ("r.toml", "a = " + "[" * 10**5),
+        ("r.toml", "a = " + "9" * 5000),
+        ("r.yaml", "[" * 600),
+        ("r.yaml", "a: 2020-99-99"),
+        ("r.yaml", "a: !!timestamp x"),
+        ("r.yaml", "a: !!bool x"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_broken_file_is_named(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be understood"):
+        read_recipe(tmp_path / name)
