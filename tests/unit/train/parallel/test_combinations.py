@@ -15,9 +15,9 @@ from glm5.config.step import LoraConfig
 from glm5.train.step import Phase
 from tests.support.sharded import Done, Job, alone, together
 
-EXACT = 1e-9  # float64; 3e-13 measured
+EXACT = 1e-9  # float64; 5e-13 measured
 CLOSE = 1e-5  # float32: losses of all steps, relative, and gradients of the first, of the largest of their tensor
-DRIFT = 1e-3  # float32: gradients of later steps; Muon turns rounding into steps. 1e-4 measured
+DRIFT = 1e-3  # float32: gradients of later steps; Muon turns rounding into steps. 6e-4 measured
 WAYS = {
     "2: data": (2, {}),
     "2: experts": (2, {"expert": 2}),
