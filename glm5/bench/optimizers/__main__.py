@@ -22,7 +22,7 @@ from glm5.common.atomic import atomic_write
 from glm5.common.console import out
 
 MUON_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-ADAMW_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+ADAMW_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 
 
 def main(argv: list[str] | None = None) -> int:

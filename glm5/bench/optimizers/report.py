@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from glm5.bench.optimizers.runs import WAYS, Done
 
-WIDTH, HEIGHT, LEFT, BELOW = 760, 360, 60, 44  # of the picture, in pixels
+WIDTH, HEIGHT, LEFT, RIGHT, BELOW = 760, 360, 60, 24, 44  # of the picture, in pixels
 COLOURS = dict(zip(WAYS, ("#1f5fbf", "#2b8a57", "#c2410c"), strict=True))
 
 
@@ -78,7 +78,7 @@ def picture(done: Sequence[Done]) -> str:
     low, high = math.floor(low * 10) / 10, math.ceil(min(high, low * 2.5) * 10) / 10
 
     def place(tokens: float, loss: float) -> str:
-        x = LEFT + (WIDTH - LEFT - 10) * tokens / most
+        x = LEFT + (WIDTH - LEFT - RIGHT) * tokens / most
         y = 10 + (HEIGHT - BELOW - 10) * (high - min(loss, high)) / ((high - low) or 1.0)
         return f"{x:.1f},{y:.1f}"
 
@@ -103,11 +103,11 @@ def _axes(place: Callable[[float, float], str], low: float, high: float, most: i
         loss, tokens = low + (high - low) * i / 5, most * i / 5
         (_, y), (x, _) = (place(*at).split(",") for at in ((0, loss), (tokens, low)))
         yield f'<text x="{LEFT - 8}" y="{y}" dy="4" text-anchor="end">{loss:.2f}</text>'
-        yield f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y}" y2="{y}" stroke="#ddd"/>'
+        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#ddd"/>'
         yield f'<text x="{x}" y="{HEIGHT - BELOW + 18}" text-anchor="middle">{tokens / 1e6:.2g}</text>'
     yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">million tokens; held-out loss</text>'
 
 
 def _legend() -> Iterator[str]:
     for i, (way, colour) in enumerate(COLOURS.items()):
-        yield f'<text x="{WIDTH - 20}" y="{30 + 20 * i}" text-anchor="end" fill="{colour}">{way}</text>'
+        yield f'<text x="{WIDTH - RIGHT - 10}" y="{30 + 20 * i}" text-anchor="end" fill="{colour}">{way}</text>'
