@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 CoefficientSet = Literal["quintic", "quintic-5", "polar-express", "two-phase"]
-Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
