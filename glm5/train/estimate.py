@@ -22,6 +22,7 @@ from glm5.config.train import Recipe, StageConfig
 from glm5.model.glm5 import Glm5
 from glm5.train.lora import adapt
 from glm5.train.optim.table import rule_of
+from glm5.train.qat import check_widths
 from glm5.train.schedule import Schedule
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.trainee import device_of
@@ -37,6 +38,8 @@ def estimate(recipe: Recipe) -> str:
     section = recipe.model
     of_checkpoint = None if section.checkpoint is None else config_to_train(resolve(section.checkpoint), section.config)
     cfg = section.architecture(of_checkpoint)
+    if any(stage.qat is not None for stage in recipe.stage):
+        check_widths(cfg)
     count = count_parameters(cfg)
     device = device_of(recipe.device)
     speed, has = matmul_speed(device), room(device)

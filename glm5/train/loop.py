@@ -26,7 +26,7 @@ from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.lora import LoraTrainee
 from glm5.train.optim.build import Optimizers
-from glm5.train.qat import MARK, STORED
+from glm5.train.qat import MARK, STORED, check_widths
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
 from glm5.train.stages import losses_of
@@ -73,6 +73,8 @@ class Run:
         self.builder = Builder(recipe, beside, out)
         for stage in recipe.stage[self.position.stage :]:
             self.builder.rows(stage)  # whatever is wrong with the data of a later stage is said now
+            if stage.qat is not None:
+                check_widths(self.builder.cfg)
         self.trainee = makes(recipe, self.builder, saved)
         if not self.trainee.is_first:
             return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.model.experts import Experts
 from glm5.model.glm5 import Glm5
@@ -33,21 +34,29 @@ class AwareExperts(Experts):
 def make_aware(model: Glm5, *, aware: bool) -> None:
     """Put `AwareExperts` in the place of the routed experts of all layers but MTP's, or take them out again.
 
-    Parameters stay the same ones, under the same names. Raises ConfigError where a width is no multiple of the group.
+    Parameters stay the same ones, under the same names. Raises ConfigError as `check_widths` does.
     """
+    if aware:
+        check_widths(model.cfg)
     for layer in model.model.layers[: model.cfg.num_hidden_layers]:
         moe = layer.mlp
         if not isinstance(moe, MoE) or isinstance(old := moe.experts, AwareExperts) == aware:
             continue
         num_experts, hidden_size, width = old.down_proj.shape
-        if aware and (hidden_size % GROUP or width % GROUP):
-            raise ConfigError(
-                f"qat: experts of {hidden_size} x {width}; both must be multiples of {GROUP}, which share a scale"
-            )
         with torch.device("meta"):
             new = (AwareExperts if aware else Experts)(num_experts, hidden_size, width)
         new.gate_up_proj, new.down_proj, new.impl = old.gate_up_proj, old.down_proj, old.impl
         moe.experts = new
+
+
+def check_widths(cfg: ModelConfig) -> None:
+    """Raises ConfigError where a width of the experts is no multiple of the group."""
+    hidden_size, width = cfg.hidden_size, cfg.moe_intermediate_size
+    if hidden_size % GROUP or width % GROUP:
+        raise ConfigError(
+            f"qat: experts of {hidden_size} x {width}; both must be multiples of {GROUP}, which share a scale: "
+            "hidden_size and moe_intermediate_size in model.config"
+        )
 
 
 def _seen(weight: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ NUM_HOPS = 4
 NUM_COMMON = 10
 NUM_FREQUENT = 3
 MAX_GUESSES = 8
+SAMPLES = 16
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -68,6 +69,11 @@ def generate(
     if least > length:
         raise DataError(f"task {task} needs at least {least} tokens, and the length is {length}")
     return make(_largest(tokens, least, length))
+
+
+def shortest(task: str, count: Callable[[str], int], questions: int = 1) -> int:
+    """Tokens that a task has with the least filler: the most of a few samples, since words and numbers differ."""
+    return max(count(TASKS[task](Random(f"{task} {i}"), 1, questions - 1).text) for i in range(SAMPLES))
 
 
 def _largest(tokens: Callable[[int], int], least: int, length: int) -> int:

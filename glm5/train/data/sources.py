@@ -25,7 +25,7 @@ from glm5.train.data.dialogues import example
 from glm5.train.data.order import Mixture, Permutation, key_of
 from glm5.train.data.packing import Packed, best_fit
 from glm5.train.data.questions import KINDS, NUM_WORDS, Size, conversation
-from glm5.train.data.ruler import TASKS, generate
+from glm5.train.data.ruler import TASKS, generate, shortest
 from glm5.train.data.tokens import TokenFile
 
 Split = Literal["train", "held out"]
@@ -159,13 +159,20 @@ class Tasks:
         self._longest, self._shortest = seq_len - 1, min(seq_len, min_len or seq_len) - 1
         self._end = [token_id] if (token_id := tokenizer.id_of(END_OF_TEXT)) is not None else []
         self._count: Callable[[str], int] = lambda text: len(tokenizer.encode(text, allow_special=False))
+        # Room for what is lost where prompts and answers are encoded apart, as a server has them: two a question.
+        self._lost = 4 + 2 * questions
+        for task in tasks:
+            if (least := shortest(task, self._count, questions) + self._lost + 1) > self._shortest + 1:
+                raise DataError(
+                    f"task {task} needs {least} tokens, and rows may have as few as {self._shortest + 1}; "
+                    f"set min_len (and seq_len) to {least} or more, or leave the task out"
+                )
 
     def row(self, index: int, split: Split) -> Row:
         seed = key_of(self._seed, split)
         task = self._tasks[index % len(self._tasks)]
         length = Random(key_of(seed, "length", index)).randint(self._shortest, self._longest)
-        # Room for what is lost where prompts and answers are encoded apart, as a server has them: two a question.
-        sample = generate(task, length - 4 - 2 * self._questions, index, self._count, seed, self._questions)
+        sample = generate(task, length - self._lost, index, self._count, seed, self._questions)
         ids: list[int] = []
         weights: list[float] = []
         for prompt, answer in ((sample.prompt, sample.answer), *sample.more):

@@ -11,8 +11,10 @@ from glm5.model.glm5 import Glm5
 from glm5.model.init import init_weights
 from glm5.model.packed import PackedView
 from glm5.quant.qat import fake_int4, is_int4
+from glm5.train.estimate import estimate
+from glm5.train.loop import train
 from glm5.train.qat import AwareExperts, make_aware
-from tests.support.training import recipe_file, stage
+from tests.support.training import recipe, recipe_file, stage
 
 IDS = torch.arange(40) % 300
 
@@ -52,6 +54,14 @@ def test_experts_compute_with_int4_and_learn_as_if_not():
 def test_widths_that_have_no_groups_are_refused():
     with pytest.raises(ConfigError, match="qat: experts of 128 x 96; both must be multiples of 128"):
         make_aware(small(moe_intermediate_size=96), aware=True)
+
+
+def test_widths_are_refused_before_the_stages_in_front(tmp_path):
+    asked = recipe(tmp_path, "run", stage(name="a"), stage(name="b", kind="sft", qat='"int4"'))
+    for begin in (lambda: estimate(asked), lambda: train(asked, tmp_path)):
+        with pytest.raises(ConfigError, match="both must be multiples of 128"):
+            begin()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_stage_ends_in_masters_and_the_int4_it_was_trained_as(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Sources: an epoch has every token once, held-out tokens in none, and no row depends on those before."""
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -94,6 +95,15 @@ def test_tasks_are_rows_of_their_length(learn):
     assert source.row(0, "train").ids.tolist() != source.row(0, "held out").ids.tolist()
     with pytest.raises(DataError, match="tasks: got 'x'"):
         Tasks(["x"], tokenizer, 700, seed=0)
+
+
+def test_a_length_that_a_task_does_not_fit_is_said_before_training():
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(DataError, match=r"task niah_single_1 needs (\d+) tokens, .* as few as 60; set min_len") as said:
+        Tasks(["niah_single_1"], tokenizer, 700, seed=0, min_len=60)
+    least = int(re.findall(r"needs (\d+)", str(said.value))[0])
+    source = Tasks(["niah_single_1"], tokenizer, least, seed=0)
+    assert len(source.row(0, "train").ids) <= least
 
 
 def test_needles_need_room_and_rows():
