@@ -10,6 +10,7 @@ from typing import Any
 from glm5.cli.flags import add_flags, read
 from glm5.common.console import out
 from glm5.common.errors import UsageError
+from glm5.common.interrupt import end_with_parent
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.train import Recipe, TrainConfig, read_recipe
 
@@ -67,6 +68,7 @@ def _launch(settings: TrainConfig) -> None:
 
 def _rank(settings: TrainConfig, recipe: Recipe) -> int:
     """One of several processes, as torchrun starts them: the environment says which. The first one speaks."""
+    from glm5.train.parallel.launch import LAUNCHER
     from glm5.train.parallel.run import Rank, train_shared
 
     given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
@@ -80,6 +82,8 @@ def _rank(settings: TrainConfig, recipe: Recipe) -> int:
         port=int(os.environ["MASTER_PORT"]),
         has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+    if (launcher := os.environ.get(LAUNCHER)) is not None:
+        end_with_parent(int(launcher))
     if rank.rank:
         logging.getLogger("glm5").setLevel(logging.WARNING)
     best = train_shared(recipe, Path(settings.recipe).parent, rank, restart=settings.restart)

@@ -5,12 +5,15 @@ flushed to disk, then renamed. A failure or Ctrl-C leaves what was there before.
 """
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+_BEGUN = re.compile(r"\..+\.[0-9a-f]{8}\.part")
 
 
 @contextmanager
@@ -48,6 +51,16 @@ def atomic_dir(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Delete what a process that was killed had begun to write in a folder. For who knows that nobody writes there."""
+    for path in folder.glob(".*"):
+        if _BEGUN.fullmatch(path.name):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _swap(building: Path, target: Path) -> None:

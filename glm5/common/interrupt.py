@@ -1,15 +1,27 @@
-"""Signals: Ctrl-C held back while something must not be cut in half, and what they are called."""
+"""Signals: Ctrl-C held back while something must not be cut in half, ends with a parent's, and what they are called."""
 
+import ctypes
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
 
 
 def signal_name(number: int) -> str:
     """`SIGKILL` of 9; real-time signals, which Python has no names for, by number."""
     return signal.Signals(number).name if number in {one.value for one in signal.Signals} else f"signal {number}"
+
+
+def end_with_parent(parent: int) -> None:
+    """Kill this process when the one that started it, `parent`, is gone, however that ended (Linux; prctl(2))."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before it was asked
+        os._exit(1)
 
 
 @contextmanager

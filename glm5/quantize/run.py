@@ -32,7 +32,7 @@ from glm5.quantize.measure import measure
 from glm5.quantize.recipe import Resolved
 from glm5.quantize.report import document, write_report
 from glm5.quantize.source import OUTER, STACK, name_of
-from glm5.quantize.store import Store, digest, digest_of
+from glm5.quantize.store import Store, digest, digest_of, held, root_of
 from glm5.quantize.verify import THREADS, verify
 from glm5.quantize.weights import part_of
 from glm5.quantize.work import LayerResult, turned, work
@@ -53,13 +53,14 @@ def quantize(
     job = prepare(settings, resolved)
     chosen = calibration(job, given)
     try:
-        store = Store(out, _fingerprint(job, chosen), restart=settings.restart)
-        _layers(job, store, chosen)
-        _finish(job, store)
+        with held(root_of(out)):
+            store = Store(out, _fingerprint(job, chosen), restart=settings.restart)
+            _layers(job, store, chosen)
+            _finish(job, store)
     except OSError as error:
         raise CheckpointError(
             f"{out}: writing failed: {error.strerror or error}; what is done is kept in "
-            f"{out.with_name(f'.{out.name}.quantizing')}: mend that and give the same command to go on"
+            f"{root_of(out)}: mend that and give the same command to go on"
         ) from error
     host, device = peak_memory(job.run.devices)
     logger.info("%s: written; at most %.2f GB of host memory, %s", out, host / 1e9, device)

@@ -1,6 +1,7 @@
 """What a run has on disk before it is done, so that it can be cut off anywhere and go on.
 
     .NAME.quantizing/
+      run.lock             held while a process works there
       progress.json        the run's fingerprint, and the layers that are done: their files, digests and figures
       activations-N        the samples after layer N, the last that is done
       model/               files of weights, each named after its layer; this folder becomes OUT at the end
@@ -8,10 +9,12 @@
 A file of weights is complete before progress.json names it. What it does not name is overwritten.
 """
 
+import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from glm5.checkpoint.shard import CODES
 from glm5.checkpoint.writer import TensorLayout, split_shards, write_file
-from glm5.common.atomic import atomic_write
+from glm5.common.atomic import atomic_write, sweep
 from glm5.common.errors import CheckpointError
 from glm5.quant.record import Quantized
 from glm5.quantize.calibrate import Activations
@@ -29,37 +32,65 @@ ALONE = {"rot.weight": "rot.safetensors"}
 """Tensors that have a file of their own, which keeps its name: readers look for it there."""
 
 
+_LOCK = "run.lock"
+
+
+@contextmanager
+def held(root: Path) -> Generator[None, None, None]:
+    """Hold the folder of an unfinished run. Raises `CheckpointError` while another process works there."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / _LOCK).open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{root}: another process is quantizing there; wait for it, or choose another OUT"
+            ) from None
+        yield
+
+
+def root_of(out: Path) -> Path:
+    """Where the unfinished run of `out` lies."""
+    return out.with_name(f".{out.name}.quantizing")
+
+
 class Store:
     """The folder of an unfinished run beside `out`. `fingerprint`: what a run must agree in to go on with it."""
 
     def __init__(self, out: Path, fingerprint: dict[str, Any], *, restart: bool = False) -> None:
         self.out = out
-        self.root = out.with_name(f".{out.name}.quantizing")
+        self.root = root_of(out)
         self.model = self.root / "model"
-        if restart:
-            shutil.rmtree(self.root, ignore_errors=True)
+        if restart and self.root.is_dir():
+            for path in self.root.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != _LOCK:
+                    path.unlink()
         self.model.mkdir(parents=True, exist_ok=True)
+        for folder in (self.root, self.model):
+            sweep(folder)
         self.layers: dict[int, dict[str, Any]] = {}
         plain = json.loads(json.dumps(fingerprint))
-        held = self._read()
-        if held is not None and held["fingerprint"] != plain:
-            before = held["fingerprint"]
+        if (found := self._read()) is not None:
+            before, self.layers = found
             changed = sorted(key for key in plain.keys() | before.keys() if plain.get(key) != before.get(key))
-            raise CheckpointError(
-                f"{self.root}: holds a run with other settings ({', '.join(changed)}); give those again to go on with "
-                "it, or --restart to begin anew"
-            )
-        if held is not None:
-            self.layers = {int(key): value for key, value in held["layers"].items()}
+            if changed:
+                raise CheckpointError(
+                    f"{self.root}: holds a run with other settings ({', '.join(changed)}); give those again to go on "
+                    "with it, or --restart to begin anew"
+                )
         self.fingerprint = plain
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> tuple[dict[str, Any], dict[int, dict[str, Any]]] | None:
+        """The fingerprint of the run that is there, and its layers."""
         path = self.root / "progress.json"
         if not path.is_file():
             return None
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return dict(found["fingerprint"]), {int(key): dict(value) for key, value in found["layers"].items()}
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             raise CheckpointError(f"{path}: damaged; --restart begins anew") from None
 
     def write_layer(self, layer_idx: int, tensors: dict[str, Tensor], max_shard_bytes: int) -> dict[str, Any]:

@@ -9,12 +9,15 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
+from glm5.common.errors import TrainingError
+from glm5.common.interrupt import end_with_parent
 from glm5.config.train import Recipe
 from glm5.train.build import Builder
 from glm5.train.data.sources import Mixed, Row
@@ -38,7 +41,8 @@ def rows_of(builder: Builder) -> Iterator[Ask]:
     # Not forked: a process that has used a GPU must not be.
     context = multiprocessing.get_context("spawn")
     where = (recipe.model_dump_json(), builder.beside, builder.out)
-    with _closing(ProcessPoolExecutor(recipe.workers, mp_context=context, initializer=_quiet)) as pool:
+    pool = ProcessPoolExecutor(recipe.workers, context, _quiet, (os.getpid(),))
+    with _closing(pool), _whole():
         yield lambda number, draw: pool.submit(_row, where, number, draw)
 
 
@@ -69,11 +73,23 @@ def _mixed(where: tuple[str, Path, Path], number: int) -> Mixed:
     return Builder(recipe, beside, out).rows(recipe.stage[number])
 
 
-def _quiet() -> None:
+def _quiet(parent: int) -> None:
     """One thread each, behind the process that trains; Ctrl-C is for that one, which then ends these."""
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)
     torch.set_num_threads(1)
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise TrainingError(
+            "a process that makes sequences was killed (out of memory?); the state is that of the last checkpoint, and "
+            "the same command goes on from there; --set workers=0 needs no such processes"
+        ) from None
 
 
 @contextmanager

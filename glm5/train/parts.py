@@ -7,6 +7,7 @@ Rows are those of a tensor's view [R, C] (train/parallel/places.py). A state of 
 """
 
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.common.errors import TrainingError
+
+DAMAGED = (AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError)
+"""What reading a file of tensors raises, where it is none, or holds something else."""
 Part = Mapping[str, Any]
 Span = tuple[int, int]
 
@@ -21,7 +26,7 @@ Span = tuple[int, int]
 def read_parts(state: Mapping[str, Any], folder: Path) -> list[Part]:
     """Of a state file's content: what it names, or the content itself. Tensors are read when they are used."""
     if files := state.get("parts"):
-        return [torch.load(folder / file, weights_only=True, map_location="cpu", mmap=True) for file in files]
+        return [_read_part(folder / file) for file in files]
     named = {name for name in state["model"] if not name.endswith("e_score_correction_bias")}
     shapes = {name: tuple(state["model"][name].shape) for name in named}
     return [
@@ -33,6 +38,16 @@ def read_parts(state: Mapping[str, Any], folder: Path) -> list[Part]:
             "buffers": {name: one for name, one in state["model"].items() if name not in named},
         }
     ]
+
+
+def _read_part(file: Path) -> Part:
+    try:
+        return torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+    except DAMAGED as error:
+        raise TrainingError(
+            f"{file} cannot be read ({str(error).partition(chr(10))[0]}); begin anew with --restart, or start a recipe "
+            "from a checkpoint of this run"
+        ) from None
 
 
 def whole_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:

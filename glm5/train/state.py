@@ -13,7 +13,6 @@ import fcntl
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Generator, Mapping, Sequence
@@ -24,15 +23,20 @@ from typing import Any
 
 import torch
 
-from glm5.common.atomic import atomic_write
+from glm5.common.atomic import atomic_write, sweep
 from glm5.common.errors import CheckpointError, TrainingError
 from glm5.config.train import Recipe
+from glm5.train.parts import DAMAGED
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
 HARMLESS = {"out", "device", "checkpoints", "peak_tflops", "skip_steps", "workers", "parallel"}
 """Keys of a recipe that a run may go on with changed."""
+
+
+_OF_STAGE = re.compile(r"step-\d{8,}(-int4)?|\.step-\d{8,}-int4\.quantizing")
+"""Folders in that of a stage: checkpoints, packed ones, and one whose packing was cut off."""
 
 
 @dataclass
@@ -63,7 +67,10 @@ class Store:
         try:
             state = torch.load(self.file, weights_only=True, map_location="cpu", mmap=True)
             position, recipe = Position(**state["position"]), json.loads(state["recipe"])
-        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
+            threads: int = state["threads"]
+            if not 0 <= position.stage < max(1, len(recipe["stage"])):
+                raise ValueError(f"it is in stage {position.stage}, and there are {len(recipe['stage'])}")
+        except DAMAGED as error:
             raise TrainingError(
                 f"{self.file} cannot be read ({str(error).partition(chr(10))[0]}); begin anew with --restart, or start "
                 "a recipe from a checkpoint of this run"
@@ -73,10 +80,10 @@ class Store:
                 f"{self.out} holds a run of another recipe: {difference}; go on with the old one, choose another out "
                 "(model.checkpoint = a checkpoint of this run starts from it), or throw it away with --restart"
             )
-        if state["threads"] != torch.get_num_threads() and not position.done:
+        if threads != torch.get_num_threads() and not position.done:
             logger.warning(
                 "the run began with %d torch threads and goes on with %d: sums may round otherwise",
-                state["threads"],
+                threads,
                 torch.get_num_threads(),
             )
         return position, state
@@ -164,6 +171,8 @@ def locked(out: Path) -> Generator[None, None, None]:
             raise TrainingError(
                 f"{out}: another process is training there; wait for it, or choose another out"
             ) from None
+        for folder in (out, *(path for path in out.iterdir() if path.is_dir())):
+            sweep(folder)
         yield
 
 
@@ -180,7 +189,7 @@ def clear(out: Path, recipe: Recipe) -> None:
             for path in folder.iterdir():
                 if path.is_symlink():
                     path.unlink()
-                elif re.fullmatch(r"step-\d{8,}", path.name):
+                elif _OF_STAGE.fullmatch(path.name):
                     shutil.rmtree(path)
 
 

@@ -25,6 +25,7 @@ from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import DataError, RequestError
 from glm5.common.extras import require
+from glm5.common.interrupt import end_with_parent
 from glm5.common.progress import Progress
 from glm5.train.data.chat import Example, examples_of
 from glm5.train.data.tokens import TokenFile, writing
@@ -162,7 +163,7 @@ def _encoded(batches: Iterable[_Batch], options: Options, processes: int) -> Ite
             yield batch, encode(batch)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, _begin, (options,))
+    pool = ProcessPoolExecutor(processes, context, _begin, (options, os.getpid()))
     waiting: deque[tuple[_Batch, Future[Documents]]] = deque()
     try:
         for batch in batches:
@@ -181,7 +182,8 @@ def _encoded(batches: Iterable[_Batch], options: Options, processes: int) -> Ite
 _of_this_process: list[Callable[[_Batch], Documents]] = []
 
 
-def _begin(options: Options) -> None:
+def _begin(options: Options, parent: int) -> None:
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     _of_this_process[:] = [_encoder(options)]
 

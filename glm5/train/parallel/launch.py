@@ -3,6 +3,7 @@
 Which rank it was is said, and how: its exit, its own words, or that the others waited for it in vain.
 """
 
+import os
 import signal
 import subprocess
 import time
@@ -14,6 +15,8 @@ from glm5.common.errors import TrainingError
 from glm5.common.interrupt import noted_interrupt, signal_name
 from glm5.parallel.group import Meeting
 
+LAUNCHER = "GLM5_LAUNCHER"
+"""In the environment of ranks: the process that started them, and that they end with."""
 _LOOKS_EVERY_S = 0.05
 _GRACE_S = 8.0  # for the others to say whom they waited for
 _STOP_S = 600.0  # for a step and a state, after Ctrl-C
@@ -35,6 +38,7 @@ def launch(command: Sequence[str], num: int, environment: Mapping[str, str]) -> 
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(meeting.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
+                LAUNCHER: str(os.getpid()),
             },
             start_new_session=True,  # Ctrl-C is for this process, which then asks each of them once
         )

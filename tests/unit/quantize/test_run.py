@@ -17,7 +17,7 @@ from glm5.common.errors import CheckpointError, ConfigError
 from glm5.config.quantize import QuantizeConfig
 from glm5.quantize import run as running
 from glm5.quantize.run import quantize
-from glm5.quantize.store import Store
+from glm5.quantize.store import Store, held
 from tests.support.checkpoints import edit_json, edit_tensors, read_tensors
 
 BRIEF = {"num_samples": 3, "sample_len": 24, "device": "cpu", "min_tokens": 2, "held_out_tokens": 0}
@@ -94,6 +94,27 @@ def test_kill_9_and_resume(small_bf16, straight, tmp_path, lines):
     assert not (tmp_path / "out").exists()
     subprocess.run([*command, *flags], check=True, capture_output=True, timeout=240, env=environment)
     assert content(tmp_path / "out") == content(straight)
+
+
+def test_one_process_at_a_time_works_in_a_folder(small_bf16, tmp_path):
+    with held(tmp_path / ".out.quantizing"), pytest.raises(CheckpointError, match="another process is quantizing"):
+        quantize(settings(small_bf16, tmp_path / "out", scheme="w8a8"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"fingerprint": 1, "layers": {}}', '{"fingerprint": {}, "layers": {"x": {}}}']
+)
+def test_progress_that_is_damaged_is_named(tmp_path, text):
+    root = tmp_path / ".out.quantizing"
+    (root / "model").mkdir(parents=True)
+    (root / "progress.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"progress\.json: damaged; --restart begins anew"):
+        Store(tmp_path / "out", {})
+    (root / "model" / ".config.json.0123abcd.part").touch()
+    with held(root):
+        Store(tmp_path / "out", {}, restart=True)
+        assert {path.name for path in root.rglob("*")} == {"model", "run.lock"}
 
 
 def test_other_settings_do_not_go_on_with_a_run(small_bf16, tmp_path, monkeypatch):

@@ -1,8 +1,11 @@
 """Rows made ahead: in order, and the same whoever makes them."""
 
+from concurrent.futures.process import BrokenProcessPool
+
 import numpy as np
 import pytest
 
+from glm5.common.errors import TrainingError
 from glm5.train.ahead import _row, ahead, rows_of
 from glm5.train.build import Builder
 from glm5.train.schedule import Schedule
@@ -40,3 +43,12 @@ def test_processes_make_rows(tmp_path):
     with rows_of(builder) as ask:
         asked = [ask(0, draw) for draw in range(5)]
         assert all(np.array_equal(row.result().ids, rows.row(draw).ids) for draw, row in enumerate(asked))
+
+
+def test_a_process_that_was_killed_is_named(tmp_path):
+    of = recipe(tmp_path, "out", settings=["workers=1"])
+    with (
+        pytest.raises(TrainingError, match=r"makes sequences was killed .* --set workers=0"),
+        rows_of(Builder(of, tmp_path, tmp_path / "out")),
+    ):
+        raise BrokenProcessPool("a child process terminated abruptly")

@@ -19,6 +19,8 @@ from glm5.config.train import read_recipe
 from glm5.train import loop, trainee
 from glm5.train.build import Builder
 from glm5.train.data.tokens import writing
+from glm5.train.parts import read_parts
+from glm5.train.state import clear
 from glm5.train.step import Step
 from glm5.train.watch import Watch, read_metrics
 from tests.support.training import recipe, recipe_file, run, same, stage, state, weights
@@ -219,6 +221,40 @@ def test_a_damaged_state_is_named(tmp_path):
     (tmp_path / "out" / "state.pt").write_bytes(b"half")
     with pytest.raises(TrainingError, match=r"state\.pt cannot be read .*--restart"):
         run(tmp_path, "out")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [[], {"position": []}, {"position": {"stage": 3}, "recipe": '{"stage": []}', "threads": 1}, {"position": {}}],
+)
+def test_a_state_that_holds_something_else_is_named(tmp_path, state):
+    (tmp_path / "out").mkdir()
+    torch.save(state, tmp_path / "out" / "state.pt")
+    with pytest.raises(TrainingError, match=r"state\.pt cannot be read .*--restart"):
+        run(tmp_path, "out")
+
+
+def test_a_damaged_part_of_a_state_is_named(tmp_path):
+    (tmp_path / "state-0.pt").write_bytes(b"half")
+    with pytest.raises(TrainingError, match=r"state-0\.pt cannot be read .*--restart"):
+        read_parts({"parts": ["state-0.pt"]}, tmp_path)
+
+
+def test_what_a_killed_process_had_begun_to_write_goes(tmp_path):
+    begun = [".state.pt.0123abcd.part", "dense/.step-00000003.0123abcd.part/model.safetensors"]
+    for name in (*begun, "state.pt", ".notes", "dense/.notes.part"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with loop.locked(tmp_path):
+        left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"state.pt", ".notes", "dense", "dense/.notes.part", "run.lock"}
+
+
+def test_restart_throws_packed_checkpoints_away(tmp_path):
+    for name in ("step-00000002", "step-00000002-int4", ".step-00000002-int4.quantizing", "notes"):
+        (tmp_path / "out" / "dense" / name).mkdir(parents=True)
+    clear(tmp_path / "out", recipe(tmp_path, "out"))
+    assert [path.name for path in (tmp_path / "out" / "dense").iterdir()] == ["notes"]
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):

@@ -1,0 +1,28 @@
+"""Processes that end with the one that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+
+CHILD = """
+import os, sys, time
+from glm5.common.interrupt import end_with_parent
+end_with_parent(int(sys.argv[1]) if sys.argv[1:] else os.getppid())
+print("waits", flush=True)
+time.sleep(60)
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_a_process_ends_when_its_parent_is_killed():
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"waits\n"
+        os.kill(parent.pid, signal.SIGKILL)
+        assert parent.stdout.read() == b"", "its end of the pipe is closed when it has ended"
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once():
+    done = subprocess.run([sys.executable, "-c", CHILD, "1"], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
