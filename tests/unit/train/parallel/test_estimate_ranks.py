@@ -93,14 +93,14 @@ def test_each_process_is_told_what_it_needs_and_sends(tmp_path, capsys):
 
 def test_what_does_not_fit_is_said_with_what_to_change(tmp_path):
     def advice(*settings: str) -> str:
-        plan = read_recipe(recipe_file(tmp_path), ["stage.0.sequences=2000000", *settings])
+        plan = read_recipe(recipe_file(tmp_path), ["stage.0.sequences=1000000", *settings])
         (line,) = [line for line in estimate_shared(plan, 2).splitlines() if "does not fit" in line]
         return line
 
     assert "pass_sequences = " in advice()
-    assert 'model.dtype = "bfloat16"' in advice("stage.0.pass_sequences=1", "stage.0.seq_len=100000000")
+    assert 'model.dtype = "bfloat16"' in advice("stage.0.pass_sequences=1", "stage.0.seq_len=16000000")
     assert "parallel.context = 2" in advice(
-        "stage.0.pass_sequences=1", "stage.0.seq_len=100000000", 'model.dtype="bfloat16"'
+        "stage.0.pass_sequences=1", "stage.0.seq_len=16000000", 'model.dtype="bfloat16"'
     )
 
 
