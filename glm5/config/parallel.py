@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm5.config.step import Positive, Section
+from glm5.config.step import Section
 
 Ways = Annotated[int, Field(ge=1)]
 
@@ -21,11 +21,11 @@ class ParallelConfig(Section):
     pipeline: Ways = 1
     """Stages of consecutive layers; the passes of a step (pass_sequences) go through them one behind the other."""
     stages: Ways = 1
-    """Of a pipeline, that each of its ranks has: every pipeline-th one. With more of them ranks wait less and send more;
+    """Of a pipeline, that each of its ranks has: every pipeline-th one. With more of them, ranks wait less, send more;
     passes a step and rank must then be a multiple of pipeline, or fewer than twice as many."""
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
     """Of a pipeline. zero-bubble: gradients of weights are computed later, where a stage would wait."""
     dispatch: Literal["all-to-all", "all-gather"] = "all-to-all"
     """How tokens reach their experts. all-gather: all tokens to all, for networks without the other."""
-    timeout_s: Positive = 600.0
+    timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
     """Seconds after which a rank that the others wait for counts as hung."""
