@@ -67,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         return _report(err, 1)
+    except (MemoryError, RuntimeError) as err:
+        if not _is_of_memory(err):
+            raise
+        short = str(err).partition("\n")[0][:200]
+        return _report(GlmError(f"out of memory: {short}; a smaller model, batch or length needs less"), 1)
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return 130
@@ -147,6 +152,12 @@ def _run(argv: list[str]) -> int:
         return int(stop.code or 0) if argv else 2
     log.configure(args.log_level, args.log_format)
     return args.run(args)
+
+
+def _is_of_memory(err: MemoryError | RuntimeError) -> bool:
+    """Whether memory ran out, of the host or of a GPU; torch, which may not be imported here, has errors of its own."""
+    kinds = {kind.__name__ for kind in type(err).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(err)
 
 
 def _report(err: Exception, code: int) -> int:

@@ -72,6 +72,12 @@ def test_a_wrong_command_line_is_exit_code_2_and_one_line(argv, message, capsys)
     [
         (GlmError("it is broken"), 1, "glm5: error: it is broken\n"),
         (FileNotFoundError(2, "No such file", "x"), 1, "glm5: error: [Errno 2] No such file: 'x'\n"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes\nframe #0"),
+            1,
+            "glm5: error: out of memory: DefaultCPUAllocator: can't allocate memory: 8 bytes; a smaller model, batch or "
+            "length needs less\n",
+        ),
         (KeyboardInterrupt(), 130, "\n"),
     ],
 )
