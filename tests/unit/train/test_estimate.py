@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_said_with_what_to_change():
     said = estimate(read_recipe(RECIPES / "glm-5.toml"))
     assert "753,864,119,552 parameters" in said
     assert "does not fit: a shorter seq_len, or a smaller model" in said
-    many = read_recipe(RECIPES / "pretrain-nano.toml", ["stage.0.sequences=2000000", "stage.0.first_sequences=1"])
+    many = read_recipe(RECIPES / "pretrain-nano.toml", ["stage.0.sequences=1000000", "stage.0.first_sequences=1"])
     assert "does not fit: pass_sequences = " in estimate(many)
 
 
