@@ -15,6 +15,7 @@ differently, as interleaved thinking does, both are examples, each learnt from w
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from glm5.chat.message import normalize_messages
@@ -22,6 +23,8 @@ from glm5.chat.template import ChatTemplate
 from glm5.common.errors import DataError, RequestError
 
 THINKING = ("interleaved", "preserved", "off")
+_ROW = ("messages", "tools", "thinking", "reasoning_effort", "token_ids", "loss_mask")
+_MESSAGE = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "loss")
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,20 @@ def examples_of(row: Any, template: ChatTemplate, where: str) -> list[Example]:
         raise DataError(f"{where}: a row is an object, got {type(row).__name__}")
     if ("messages" in row) == ("token_ids" in row):
         raise DataError(f"{where}: a row has either messages or token_ids, got {', '.join(map(str, row)) or 'nothing'}")
+    _no_slips(row, _ROW, where)
     if "token_ids" in row:
         return _from_ids(row, where)
     try:
         return _from_messages(row, template, where)
     except RequestError as error:
         raise DataError(f"{where}: {error}") from None
+
+
+def _no_slips(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Other keys are a data set's own; one that is nearly a key known here would be overlooked."""
+    for key in given.keys() - set(known):
+        if near := get_close_matches(str(key).lower(), known, n=1, cutoff=0.8):
+            raise DataError(f"{where}: got the key {key!r:.40}; the nearest that means something is {near[0]!r}")
 
 
 def _from_ids(row: Mapping[str, Any], where: str) -> list[Example]:
@@ -85,6 +96,7 @@ def _without_flags(given: Sequence[Any], where: str) -> tuple[list[dict[str, Any
     for i, message in enumerate(given):
         if not isinstance(message, Mapping):
             raise DataError(f"{where}: messages[{i}] must be an object, got {type(message).__name__}")
+        _no_slips(message, _MESSAGE, f"{where}: messages[{i}]")
         spoken = message.get("role") == "assistant"
         loss = message.get("loss", spoken)
         if loss not in (False, True) or (loss and not spoken):

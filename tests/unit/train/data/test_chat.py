@@ -108,7 +108,7 @@ def test_errors_of_the_model_are_context_only():
 def test_rows_of_ids_are_taken_as_they_are():
     (example,) = examples_of({"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}, template(), "row 1")
     assert (example.ids, example.marks) == ([1, 2, 3], [False, True, True])
-    assert examples_of({"token_ids": [1], "loss_mask": [0]}, template(), "row 1") == []
+    assert examples_of({"token_ids": [1], "loss_mask": [0], "source": "b"}, template(), "row 1") == []
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,8 @@ def test_rows_of_ids_are_taken_as_they_are():
         ({"messages": [3]}, r"messages\[0\] must be an object"),
         ({"messages": [{"role": "user", "content": "a", "loss": True}]}, r"messages\[0\].loss"),
         ({"messages": [user("a"), {**assistant("b"), "loss": "yes"}]}, r"messages\[1\].loss"),
+        ({"messages": [user("a"), {**assistant("b"), "Loss": False}]}, r"messages\[1\]: got the key 'Loss'.*'loss'"),
+        ({"messages": [user("a"), assistant("b")], "tool": []}, "got the key 'tool'.*'tools'"),
         ({"messages": [user("a"), assistant("b")], "thinking": "on"}, "thinking: got 'on'"),
         ({"messages": [user("a"), assistant("b", "c")], "thinking": "off"}, "thinking is off"),
         ({"messages": [{"role": "king", "content": "a"}, assistant("b")]}, "king"),
