@@ -11,8 +11,11 @@ from glm5.cli.flags import add_flags, read
 from glm5.common.console import out
 from glm5.common.errors import UsageError
 from glm5.common.interrupt import end_with_parent
+from glm5.config.parallel import ParallelConfig
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.train import Recipe, TrainConfig, read_recipe
+
+logger = logging.getLogger(__name__)
 
 
 def add(subparsers: Any) -> None:
@@ -27,8 +30,11 @@ def run(args: argparse.Namespace) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if recipe.workers:  # each would start as many threads as there are cores
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    world = settings.nproc or int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 and recipe.parallel != ParallelConfig():
+        logger.warning("one process: [parallel] is left out; --nproc N, or torchrun, starts several")
     if settings.dry_run:
-        out(_needs(recipe, settings.nproc or int(os.environ.get("WORLD_SIZE", "1"))))
+        out(_needs(recipe, world))
         return 0
     if settings.nproc is not None and settings.nproc > 1:
         _launch(settings)

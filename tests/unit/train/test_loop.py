@@ -327,8 +327,10 @@ def test_passes_do_not_change_what_a_step_learns(straight, tmp_path):
 def test_dry_run_says_what_a_recipe_needs(tmp_path, capsys):
     from glm5.cli.main import main
 
-    assert main(["train", str(recipe_file(tmp_path)), "--dry-run", "--set", "stage.0.steps=7"]) == 0
-    said = capsys.readouterr().out
+    given = ["--set", "stage.0.steps=7", "parallel.expert=2"]
+    assert main(["train", str(recipe_file(tmp_path)), "--dry-run", *given]) == 0
+    said, warned = capsys.readouterr()
+    assert "one process: [parallel] is left out" in warned
     assert re.search(r"stage dense \(pretrain\): 7 steps, 896 tokens", said)
     assert json.loads(said.partition("recipe:\n")[2])["stage"][0]["steps"] == 7
     assert not Path("runs/small").exists()
