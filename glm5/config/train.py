@@ -360,6 +360,8 @@ def _explained(error: ValidationError) -> str:
                 return str(refuse(f"{_key(path)}.kind", value.get("kind"), ", ".join(known)))
             return f"{_key(path)}: no such key; {_nearest(path[-1], _section_at(path[:-1]).model_fields)}"
     path, value, allowed = first_error(error)
+    if isinstance(value, dict) and error.errors()[0]["type"] == "value_error":  # keys that do not fit each other
+        return f"{_key(path) or 'the recipe'}: {allowed}"
     return str(refuse(_key(path) or "the recipe", value, allowed))
 
 
