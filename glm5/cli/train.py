@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if recipe.workers:  # each would start as many threads as there are cores
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    world = settings.nproc or int(os.environ.get("WORLD_SIZE", "1"))
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    world = settings.nproc or started
     if world == 1 and recipe.parallel != ParallelConfig():
         logger.warning("one process: [parallel] is left out; --nproc N, or torchrun, starts several")
     if settings.dry_run:
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if settings.nproc is not None and settings.nproc > 1:
         _launch(settings)
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    elif started > 1:
         return _rank(settings, recipe)
     else:
         from glm5.train.loop import train

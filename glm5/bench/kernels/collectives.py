@@ -6,7 +6,6 @@ timed as microseconds a call in a CUDA graph of many, the slowest rank's.
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,12 +14,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from glm5.bench.ranks import run_ranks
 from glm5.common.console import out
 from glm5.engine.between import MIN_DEALT_ROWS
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.parallel.cuda import CudaGroup
-from glm5.parallel.group import Group, Meeting, open_group, store_at
+from glm5.parallel.group import Group, open_group, store_at
 from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
 
@@ -286,14 +286,7 @@ def main() -> int:
     if given.rank is not None:
         rank_main(given.rank, given.ranks, given.port, given.rows, tunes=given.tune)
         return 0
-    meeting = Meeting()
-    store = meeting.open(given.ranks)
-    command = [sys.executable, "-m", __spec__.name, "--ranks", str(given.ranks), "--port", str(meeting.port)]
-    command += [*["--tune"] * given.tune, "--rows", *map(str, given.rows)]
-    ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(given.ranks)]
-    codes = [rank.wait() for rank in ranks]
-    del store
-    return max(map(abs, codes))
+    return run_ranks(__spec__.name, given.ranks, [*["--tune"] * given.tune, "--rows", *map(str, given.rows)])
 
 
 if __name__ == "__main__":

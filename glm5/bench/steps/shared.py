@@ -5,19 +5,20 @@ with random weights. Hidden states are the same on every rank and nearly the sam
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from glm5.bench.ranks import run_ranks
 from glm5.bench.steps.__main__ import say
 from glm5.bench.steps.anatomy import kernels_of, timed
 from glm5.bench.steps.case import Prompts, StepCase
 from glm5.config.presets import preset
 from glm5.engine import between
-from glm5.parallel.group import Group, Meeting, open_group, store_at
+from glm5.parallel.group import Group, open_group, store_at
 from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
 
@@ -53,7 +54,7 @@ def _measured(case: StepCase, group: Group, load: Prompts, min_rows: int, *, ana
     case.runner.passes.generation += 1  # graphs are captured anew
     try:
         plan, specs = case.enter(load)
-        step = lambda: case.step(plan, specs, load)  # noqa: E731
+        step = partial(case.step, plan, specs, load)
         hidden_RD = case.hidden(plan, load)
         others = group.all_gather(hidden_RD)
         assert all(torch.equal(other, hidden_RD) for other in others), "ranks differ"
@@ -84,15 +85,8 @@ def main() -> int:
         torch.cuda.synchronize()
         group.close()
         return 0
-    meeting = Meeting()
-    store = meeting.open(given.ranks)
-    command = [sys.executable, "-m", "glm5.bench.steps.shared", "--ranks", str(given.ranks)]
-    command += ["--port", str(meeting.port), "--layers", *map(str, given.layers)]
-    command += ["--prompt", *map(str, given.prompt), "--batch", *map(str, given.batch)]
-    ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(given.ranks)]
-    codes = [rank.wait() for rank in ranks]
-    del store
-    return max(map(abs, codes))
+    arguments = ["--layers", *map(str, given.layers), "--prompt", *map(str, given.prompt)]
+    return run_ranks("glm5.bench.steps.shared", given.ranks, [*arguments, "--batch", *map(str, given.batch)])
 
 
 if __name__ == "__main__":
