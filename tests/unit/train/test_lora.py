@@ -8,21 +8,19 @@ from safetensors.torch import load_file
 
 import glm5
 from glm5.checkpoint.adapters import merge
-from glm5.checkpoint.init import write_random
 from glm5.cli.main import main
 from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
-from glm5.config.quantize import QuantizeConfig
 from glm5.config.step import LoraConfig
 from glm5.config.train import read_recipe
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from glm5.model.packed import PackedView
-from glm5.quantize.run import quantize
 from glm5.train.estimate import memory_parts
 from glm5.train.loop import train
 from glm5.train.lora import adapt
 from glm5.train.step import Step
+from tests.support.adapters import lora_recipe, write_bases
 from tests.support.training import recipe_file, stage
 
 IDS = torch.arange(40) % 200
@@ -34,22 +32,7 @@ BUDGET = {"bf16": 0.03, "fp8": 0.1, "int4": 0.03}
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    root = tmp_path_factory.mktemp("bases")
-    cfg = preset("nano").replace(num_hidden_layers=2, index_topk_pattern="FF")
-    write_random(cfg, root / "bf16", seed=1)
-    write_random(cfg, root / "fp8", seed=1, fp8=True)
-    packed = {"model": str(root / "bf16"), "out": str(root / "int4"), "scheme": "w4a16", "method": "minmax"}
-    quantize(QuantizeConfig.model_validate({**packed, "held_out_tokens": 0, "max_shard_gb": 1.0}))
-    return root
-
-
-def lora_recipe(folder, base, out="out"):
-    file = recipe_file(folder, stage("tune", "sft", 4))
-    text = file.read_text().partition("[model]")[0] + f'[model]\ncheckpoint = "{base}"\n[lora]\nrank = 4\n'
-    file.write_text(
-        text + "[losses]\nmtp_depth = 1\n[checkpoints]\nevery = 2\nheld_out = 2\n" + stage("tune", "sft", 4)
-    )
-    return read_recipe(file, [f"out={folder / out}", "threads=1", "stage.0.lr=0.02"])
+    return write_bases(tmp_path_factory.mktemp("bases"))
 
 
 def hidden(model):

@@ -5,39 +5,22 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from glm5.checkpoint.init import write_random
-from glm5.config.presets import preset
-from glm5.config.quantize import QuantizeConfig
-from glm5.config.train import Recipe, read_recipe
-from glm5.quantize.run import quantize
+from glm5.config.train import Recipe
 from glm5.train.loop import train
 from glm5.train.parallel.run import Rank, train_shared
 from glm5.train.parallel.trainee import SharedTrainee
+from tests.support.adapters import lora_recipe, write_bases
 from tests.support.sharded import run_ranks
-from tests.support.training import recipe_file, stage
 
 # Of an element of an adapter after four steps, absolute; 3e-8 measured, and a step moves 2e-2. Experts that are dealt
 # out round otherwise in bfloat16, which AdamW turns into steps: they are compared in float64 (test_combinations.py).
 BUDGET = 1e-6
+PASS = "stage.0.pass_sequences=1"  # what two processes do
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    root = tmp_path_factory.mktemp("bases")
-    cfg = preset("nano").replace(num_hidden_layers=2, index_topk_pattern="FF")
-    write_random(cfg, root / "bf16", seed=1)
-    write_random(cfg, root / "fp8", seed=1, fp8=True)
-    packed = {"model": str(root / "bf16"), "out": str(root / "int4"), "scheme": "w4a16", "method": "minmax"}
-    quantize(QuantizeConfig.model_validate({**packed, "held_out_tokens": 0, "max_shard_gb": 1.0}))
-    return root
-
-
-def lora_recipe(folder: Path, base: Path, out: str, *settings: str) -> Recipe:
-    file = recipe_file(folder, stage("tune", "sft", 4, pass_sequences=1))
-    head, _, _ = file.read_text().partition("[model]")
-    middle = f'[model]\ncheckpoint = "{base}"\n[lora]\nrank = 4\n[losses]\nmtp_depth = 1\n[checkpoints]\nevery = 2\n'
-    file.write_text(head + middle + "held_out = 2\n" + stage("tune", "sft", 4, pass_sequences=1))
-    return read_recipe(file, [f"out={folder / out}", "threads=1", "stage.0.lr=0.02", *settings])
+    return write_bases(tmp_path_factory.mktemp("bases"))
 
 
 def rank_of_a_run(rank: int, port: int, recipe: Recipe, beside: Path, steps: int | None) -> str:
@@ -66,8 +49,8 @@ def apart(a: Path, b: Path) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
 def test_two_processes_train_the_adapters_of_one(kind, bases, tmp_path):
-    one = train(lora_recipe(tmp_path, bases / kind, "one"), tmp_path)
-    recipe = lora_recipe(tmp_path, bases / kind, "two")
+    one = train(lora_recipe(tmp_path, bases / kind, "one", PASS), tmp_path)
+    recipe = lora_recipe(tmp_path, bases / kind, "two", PASS)
     two = run_ranks(2, rank_of_a_run, recipe, tmp_path, None)
     print(f"{kind}: {apart(one, Path(two[0])):.1e}")
     assert apart(one, Path(two[0])) < BUDGET
@@ -75,8 +58,8 @@ def test_two_processes_train_the_adapters_of_one(kind, bases, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_two_goes_on_as_one(bases, tmp_path):
-    one = train(lora_recipe(tmp_path, bases / "bf16", "one"), tmp_path)
-    recipe = lora_recipe(tmp_path, bases / "bf16", "out")
+    one = train(lora_recipe(tmp_path, bases / "bf16", "one", PASS), tmp_path)
+    recipe = lora_recipe(tmp_path, bases / "bf16", "out", PASS)
     assert run_ranks(2, rank_of_a_run, recipe, tmp_path, 2) == ["stopped"] * 2
     size = sum(file.stat().st_size for file in (tmp_path / "out").glob("state-*.pt"))
     assert size < 400_000, "the base is not in the state"
@@ -84,6 +67,6 @@ def test_a_run_of_two_goes_on_as_one(bases, tmp_path):
 
 
 def test_experts_of_codes_are_not_dealt_out(bases, tmp_path):
-    recipe = lora_recipe(tmp_path, bases / "int4", "out", "parallel.expert=2")
+    recipe = lora_recipe(tmp_path, bases / "int4", "out", PASS, "parallel.expert=2")
     with pytest.raises(RuntimeError, match=r"parallel.expert: got 2; beside adapters"):
         run_ranks(2, rank_of_a_run, recipe, tmp_path, None)
