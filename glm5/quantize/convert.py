@@ -14,13 +14,14 @@ from glm5.checkpoint.shard import CODES, read_tensor
 from glm5.checkpoint.writer import TensorLayout
 from glm5.config.tensors import TensorSpec
 from glm5.kernels.block_scaled import FP8, BlockScaled, num_blocks, quantize_blocks
-from glm5.quantize.source import Source
+from glm5.quantize.source import Source, check_finite
 
 
 def convert(model: str | Path, out: Path, dtype: str, max_shard_bytes: int) -> Path:
     """Write `model` at `out` in `dtype`: "fp8" (the published selection, the rest bfloat16) or a name of plain floats.
 
-    FP8 weights that stay FP8 are copied as they are. All or nothing; raises as `save` does.
+    FP8 weights that stay FP8 are copied as they are. All or nothing; raises as `save` does, and CheckpointError for a
+    number that is infinite or none at all.
     """
     source = Source(model)
     to_fp8 = dtype == "fp8"
@@ -40,14 +41,19 @@ def _layout(spec: TensorSpec, target: torch.dtype, to_fp8: bool) -> list[TensorL
 
 
 def _tensors(source: Source, spec: TensorSpec, target: torch.dtype, to_fp8: bool) -> Iterator[Tensor]:
-    entries = source.index.entries
-    tensor = read_tensor(source.directory, entries[spec.name])
-    scaled = None
-    if spec.name in source.fit.scaled:
-        scaled = BlockScaled(tensor, read_tensor(source.directory, entries[spec.name + SCALE_SUFFIX]))
+    entry = source.index.entries[spec.name]
+    tensor = read_tensor(source.directory, entry)
+    given = torch.float32 if spec.dtype == "f32" else target
+    if spec.name not in source.fit.scaled:
+        check_finite(tensor, source.directory, entry)
+        yield from quantize_blocks(tensor) if to_fp8 and spec.fp8 else (cast(tensor, given),)
+        return
+    scale = source.index.entries[spec.name + SCALE_SUFFIX]
+    scaled = BlockScaled(tensor, read_tensor(source.directory, scale))
+    check_finite(scaled.scale, source.directory, scale)
     if to_fp8 and spec.fp8:
-        yield from scaled or quantize_blocks(tensor)
-    elif scaled is not None:
-        yield scaled.dequantize(torch.float32 if spec.dtype == "f32" else target)
+        yield from scaled
     else:
-        yield cast(tensor, torch.float32 if spec.dtype == "f32" else target)
+        plain = scaled.dequantize(given)
+        check_finite(plain, source.directory, entry)
+        yield plain

@@ -119,12 +119,7 @@ class Source:
             read_into(self.directory, entry, target)
         else:  # one expert is stored in another type than the first
             target.copy_(read_tensor(self.directory, entry))
-        # A sum is a third of the work of asking every element; where it overflows, ask.
-        if not target.sum(dtype=torch.float32).isfinite() and not target.isfinite().all():
-            count = int((~target.isfinite()).sum())
-            raise CheckpointError(
-                f"{self.directory / entry.file}: {entry.name} holds {count} values that are not finite; fetch it again"
-            )
+        check_finite(target, self.directory, entry)
 
     def ahead(self, layer_indices: Sequence[int]) -> Iterator[tuple[int, Layer]]:
         """Layers in this order, each read while the one before is worked on: two are in memory at a time."""
@@ -137,3 +132,13 @@ class Source:
                 coming = reader.submit(self.layer, later[0]) if later else None
                 yield layer_idx, layer
                 del layer
+
+
+def check_finite(tensor: Tensor, directory: Path, entry: TensorEntry) -> None:
+    """CheckpointError for a number that is infinite or none at all."""
+    # A sum is a third of the work of asking every element; where it overflows, ask.
+    if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():
+        count = int((~tensor.isfinite()).sum())
+        raise CheckpointError(
+            f"{directory / entry.file}: {entry.name} holds {count} values that are not finite; fetch it again"
+        )

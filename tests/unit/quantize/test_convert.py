@@ -36,3 +36,13 @@ def test_fp8_that_stays_is_copied(fp8, tmp_path):
     assert main(["convert", str(fp8), str(tmp_path / "copy"), "--dtype", "fp8", "--max-shard-gb", "0.0001"]) == 0
     assert same(fp8, tmp_path / "copy")
     assert (tmp_path / "copy" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "float32"])
+def test_a_weight_that_is_no_number_is_refused(dtype, tmp_path, capsys):
+    model = random_model(3, ragged())
+    model.model.layers[1].self_attn.q_a_proj.weight.data[0, 0] = float("nan")
+    save(model, tmp_path / "broken")
+    assert main(["convert", str(tmp_path / "broken"), str(tmp_path / "out"), "--dtype", dtype]) == 1
+    assert "model.layers.1.self_attn.q_a_proj.weight holds 1 values that are not finite" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["broken"]
