@@ -8,6 +8,7 @@ Readers hand batches to the processes and take the ids back in order, so the res
 """
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,8 @@ from glm5.common.interrupt import end_with_parent
 from glm5.common.progress import Progress
 from glm5.train.data.chat import Example, examples_of
 from glm5.train.data.tokens import TokenFile, writing
+
+logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 1 << 18
 AHEAD = 4  # batches read for each process beyond what it works on
@@ -71,12 +74,18 @@ def tokenize(
         writing(out, tokenizer.vocab_size, marked=marked, about=about) as writer,
         Progress(total, "B", f"tokenizing {len(paths)} files") as progress,
     ):
+        silent: list[str] = []
         for batch, documents in _encoded(batches, options, processes):
-            for ids, marks in documents:
-                if marks is not None and not marked:
-                    raise DataError(f"{batch.places[0]}: conversations behind texts: put a file of conversations first")
-                writer.add(ids, marks)
+            for place, parts in zip(batch.places, documents, strict=True):
+                if not parts:
+                    silent.append(place)
+                for ids, marks in parts:
+                    if marks is not None and not marked:
+                        raise DataError(f"{place}: conversations behind texts: put a file of conversations first")
+                    writer.add(ids, marks)
             progress.update(batch.num_bytes, tokens=writer.num_tokens)
+    if silent:
+        logger.warning("left out: %d rows in which nothing is to be learnt, the first at %s", len(silent), silent[0])
     return TokenFile(out)
 
 
@@ -152,7 +161,8 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-Documents = list[tuple[list[int], list[bool] | None]]
+Documents = list[list[tuple[list[int], list[bool] | None]]]
+"""Of each document of a batch (ids, marks): one of a text, any number of a row."""
 
 
 def _encoded(batches: Iterable[_Batch], options: Options, processes: int) -> Iterator[tuple[_Batch, Documents]]:
@@ -214,14 +224,14 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
             found: list[Example] = examples_of(row, template, place)
             if wrong := [token_id for one in found for token_id in one.ids if not 0 <= token_id < tokenizer.vocab_size]:
                 raise DataError(f"{place}: token id {wrong[0]}: the tokenizer has 0 to {tokenizer.vocab_size - 1}")
-            documents += [(example.ids, example.marks) for example in found]
+            documents.append([(example.ids, example.marks) for example in found])
             continue
         text = row.get(text_key) if isinstance(row, dict) else row
         if not isinstance(text, str):
             known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise DataError(f"{place}: no text under {text_key!r}; there is {known:.80}")
         try:
-            documents.append((tokenizer.encode(text, allow_special=False) + end, None))
+            documents.append([(tokenizer.encode(text, allow_special=False) + end, None)])
         except RequestError as error:
             raise DataError(f"{place}: {error}") from None
     return documents

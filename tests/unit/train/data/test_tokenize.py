@@ -74,6 +74,7 @@ def test_conversations_are_marked(tmp_path, options):
         ('{"messages": []}', "line 2: messages must be"),
         ("\xff", "line 2: not a JSON object"),
         ('{"token_ids": [1, 99999], "loss_mask": [0, 1]}', "line 2: token id 99999: the tokenizer has 0 to"),
+        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}', "line 2: conversations behind texts"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, options, line, says):
@@ -82,6 +83,14 @@ def test_bad_lines_are_named(tmp_path, options, line, says):
     with pytest.raises(DataError, match=says):
         tokenize([file], tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_without_anything_to_learn_are_told(tmp_path, options, caplog):
+    rows = [{"token_ids": [1, 2], "loss_mask": [0, mark]} for mark in (1, 0, 1, 0)]
+    file = tokenize([write_jsonl(tmp_path / "a.jsonl", rows)], tmp_path / "out", options)
+    assert len(file) == 2
+    assert "2 rows in which nothing is to be learnt, the first at" in caplog.text
+    assert "a.jsonl, line 2" in caplog.text
 
 
 def test_errors_come_from_other_processes(tmp_path, options):
