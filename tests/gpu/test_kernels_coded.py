@@ -63,7 +63,7 @@ def test_experts(shape, form, gen):
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.weight == "int4" and form.group != 64], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(1, 4, 2, 256, 128), (1, 32, 8, 6144, 256), (8, 8, 8, 512, 256), (7, 3, 2, 640, 512)], ids=str
+    "shape", [(1, 4, 2, 256, 128), (1, 32, 8, 6144, 256), (16, 8, 8, 512, 256), (7, 3, 2, 640, 512)], ids=str
 )
 def test_experts_of_few_tokens(shape, form, gen):
     case = coded_case(*shape, form, gen).to("cuda", torch.bfloat16)

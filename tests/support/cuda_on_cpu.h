@@ -105,6 +105,13 @@ static Four load_once(const u8* at) {
 
 static Four load_row(const u8* at) { return load_once(at); }
 static float load_scale(const float* at) { return *at; }
+
+static void begin_to_load(u8* to, const u8* at) {
+    if ((u64)to % 16 || (u64)at % 16) abort();
+    memcpy(to, at, 16);
+}
+
+static void wait_for_loads() {}
 static void wait_for_earlier() {}
 static void let_later_begin() {}
 static u32 picked(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }

@@ -1,9 +1,10 @@
-"""coded_experts of few tokens on Hopper, in CUDA C++ (few.cu): two kernels, the second of which is there, with its
-weights under way, before the first has ended. x in bfloat16, int4 codes."""
+"""coded_experts of few tokens on Hopper, in CUDA C++ (few.cu): rows are prepared, then an expert's two products, each
+of which is there, with its weights under way, before the kernel before has ended. x in bfloat16, int4 codes."""
 
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +20,17 @@ _MOST_INNER, _MOST_ACTIVE = 512, 16
 _MOST_ROWS = 4  # of x, that a program holds
 
 
+class Kernels(NamedTuple):
+    """Of few.cu, in the order in which they run."""
+
+    prepare: Callable[..., None]
+    gate_up: Callable[..., None]
+    down: Callable[..., None]
+
+
 def most_tokens(form: Form) -> int:
     """Up to here these kernels are faster than Triton's on an H200 (docs/performance.md)."""
-    return 8 if form.act == "fp8" else 16
+    return 32 if form.act == "int8" else 16
 
 
 def refusal(x_TD: Tensor, gate_up: Coded, down: Coded, expert_TA: Tensor) -> str:
@@ -47,28 +56,26 @@ def coded_experts(x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, weight_TA
     if reason := refusal(x_TD, gate_up_proj, down_proj, expert_TA):
         raise ValueError(f"coded_experts[cuda] {reason}; use impl='triton'")
     (num_tokens, width), inner, active = x_TD.shape, down_proj.width, expert_TA.shape[1]
-    gate_up, down = _kernels(gate_up_proj.form, width, inner, active, num_tokens > 1, x_TD.device)
-    return run(gate_up, down, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+    kernels = _kernels(gate_up_proj.form, width, inner, active, num_tokens > 1, x_TD.device)
+    return run(kernels, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
 
 
 def run(
-    gate_up: Callable[..., None],
-    down: Callable[..., None],
-    x_TD: Tensor,
-    gate_up_proj: Coded,
-    down_proj: Coded,
-    weight_TA: Tensor,
-    expert_TA: Tensor,
+    kernels: Kernels, x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, weight_TA: Tensor, expert_TA: Tensor
 ) -> Tensor:
-    """The two kernels, made for these sizes, one after the other."""
+    """The kernels, made for these sizes, one after the other: nothing comes between, or choices are read too early."""
     (num_tokens, width), inner = x_TD.shape, down_proj.width
     num_pairs, active = expert_TA.numel(), expert_TA.shape[1]
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
+    rows = torch.empty(num_tokens, _row_bytes(gate_up_proj.form, width), dtype=torch.uint8, device=x_TD.device)
+    scale_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device)
     h, out_TD = x_TD.new_empty(num_pairs, inner), torch.empty_like(x_TD)
+    kernels.prepare((num_tokens, 1), 32 * _WARPS, x_TD, rows, scale_T)
     programs = (inner // _TILE, num_pairs)
-    gate_up(programs, 32 * _WARPS, x_TD, expert_TA, gate_up_proj.codes, gate_up_proj.scale, h, num_pairs)
+    codes, scale, _ = gate_up_proj
+    kernels.gate_up(programs, 32 * _WARPS, rows, scale_T, expert_TA, codes, scale, h, num_pairs)
     programs = (num_tokens, width // (2 * _TILE * _tiles(num_tokens > 1)))
-    down(programs, 32 * active, h, expert_TA, weight_TA, down_proj.codes, down_proj.scale, out_TD)
+    kernels.down(programs, 32 * active, h, expert_TA, weight_TA, down_proj.codes, down_proj.scale, out_TD)
     return out_TD
 
 
@@ -93,14 +100,19 @@ def _tiles(many: bool) -> int:
     return 2 if many else 1
 
 
+def _row_bytes(form: Form, width: int) -> int:
+    """Of a row of x that is prepared: e4m3 in float16."""
+    return width * (1 if form.act == "int8" else 2)
+
+
 @cache
-def _kernels(
-    form: Form, width: int, inner: int, active: int, many: bool, device: torch.device
-) -> tuple[cuda_code.CudaKernel, cuda_code.CudaKernel]:
+def _kernels(form: Form, width: int, inner: int, active: int, many: bool, device: torch.device) -> Kernels:
     constants = constants_for(form, width, inner, active, many)
-    shared_bytes = constants["ROWS"] * (width * (1 if form.act == "int8" else 2) + 64)
-    gate_up = cuda_code.build(SOURCE, "gate_up", shared_bytes, device, **constants)
-    down = cuda_code.build(SOURCE, "down", 0, device, **constants)
-    assert gate_up is not None
-    assert down is not None
-    return gate_up, down
+    shared_bytes = constants["ROWS"] * (_row_bytes(form, width) + 64)
+
+    def made(name: str, shared_bytes: int = 0) -> cuda_code.CudaKernel:
+        kernel = cuda_code.build(SOURCE, name, shared_bytes, device, **constants)
+        assert kernel is not None
+        return kernel
+
+    return Kernels(made("prepare"), made("gate_up", shared_bytes), made("down"))

@@ -3,7 +3,8 @@
 //
 // A lane has 16 bytes of a row of codes, 32 of them; which inputs meet in a product is free, as long as codes and rows
 // agree. So nothing is shuffled: a word's codes are taken apart by masks, and rows are put into the order in which they
-// come out. All that a warp reads of the weights is under way before the first product.
+// come out (`prepare`). All that a warp reads of the weights is under way before the first product, and before the
+// kernel whose result it multiplies has ended.
 //
 //     ACT   rows                     operands of the matrix units
 //     0     bfloat16, as they are    bfloat16: 128 + 8 + code by putting bits together, less 136
@@ -49,6 +50,13 @@ static __device__ Four load_row(const u8* at) {
                  : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(at) : "memory");
     return v;
 }
+
+static __device__ void begin_to_load(u8* to, const u8* at) {
+    const u32 place = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(place), "l"(at) : "memory");
+}
+
+static __device__ void wait_for_loads() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 static __device__ float load_scale(const float* at) {
     float v;
@@ -235,16 +243,48 @@ struct Inputs {
     }
 };
 
+// rows [T, D] as the products take them, and their scales.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+prepare(const u8* x, u8* rows, float* row_scales) {
+    __shared__ float most[WARPS];
+    constexpr int UNITS = (D / 8 + 32 * WARPS - 1) / (32 * WARPS);
+    const u64 t = blockIdx.x;
+    wait_for_earlier();
+    let_later_begin();
+    Four v[UNITS];
+    float found = 0, x_scale = 1;
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) {
+        const int unit = i * 32 * WARPS + threadIdx.x;
+        v[i] = {0, 0, 0, 0};
+        if (D / 8 % (32 * WARPS) == 0 || unit < D / 8) v[i] = load_row(x + t * (2 * D) + unit * 16);
+        found = fmaxf(found, largest_of(v[i]));
+    }
+    if (ACT) {
+#pragma unroll
+        for (int m = 16; m; m /= 2) found = fmaxf(found, __shfl_xor_sync(~0u, found, m));
+        if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = found;
+        __syncthreads();
+        x_scale = scale_of(largest_of(most));
+        if (threadIdx.x == 0) row_scales[t] = x_scale;
+    }
+    const float inverse = 1 / x_scale;
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) {
+        const int unit = i * 32 * WARPS + threadIdx.x;
+        if (D / 8 % (32 * WARPS) == 0 || unit < D / 8) put(rows + t * (D * BYTES), unit, v[i], x_scale, inverse);
+    }
+}
+
+// h [T * A, F] in bfloat16, pair by pair; the first pair of an expert does all of its pairs.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, UP_BLOCKS)
-gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, u16* h, int num_pairs) {
+gate_up(const u8* rows, const float* row_scales, const int* experts, const u8* codes, const float* scales, u16* h,
+        int num_pairs) {
     __shared__ float part[WARPS][ROWS][17];  // of each warp: 8 rows of gate, 8 of up
-    __shared__ float most[ROWS][WARPS];
     __shared__ int pairs[MANY ? 256 : 1];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const int p = blockIdx.y;
-    wait_for_earlier();
-    let_later_begin();
-    const int expert = experts[p];
+    const int expert = experts[p];  // choices are not those of the kernel before, and the one before that has ended
     int count = 1, first = p;
     if (MANY) {
         count = 0, first = -1;
@@ -278,40 +318,23 @@ gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, u
             for (int r = 0; r < 2; ++r)
                 if (!GROUP || CHUNKS % WARPS == 0 || start + i < CHUNKS)
                     scale[i][r] = load_scale(scale_at + r * F * UP_SCALES + group_of(start + i));
-        __syncthreads();  // pairs are known, and nobody reads the last rows any more
-
-        constexpr int UNITS = (D / 8 + 32 * WARPS - 1) / (32 * WARPS);
-        if (ACT) {
-            for (int c = 0; c < columns; ++c) {
-                const u8* const from = x + (u64)(pairs[begin + c] / A) * (2 * D);
-                float found = 0;
-#pragma unroll
-                for (int i = 0; i < UNITS; ++i) {
-                    const int unit = i * 32 * WARPS + threadIdx.x;
-                    if (D / 8 % (32 * WARPS) == 0 || unit < D / 8)
-                        found = fmaxf(found, largest_of(load_row(from + unit * 16)));
-                }
-#pragma unroll
-                for (int m = 16; m; m /= 2) found = fmaxf(found, __shfl_xor_sync(~0u, found, m));
-                if (lane == 0) most[c][warp] = found;
-            }
-            __syncthreads();
+        if (begin == 0) {
+            wait_for_earlier();
+            let_later_begin();
         }
+        __syncthreads();  // pairs are known, and nobody reads the last parts any more
+        // A warp fetches of the rows what it multiplies itself.
+        constexpr int PIECES = A_WARP * CHUNK * BYTES / 16;
         for (int c = 0; c < columns; ++c) {
-            const u8* const from = x + (u64)(pairs[begin + c] / A) * (2 * D);
-            float x_scale = 1, inverse = 1;
-            if (ACT) {
-                x_scale = scale_of(largest_of(most[c]));
-                inverse = 1 / x_scale;
-            }
+            const int mine = start * (CHUNK * BYTES);
+            const u8* const from = rows + (u64)(pairs[begin + c] / A) * (D * BYTES) + mine;
 #pragma unroll
-            for (int i = 0; i < UNITS; ++i) {
-                const int unit = i * 32 * WARPS + threadIdx.x;
-                if (D / 8 % (32 * WARPS) == 0 || unit < D / 8)
-                    put(memory + c * PITCH, unit, load_row(from + unit * 16), x_scale, inverse);
-            }
+            for (int i = lane; i < PIECES; i += 32)
+                if (CHUNKS % WARPS == 0 || mine + i * 16 < D * BYTES)
+                    begin_to_load(memory + c * PITCH + mine + i * 16, from + i * 16);
         }
-        __syncthreads();
+        wait_for_loads();
+        __syncwarp();
 
         float total[4] = {};
         Sum sum[4] = {};
@@ -335,7 +358,7 @@ gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, u
             float gate = 0, up = 0, x_scale = 1;
 #pragma unroll
             for (int k = 0; k < WARPS; ++k) gate += part[k][c][row], up += part[k][c][8 + row];
-            if (ACT) x_scale = scale_of(largest_of(most[c]));
+            if (ACT) x_scale = row_scales[pairs[begin + c] / A];
             gate *= x_scale * UNIT, up *= x_scale * UNIT;
             h[(u64)pairs[begin + c] * F + 8 * blockIdx.x + row] = bfloat16_of(gate / (1 + __expf(-gate)) * up);
         }
@@ -343,13 +366,13 @@ gate_up(const u8* x, const int* experts, const u8* codes, const float* scales, u
     }
 }
 
+// out [T, D] in bfloat16: a warp for each choice of a token.
 extern "C" __global__ void __launch_bounds__(32 * A, DOWN_BLOCKS)
 down(const u8* h, const int* experts, const float* weights, const u8* codes, const float* scales, u16* out) {
     __shared__ __align__(16) u8 rows[A][F * BYTES];
     __shared__ float part[A][16 * TILES];
     const int a = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const u64 pair = (u64)blockIdx.x * A + a;
-    // Choices and weights are not those of the kernel before, and the one before that has ended.
     const int expert = experts[pair];
     const int d = blockIdx.y * (16 * TILES);
     const u8* const at = codes + ((u64)expert * D + d + group) * (F / 2) + quarter * 16;
