@@ -1,15 +1,16 @@
 """`glm5 bench throughput` and `latency`: our engine, beside a peer or alone. Tables go to standard output."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glm5.cli.cached import kernels_in
 from glm5.common.console import out
 from glm5.common.errors import UsageError
-from glm5.config.bench import BenchConfig, LatencyConfig
+from glm5.config.bench import RECIPES, BenchConfig, LatencyConfig
 from glm5.config.presets import preset
 
 if TYPE_CHECKING:
@@ -48,43 +49,40 @@ def run_steps(settings: LatencyConfig) -> int:
     from glm5.bench.latency.measure import measure
     from glm5.bench.latency.report import table
     from glm5.bench.report import about, write_json
+    from glm5.bench.steps.case import with_codes
     from glm5.checkpoint.init import write_weightless
     from glm5.engine.llm import LLM
 
     assert settings.preset is not None
     cfg = preset(settings.preset, settings.num_hidden_layers)
+    if settings.weights in RECIPES:
+        cfg = with_codes(cfg, settings.weights)
     engine: dict[str, Any] = settings.engine_config().model_dump()
     engine |= {"adaptive_speculation": False, "enable_return_routed_experts": True}
     with tempfile.TemporaryDirectory() as folder, _kernel_cache(empty=settings.empty_kernel_cache):
-        path = write_weightless(cfg, Path(folder) / settings.preset, fp8=settings.weights == "fp8")
+        path = write_weightless(cfg, Path(folder) / settings.preset, fp8=settings.weights != "bfloat16")
         with LLM(path, dtype=settings.dtype, device=settings.device, **engine) as llm:
             _show(f"{settings.preset}, {cfg.num_hidden_layers} layers, random weights", llm)
-            found = about("latency", settings) | {
-                "layers": cfg.num_hidden_layers,
-                "engine": dict(llm.table),
-                **measure(settings, llm, lambda line: out(line, flush=True)),
-            }
+            known = about("latency", settings) | {"layers": cfg.num_hidden_layers, "engine": dict(llm.table)}
+
+            def keep(found: dict[str, Any], **more: bool) -> None:
+                if settings.json_ is not None:
+                    write_json(settings.json_, known | found | more)
+
+            found = measure(settings, llm, lambda line: out(line, flush=True), partial(keep, partial=True))
+    keep(found)
     out("\n" + table(found))
-    if settings.json_ is not None:
-        write_json(settings.json_, found)
     return 0
 
 
 @contextmanager
 def _kernel_cache(*, empty: bool) -> Iterator[None]:
-    """Where processes that are started meanwhile keep compiled kernels: with `empty`, a folder that goes away."""
-    before = os.environ.get("TRITON_CACHE_DIR")
+    """With `empty`, a folder for kernels that goes away; else the usual one."""
     if not empty:
         yield
         return
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder
-        try:
-            yield
-        finally:
-            del os.environ["TRITON_CACHE_DIR"]
-            if before is not None:
-                os.environ["TRITON_CACHE_DIR"] = before
+    with tempfile.TemporaryDirectory() as folder, kernels_in(folder):
+        yield
 
 
 def _show(model: str, llm: "LLM") -> None:

@@ -31,6 +31,8 @@ class BenchAllConfig(Command):
     """Tokens of a prompt."""
     output_len: Count = 512
     """Tokens of an answer of the server. Steps are timed over half as many."""
+    requests: Count = 8
+    """Requests of each client, one after the other."""
     context: tuple[Count, ...] = (32768, 131072)
     """Contexts at which one sequence decodes."""
     batch: tuple[Count, ...] = (1, 8, 32, 64, 128)

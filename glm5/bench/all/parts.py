@@ -1,7 +1,9 @@
 """The parts, their commands, and how long they take at most (on eight H200 with the whole model, from its targets)."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from glm5.config.bench_all import BenchAllConfig
 from glm5.config.presets import preset
@@ -9,8 +11,9 @@ from glm5.config.presets import preset
 DEPTH, ACCEPTED = 3, 2.99
 # By number of GPUs: each has what one of eight would have of the whole.
 NAMES = {8: "whole_tp8", 4: "half_tp4", 2: "quarter_tp2", 1: "eighth_tp1"}
-_SERVE_SECONDS = {1: 45, 8: 70, 16: 90, 32: 125, 64: 160, 128: 280}
-START_SECONDS = 90
+_SERVE_SECONDS = {1: 45, 8: 70, 16: 90, 32: 125, 64: 160, 128: 280}  # of eight requests a client
+START_SECONDS = 60
+_BRIEF = 64  # steps timed with shared indices
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,14 @@ class Part:
 
     def file(self, work: Path) -> Path:
         return work / f"{self.name}.json"
+
+    def found(self, work: Path) -> dict[str, Any] | None:
+        """What it left, with `partial` where it was cut short."""
+        return json.loads(path.read_text()) if (path := self.file(work)).exists() else None
+
+    def is_done(self, work: Path) -> bool:
+        found = self.found(work)
+        return found is not None and not found.get("partial")
 
 
 @dataclass(frozen=True)
@@ -53,23 +64,23 @@ def engine_flags(settings: BenchAllConfig, size: Size) -> list[str]:
 def parts(settings: BenchAllConfig, size: Size, *, kernels: bool, port: int) -> list[Part]:
     """All of them, in order. `port`: the server's."""
     latency = ["bench", "latency", "--num-hidden-layers", str(size.layers), *engine_flags(settings, size)]
-    latency += ["--input-len", str(settings.input_len), "--output-len", str(max(1, settings.output_len // 2))]
+    latency += ["--input-len", str(settings.input_len)]
     batches, contexts = ([str(number) for number in numbers] for numbers in (settings.batch, settings.context))
     drafts = ["--num-speculative-tokens", str(DEPTH), "--simulate-acceptance", str(ACCEPTED)]
-    steps = [*latency, "--preset", settings.preset, "--empty-kernel-cache", *drafts]
-    found = [Part("steps", (*steps, "--batch", *batches, "--context", *contexts), 240)]
-    if settings.preset == "glm-5":
-        found.append(
-            Part("shared", (*latency, "--preset", "glm-5.2", "--batch", *batches, "--context", *contexts), 200)
-        )
-    if kernels:
-        found.append(Part("kernels", ("bench", "kernels"), 120))
+    sizes = ["--batch", *batches, "--context", *contexts]
+    half = ["--output-len", str(max(1, settings.output_len // 2))]
+    found = [Part("steps", (*latency, "--preset", settings.preset, *half, *drafts, *sizes), 180)]
     load = ["bench", "serve", "--port", str(port), "--vocab-size", str(preset(settings.preset).vocab_size)]
     load += ["--random-input-len", str(settings.input_len), "--random-output-len", str(settings.output_len)]
     for clients in settings.max_concurrency:
-        seconds = _SERVE_SECONDS.get(clients, 300)
-        command = (*load, "--max-concurrency", str(clients), "--seed", str(clients))
-        found.append(Part(f"serve-{clients}", command, seconds, clients))
+        seconds = _SERVE_SECONDS.get(clients, 300) * settings.requests / 8
+        number = ["--max-concurrency", str(clients), "--num-prompts", str(clients * settings.requests)]
+        found.append(Part(f"serve-{clients}", (*load, *number, "--seed", str(clients)), seconds, clients))
+    if settings.preset == "glm-5":
+        brief = ["--preset", "glm-5.2", "--num-speculative-tokens", "0", "--output-len", str(_BRIEF)]
+        found.append(Part("shared", (*latency, *brief, *sizes), 80))
+    if kernels:
+        found.append(Part("kernels", ("bench", "kernels"), 120))
     return found
 
 

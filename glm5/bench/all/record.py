@@ -34,8 +34,8 @@ _STEPS = (
 
 
 def entry(size: Size, parts: list[Part], work: Path, commit: str | None) -> dict[str, Any]:
-    """Of the parts that are done."""
-    done = {part.name: json.loads(part.file(work).read_text()) for part in parts if part.file(work).exists()}
+    """Of the parts that are done, and of what there is of the one that was cut short."""
+    done = {part.name: document for part in parts if (document := part.found(work)) is not None}
     found: dict[str, Any] = {"layers": size.layers, "gpus": size.gpus, "commit": commit}
     if (steps := done.get("steps")) is not None:
         found |= {name: _short(steps[name]) for name in _STEPS if name in steps}
@@ -45,7 +45,7 @@ def entry(size: Size, parts: list[Part], work: Path, commit: str | None) -> dict
     serve = {str(part.clients): _load(done[part.name]) for part in parts if part.clients and part.name in done}
     if serve:
         found["serve"] = serve
-    found["missing"] = [part.name for part in parts if part.name not in done]
+    found["missing"] = [part.name for part in parts if not part.is_done(work)]
     return found
 
 
@@ -73,6 +73,7 @@ def _load(document: dict[str, Any]) -> dict[str, Any]:
             "tpot_ms": run["mean_tpot_ms"],
             "itl_p99_ms": run["p99_itl_ms"],
             "requests": run["completed"],
+            "partial": document["partial"],
             "failed": run["failed"],
         }
     )

@@ -1,13 +1,15 @@
 """Does the parts that are missing, as long as there is time, and records what is there."""
 
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -25,8 +27,11 @@ _LEAVE_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 
 
-def run(settings: BenchAllConfig) -> int:
-    """0 once every part is done, 3 while some are missing. Raises GlmError when a part fails."""
+def run(settings: BenchAllConfig, kernels: Path) -> int:
+    """0 once every part is done, 3 while some are missing. Raises GlmError when a part failed, after the others.
+
+    `kernels`: the folder where processes that are started keep what they compile; emptied before steps.
+    """
     ends = time.monotonic() + settings.time_limit
     gpus = torch.cuda.device_count()
     size = size_of(settings, settings.tensor_parallel_size or gpus or 1)
@@ -35,19 +40,31 @@ def run(settings: BenchAllConfig) -> int:
     model, port = work / "model", _free_port()
     every = parts(settings, size, kernels=gpus > 0 and installed(), port=port)
     out(f"{size.name}: {settings.preset}, {size.layers} layers on {size.gpus}; results in {work}", flush=True)
-    missing = [part for part in every if not part.file(work).exists()]
-    try:
-        for part in missing:
-            if part.clients is None and _fits(part, ends):
+    commit = settings.commit or _commit()
+    failed: list[GlmError] = []
+
+    def measure(part: Part) -> None:
+        try:
+            with _noted(failed):
                 _call([*part.command, "--json", str(part.file(work))], ends)
-        loads = [part for part in missing if part.clients is not None and _fits(part, ends, START_SECONDS)]
-        if loads:
+        finally:
+            if part.file(work).exists():
+                write(Path(settings.json_), size.name, entry(size, every, work, commit))
+
+    missing = [part for part in every if not part.is_done(work)]
+    if not every[0].is_done(work):
+        shutil.rmtree(kernels, ignore_errors=True)
+    for serves, group in groupby(missing, lambda part: part.clients is not None):
+        some = list(group)
+        if not serves:
+            _each(some, ends, measure)
+        elif any(_fits(part, ends, START_SECONDS) for part in some):
             _write_model(settings, size, model)
-            _serve(settings, size, loads, work, model, port, ends)
-    finally:
-        found = entry(size, every, work, settings.commit or _commit())
-        if len(found["missing"]) < len(every):  # else what is recorded, if only projected, says more
-            write(Path(settings.json_), size.name, found)
+            with _noted(failed), _served(server(settings, size, model, port), port, ends):
+                _each(some, ends, measure)
+    if failed:
+        raise failed[0]
+    found = entry(size, every, work, commit)
     out("\n" + table(found))
     if found["missing"]:
         out(f"not done yet: {', '.join(found['missing'])}; the same command goes on")
@@ -63,13 +80,20 @@ def _write_model(settings: BenchAllConfig, size: Size, model: Path) -> None:
     write_weightless(cfg, model, fp8=settings.preset == "glm-5")
 
 
-def _serve(
-    settings: BenchAllConfig, size: Size, loads: Sequence[Part], work: Path, model: Path, port: int, ends: float
-) -> None:
-    with _served(server(settings, size, model, port), port, ends):
-        for part in loads:
-            if _fits(part, ends):
-                _call([*part.command, "--json", str(part.file(work))], ends)
+@contextmanager
+def _noted(failed: list[GlmError]) -> Iterator[None]:
+    """What fails is said and noted down."""
+    try:
+        yield
+    except GlmError as error:
+        out(f"error: {error}", flush=True)
+        failed.append(error)
+
+
+def _each(some: Sequence[Part], ends: float, measure: Callable[[Part], None]) -> None:
+    for part in some:
+        if _fits(part, ends):
+            measure(part)
 
 
 def _call(command: Sequence[str], ends: float) -> None:

@@ -18,11 +18,13 @@ _FIRST = 4  # tokens of the last sequence to begin, after which steps are timed:
 _PROMPTS = 5  # of which the median counts
 
 Say = Callable[[str], None]
+Keep = Callable[[dict[str, Any]], None]
 
 
-def measure(settings: LatencyConfig, llm: LLM, say: Say) -> dict[str, Any]:
-    """All figures, for JSON. `say` hears of each as it is found. Raises ConfigError where the cache is too small for
-    what is asked, GlmError where routing did not spread."""
+def measure(settings: LatencyConfig, llm: LLM, say: Say, keep: Keep = lambda _found: None) -> dict[str, Any]:
+    """All figures, for JSON. `say` hears of each as it is found; `keep` gets what there is, again and again, once it is
+    known that routing spread. Raises ConfigError where the cache is too small for what is asked, GlmError where routing
+    did not spread."""
     facts, cfg = llm.client.facts, llm.cfg
     rng = Random(settings.seed)
     prompts = [_tokens(rng, cfg.vocab_size, settings.input_len) for _ in range(max(settings.batch))]
@@ -48,6 +50,7 @@ def measure(settings: LatencyConfig, llm: LLM, say: Say) -> dict[str, Any]:
     for batch in sorted(settings.batch):
         found["decode_ms"][str(batch)] = _decode_ms(llm, prompts[:batch], settings.output_len)
         say(f"decoding step of {batch}: {found['decode_ms'][str(batch)]:.2f} ms")
+        keep(found)
     if facts.max_depth:
         found["mtp_tok_s"], found["mtp_tokens_a_step"] = _drafted(llm, prompts[0], settings.output_len)
         found["mtp_depth"], found["simulated_acceptance"] = facts.max_depth, facts.simulated_acceptance
@@ -56,6 +59,7 @@ def measure(settings: LatencyConfig, llm: LLM, say: Say) -> dict[str, Any]:
             f"one sequence with {facts.max_depth} drafts a step: {found['mtp_tok_s']:.0f} tokens/s, "
             f"{found['mtp_tokens_a_step']:.2f} tokens a step{kind}"
         )
+        keep(found)
     found["decode_ms_by_context"], found["prefill_s_by_context"] = {}, {}
     for context in sorted(settings.context):
         prompt = _tokens(rng, cfg.vocab_size, max(1, context - settings.output_len))
@@ -67,6 +71,7 @@ def measure(settings: LatencyConfig, llm: LLM, say: Say) -> dict[str, Any]:
             f"context of {context}: {found['decode_ms_by_context'][str(context)]:.2f} ms a step, prompt "
             f"{found['prefill_s_by_context'][str(context)]:.1f} s"
         )
+        keep(found)
     found["kernels_built_late"] = llm.stats()["kernels_built_late"]
     say(f"kernels compiled after the start: {found['kernels_built_late']}")
     return found

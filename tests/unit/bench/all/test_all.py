@@ -29,7 +29,7 @@ TIMES = {"output_throughput": 80.0, "steady_output_throughput": None, "mean_ttft
 RUN = {**TIMES, "mean_tpot_ms": 7.0, "p99_itl_ms": 9.0, "completed": 8, "failed": 0}
 RUN |= {"first_wave": {"mean_ttft_ms": 91.0}, "after_first_wave": {}}
 TINY = "--preset tiny --num-hidden-layers 2 --tensor-parallel-size 1 --max-concurrency 1 --batch 1 2 --context 96"
-TINY += " --input-len 24 --output-len 12 --engine max-model-len=192"
+TINY += " --input-len 24 --output-len 12 --requests 2 --engine max-model-len=192"
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,15 @@ def test_parts_are_commands_of_this_package():
     every = parts(settings, size, kernels=True, port=1)
     assert [part.name for part in every] == [
         "steps",
+        *(f"serve-{n}" for n in (1, 8, 16, 32, 64, 128)),
         "shared",
         "kernels",
-        *(f"serve-{n}" for n in (1, 8, 16, 32, 64, 128)),
     ]
     steps = " ".join(every[0].command)
-    for flags in ("--preset glm-5 ", "--simulate-acceptance 2.99", "--empty-kernel-cache", "--kv-cache-dtype=fp8"):
+    for flags in ("--preset glm-5 ", "--simulate-acceptance 2.99", "--output-len 256", "--kv-cache-dtype=fp8"):
         assert flags in steps
-    assert "--simulate-acceptance" not in " ".join(every[1].command)
-    assert "--max-concurrency 128" in " ".join(every[-1].command)
+    assert "--simulate-acceptance" not in " ".join(every[-2].command)
+    assert "--max-concurrency 128 --num-prompts 1024" in " ".join(every[-3].command)
 
 
 def test_what_is_done_is_recorded_beside_other_entries(tmp_path):
@@ -63,9 +63,9 @@ def test_what_is_done_is_recorded_beside_other_entries(tmp_path):
     size = size_of(settings, 4)
     every = parts(settings, size, kernels=False, port=1)
     (tmp_path / "steps.json").write_text(json.dumps(STEPS))
-    (tmp_path / "serve-1.json").write_text(json.dumps({"runs": [RUN]}))
+    (tmp_path / "serve-1.json").write_text(json.dumps({"runs": [RUN], "partial": False}))
     found = entry(size, every, tmp_path, "abc")
-    assert found["missing"] == ["shared", "serve-8"]
+    assert found["missing"] == ["serve-8", "shared"]
     assert found["decode_ms"] == {"1": 6.543}
     assert found["serve"]["1"] == {
         "output_tok_s": 80.0,
@@ -77,6 +77,7 @@ def test_what_is_done_is_recorded_beside_other_entries(tmp_path):
         "tpot_ms": 7.0,
         "itl_p99_ms": 9.0,
         "requests": 8,
+        "partial": False,
         "failed": 0,
     }
     assert "| 1 | 80.0 | 90.0 | 91.0 | - | 7.0 | 9.0 |" in table(found)
@@ -91,21 +92,39 @@ class Called(list):
 
     def __call__(self, command, _ends):
         self.append(command)
-        Path(command[-1]).write_text(json.dumps({"runs": [RUN]} if command[1] == "serve" else STEPS))
+        Path(command[-1]).write_text(json.dumps(STEPS))
+
+
+def short_of_time(folder):
+    files = {"json": str(folder / "all.json"), "work": str(folder), "preset": "tiny"}
+    return BenchAllConfig(**files, tensor_parallel_size=8, time_limit=190, max_concurrency=(128,))
 
 
 def test_what_does_not_fit_into_the_time_is_done_next_time(tmp_path, monkeypatch, capsys):
     called = Called()
     monkeypatch.setattr(module, "_call", called)
-    monkeypatch.setattr(module, "_serve", lambda *_arguments: None)
-    settings = BenchAllConfig(
-        json=str(tmp_path / "all.json"), work=str(tmp_path), tensor_parallel_size=8, time_limit=400
-    )
-    assert module.run(settings.model_copy(update={"preset": "tiny"})) == 3
+    settings = short_of_time(tmp_path)
+    assert module.run(settings, tmp_path / "kernels") == 3
     assert [command[1] for command in called] == ["latency"]
-    assert "not done yet: serve-1," in capsys.readouterr().out
-    assert module.run(settings.model_copy(update={"preset": "tiny"})) == 3
+    assert "not done yet: serve-128;" in capsys.readouterr().out
+    assert module.run(settings, tmp_path / "kernels") == 3
     assert len(called) == 1
+
+
+def test_what_was_cut_short_is_recorded_and_done_again(tmp_path, monkeypatch):
+    called = Called()
+    monkeypatch.setattr(module, "_call", called)
+    settings = short_of_time(tmp_path)
+    (tmp_path / "whole_tp8").mkdir()
+    (tmp_path / "whole_tp8" / "steps.json").write_text(json.dumps(STEPS | {"partial": True}))
+    size = size_of(settings, 8)
+    every = parts(settings, size, kernels=False, port=1)
+    found = entry(size, every, tmp_path / "whole_tp8", None)
+    assert found["prefill_ms"] == 61.0
+    assert found["missing"] == ["steps", "serve-128"]
+    assert module.run(settings, tmp_path / "kernels") == 3
+    assert [command[1] for command in called] == ["latency"]
+    assert json.loads((tmp_path / "all.json").read_text())["whole_tp8"]["missing"] == ["serve-128"]
 
 
 @pytest.mark.slow
@@ -122,7 +141,7 @@ def test_the_command_measures_steps_and_a_server(tmp_path):
     assert main(["bench", "all", *TINY.split(), *flags]) == 0
     found = json.loads((tmp_path / "all.json").read_text())["eighth_tp1"]
     assert found["missing"] == []
-    assert found["serve"]["1"]["requests"] == 8
+    assert found["serve"]["1"]["requests"] == 2
     assert found["decode_ms"].keys() == {"1", "2"}
 
 
