@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -55,6 +56,7 @@ def load(
     lora_norm_eps: float | None = None,
     shard: Shard = WHOLE,
     on_read: Callable[[int, float], None] = lambda _num_bytes, _seconds: None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Glm5:
     """The model of a checkpoint directory or hub id, in eval mode; `model.cfg` says what it became.
 
@@ -62,8 +64,8 @@ def load(
     (float64 product of weight and scale, rounded once). The router's selection bias is float32 always.
     `lora_norm_eps` overrides the config's. Of a `shard` the modules hold that rank's part of their weights, and nothing
     that adds up the parts (`glm5.parallel.apply` does); `model.cfg` is the whole model's. On device meta there is
-    nothing in them, and nothing is read. `on_read` is told how many
-    bytes were read in how many seconds. Raises `CheckpointError` for
+    nothing in them, and nothing is read. `on_read` is told how many bytes were read in how many seconds. `changes`:
+    keys of config.json that differ and leave every weight as it is, such as index_topk. Raises `CheckpointError` for
     files that are damaged or do not fit the config, `ConfigError` for a bad config.json, dtype or device, and for a
     model that cannot be dealt out to so many ranks.
     """
@@ -75,8 +77,8 @@ def load(
     found = fit(index, cfg)
     found.check()
     _log(found, cfg)
-    if lora_norm_eps is not None:
-        found = replace(found, cfg=found.cfg.replace(lora_norm_eps=lora_norm_eps))
+    changed = dict(changes) if lora_norm_eps is None else {**changes, "lora_norm_eps": lora_norm_eps}
+    found = replace(found, cfg=found.cfg.replace(**changed))
     return read_model(directory, index, found, wanted, target, shard, on_read)
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,14 +72,17 @@ class Builder:
             _scale(indexers(model), section, self.cfg)
             model.requires_grad_()
         else:
-            model = load(resolve(section.checkpoint), dtype=dtype)
-            for name, value in section.config.items():
-                if name not in ("rope_theta", "max_position_embeddings", "index_topk"):
-                    raise refuse(
-                        f"model.config.{name}", value, "of a checkpoint, only what leaves its weights as they are"
-                    )
+            model = load(checkpoint, dtype=dtype, changes=self.changes())
             model.requires_grad_()
         return model.to(device=device, dtype=dtype).train()
+
+    def changes(self) -> dict[str, Any]:
+        """Keys of a checkpoint's config that the recipe has otherwise. Raises ConfigError for one that its weights
+        depend on."""
+        for name, value in self.recipe.model.config.items():
+            if name not in ("rope_theta", "max_position_embeddings", "index_topk"):
+                raise refuse(f"model.config.{name}", value, "of a checkpoint, only what leaves its weights as they are")
+        return self.recipe.model.config
 
     def rows(self, stage: StageConfig) -> Mixed:
         """The stage's mixture; token files are opened, and checked, and made where they are not there yet."""

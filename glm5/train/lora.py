@@ -97,7 +97,8 @@ class LoraTrainee(Trainee):
         saved = None if saved is None else whole_state(saved, builder.out)
         self.recipe, self.builder, self._saved = recipe, builder, saved
         self.device, self.masters = device_of(recipe.device), None
-        self.model = load(resolve(recipe.model.checkpoint), dtype="auto", device=self.device).train()
+        base = resolve(recipe.model.checkpoint)
+        self.model = load(base, dtype="auto", device=self.device, changes=builder.changes()).train()
         self.adapted = adapt(self.model, recipe.lora, recipe.seed)
         if saved is not None:
             self.model.load_state_dict(saved["model"], strict=False)

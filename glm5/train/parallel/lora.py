@@ -78,6 +78,6 @@ class SharedLora(SharedTrainee):
 
     def _adapted(self, device: str) -> Glm5:
         """The whole model of the checkpoint with new adapters."""
-        model = load(resolve(self._base), dtype="auto", device=device)
+        model = load(resolve(self._base), dtype="auto", device=device, changes=self.builder.changes())
         adapt(model, self._lora, self.recipe.seed)
         return model

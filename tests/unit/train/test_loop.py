@@ -15,7 +15,8 @@ import torch
 
 import glm5
 from glm5.common.errors import DataError, TrainingError
-from glm5.config.train import read_recipe
+from glm5.config.train import ModelSection, read_recipe
+from glm5.model.indexer import Indexer
 from glm5.train import loop, trainee
 from glm5.train.build import Builder
 from glm5.train.data.tokens import writing
@@ -55,6 +56,16 @@ def test_weights_are_written_in_files_of_the_size_asked_for(tmp_path):
     files = sorted(best.glob("*.safetensors"))
     assert len(files) > 2
     assert torch.isfinite(glm5.load(best).logits([1, 2, 3])).all()
+
+
+def test_what_a_recipe_changes_of_a_checkpoints_config_reaches_every_layer(straight, tmp_path):
+    _, best = straight
+    model = {"checkpoint": str(best), "config": {"index_topk": 5}}
+    wanted = recipe(tmp_path, "out").model_copy(update={"model": ModelSection.model_validate(model)})
+    builder = Builder(wanted, tmp_path, tmp_path / "out")
+    model = builder.model(torch.device("cpu"))
+    indexers = [module for module in model.modules() if isinstance(module, Indexer)]
+    assert {each.cfg.index_topk for each in [builder, model, *indexers]} == {5}
 
 
 def test_a_finished_run_says_so_at_once(straight, monkeypatch):
