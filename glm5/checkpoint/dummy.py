@@ -23,7 +23,7 @@ from glm5.kernels.block_scaled import FP8
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import WHOLE, Shard, local_config
 
-_RMS = {FP8: E4M3_RMS, torch.int8: 74.0, torch.uint8: 4.6}  # of codes; uint8: two of 4 bits
+_RMS = {FP8: E4M3_RMS, torch.int8: 74.0, torch.uint8: 4.0}  # of codes; uint8: two of 4 bits
 _CHUNK = 1 << 28  # elements filled at a time
 FP8_CONFIG: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -86,8 +86,12 @@ def _fill(name: str, tensor: Tensor, width: int, generator: torch.Generator) -> 
             part.random_(0, 256, generator=generator)
             part.masked_fill_((part & 0x7F) == 0x7F, 0)  # the two that are no numbers
     elif tensor.dtype in (torch.uint8, torch.int8):
+        # Without the lowest code, which has no opposite: a mean below 0 grows from layer to layer, until all tokens are
+        # alike and choose the same experts.
         for part in tensor.view(torch.uint8).view(-1).split(_CHUNK):
             part.random_(0, 256, generator=generator)
+            for mask, lowest in ((0x0F, 0x08), (0xF0, 0x80)) if tensor.dtype == torch.uint8 else ((0xFF, 0x80),):
+                part.masked_fill_((part & mask) == lowest, 0)
     else:
         std = 1.0 if name.endswith("embed_tokens.weight") else width**-0.5
         for part in tensor.view(-1).split(_CHUNK):

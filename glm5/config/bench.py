@@ -9,6 +9,7 @@ from glm5.config.presets import PresetName
 from glm5.config.speculative import EngineFlags
 
 Count = Annotated[int, Field(ge=1)]
+RECIPES = ("w4a8-channel", "w4a8-group", "w8a8")  # of `glm5 quantize`
 
 
 class BenchConfig(EngineFlags):
@@ -49,8 +50,8 @@ class LatencyConfig(BenchConfig):
     """An architecture by name, in place of a model: steps are measured. With --load-format dummy."""
     num_hidden_layers: Count | None = None
     """With --preset: the first so many of its layers. Default: all."""
-    weights: Literal["fp8", "bfloat16"] = "fp8"
-    """With --preset: what weights are stored as."""
+    weights: Literal["fp8", "bfloat16", "w4a8-channel", "w4a8-group", "w8a8"] = "fp8"
+    """With --preset: what weights are stored as; but for fp8 and bfloat16, names of `glm5 quantize`'s recipes."""
     batch: tuple[Count, ...] = (1, 8, 32, 64, 128)
     """With --preset: sequences that decode together. The most of them are also prompts that come at once."""
     context: tuple[Count, ...] = (32768, 131072)

@@ -13,9 +13,9 @@ import torch
 from glm5.bench.latency.spread import expected_experts
 from glm5.bench.steps.anatomy import kernels_of, timed
 from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config, with_codes
+from glm5.config.bench import RECIPES
 from glm5.config.presets import preset
 
-RECIPES = ("w4a8-channel", "w4a8-group", "w8a8")
 _SHOWN = 24  # kernels of an anatomy
 
 

@@ -106,12 +106,16 @@ def test_flags_that_do_not_fit_together(flags, why, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_measures_two_ranks(tmp_path, capsys):
+@pytest.mark.parametrize(("weights", "kinds"), [("bfloat16", "float32 on"), ("w4a8-channel", "w8a8, w4a8 weights")])
+def test_the_command_measures_two_ranks(weights, kinds, tmp_path, capsys):
     path = tmp_path / "steps.json"
-    flags = "--preset tiny --load-format dummy --weights bfloat16 --dtype float32 -tp 2 --batch 1 2 --context 96"
+    flags = f"--preset tiny --load-format dummy --weights {weights} -tp 2 --batch 1 2 --context 96"
+    flags += " --dtype float32" if weights == "bfloat16" else ""
     flags += " --input-len 24 --output-len 6 --max-model-len 192 --num-speculative-tokens 2 --simulate-acceptance 2.2"
     assert main(["bench", "latency", *flags.split(), "--empty-kernel-cache", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["layers"] == 4
     assert found["settings"]["tensor_parallel_size"] == 2
-    assert "decoding step, batch 2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "decoding step, batch 2" in said
+    assert kinds in said
