@@ -23,18 +23,15 @@ def fp8_linear(
 ) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D], [T, O] in x's dtype; x is quantized by `act_quant` first.
 
-    `triton` leaves x as it is for up to 16 rows, which is nearer to the exact product; `scaled_mm` is cuBLASLt's. On a
-    GPU `auto` takes these two, by the number of rows. `cuda`: for a step's rows on Hopper.
+    `triton` leaves x as it is for up to 16 rows, which is nearer to the exact product; `cuda` is for a step's rows on
+    Hopper, `scaled_mm` cuBLASLt's. On a GPU `auto` takes these, by the number of rows and the weight's shape.
 
     `quantized`: `act_quant(x_TD)`, for those who have it already.
 
     Inference only: backward raises RuntimeError. Raises ValueError where data and scale do not fit (BlockScaled.check).
     """
     if impl == "auto":
-        impl = "reference"
-        if chosen(x_TD, weight.scale):
-            many = len(x_TD) > MAX_TILED_ROWS and _scaled_mm.refusal(weight, x_TD.dtype) is None
-            impl = "scaled_mm" if many else "triton"
+        impl = _choose(x_TD, weight)
     if impl == "reference":
         return _reference(x_TD, weight, quantized)
     if impl == "triton":
@@ -46,3 +43,12 @@ def fp8_linear(
     if impl == "cuda":
         return cuda.fp8_linear(x_TD, weight, quantized)
     raise unknown_impl("fp8_linear", impl, ("reference", "triton", "scaled_mm", "cuda"))
+
+
+def _choose(x_TD: Tensor, weight: BlockScaled) -> Literal["reference", "triton", "scaled_mm", "cuda"]:
+    if not chosen(x_TD, weight.scale):
+        return "reference"
+    if len(x_TD) > MAX_TILED_ROWS and _scaled_mm.refusal(weight, x_TD.dtype) is None:
+        return "scaled_mm"
+    is_faster = cuda.is_faster(len(x_TD), *weight.data.shape)
+    return "cuda" if is_faster and not cuda.refusal(x_TD, weight) else "triton"

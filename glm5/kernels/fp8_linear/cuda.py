@@ -16,6 +16,8 @@ MAX_ROWS = 128
 _THREADS, _ROOM = 320, 220 << 10  # as in linear.cu; bytes of shared memory
 _PROGRAMS = 128  # that run at once where they come in clusters
 _MOST_STAGES = 8
+_LEAST_BLOCKS = 12  # of columns that a program has, where they are shared
+_MIN_TOKENS = 17
 
 
 class Cut(NamedTuple):
@@ -27,7 +29,13 @@ class Cut(NamedTuple):
 def cut_for(rows: int, cols: int) -> Cut:
     """What was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
     tiles, blocks = num_blocks(rows), num_blocks(cols)
-    return Cut(next(n for n in (8, 4, 2, 1) if n == 1 or (n * tiles <= _PROGRAMS and 2 * n <= blocks)))
+    return Cut(next(n for n in (4, 2, 1) if n == 1 or (n * tiles <= _PROGRAMS and _LEAST_BLOCKS * n <= blocks)))
+
+
+def is_faster(num_tokens: int, rows: int, cols: int) -> bool:
+    """Than Triton's tiles, there: not below 17 rows, for which somebody would have to quantize, nor where a program has
+    so many rows to add up that a cluster would have to share them."""
+    return _MIN_TOKENS <= num_tokens <= (MAX_ROWS if cut_for(rows, cols).shares > 1 else MAX_ROWS // 2)
 
 
 def refusal(x_TD: Tensor, weight: BlockScaled) -> str:

@@ -1,5 +1,7 @@
 """linear.cu on a CPU, a program at a time: every number of columns, a last tile of few outputs, stages used twice."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from glm5.kernels.fp8_linear import cuda, fp8_linear
 from glm5.testing.numerics import rel_rms
 from tests.support.cuda_on_cpu import Matrix, build, needs_compiler
 
+module = import_module("glm5.kernels.fp8_linear")
 BUDGET = 3e-3  # the result's rounding to bfloat16: measured 1.7e-3
 
 
@@ -28,8 +31,23 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path):
 
 
 def test_columns_are_shared_by_as_many_programs_as_run_at_once():
-    sizes = [(2752, 6144), (6144, 2048), (2048, 2048), (3072, 6144), (6144, 1536), (512, 128), (1 << 15, 4096)]
-    assert [cuda.cut_for(*each).shares for each in sizes] == [4, 2, 8, 4, 2, 1, 1]
+    sizes = [(2752, 6144), (6144, 2048), (6144, 4096), (3072, 6144), (6144, 1536), (512, 128), (1 << 15, 4096)]
+    assert [cuda.cut_for(*each).shares for each in sizes] == [4, 1, 2, 4, 1, 1, 1]
+
+
+def test_auto_takes_it_where_it_is_faster_and_can_be_built(monkeypatch, gen):
+    weight = quantize_blocks(torch.randn(256, 128, generator=gen))
+    monkeypatch.setattr(module, "chosen", lambda *given: True)
+    monkeypatch.setattr(module._scaled_mm, "refusal", lambda *given: None)
+
+    def choice(T):
+        return module._choose(torch.zeros(T, 128, dtype=torch.bfloat16), weight)
+
+    monkeypatch.setattr(cuda, "refusal", lambda *given: "needs NVRTC")
+    assert [choice(T) for T in (16, 17, 64, 129)] == ["triton", "triton", "triton", "scaled_mm"]
+    monkeypatch.setattr(cuda, "refusal", lambda *given: "")
+    assert [choice(T) for T in (16, 17, 64, 65, 129)] == ["triton", "cuda", "cuda", "triton", "scaled_mm"]
+    assert [cuda.is_faster(T, 2752, 6144) for T in (16, 17, 128, 129)] == [False, True, True, False]
 
 
 def test_refusals(gen):
