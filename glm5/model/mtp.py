@@ -67,7 +67,7 @@ class MTPLayer(DecoderLayer):
         self, embed_TD: Tensor, hidden_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
     ) -> tuple[Tensor, Selection]:
         """H' [T, D] and the selection used. A given selection is reused and the indexer not run."""
-        # Not through hooks: FSDP's are around this method, and run inside of it torch 2.11 would free what is merged with.
+        # Not through hooks: FSDP's are around this method; run inside it too, torch 2.11 frees what is merged with.
         x_TD, used = self.forward(self.merge(embed_TD, hidden_TD), rope, view, selection)
         return self.handed_on(self.shared_head.norm(x_TD)), used
 
