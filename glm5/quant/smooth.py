@@ -238,8 +238,9 @@ class _Search:
             return scale.clamp_min(_LEAST)
         live = scale.isfinite() & (scale > 0)
         log = torch.where(live, scale, torch.ones_like(scale)).log()
-        middle = log.sum(-1, keepdim=True) / live.sum(-1, keepdim=True).clamp_min(1)
-        return torch.where(live, (log - middle).exp(), torch.ones_like(scale))
+        # In float64: otherwise a GPU's sum depends, in its last bit, on how many members there are.
+        middle = log.sum(-1, keepdim=True, dtype=torch.float64) / live.sum(-1, keepdim=True).clamp_min(1)
+        return torch.where(live, (log - middle.to(log.dtype)).exp(), torch.ones_like(scale))
 
     def _error(self, scale: Tensor) -> Tensor:
         """E of every member, for scale [B or 1, K]; 0 for members without tokens."""

@@ -20,7 +20,7 @@ from glm5.quant.minmax import as_groups, fake_quantize, minmax, quantize
 from glm5.quant.parts import parts
 from glm5.quant.qat import int4
 from glm5.quant.record import INT4_CHANNEL, INT4_GROUP, W4A8, W8A8, Grid
-from glm5.quant.smooth import Target, flex_awq, flex_smooth
+from glm5.quant.smooth import Smoothing, Target, flex_awq, flex_smooth
 from glm5.quant.ssz import ssz, ssz_upstream
 
 
@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 ROWS = 512  # of the first table
 T = TypeVar("T")
-Run = Callable[[Work], Tensor]
+Run = Callable[[Work], Tensor | Smoothing]
 
 
 def runs(width: int) -> dict[str, tuple[Run, Run | None]]:
@@ -48,12 +48,12 @@ def runs(width: int) -> dict[str, tuple[Run, Run | None]]:
         "ssz, groups": (lambda w: ssz(w.weight, INT4_GROUP), None),
         "rotation": (lambda w: rotation.turn(w.weight), None),
         "flex_smooth": (
-            lambda w: flex_smooth(w.x, [Target(w.weight, W8A8)]).scale,
-            lambda w: flex_smooth(w.x, [Target(w.weight, W8A8)], upstream=True).scale,
+            lambda w: flex_smooth(w.x, [Target(w.weight, W8A8)]),
+            lambda w: flex_smooth(w.x, [Target(w.weight, W8A8)], upstream=True),
         ),
         "flex_awq": (
-            lambda w: flex_awq(w.x, [Target(w.weight, W4A8)]).scale,
-            lambda w: flex_awq(w.x, [Target(w.weight, W4A8)], upstream=True).scale,
+            lambda w: flex_awq(w.x, [Target(w.weight, W4A8)]),
+            lambda w: flex_awq(w.x, [Target(w.weight, W4A8)], upstream=True),
         ),
         "gptq": (
             lambda w: gptq(w.weight, w.hessian, INT4_CHANNEL, w.scale).codes,
@@ -132,18 +132,33 @@ def stacks(args: argparse.Namespace) -> None:
         whole, seconds = _timed(lambda run=ours: run(work), args.device)
         alone, of_loop = _timed(lambda run=ours: [run(_member(work, e)) for e in range(loop)], args.device)
         of_loop *= args.experts / loop
-        same = torch.stack([part == whole[e] for e, part in enumerate(alone)]).float().mean().item()
         line = f"{name:<16} {seconds:9.3f} {of_loop:9.3f} {of_loop / seconds:5.1f}x"
         if upstream is not None:
             _, theirs = _timed(lambda run=upstream: [run(_member(work, e)) for e in range(loop)], args.device)
             line += f" {theirs * args.experts / loop:10.3f} {theirs * args.experts / loop / seconds:5.1f}x"
         else:
             line += " " * 18
-        out(f"{line}  {'every bit' if same == 1 else f'{same:.4%}'}", flush=True)
+        of_stack = _results(whole, work.weight)
+        of_each = [_results(part, work.weight[e]) for e, part in enumerate(alone)]
+        found = [_same(name, [each[name] for each in of_each], result) for name, result in of_stack.items()]
+        out(f"{line}  {', '.join(found)}", flush=True)
 
 
 def _member(work: Work, e: int) -> Work:
     return Work(*(part[e] for part in work))
+
+
+def _results(found: Tensor | Smoothing, weight: Tensor) -> dict[str, Tensor]:
+    """What is compared, by name; of smoothing its exponents, scales, and the codes that weights get behind it."""
+    if isinstance(found, Tensor):
+        return {"": found}
+    codes = quantize(weight * found.scale.unsqueeze(-2), W8A8.weight).codes
+    return {"exponents": torch.stack([found.alpha, found.beta], -1), "scales": found.scale, "codes": codes}
+
+
+def _same(name: str, parts: list[Tensor], whole: Tensor) -> str:
+    same = torch.stack([part == whole[e] for e, part in enumerate(parts)]).float().mean().item()
+    return f"{name} {'every bit' if same == 1 else f'{same:.4%}'}".strip()
 
 
 def _distributions(rows: int, cols: int) -> dict[str, Tensor]:
