@@ -192,7 +192,8 @@ class PipelineStep(SharedStep):
         """As a schedule knows it: with the shapes of what comes and goes."""
         x_TD = self._like().new_empty(self._tokens, self.model.cfg.hidden_size, device="meta").requires_grad_()
         number = torch.empty(1, 1, dtype=torch.int64, device="meta")
-        loss_1 = self._like().new_empty(1, device="meta").requires_grad_()
+        wide = torch.promote_types(self._dtype, torch.float32)  # as losses are
+        loss_1 = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
         return PipelineStage(
             stage.root,
             stage.number,
