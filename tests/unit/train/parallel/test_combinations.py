@@ -163,3 +163,15 @@ def test_in_float32_with_the_choices_of_one_process(way):
     assert max(losses, first) < CLOSE
     assert grads < DRIFT
     assert got.flips[0] < 0.01 * got.flips[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["2: data", "2: experts", "2: two stages a rank"])
+def test_in_bfloat16_losses_stay_close(way):
+    """Passes in bfloat16, weights and sums of gradients in float32, as on GPUs (tests/gpu/test_sharded_cuda.py)."""
+    job = Job(dtype=torch.float32, compute=torch.bfloat16, config=ROUND)
+    want, got = alone(job), together(dealt(job, way))
+    off = [abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(got.figures, want.figures, strict=True)]
+    print(f"{way}, bfloat16: losses {' '.join(f'{one:.1e}' for one in off)}")
+    assert off[0] < 0.01  # experts that are dealt out round otherwise
+    assert max(off) < 0.1  # choices flip
