@@ -7,7 +7,7 @@ from torch import Tensor
 
 from glm5.kernels import triton_support
 from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.fp8_pool import Fp8Latents, Pool
 from glm5.kernels.groups import few_queries
 from glm5.kernels.sparse_mla import cuda
 from glm5.kernels.sparse_mla.chunked import sparse_mla as _chunked
@@ -17,6 +17,7 @@ from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
 from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
 
 _TRAINED_HEADS = 64  # that fit into a program
+_CUDA_FP8 = range(0)  # not timed yet
 _CUDA = range(24, 513)  # queries: of fewer Triton's smaller programs begin sooner, of more products take the time
 
 
@@ -40,7 +41,7 @@ def sparse_mla(
     again for backward, which is for training at long contexts; `masked` multiplies with the whole context. `grouped`:
     for few queries of each of many requests, on a CPU; no gradient. `invariant`: gathers, for one T and K a row's
     result depends on its query and keys alone, bit for bit; no gradient, and `keys_TK` must be given. `triton`: on a
-    GPU, up to float32; no gradient. `cuda`: on Hopper, for few heads and queries, in bfloat16; no gradient.
+    GPU, up to float32; no gradient. `cuda`: on Hopper, for few heads and queries in bfloat16; no gradient.
     `trained`: on a GPU, up to 64 heads and float32, differentiable; what is gathered exists block by block only.
     """
     if impl == "auto":
@@ -76,8 +77,9 @@ def _cheaper(
     keys in context per key selected; with one query a request, up to 3.
     """
     if triton_support.chosen(q_THL, *(() if isinstance(latent_PZL, tuple) else (latent_PZL,))):
-        is_step = len(q_THL) in _CUDA and not cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
-        return "cuda" if is_step else "triton"
+        is_step = len(q_THL) in (_CUDA_FP8 if isinstance(latent_PZL, Fp8Latents) else _CUDA)
+        refused = not is_step or cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
+        return "triton" if refused else "cuda"
     is_trained = q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS and keys_TK is not None
     if is_trained and isinstance(latent_PZL, Tensor) and triton_support.runs_on(q_THL, latent_PZL):
         return "trained"

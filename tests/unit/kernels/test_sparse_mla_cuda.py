@@ -1,10 +1,15 @@
-"""sparse_mla in CUDA C++: what can be said without a GPU. tests/gpu has the kernel."""
+"""sparse_mla in CUDA C++: attend.cu on a CPU, a program at a time, and what it is for. tests/gpu has it on a GPU."""
 
 import pytest
 import torch
 
-from glm5.kernels.sparse_mla import sparse_mla
+from glm5.kernels.fp8_pool import Fp8Latents, LatentFormat, quantize_latents
+from glm5.kernels.sparse_mla import cuda, sparse_mla
 from glm5.kernels.sparse_mla.cuda import num_shares
+from glm5.testing.numerics import rel_rms
+from tests.support.cuda_on_cpu import build, needs_compiler
+
+BUDGET = 6e-3  # of p's and the result's rounding: measured 2.4e-3 in bfloat16, 1.8e-3 in FP8
 
 
 def test_shares_fill_the_gpu_and_no_second_turn_is_short():
@@ -16,12 +21,45 @@ def test_shares_fill_the_gpu_and_no_second_turn_is_short():
     assert num_shares(1, 1, 132) == num_shares(3, 64, 132) == 1
 
 
+@needs_compiler
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, is_fp8):
+    """8 heads of a step, keys that are none among those selected; a query that sees nothing."""
+    T, H, C, R, Z, P = 3, 8, 512 if is_fp8 else 128, 64, 16, 12
+    constants = {"H": H, "C": C, "R": R, "Z": Z, "FP8": int(is_fp8), "STAGES": 2}
+    monkeypatch.setattr(cuda, "refusal", lambda *given: "")
+    kernel = build(cuda.SOURCE, tmp_path, "attend", constants, "attend_on_cpu.h")
+    monkeypatch.setattr(cuda, "_kernel", lambda *given: kernel)
+    monkeypatch.setattr(cuda.triton_support, "multiprocessors", lambda _device: 1)
+    row_PZL = torch.randn(P, Z, C + R, generator=gen).bfloat16()
+    pool, latent_PZL = row_PZL, row_PZL
+    if is_fp8:
+        row_PZL *= torch.rand(P, Z, 1, generator=gen) + 0.2  # so that scales differ
+        form = LatentFormat(C, R)
+        pool = Fp8Latents(quantize_latents(row_PZL.flatten(0, 1), form).unflatten(0, (P, Z)), form)
+    q_THL = torch.randn(T, H, C + R, generator=gen).bfloat16()
+    keys_TK = torch.stack([torch.randperm(P * Z, generator=gen)[:150] for _ in range(T)]).int()
+    keys_TK[0, 40:70] = -1
+    where = torch.randperm(P, generator=gen).view(1, P).int(), torch.zeros(T).int(), torch.tensor([170, 192, 0]).int()
+    opts = {"scale": 0.1, "value_dim": C}
+    got, got_lse = sparse_mla(q_THL, pool, keys_TK, *where, **opts, impl="cuda")
+    exact = pool if is_fp8 else latent_PZL.double()
+    want, want_lse = sparse_mla(q_THL.double(), exact, keys_TK, *where, **opts, impl="gather")
+    assert rel_rms(got[:2], want[:2]) < BUDGET
+    assert (got_lse[:2] - want_lse[:2]).abs().max() < 0.02
+    assert not got[2].any() and (got_lse[2] == float("-inf")).all()
+    keys_TK[1, ::9] = -1
+    want, _ = sparse_mla(q_THL.double(), exact, keys_TK, *where, **opts, impl="gather")
+    assert rel_rms(got[:2], want[:2]) > BUDGET
+
+
 def test_what_is_refused():
     where = torch.zeros(1, 2).int(), torch.zeros(1).int(), torch.ones(1).int()
     q, pool = torch.zeros(1, 8, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 576, dtype=torch.bfloat16)
     opts = {"scale": 1.0, "value_dim": 512, "impl": "cuda"}
     with pytest.raises(
-        ValueError, match=r"sparse_mla\[cuda\] needs queries and latents in bfloat16; use impl='triton'"
+        ValueError,
+        match=r"sparse_mla\[cuda\] needs queries in bfloat16, and latents in bfloat16 or FP8; use impl='triton'",
     ):
         sparse_mla(q.float(), pool.float(), None, *where, **opts)
     with pytest.raises(ValueError, match=r"needs 8 or 16 heads, .* got 4, 512, 576"):

@@ -1,0 +1,60 @@
+// What attend.cu leaves out on a CPU: reading of tiles, products of float16 and bfloat16, and conversions.
+
+#include "hopper_on_cpu.h"
+
+static float __int_as_float(int x) { return __uint_as_float(x); }
+static u32 __byte_perm(u32 a, u32 b, u32 which) { return bytes_of(a, b, which); }
+static float exp2_of(float x) { return exp2f(x); }
+static u32 as_halves(float low, float high) { return float16_of(low) | (u32)float16_of(high) << 16; }
+
+static float __shfl_sync(u32, float x, int lane) {
+    const u32 mine = __float_as_uint(x);
+    return __uint_as_float(met(&mine, 1)[lane][0]);
+}
+
+static void widen(u32 codes, u32& low, u32& high) {
+    low = as_halves(of_e4m3(codes), of_e4m3(codes >> 8));
+    high = as_halves(of_e4m3(codes >> 16), of_e4m3(codes >> 24));
+}
+
+static void fetch_or_clear(u32 to, const u8* from, bool is) {
+    if (is) return fetch_16(to, from);
+    memset(memory + to, 0, 16);
+}
+
+// Four matrices of 8 rows of 16 bytes, each of which eight lanes name: a lane has of row lane / 4 bytes 4 (lane % 4) and
+// on.
+static void load4(u32 (&x)[4], u32 at) {
+    if (at % 16) abort();
+    u32(*all)[MOST_WORDS] = met(&at, 1);
+    for (int i = 0; i < 4; ++i)
+        memcpy(&x[i], memory + all[8 * i + current % 32 / 4][0] + 4 * (current % 4), 4);
+    __syncwarp();
+}
+
+// The same, turned: of rows 2 (lane % 4) and the next, bytes 2 (lane / 4) and the next.
+static void load4_transposed(u32 (&x)[4], u32 at) {
+    if (at % 16) abort();
+    u32(*all)[MOST_WORDS] = met(&at, 1);
+    for (int i = 0; i < 8; ++i)
+        memcpy((u16*)x + i, memory + all[8 * (i / 2) + current % 4 * 2 + i % 2][0] + 2 * (current % 32 / 4), 2);
+    __syncwarp();
+}
+
+// mma.m16n8k16, as in cuda_on_cpu.h.
+template <bool F16> static void add_product_of(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const auto number = [](u32 pair, int k) {
+        const u16 half = k % 2 ? pair >> 16 : pair;
+        return F16 ? of_float16(half) : of_bfloat16(half);
+    };
+    const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    u32(*all)[MOST_WORDS] = met(mine, 6);
+    for (int i = 0; i < 4; ++i) {
+        const int row = current % 32 / 4 + i / 2 * 8, column = current % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const int lane = k % 8 / 2;
+            d[i] += number(all[row % 8 * 4 + lane][row / 8 + 2 * (k / 8)], k) *
+                    number(all[column * 4 + lane][4 + k / 8], k);
+        }
+    }
+}
