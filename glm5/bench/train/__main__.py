@@ -25,7 +25,7 @@ from glm5.common.console import out
 Case = Callable[[], dict[str, Any]]
 
 
-def cases(what: str, num_tokens: int, num_layers: int, passes: int) -> Iterator[Case]:
+def cases(what: str, num_tokens: int, num_layers: int, passes: int, sequences: int) -> Iterator[Case]:
     if what == "layer":
         yield split_figures
         for stage in ("dense", "sparse"):
@@ -36,7 +36,7 @@ def cases(what: str, num_tokens: int, num_layers: int, passes: int) -> Iterator[
             for dense in (False, True):
                 yield lambda length=length, dense=dense: memory_figures(length, dense=dense)
     elif what == "shape":
-        yield lambda: shape_figures(num_layers, passes)
+        yield lambda: shape_figures(num_layers, passes, sequences)
     elif what == "ordered":
         for stage in ("dense", "sparse"):
             yield lambda stage=stage: ordered_figures(stage, 4096, 8)
@@ -57,10 +57,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="of the layer's one sequence")
     layers = FLASH["num_hidden_layers"]
     parser.add_argument("--layers", type=int, default=layers, help="of the shape; fewer where memory is less")
-    parser.add_argument("--passes", type=int, default=2, help="sequences of 4,096 tokens in a GPU's step of the shape")
+    parser.add_argument("--passes", type=int, default=2, help="of a GPU in a step of the shape")
+    parser.add_argument("--sequences", type=int, default=1, help="of 4,096 tokens in each pass of the shape")
     args = parser.parse_args(argv)
     for what in args.what:
-        for case in cases(what, args.tokens, args.layers, args.passes):
+        for case in cases(what, args.tokens, args.layers, args.passes, args.sequences):
             out(json.dumps({key: round(v, 4) if isinstance(v, float) else v for key, v in case().items()}))
             gc.collect()
             torch.cuda.empty_cache()

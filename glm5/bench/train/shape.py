@@ -51,23 +51,29 @@ SEQ_LEN, STEPS, WARM = 4096, 20, 5
 TIMEOUT_S = 120.0
 
 
-def shape_figures(num_layers: int, passes: int, *, steps: int = STEPS) -> dict[str, Any]:
+def shape_figures(num_layers: int, passes: int, sequences: int, *, steps: int = STEPS) -> dict[str, Any]:
     """Milliseconds of a step and of its optimizer, tokens/s and MFU of one GPU, its memory at the peak. A step of each
-    GPU has `passes` sequences, one after the other."""
+    GPU has `passes` of `sequences`, one after the other."""
     # One indexer, which nobody asks: the published model has none.
     few = {"num_hidden_layers": num_layers, "index_topk_pattern": "F" + "S" * (num_layers - 1)}
     cfg = preset("glm-5").replace(**(FLASH | few))
     world = torch.cuda.device_count()
     meeting, found = Meeting(), get_context("spawn").SimpleQueue()
     store = meeting.open(world)
-    args = (world, meeting.port, cfg, passes, steps, found)
+    args = (world, meeting.port, cfg, [sequences] * passes, steps, found)
     spawn(_rank, args, nprocs=world)
     del store
     return found.get()
 
 
 def _rank(
-    rank: int, world: int, port: int, cfg: ModelConfig, passes: int, steps: int, found: "SimpleQueue[dict[str, Any]]"
+    rank: int,
+    world: int,
+    port: int,
+    cfg: ModelConfig,
+    passes: list[int],
+    steps: int,
+    found: "SimpleQueue[dict[str, Any]]",
 ) -> None:
     configure("info" if rank == 0 else "warning")
     parallel = ParallelConfig(expert=world)
@@ -86,7 +92,7 @@ def _rank(
     seconds: list[float] = []
     of_optimizer: list[float] = []
     for number in range(steps):
-        batches = [_batch(cfg, gen).to(device) for _ in range(passes)]
+        batches = [_batch(cfg, sequences, gen).to(device) for sequences in passes]
         torch.cuda.synchronize()
         began = time.perf_counter()
         figures = step.run(batches, 1e-4)
@@ -100,19 +106,19 @@ def _rank(
         )  # fmt: skip
     team.wait()
     if rank == 0:
-        found.put(_figures(cfg, world, passes, seconds, of_optimizer, optimizers))
+        found.put(_figures(cfg, world, sum(passes), seconds, of_optimizer, optimizers))
     team.close()
 
 
 def _figures(
     cfg: ModelConfig,
     world: int,
-    passes: int,
+    sequences: int,
     seconds: list[float],
     of_optimizer: list[float],
     optimizers: Optimizers,
 ) -> dict[str, Any]:
-    count, tokens = count_parameters(cfg), passes * SEQ_LEN
+    count, tokens = count_parameters(cfg), sequences * SEQ_LEN
     took, optimizing = (statistics.median(one[WARM:]) for one in (seconds, of_optimizer))
     return {
         "GPUs": world,
@@ -141,6 +147,6 @@ def _randomize(part: Part, rank: int) -> None:
         bias.zero_()
 
 
-def _batch(cfg: ModelConfig, gen: torch.Generator) -> Batch:
-    ids = torch.randint(2, cfg.vocab_size, (SEQ_LEN,), generator=gen)
-    return Batch(ids, torch.ones(SEQ_LEN), [SEQ_LEN])
+def _batch(cfg: ModelConfig, sequences: int, gen: torch.Generator) -> Batch:
+    ids = torch.randint(2, cfg.vocab_size, (sequences * SEQ_LEN,), generator=gen)
+    return Batch(ids, torch.ones(len(ids)), [SEQ_LEN] * sequences)
