@@ -24,7 +24,7 @@ def gen(seed) -> torch.Generator:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("shape", [(1, 64), (5, 6144), (40, 2048)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 6144), (40, 1536)], ids=str)
 def test_rows_bit_by_bit(kind, shape, gen):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.randn(*shape, generator=gen).to(dtype)

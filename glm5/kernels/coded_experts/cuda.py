@@ -90,7 +90,7 @@ def constants_for(form: Form, width: int, inner: int, active: int, many: bool) -
         "MANY": int(many),
         "ROWS": _MOST_ROWS if many else 1,
         "TILES": _tiles(many),
-        "UP_BLOCKS": 3 if many and form.act == "int8" else 2,
+        "UP_BLOCKS": 2 if many and form.act != "int8" else 3,
         "DOWN_BLOCKS": 3 if many else 4,
     }
 

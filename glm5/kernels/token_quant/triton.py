@@ -69,6 +69,7 @@ def prepare_rows(x_TD: Tensor, kind: Act | None, *, halves: bool) -> tuple[Tenso
     dtype = {"int8": torch.int8, "fp8": FP8, None: x_TD.dtype}[kind]
     out = torch.empty(num_tokens, width, dtype=dtype, device=x_TD.device)
     scale = torch.empty(num_tokens if kind else 0, dtype=torch.float32, device=x_TD.device)
+    block = triton.next_power_of_2(width)
     if num_tokens:
         _prepare_rows[(num_tokens,)](
             x_TD,
@@ -79,8 +80,8 @@ def prepare_rows(x_TD: Tensor, kind: Act | None, *, halves: bool) -> tuple[Tenso
             x_TD.stride(0),
             KIND=kind or "none",
             HALVES=halves,
-            WIDTH=triton.next_power_of_2(width),
-            num_warps=min(8, max(1, triton.cdiv(width, 512))),
+            WIDTH=block,
+            num_warps=min(8, max(1, block // 512)),
             **dependent_launch(x_TD.device),
         )
     return out, scale if kind else None
