@@ -293,7 +293,8 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
     threads: Workers | None = None
-    """Torch's threads on a CPU. Sums are ordered by it: a run goes on exactly with the number it began with."""
+    """Torch's threads on the host. Sums are ordered by it: on a CPU, a run goes on exactly with the number it began
+    with. Default: torch's own, beside a GPU four."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that make sequences ahead of training. 0: a thread, which is enough on a CPU."""
     deterministic: bool = False

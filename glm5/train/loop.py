@@ -32,10 +32,14 @@ from glm5.train.schedule import Schedule
 from glm5.train.stages import losses_of
 from glm5.train.state import Position, Store, clear, locked, writing_to
 from glm5.train.step import Step
-from glm5.train.trainee import Trainee
+from glm5.train.trainee import Trainee, device_of
 from glm5.train.watch import Silent, Watch, flops_per_token, memory
 
 logger = logging.getLogger(__name__)
+
+HOST_THREADS = 4
+"""Beside a GPU. The host works on a batch's positions and masks alone: a thread for each of 64 cores, on which others
+made sequences, took 1.3 s of a step of a small model for which the GPU worked 0.4 s (docs/tuning.md)."""
 
 
 Makes = Callable[[Recipe, Builder, Mapping[str, Any] | None], Trainee]
@@ -56,7 +60,8 @@ def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
 @contextmanager
 def ordered(recipe: Recipe) -> Iterator[None]:
     """The recipe's threads, and one order of sums where it asks for that."""
-    with _threads(recipe.threads), one_order(asked=recipe.deterministic):
+    on_gpu = device_of(recipe.device).type == "cuda"
+    with _threads(recipe.threads or (HOST_THREADS if on_gpu else None)), one_order(asked=recipe.deterministic):
         yield
 
 

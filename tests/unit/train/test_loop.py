@@ -192,6 +192,18 @@ def full_disk(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.parametrize(("device", "threads", "number"), [("cuda", None, 4), ("cuda", 3, 3), ("cpu", None, 2)])
+def test_threads_are_few_beside_a_gpu(tmp_path, monkeypatch, device, threads, number):
+    wanted = recipe(tmp_path, "out").model_copy(update={"threads": threads})
+    monkeypatch.setattr(loop, "device_of", lambda _name: torch.device(device))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    with loop.ordered(wanted):
+        pass
+    assert found == [number, 2]
+
+
 def test_a_full_disk_loses_nothing(straight, tmp_path, monkeypatch):
     _, best = straight
     done = Step.run
