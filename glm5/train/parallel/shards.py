@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as AlongDim
 
+from glm5.common.errors import ConfigError
 from glm5.model.block import DecoderLayer
 from glm5.model.experts import Experts
 from glm5.model.glm5 import Glm5
@@ -56,7 +57,10 @@ def deal_experts(model: Glm5, team: Team, *, gathers: bool) -> None:
 
 
 def shard(model: Glm5, team: Team, places: Places, dtype: torch.dtype, compute: torch.dtype) -> Root:
-    """`model`, whose experts are dealt, in shards as `places` says: parameters in `dtype`, passes in `compute`."""
+    """`model`, whose experts are dealt, in shards as `places` says: parameters in `dtype`, passes in `compute`.
+
+    Raises ConfigError where this torch cannot shard what a base is stored in.
+    """
     names = {weight: name for name, weight in model.named_parameters()}
     root = Root(model)
     policy = MixedPrecisionPolicy(
@@ -68,13 +72,22 @@ def shard(model: Glm5, team: Team, places: Places, dtype: torch.dtype, compute: 
     sharers = DeviceMesh.from_group(team.expert_shards, team.device.type)
 
     def unit(module: nn.Module, mesh: DeviceMesh = everybody, *, reshards: bool) -> None:
-        fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshards,
-            shard_placement_fn=lambda weight: AlongDim(places.dim(names[weight])),
-        )
+        has_codes = any(not weight.dtype.is_floating_point for weight in module.parameters())
+        try:
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=reshards,
+                shard_placement_fn=lambda weight: AlongDim(places.dim(names[weight])),
+            )
+        except RuntimeError as error:
+            if has_codes and "floating point" in str(error):
+                raise ConfigError(
+                    f"torch {torch.__version__} shards no integers, as a base of int4 codes has; "
+                    "train its adapters with one process, or with torch 2.13"
+                ) from error
+            raise
 
     reshards = team.mesh.pipeline == 1  # a pipeline has several passes under way: gathered once for all of them
     for layer in _layers(model):
