@@ -44,7 +44,7 @@ class TileMap(ctypes.Structure):
     _fields_ = [("words", ctypes.c_uint64 * 16)]
 
 
-Given = Tensor | TileMap | int | float | None
+Given = Tensor | TileMap | int | None
 
 
 class CudaKernel:
@@ -58,10 +58,8 @@ class CudaKernel:
         driver = _driver()
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_SIZE, shared_bytes))
 
-    def __call__(
-        self, grid: tuple[int, int], num_threads: int, *given: "Tensor | TileMap | int | float | None", cluster: int = 1
-    ) -> None:
-        """On the current stream: tensors as pointers (None: null), maps as they are, ints of 32 bits, doubles.
+    def __call__(self, grid: tuple[int, int], num_threads: int, *given: Given, cluster: int = 1) -> None:
+        """On the current stream: tensors as pointers (None: null), maps as they are, ints of 32 bits.
 
         `cluster`: neighbours, of the grid's first number, who see each other's shared memory.
         """
@@ -163,12 +161,12 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _value(given: Given) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_double | TileMap:
+def _value(given: Given) -> ctypes.c_void_p | ctypes.c_int | TileMap:
     if isinstance(given, TileMap):
         return given
     if given is None or isinstance(given, Tensor):
         return ctypes.c_void_p(None if given is None else given.data_ptr())
-    return ctypes.c_int(given) if isinstance(given, int) else ctypes.c_double(given)
+    return ctypes.c_int(given)
 
 
 def _check(status: int) -> None:
