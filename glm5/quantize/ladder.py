@@ -22,6 +22,7 @@ from torch import Tensor
 
 from glm5.config.quantize import LadderConfig, QuantizeConfig
 from glm5.config.recipe import ActGrid, FlexAwq, FlexSmooth, LinearQuant, QConfig, QuaRot, Recipe, WeightGrid
+from glm5.quant.qat import KEY
 from glm5.quantize.job import Job, prepare
 from glm5.quantize.measure import Quality, Walk, Written, compare, original
 from glm5.quantize.outliers import inject
@@ -199,6 +200,7 @@ def climb_all(settings: LadderConfig, texts_of: Callable[[Path], Texts]) -> list
         if not missing:
             continue
         with tempfile.TemporaryDirectory() as folder:
+            model = _unmarked(model, Path(folder) / "unmarked")
             if settings.outliers is not None:
                 model = inject(model, Path(folder) / "model", settings.outliers, seed=number)
             ladder = Ladder(model, texts_of(Path(name)), settings)
@@ -207,6 +209,20 @@ def climb_all(settings: LadderConfig, texts_of: Callable[[Path], Texts]) -> list
             for rung, seed in missing:
                 rows.append(_append(file, settings, number, rung.name, seed, ladder.climb(rung, seed)))
     return [row for row in rows if _key(row)[3:] == _setting(settings)]
+
+
+def _unmarked(model: Path, folder: Path) -> Path:
+    """A checkpoint without the mark of training with quantization in view, for which methods are refused that are to be
+    compared here; where it has none, itself."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    if config.pop(KEY, None) is None:
+        return model
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
 
 
 def answered(example: Example, logp_TW: Tensor) -> bool:

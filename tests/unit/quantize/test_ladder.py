@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from glm5.checkpoint.load import load
 from glm5.config.quantize import LadderConfig
+from glm5.quant.qat import KEY
 from glm5.quantize.ladder import Example, Texts, answered, climb_all, rungs
 from glm5.quantize.ladder_report import as_text, summary, verdicts, write_report
 from glm5.quantize.outliers import inject
@@ -60,6 +62,17 @@ def test_a_ladder_goes_on_where_it_was_cut_off(small_bf16, tmp_path, texts):
     assert "channel gptq" in as_text(summary(more))
     assert json.loads((tmp_path / "ladder.json").read_text())["verdicts"] == said
     assert (tmp_path / "ladder.html").read_text().count("<svg") == 2
+
+
+def test_a_model_trained_with_int4_in_view_is_measured_too(small_bf16, tmp_path, texts):
+    marked = shutil.copytree(small_bf16, tmp_path / "marked")
+    config = json.loads((marked / "config.json").read_text()) | {KEY: {"bits": 4, "group_size": 128}}
+    (marked / "config.json").write_text(json.dumps(config))
+    given = {"models": (str(marked),), "out": str(tmp_path / "out"), "kinds": ("channel",), "seeds": (0,)}
+    given |= {"device": "cpu", "num_questions": 3, "num_tokens": 20, "rungs": ("w8a8",)}
+    rows = climb_all(LadderConfig.model_validate(given), lambda _model: texts)
+    assert [row["rung"] for row in rows] == ["original", "w8a8"]
+    assert json.loads((marked / "config.json").read_text()) == config
 
 
 def test_losses_and_ties_are_said():
