@@ -129,8 +129,7 @@ def attention() -> None:
         chosen = torch.arange(200, device="cuda", dtype=torch.int32).expand(5, -1).contiguous()
         for keys in (chosen, None):
             sparse_mla(rows(5, 8, C + R), latents, keys, table, row, end, scale=0.06, value_dim=C, impl="triton")
-            if kind == "bf16":
-                sparse_mla(rows(5, 8, C + R), latents, keys, table, row, end, scale=0.06, value_dim=C, impl="cuda")
+            sparse_mla(rows(5, 8, C + R), latents, keys, table, row, end, scale=0.06, value_dim=C, impl="cuda")
         opts = {"scale": 0.06, "value_dim": C}
         sparse_mla(rows(70, 8, C + R), latents, None, table[:1], *prompt, **opts, impl="triton")
     first = torch.zeros(70, device="cuda", dtype=torch.int32)
