@@ -207,6 +207,10 @@ class LoweredMLP:
 
     def __call__(self, x: Rows, between: Between) -> Tensor:
         (x,) = between.gathered(x if self.gate_up.is_fp8 else Rows(x.x_TD))
+        return self.of(x)
+
+    def of(self, x: Rows) -> Tensor:
+        """Of rows that are there."""
         gate_TM, up_TM = self.gate_up(x).chunk(2, dim=-1)
         return product(Rows(F.silu(gate_TM) * up_TM), self.module.down_proj)
 
@@ -217,20 +221,22 @@ class LoweredMoE:
     def __init__(self, module: MoE):
         self.module, self.heard = module, None
         self.heard: list[Tensor] | None
+        # What every token visits is of another kind than codes, or has a scheme of its own: then two sums.
+        has_codes = isinstance(module.experts, CodedExperts) or _has_codes(module.shared_experts)
+        self.apart = LoweredMLP(module.shared_experts) if has_codes else None
 
     @property
     def stacks(self) -> list[Stack]:
-        return []
+        return [] if self.apart is None else self.apart.stacks
 
     def __call__(self, x: Rows, between: Between) -> Tensor:
         experts, mlp = self.module.experts, self.module.shared_experts
-        has_codes = isinstance(experts, CodedExperts) or _has_codes(mlp)
-        x, weight_TA, expert_TA = between.gathered(Rows(x.x_TD) if has_codes else x, *self.module.gate(x.x_TD))
+        rows = x if self.apart is None else Rows(x.x_TD)
+        x, weight_TA, expert_TA = between.gathered(rows, *self.module.gate(x.x_TD))
         if self.heard is not None:
             self.heard.append(expert_TA)
-        if has_codes:
-            # What every token visits is of another kind, or has a scheme of its own: two sums.
-            return experts(x.x_TD, weight_TA, expert_TA) + mlp(x.x_TD)
+        if self.apart is not None:
+            return experts(x.x_TD, weight_TA, expert_TA) + self.apart.of(x)
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         choice = weight_TA, expert_TA
         return grouped_experts(x.x_TD, *_stacks(experts), *choice, shared=shared, quantized=x.quantized)

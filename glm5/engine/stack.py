@@ -1,8 +1,7 @@
 """Linear layers of one input as one product: their weights move into one piece of memory, of which each has a view.
 
-So nothing is held twice, and weights that are replaced in place are replaced here too. FP8 weights have a grid of
-scales, which can be joined where every weight but the last ends with a block; others, and weights as codes, are
-multiplied one by one.
+So nothing is held twice, and weights that are replaced in place are replaced here too. Neighbours of one kind are
+joined: in FP8, whose scales are a grid, those that end with a block and one behind them; as codes, those of one form.
 """
 
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
+from glm5.kernels.coded import Coded
+from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 
@@ -34,8 +35,12 @@ class Stack:
         self.linears = list(linears)
         self.rows = [linear.weight.shape[0] for linear in self.linears]
         self.is_fp8 = all(isinstance(linear, BlockScaledLinear) for linear in self.linears)
-        is_plain = all(isinstance(linear, Linear) for linear in self.linears)
-        self.is_joined = is_plain or (self.is_fp8 and not any(count % BLOCK for count in self.rows[:-1]))
+        self.runs = [range(len(self.linears))[:1]]
+        for i in range(1, len(self.linears)):
+            if _continues(self.linears[i - 1], self.linears[i]):
+                self.runs[-1] = range(self.runs[-1].start, i + 1)
+            else:
+                self.runs.append(range(i, i + 1))
         self.join()
 
     @property
@@ -44,31 +49,50 @@ class Stack:
         return tuple(tensor.data_ptr() for linear in self.linears for tensor in _tensors(linear))
 
     def join(self) -> None:
-        """Put the weights into one piece, unless they are in one already."""
-        if len(self.linears) < 2 or not self.is_joined:
-            return
-        for tensors in zip(*map(_tensors, self.linears), strict=True):
-            if _in_one_piece(tensors):
-                continue
-            with torch.inference_mode(mode=False), torch.no_grad():
-                whole = torch.cat([tensor.data for tensor in tensors])
-                for tensor, part in zip(tensors, whole.split([len(each) for each in tensors]), strict=True):
-                    tensor.data = part
+        """Put the weights of each run into one piece, unless they are in one already."""
+        for run in self.runs:
+            for tensors in zip(*(_tensors(self.linears[i]) for i in run), strict=True):
+                if _in_one_piece(tensors):
+                    continue
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    whole = torch.cat([tensor.data for tensor in tensors])
+                    for tensor, part in zip(tensors, whole.split([len(each) for each in tensors]), strict=True):
+                        tensor.data = part
 
     def __call__(self, rows: Rows, start: int = 0, stop: int | None = None) -> Tensor:
         """Of the linears `start` to `stop`."""
-        chosen = self.linears[start:stop]
-        if len(chosen) == 1:
-            return product(rows, chosen[0])
-        if not self.is_joined:
-            return torch.cat([product(rows, linear) for linear in chosen], dim=-1)
-        first, count = chosen[0], sum(self.rows[start:stop])
+        stop = len(self.linears) if stop is None else stop
+        parts = [range(max(run.start, start), min(run.stop, stop)) for run in self.runs]
+        outs = [self._product(rows, part) for part in parts if part]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+
+    def _product(self, rows: Rows, part: range) -> Tensor:
+        """Of a part of a run."""
+        first, count = self.linears[part.start], sum(self.rows[part.start : part.stop])
+        if len(part) == 1:
+            return product(rows, first)
         weight = _piece(first.weight, count)
-        if isinstance(first, Linear):
-            return F.linear(rows.x_TD, weight)
-        assert isinstance(first, BlockScaledLinear), f"{type(first)=}"
-        scale = _piece(first.weight_scale_inv, num_blocks(count))
-        return fp8_linear(rows.x_TD, BlockScaled(weight, scale), rows.quantized)
+        match first:
+            case Linear():
+                return F.linear(rows.x_TD, weight)
+            case CodedLinear():
+                return coded_linear(rows.x_TD, Coded(weight, _piece(first.weight_scale, count), first.form))
+            case BlockScaledLinear():
+                scale = _piece(first.weight_scale_inv, num_blocks(count))
+                return fp8_linear(rows.x_TD, BlockScaled(weight, scale), rows.quantized)
+
+
+def _continues(before: AnyLinear, linear: AnyLinear) -> bool:
+    """Whether one product can do both."""
+    match before, linear:
+        case Linear(), Linear():
+            return True
+        case CodedLinear(), CodedLinear():
+            return before.form == linear.form
+        case BlockScaledLinear(), BlockScaledLinear():
+            return before.weight.shape[0] % BLOCK == 0
+        case _:
+            return False
 
 
 def product(rows: Rows, linear: AnyLinear) -> Tensor:
@@ -79,7 +103,13 @@ def product(rows: Rows, linear: AnyLinear) -> Tensor:
 
 
 def _tensors(linear: AnyLinear) -> tuple[Tensor, ...]:
-    return (linear.weight, linear.weight_scale_inv) if isinstance(linear, BlockScaledLinear) else (linear.weight,)
+    match linear:
+        case Linear():
+            return (linear.weight,)
+        case CodedLinear():
+            return linear.weight, linear.weight_scale
+        case BlockScaledLinear():
+            return linear.weight, linear.weight_scale_inv
 
 
 def _in_one_piece(tensors: Sequence[Tensor]) -> bool:

@@ -145,6 +145,7 @@ def test_a_stack_holds_nothing_twice():
     torch.testing.assert_close(stack(Rows(x_TD)), torch.cat(want, dim=1))
     torch.testing.assert_close(stack(Rows(x_TD), 1), torch.cat(want[1:], dim=1))
     torch.testing.assert_close(stack(Rows(x_TD), 0, 2), torch.cat(want[:2], dim=1))
+    assert len(stack.runs) == 1
     with torch.no_grad():
         linears[1].weight.copy_(torch.ones(24, 16))
     torch.testing.assert_close(stack(Rows(x_TD), 1, 2)[:, 0], x_TD.sum(dim=1))
@@ -175,3 +176,24 @@ def test_the_budget_notices_one_norm(model):
     ids = random_ids(model, 40, seed=8)
     views = [Steps(model, 1, MAX_LEN).view([(0, 0, 40)]) for _ in range(2)]
     assert typically_far(Lowered(wrong, MAX_LEN).hidden(ids, views[0]), model(ids, views[1])) > 1000 * EXACT
+
+
+def test_neighbours_of_one_kind_are_one_product(seed):
+    """A plain weight, two as codes of one form, one of another form, FP8 of which one ends within a block."""
+    gen = torch.Generator().manual_seed(seed)
+    linears = [Linear(256, 8), *(CodedLinear(256, rows, Form("int8", None, "int8")) for rows in (24, 4))]
+    linears += [CodedLinear(256, 8, Form("int4", 128)), *(BlockScaledLinear(256, rows) for rows in (128, 40, 128))]
+    for linear in linears:
+        weight = torch.randn(linear.weight.shape[0], 256, generator=gen)
+        if isinstance(linear, Linear):
+            linear.weight.data = weight
+        elif isinstance(linear, CodedLinear):
+            linear.weight.data, linear.weight_scale.data, _ = random_coded(gen, linear.form, *weight.shape)
+        else:
+            linear.weight.data, linear.weight_scale_inv.data = quantize_blocks(weight)
+    rows = Rows(torch.randn(3, 256, generator=gen))
+    want = [linear(rows.x_TD) for linear in linears]
+    stack = Stack(linears)
+    assert [list(run) for run in stack.runs] == [[0], [1, 2], [3], [4, 5], [6]]
+    for start, stop in ((0, 7), (1, 3), (2, 5), (5, None), (0, 1)):
+        torch.testing.assert_close(stack(rows, start, stop), torch.cat(want[start:stop], dim=1))
