@@ -6,7 +6,7 @@ decoding rows. Routing and selection are the reference's own where they are forc
 
 import pytest
 
-from glm5.bench.steps.case import rank_config
+from glm5.bench.steps.case import rank_config, with_codes
 from glm5.checkpoint.dummy import dummy
 from glm5.engine.lower import Lowered
 from glm5.kernels import grouped_experts, triton_support
@@ -34,15 +34,17 @@ def references(monkeypatch):
     return use
 
 
-def model_of(fp8):
+def model_of(weights):
+    """`weights`: bfloat16, fp8, or a recipe's name."""
     cfg = rank_config(8, 6).replace(index_topk=TOP_K)
-    return dummy(cfg, fp8=fp8, device="cuda", seed=1)
+    cfg = with_codes(cfg, weights) if weights.startswith("w") else cfg
+    return dummy(cfg, fp8=weights != "bfloat16", device="cuda", seed=1)
 
 
 @pytest.mark.parametrize("layout", ["auto", "fp8"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8 weights"])
-def test_logits_are_those_of_the_reference(references, fp8, layout):
-    model, choices = model_of(fp8), Choices()
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8", "w4a8-channel", "w4a8-group"])
+def test_logits_are_those_of_the_reference(references, weights, layout):
+    model, choices = model_of(weights), Choices()
     references(on=True)
     truth = exact(model)
     want = logits_of(truth, truth, "auto", choices, "take_down")
@@ -61,7 +63,7 @@ def test_logits_are_those_of_the_reference(references, fp8, layout):
         for got, right in zip(free, want, strict=True)
     ]
     print(
-        f"FIGURES fp8 weights {fp8}, cache {layout}: modules {rounded(theirs)}, inference form {rounded(mine)}, apart"
+        f"FIGURES weights {weights}, cache {layout}: modules {rounded(theirs)}, inference form {rounded(mine)}, apart"
     )
     print(f"FIGURES {rounded(apart)}; places with another choice {flips:.4f}, KL unforced {rounded(kl)}")
     assert all(got < MARGIN * bound for got, bound in zip(mine, theirs, strict=True))
@@ -72,7 +74,7 @@ def rounded(values):
 
 
 def test_the_bound_notices_a_wrong_scale(references):
-    model, choices = model_of(fp8=False), Choices()
+    model, choices = model_of("bfloat16"), Choices()
     references(on=True)
     truth = exact(model)
     want = logits_of(truth, truth, "auto", choices, "take_down")

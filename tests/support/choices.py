@@ -4,7 +4,10 @@ passes over prompts and then some rows."""
 import torch
 
 from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.coded import Coded
+from glm5.model.experts import CodedExperts
 from glm5.model.glm5 import Glm5
+from glm5.model.linear import CodedLinear
 from glm5.model.moe import MoE
 from glm5.parallel.table import WHOLE
 from tests.support.steps import Steps, random_ids
@@ -57,17 +60,32 @@ def gates_of(model):
 
 
 def exact(model):
-    """The same weights in float32, dequantized where they are FP8."""
+    """The same weights in float32, dequantized where they are FP8 or codes."""
     with torch.device("meta"):
         other = Glm5(model.cfg.replace(quantization_config=None))
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith("_scale_inv"):
+    weights, stored, coded = {}, model.state_dict(), coded_of(model)
+    for name, tensor in stored.items():
+        if name.endswith(("_scale_inv", "_scale")):
             continue
-        scale = model.state_dict().get(name + "_scale_inv")
-        weights[name] = tensor.float() if scale is None else BlockScaled(tensor, scale).dequantize(torch.float32)
+        scale = stored.get(name + "_scale_inv")
+        if scale is not None:
+            weights[name] = BlockScaled(tensor, scale).dequantize(torch.float32)
+        else:
+            weights[name] = coded[name].dequantize(torch.float32) if name in coded else tensor.float()
     other.load_state_dict(weights, assign=True)
     return other.eval()
+
+
+def coded_of(model):
+    """Weights that are codes, by name."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, CodedLinear):
+            found[f"{path}.weight"] = module.coded
+        elif isinstance(module, CodedExperts):
+            for leaf in ("gate_up_proj", "down_proj"):
+                found[f"{path}.{leaf}"] = Coded(getattr(module, leaf), getattr(module, f"{leaf}_scale"), module.form)
+    return found
 
 
 def logits_of(run, model, layout, choices, way, head=None):
