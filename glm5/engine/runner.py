@@ -149,7 +149,7 @@ class Runner:
         """A step of decoding sequences alone, in pieces of static shape."""
         bucket, items = plan.bucket, plan.items
         assert bucket is not None, f"{plan.step=}"
-        shape, max_end = Shape(bucket.num_seqs, bucket.depth), self._max_end(plan)
+        shape, max_end = Shape(bucket.num_seqs, bucket.depth), _max_end(plan) + self.max_depth
         buffers, sampled = steps.run(batch, shape, max_end, plan.draft_depth if self._drafter is not None else 0)
         token_CJ, count_C, draft_CK, stuck_Q = buffers.parts(buffers.result)
         pending = Pending(
@@ -169,17 +169,13 @@ class Runner:
             self._add_routing(pending, plan, specs, buffers.expert_RLA, buffers.position_R)
         return pending
 
-    def _max_end(self, plan: StepPlan) -> int:
-        """The furthest end of what a row sees, what is drafted ahead for the next step included."""
-        return max([item.start + item.num_rows for item in plan.items]) + self.max_depth
-
     def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
         """A step with prompts, and any other where steps have no pieces."""
         on = self._upload(batch)
         if plan.depth:
             self.slots.assume(on.slot_C)
         sampling = tuple([item for item in plan.items if item.samples])
-        max_end = self._max_end(plan)
+        max_end = _max_end(plan)  # without what is drafted: else whole prompts of index_topk tokens would select
         if self.prompts is not None:
             ran = self.prompts.run(batch, max_end)
             position_R, hidden_RD, expert_RLA = ran.rows.position_R, ran.rows.hidden_RD, ran.rows.expert_RLA
@@ -201,7 +197,7 @@ class Runner:
             extended = extend()
             if sampling:
                 rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
-                self._drafter.draft(extended, rows, plan.draft_depth, max_end=max_end)
+                self._drafter.draft(extended, rows, plan.draft_depth, max_end=max_end + self.max_depth)
         pending = Pending(
             sampling,
             batch.place_C,
@@ -311,6 +307,11 @@ def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:
         stop_ids=spec.stop_ids,
         bad_words=spec.bad_words,
     )
+
+
+def _max_end(plan: StepPlan) -> int:
+    """The furthest end of what a row of the step sees."""
+    return max([item.start + item.num_rows for item in plan.items])
 
 
 def _shown(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> dict[int, int]:
