@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from glm5.kernels.coded import Coded
+from glm5.kernels.coded import Coded, Form
 from glm5.kernels.coded_experts import coded_experts
 from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.token_quant import token_quant
@@ -45,6 +45,16 @@ def test_linear(shape, form, gen):
     assert all(torch.equal(coded_linear(x.cuda(), card, impl="triton"), got) for _ in range(REPEATS))
     card.scale[0] *= 4
     assert rel_rms(coded_linear(x.cuda(), card, impl="triton"), exact) > LINEAR_BUDGET
+
+
+@pytest.mark.parametrize("shape", [(1, 2624, 6144), (8, 100, 2048), (16, 1024, 6144), (5, 6144, 512)], ids=str)
+def test_linear_of_few_tokens(shape, gen):
+    x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
+    weight = random_coded(gen, Form("int8", None, "int8"), *shape[1:])
+    card = Coded(weight.codes.cuda(), weight.scale.cuda(), weight.form)
+    got = coded_linear(x.cuda(), card, impl="cuda")
+    assert torch.equal(got.cpu(), coded_linear(x, weight))
+    assert all(torch.equal(coded_linear(x.cuda(), card, impl="cuda"), got) for _ in range(REPEATS))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -5,19 +5,25 @@ from typing import Literal
 from torch import Tensor
 
 from glm5.kernels.coded import Coded
+from glm5.kernels.coded_linear import cuda
 from glm5.kernels.coded_linear.reference import coded_linear as _reference
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.triton_support import chosen
 
 
-def coded_linear(x_TD: Tensor, weight: Coded, *, impl: Literal["auto", "reference", "triton"] = "auto") -> Tensor:
+def coded_linear(
+    x_TD: Tensor, weight: Coded, *, impl: Literal["auto", "reference", "triton", "cuda"] = "auto"
+) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first where the form says so.
 
-    `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `auto` takes it where it can.
-    Inference only: no gradient passes. Raises ValueError where codes and scale do not fit (Coded.check).
+    `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `cuda`: few tokens over int8 codes
+    on Hopper. `auto` takes what it can. Inference only: no gradient passes. Raises ValueError where codes and scale do
+    not fit (Coded.check).
     """
     if impl == "auto":
         impl = "triton" if chosen(x_TD, weight.scale) and not refusal(weight) else "reference"
+        if impl == "triton" and not cuda.refusal(x_TD, weight):
+            impl = "cuda"
     if impl == "reference":
         return _reference(x_TD, weight)
     if impl == "triton":
@@ -26,7 +32,9 @@ def coded_linear(x_TD: Tensor, weight: Coded, *, impl: Literal["auto", "referenc
         from glm5.kernels.coded_linear.triton import coded_linear as run
 
         return run(x_TD, weight)
-    raise unknown_impl("coded_linear", impl, ("reference", "triton"))
+    if impl == "cuda":
+        return cuda.coded_linear(x_TD, weight)
+    raise unknown_impl("coded_linear", impl, ("reference", "triton", "cuda"))
 
 
 def refusal(weight: Coded) -> str | None:

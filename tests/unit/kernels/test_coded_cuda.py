@@ -1,11 +1,15 @@
-"""few.cu on a CPU: sharing of experts, inputs that warps do not share out evenly, sizes that are refused."""
+"""few.cu of experts and of linear layers on a CPU: sharing of experts, inputs that warps do not share out evenly, rows
+that end within a program, sizes that are refused."""
 
 import pytest
+import torch
 
 from glm5.kernels.coded import Form
 from glm5.kernels.coded_experts import coded_experts, cuda
+from glm5.kernels.coded_linear import coded_linear
+from glm5.kernels.coded_linear import cuda as linear_cuda
 from glm5.testing.numerics import rel_rms
-from tests.support.coded import coded_case, exact_experts
+from tests.support.coded import coded_case, exact_experts, random_coded
 from tests.support.cuda_on_cpu import build, needs_compiler
 
 BUDGET = 3e-3  # the result's rounding to bfloat16: measured 1.7e-3
@@ -44,3 +48,27 @@ def test_refusals(gen):
     case = coded_case(1, 3, 2, 320, 128, Form("int4", None, "int8"), gen)
     with pytest.raises(ValueError, match="takes inputs of a multiple of 128, up to 8192, got 320"):
         coded_experts(case.x.bfloat16(), *case[1:], impl="cuda")
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(1, 40, 512), (9, 16, 1152), (16, 33, 128)], ids=str)
+def test_a_linear_layer_has_the_references_bits(shape, gen, tmp_path):
+    num_tokens, num_rows, width = shape
+    weight, x = random_coded(gen, linear_cuda.FORM, num_rows, width), torch.randn(num_tokens, width, generator=gen)
+    constants = linear_cuda.constants_for(width, num_tokens) | {"ACT": 1}  # products of int8
+    kernel = build(linear_cuda.SOURCE, tmp_path, "few", constants)
+    got, want = linear_cuda.run(kernel, x.bfloat16(), weight), coded_linear(x.bfloat16(), weight)
+    assert torch.equal(got, want)
+    weight.scale[-1] *= 1.5
+    assert not torch.equal(got, coded_linear(x.bfloat16(), weight))
+
+
+def test_linear_layers_that_are_refused(gen):
+    weight = random_coded(gen, linear_cuda.FORM, 16, 192)
+    for rows, why in ((3, "multiple of 128.*got 192"), (17, "is for 1 to 16 tokens")):
+        with pytest.raises(ValueError, match=why):
+            coded_linear(torch.randn(rows, 192).bfloat16(), weight, impl="cuda")
+    with pytest.raises(ValueError, match=r"needs rows in bfloat16 and weights in w8a8, got torch\.float32"):
+        coded_linear(torch.randn(3, 192), weight, impl="cuda")
+    with pytest.raises(ValueError, match="needs Hopper, got cpu; use impl='triton'"):
+        coded_linear(torch.randn(3, 256).bfloat16(), random_coded(gen, linear_cuda.FORM, 16, 256), impl="cuda")

@@ -1,0 +1,123 @@
+// A linear layer of few tokens over int8 codes with a scale a row, on Hopper, by matrix units whose columns are tokens.
+//
+// A program has 16 rows of weights, and its warps share out the inputs. A lane has 16 bytes of two rows of each chunk of
+// 64 inputs, and the same bytes of a token: which inputs meet in a product is free, as long as both agree. All that a
+// warp reads of the weights is under way before the kernel that quantizes the tokens has ended.
+//
+// Compiled with K (inputs, a multiple of 128), TILES (of 8 tokens, 1 or 2) and BLOCKS (programs that a multiprocessor has
+// room for).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr int CHUNK = 64, WARPS = 8;
+constexpr int CHUNKS = K / CHUNK, A_WARP = (CHUNKS + WARPS - 1) / WARPS;
+constexpr int STEP = A_WARP < 12 ? A_WARP : 12;  // chunks of a warp that are under way
+constexpr int COLUMNS = 8 * TILES;
+constexpr int PITCH = K + 64;  // of tokens in shared memory: neighbours lie in other banks
+
+// Elsewhere, tests say what these are (tests/support/cuda_on_cpu.h).
+#ifndef ON_CPU
+extern __shared__ __align__(128) unsigned char memory[];
+
+struct __align__(16) Four { u32 x[4]; };
+
+// Not ld.global.nc: those loads the assembler puts off until they are used, behind barriers too.
+static __device__ Four load_once(const u8* at) {
+    Four v;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(at) : "memory");
+    return v;
+}
+
+static __device__ float load_scale(const float* at) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
+
+static __device__ void begin_to_load(u8* to, const u8* at) {
+    const u32 place = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(place), "l"(at) : "memory");
+}
+
+static __device__ void wait_for_loads() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+static __device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+static __device__ void let_later_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+static __device__ u16 bfloat16_of(float x) {
+    u16 d;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(x));
+    return d;
+}
+
+static __device__ void add_product(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+
+// out [T, O] in bfloat16, of x [T, K] with scales [T], and codes [O, K] with scales [O].
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+few(const u8* x, const float* x_scales, const u8* codes, const float* scales, u16* out, int num_tokens, int num_rows) {
+    __shared__ int part[WARPS][16][COLUMNS + 1];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int o = 16 * blockIdx.x, start = warp * A_WARP;
+    const u8* const first = codes + (u64)min(o + group, num_rows - 1) * K + quarter * 16;
+    const u8* const second = codes + (u64)min(o + group + 8, num_rows - 1) * K + quarter * 16;
+    const int row = threadIdx.x % 16, column = threadIdx.x / 16;  // of a result
+    const float scale = load_scale(scales + min(o + row, num_rows - 1));
+    int sum[TILES][4] = {};
+    for (int base = 0; base < A_WARP; base += STEP) {
+        Four w[STEP][2];
+#pragma unroll
+        for (int i = 0; i < STEP; ++i) {
+            const int chunk = start + base + i;
+            if ((A_WARP % STEP == 0 || base + i < A_WARP) && (CHUNKS % WARPS == 0 || chunk < CHUNKS)) {
+                w[i][0] = load_once(first + chunk * CHUNK);
+                w[i][1] = load_once(second + chunk * CHUNK);
+            }
+        }
+        if (base == 0) {
+            wait_for_earlier();
+            let_later_begin();
+            // A warp fetches of the tokens what it multiplies itself.
+            const int mine = start * CHUNK, size = min(A_WARP * CHUNK, K - mine);
+            for (int c = 0; c < num_tokens; ++c)
+                for (int i = 16 * lane; i < size; i += 512)
+                    begin_to_load(memory + c * PITCH + mine + i, x + (u64)c * K + mine + i);
+            wait_for_loads();
+            __syncwarp();
+        }
+#pragma unroll
+        for (int i = 0; i < STEP; ++i) {
+            const int chunk = start + base + i;
+            if ((A_WARP % STEP && base + i >= A_WARP) || (CHUNKS % WARPS && chunk >= CHUNKS)) break;
+            const u32 low[4] = {w[i][0].x[0], w[i][1].x[0], w[i][0].x[1], w[i][1].x[1]};
+            const u32 high[4] = {w[i][0].x[2], w[i][1].x[2], w[i][0].x[3], w[i][1].x[3]};
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) {
+                Four b = {0, 0, 0, 0};
+                if (8 * n + group < num_tokens)
+                    b = *(const Four*)(memory + (8 * n + group) * PITCH + chunk * CHUNK + quarter * 16);
+                add_product(sum[n], low, b.x[0], b.x[1]);
+                add_product(sum[n], high, b.x[2], b.x[3]);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) part[warp][k / 2 * 8 + group][8 * n + 2 * quarter + k % 2] = sum[n][k];
+    __syncthreads();
+    if (column < min(COLUMNS, num_tokens) && o + row < num_rows) {
+        int total = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) total += part[i][row][column];
+        out[(u64)column * num_rows + o + row] = bfloat16_of((float)total * scale * x_scales[column]);
+    }
+}
