@@ -273,6 +273,8 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         prefix_cache=config.enable_prefix_caching,
         max_prompt_chunk=config.long_prefill_token_threshold or None,
         max_tokens_beside=_tokens_beside(config, cost),
+        # Steps in pieces have a faster attention for these (runner.py: on a GPU, unless in passes).
+        whole_prompt=0 if in_passes or model.device.type == "cpu" else cfg.index_topk,
         tiers=_has_tiers(config),
         token_buckets=tuple(count for count in _TOKEN_BUCKETS if count < config.max_num_batched_tokens),
     )

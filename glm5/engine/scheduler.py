@@ -19,6 +19,9 @@ sequence of better priority, not merely earlier arrival, preempts running ones t
 **Never spinning.** A plan without items says what it waits for: results not yet read, copies, `Resume`, or requests.
 Anything else would be a bug, and is an assertion error.
 
+**Whole prompts.** With `whole_prompt`, prompts of up to so many tokens that begin have steps of their own, every other
+step at most while others decode: those see as many tokens a second as beside the prompts, and prompts are faster.
+
 **One prompt, several answers.** The first sequence of a request computes the prompt, the others are held back until
 it has: then they share its pages, get a copy of the last one, and compute the last token themselves.
 """
@@ -68,6 +71,7 @@ class Scheduler:
         self.depth = config.max_depth
         self.next_step = 0
         self.is_paused = False
+        self._was_whole = False  # the last step was one of whole prompts
         # Each in order of rank. Running sequences are in one of the last two.
         self.waiting: list[Sequence] = []
         self.prompting: list[Sequence] = []
@@ -117,9 +121,12 @@ class Scheduler:
         if not self.is_paused:
             in_flight: list[InFlight] = []
             self._make_room_for_better(plan)
-            is_short = self._plan_decodes(plan, in_flight)
-            # With pages short, whoever was preempted for them would be the first to come back.
-            self._plan_prompts(plan, in_flight, may_admit=not is_short)
+            is_whole = self._plan_whole_prompts(plan, in_flight)
+            if not is_whole:
+                is_short = self._plan_decodes(plan, in_flight)
+                # With pages short, whoever was preempted for them would be the first to come back.
+                self._plan_prompts(plan, in_flight, may_admit=not is_short)
+            self._was_whole = is_whole
             if plan.items:
                 self._unread.append((step, in_flight))
                 plan.bucket = self._bucket(plan)
@@ -326,19 +333,56 @@ class Scheduler:
             self._preempt(youngest, plan)
         return min(drafts, seq.covered - seq.high) if seq.covered < seq.cap - 1 else drafts
 
+    def _plan_whole_prompts(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
+        """Prompts that are computed whole, if it is their turn. Whether there are any."""
+        limit = self._whole_limit()
+        if self._was_whole and (self.decoding or any(not self._is_whole(seq, limit) for seq in self.prompting)):
+            return False
+        budget = self.config.most_of_prompts(beside=bool(self.decoding))
+        chosen: list[Sequence] = []
+        for seq in self.prompting:
+            if self._is_whole(seq, min(limit, budget)):
+                chosen.append(seq)
+                budget -= seq.goal
+        while self.waiting and self._would_be_whole(self.waiting[0], min(limit, budget)):
+            seq = self._admit_next(plan)
+            if seq is None:
+                break
+            chosen.append(seq)
+            budget -= seq.goal
+        for seq in chosen:
+            self._plan_chunk(seq, seq.goal, plan, in_flight)
+        return bool(chosen)
+
+    def _whole_limit(self) -> int:
+        """Tokens of a prompt that is computed whole."""
+        most = self.config.most_of_prompts(beside=bool(self.decoding))
+        return min(self.config.whole_prompt, most, self.config.max_prompt_chunk or most)
+
+    @staticmethod
+    def _is_whole(seq: Sequence, limit: int) -> bool:
+        return seq.restore is None and not seq.computed and seq.goal <= limit
+
+    def _would_be_whole(self, seq: Sequence, limit: int) -> bool:
+        """Of one that waits: nothing of its prompt is there yet, and nobody else computes it."""
+        if len(seq.tokens) > limit or self._must_hold(seq) or (donor := self._donor(seq)) is not None:
+            return False
+        found = self.holdings.find(seq, donor, self._headroom())
+        return not (found.num_matched or found.lower)
+
     def _plan_prompts(self, plan: StepPlan, in_flight: list[InFlight], *, may_admit: bool) -> None:
         """Share the rest of the budget among prompts: first at most half of a step's each, then what is left over."""
         budget = self.config.max_tokens_per_step - plan.num_tokens
-        if plan.items and self.config.max_tokens_beside is not None:
-            budget = min(budget, self.config.max_tokens_beside)
+        budget = min(budget, self.config.most_of_prompts(beside=bool(plan.items)))
+        left = self._whole_limit() if self._was_whole and plan.items else 0  # to the next step
         chunk = self.config.max_prompt_chunk or budget
         half = min(chunk, max(1, self.config.max_tokens_per_step // 2))
         shares: list[tuple[Sequence, int]] = []
         for seq in self.prompting:
-            if budget and seq.restore is None:
+            if budget and seq.restore is None and not self._is_whole(seq, left):
                 shares.append((seq, min(seq.goal - seq.computed, half, budget)))
                 budget -= shares[-1][1]
-        while may_admit and budget and self.waiting:
+        while may_admit and budget and self.waiting and len(self.waiting[0].tokens) > left:
             seq = self._admit_next(plan)
             if seq is None:
                 break

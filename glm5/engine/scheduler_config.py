@@ -50,6 +50,9 @@ class SchedulerConfig:
     """Tokens of one prompt a step, beside the half-budget rule."""
     max_tokens_beside: int | None = None
     """Tokens of prompts in a step in which sequences decode: those wait as long as it takes."""
+    whole_prompt: int = 0
+    """Prompts of up to so many tokens are computed whole, in steps of their own: where all rows of a step are those of
+    whole prompts, attention is several times as fast (engine/lower.py). 0: beside everything else."""
     headroom: float = 0.05
     """Share of the pages that stays available when a sequence is admitted beside others, for those to grow. Against
     none, in an overloaded pool: 2 % more steps, and 10 to 25 % fewer rows, which would have been computed twice."""
@@ -74,12 +77,18 @@ class SchedulerConfig:
         _check("max_tokens_per_step", self.max_tokens_per_step, enough, allowed)
         chunk = self.max_prompt_chunk
         _check("max_prompt_chunk", chunk, chunk is None or chunk >= 1, "None or at least 1")
+        _check("whole_prompt", self.whole_prompt, self.whole_prompt >= 0, "at least 0")
         beside = self.max_tokens_beside
         _check("max_tokens_beside", beside, beside is None or beside >= 1, "None or at least 1")
         _check("tiers", self.tiers, self.prefix_cache or not self.tiers, "only with prefix_cache")
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def most_of_prompts(self, *, beside: bool) -> int:
+        """Tokens of prompts in a step, of those `beside` which others decode."""
+        few = self.max_tokens_beside if beside else None
+        return self.max_tokens_per_step if few is None else min(few, self.max_tokens_per_step)
 
     def max_len(self, submit: Submit) -> int:
         """Tokens that a sequence has at the end at the latest. The last one is never computed."""

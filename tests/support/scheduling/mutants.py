@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "computing does not wait for loads",
         "scheduler",
-        "for seq in self.prompting:\n            if budget and seq.restore is None:",
-        "for seq in self.prompting:\n            if budget:",
+        "for seq in self.prompting:\n            if budget and seq.restore is None and not self._is_whole(seq, left):",
+        "for seq in self.prompting:\n            if budget and not self._is_whole(seq, left):",
     ),
     Mutant("loads of who left go on", "holdings", "self.transfers.cancel(seq.restore)", "pass"),
     Mutant("an ended copy keeps its page", "transfers", "self.pool.unref(store.page)", "pass"),

@@ -43,6 +43,14 @@ def check_plan(
     check_ownership(scheduler, plan)
 
 
+def is_whole(config: SchedulerConfig, plan: StepPlan) -> bool:
+    """A step of whole prompts alone."""
+    return all(
+        item.kind == "prefill" and item.samples and not item.start and item.num_rows <= config.whole_prompt
+        for item in plan.items
+    )
+
+
 def check_sizes(config: SchedulerConfig, scheduler: Scheduler, plan: StepPlan) -> None:
     assert plan.num_tokens == sum(item.num_rows for item in plan.items)
     assert plan.num_tokens <= config.max_tokens_per_step, f"{plan.num_tokens=} is over the budget"
@@ -66,6 +74,8 @@ def check_sizes(config: SchedulerConfig, scheduler: Scheduler, plan: StepPlan) -
 
 def check_half_budget(config: SchedulerConfig, scheduler: Scheduler, plan: StepPlan) -> None:
     half = max(1, config.max_tokens_per_step // 2)
+    if is_whole(config, plan):
+        return
     for item in plan.items:
         if item.kind == "prefill" and item.num_rows > half:
             others = [seq for seq in scheduler.prompting if seq.restore is None and seq.seq_id != item.seq_id]
@@ -87,7 +97,9 @@ def check_order(scheduler: Scheduler, plan: StepPlan, before: Before, known: dic
         seq.rank
         for seq in scheduler.prompting
         if seq.restore is None and seq.seq_id not in {item.seq_id for item in plan.items}
+        if seq.computed or seq.goal > scheduler.config.whole_prompt  # those may have the next step for themselves
     ]
+    unserved = [] if is_whole(scheduler.config, plan) else unserved  # they have the next one
     assert scheduler.is_paused or all(rank > max(continued, default=(-99, 0)) for rank in unserved), "overtaken"
     admitted = [known[seq_id].rank for seq_id in entered]
     waiting = [seq.rank for seq in scheduler.waiting]

@@ -66,6 +66,34 @@ def test_few_tokens_of_prompts_beside_those_that_decode():
     assert rows(driver.step(Abort((1,)))) == {2: 10}
 
 
+def test_whole_prompts_have_every_other_step_of_their_own():
+    driver = Driver(max_tokens_per_step=10, whole_prompt=6)
+    assert rows(driver.step(submit(0, 4), submit(1, 6), submit(2, 5))) == {0: 4, 1: 6}
+    assert rows(driver.step()) == {0: 1, 1: 1}
+    assert rows(driver.step()) == {2: 5}
+    assert rows(driver.step(submit(3, 6))) == {0: 1, 1: 1, 2: 1}
+    assert rows(driver.step()) == {3: 6}
+
+
+def test_whole_prompts_and_longer_ones_take_turns():
+    driver = Driver(max_tokens_per_step=10, whole_prompt=6)
+    assert rows(driver.step(submit(0, 17), submit(1, 6))) == {0: 5, 1: 5}, "the longer one was first"
+    assert rows(driver.step(submit(2, 6), submit(3, 2))) == {2: 6, 3: 2}
+    assert rows(driver.step(submit(4, 6))) == {0: 5, 1: 1, 2: 1, 3: 1}
+    assert rows(driver.step()) == {4: 6}
+
+
+def test_whole_prompts_keep_to_what_those_that_decode_bear():
+    driver = Driver(max_tokens_per_step=10, whole_prompt=6, max_tokens_beside=5)
+    driver.step(submit(0, 4))
+    driver.step()
+    assert rows(driver.step(submit(1, 5), submit(2, 5))) == {1: 5}
+    assert rows(driver.step()) == {0: 1, 1: 1}
+    assert rows(driver.step()) == {2: 5}
+    driver.step()
+    assert rows(driver.step(submit(3, 6))) == {0: 1, 1: 1, 2: 1, 3: 5}, "6 tokens are more than they bear at once"
+
+
 def test_first_come_first_served_within_priority():
     driver = Driver(max_num_seqs=1)
     driver.tell(submit(0, 4, 1, priority=1), submit(1, 4, 1, priority=1), submit(2, 4, 1))
