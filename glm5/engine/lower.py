@@ -29,6 +29,7 @@ from glm5.engine.stack import AnyLinear, Rows, Stack, product
 from glm5.engine.view import StepView
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.fp8_linear import few_rows
 from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, grouped_experts
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
@@ -47,7 +48,7 @@ from glm5.model.norm import RMSNorm
 from glm5.model.seams import Rope, Selection
 from glm5.parallel.group import ALONE, Group
 
-FEW_ROWS = 16  # up to here FP8 products take rows as they are, so that nobody quantizes for them
+_FEW_ROWS = 16  # up to here `mla_keys` computes the weights of index heads along the way
 
 
 class LoweredAttention:
@@ -175,7 +176,7 @@ def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[He
     if isinstance(between, Dealt):
         w_TJ = between.whole(product(Rows(x_OD), linear))  # not beside: ranks exchange on one stream
         return None, Beside(lambda: w_TJ, torch.device("cpu"))
-    if len(x_OD) > FEW_ROWS or not isinstance(linear, Linear):
+    if len(x_OD) > _FEW_ROWS or not isinstance(linear, Linear):
         return None, Beside(lambda: product(Rows(x_OD), linear), x_OD.device)
     w_TJ = x_OD.new_empty(len(x_OD), len(linear.weight))
     return HeadWeights(x_OD, linear.weight, w_TJ), Beside(lambda: w_TJ, torch.device("cpu"))
@@ -267,9 +268,10 @@ class LoweredLayer:
         self.attention = LoweredAttention(module.self_attn)
         self.mlp = LoweredMoE(module.mlp) if isinstance(module.mlp, MoE) else LoweredMLP(module.mlp)
         self.is_fp8 = self.attention.of_input.is_fp8
+        self._few_rows = few_rows(module.input_layernorm.weight.device)
 
     def quantizes(self, num_rows: int) -> bool:
-        return self.is_fp8 and num_rows > FEW_ROWS
+        return self.is_fp8 and num_rows > self._few_rows
 
     def __call__(
         self,

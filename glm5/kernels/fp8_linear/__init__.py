@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BlockScaled
@@ -11,6 +12,7 @@ from glm5.kernels.fp8_linear import scaled_mm as _scaled_mm
 from glm5.kernels.fp8_linear.reference import fp8_linear as _reference
 from glm5.kernels.triton_support import chosen
 
+_FEW_ROWS = 16  # that Triton's kernels take as they are
 MAX_TILED_ROWS = 128  # beyond, cuBLASLt's tiles are faster than ours (docs/performance.md)
 
 
@@ -43,6 +45,11 @@ def fp8_linear(
     if impl == "cuda":
         return cuda.fp8_linear(x_TD, weight, quantized)
     raise unknown_impl("fp8_linear", impl, ("reference", "triton", "scaled_mm", "cuda"))
+
+
+def few_rows(device: torch.device) -> int:
+    """Up to so many rows are not quantized, so nobody need do it for them."""
+    return cuda.MIN_TOKENS - 1 if cuda.runs_on(device) else _FEW_ROWS
 
 
 def _choose(x_TD: Tensor, weight: BlockScaled) -> Literal["reference", "triton", "scaled_mm", "cuda"]:

@@ -17,7 +17,7 @@ _THREADS, _ROOM = 320, 220 << 10  # as in linear.cu; bytes of shared memory
 _PROGRAMS = 128  # that run at once where they come in clusters
 _MOST_STAGES = 8
 _LEAST_BLOCKS = 12  # of columns that a program has, where they are shared
-_MIN_TOKENS = 17
+MIN_TOKENS = 5
 
 
 class Cut(NamedTuple):
@@ -33,9 +33,16 @@ def cut_for(rows: int, cols: int) -> Cut:
 
 
 def is_faster(num_tokens: int, rows: int, cols: int) -> bool:
-    """Than Triton's tiles, there: not below 17 rows, for which somebody would have to quantize, nor where a program has
-    so many rows to add up that a cluster would have to share them."""
-    return _MIN_TOKENS <= num_tokens <= (MAX_ROWS if cut_for(rows, cols).shares > 1 else MAX_ROWS // 2)
+    """Than Triton's tiles, there: not of few rows, nor where a program has so many that a cluster would have to share
+    them to add them up."""
+    if num_blocks(rows) > _PROGRAMS // 2 - 1:  # Triton's programs share these out more evenly
+        return False
+    return MIN_TOKENS <= num_tokens <= (MAX_ROWS if cut_for(rows, cols).shares > 1 else MAX_ROWS // 2)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether there is a GPU for it, and a compiler."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and cuda_code.can_build()
 
 
 def refusal(x_TD: Tensor, weight: BlockScaled) -> str:
@@ -45,9 +52,7 @@ def refusal(x_TD: Tensor, weight: BlockScaled) -> str:
         return f"needs up to {MAX_ROWS} rows in bfloat16, got {len(x_TD)} in {x_TD.dtype}"
     if rows % 4 or cols % BLOCK or not weight.data.is_contiguous():
         return f"needs whole weights of multiples of 4 and {BLOCK}, got [{rows}, {cols}]"
-    if not x_TD.is_cuda or torch.cuda.get_device_capability(x_TD.device)[0] != 9:
-        return f"needs Hopper, got {x_TD.device}"
-    return "" if cuda_code.can_build() else "needs NVRTC"
+    return "" if runs_on(x_TD.device) else f"needs Hopper and NVRTC, got {x_TD.device}"
 
 
 def fp8_linear(

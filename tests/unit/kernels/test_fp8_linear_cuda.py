@@ -44,15 +44,25 @@ def test_auto_takes_it_where_it_is_faster_and_can_be_built(monkeypatch, gen):
         return module._choose(torch.zeros(T, 128, dtype=torch.bfloat16), weight)
 
     monkeypatch.setattr(cuda, "refusal", lambda *given: "needs NVRTC")
-    assert [choice(T) for T in (16, 17, 64, 129)] == ["triton", "triton", "triton", "scaled_mm"]
+    assert [choice(T) for T in (4, 5, 64, 129)] == ["triton", "triton", "triton", "scaled_mm"]
     monkeypatch.setattr(cuda, "refusal", lambda *given: "")
-    assert [choice(T) for T in (16, 17, 64, 65, 129)] == ["triton", "cuda", "cuda", "triton", "scaled_mm"]
-    assert [cuda.is_faster(T, 2752, 6144) for T in (16, 17, 128, 129)] == [False, True, True, False]
+    assert [choice(T) for T in (4, 5, 64, 65, 129)] == ["triton", "cuda", "cuda", "triton", "scaled_mm"]
+    assert [cuda.is_faster(T, 2752, 6144) for T in (4, 5, 128, 129)] == [False, True, True, False]
+    assert not cuda.is_faster(32, 8192, 2048)
+
+
+def test_nobody_quantizes_for_few_rows(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    for can_build, few in ((True, 4), (False, 16)):
+        monkeypatch.setattr(cuda.cuda_code, "can_build", lambda can_build=can_build: can_build)
+        assert module.few_rows(device) == few
+    assert module.few_rows(torch.device("cpu")) == 16
 
 
 def test_refusals(gen):
     x, weight = torch.randn(3, 256, generator=gen), quantize_blocks(torch.randn(128, 256, generator=gen))
     with pytest.raises(ValueError, match=r"\[cuda\] needs up to 128 rows in bfloat16, got 3 in torch.float32"):
         fp8_linear(x, weight, impl="cuda")
-    with pytest.raises(ValueError, match="needs Hopper, got cpu; use impl='triton'"):
+    with pytest.raises(ValueError, match="needs Hopper and NVRTC, got cpu; use impl='triton'"):
         fp8_linear(x.bfloat16(), weight, impl="cuda")
