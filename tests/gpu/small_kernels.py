@@ -23,7 +23,6 @@ from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.gptq_block import gptq_block
-from glm5.kernels.grouped_experts import cuda as cuda_experts
 from glm5.kernels.index_kl import index_kl
 from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
@@ -80,10 +79,6 @@ def experts() -> None:
         case = make_experts(T, 6, 2, 200, 136, torch.Generator().manual_seed(T)).to("cuda", torch.bfloat16)
         for tiling in tilings:
             grouped_experts(*case[:5], case.shared, tiling)
-    for T in (1, 40, 200):
-        case = make_experts(T, 6, 2, 512, 128, torch.Generator().manual_seed(T)).to("cuda", torch.bfloat16)
-        for cut in (cuda_experts.Cut(32, 3, 2), cuda_experts.Cut(96, 3, 2)):
-            cuda_experts.grouped_experts(*case[:5], case.shared, cut)
 
 
 def rows_of_models() -> None:

@@ -7,7 +7,6 @@
 
 #define __grid_constant__
 
-struct alignas(16) uint4 { u32 x, y, z, w; };
 struct uint2 { u32 x, y; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -17,22 +16,8 @@ struct Map { const Matrix* matrix; };
 static const Index gridDim = {1, 1, 1};
 static u8* const shared_memory = memory;
 
-static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
-static uint4 __ldcg(const uint4* at) { return *at; }
-
-static int __shfl_up_sync(u32, int x, int by) {
-    const u32 mine = x;
-    return met(&mine, 1)[max(current % 32 - by, 0)][0];
-}
-
-static u32 __match_any_sync(u32, int x) {
-    const u32 mine = x;
-    u32(*all)[MOST_WORDS] = met(&mine, 1), found = 0;
-    for (int i = 0; i < 32; ++i) found |= (u32)(all[i][0] == mine) << i;
-    return found;
-}
 
 static u32 shared_at(const void* p) { return (const u8*)p - memory; }
 static void rest() { swapcontext(&fibers[current], &scheduler); }
@@ -96,14 +81,6 @@ static void fetch_4(u32 to, const void* from) { memcpy(memory + to, from, 4); }
 static void end_copies() {}
 static void for_engines() {}
 
-static int counted(const int* counter) { return *(const volatile int*)counter; }
-static int one_more(int* counter) { return ++*counter; }
-
-static void say(int* counter, int* other) {
-    ++*counter;
-    if (other) ++*other;
-}
-
 static u32 as_pair(float low, float high) { return bfloat16_of(low) | (u32)bfloat16_of(high) << 16; }
 
 static float of_e4m3(u8 code) {
@@ -117,26 +94,6 @@ static float of_e4m3(u8 code) {
         return some;
     }();
     return numbers[code];
-}
-
-static u8 e4m3_of(float x) {
-    const float size = fabsf(rounded_to_e4m3(x));
-    for (int code = 0; code < 127; ++code)
-        if (of_e4m3(code) == size) return code | (x < 0) << 7;
-    return 127;
-}
-
-static u16 as_codes(float low, float high) { return e4m3_of(low) | e4m3_of(high) << 8; }
-
-static void store_turned(u32 at, u32 first, u32 second) {
-    const int lane = current % 32;
-    if (lane < 16 && at % 16) abort();
-    u32(*all)[MOST_WORDS] = met(&at, 1);
-    for (int i = 0; i < 4; ++i) {
-        const u16 value = (i / 2 ? second : first) >> 16 * (i % 2);
-        memcpy(memory + all[i / 2 * 8 + lane % 4 * 2 + i % 2][0] + 2 * (lane / 4), &value, 2);
-    }
-    __syncwarp();
 }
 
 // Warp w has rows 16 w and on; a lane of them lane / 4 and 8 further, of every eight columns 2 (lane % 4) and the next.
@@ -160,4 +117,3 @@ template <int N> static void settled(float (&)[N]) {}
 static void begin_products() {}
 static void end_products() {}
 template <int LEFT> static void wait_for_products() {}
-template <int COUNT> static void keep_registers() {}

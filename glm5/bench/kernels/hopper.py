@@ -1,5 +1,5 @@
-"""Experts and products of a step's rows in CUDA C++ beside those in Triton, rows quantized beforehand for both:
-`python -m glm5.bench.kernels.hopper`. A run of its own, as long as `auto` does not choose them.
+"""Products of a step's rows in CUDA C++ beside those in Triton, rows quantized beforehand for both:
+`python -m glm5.bench.kernels.hopper`.
 """
 
 import sys
@@ -10,19 +10,15 @@ import torch
 from torch import Tensor
 
 from glm5.bench.kernels.case import Case, Launch
-from glm5.bench.kernels.experts import BUDGET_MANY, experts_case
 from glm5.bench.kernels.linear import linear_case
 from glm5.bench.kernels.shapes import linears
 from glm5.bench.kernels.table import main
-from glm5.kernels import fp8_linear, grouped_experts
+from glm5.kernels import fp8_linear
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import cuda as linear_cuda
-from glm5.kernels.grouped_experts import SharedExpert
-from glm5.kernels.grouped_experts import cuda as experts_cuda
 
 Quantized = Callable[[Tensor], tuple[Tensor, Tensor]]
-_CUTS = {8192: ((96, 4, 3), (96, 4, 24), (32, 5, 3)), 256: ((32, 5, 24), (32, 5, 3), (32, 4, 24))}
 _ROWS = (17, 32, 64, 128)
 
 
@@ -38,25 +34,8 @@ def _once() -> Quantized:
     return quantized
 
 
-def _experts(tokens: int, cut: experts_cuda.Cut | None) -> Case:
-    quantized = _once()
-
-    def run(x: Tensor, gate_up: BlockScaled, down: BlockScaled, w: Tensor, e: Tensor, shared: SharedExpert) -> Tensor:
-        given = (x, gate_up, down, w, e, shared)
-        if cut is not None:
-            return experts_cuda.grouped_experts(*given, cut, quantized(x))
-        return grouped_experts.grouped_experts(*given[:5], shared=shared, quantized=quantized(x), impl="triton")
-
-    case = experts_case(tokens, 8, run, "triton" if cut is None else f"cuda {tuple(cut)}")
-    return replace(case, budget=BUDGET_MANY)
-
-
 def cases() -> Iterator[Case]:
-    """Experts of 4 to 8,192 tokens in several cuts, then every product of 17 to 128 rows."""
-    for tokens in (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192):
-        yield _experts(tokens, None)
-        upto = min(most for most in _CUTS if tokens <= most)
-        yield from (_experts(tokens, experts_cuda.Cut(*cut)) for cut in _CUTS[upto])
+    """Every product of 17 to 128 rows, in several cuts."""
     for weight in linears(8):
         for tokens in _ROWS:
             once = _once()
