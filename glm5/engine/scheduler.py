@@ -20,7 +20,7 @@ sequence of better priority, not merely earlier arrival, preempts running ones t
 Anything else would be a bug, and is an assertion error.
 
 **Whole prompts.** With `whole_prompt`, prompts of up to so many tokens that begin have steps of their own, every other
-step at most while others decode: those see as many tokens a second as beside the prompts, and prompts are faster.
+step at most while others decode, and only if together they have half as many tokens.
 
 **One prompt, several answers.** The first sequence of a request computes the prompt, the others are held back until
 it has: then they share its pages, get a copy of the last one, and compute the last token themselves.
@@ -335,10 +335,12 @@ class Scheduler:
 
     def _plan_whole_prompts(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
         """Prompts that are computed whole, if it is their turn. Whether there are any."""
-        limit = self._whole_limit()
+        limit = self.config.most_of_whole(beside=bool(self.decoding))
         if self._was_whole and (self.decoding or any(not self._is_whole(seq, limit) for seq in self.prompting)):
             return False
         budget = self.config.most_of_prompts(beside=bool(self.decoding))
+        if self.decoding and self._num_whole(limit, budget) < self.config.whole_prompt // 2:
+            return False  # a step of their own takes longer than what they lose beside others
         chosen: list[Sequence] = []
         for seq in self.prompting:
             if self._is_whole(seq, min(limit, budget)):
@@ -354,10 +356,14 @@ class Scheduler:
             self._plan_chunk(seq, seq.goal, plan, in_flight)
         return bool(chosen)
 
-    def _whole_limit(self) -> int:
-        """Tokens of a prompt that is computed whole."""
-        most = self.config.most_of_prompts(beside=bool(self.decoding))
-        return min(self.config.whole_prompt, most, self.config.max_prompt_chunk or most)
+    def _num_whole(self, limit: int, budget: int) -> int:
+        """Tokens of prompts that could be computed whole, `budget` being enough to know."""
+        count = sum(seq.goal for seq in self.prompting if self._is_whole(seq, limit))
+        for seq in self.waiting:
+            if count >= budget or len(seq.tokens) > limit:
+                break
+            count += len(seq.tokens)
+        return count
 
     @staticmethod
     def _is_whole(seq: Sequence, limit: int) -> bool:
@@ -374,7 +380,7 @@ class Scheduler:
         """Share the rest of the budget among prompts: first at most half of a step's each, then what is left over."""
         budget = self.config.max_tokens_per_step - plan.num_tokens
         budget = min(budget, self.config.most_of_prompts(beside=bool(plan.items)))
-        left = self._whole_limit() if self._was_whole and plan.items else 0  # to the next step
+        left = self.config.most_of_whole(beside=True) if self._was_whole and plan.items else 0  # to the next step
         chunk = self.config.max_prompt_chunk or budget
         half = min(chunk, max(1, self.config.max_tokens_per_step // 2))
         shares: list[tuple[Sequence, int]] = []

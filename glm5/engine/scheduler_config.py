@@ -51,8 +51,9 @@ class SchedulerConfig:
     max_tokens_beside: int | None = None
     """Tokens of prompts in a step in which sequences decode: those wait as long as it takes."""
     whole_prompt: int = 0
-    """Prompts of up to so many tokens are computed whole, in steps of their own: where all rows of a step are those of
-    whole prompts, attention is several times as fast (engine/lower.py). 0: beside everything else."""
+    """Prompts of up to so many tokens are computed whole, in steps of their own if they have half as many together:
+    where all rows of a step are those of whole prompts, attention is several times as fast (engine/lower.py). 0:
+    beside everything else."""
     headroom: float = 0.05
     """Share of the pages that stays available when a sequence is admitted beside others, for those to grow. Against
     none, in an overloaded pool: 2 % more steps, and 10 to 25 % fewer rows, which would have been computed twice."""
@@ -89,6 +90,11 @@ class SchedulerConfig:
         """Tokens of prompts in a step, of those `beside` which others decode."""
         few = self.max_tokens_beside if beside else None
         return self.max_tokens_per_step if few is None else min(few, self.max_tokens_per_step)
+
+    def most_of_whole(self, *, beside: bool) -> int:
+        """Tokens of a prompt that is computed whole."""
+        most = self.most_of_prompts(beside=beside)
+        return min(self.whole_prompt, most, self.max_prompt_chunk or most)
 
     def max_len(self, submit: Submit) -> int:
         """Tokens that a sequence has at the end at the latest. The last one is never computed."""

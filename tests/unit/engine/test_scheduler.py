@@ -75,6 +75,16 @@ def test_whole_prompts_have_every_other_step_of_their_own():
     assert rows(driver.step()) == {3: 6}
 
 
+def test_few_tokens_of_prompts_go_beside_those_that_decode():
+    driver = Driver(max_tokens_per_step=20, whole_prompt=8)
+    driver.step(submit(0, 4))
+    assert rows(driver.step()) == {0: 1}
+    assert rows(driver.step(submit(1, 3))) == {0: 1, 1: 3}
+    assert rows(driver.step(submit(2, 2), submit(3, 2))) == {2: 2, 3: 2}, "together they have enough"
+    assert rows(driver.step(submit(4, 1))) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert rows(driver.step())[4] == 1
+
+
 def test_whole_prompts_and_longer_ones_take_turns():
     driver = Driver(max_tokens_per_step=10, whole_prompt=6)
     assert rows(driver.step(submit(0, 17), submit(1, 6))) == {0: 5, 1: 5}, "the longer one was first"
