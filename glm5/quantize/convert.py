@@ -20,10 +20,11 @@ from glm5.quantize.source import Source, check_finite
 def convert(model: str | Path, out: Path, dtype: str, max_shard_bytes: int) -> Path:
     """Write `model` at `out` in `dtype`: "fp8" (the published selection, the rest bfloat16) or a name of plain floats.
 
-    FP8 weights that stay FP8 are copied as they are. All or nothing; raises as `save` does, and CheckpointError for a
-    number that is infinite or none at all.
+    FP8 weights that stay FP8 are copied as they are. All or nothing; raises as `save` does, CheckpointError for a
+    number that is infinite or none at all, and ConfigError where `out` is `model` or within it.
     """
     source = Source(model)
+    source.check_apart(out)
     to_fp8 = dtype == "fp8"
     target = torch.bfloat16 if to_fp8 else parse_dtype(dtype, special=("fp8",))
     specs = list(source.fit.specs.values())

@@ -4,6 +4,7 @@ import logging
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -44,6 +45,8 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
     """Decide everything, reading headers only. Errors here come before anything is written. `resolved`: a recipe in
     place of the settings'."""
     source = Source(settings.model)
+    if settings.out is not None:
+        source.check_apart(Path(settings.out))
     resolved = resolved or resolve(settings)
     for note in resolved.notes:
         logger.info("%s", note)

@@ -18,7 +18,7 @@ from glm5.checkpoint.index import ShardIndex, scan
 from glm5.checkpoint.names import SCALE_SUFFIX
 from glm5.checkpoint.resolve import resolve
 from glm5.checkpoint.shard import DTYPES, TensorEntry, read_into, read_tensor
-from glm5.common.errors import CheckpointError
+from glm5.common.errors import CheckpointError, ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec
 from glm5.kernels.block_scaled import BlockScaled
@@ -76,6 +76,14 @@ class Source:
         self._by_layer: dict[int, list[TensorSpec]] = {}
         for spec in self.fit.specs.values():
             self._by_layer.setdefault(place_of(spec.name).layer_idx, []).append(spec)
+
+    def check_apart(self, out: Path) -> None:
+        """Raises ConfigError where `out` would replace what is read, or stand within it."""
+        own, target = self.directory.resolve(), out.expanduser().resolve()
+        if target == own or own in target.parents:
+            raise ConfigError(
+                f"OUT: got {out}, which is the model that is read or within it; choose a folder beside it"
+            )
 
     @property
     def layer_indices(self) -> list[int]:

@@ -1,5 +1,7 @@
 """FP8 to BF16 and back, against a model that was loaded and saved."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -46,3 +48,15 @@ def test_a_weight_that_is_no_number_is_refused(dtype, tmp_path, capsys):
     assert main(["convert", str(tmp_path / "broken"), str(tmp_path / "out"), "--dtype", dtype]) == 1
     assert "model.layers.1.self_attn.q_a_proj.weight holds 1 values that are not finite" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["broken"]
+
+
+@pytest.mark.parametrize("within", ["", "sub"])
+def test_what_is_read_is_not_written_over(within, fp8, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(fp8, model)
+    assert main(["convert", str(model), str(model / within), "--dtype", "bfloat16"]) == 1
+    assert "which is the model that is read or within it" in capsys.readouterr().err
+    assert main(["quantize", str(model), str(model / "sub"), "--scheme", "w8a8"]) == 1
+    assert "which is the model that is read or within it" in capsys.readouterr().err
+    assert same(model, fp8)
+    assert not (model / "sub").exists()
