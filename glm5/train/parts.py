@@ -8,6 +8,9 @@ Rows are those of a tensor's view [R, C] (train/parallel/places.py). A state of 
 
 import math
 import pickle
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,22 @@ from torch import Tensor
 
 from glm5.common.errors import TrainingError
 
-DAMAGED = (AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError)
+DAMAGED = (
+    *(AttributeError, EOFError, LookupError, OSError, OverflowError, RuntimeError, TypeError, ValueError),
+    *(pickle.UnpicklingError, struct.error, zipfile.BadZipFile, zlib.error),
+)
 """What reading a file of tensors raises, where it is none, or holds something else."""
 Part = Mapping[str, Any]
 Span = tuple[int, int]
 
 
-def read_parts(state: Mapping[str, Any], folder: Path) -> list[Part]:
-    """Of a state file's content: what it names, or the content itself. Tensors are read when they are used."""
+def read_parts(state: Mapping[str, Any], folder: Path, rank: int = 0, num_ranks: int = 1) -> list[Part]:
+    """Of a state file's content: what it names, or the content itself. Tensors are read when they are used.
+
+    The files are checked by all of `num_ranks` together, each by one of them. Raises `TrainingError`.
+    """
     if files := state.get("parts"):
-        return [_read_part(folder / file) for file in files]
+        return [_read_part(folder / file, check=at % num_ranks == rank) for at, file in enumerate(files)]
     named = {name for name in state["model"] if not name.endswith("e_score_correction_bias")}
     shapes = {name: tuple(state["model"][name].shape) for name in named}
     return [
@@ -40,14 +49,36 @@ def read_parts(state: Mapping[str, Any], folder: Path) -> list[Part]:
     ]
 
 
-def _read_part(file: Path) -> Part:
+def _read_part(file: Path, *, check: bool) -> Part:
     try:
+        if check:
+            check_bytes(file)
         return torch.load(file, weights_only=True, map_location="cpu", mmap=True)
     except DAMAGED as error:
-        raise TrainingError(
-            f"{file} cannot be read ({str(error).partition(chr(10))[0]}); begin anew with --restart, or start a recipe "
-            "from a checkpoint of this run"
-        ) from None
+        raise damaged(file, error) from None
+
+
+def check_bytes(file: Path) -> None:
+    """Read a file of tensors once. Raises `TrainingError` where bytes are not those that were written.
+
+    `torch.save` puts a sum beside each record, which `torch.load` does not look at where it maps tensors.
+    """
+    with zipfile.ZipFile(file) as archive:
+        wrong = archive.testzip()
+    if wrong is not None:
+        raise _unreadable(file, f"it is damaged, first in record {wrong}")
+
+
+def damaged(file: Path, error: Exception) -> TrainingError:
+    """What to say of one of `DAMAGED`."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return _unreadable(file, reason or "it is damaged")
+
+
+def _unreadable(file: Path, reason: str) -> TrainingError:
+    return TrainingError(
+        f"{file} cannot be read ({reason}); begin anew with --restart, or start a recipe from a checkpoint of this run"
+    )
 
 
 def whole_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:

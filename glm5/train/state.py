@@ -26,7 +26,7 @@ import torch
 from glm5.common.atomic import atomic_write, sweep
 from glm5.common.errors import CheckpointError, TrainingError
 from glm5.config.train import Recipe
-from glm5.train.parts import DAMAGED
+from glm5.train.parts import DAMAGED, check_bytes, damaged
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +65,14 @@ class Store:
         if not self.file.exists():
             return None
         try:
+            check_bytes(self.file)
             state = torch.load(self.file, weights_only=True, map_location="cpu", mmap=True)
             position, recipe = Position(**state["position"]), json.loads(state["recipe"])
             threads: int = state["threads"]
             if not 0 <= position.stage < max(1, len(recipe["stage"])):
                 raise ValueError(f"it is in stage {position.stage}, and there are {len(recipe['stage'])}")
         except DAMAGED as error:
-            raise TrainingError(
-                f"{self.file} cannot be read ({str(error).partition(chr(10))[0]}); begin anew with --restart, or start "
-                "a recipe from a checkpoint of this run"
-            ) from None
+            raise damaged(self.file, error) from None
         if difference := _difference(recipe, self._recipe):
             raise TrainingError(
                 f"{self.out} holds a run of another recipe: {difference}; go on with the old one, choose another out "

@@ -42,7 +42,7 @@ class SharedTrainee(Trainee):
     def __init__(self, team: Team, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
         self.recipe, self.builder, self.team = recipe, builder, team
         self.device, self.is_first = team.device, team.is_first
-        self.parts = None if saved is None else read_parts(saved, builder.out)
+        self.parts = None if saved is None else read_parts(saved, builder.out, team.rank, team.mesh.size)
         self.part: Part | None = None
         timeout_s = recipe.parallel.timeout_s
         self.writer = StateWriter(team.rank, team.mesh.size, team.run, timeout_s=timeout_s)

@@ -21,7 +21,7 @@ from glm5.train import loop, trainee
 from glm5.train.build import Builder
 from glm5.train.data.tokens import writing
 from glm5.train.parts import read_parts
-from glm5.train.state import clear
+from glm5.train.state import Position, Store, clear
 from glm5.train.step import Step
 from glm5.train.watch import Watch, read_metrics
 from tests.support.training import recipe, recipe_file, run, same, stage, state, weights
@@ -261,6 +261,18 @@ def test_a_damaged_part_of_a_state_is_named(tmp_path):
     (tmp_path / "state-0.pt").write_bytes(b"half")
     with pytest.raises(TrainingError, match=r"state-0\.pt cannot be read .*--restart"):
         read_parts({"parts": ["state-0.pt"]}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "state-1.pt"])
+def test_one_flipped_bit_of_a_tensor_is_told(tmp_path, name):
+    weight = torch.linspace(0.1, 0.9, 99)
+    Store(tmp_path, recipe(tmp_path, "out")).write(Position(), {"w": weight}, {})
+    file = tmp_path / name
+    (tmp_path / "state.pt").replace(file)
+    content = file.read_bytes().replace(weight.numpy().tobytes(), (-weight).numpy().tobytes())
+    file.write_bytes(content)
+    with pytest.raises(TrainingError, match=rf"{name} cannot be read .it is damaged, first in .*data/0.*--restart"):
+        _ = Store(tmp_path, recipe(tmp_path, "out")).read() or read_parts({"parts": [name]}, tmp_path)
 
 
 def test_what_a_killed_process_had_begun_to_write_goes(tmp_path):
