@@ -29,7 +29,7 @@ class RulerConfig(EngineFlags):
     attention: Literal["sparse", "dense", "window"] = "sparse"
     """sparse: keys that the indexers select. dense: every key, whatever the indexers say. window: sliding windows in
     layers as --pattern says; not by the engine, and each token of an answer is told behind the right ones before it."""
-    window: Annotated[int, Field(ge=1)] = 4096
+    window: Annotated[int, Field(ge=1, le=2**31 - 1)] = 4096
     """Keys of a sliding window."""
     pattern: Annotated[str, Field(pattern=r"^([SF]+|search)$")] = "SF"
     """Layers with a window (S) and with every key (F), over and over from the first; SF alternates. search: those that

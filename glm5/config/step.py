@@ -73,7 +73,7 @@ class LossConfig(Section):
 class WindowConfig(Section):
     """Sliding windows in place of what attention reads otherwise, for comparison (GLM-5 report, 2.1.2)."""
 
-    size: Annotated[int, Field(ge=1)]
+    size: Annotated[int, Field(ge=1, le=2**31 - 1)]
     """Keys that a windowed layer reads: the last ones, the query's own included. The report: 4096."""
     pattern: Annotated[str, Field(pattern=r"^[SF]+$")] = "SF"
     """By layer, from the first, over and over: S reads a window, F every key. SF alternates; S leaves no full layer."""

@@ -17,7 +17,7 @@ class TransitionConfig(Command):
     """KEY=VALUE: a value of the recipe by its path, such as stage.0.steps=10."""
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
     """Seeds, each a run of its own."""
-    window: Annotated[int, Field(ge=1)] = 64
+    window: Annotated[int, Field(ge=1, le=2**31 - 1)] = 64
     """Keys of a sliding window."""
     held_out: Annotated[int, Field(ge=1)] = 128
     """Held-out sequences that accuracy is measured on."""

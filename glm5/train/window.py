@@ -29,11 +29,14 @@ class WindowView(PackedView):
     def __init__(self, window: WindowConfig, lengths: list[int], device: torch.device | str = "cpu") -> None:
         super().__init__(lengths, device, stage="dense")
         self._window = window
-        keys_TK = self.end_T[:, None] - torch.arange(window.size, 0, -1, device=device, dtype=torch.int32)
-        # Ascending, then -1: of a sequence's first tokens, what lies before it goes to the end.
-        missing_T1 = (window.size - self.end_T[:, None]).clamp_min(0)
+        self._near = Selection(self._table(window.size) if self.max_len > window.size else None)
+
+    def _table(self, size: int) -> Tensor:
+        """Ascending, then -1: of a sequence's first tokens, what lies before it goes to the end."""
+        keys_TK = self.end_T[:, None] - torch.arange(size, 0, -1, device=self.end_T.device, dtype=torch.int32)
+        missing_T1 = (size - self.end_T[:, None]).clamp_min(0)
         keys_TK = keys_TK + missing_T1
-        self._near = Selection(keys_TK.masked_fill(keys_TK >= self.end_T[:, None], -1))
+        return keys_TK.masked_fill(keys_TK >= self.end_T[:, None], -1)
 
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
         read = self._near if self._is_windowed(layer_idx) else Selection(None)

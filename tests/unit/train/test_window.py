@@ -57,6 +57,12 @@ def test_a_window_as_long_as_the_sequence_is_dense_attention(seed):
     assert torch.equal(got, model(ids_T, PackedView(LENGTHS, stage="dense")))
 
 
+def test_a_window_takes_no_more_than_its_sequences():
+    WindowView(WindowConfig(size=2**31 - 1), LENGTHS)  # as a table it would be of terabytes
+    with pytest.raises(ValueError, match=r"size\n.* less than or equal to 2147483647"):
+        WindowConfig(size=10**20)
+
+
 def test_a_stage_with_windows_trains_the_trunk_through_them(seed):
     phase = phase_of(stage_of(window={"size": SIZE, "pattern": "S"}))
     model = random_model(seed, preset("tiny"))
