@@ -186,7 +186,7 @@ class Recipe(Section):
 
     @property
     def is_plain(self) -> bool:
-        """Only min-max, nothing folded, rotated or smoothed: what a checkpoint of quantization-aware training needs."""
+        """Only min-max, nothing folded, rotated or smoothed."""
         plain = all(step.qconfig.weight.method == "minmax" for step in self.linears)
         return plain and self.rotation is None and not self.smoothing
 

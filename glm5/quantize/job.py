@@ -2,6 +2,7 @@
 
 import logging
 import resource
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,13 @@ from glm5.config.model import ModelConfig
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.recipe import QuaRot
 from glm5.quant.graph import RotationName
-from glm5.quant.qat import KEY
+from glm5.quant.qat import GROUP, KEY
+from glm5.quant.record import Grid, Scheme
 from glm5.quant.rotate import rotations
 from glm5.quantize.formats import choose
-from glm5.quantize.plan import make_plan
+from glm5.quantize.plan import Plan, make_plan
 from glm5.quantize.recipe import Resolved, resolve
-from glm5.quantize.source import Source
+from glm5.quantize.source import STACK, Source
 from glm5.quantize.texts import samples
 from glm5.quantize.work import Run
 
@@ -50,12 +52,14 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
     resolved = resolved or resolve(settings)
     for note in resolved.notes:
         logger.info("%s", note)
-    if KEY in source.cfg.extra and not resolved.recipe.is_plain:
+    plan = make_plan(source.cfg, resolved.recipe, resolved.target)
+    if KEY in source.cfg.extra and not _rounds_as_trained(plan):
+        target = "" if resolved.target == "glm5" else f" --target {resolved.target}"
         raise ConfigError(
             f"{settings.model}: trained with quantization in view ({KEY} in config.json), so its weights have to "
-            "be rounded as they were in training: --scheme w4a16 --method minmax"
+            f"be rounded as they were in training, got {resolved.name}; allowed: glm5 quantize "
+            f"{shlex.quote(settings.model)} {shlex.quote(str(settings.out))} --scheme w4a16 --method minmax{target}"
         )
-    plan = make_plan(source.cfg, resolved.recipe, resolved.target)
     rotation = resolved.recipe.rotation
     names = [] if rotation is None else rotation_names(rotation)
     seed = 0 if rotation is None or rotation.seed is None else rotation.seed
@@ -73,6 +77,16 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
     drops = settings.mtp == "drop" and source.cfg.num_nextn_predict_layers > 0
     cfg = source.cfg.replace(num_nextn_predict_layers=0) if drops else source.cfg
     return Job(settings, resolved, source, run, cfg)
+
+
+def _rounds_as_trained(plan: Plan) -> bool:
+    """Whether a plan does what training with int4 in view did, and nothing else: experts in groups, by min-max."""
+    trained = Scheme(Grid("int", 4, "group", GROUP), None)
+    return plan.recipe.is_plain and all(
+        linear.scheme == trained and module.startswith(STACK) and layer_idx < plan.cfg.num_hidden_layers
+        for layer_idx, linears in plan.linears.items()
+        for module, linear in linears.items()
+    )
 
 
 def rotation_names(rotation: QuaRot) -> list[RotationName]:

@@ -20,7 +20,7 @@ from glm5.quant.qat import GROUP, is_int4
 from glm5.quant.record import Quantized
 from glm5.quant.rotate import fold, rotate
 from glm5.quantize.calibrate import Activations, Inputs
-from glm5.quantize.formats.base import Format
+from glm5.quantize.formats.base import Format, scheme_name
 from glm5.quantize.layer import build_layers
 from glm5.quantize.plan import LinearPlan, Plan
 from glm5.quantize.smoothing import smooth_layer
@@ -99,8 +99,10 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
     Without samples only methods without data.
     """
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-    tensors = turned(run, stored)
     linears = run.plan.layer(layer_idx)
+    for module, linear in linears.items():
+        _refuse_qat(run, layer_idx, module, linear, stored[f"{module}.weight"])
+    tensors = turned(run, stored)
     is_trunk = layer_idx < run.cfg.num_hidden_layers
     inputs = None
     if samples is not None and is_trunk:
@@ -114,7 +116,6 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
             rounded = tensors[name].to(dtypes[name])
             result.plain[name], tensors[name] = rounded.cpu(), rounded.to(tensors[name].dtype)
     for module, linear in linears.items():
-        _refuse_qat(layer_idx, module, linear, tensors[f"{module}.weight"], dtypes[f"{module}.weight"])
         if module in result.quantized:
             continue
         shared = _shared_scale(module, linear, tensors, result)
@@ -131,16 +132,18 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
     return result
 
 
-def _refuse_qat(layer_idx: int, module: str, linear: LinearPlan, weight: Tensor, stored: torch.dtype) -> None:
-    """int4 weights that training has left on their grid pass unchanged by min-max in groups, and by nothing else."""
-    grid = linear.scheme.weight
-    if (grid.kind, grid.bits) != ("int", 4) or (linear.method == "minmax" and grid.scope == "group"):
+def _refuse_qat(run: Run, layer_idx: int, module: str, linear: LinearPlan, weight: Tensor) -> None:
+    """Weights that training has left on int4's grid pass unchanged by its min-max in groups, and by nothing else."""
+    grid, recipe = linear.scheme.weight, run.plan.recipe
+    is_moved = recipe.rotation is not None or bool(recipe.smoothing) or linear.method != "minmax"
+    if (grid.kind, grid.bits, grid.scope) == ("int", 4, "group") and not is_moved:
         return
-    first = (weight[0] if weight.dim() == 3 else weight).to(stored)
+    first = (weight[0] if weight.dim() == 3 else weight).to(run.device)
     if first.shape[-1] % GROUP == 0 and bool(first.any()) and is_int4(first):
         raise ConfigError(
             f"{name_of(layer_idx, module)} lies on an int4 grid already, as after training with quantization in view; "
-            f"{linear.method} would move it: --scheme w4a16 --method minmax keeps every bit"
+            f"{linear.method} to {scheme_name(linear.scheme)} would move it; allowed: glm5 quantize MODEL OUT "
+            "--scheme w4a16 --method minmax, which keeps every bit"
         )
 
 

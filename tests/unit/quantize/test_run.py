@@ -211,10 +211,13 @@ def test_bytes_that_change_on_disk_are_found(small_bf16, tmp_path, monkeypatch):
 
 def test_qat_checkpoints_take_minmax_only(small_bf16, own_bf16, tmp_path):
     edit_json(own_bf16 / "config.json", quantization_aware={"bits": 4, "group_size": 128})
-    with pytest.raises(ConfigError, match="--scheme w4a16 --method minmax"):
-        quantize(settings(own_bf16, tmp_path / "out", scheme="w4a16"))
+    others = [{"scheme": name} for name in ("w4a16", "w8a8", "fp8", "nvfp4", "w4a8")]
+    for other in (*others, {"scheme": "w4a8", "method": "minmax", "w4a8_weights": "group"}):
+        with pytest.raises(ConfigError, match=r"glm5 quantize .*/own .*/out --scheme w4a16 --method minmax"):
+            quantize(settings(own_bf16, tmp_path / "out", **other))
     out = quantize(settings(own_bf16, tmp_path / "out", scheme="w4a16", method="minmax"))
-    assert out.is_dir()
+    with pytest.raises(CheckpointError, match="is quantized already"):
+        quantize(settings(out, tmp_path / "again", scheme="w4a16", method="minmax"))
 
 
 def test_weights_on_the_grid_are_not_moved(own_bf16, tmp_path):
@@ -226,8 +229,9 @@ def test_weights_on_the_grid_are_not_moved(own_bf16, tmp_path):
                 tensor.copy_(int4(tensor).dequantize(tensor.dtype))
 
     edit_tensors(own_bf16, snap)
-    with pytest.raises(ConfigError, match="lies on an int4 grid already"):
-        quantize(settings(own_bf16, tmp_path / "out", scheme="w4a16"))
+    for scheme in ("w8a8", "fp8", "nvfp4", "w4a8", "w4a16"):
+        with pytest.raises(ConfigError, match="lies on an int4 grid already"):
+            quantize(settings(own_bf16, tmp_path / "out", scheme=scheme, restart=True))
     out = quantize(settings(own_bf16, tmp_path / "out", scheme="w4a16", method="minmax", restart=True))
     before, after = read_tensors(own_bf16), read_tensors(out)
     codes = after[UP.replace("weight", "weight")]
