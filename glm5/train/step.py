@@ -9,7 +9,7 @@ GLM-5 report, shared parameters). KL is the indexers' (model/index_loss.py), tha
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,9 +79,7 @@ class Step:
         if wrong := {name: value for name, value in figures.items() if not math.isfinite(value)}:
             self.optimizers.zero_grad()
             got = ", ".join(f"{name} is {value}" for name, value in wrong.items())
-            raise TrainingError(
-                f"{got}: nothing was updated in this step; lower the learning rate, or look at its data"
-            )
+            raise TrainingError(f"{got}: nothing was updated in this step; {self._what_to_do()}")
         with self.optimizer_time:
             self.optimizers.step(lr)
             if self.masters is not None:
@@ -89,6 +87,19 @@ class Step:
         self.optimizers.zero_grad()
         self.balance.update(self.cfg.balance_step)
         return figures
+
+    def _what_to_do(self) -> str:
+        """Of numbers that are not finite."""
+        if (name := self._not_finite()) is None:
+            return "lower the learning rate, or look at its data"
+        return (
+            f"{name} holds NaN or infinity itself: where the run began with it, fetch or make its checkpoint again; "
+            "else begin anew with a lower learning rate"
+        )
+
+    def _not_finite(self) -> str | None:
+        """The first parameter with a number that is none."""
+        return first_not_finite(self.model.named_parameters())
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -212,3 +223,12 @@ def drafts(model: Glm5, batch: Batch, hidden_TD: Tensor, view: PackedView, depth
         hidden_TD, used = model.draft(batch.ids_after(distance), hidden_TD, view, selection)
         selection = used if model.cfg.index_share_for_mtp_iteration else None
         yield hidden_TD
+
+
+@torch.no_grad()
+def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    for name, weight in named:
+        wide = weight.float() if weight.is_floating_point() and weight.element_size() == 1 else weight
+        if not wide.isfinite().all():
+            return name
+    return None

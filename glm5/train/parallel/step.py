@@ -8,6 +8,7 @@ all ranks     losses, norms and loads of experts, the same numbers everywhere: s
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from glm5.config.step import LossConfig
@@ -17,9 +18,9 @@ from glm5.train.optim.build import Optimizers, Shards
 from glm5.train.parallel.collectives import swap
 from glm5.train.parallel.context import ContextView, CutBatch
 from glm5.train.parallel.places import Places
-from glm5.train.parallel.shards import Root, take_gradients
+from glm5.train.parallel.shards import Root, local_parameters, take_gradients
 from glm5.train.parallel.team import Team
-from glm5.train.step import Phase, Step
+from glm5.train.step import Phase, Step, first_not_finite
 
 _MOST_DEPTHS = 8  # of MTP, as the recipe allows
 LOSSES = (
@@ -57,6 +58,11 @@ class SharedStep(Step):
         for name, load_E in self.balance.loads.items():
             self.balance.loads[name] = self.team.total(load_E, self.team.stage)
         return self._everywhere(losses)
+
+    def _not_finite(self) -> str | None:
+        found: list[str | None] = [None] * self.team.mesh.size
+        dist.all_gather_object(found, first_not_finite(local_parameters(self.model).items()))
+        return next((name for name in found if name is not None), None)
 
     def _passes(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
         """This rank's part of the losses, their gradients with the shards."""
