@@ -45,9 +45,12 @@ def held_interrupt() -> Iterator[None]:
 
 
 @contextmanager
-def noted_interrupt() -> Iterator[list[int]]:
+def noted_interrupt(says: str = "") -> Iterator[list[int]]:
     """A list that Ctrl-C and a request to end (SIGTERM) fill, for a loop to look at between two steps. A second one
-    acts at once, by whatever handler there was before. Elsewhere than in the main thread it stays empty."""
+    acts at once, by whatever handler there was before. Elsewhere than in the main thread it stays empty.
+
+    `says`: what stderr is told behind the signal's name as soon as it has come.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -57,6 +60,10 @@ def noted_interrupt() -> Iterator[list[int]]:
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         restore()
+        if says:
+            begin = "\n" if os.isatty(2) else ""  # behind a bar, or ^C
+            with suppress(OSError):  # not by print: a handler may run in the midst of another write
+                os.write(2, f"{begin}{signal_name(number)}: {says}\n".encode())
 
     def restore() -> None:
         for each, handler in before.items():

@@ -6,6 +6,7 @@ state file. So a run that was killed goes on to the same bits as one that was no
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.lora import LoraTrainee
 from glm5.train.optim.build import Optimizers
+from glm5.train.parallel.launch import FINISHING, LAUNCHER
 from glm5.train.qat import MARK, STORED, check_widths
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
@@ -140,7 +142,8 @@ class _Stage:
         first = self.position.step
         plan = self.recipe.checkpoints
         steps, stop = range(first, self.stage.steps), False
-        with self._watch() as watch, noted_interrupt() as interrupted:
+        says = FINISHING if self.trainee.is_first and LAUNCHER not in os.environ else ""  # else who launched says it
+        with self._watch() as watch, noted_interrupt(says) as interrupted:
             for number, rows in ahead(ask, self.position.stage, self._draws, steps):
                 self._train_on(number, rows, watch)
                 last = self.position.step == self.stage.steps

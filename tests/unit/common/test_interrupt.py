@@ -1,9 +1,13 @@
-"""Processes that end with the one that started them."""
+"""Processes that end with the one that started them; a signal is told at once, and a second one acts."""
 
 import os
 import signal
 import subprocess
 import sys
+
+import pytest
+
+from glm5.common.interrupt import noted_interrupt
 
 CHILD = """
 import os, sys, time
@@ -26,3 +30,11 @@ def test_a_process_ends_when_its_parent_is_killed():
 def test_a_process_whose_parent_is_gone_already_ends_at_once():
     done = subprocess.run([sys.executable, "-c", CHILD, "1"], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_a_signal_is_told_at_once_and_a_second_one_acts(capfd):
+    with pytest.raises(KeyboardInterrupt), noted_interrupt("the step is finished first") as received:
+        signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGINT]
+        assert capfd.readouterr().err.strip() == "SIGINT: the step is finished first"
+        signal.raise_signal(signal.SIGINT)
