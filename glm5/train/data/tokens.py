@@ -149,10 +149,14 @@ def writing(
 ) -> Generator[TokenWriter, None, None]:
     """A writer whose documents become the token file `path` when the block ends well; else nothing changes.
 
-    A token file that is there is replaced; a folder with anything else, a full disk and no documents at all are a
-    `DataError`.
+    A token file that is there is replaced; a folder with anything else or without a name, a full disk and no
+    documents at all are a `DataError`.
     """
     target = Path(path)
+    if target.name in ("", ".."):
+        raise DataError(
+            f"got {path!s} as the folder to write; it is replaced as a whole: give one by name, such as tokens"
+        )
     if target.exists() and (not target.is_dir() or {file.name for file in target.iterdir()} - _FILES):
         raise DataError(f"{target} is there and holds something {_REPLACEABLE}")
     try:

@@ -29,6 +29,12 @@ def test_what_is_written_is_read(tmp_path, vocab_size, size):
     assert (file.num_tokens, file.largest_id, file.about, file.marks_N) == (14, 300, {"text": "x"}, None)
 
 
+@pytest.mark.parametrize("path", [".", "..", "/"])
+def test_a_folder_without_a_name_is_refused(path):
+    with pytest.raises(DataError, match=r"as the folder to write; .* give one by name"):
+        write(path)
+
+
 def test_pieces_end_where_documents_end(tmp_path):
     file = TokenFile(write(tmp_path / "a"))
     for start in range(14):
