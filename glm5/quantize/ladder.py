@@ -20,8 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from glm5.common.errors import ConfigError
 from glm5.config.quantize import LadderConfig, QuantizeConfig
 from glm5.config.recipe import ActGrid, FlexAwq, FlexSmooth, LinearQuant, QConfig, QuaRot, Recipe, WeightGrid
+from glm5.config.refusal import refuse
 from glm5.quant.qat import KEY
 from glm5.quantize.job import Job, prepare
 from glm5.quantize.measure import Quality, Walk, Written, compare, original
@@ -183,6 +185,7 @@ class Ladder:
 
 def climb_all(settings: LadderConfig, texts_of: Callable[[Path], Texts]) -> list[dict[str, Any]]:
     """Every rung on every model and seed; rows are appended to ladder.jsonl as they come, and those there are kept."""
+    _check(settings)
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "ladder.jsonl"
@@ -209,6 +212,18 @@ def climb_all(settings: LadderConfig, texts_of: Callable[[Path], Texts]) -> list
             for rung, seed in missing:
                 rows.append(_append(file, settings, number, rung.name, seed, ladder.climb(rung, seed)))
     return [row for row in rows if _key(row)[3:] == _setting(settings)]
+
+
+def _check(settings: LadderConfig) -> None:
+    """ConfigError for rungs and models that are not there, before anything runs."""
+    names = [rung.name for rung in rungs(settings.kinds)]
+    if unknown := [name for name in settings.rungs if name not in names]:
+        raise refuse("--rungs", unknown[0], f"{', '.join(names)} (with --kinds {' '.join(settings.kinds)})")
+    if gone := [name for name in settings.models if not (Path(name) / "config.json").is_file()]:
+        what = "is no checkpoint" if Path(gone[0]).exists() else "does not exist"
+        raise ConfigError(
+            f"MODELS: {gone[0]} {what}; give the folder of a checkpoint, with config.json: runs/demo/model of glm5 demo"
+        )
 
 
 def _unmarked(model: Path, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from glm5.checkpoint.load import load
+from glm5.common.errors import ConfigError
 from glm5.config.quantize import LadderConfig
 from glm5.quant.qat import KEY
 from glm5.quantize.ladder import Example, Texts, answered, climb_all, rungs
@@ -73,6 +75,20 @@ def test_a_model_trained_with_int4_in_view_is_measured_too(small_bf16, tmp_path,
     rows = climb_all(LadderConfig.model_validate(given), lambda _model: texts)
     assert [row["rung"] for row in rows] == ["original", "w8a8"]
     assert json.loads((marked / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rungs": ("nosuch",)}, "--rungs: got 'nosuch'; allowed: w8a8, channel rtn, channel ssz"),
+        ({"models": ("nosuch",)}, "MODELS: nosuch does not exist; give the folder of a checkpoint"),
+    ],
+)
+def test_what_is_not_there_is_refused_at_once(small_bf16, tmp_path, texts, change, said):
+    given = {"models": (str(small_bf16),), "out": str(tmp_path / "out"), "kinds": ("channel",)}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        climb_all(LadderConfig.model_validate(given | change), lambda _model: texts)
+    assert not (tmp_path / "out").exists()
 
 
 def test_losses_and_ties_are_said():
