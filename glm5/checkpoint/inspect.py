@@ -13,8 +13,10 @@ from glm5.checkpoint.index import ShardIndex, merge, scan
 from glm5.checkpoint.names import SCALE_SUFFIX
 from glm5.checkpoint.resolve import hub_errors, is_hub_id, resolve
 from glm5.checkpoint.shard import TensorEntry
+from glm5.checkpoint.stored import Stored
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import ParameterCount, count_parameters
+from glm5.quant.qat import KEY
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class CheckpointReport:
     @property
     def num_bytes(self) -> int:
         return sum(self.bytes_by_dtype.values())
+
+    @property
+    def unknown_config_keys(self) -> list[str]:
+        """Of config.json, which nothing here reads."""
+        return sorted(self.cfg.extra.keys() - {KEY})
 
     @property
     def loads(self) -> bool:
@@ -62,7 +69,8 @@ class CheckpointReport:
             "misshaped": found.misshaped,
             "unreadable": found.unreadable,
             "ignored": found.ignored,
-            "unknown_config_keys": sorted(self.cfg.extra),
+            "unknown_config_keys": self.unknown_config_keys,
+            KEY: self.cfg.extra.get(KEY),
             "config": self.cfg.to_dict(),
         }
 
@@ -80,9 +88,10 @@ def inspect(path_or_id: str | Path) -> CheckpointReport:
         cfg, index = ModelConfig.from_file(directory), scan(directory)
     found = fit(index, cfg)
     by_dtype, by_part = Counter[str](), Counter[str]()
+    owners = {name: stored.name for stored in found.stored.values() for name in _names(stored)}
     ignored = {line.partition(":")[0] for line in found.ignored}
     for name, entry in index.entries.items():
-        spec = found.specs.get(name) or found.specs.get(name.removesuffix(SCALE_SUFFIX))
+        spec = found.specs.get(owners.get(name, name)) or found.specs.get(name.removesuffix(SCALE_SUFFIX))
         by_dtype[entry.dtype] += entry.num_bytes
         by_part[spec.part if spec else "ignored" if name in ignored else "unexpected"] += entry.num_bytes
     return CheckpointReport(
@@ -95,6 +104,11 @@ def inspect(path_or_id: str | Path) -> CheckpointReport:
         bytes_by_part=dict(by_part.most_common()),
         fit=found,
     )
+
+
+def _names(stored: Stored) -> list[str]:
+    """Of all tensors on disk that hold a quantized weight."""
+    return [*(part.name for part in stored.parts.values()), *stored.beside]
 
 
 def _scan_hub(repo_id: str) -> tuple[ModelConfig, ShardIndex]:
