@@ -22,9 +22,18 @@ def run(args: argparse.Namespace) -> int:
     from glm5.checkpoint.load import load
     from glm5.checkpoint.resolve import resolve
     from glm5.checkpoint.save import save
+    from glm5.common.errors import CheckpointError
+    from glm5.model.experts import CodedExperts
+    from glm5.model.linear import CodedLinear
 
     source = resolve(settings.model)
     model = load(source)
+    if any(isinstance(part, CodedLinear | CodedExperts) for part in model.modules()):
+        raise CheckpointError(
+            f"{settings.model}: holds integer codes, which cannot be written with an adapter merged; merge into the "
+            "bfloat16 checkpoint that it was made of, and quantize the result, or serve it as it is: "
+            f"glm5 serve {settings.model} --adapter {settings.adapter}"
+        )
     count = merge(model, settings.adapter)
     out(f"wrote {save(model, Path(settings.out), assets=source)}: {count} matrices changed")
     return 0
