@@ -42,6 +42,20 @@ class Job:
     cfg: ModelConfig
     """Of what is written: without the MTP layer where that is dropped."""
 
+    @property
+    def remarks(self) -> list[str]:
+        """What has to be known to read the measurement, a sentence each."""
+        has_words = (self.source.directory / "tokenizer.json").is_file()
+        made = "sentences, sums and code made by rule" if has_words else "random ids, for want of a tokenizer"
+        where = self.settings.held_out
+        found = [f"measured on {made}; --held-out takes a file" if where == "generated" else f"measured on {where}"]
+        if KEY in self.source.cfg.extra:
+            found.append(
+                "the original here is the unrounded masters, with which training never computed: what was written is "
+                "what it computed with, to the bit"
+            )
+        return found
+
 
 def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
     """Decide everything, reading headers only. Errors here come before anything is written. `resolved`: a recipe in

@@ -237,6 +237,8 @@ def _finish(job: Job, store: Store) -> None:
             quality.perplexity_before,
             quality.num_tokens,
         )
+        for remark in job.remarks:
+            logger.info("%s", remark)
     host, _ = peak_memory(job.run.devices)
     write_report(store.model, document(job, store, quality, num_verified, host))
     store.finish(job.run.form.shard_prefix)
