@@ -6,7 +6,7 @@ A; where it is silent (the optimizer of the rest, clipping), the usual choice, s
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 CoefficientSet = Literal["quintic", "quintic-5", "polar-express", "two-phase"]
 Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
@@ -92,3 +92,18 @@ class LoraConfig(Section):
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
     """Linear layers by the last part of their name: those of attention, and gate_proj, up_proj and down_proj of dense
     MLPs and shared experts."""
+
+    @field_validator("targets")
+    @classmethod
+    def _learn(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        """No adapters that no gradient would reach: indexers learn from a loss of their own, which lora has not."""
+        for target in targets:
+            if target in ("wq_b", "wk", "weights_proj", "kv_b_proj"):
+                what = (
+                    "attention reads its weight alone" if target == "kv_b_proj" else "the indexers do not learn in lora"
+                )
+                raise ValueError(
+                    f"an adapter of {target} would learn nothing ({what}); leave it out: q_a_proj, q_b_proj, "
+                    "kv_a_proj_with_mqa, o_proj, gate_proj, up_proj and down_proj learn"
+                )
+        return targets

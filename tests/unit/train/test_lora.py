@@ -115,3 +115,9 @@ def test_what_cannot_be_adapted_is_refused(bases, tmp_path):
     file = recipe_file(tmp_path, stage())
     with pytest.raises(ConfigError, match=r"lora: needs model.checkpoint"):
         read_recipe(file, ["lora.rank=2"])
+
+
+@pytest.mark.parametrize(("target", "why"), [("wk", "indexers"), ("kv_b_proj", "weight alone")])
+def test_a_target_that_would_learn_nothing_is_refused(target, why):
+    with pytest.raises(ValueError, match=rf"an adapter of {target} would learn nothing .*{why}.*leave it out"):
+        LoraConfig(targets=("o_proj", target))
