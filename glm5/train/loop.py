@@ -6,7 +6,6 @@ state file. So a run that was killed goes on to the same bits as one that was no
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.lora import LoraTrainee
 from glm5.train.optim.build import Optimizers
-from glm5.train.parallel.launch import FINISHING, LAUNCHER
 from glm5.train.qat import MARK, STORED, check_widths
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
@@ -39,6 +37,8 @@ from glm5.train.watch import Silent, Watch, flops_per_token, memory
 
 logger = logging.getLogger(__name__)
 
+FINISHING = "the step is finished and the state written first; a second one ends the run at once"
+"""What is said when a run is asked to stop."""
 HOST_THREADS = 4
 """Beside a GPU. The host works on a batch's positions and masks alone: a thread for each of 64 cores, on which others
 made sequences, took 1.3 s of a step of a small model for which the GPU worked 0.4 s (docs/tuning.md)."""
@@ -142,7 +142,7 @@ class _Stage:
         first = self.position.step
         plan = self.recipe.checkpoints
         steps, stop = range(first, self.stage.steps), False
-        says = FINISHING if self.trainee.is_first and LAUNCHER not in os.environ else ""  # else who launched says it
+        says = FINISHING if self.trainee.is_first else ""
         with self._watch() as watch, noted_interrupt(says) as interrupted:
             for number, rows in ahead(ask, self.position.stage, self._draws, steps):
                 self._train_on(number, rows, watch)

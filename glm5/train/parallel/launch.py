@@ -17,8 +17,6 @@ from glm5.parallel.group import Meeting
 
 LAUNCHER = "GLM5_LAUNCHER"
 """In the environment of ranks: the process that started them, and that they end with."""
-FINISHING = "the step is finished and the state written first; a second one ends the run at once"
-"""What is said when a run is asked to stop."""
 _LOOKS_EVERY_S = 0.05
 _GRACE_S = 8.0  # for the others to say whom they waited for
 _STOP_S = 600.0  # for a step and a state, after Ctrl-C
@@ -47,7 +45,7 @@ def launch(command: Sequence[str], num: int, environment: Mapping[str, str]) -> 
         for rank in range(num)
     ]
     try:
-        with noted_interrupt(FINISHING) as interrupted:
+        with noted_interrupt() as interrupted:  # the first rank says so
             _watch(ranks, store, interrupted)
         if interrupted:
             raise KeyboardInterrupt
