@@ -18,6 +18,7 @@ BLOCKS = re.compile(r"^```(sh|python)\n(.*?)^```", flags=re.MULTILINE | re.DOTAL
 NOT_RUN = re.compile(r"^(make|docker|pip|git|cd) |zai-org/|PATH_OR_ID|^glm5 (chat|demo)|runs/demo")
 ADDRESS = "127.0.0.1:8000"
 TIMEOUT = 120  # seconds for one block; the longest takes about 5
+LONG = {"apis.md", "bench.md", "engine.md"}  # a quarter of a minute each: they run in `make soak`
 
 
 def blocks(document: Path) -> list[tuple[str, str]]:
@@ -57,7 +58,11 @@ def shell(line: str) -> list[str]:
     return ["bash", "-euc", re.sub(r"^glm5\b", f"{sys.executable} -m glm5", line)]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=pytest.mark.slow if path.name in LONG else ()) for path in DOCUMENTS],
+    ids=lambda path: path.name,
+)
 def test_every_block_runs(document, tmp_path, servers):
     address = ADDRESS
     for language, text in blocks(document):
