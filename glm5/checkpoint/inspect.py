@@ -40,6 +40,11 @@ class CheckpointReport:
         return sum(self.bytes_by_dtype.values())
 
     @property
+    def quantization_aware(self) -> object:
+        """What config.json says of training with quantization in view; None where it says nothing."""
+        return self.cfg.extra.get(KEY)
+
+    @property
     def unknown_config_keys(self) -> list[str]:
         """Of config.json, which nothing here reads."""
         return sorted(self.cfg.extra.keys() - {KEY})
@@ -70,7 +75,7 @@ class CheckpointReport:
             "unreadable": found.unreadable,
             "ignored": found.ignored,
             "unknown_config_keys": self.unknown_config_keys,
-            KEY: self.cfg.extra.get(KEY),
+            KEY: self.quantization_aware,
             "config": self.cfg.to_dict(),
         }
 

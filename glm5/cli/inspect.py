@@ -73,8 +73,8 @@ def _report_text(report: "CheckpointReport") -> str:
     title = f"bytes of {report.num_tensors:,} tensors in {report.num_files} file{'s' * (report.num_files != 1)}"
     lines = [report.source, *_architecture(report.cfg), *_parameters(report.parameters)]
     lines += _bytes(title, Counter(report.bytes_by_dtype), Counter(report.bytes_by_part))
-    if (trained := report.cfg.extra.get("quantization_aware")) is not None:
-        lines.append(f"trained with quantization in view (quantization_aware)  {json.dumps(trained)}")
+    if report.quantization_aware is not None:
+        lines.append(f"trained with quantization in view (quantization_aware)  {json.dumps(report.quantization_aware)}")
     if report.unknown_config_keys:
         lines.append(f"unknown config keys, kept  {', '.join(report.unknown_config_keys)}")
     fit = report.fit

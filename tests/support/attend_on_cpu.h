@@ -1,4 +1,4 @@
-// What attend.cu leaves out on a CPU: reading of tiles, products of float16 and bfloat16, and conversions.
+// What attend.cu leaves out on a CPU: reading of tiles and conversions.
 
 #include "hopper_on_cpu.h"
 
@@ -39,22 +39,4 @@ static void load4_transposed(u32 (&x)[4], u32 at) {
     for (int i = 0; i < 8; ++i)
         memcpy((u16*)x + i, memory + all[8 * (i / 2) + current % 4 * 2 + i % 2][0] + 2 * (current % 32 / 4), 2);
     __syncwarp();
-}
-
-// mma.m16n8k16, as in cuda_on_cpu.h.
-template <bool F16> static void add_product_of(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    const auto number = [](u32 pair, int k) {
-        const u16 half = k % 2 ? pair >> 16 : pair;
-        return F16 ? of_float16(half) : of_bfloat16(half);
-    };
-    const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
-    u32(*all)[MOST_WORDS] = met(mine, 6);
-    for (int i = 0; i < 4; ++i) {
-        const int row = current % 32 / 4 + i / 2 * 8, column = current % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; ++k) {
-            const int lane = k % 8 / 2;
-            d[i] += number(all[row % 8 * 4 + lane][row / 8 + 2 * (k / 8)], k) *
-                    number(all[column * 4 + lane][4 + k / 8], k);
-        }
-    }
 }

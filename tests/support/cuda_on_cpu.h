@@ -158,13 +158,12 @@ static u32 e4m3_pair(float low, float high) {
     return float16_of(rounded_to_e4m3(low)) | (u32)float16_of(rounded_to_e4m3(high)) << 16;
 }
 
-#ifdef ACT
-// mma.m16n8k16 of float16 (ACT 2) or bfloat16: lane 4 g + t has of a rows g and g + 8, inputs 2 t, 2 t + 1, and those
+// mma.m16n8k16 of float16 or bfloat16: lane 4 g + t has of a rows g and g + 8, inputs 2 t, 2 t + 1, and those
 // 8 behind; of b column g, the same inputs; of d rows g and g + 8, columns 2 t and 2 t + 1.
-static void add_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <bool F16> static void add_product_of(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const auto number = [](u32 pair, int k) {
         const u16 half = k % 2 ? pair >> 16 : pair;
-        return ACT == 2 ? of_float16(half) : of_bfloat16(half);
+        return F16 ? of_float16(half) : of_bfloat16(half);
     };
     const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     u32(*all)[MOST_WORDS] = met(mine, 6);
@@ -177,6 +176,9 @@ static void add_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         }
     }
 }
+
+#ifdef ACT
+static void add_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { add_product_of<ACT == 2>(d, a, b0, b1); }
 
 // mma.m16n8k32 of int8: likewise, with inputs 4 t and on, and those 16 behind.
 static void add_product(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -7,10 +7,7 @@
 // Compiled with K (inputs, a multiple of 128), TILES (of 8 tokens, 1 or 2) and BLOCKS (programs that a multiprocessor has
 // room for).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "few_tokens.cuh"
 
 constexpr int CHUNK = 64, WARPS = 8;
 constexpr int CHUNKS = K / CHUNK, A_WARP = (CHUNKS + WARPS - 1) / WARPS;
@@ -20,33 +17,6 @@ constexpr int PITCH = K + 64;  // of tokens in shared memory: neighbours lie in 
 
 // Elsewhere, tests say what these are (tests/support/cuda_on_cpu.h).
 #ifndef ON_CPU
-extern __shared__ __align__(128) unsigned char memory[];
-
-struct __align__(16) Four { u32 x[4]; };
-
-// Not ld.global.nc: those loads the assembler puts off until they are used, behind barriers too.
-static __device__ Four load_once(const u8* at) {
-    Four v;
-    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(at) : "memory");
-    return v;
-}
-
-static __device__ float load_scale(const float* at) {
-    float v;
-    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
-    return v;
-}
-
-static __device__ void begin_to_load(u8* to, const u8* at) {
-    const u32 place = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(place), "l"(at) : "memory");
-}
-
-static __device__ void wait_for_loads() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-static __device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-static __device__ void let_later_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 static __device__ u16 bfloat16_of(float x) {
     u16 d;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(x));

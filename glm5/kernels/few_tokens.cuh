@@ -1,0 +1,36 @@
+// How kernels of few tokens read: weights, all of them under way before the kernel whose result they wait for has ended,
+// and tokens. Elsewhere, tests say what these are (tests/support/cuda_on_cpu.h).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+#ifndef ON_CPU
+extern __shared__ __align__(128) unsigned char memory[];
+
+struct __align__(16) Four { u32 x[4]; };
+
+// Not ld.global.nc, here and for scales: those loads the assembler puts off until they are used, behind barriers too.
+static __device__ Four load_once(const u8* at) {
+    Four v;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "l"(at) : "memory");
+    return v;
+}
+
+static __device__ float load_scale(const float* at) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
+
+static __device__ void begin_to_load(u8* to, const u8* at) {
+    const u32 place = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(place), "l"(at) : "memory");
+}
+
+static __device__ void wait_for_loads() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+static __device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+static __device__ void let_later_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#endif
