@@ -54,5 +54,8 @@ def fake_int4(weight: Tensor, group: int = GROUP, *, stored: torch.dtype | None 
 
 
 def is_int4(weight: Tensor, group: int = GROUP) -> bool:
-    """Whether `int4` changes nothing: true of a weight that was trained with it, and stored as it was seen."""
+    """Whether `int4` changes nothing: true of a weight that was trained with it, and stored as it was seen. Zeros, and
+    rows that have no such groups, tell nothing."""
+    if weight.shape[-1] % group or not weight.any():
+        return False
     return bool(torch.equal(int4(weight.detach(), group).dequantize(weight.dtype), weight.detach()))

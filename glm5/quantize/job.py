@@ -22,9 +22,9 @@ from glm5.quant.rotate import rotations
 from glm5.quantize.formats import choose
 from glm5.quantize.plan import Plan, make_plan
 from glm5.quantize.recipe import Resolved, resolve
-from glm5.quantize.source import STACK, Source
+from glm5.quantize.source import STACK, Source, name_of
 from glm5.quantize.texts import samples
-from glm5.quantize.work import Run
+from glm5.quantize.work import Run, refuse_int4
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ class Job:
 
 
 def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
-    """Decide everything, reading headers only. Errors here come before anything is written. `resolved`: a recipe in
-    place of the settings'."""
+    """Decide everything, reading headers and one expert. Errors here come before anything is written. `resolved`: a
+    recipe in place of the settings'."""
     source = Source(settings.model)
     if settings.out is not None:
         source.check_apart(Path(settings.out))
@@ -88,6 +88,7 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
         all_experts=settings.calibrate_all_experts,
         min_tokens=settings.min_tokens,
     )
+    _refuse_trained_experts(run, source)
     drops = settings.mtp == "drop" and source.cfg.num_nextn_predict_layers > 0
     cfg = source.cfg.replace(num_nextn_predict_layers=0) if drops else source.cfg
     return Job(settings, resolved, source, run, cfg)
@@ -101,6 +102,18 @@ def _rounds_as_trained(plan: Plan) -> bool:
         for layer_idx, linears in plan.linears.items()
         for module, linear in linears.items()
     )
+
+
+def _refuse_trained_experts(run: Run, source: Source) -> None:
+    """Experts without the mark that lie on int4's grid: asked here of the first expert that the plan takes, as a run
+    would meet them minutes later."""
+    for layer_idx, linears in sorted(run.plan.linears.items()):
+        stacks = {module: linear for module, linear in linears.items() if module.startswith(STACK)}
+        for module, linear in stacks.items():
+            expert = source.tensor(name_of(layer_idx, f"{module}.weight", expert=0))
+            refuse_int4(run, layer_idx, module, linear, expert)
+        if stacks:
+            return
 
 
 def rotation_names(rotation: QuaRot) -> list[RotationName]:

@@ -118,6 +118,13 @@ class Source:
             list(readers.map(lambda job: self._read(*job), jobs))
         return stacks
 
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its name on disk, as `layer` has it."""
+        entry = self.index.entries[name]
+        target = torch.empty(entry.shape, dtype=self.dtype_of(name))
+        self._read(entry, target)
+        return target
+
     def _read(self, entry: TensorEntry, target: Tensor) -> None:
         scale = self.index.entries.get(entry.name + SCALE_SUFFIX)
         if scale is not None:

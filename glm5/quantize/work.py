@@ -16,7 +16,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.quant.graph import RotationName
 from glm5.quant.hadamard import Rotation
-from glm5.quant.qat import GROUP, is_int4
+from glm5.quant.qat import is_int4
 from glm5.quant.record import Quantized
 from glm5.quant.rotate import fold, rotate
 from glm5.quantize.calibrate import Activations, Inputs
@@ -101,7 +101,7 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     linears = run.plan.layer(layer_idx)
     for module, linear in linears.items():
-        _refuse_qat(run, layer_idx, module, linear, stored[f"{module}.weight"])
+        refuse_int4(run, layer_idx, module, linear, stored[f"{module}.weight"])
     tensors = turned(run, stored)
     is_trunk = layer_idx < run.cfg.num_hidden_layers
     inputs = None
@@ -132,14 +132,15 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
     return result
 
 
-def _refuse_qat(run: Run, layer_idx: int, module: str, linear: LinearPlan, weight: Tensor) -> None:
-    """Weights that training has left on int4's grid pass unchanged by its min-max in groups, and by nothing else."""
+def refuse_int4(run: Run, layer_idx: int, module: str, linear: LinearPlan, weight: Tensor) -> None:
+    """Raise ConfigError where a plan would move a weight that training has left on int4's grid: it passes unchanged by
+    min-max in groups, and by nothing else. Of a stack, its first expert tells."""
     grid, recipe = linear.scheme.weight, run.plan.recipe
     is_moved = recipe.rotation is not None or bool(recipe.smoothing) or linear.method != "minmax"
     if (grid.kind, grid.bits, grid.scope) == ("int", 4, "group") and not is_moved:
         return
     first = (weight[0] if weight.dim() == 3 else weight).to(run.device)
-    if first.shape[-1] % GROUP == 0 and bool(first.any()) and is_int4(first):
+    if is_int4(first):
         raise ConfigError(
             f"{name_of(layer_idx, module)} lies on an int4 grid already, as after training with quantization in view; "
             f"{linear.method} to {scheme_name(linear.scheme)} would move it; allowed: glm5 quantize MODEL OUT "
