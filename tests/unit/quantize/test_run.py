@@ -18,7 +18,7 @@ from glm5.config.quantize import QuantizeConfig
 from glm5.quantize import run as running
 from glm5.quantize.run import quantize
 from glm5.quantize.store import Store, held
-from tests.support.checkpoints import edit_json, edit_tensors, read_tensors
+from tests.support.checkpoints import edit_json, edit_tensors, read_tensors, snap
 
 BRIEF = {"num_samples": 3, "sample_len": 24, "device": "cpu", "min_tokens": 2, "held_out_tokens": 0}
 
@@ -221,13 +221,6 @@ def test_qat_checkpoints_take_minmax_only(small_bf16, own_bf16, tmp_path):
 
 
 def test_weights_on_the_grid_are_not_moved(own_bf16, tmp_path):
-    from glm5.quant.qat import int4
-
-    def snap(tensors):
-        for name, tensor in tensors.items():
-            if ".mlp.experts." in name:
-                tensor.copy_(int4(tensor).dequantize(tensor.dtype))
-
     edit_tensors(own_bf16, snap)
     for scheme in ("w8a8", "fp8", "nvfp4", "w4a8", "w4a16"):
         with pytest.raises(ConfigError, match="lies on an int4 grid already"):

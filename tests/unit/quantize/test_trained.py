@@ -9,7 +9,7 @@ from glm5.checkpoint.inspect import inspect
 from glm5.cli.main import main
 from glm5.config.quantize import QuantizeConfig
 from glm5.quantize.run import quantize
-from tests.support.checkpoints import edit_json
+from tests.support.checkpoints import edit_json, edit_tensors, snap
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,19 @@ def test_quant_names_a_command_that_is_there(trained, tmp_path, capsys):
     assert main(["quant", "--model_path", str(masters), "--save_path", str(tmp_path / "o"), "--quant_type", "w8a8"])
     said = f"glm5 quantize {masters} {tmp_path / 'o'} --scheme w4a16 --method minmax --target ascend"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_convert_to_fp8_names_what_keeps_every_bit(is_marked, small_bf16, tmp_path, capsys):
+    model = shutil.copytree(small_bf16, tmp_path / "model")
+    if is_marked:
+        edit_json(model / "config.json", quantization_aware={"bits": 4, "group_size": 128})
+    else:
+        edit_tensors(model, snap)
+    assert main(["convert", str(model), str(tmp_path / "out"), "--dtype", "fp8"]) == 1
+    assert f"glm5 quantize {model} {tmp_path / 'out'} --scheme w4a16 --method minmax" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["convert", str(model), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
 
 
 def test_inspect_knows_the_key_and_counts_scales(trained):
