@@ -91,7 +91,7 @@ class LoraConfig(Section):
     """What an adapter adds is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
     """Linear layers by the last part of their name: those of attention, and gate_proj, up_proj and down_proj of dense
-    MLPs and shared experts."""
+    MLPs and shared experts, eh_proj of the MTP layer."""
 
     @field_validator("targets")
     @classmethod

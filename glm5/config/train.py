@@ -329,6 +329,12 @@ class Recipe(Section):
                 raise ValueError("lora: needs model.checkpoint, whose weights it stands beside")
             if wrong := [stage.name for stage in self.stage if stage.kind == "warmup" or stage.qat is not None]:
                 raise ValueError(f"lora: stage {wrong[0]} trains weights (warmup, qat) that lora leaves as they are")
+            losses = [stage.losses or self.losses for stage in self.stage]
+            if "eh_proj" in self.lora.targets and not any(one.mtp_depth and one.mtp_weight for one in losses):
+                raise ValueError(
+                    "lora.targets: an adapter of eh_proj would learn nothing (it is the MTP layer's, and mtp_depth or "
+                    "mtp_weight is 0 in every stage); leave it out, or set both above 0 in [losses]"
+                )
         return self
 
 

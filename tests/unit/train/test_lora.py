@@ -121,3 +121,11 @@ def test_what_cannot_be_adapted_is_refused(bases, tmp_path):
 def test_a_target_that_would_learn_nothing_is_refused(target, why):
     with pytest.raises(ValueError, match=rf"an adapter of {target} would learn nothing .*{why}.*leave it out"):
         LoraConfig(targets=("o_proj", target))
+
+
+@pytest.mark.parametrize("unset", ["losses.mtp_depth=0", "losses.mtp_weight=0.0"])
+def test_an_adapter_of_mtp_needs_its_loss(unset, bases, tmp_path):
+    targets = 'lora.targets=["o_proj", "eh_proj"]'
+    with pytest.raises(ConfigError, match=r"lora.targets: an adapter of eh_proj would learn nothing .*\[losses\]"):
+        lora_recipe(tmp_path, bases / "bf16", "out", targets, unset)
+    lora_recipe(tmp_path, bases / "bf16", "out", targets, unset, "stage.0.losses.mtp_depth=1")
