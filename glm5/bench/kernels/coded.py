@@ -7,8 +7,8 @@ here, without one.
 """
 
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -23,8 +23,8 @@ from glm5.bench.kernels.shapes import (
     HIDDEN,
     RANKS,
     Weight,
+    coded_linears,
     generator,
-    linears,
     random_rows,
     random_weight,
 )
@@ -32,7 +32,7 @@ from glm5.bench.kernels.table import main
 from glm5.kernels.block_scaled import FP8, BlockScaled, num_blocks
 from glm5.kernels.coded import Coded, Form
 from glm5.kernels.coded_experts import coded_experts
-from glm5.kernels.coded_linear import coded_linear
+from glm5.kernels.coded_linear import coded_linear, cuda
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
@@ -40,15 +40,17 @@ from glm5.testing.numerics import rel_rms
 # The result's rounding to bfloat16, 1.7e-3; experts: rows of h in bfloat16, then in codes that may fall otherwise.
 LINEAR_BUDGET, EXPERTS_BUDGET, FP8_BUDGET = 3e-3, 2e-2, 6e-2
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
-LINEAR_FORMS = (Form("int8", None, "int8"), Form("fp8", None, "fp8"))
+LINEAR_TOKENS = (1, 8, 16, 32, 64, 128, 512, 2048)
+W8A8, FP8_ROWS = Form("int8", None, "int8"), Form("fp8", None, "fp8")
 EXPERT_FORMS = (
     Form("int4", None, "int8"),
     Form("int4", 128, "fp8"),
     Form("int4", 128, None),
-    Form("int8", None, "int8"),
+    W8A8,
 )
 _RMS = {"int8": 74.0, "int4": 4.6, "fp8": 130.0}  # of codes, every one alike
 Stack = tuple[Coded, Coded] | tuple[BlockScaled, BlockScaled]
+Run = Callable[[Tensor, Coded], Tensor]
 
 
 def random_codes(gen: torch.Generator, form: Form, *shape: int) -> Coded:
@@ -62,8 +64,10 @@ def random_codes(gen: torch.Generator, form: Form, *shape: int) -> Coded:
     return Coded(codes.view(dtype), scale / (_RMS[form.weight] * width**0.5), form)
 
 
-def linear_case(form: Form, weight: Weight, tokens: int, ranks: int) -> Case:
-    """A linear layer on `tokens` rows."""
+def linear_case(
+    form: Form, weight: Weight, tokens: int, ranks: int, run: Run = coded_linear, variant: str = ""
+) -> Case:
+    """A linear layer on `tokens` rows, by `run`."""
 
     def inputs(i: int) -> tuple[Tensor, Coded]:
         gen = generator(i)
@@ -71,17 +75,19 @@ def linear_case(form: Form, weight: Weight, tokens: int, ranks: int) -> Case:
 
     def make(i: int) -> Launch:
         x, w = inputs(i)
-        return lambda: coded_linear(x, w)
+        return lambda: run(x, w)
 
     def error() -> float:
         x, w = inputs(10**6)
-        return rel_rms(coded_linear(x, w), _exact_linear(x, w))
+        return rel_rms(run(x, w), _exact_linear(x, w))
 
     moved = weight.rows * (weight.cols // form.per_byte + 4 * form.num_scales(weight.cols))
     moved += 2 * tokens * (weight.rows + weight.cols)
     flops = 2 * tokens * weight.rows * weight.cols
     shape = f"{weight.name} {weight.rows}x{weight.cols} tp{ranks} M={tokens}"
-    return Case("coded_linear", shape, make, error, LINEAR_BUDGET, moved, flops, _unit(form), str(form))
+    return Case(
+        "coded_linear", shape, make, error, LINEAR_BUDGET, moved, flops, _unit(form), f"{form} {variant}".rstrip()
+    )
 
 
 def experts_case(form: Form | None, tokens: int, ranks: int) -> Case:
@@ -169,15 +175,19 @@ def _exact(stack: Stack, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    """Experts of every form at every number of tokens, beside FP8's; linear layers of a rank of eight."""
+    """Experts of every form at every number of tokens, beside FP8's; linear layers, in int8 by each implementation."""
     for ranks in RANKS:
         for form in (None, *EXPERT_FORMS):
             for tokens in TOKENS:
                 yield experts_case(form, tokens, ranks)
-    for form in LINEAR_FORMS:
-        for weight in linears(RANKS[0]):
-            for tokens in (1, 16, 64, 1024):
-                yield linear_case(form, weight, tokens, RANKS[0])
+    for ranks in RANKS:
+        for weight in coded_linears(ranks):
+            for tokens in LINEAR_TOKENS:
+                for impl in ("triton", "cuda") if tokens <= cuda.MOST_TOKENS else ("triton",):
+                    yield linear_case(W8A8, weight, tokens, ranks, partial(coded_linear, impl=impl), impl)
+    for weight in coded_linears(RANKS[0]):
+        for tokens in (1, 16, 64, 1024):
+            yield linear_case(FP8_ROWS, weight, tokens, RANKS[0])
 
 
 if __name__ == "__main__":

@@ -41,6 +41,23 @@ def linears(ranks: int) -> list[Weight]:
     return whole + sharded if ranks == RANKS[0] else sharded
 
 
+def coded_linears(ranks: int) -> list[Weight]:
+    """The products of a decoder layer whose linear layers are codes, those of one input as one (engine/stack.py). The
+    indexer's wk has no codes, and q_b is alone where no keys are selected.
+    """
+    heads = HEADS * QK_HEAD // ranks
+    return [
+        Weight("q_a+kv_a", Q_LORA + KV_LORA + ROPE, HIDDEN),
+        Weight("q_b", heads, Q_LORA),
+        Weight("q_b+index q_b", heads + INDEX_HEADS * INDEX_DIM, Q_LORA),
+        Weight("o", HIDDEN, HEADS * V_HEAD // ranks),
+        Weight("shared gate+up", 2 * EXPERT_INNER // ranks, HIDDEN),
+        Weight("shared down", HIDDEN, EXPERT_INNER // ranks),
+        Weight("dense gate+up", 2 * DENSE_INNER // ranks, HIDDEN),
+        Weight("dense down", HIDDEN, DENSE_INNER // ranks),
+    ]
+
+
 def generator(seed: int) -> torch.Generator:
     """Of the current CUDA device."""
     return torch.Generator("cuda").manual_seed(seed + 1)

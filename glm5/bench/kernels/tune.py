@@ -19,6 +19,8 @@ import torch
 from glm5.bench.kernels.attention import TOP_K, attention_case, selection_case
 from glm5.bench.kernels.case import Case
 from glm5.bench.kernels.clock import measure
+from glm5.bench.kernels.coded import LINEAR_TOKENS, W8A8
+from glm5.bench.kernels.coded import linear_case as coded_linear_case
 from glm5.bench.kernels.experts import experts_case
 from glm5.bench.kernels.glue import router_case
 from glm5.bench.kernels.linear import linear_case
@@ -35,6 +37,7 @@ from glm5.bench.kernels.shapes import (
     QK_HEAD,
     RANKS,
     ROPE,
+    coded_linears,
     linears,
 )
 from glm5.common.console import out
@@ -44,6 +47,31 @@ BETTER = 0.98  # of the default's time, at most
 _LAUNCHES, _REPLAYS = 60, 5
 _KINDS = (("bf16", ""), ("fp8", " fp8"))
 MAX_JOBS = 12
+MOST_TOKENS = 8192  # of a step
+# Of coded_linear in int8, up to so many tokens: (block_o, block_t, block_k, parts, stages, warps). block_t 0: as many
+# as there are tokens.
+_CODED_CUTS = (
+    (16, (
+        (16, 0, 256, 1, 6, 2), (16, 0, 256, 1, 4, 4), (16, 0, 512, 1, 4, 4), (16, 0, 512, 1, 4, 2),
+        (32, 0, 128, 1, 6, 4), (32, 0, 256, 1, 4, 2), (32, 0, 256, 1, 4, 4), (32, 0, 256, 1, 6, 4),
+        (64, 0, 128, 1, 6, 4), (64, 0, 256, 1, 4, 4), (64, 0, 256, 1, 6, 4),
+    )),
+    (64, (
+        (16, 0, 256, 1, 4, 4), (16, 0, 256, 1, 6, 2), (16, 0, 512, 1, 3, 4), (32, 0, 128, 1, 6, 4),
+        (32, 0, 256, 1, 3, 4), (32, 0, 256, 1, 4, 4), (32, 0, 256, 1, 4, 2), (64, 0, 128, 1, 6, 4),
+        (64, 0, 256, 1, 3, 4), (64, 0, 256, 1, 4, 4), (128, 0, 128, 1, 4, 8),
+    )),
+    (128, (
+        (16, 128, 256, 1, 4, 4), (32, 128, 128, 1, 4, 4), (32, 128, 256, 1, 3, 4), (32, 64, 256, 1, 4, 4),
+        (64, 128, 128, 1, 4, 4), (64, 128, 128, 1, 6, 4), (64, 128, 256, 1, 3, 4), (64, 64, 128, 1, 6, 4),
+        (64, 64, 256, 1, 4, 4), (128, 128, 128, 1, 4, 8), (128, 64, 128, 1, 4, 4),
+    )),
+    (MOST_TOKENS, (
+        (64, 64, 128, 1, 6, 4), (64, 128, 128, 1, 4, 4), (64, 256, 128, 1, 4, 4), (128, 64, 128, 1, 4, 4),
+        (128, 128, 128, 1, 3, 4), (128, 128, 128, 1, 4, 4), (128, 128, 128, 1, 4, 8), (128, 128, 256, 1, 3, 8),
+        (128, 256, 128, 1, 3, 8), (128, 256, 128, 1, 4, 8), (256, 128, 128, 1, 3, 8),
+    )),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,6 +132,25 @@ def _linears() -> Iterator[Subject]:
                 return linear_case(weight, tokens, ranks, lambda x, w: op.fp8_linear(x, w, None, tiling))
 
             yield Subject("fp8_linear", sizes, tokens, _unlike([default, *some]), case)
+
+
+def _coded_linears() -> Iterator[Subject]:
+    from glm5.kernels.coded_linear import triton as op
+
+    weights = {op.sizes_of(W8A8, w.rows, w.cols): (w, ranks) for ranks in RANKS for w in coded_linears(ranks)}
+    for sizes, (weight, ranks) in weights.items():
+        for tokens in LINEAR_TOKENS:
+            cuts = next(cuts for most, cuts in _CODED_CUTS if tokens <= most)
+            columns = max(8, 1 << (tokens - 1).bit_length())
+            some = (op.Tiling(block_o, block_t or columns, *more) for block_o, block_t, *more in cuts)
+
+            def case(tiling: Any, weight: Any = weight, tokens: int = tokens, ranks: int = ranks) -> Case:
+                return coded_linear_case(W8A8, weight, tokens, ranks, lambda x, w: op.coded_linear(x, w, tiling))
+
+            candidates = _unlike([op.tiling_for(tokens, weight.rows), *some])
+            # Steps of more tokens have as many tiles to choose from.
+            upto = MOST_TOKENS if tokens == max(LINEAR_TOKENS) else tokens
+            yield Subject("coded_linear", sizes, upto, candidates, case)
 
 
 def _router() -> Iterator[Subject]:
@@ -184,7 +231,7 @@ def _unlike(candidates: Sequence[Any]) -> tuple[Any, ...]:
 
 def subjects(only: str = "") -> list[Subject]:
     """All of them, of one size in order of tokens, whose name contains `only`."""
-    every = (_attention, _scores, _queries, _router, _linears, _experts)
+    every = (_attention, _scores, _queries, _router, _linears, _coded_linears, _experts)
     return [subject for some in every for subject in some() if only in subject.name]
 
 

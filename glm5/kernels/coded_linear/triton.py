@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.coded import Coded
+from glm5.kernels import tuned
+from glm5.kernels.coded import Coded, Form
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import weight_times_rows
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
@@ -28,8 +29,13 @@ class Tiling(NamedTuple):
     warps: int = 4
 
 
+def sizes_of(form: Form, rows: int, width: int) -> str:
+    """A weight's name in `kernels/tuned`."""
+    return f"{form} O={rows} D={width}"
+
+
 def tiling_for(num_tokens: int, rows: int) -> Tiling:
-    """Guesses; nothing of this has been measured on a GPU yet."""
+    """Without an entry in `kernels/tuned`. Guesses; nothing of this has been measured on a GPU yet."""
     if num_tokens <= 16:
         return Tiling(block_o=64 if rows >= 8192 else 32)
     if num_tokens <= 64:
@@ -86,6 +92,9 @@ def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> T
     out_TO = torch.empty(len(x_TD), num_rows, dtype=x_TD.dtype, device=x_TD.device)
     if not out_TO.numel():
         return out_TO
+    if tiling is None:
+        sizes = sizes_of(form, num_rows, weight.width)
+        tiling = tuned.find(Tiling, "coded_linear", sizes, len(x_TD), x_TD.device)
     tiling = tiling or tiling_for(len(x_TD), num_rows)
     rows, x_scale = prepare_rows(x_TD, form.act, halves=form.weight == "int4")
     _coded_linear[(triton.cdiv(num_rows, tiling.block_o), triton.cdiv(len(x_TD), tiling.block_t))](

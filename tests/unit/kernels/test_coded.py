@@ -133,6 +133,24 @@ def test_linear_in_triton(shape, form, gen):
 
 
 @interpreted
+def test_linear_in_triton_takes_what_was_measured(gen, monkeypatch):
+    from glm5.kernels.coded_linear import triton as op
+
+    asked, taken = [], []
+    x, weight = torch.randn(18, 256, generator=gen), random_coded(gen, Form("int8", None, "int8"), 70, 256)
+
+    def find(kind, *what):
+        asked.append(what)
+        return kind(block_o=16, block_t=32, block_k=64)
+
+    monkeypatch.setattr(op.tuned, "find", find)
+    monkeypatch.setattr(op, "tiling_for", lambda *given: taken.append(given))
+    assert rel_rms(coded_linear(x, weight, impl="triton"), coded_linear(x, weight)) < BUDGET
+    assert asked == [("coded_linear", "w8a8 O=70 D=256", 18, torch.device("cpu"))]
+    assert not taken
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("form", "way"),
     [

@@ -70,7 +70,7 @@ def test_the_file_is_what_kernels_find(tmp_path, monkeypatch):
 def test_subjects_have_candidates_of_their_kernels():
     every = tune.subjects()
     assert {s.op for s in every} == {
-        "sparse_mla", "index_score", "mla_queries", "router", "fp8_linear", "grouped_experts"
+        "sparse_mla", "index_score", "mla_queries", "router", "fp8_linear", "coded_linear", "grouped_experts"
     }  # fmt: skip
     assert all(s.candidates and len(set(s.candidates)) == len(s.candidates) for s in every)
     assert len({(s.op, s.sizes, s.upto) for s in every}) == len(every)

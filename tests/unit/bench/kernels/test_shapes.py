@@ -1,0 +1,42 @@
+"""The sizes that are measured are those that the engine multiplies."""
+
+import pytest
+import torch
+
+from glm5.bench.kernels import coded
+from glm5.bench.kernels.shapes import RANKS, coded_linears
+from glm5.bench.steps.case import rank_config, with_codes
+from glm5.checkpoint.load import empty_model
+from glm5.checkpoint.stored import forms_of, stored_of
+from glm5.engine.lower import LoweredLayer, LoweredMLP
+from glm5.model.linear import CodedLinear
+
+META = torch.device("meta")
+
+
+def sizes(linears, rows):
+    """(rows, cols) of the product of `linears`, if they are codes."""
+    return {(rows, linear.weight.shape[1]) for linear in linears[:1] if isinstance(linear, CodedLinear)}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_products_of_codes(ranks):
+    cfg = with_codes(rank_config(ranks, 4), "w4a8-channel")
+    model = empty_model(cfg, frozenset(), torch.bfloat16, META, forms_of(stored_of(cfg), cfg, META))
+    found = set()
+    for layer in (LoweredLayer(model.model.layers[layer_idx]) for layer_idx in (0, 3)):
+        mlp = layer.mlp if isinstance(layer.mlp, LoweredMLP) else layer.mlp.apart
+        for stack in (*layer.attention.stacks, *mlp.stacks):
+            for run in stack.runs:
+                found |= sizes(stack.linears[run.start :], sum(stack.rows[run.start : run.stop]))
+        for linear in (layer.attention.module.q_b_proj, layer.attention.module.o_proj, mlp.module.down_proj):
+            found |= sizes([linear], linear.weight.shape[0])
+    assert {(weight.rows, weight.cols) for weight in coded_linears(ranks)} == found
+
+
+def test_every_implementation_is_measured():
+    """Few tokens by each, more by the one that takes them."""
+    names = {case.name for case in coded.cases()}
+    shape = "coded_linear o 6144x4096 tp4 M="
+    assert {f"{shape}16 w8a8 triton", f"{shape}16 w8a8 cuda", f"{shape}2048 w8a8 triton"} <= names
+    assert f"{shape}32 w8a8 cuda" not in names
