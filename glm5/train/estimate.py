@@ -24,7 +24,7 @@ from glm5.train.lora import adapt
 from glm5.train.optim.table import rule_of
 from glm5.train.qat import check_widths
 from glm5.train.schedule import Schedule
-from glm5.train.stages import choose_parameters, losses_of, phase_of
+from glm5.train.stages import choose_parameters, longer, losses_of, phase_of
 from glm5.train.trainee import device_of
 from glm5.train.watch import flops_per_token
 
@@ -61,6 +61,7 @@ def estimate(recipe: Recipe) -> str:
         )
         if needed > has:
             lines.append(f"  does not fit: {_advice(recipe, stage, parts, needed - has)}")
+    lines += longer(recipe, cfg)
     total = seconds
     state = state_bytes(cfg, recipe)
     free = shutil.disk_usage(existing(recipe.folder)).free

@@ -29,7 +29,7 @@ from glm5.train.optim.build import Optimizers
 from glm5.train.qat import MARK, STORED, check_widths
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
-from glm5.train.stages import losses_of
+from glm5.train.stages import longer, losses_of
 from glm5.train.state import Position, Store, clear, locked, writing_to
 from glm5.train.step import Step
 from glm5.train.trainee import Trainee, device_of
@@ -85,6 +85,8 @@ class Run:
         self.trainee = makes(recipe, self.builder, saved)
         if not self.trainee.is_first:
             return
+        for sentence in longer(recipe, self.builder.cfg):
+            logger.warning("%s", sentence)
         if saved is not None:
             logger.info("going on: stage %s, step %d", self._stage.name, self.position.step)
         with writing_to(out), atomic_write(out / "recipe.json") as handle:

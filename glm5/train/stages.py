@@ -9,6 +9,7 @@
 Names of parameters never change, so a checkpoint of any stage can begin any other.
 """
 
+from glm5.config.model import ModelConfig
 from glm5.config.step import LossConfig
 from glm5.config.train import Kind, Recipe, StageConfig
 from glm5.model.glm5 import Glm5
@@ -36,6 +37,21 @@ def losses_of(recipe: Recipe, stage: StageConfig, step: int) -> LossConfig:
     losses = stage.losses or recipe.losses
     frozen = stage.kind == "warmup" or recipe.lora is not None or step >= stage.steps * stage.balance_until
     return losses.model_copy(update={"balance_step": 0.0}) if frozen else losses
+
+
+def longer(recipe: Recipe, cfg: ModelConfig) -> list[str]:
+    """A sentence for each stage with longer sequences than the model and the stages before know, under the same RoPE
+    base: as likely a slip as a wish."""
+    said, known = [], cfg.max_position_embeddings
+    for stage in recipe.stage:
+        if stage.seq_len > known and stage.rope_theta is None:
+            said.append(
+                f"stage {stage.name}: seq_len {stage.seq_len:,} is above the {known:,} that max_position_embeddings "
+                f"says; its checkpoints will say {stage.seq_len:,}. If that is meant, give the stage a rope_theta, or "
+                f"set model.config.max_position_embeddings to {stage.seq_len}"
+            )
+        known = max(known, stage.seq_len)
+    return said
 
 
 def packs(kind: Kind) -> bool:

@@ -41,7 +41,7 @@ from glm5.train.optim.table import row_sizes, rule_of
 from glm5.train.parallel.mesh import Mesh, check_stage, mesh_of
 from glm5.train.parallel.places import Places, is_dealt
 from glm5.train.schedule import Schedule
-from glm5.train.stages import losses_of, phase_of
+from glm5.train.stages import longer, losses_of, phase_of
 from glm5.train.trainee import device_of
 from glm5.train.watch import flops_per_token
 
@@ -91,6 +91,7 @@ def estimate_shared(recipe: Recipe, world: int) -> str:
         ]
         if most.memory > has:
             lines.append(f"  does not fit: {_advice(recipe, stage, mesh, most, has)}")
+    lines += longer(recipe, cfg)
     free = shutil.disk_usage(existing(recipe.folder)).free
     state = state_bytes(cfg, recipe)
     lines.append(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import glm5
+from glm5.cli.main import main
 from glm5.common.errors import DataError, TrainingError
 from glm5.config.train import ModelSection, read_recipe
 from glm5.model.indexer import Indexer
@@ -66,6 +67,18 @@ def test_what_a_recipe_changes_of_a_checkpoints_config_reaches_every_layer(strai
     model = builder.model(torch.device("cpu"))
     indexers = [module for module in model.modules() if isinstance(module, Indexer)]
     assert {each.cfg.index_topk for each in [builder, model, *indexers]} == {5}
+
+
+def test_sequences_beyond_the_models_positions_are_told(tmp_path, capsys, caplog):
+    short = "model.config.max_position_embeddings=32"
+    best = run(tmp_path, "out", stage(steps=1), settings=[short])
+    said = "stage dense: seq_len 64 is above the 32 that max_position_embeddings says; its checkpoints will say 64"
+    assert caplog.text.count(said) == 1
+    assert glm5.load(best).cfg.max_position_embeddings == 64
+    file = recipe_file(tmp_path, stage())
+    for more, is_said in (([], True), (["--nproc", "2"], True), (["--set", "stage.0.rope_theta=5e4"], False)):
+        assert main(["train", str(file), "--dry-run", "--set", short, *more]) == 0
+        assert (said in capsys.readouterr().out) == is_said
 
 
 def test_a_finished_run_says_so_at_once(straight, monkeypatch):
@@ -360,8 +373,6 @@ def test_passes_do_not_change_what_a_step_learns(straight, tmp_path):
 
 
 def test_dry_run_says_what_a_recipe_needs(tmp_path, capsys):
-    from glm5.cli.main import main
-
     given = ["--set", "stage.0.steps=7", "parallel.expert=2"]
     assert main(["train", str(recipe_file(tmp_path)), "--dry-run", *given]) == 0
     said, warned = capsys.readouterr()
@@ -372,8 +383,6 @@ def test_dry_run_says_what_a_recipe_needs(tmp_path, capsys):
 
 
 def test_the_command_line_reports_errors_in_one_line(tmp_path, capsys):
-    from glm5.cli.main import main
-
     file = recipe_file(tmp_path)
     assert main(["train", str(file), "--set", "seeed=1"]) == 1
     assert "seeed: no such key; did you mean seed?" in capsys.readouterr().err
