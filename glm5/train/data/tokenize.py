@@ -4,6 +4,7 @@
     .parquet   the same as columns (needs the extra `data`)
     others     one document a file, UTF-8
 
+Rows of a file are all texts or all conversations, as its first one is; of a text every token is learnt.
 Readers hand batches to the processes and take the ids back in order, so the result is the same whatever their number.
 """
 
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,28 +51,30 @@ class Options:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Documents of one file: bytes of lines, texts or rows; where each stands; how much of the input they are."""
+    """Documents of one file: bytes of lines, texts or rows; where each stands; how much of the input they are; whether
+    the file is one of conversations."""
 
     documents: list[Any]
     places: list[str]
     num_bytes: int
+    talks: bool = False
 
 
 def tokenize(
     files: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], options: Options, processes: int = 1
 ) -> TokenFile:
-    """Write the token file `out` from `files`. Marks are kept where some file is of conversations (the first document
-    decides). Raises `DataError` naming file and line; nothing is written then."""
+    """Write the token file `out` from `files`. Marks are kept where some file is of conversations. Raises `DataError`
+    naming file and line; nothing is written then."""
     paths = [_checked(Path(file)) for file in files]
     if not paths:
         raise DataError("no files to tokenize were given")
     tokenizer = Tokenizer.from_dir(options.tokenizer)
     total = sum(path.stat().st_size for path in paths)
     about = {"files": [path.name for path in paths], "bytes": total, "options": {**vars(options), "tokenizer": None}}
-    batches = (batch for path in paths for batch in _batches(path, options.text_key))
-    marked = any(_is_conversations(path) for path in paths)
+    talks = {path: _is_conversations(path, options.text_key) for path in paths}
+    batches = (replace(batch, talks=talks[path]) for path in paths for batch in _batches(path, options.text_key))
     with (
-        writing(out, tokenizer.vocab_size, marked=marked, about=about) as writer,
+        writing(out, tokenizer.vocab_size, marked=any(talks.values()), about=about) as writer,
         Progress(total, "B", f"tokenizing {len(paths)} files") as progress,
     ):
         silent: list[str] = []
@@ -80,8 +83,6 @@ def tokenize(
                 if not parts:
                     silent.append(place)
                 for ids, marks in parts:
-                    if marks is not None and not marked:
-                        raise DataError(f"{place}: conversations behind texts: put a file of conversations first")
                     writer.add(ids, marks)
             progress.update(batch.num_bytes, tokens=writer.num_tokens)
     if silent:
@@ -95,10 +96,10 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _is_conversations(path: Path) -> bool:
+def _is_conversations(path: Path, text_key: str) -> bool:
     """Whether the first document of a file is a row with `messages` or `token_ids`."""
-    first = next(_batches(path, "text"), None)
-    if first is None or path.suffix not in (".jsonl", ".parquet"):
+    first = next(_batches(path, text_key), None) if path.suffix in (".jsonl", ".parquet") else None
+    if first is None:
         return False
     row = _parsed(first.documents[0], first.places[0])
     return isinstance(row, dict) and bool({"messages", "token_ids"} & {key for key, value in row.items() if value})
@@ -224,17 +225,27 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
             found: list[Example] = examples_of(row, template, place)
             if wrong := [token_id for one in found for token_id in one.ids if not 0 <= token_id < tokenizer.vocab_size]:
                 raise DataError(f"{place}: token id {wrong[0]}: the tokenizer has 0 to {tokenizer.vocab_size - 1}")
+            _check_kind(place, "a conversation", is_at_home=batch.talks)
             documents.append([(example.ids, example.marks) for example in found])
             continue
         text = row.get(text_key) if isinstance(row, dict) else row
         if not isinstance(text, str):
             known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise DataError(f"{place}: no text under {text_key!r}; there is {known:.80}")
+        _check_kind(place, "a text", is_at_home=not batch.talks)
         try:
             documents.append([(tokenizer.encode(text, allow_special=False) + end, None)])
         except RequestError as error:
             raise DataError(f"{place}: {error}") from None
     return documents
+
+
+def _check_kind(place: str, kind: str, *, is_at_home: bool) -> None:
+    if not is_at_home:
+        raise DataError(
+            f"{place}: {kind}, unlike the first row of the file; texts, of which every token is learnt, and "
+            "conversations, of which the answers are, need a file each: both can be given to the same command"
+        )
 
 
 def _parsed(document: Any, place: str) -> Any:

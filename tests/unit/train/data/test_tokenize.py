@@ -1,6 +1,7 @@
 """Tokenization: the same ids from every format and any number of processes; bad input is named by file and line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,13 @@ def test_every_format_gives_the_same_ids(tmp_path, options):
         assert documents_of(tokenize(files, tmp_path / f"out{i}", options)) == expected()
 
 
+def test_a_column_of_another_name_is_read(tmp_path, options):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"body": TEXTS}), tmp_path / "a.parquet")
+    file = tokenize([tmp_path / "a.parquet"], tmp_path / "out", replace(options, text_key="body"))
+    assert documents_of(file) == expected()
+
+
 def test_processes_do_not_change_the_order(tmp_path, options, monkeypatch):
     monkeypatch.setattr(module, "BATCH_BYTES", 40)
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i} {text}"} for i in range(30) for text in TEXTS])
@@ -74,7 +82,7 @@ def test_conversations_are_marked(tmp_path, options):
         ('{"messages": []}', "line 2: messages must be"),
         ("\xff", "line 2: not a JSON object"),
         ('{"token_ids": [1, 99999], "loss_mask": [0, 1]}', "line 2: token id 99999: the tokenizer has 0 to"),
-        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}', "line 2: conversations behind texts"),
+        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}', "line 2: a conversation, unlike the first row .* a file each"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, options, line, says):
@@ -83,6 +91,23 @@ def test_bad_lines_are_named(tmp_path, options, line, says):
     with pytest.raises(DataError, match=says):
         tokenize([file], tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_text_among_conversations_is_named(tmp_path, options):
+    rows = [{"token_ids": [1, 2], "loss_mask": [0, 1]}, {"text": "not said by anybody"}]
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: a text, unlike the first row .* a file each"):
+        tokenize([write_jsonl(tmp_path / "a.jsonl", rows)], tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_files_of_texts_beside_files_of_conversations_are_learnt_whole(tmp_path, options, order):
+    talks = write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1, 2], "loss_mask": [0, 1]}])
+    texts = write_jsonl(tmp_path / "b.jsonl", [{"text": TEXTS[0]}])
+    file = tokenize([talks, texts][::order], tmp_path / "out", options)
+    marks = [[0, 1], [1] * len(expected()[0])][::order]
+    assert file.marks_N is not None
+    assert file.marks_N.tolist() == [*marks[0], *marks[1]]
 
 
 def test_rows_without_anything_to_learn_are_told(tmp_path, options, caplog):
