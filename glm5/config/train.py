@@ -62,7 +62,7 @@ class TokenizeConfig(Command):
     tokenizer: str
     """Checkpoint folder, or a Hugging Face id, whose tokenizer and chat template are used."""
     out: str
-    """Folder to write."""
+    """Folder to write, which is not there yet or is empty."""
     text_key: str = "text"
     """Key or column of the text, where rows are no conversations."""
     processes: Workers = 1

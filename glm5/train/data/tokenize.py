@@ -91,6 +91,8 @@ def tokenize(
 
 
 def _checked(path: Path) -> Path:
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; name files in it, such as {path}/*.jsonl")
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     return path
@@ -228,10 +230,12 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
             _check_kind(place, "a conversation", is_at_home=batch.talks)
             documents.append([(example.ids, example.marks) for example in found])
             continue
-        text = row.get(text_key) if isinstance(row, dict) else row
+        if isinstance(row, dict) and text_key not in row:
+            there = ", ".join(row) or "nothing"
+            raise DataError(f"{place}: no text under {text_key!r}; there is {there:.80}; --text-key takes another key")
+        text = row[text_key] if isinstance(row, dict) else row
         if not isinstance(text, str):
-            known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise DataError(f"{place}: no text under {text_key!r}; there is {known:.80}")
+            raise DataError(f"{place}: {text_key}: got {json.dumps(text):.40}; allowed: a text, in quotes")
         _check_kind(place, "a text", is_at_home=not batch.talks)
         try:
             documents.append([(tokenizer.encode(text, allow_special=False) + end, None)])

@@ -25,8 +25,6 @@ from glm5.common.errors import DataError
 
 FORMAT, VERSION = "glm5 tokens", 1
 _TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_FILES = {"index.json", "tokens.bin", "ends.bin", "marks.bin"}
-_REPLACEABLE = "that is no token file and would be lost; give another folder"
 
 
 class TokenFile:
@@ -149,16 +147,13 @@ def writing(
 ) -> Generator[TokenWriter, None, None]:
     """A writer whose documents become the token file `path` when the block ends well; else nothing changes.
 
-    A token file that is there is replaced; a folder with anything else or without a name, a full disk and no
-    documents at all are a `DataError`.
+    A folder that holds anything or has no name, a full disk and no documents at all are a `DataError`.
     """
     target = Path(path)
     if target.name in ("", ".."):
-        raise DataError(
-            f"got {path!s} as the folder to write; it is replaced as a whole: give one by name, such as tokens"
-        )
-    if target.exists() and (not target.is_dir() or {file.name for file in target.iterdir()} - _FILES):
-        raise DataError(f"{target} is there and holds something {_REPLACEABLE}")
+        raise DataError(f"got {path!s} as the folder to write; it is made as a whole: give one by name, such as tokens")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(f"{target} is there already, and would be lost; move it away, or give another folder")
     try:
         with atomic_dir(target) as building:
             writer = TokenWriter(building, vocab_size, marked=marked)

@@ -78,6 +78,9 @@ def test_conversations_are_marked(tmp_path, options):
         ("{", "line 2: not a JSON object"),
         ("[1]", "line 2: not a JSON object but list"),
         ('{"body": "x"}', "line 2: no text under 'text'; there is body"),
+        ("{}", "line 2: no text under 'text'; there is nothing; --text-key"),
+        ('{"text": 5}', "line 2: text: got 5; allowed: a text, in quotes"),
+        ('{"text": null}', "line 2: text: got null; allowed: a text, in quotes"),
         ('{"text": "\\ud800"}', "line 2: .*unpaired surrogate"),
         ('{"messages": []}', "line 2: messages must be"),
         ("\xff", "line 2: not a JSON object"),
@@ -132,6 +135,8 @@ def test_bad_files_are_named(tmp_path, options):
         tokenize([tmp_path / "a.txt"], tmp_path / "out", options)
     with pytest.raises(DataError, match="no such file"):
         tokenize([tmp_path / "b.txt"], tmp_path / "out", options)
+    with pytest.raises(DataError, match=r"is a folder; name files in it, such as .*/\*\.jsonl"):
+        tokenize([tmp_path], tmp_path / "out", options)
     with pytest.raises(DataError, match="no files"):
         tokenize([], tmp_path / "out", options)
     pytest.importorskip("pyarrow")

@@ -94,23 +94,26 @@ def test_ids_without_a_row_are_refused_on_both_sides(tmp_path):
 
 
 def test_nothing_changes_when_writing_fails(tmp_path, monkeypatch):
-    before = (write(tmp_path / "a") / "tokens.bin").read_bytes()
-
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tokens.os, "fsync", full)
     with pytest.raises(DataError, match="No space left on device; what was there before is unchanged"):
         write(tmp_path / "a", [[5]])
-    assert (tmp_path / "a" / "tokens.bin").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+    assert not list(tmp_path.iterdir())
 
 
-def test_other_files_are_never_lost(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "thesis.txt").touch()
-    with pytest.raises(DataError, match="would be lost"):
-        write(tmp_path / "a")
+def test_what_is_there_is_never_lost(tmp_path):
+    write(tmp_path / "tokens")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").touch()
+    (tmp_path / "file").touch()
+    for name in ("tokens", "folder", "file"):
+        with pytest.raises(DataError, match=f"{name} is there already, .* move it away, or give another folder"):
+            write(tmp_path / name, [[5]])
+    assert TokenFile(tmp_path / "tokens").num_documents == len(DOCUMENTS)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
 
 
 def test_no_tokens_at_all_is_an_error(tmp_path):
