@@ -125,6 +125,35 @@ def codes_times_rows(w_ptr, row, x_ptr, column, here, block, cols, INT4: tl.cons
 
 
 @triton.jit
+def num_steps(cols, INT4: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
+    """Of PARTS times BLOCK_K inputs; `cols` as for `codes_times_rows`."""
+    return tl.cdiv(cols, PARTS * (BLOCK_K // 2 if INT4 else BLOCK_K))
+
+
+@triton.jit
+def integer_sums(
+    w_ptr,
+    row,
+    rows,
+    cols,
+    first,
+    last,
+    INT4: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """What steps `first` to `last` add to products in int8: [R, T] int32, in units. `rows`: see `weight_times_rows`."""
+    x_ptr, column, here = rows
+    sums = tl.zeros([row.shape[0], BLOCK_T], tl.int32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        for part in tl.static_range(PARTS):
+            sums += codes_times_rows(w_ptr, row, x_ptr, column, here, step * PARTS + part, cols, INT4, BLOCK_K)
+    return sums
+
+
+@triton.jit
 def weight_times_rows(
     weight,
     row,
@@ -145,7 +174,7 @@ def weight_times_rows(
     """
     w_ptr, scale_ptr, scale_cols = weight
     x_ptr, column, here = rows
-    steps = tl.cdiv(cols, PARTS * (BLOCK_K // 2 if INT4 else BLOCK_K))
+    steps = num_steps(cols, INT4, BLOCK_K, PARTS)
     scale_at = scale_ptr + row * scale_cols
     total = tl.zeros([row.shape[0], BLOCK_T], tl.float32)
     if GROUP:
@@ -158,10 +187,7 @@ def weight_times_rows(
                 y = codes_times_rows(w_ptr, row, x_ptr, column, here, step * PARTS + part, cols, INT4, BLOCK_K)
                 total += y.to(tl.float32) * scales[part][:, None]
     elif INTEGER:
-        sums = tl.zeros([row.shape[0], BLOCK_T], tl.int32)
-        for step in tl.range(0, steps, num_stages=STAGES):
-            for part in tl.static_range(PARTS):
-                sums += codes_times_rows(w_ptr, row, x_ptr, column, here, step * PARTS + part, cols, INT4, BLOCK_K)
+        sums = integer_sums(w_ptr, row, rows, cols, 0, steps, INT4, BLOCK_K, PARTS, BLOCK_T, STAGES)
         total = sums.to(tl.float32) * tl.load(scale_at)[:, None]
     else:
         scale = tl.load(scale_at)

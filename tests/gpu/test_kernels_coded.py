@@ -57,6 +57,20 @@ def test_linear_of_few_tokens(shape, gen):
     assert all(torch.equal(coded_linear(x.cuda(), card, impl="cuda"), got) for _ in range(REPEATS))
 
 
+@pytest.mark.parametrize("tiling", [(16, 8, 256, 1, 4, 2, 8), (64, 32, 128, 1, 4, 4, 3), (64, 128, 128, 1, 4, 8, 2)])
+@pytest.mark.parametrize("shape", [(1, 2624, 6144), (33, 100, 2048), (128, 512, 6144)], ids=str)
+def test_linear_whose_inputs_are_shared(shape, tiling, gen):
+    from glm5.kernels.coded_linear.triton import Tiling
+    from glm5.kernels.coded_linear.triton import coded_linear as run
+
+    x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
+    weight = random_coded(gen, Form("int8", None, "int8"), *shape[1:])
+    card = Coded(weight.codes.cuda(), weight.scale.cuda(), weight.form)
+    got = run(x.cuda(), card, Tiling(*tiling))
+    assert torch.equal(got.cpu(), coded_linear(x, weight))
+    assert all(torch.equal(run(x.cuda(), card, Tiling(*tiling)), got) for _ in range(REPEATS))
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(
     "shape", [(1, 4, 2, 256, 128), (9, 32, 8, 512, 256), (33, 4, 2, 512, 384), (300, 16, 8, 512, 256)], ids=str

@@ -48,28 +48,29 @@ _LAUNCHES, _REPLAYS = 60, 5
 _KINDS = (("bf16", ""), ("fp8", " fp8"))
 MAX_JOBS = 12
 MOST_TOKENS = 8192  # of a step
-# Of coded_linear in int8, up to so many tokens: (block_o, block_t, block_k, parts, stages, warps). block_t 0: as many
-# as there are tokens.
+_MOST_SHARES = 8
+# Of coded_linear in int8, up to so many tokens: (block_o, block_t, block_k, stages, warps, programs). block_t 0: as
+# many as there are tokens. Inputs are shared for as many programs; 0: not.
 _CODED_CUTS = (
     (16, (
-        (16, 0, 256, 1, 6, 2), (16, 0, 256, 1, 4, 4), (16, 0, 512, 1, 4, 4), (16, 0, 512, 1, 4, 2),
-        (32, 0, 128, 1, 6, 4), (32, 0, 256, 1, 4, 2), (32, 0, 256, 1, 4, 4), (32, 0, 256, 1, 6, 4),
-        (64, 0, 128, 1, 6, 4), (64, 0, 256, 1, 4, 4), (64, 0, 256, 1, 6, 4),
+        (16, 0, 256, 6, 2, 0), (16, 0, 512, 4, 4, 0), (32, 0, 256, 4, 4, 0), (64, 0, 128, 6, 4, 0),
+        (16, 0, 256, 4, 2, 264), (32, 0, 256, 4, 4, 132), (32, 0, 256, 4, 4, 264), (64, 0, 128, 6, 4, 132),
+        (64, 0, 128, 4, 4, 264), (64, 0, 256, 4, 4, 132), (64, 0, 256, 4, 4, 264),
     )),
     (64, (
-        (16, 0, 256, 1, 4, 4), (16, 0, 256, 1, 6, 2), (16, 0, 512, 1, 3, 4), (32, 0, 128, 1, 6, 4),
-        (32, 0, 256, 1, 3, 4), (32, 0, 256, 1, 4, 4), (32, 0, 256, 1, 4, 2), (64, 0, 128, 1, 6, 4),
-        (64, 0, 256, 1, 3, 4), (64, 0, 256, 1, 4, 4), (128, 0, 128, 1, 4, 8),
+        (16, 0, 256, 4, 4, 0), (32, 0, 256, 4, 4, 0), (64, 0, 128, 6, 4, 0), (64, 0, 256, 4, 4, 0),
+        (32, 0, 256, 4, 4, 264), (64, 0, 128, 6, 4, 132), (64, 0, 128, 4, 4, 264), (64, 0, 256, 3, 4, 132),
+        (64, 0, 256, 3, 4, 264), (64, 0, 128, 4, 8, 264), (128, 0, 128, 4, 8, 132),
     )),
     (128, (
-        (16, 128, 256, 1, 4, 4), (32, 128, 128, 1, 4, 4), (32, 128, 256, 1, 3, 4), (32, 64, 256, 1, 4, 4),
-        (64, 128, 128, 1, 4, 4), (64, 128, 128, 1, 6, 4), (64, 128, 256, 1, 3, 4), (64, 64, 128, 1, 6, 4),
-        (64, 64, 256, 1, 4, 4), (128, 128, 128, 1, 4, 8), (128, 64, 128, 1, 4, 4),
+        (32, 64, 256, 4, 4, 0), (32, 128, 256, 3, 4, 0), (64, 64, 256, 4, 4, 0), (64, 128, 128, 6, 4, 0),
+        (64, 128, 256, 3, 4, 0), (32, 128, 256, 3, 4, 264), (64, 64, 128, 4, 4, 264), (64, 128, 128, 6, 8, 132),
+        (64, 128, 128, 4, 8, 264), (128, 64, 128, 4, 8, 132), (128, 128, 128, 4, 8, 132),
     )),
     (MOST_TOKENS, (
-        (64, 64, 128, 1, 6, 4), (64, 128, 128, 1, 4, 4), (64, 256, 128, 1, 4, 4), (128, 64, 128, 1, 4, 4),
-        (128, 128, 128, 1, 3, 4), (128, 128, 128, 1, 4, 4), (128, 128, 128, 1, 4, 8), (128, 128, 256, 1, 3, 8),
-        (128, 256, 128, 1, 3, 8), (128, 256, 128, 1, 4, 8), (256, 128, 128, 1, 3, 8),
+        (64, 64, 128, 6, 4, 0), (64, 128, 128, 4, 4, 0), (128, 64, 128, 4, 4, 0), (128, 128, 128, 4, 4, 0),
+        (128, 128, 128, 4, 8, 0), (128, 128, 256, 3, 8, 0), (128, 256, 128, 3, 8, 0), (128, 256, 128, 4, 8, 0),
+        (256, 128, 128, 3, 8, 0), (64, 128, 128, 4, 8, 264), (128, 128, 128, 4, 8, 132),
     )),
 )  # fmt: skip
 
@@ -140,17 +141,20 @@ def _coded_linears() -> Iterator[Subject]:
     weights = {op.sizes_of(W8A8, w.rows, w.cols): (w, ranks) for ranks in RANKS for w in coded_linears(ranks)}
     for sizes, (weight, ranks) in weights.items():
         for tokens in LINEAR_TOKENS:
+            some = [op.tiling_for(tokens, weight.rows)]
             cuts = next(cuts for most, cuts in _CODED_CUTS if tokens <= most)
-            columns = max(8, 1 << (tokens - 1).bit_length())
-            some = (op.Tiling(block_o, block_t or columns, *more) for block_o, block_t, *more in cuts)
+            for block_o, block_t, block_k, stages, warps, programs in cuts:
+                columns = block_t or max(8, 1 << (tokens - 1).bit_length())
+                tiles = -(-weight.rows // block_o) * -(-tokens // columns)
+                split = max(1, min(programs // tiles, weight.cols // (2 * block_k), _MOST_SHARES))
+                some.append(op.Tiling(block_o, columns, block_k, 1, stages, warps, split))
 
             def case(tiling: Any, weight: Any = weight, tokens: int = tokens, ranks: int = ranks) -> Case:
                 return coded_linear_case(W8A8, weight, tokens, ranks, lambda x, w: op.coded_linear(x, w, tiling))
 
-            candidates = _unlike([op.tiling_for(tokens, weight.rows), *some])
             # Steps of more tokens have as many tiles to choose from.
             upto = MOST_TOKENS if tokens == max(LINEAR_TOKENS) else tokens
-            yield Subject("coded_linear", sizes, upto, candidates, case)
+            yield Subject("coded_linear", sizes, upto, _unlike(some), case)
 
 
 def _router() -> Iterator[Subject]:

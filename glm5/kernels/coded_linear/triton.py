@@ -1,8 +1,11 @@
 """coded_linear: the matrix units multiply codes that are widened in registers; weights are rows, tokens are columns.
 
-Few tokens: a tile of 16 columns reads each weight once, in as many programs as there are tiles of rows.
+Few tokens: a tile of 16 columns reads each weight once, in as many programs as there are tiles of rows, or, where
+int8 meets one scale a row, in `split` times as many: each has a part of the inputs, and the last to arrive adds up
+their sums in int32, which are exact.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,13 +16,14 @@ from torch import Tensor
 from glm5.kernels import tuned
 from glm5.kernels.coded import Coded, Form
 from glm5.kernels.token_quant.triton import prepare_rows
-from glm5.kernels.triton_codes import weight_times_rows
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
-from glm5.kernels.triton_support import dependent_launch
+from glm5.kernels.triton_codes import integer_sums, num_steps, unit, weight_times_rows
+from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch
 
 
 class Tiling(NamedTuple):
-    """Rows and columns of a tile, inputs of a product, products of a step, and how many loads are under way."""
+    """Rows and columns of a tile, inputs of a product, products of a step, how many loads are under way, and programs
+    that share the inputs of a tile."""
 
     block_o: int = 64
     block_t: int = 16
@@ -27,6 +31,7 @@ class Tiling(NamedTuple):
     parts: int = 1
     stages: int = 4
     warps: int = 4
+    split: int = 1
 
 
 def sizes_of(form: Form, rows: int, width: int) -> str:
@@ -55,6 +60,8 @@ def _coded_linear(
     w_ptr,
     scale_ptr,
     out_ptr,
+    partial_ptr,
+    arrivals_ptr,
     T,
     O,
     cols,
@@ -68,6 +75,7 @@ def _coded_linear(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -77,12 +85,35 @@ def _coded_linear(
     column = tl.where(here, t, 0).to(tl.int64)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    weight, rows = (w_ptr, scale_ptr, scale_cols), (x_ptr, column, here)
-    y = weight_times_rows(weight, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, PARTS, BLOCK_T, STAGES)
+    rows = (x_ptr, column, here)
+    at = column[:, None] * O + o[None, :]
+    known = here[:, None] & (o < O)[None, :]
+    if SPLIT == 1:
+        weight = (w_ptr, scale_ptr, scale_cols)
+        y = weight_times_rows(weight, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, PARTS, BLOCK_T, STAGES)
+        _store(y, x_scale_ptr, out_ptr, column, at, known, QUANTIZED)
+    else:
+        steps = num_steps(cols, INT4, BLOCK_K, PARTS)
+        share = tl.cdiv(steps, SPLIT)
+        first = tl.program_id(2) * share
+        last = min(first + share, steps)
+        sums = integer_sums(w_ptr, row, rows, cols, first, last, INT4, BLOCK_K, PARTS, BLOCK_T, STAGES)
+        size = tl.cast(T, tl.int64) * O
+        tl.store(partial_ptr + tl.program_id(2) * size + at, tl.trans(sums), mask=known)
+        if last_to_arrive(arrivals_ptr, tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), SPLIT):
+            total = tl.zeros([BLOCK_T, BLOCK_O], tl.int32)
+            for i in tl.static_range(SPLIT):
+                total += tl.load(partial_ptr + i * size + at, mask=known, other=0, cache_modifier=".cg")
+            y = tl.trans(total).to(tl.float32) * tl.load(scale_ptr + row)[:, None] * unit(x_ptr, INT4)
+            _store(y, x_scale_ptr, out_ptr, column, at, known, QUANTIZED)
+
+
+@triton.jit
+def _store(y, x_scale_ptr, out_ptr, column, at, known, QUANTIZED: tl.constexpr):
+    """A tile [BLOCK_O, BLOCK_T], transposed, under its tokens' scales."""
     if QUANTIZED:
         y *= tl.load(x_scale_ptr + column)[None, :]
-    at = out_ptr + column[:, None] * O + o[None, :]
-    tl.store(at, tl.trans(y).to(out_ptr.dtype.element_ty), mask=here[:, None] & (o < O)[None, :])
+    tl.store(out_ptr + at, tl.trans(y).to(out_ptr.dtype.element_ty), mask=known)
 
 
 def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> Tensor:
@@ -96,13 +127,18 @@ def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> T
         sizes = sizes_of(form, num_rows, weight.width)
         tiling = tuned.find(Tiling, "coded_linear", sizes, len(x_TD), x_TD.device)
     tiling = tiling or tiling_for(len(x_TD), num_rows)
+    tiles, split = (triton.cdiv(num_rows, tiling.block_o), triton.cdiv(len(x_TD), tiling.block_t)), tiling.split
+    assert split == 1 or (form.act == "int8" and form.group is None and math.prod(tiles) <= NUM_ARRIVALS), f"{tiling=}"
     rows, x_scale = prepare_rows(x_TD, form.act, halves=form.weight == "int4")
-    _coded_linear[(triton.cdiv(num_rows, tiling.block_o), triton.cdiv(len(x_TD), tiling.block_t))](
+    partial = torch.empty(split if split > 1 else 0, *out_TO.shape, dtype=torch.int32, device=x_TD.device)
+    _coded_linear[(*tiles, split)](
         rows,
         x_scale if x_scale is not None else rows,
         codes.view(torch.int8) if form.weight == "int4" else codes,
         scale,
         out_TO,
+        partial,
+        arrivals(x_TD.device),
         len(x_TD),
         num_rows,
         codes.shape[-1],
@@ -116,6 +152,7 @@ def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> T
         BLOCK_K=block_k_of(weight, tiling.block_k),
         PARTS=tiling.parts,
         STAGES=tiling.stages,
+        SPLIT=split,
         num_warps=tiling.warps,
         **dependent_launch(x_TD.device),
     )

@@ -133,6 +133,26 @@ def test_linear_in_triton(shape, form, gen):
 
 
 @interpreted
+@pytest.mark.parametrize("form", [Form("int8", None, "int8"), Form("int4", None, "int8")], ids=str)
+@pytest.mark.parametrize("split", [2, 5])
+def test_inputs_shared_by_programs_give_the_same_bits(split, form, gen):
+    """Of five steps, also one each, and none for the last of some."""
+    from glm5.kernels.coded_linear.triton import Tiling
+    from glm5.kernels.coded_linear.triton import coded_linear as run
+    from glm5.kernels.triton_support import arrivals
+
+    x, weight = torch.randn(19, 576, generator=gen), random_coded(gen, form, 70, 576)
+    tiling = Tiling(32, 16, 128)
+    got = run(x, weight, tiling._replace(split=split))
+    assert torch.equal(got, run(x, weight, tiling))
+    assert torch.equal(got, coded_linear(x, weight))
+    assert torch.equal(got, run(x, weight, tiling._replace(split=split, parts=2)))
+    assert not arrivals(x.device).any()
+    weight.codes[-1, -1] ^= 1
+    assert not torch.equal(got, run(x, weight, tiling._replace(split=split)))
+
+
+@interpreted
 def test_linear_in_triton_takes_what_was_measured(gen, monkeypatch):
     from glm5.kernels.coded_linear import triton as op
 

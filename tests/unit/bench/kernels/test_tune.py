@@ -77,6 +77,14 @@ def test_subjects_have_candidates_of_their_kernels():
     assert [s.op for s in tune.subjects("router")] == ["router"] * 6
 
 
+def test_inputs_of_codes_are_shared_where_tiles_are_few():
+    candidates = {s.name: s.candidates for s in tune.subjects("coded_linear w8a8 O=")}
+    assert {c.split for c in candidates["coded_linear w8a8 O=2624 D=6144 upto=64"]} >= {1, 3, 6}
+    assert max(c.split for c in candidates["coded_linear w8a8 O=512 D=6144 upto=64"]) == 8
+    assert max(c.split for c in candidates["coded_linear w8a8 O=6144 D=512 upto=64"]) <= 2
+    assert all(c[0].split == 1 for c in candidates.values())
+
+
 @pytest.mark.parametrize("file", sorted(tuned.FOLDER.glob("*.json")), ids=lambda file: file.stem)
 def test_checked_in_files_fit_the_kernels(file):
     kinds = {s.op: type(s.candidates[0]) for s in tune.subjects()}
