@@ -59,6 +59,10 @@ static __device__ void fetch_shared_box(u32 to, const Map* map, int column, int 
         ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
+static __device__ void fetch_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 static __device__ void fetch_4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
@@ -68,11 +72,24 @@ static __device__ void end_copies() { asm volatile("cp.async.wait_all;" ::: "mem
 // What ordinary stores and copies wrote to shared memory may be read by matrix units and written by the copy engine.
 static __device__ void for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Bits in bfloat16, rounded.
+// Bits in bfloat16, rounded; codes in e4m3.
 static __device__ u32 as_pair(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+static __device__ u16 as_codes(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+// Two matrices of 8 x 8, of which a lane has row lane / 4, columns 2 (lane % 4) and the next: column by column, to
+// where lanes 0..7 say for the first and 8..15 for the second.
+static __device__ void store_turned(u32 at, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                 ::"r"(at), "r"(first), "r"(second) : "memory");
 }
 
 // 64 rows of 32 e4m3 by N columns of as many; `more`: added to d.
@@ -97,6 +114,7 @@ template <int N> struct Product;
 PRODUCT(16, TO7, "%8", "%9", "%10", R4(0), R4(4))
 PRODUCT(32, TO15, "%16", "%17", "%18", R16(0))
 PRODUCT(64, TO31, "%32", "%33", "%34", R16(0), R16(16))
+PRODUCT(96, TO47, "%48", "%49", "%50", R16(0), R16(16), R16(32))
 PRODUCT(128, TO63, "%64", "%65", "%66", R16(0), R16(16), R16(32), R16(48))
 
 template <int N> static __device__ void settled(float (&d)[N]) {
@@ -123,6 +141,14 @@ static __device__ float4 of_peer(u32 at, int peer) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w) : "r"(there) : "memory");
     return found;
+}
+
+// Registers a thread from here on, of a group of four warps: multiples of 8, of which all have 168 at the beginning.
+template <int COUNT> static __device__ void keep_registers() {
+    if constexpr (COUNT > 168)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 #endif
 

@@ -7,6 +7,7 @@
 
 #define __grid_constant__
 
+struct alignas(16) uint4 { u32 x, y, z, w; };
 struct uint2 { u32 x, y; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -96,6 +97,26 @@ static float of_e4m3(u8 code) {
     return numbers[code];
 }
 
+static u8 e4m3_of(float x) {
+    const float size = fabsf(rounded_to_e4m3(x));
+    for (int code = 0; code < 127; ++code)
+        if (of_e4m3(code) == size) return code | (x < 0) << 7;
+    return 127;
+}
+
+static u16 as_codes(float low, float high) { return e4m3_of(low) | e4m3_of(high) << 8; }
+
+static void store_turned(u32 at, u32 first, u32 second) {
+    const int lane = current % 32;
+    if (lane < 16 && at % 16) abort();
+    u32(*all)[MOST_WORDS] = met(&at, 1);
+    for (int i = 0; i < 4; ++i) {
+        const u16 value = (i / 2 ? second : first) >> 16 * (i % 2);
+        memcpy(memory + all[i / 2 * 8 + lane % 4 * 2 + i % 2][0] + 2 * (lane / 4), &value, 2);
+    }
+    __syncwarp();
+}
+
 // Warp w has rows 16 w and on; a lane of them lane / 4 and 8 further, of every eight columns 2 (lane % 4) and the next.
 template <int N> struct Product {
     static void run(float (&d)[N / 2], u64 w, u64 x, int more) {
@@ -117,3 +138,4 @@ template <int N> static void settled(float (&)[N]) {}
 static void begin_products() {}
 static void end_products() {}
 template <int LEFT> static void wait_for_products() {}
+template <int COUNT> static void keep_registers() {}

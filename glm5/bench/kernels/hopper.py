@@ -1,5 +1,5 @@
-"""Products of a step's rows in CUDA C++ beside those in Triton, rows quantized beforehand for both:
-`python -m glm5.bench.kernels.hopper`.
+"""Experts of a prompt's rows and products of a step's in CUDA C++ beside those in Triton, rows quantized beforehand
+for both: `python -m glm5.bench.kernels.hopper`.
 """
 
 import sys
@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from glm5.bench.kernels.case import Case, Launch
+from glm5.bench.kernels.experts import BUDGET_MANY, experts_case
 from glm5.bench.kernels.linear import linear_case
-from glm5.bench.kernels.shapes import linears
+from glm5.bench.kernels.shapes import RANKS, linears
 from glm5.bench.kernels.table import main
-from glm5.kernels import fp8_linear
+from glm5.kernels import fp8_linear, grouped_experts
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import cuda as linear_cuda
+from glm5.kernels.grouped_experts import SharedExpert
+from glm5.kernels.grouped_experts import cuda as experts_cuda
 
 Quantized = Callable[[Tensor], tuple[Tensor, Tensor]]
 _ROWS = (17, 32, 64, 128)
+_CUTS = ((96, 4, 4), (128, 4, 3))
 
 
 def _once() -> Quantized:
@@ -34,8 +38,25 @@ def _once() -> Quantized:
     return quantized
 
 
+def _experts(tokens: int, ranks: int, cut: experts_cuda.Cut | None) -> Case:
+    quantized = _once()
+
+    def run(x: Tensor, gate_up: BlockScaled, down: BlockScaled, w: Tensor, e: Tensor, shared: SharedExpert) -> Tensor:
+        given = (x, gate_up, down, w, e, shared)
+        if cut is not None:
+            return experts_cuda.grouped_experts(*given, cut, quantized(x))
+        return grouped_experts.grouped_experts(*given[:5], shared=shared, quantized=quantized(x), impl="triton")
+
+    case = experts_case(tokens, ranks, run, "triton" if cut is None else f"cuda {tuple(cut)}")
+    return replace(case, budget=BUDGET_MANY)
+
+
 def cases() -> Iterator[Case]:
-    """Every product of 17 to 128 rows, in several cuts."""
+    """Experts of 256 to 8,192 tokens, every product of 17 to 128 rows, in several cuts."""
+    for ranks in RANKS:
+        for tokens in (256, 512, 1024, 2048, 4096, 8192):
+            for cut in (None, *_CUTS):
+                yield _experts(tokens, ranks, None if cut is None else experts_cuda.Cut(*cut))
     for weight in linears(8):
         for tokens in _ROWS:
             once = _once()

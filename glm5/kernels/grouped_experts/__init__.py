@@ -7,6 +7,7 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.grouped_experts import cuda
 from glm5.kernels.grouped_experts.grouped_mm import grouped_experts as _grouped_mm
 from glm5.kernels.grouped_experts.grouped_mm import refusal
 from glm5.kernels.grouped_experts.invariant import grouped_experts as _invariant
@@ -33,7 +34,7 @@ def grouped_experts(
     shared: SharedExpert | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
     impl: Literal[
-        "auto", "reference", "trained", "grouped_mm", "on_device", "one_by_one", "invariant", "triton"
+        "auto", "reference", "trained", "grouped_mm", "on_device", "one_by_one", "invariant", "triton", "cuda"
     ] = "auto",
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
@@ -50,7 +51,7 @@ def grouped_experts(
     plain weights; no gradient. `one_by_one`: likewise, for a token or two. `on_device`: with plain weights on a GPU,
     without waiting for it; no gradient. `triton`: on a GPU, BlockScaled weights, no
     gradient. It sums in float32, does not quantize x for few tokens, and rounds terms to x's dtype for many only:
-    nearer to float64 than the reference.
+    nearer to float64 than the reference. `cuda`: many tokens on Hopper, likewise.
     """
     if impl == "auto":
         impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA.numel())
@@ -58,6 +59,8 @@ def grouped_experts(
         from glm5.kernels.grouped_experts.triton import grouped_experts as fused
 
         return fused(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized=quantized)
+    if impl == "cuda":
+        return cuda.grouped_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized=quantized)
     if impl == "reference":
         run = _reference
     elif impl == "grouped_mm":
@@ -71,7 +74,7 @@ def grouped_experts(
     elif impl == "trained":
         run = _trained
     else:
-        allowed = ("reference", "trained", "grouped_mm", "on_device", "one_by_one", "invariant", "triton")
+        allowed = ("reference", "trained", "grouped_mm", "on_device", "one_by_one", "invariant", "triton", "cuda")
         raise unknown_impl("grouped_experts", impl, allowed)
     out_TD = run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
     return out_TD if shared is None else out_TD + shared(x_TD)

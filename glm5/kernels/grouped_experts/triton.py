@@ -111,7 +111,7 @@ def grouped_experts(
     Raises ValueError for weights that are not BlockScaled.
     """
     weights = _weights(gate_up_proj, down_proj, shared)
-    num_experts, width, inner = weights.sizes
+    num_experts, _, inner = weights.sizes
     if not len(x_TD):
         return torch.empty_like(x_TD)
     tiling = tiling or tuned.find(Tiling, "grouped_experts", sizes_of(weights.sizes), len(x_TD), x_TD.device)
@@ -124,14 +124,18 @@ def grouped_experts(
     else:
         run = _tiles if tiling.way == "tiles" and expert_TA.numel() <= _MOST_SOUGHT else _rows
         y = run(x_TD, weights, weight_TA, expert_TA, tiling, quantized)
+    return sums_of(y, x_TD, expert_TA.shape[1], has_shared=weights.has_shared)
+
+
+def sums_of(y: Tensor, x_TD: Tensor, active: int, *, has_shared: bool) -> Tensor:
+    """[T, D] like x: what terms `y` [T * A + T, D] of each token are together."""
     out_TD = torch.empty_like(x_TD)
-    few.combine[(len(x_TD), triton.cdiv(width, 1024))](
+    few.combine[(len(x_TD), triton.cdiv(x_TD.shape[1], 1024))](
         y,
         out_TD,
-        len(x_TD),
-        width,
-        A=expert_TA.shape[1],
-        SHARED=weights.has_shared,
+        *x_TD.shape,
+        A=active,
+        SHARED=has_shared,
         BLOCK_D=1024,
         **dependent_launch(x_TD.device),
     )
