@@ -47,8 +47,15 @@ def test_linear(shape, form, gen):
     assert rel_rms(coded_linear(x.cuda(), card, impl="triton"), exact) > LINEAR_BUDGET
 
 
-@pytest.mark.parametrize("shape", [(1, 2624, 6144), (8, 100, 2048), (16, 1024, 6144), (5, 6144, 512)], ids=str)
-def test_linear_of_few_tokens(shape, gen):
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 2624, 6144), (8, 100, 2048), (16, 1024, 6144), (5, 6144, 512),
+        (17, 132, 384), (40, 6144, 2048), (64, 2624, 6144), (128, 512, 6144), (100, 6144, 256),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_linear_of_a_steps_tokens(shape, gen):
     x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
     weight = random_coded(gen, Form("int8", None, "int8"), *shape[1:])
     card = Coded(weight.codes.cuda(), weight.scale.cuda(), weight.form)

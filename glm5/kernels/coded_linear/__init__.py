@@ -16,8 +16,8 @@ def coded_linear(
 ) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first where the form says so.
 
-    `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `cuda`: few tokens over int8 codes
-    on Hopper; `auto` does not take it before an H200 has shown that it wins. Inference only: no gradient passes.
+    `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `cuda`: up to 128 tokens over int8
+    codes on Hopper; `auto` does not take it before an H200 has shown that it wins. Inference only: no gradient passes.
     Raises ValueError where codes and scale do not fit (Coded.check).
     """
     if impl == "auto":

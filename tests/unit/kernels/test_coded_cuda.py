@@ -1,5 +1,5 @@
-"""few.cu of experts and of linear layers on a CPU: sharing of experts, inputs that warps do not share out evenly, rows
-that end within a program, sizes that are refused."""
+"""few.cu of experts and of linear layers, and tiles.cu, on a CPU: sharing of experts, inputs that warps do not share
+out evenly, rows that end within a program, stages used twice, sizes that are refused."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.coded_linear import cuda as linear_cuda
 from glm5.testing.numerics import rel_rms
 from tests.support.coded import coded_case, exact_experts, random_coded
-from tests.support.cuda_on_cpu import build, needs_compiler
+from tests.support.cuda_on_cpu import Matrix, build, needs_compiler
 
 BUDGET = 3e-3  # the result's rounding to bfloat16: measured 1.7e-3
 CASES = [
@@ -56,18 +56,36 @@ def test_a_linear_layer_has_the_references_bits(shape, gen, tmp_path):
     num_tokens, num_rows, width = shape
     weight, x = random_coded(gen, linear_cuda.FORM, num_rows, width), torch.randn(num_tokens, width, generator=gen)
     constants = linear_cuda.constants_for(width, num_tokens) | {"ACT": 1}  # products of int8
-    kernel = build(linear_cuda.SOURCE, tmp_path, "few", constants)
-    got, want = linear_cuda.run(kernel, x.bfloat16(), weight), coded_linear(x.bfloat16(), weight)
+    kernel = build(linear_cuda.FEW, tmp_path, "few", constants)
+    got, want = linear_cuda.run_few(kernel, x.bfloat16(), weight), coded_linear(x.bfloat16(), weight)
     assert torch.equal(got, want)
     weight.scale[-1] *= 1.5
     assert not torch.equal(got, coded_linear(x.bfloat16(), weight))
 
 
+@needs_compiler
+@pytest.mark.parametrize("shape", [(17, 32, 132, 384), (33, 64, 128, 512), (128, 128, 4, 640)], ids=str)
+def test_tiles_have_the_references_bits(shape, gen, tmp_path, monkeypatch):
+    num_tokens, columns, num_rows, width = shape
+    monkeypatch.setattr(linear_cuda.cuda_code, "tile_map", Matrix)
+    weight, x = random_coded(gen, linear_cuda.FORM, num_rows, width), torch.randn(num_tokens, width, generator=gen)
+    constants = {"COLS": columns, "STAGES": 3 if columns == 128 else 2}
+    kernel = build(linear_cuda.TILES, tmp_path, "tiles", constants, "hopper_int8_on_cpu.h")
+    got = linear_cuda.run_tiles(kernel, columns, x.bfloat16(), weight, linear_cuda.Cut(1))
+    assert torch.equal(got, coded_linear(x.bfloat16(), weight))
+    weight.scale[-1] *= 1.5
+    assert not torch.equal(got, coded_linear(x.bfloat16(), weight))
+
+
 def test_linear_layers_that_are_refused(gen):
-    weight = random_coded(gen, linear_cuda.FORM, 16, 192)
-    for rows, why in ((3, "multiple of 128.*got 192"), (17, "is for 1 to 16 tokens")):
+    for rows, width, why in (
+        (3, 192, "multiple of 128.*got 192"),
+        (17, 128, "multiple of 4 outputs for more than 16 tokens, got 18"),
+        (129, 192, "is for 1 to 128 tokens, got 129"),
+    ):
+        weight = random_coded(gen, linear_cuda.FORM, 18, width)
         with pytest.raises(ValueError, match=why):
-            coded_linear(torch.randn(rows, 192).bfloat16(), weight, impl="cuda")
+            coded_linear(torch.randn(rows, width).bfloat16(), weight, impl="cuda")
     with pytest.raises(ValueError, match=r"needs rows in bfloat16 and weights in w8a8, got torch\.float32"):
         coded_linear(torch.randn(3, 192), weight, impl="cuda")
     with pytest.raises(ValueError, match="needs Hopper, got cpu; use impl='triton'"):
