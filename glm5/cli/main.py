@@ -12,12 +12,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from glm5 import __version__
-from glm5.cli.flags import Parser
 from glm5.common import log
 from glm5.common.errors import GlmError, UsageError
+from glm5.common.interrupt import held_interrupt
+
+if TYPE_CHECKING:
+    from glm5.cli.flags import Parser
 
 # Each file has `add(subparsers)`, which adds its parser, and `run(args) -> exit code`. Of two words, the first is a
 # group of commands.
@@ -100,8 +103,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return root.parse_args(argv)
 
 
-def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
+def parsers(*names: str) -> "tuple[Parser, dict[str, Parser]]":
     """The parser of the command line with these commands in it, and the commands' own by name."""
+    from glm5.cli.flags import Parser
+
     root = Parser(prog="glm5", description="GLM-5: model, checkpoints, chat, server. `glm5 COMMAND --help` tells more.")
     root.add_argument("--version", action="version", version=f"glm5 {__version__}")
     subparsers = root.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)
@@ -127,7 +132,7 @@ def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
 def _add_group(subparsers: Any, name: str) -> Any:
     text = GROUPS[name]
     parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    return parser.add_subparsers(metavar="WHAT", dest="what", required=True, parser_class=Parser)
+    return parser.add_subparsers(metavar="WHAT", dest="what", required=True, parser_class=type(parser))
 
 
 def _unknown(name: str, allowed: list[str], group: str = "") -> str:
@@ -147,7 +152,8 @@ def _mend_streams() -> None:
 
 def _run(argv: list[str]) -> int:
     try:
-        args = parse(argv or ["--help"])
+        with held_interrupt():  # some modules catch everything while they are imported, a signal's exception too
+            args = parse(argv or ["--help"])
     except SystemExit as stop:  # after --help or --version; bare `glm5` shows the help and fails
         return int(stop.code or 0) if argv else 2
     log.configure(args.log_level, args.log_format)

@@ -10,6 +10,7 @@ from glm5.cli.flags import add_flags, notes, read
 from glm5.cli.loading import load_llm, load_template, resolved
 from glm5.common.console import out
 from glm5.common.extras import require
+from glm5.common.interrupt import held_interrupt
 from glm5.config.serve import ServeConfig
 
 if TYPE_CHECKING:
@@ -26,19 +27,20 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = read(ServeConfig, args)
-    for package in ("fastapi", "uvicorn"):
-        require(package, "serve")
-    from glm5.serve.server import bind
-    from glm5.serve.state import ServerState
-    from glm5.serve.supervise import House
-    from glm5.serve.supervise import run as keep
-    from glm5.serve.tracing import Tracing
+    with held_interrupt():  # some modules catch everything while they are imported, a signal's exception too
+        for package in ("fastapi", "uvicorn"):
+            require(package, "serve")
+        from glm5.serve.server import bind
+        from glm5.serve.state import ServerState
+        from glm5.serve.supervise import House
+        from glm5.serve.supervise import run as keep
+        from glm5.serve.tracing import Tracing
 
-    for line in notes(settings):
-        out(line, flush=True)
-    # Keys, traces and address before the model: a mistake there should not cost minutes to find out.
-    keys, endpoint = read_keys(settings), settings.otlp_traces_endpoint
-    program = _Program(settings, keys, ServerState(), None if endpoint is None else Tracing.to(endpoint))
+        for line in notes(settings):
+            out(line, flush=True)
+        # Keys, traces and address before the model: a mistake there should not cost minutes to find out.
+        keys, endpoint = read_keys(settings), settings.otlp_traces_endpoint
+        program = _Program(settings, keys, ServerState(), None if endpoint is None else Tracing.to(endpoint))
     with bind(settings.host, settings.port, settings.client_timeout) as listener:
         house = House(
             prepare=program.prepare,

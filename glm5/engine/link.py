@@ -140,10 +140,15 @@ class ProcessLink:
         # Senders connect and receivers bind: what is sent then waits for a process that is not there yet, or has gone,
         # where a bound sender would wait itself.
         self._inbox, self._outbox = self._socket(zmq.PULL), self._socket(zmq.PUSH)
-        self._inbox.bind(f"ipc://{self._folder}/{OUTBOX}")
-        self._outbox.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._outbox.connect(f"ipc://{self._folder}/{INBOX}")
-        self.process = _spawn(self._folder, several=start.config.get("tensor_parallel_size", 1) > 1)
+        try:
+            self._inbox.bind(f"ipc://{self._folder}/{OUTBOX}")
+            self._outbox.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            self._outbox.connect(f"ipc://{self._folder}/{INBOX}")
+            self.process = _spawn(self._folder, several=start.config.get("tensor_parallel_size", 1) > 1)
+        except BaseException:  # Ctrl-C too
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         assert self.process.stdout is not None
         self._pipe, self._half_line = self.process.stdout, b""
         self._poller = zmq.Poller()

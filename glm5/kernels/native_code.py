@@ -2,7 +2,8 @@
 
 It is found again under a digest of the sources, the flags, the compiler and the processor, so a stale file is never
 loaded. Without a C++ compiler on the PATH (c++, g++ or clang++) there is none, and everything runs on torch. A source
-is one .cpp with the headers beside it; its folder gives the kept file its name.
+is one .cpp with the headers beside it; its folder gives the kept file its name. What a process that was killed while it
+compiled has left goes when a later one looks.
 """
 
 import ctypes
@@ -12,6 +13,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 # No -ffast-math: it would lose NaN, and set the whole process to flush small numbers to zero.
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _TIMEOUT_S = 120
+_BEGUN = "begun-"  # folders in which something is compiled
 
 
 @cache
@@ -51,6 +55,7 @@ def find_compiler() -> str | None:
 
 
 def _loaded(compiler: str, source: Path, path: Path) -> ctypes.CDLL:
+    _sweep(path.parent)
     if path.is_file():
         try:
             return ctypes.CDLL(str(path))
@@ -58,7 +63,7 @@ def _loaded(compiler: str, source: Path, path: Path) -> ctypes.CDLL:
             logger.warning("%s is damaged; it is compiled again", path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(dir=path.parent)
+        folder = tempfile.TemporaryDirectory(prefix=_BEGUN, dir=path.parent)
     except OSError as error:
         logger.warning("%s is compiled at every start, as nothing can be kept: %s", path.name, error)
         folder = tempfile.TemporaryDirectory()
@@ -71,6 +76,14 @@ def _loaded(compiler: str, source: Path, path: Path) -> ctypes.CDLL:
         if made.parent.parent == path.parent:
             made.replace(path)
     return found
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what was begun longer ago than anybody would go on with it."""
+    for begun in folder.glob(f"{_BEGUN}*"):
+        with suppress(OSError):  # others sweep too
+            if time.time() - begun.stat().st_mtime > 2 * _TIMEOUT_S:
+                shutil.rmtree(begun, ignore_errors=True)
 
 
 def _digest(compiler: str, source: Path) -> str:

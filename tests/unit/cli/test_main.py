@@ -1,11 +1,14 @@
 """The command line as a person meets it: exit codes and one-line errors."""
 
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from glm5 import __version__
+from glm5.cli import init, serve
 from glm5.cli import main as module
 from glm5.cli.main import COMMANDS, main
 from glm5.common.errors import GlmError
@@ -89,6 +92,27 @@ def test_errors_of_a_command(monkeypatch, capsys, error, code, line):
     monkeypatch.setattr(module, "_run", fail)
     assert main(["init"]) == code
     assert capsys.readouterr().err == line
+
+
+def lose_ctrl_c(*_):
+    """As some modules do while they are imported."""
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_that_an_import_loses_ends_the_command_all_the_same(monkeypatch, capsys):
+    monkeypatch.setattr(init, "add", lambda subparsers, add=init.add: (lose_ctrl_c(), add(subparsers)))
+    monkeypatch.setattr(init, "run", lambda _args: pytest.fail("it ran"))
+    assert main(["init", "--preset", "nano", "--out", "nowhere"]) == 130
+    monkeypatch.setattr(serve, "read_keys", lose_ctrl_c)
+    monkeypatch.setattr("glm5.serve.server.bind", lambda *_: pytest.fail("it ran"))
+    assert main(["serve", "m"]) == 130
+    assert capsys.readouterr().err == "\n\n"
+
+
+def test_until_ctrl_c_is_understood_little_is_imported():
+    code = "import sys; import glm5.cli.main; sys.exit('pydantic' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_bug_is_not_hidden(monkeypatch):

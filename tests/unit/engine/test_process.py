@@ -96,6 +96,17 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_process(checkpoint, temporary,
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.parametrize("error", [OSError(11, "no more processes"), KeyboardInterrupt()], ids=["refused", "ctrl-c"])
+def test_a_process_that_cannot_be_started_leaves_nothing(checkpoint, temporary, monkeypatch, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(link_module.subprocess, "Popen", refuse)
+    with pytest.raises(type(error)):
+        LLM(checkpoint)
+    assert list(temporary.iterdir()) == []
+
+
 FAULTS = [
     ("raise@3", r"ValueError: a bug in a step \(exit code 1\)"),
     ("oom@3", r"MemoryError: no room; out of memory: lower gpu_memory_utilization .* \(exit code 1\)"),

@@ -9,6 +9,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -221,6 +222,18 @@ def test_what_was_compiled_is_kept_and_damage_is_survived(tmp_path):
     done = build(tmp_path, os.environ["PATH"])
     assert "CDLL" in done.stdout, done.stderr
     assert "damaged" in done.stderr
+
+
+@needs_compiler
+def test_what_a_killed_process_had_begun_goes_in_time(tmp_path):
+    kept = tmp_path / ".cache" / "glm5"
+    for name, seconds in (("begun-then", 3600), ("begun-now", 0), ("other", 3600)):
+        (kept / name).mkdir(parents=True)
+        (kept / name / "half.so").write_bytes(b"half")
+        then = time.time() - seconds
+        os.utime(kept / name, (then, then))
+    assert "CDLL" in build(tmp_path, os.environ["PATH"]).stdout
+    assert sorted(path.name for path in kept.iterdir() if path.is_dir()) == ["begun-now", "other"]
 
 
 @needs_compiler
