@@ -19,6 +19,7 @@ from glm5.checkpoint.resolve import resolve
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
 from glm5.config.train import Recipe, StageConfig
+from glm5.kernels.sequence_attention.flash import MAX_WIDTH
 from glm5.model.glm5 import Glm5
 from glm5.train.lora import adapt
 from glm5.train.optim.table import rule_of
@@ -86,7 +87,7 @@ def memory_parts(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> dict[s
         "weights": (size + (computed if computed != size else 0)) * count_parameters(cfg).with_mtp,
         "gradients": size * trained,
         "optimizer": float(size * held),
-        "activations": computed * tokens * kept_numbers(cfg, stage, passes),
+        "activations": computed * tokens * kept_numbers(cfg, recipe, stage, passes),
         "logits": logit_bytes(cfg, min(losses.chunk, tokens)),
     }
 
@@ -96,10 +97,12 @@ def logit_bytes(cfg: ModelConfig, num_tokens: int) -> float:
     return float(3 * 4 * num_tokens * cfg.vocab_size)
 
 
-def kept_numbers(cfg: ModelConfig, stage: StageConfig, passes: float) -> float:
-    """How many numbers `passes` layers keep of a token for the backward pass."""
-    latent = cfg.kv_lora_rank + cfg.qk_rope_head_dim
-    layer = 8 * cfg.hidden_size + cfg.num_attention_heads * (2 * cfg.qk_head_dim + 2 * latent + cfg.v_head_dim)
+def kept_numbers(cfg: ModelConfig, recipe: Recipe, stage: StageConfig, passes: float, *, whole: bool = True) -> float:
+    """How many numbers `passes` layers keep of a token for the backward pass. `whole`: of whole sequences."""
+    # Of a head: a query, key, value and output; or queries before and after absorption, and outputs likewise.
+    latents = 2 * (cfg.kv_lora_rank + cfg.qk_rope_head_dim)
+    more = cfg.v_head_dim if whole and _expands(cfg, recipe, stage) else latents
+    layer = 8 * cfg.hidden_size + cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim + more)
     mlp = 3 * cfg.moe_intermediate_size * (cfg.num_experts_per_tok + cfg.n_shared_experts)
     # In warm-up nothing of the trunk is kept for a backward pass: one layer's tensors exist at a time.
     kept = float(layer + mlp)
@@ -110,6 +113,13 @@ def kept_numbers(cfg: ModelConfig, stage: StageConfig, passes: float) -> float:
     if phase_of(stage).learn_index:
         kept += 1.5 * cfg.index_n_heads * cfg.index_head_dim * passes
     return kept
+
+
+def _expands(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> bool:
+    """Whether heads have keys and values of their own, and queries are not absorbed (`PackedView.attend_expanded`)."""
+    phase, is_half = phase_of(stage), element_bytes(recipe)[1] == 2
+    fits = is_half and max(cfg.qk_head_dim, cfg.v_head_dim) <= MAX_WIDTH and device_of(recipe.device).type == "cuda"
+    return fits and phase.keys == "dense" and phase.window is None
 
 
 def state_bytes(cfg: ModelConfig, recipe: Recipe) -> float:

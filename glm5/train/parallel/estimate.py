@@ -139,7 +139,8 @@ class Need(NamedTuple):
         mine = sum(one.mine for one in held.values())
         trained = sum(one.mine for one in held.values() if one.trained)
         passes = _layers_run(places, mesh, rank, depth)
-        kept = _tokens(stage, mesh) * computed * kept_numbers(cfg, stage, passes) * _under_way(stage, mesh, rank)
+        numbers = kept_numbers(cfg, recipe, stage, passes, whole=mesh.context == 1)
+        kept = _tokens(stage, mesh) * computed * numbers * _under_way(stage, mesh, rank)
         if stage.kind != "warmup":
             kept += _beside(cfg, stage, mesh, rank, passes) * computed
         is_last = mesh.last_stage in mesh.stages_of(rank)

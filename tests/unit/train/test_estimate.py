@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from glm5.config.train import read_recipe
+from glm5.model import packed
+from glm5.train import estimate as estimating
 from glm5.train.build import Builder
-from glm5.train.estimate import estimate, memory_parts, state_bytes
+from glm5.train.estimate import estimate, kept_numbers, memory_parts, state_bytes
 from glm5.train.optim.build import Optimizers
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.step import Step
@@ -58,3 +60,39 @@ def test_what_is_not_kept_does_not_count(tmp_path):
     assert plain["weights"] == pytest.approx(1.5 * plain["gradients"], rel=0.3)
     assert away["activations"] < layer["activations"] < 0.7 * plain["activations"]
     assert said(recompute='"mlp"')["activations"] != plain["activations"]
+
+
+def test_keys_of_each_head_count_in_place_of_latents(tmp_path, monkeypatch):
+    """Dense attention as a GPU has it, by torch's fused attention on the CPU, which keeps the same tensors."""
+    wide = {"num_attention_heads": 32, "v_head_dim": 24, "kv_lora_rank": 64}
+    asked = [*(f"model.config.{key}={value}" for key, value in wide.items()), 'model.dtype="bfloat16"']
+    plan = recipe(tmp_path, "out", stage("a", "pretrain", 2), settings=asked)
+    model = Builder(plan, tmp_path, tmp_path).model(torch.device("cpu"))
+    absorbed = kept_numbers(model.cfg, plan, plan.stage[0], 2)
+    monkeypatch.setattr(packed, "fits", lambda *_: True)
+    monkeypatch.setattr(packed, "sequence_attention", _fused)
+    monkeypatch.setattr(estimating, "device_of", lambda _: torch.device("cuda"))
+    counted = (_kept(model, 512) - _kept(model, 256)) / 256 / 2
+    assert LEAST < counted / kept_numbers(model.cfg, plan, plan.stage[0], 2) < MOST
+    assert counted / absorbed < LEAST, "what would be kept of latents is another number"
+
+
+def _fused(q_THX, k_THX, v_THV, lengths, *, scale):
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THX, k_THX, v_THV))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return out[0].transpose(0, 1), None
+
+
+def _kept(model, num_tokens: int) -> int:
+    """Bytes of what a pass leaves for its backward, weights left out."""
+    weights = {each.untyped_storage().data_ptr() for each in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor):
+        if (place := tensor.untyped_storage().data_ptr()) not in weights:
+            kept[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.arange(num_tokens) % 300, packed.PackedView([num_tokens], stage="dense"))
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
