@@ -5,7 +5,8 @@ import torch
 
 from glm5.kernels.coded import Coded, Form
 from glm5.kernels.coded_experts import coded_experts
-from glm5.kernels.coded_linear import coded_linear
+from glm5.kernels.coded_linear import coded_linear, cuda
+from glm5.kernels.coded_linear.tiling import Tiling
 from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
 from tests.support.coded import FORMS, coded_case, exact_experts, exact_linear, random_coded
@@ -64,10 +65,18 @@ def test_linear_of_a_steps_tokens(shape, gen):
     assert all(torch.equal(coded_linear(x.cuda(), card, impl="cuda"), got) for _ in range(REPEATS))
 
 
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("shape", [(17, 132, 1280), (128, 2624, 6144)], ids=str)
+def test_linear_by_clusters(shape, cluster, gen):
+    x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
+    weight = random_coded(gen, Form("int8", None, "int8"), *shape[1:])
+    card = Coded(weight.codes.cuda(), weight.scale.cuda(), weight.form)
+    assert torch.equal(cuda.coded_linear(x.cuda(), card, Tiling(cluster=cluster)).cpu(), coded_linear(x, weight))
+
+
 @pytest.mark.parametrize("tiling", [(16, 8, 256, 1, 4, 2, 8), (64, 32, 128, 1, 4, 4, 3), (64, 128, 128, 1, 4, 8, 2)])
 @pytest.mark.parametrize("shape", [(1, 2624, 6144), (33, 100, 2048), (128, 512, 6144)], ids=str)
 def test_linear_whose_inputs_are_shared(shape, tiling, gen):
-    from glm5.kernels.coded_linear.triton import Tiling
     from glm5.kernels.coded_linear.triton import coded_linear as run
 
     x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()

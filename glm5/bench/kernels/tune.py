@@ -136,7 +136,8 @@ def _linears() -> Iterator[Subject]:
 
 
 def _coded_linears() -> Iterator[Subject]:
-    from glm5.kernels.coded_linear import triton as op
+    from glm5.kernels.coded_linear import cuda, triton
+    from glm5.kernels.coded_linear import tiling as op
 
     weights = {op.sizes_of(W8A8, w.rows, w.cols): (w, ranks) for ranks in RANKS for w in coded_linears(ranks)}
     for sizes, (weight, ranks) in weights.items():
@@ -149,8 +150,13 @@ def _coded_linears() -> Iterator[Subject]:
                 split = max(1, min(programs // tiles, weight.cols // (2 * block_k), _MOST_SHARES))
                 some.append(op.Tiling(block_o, columns, block_k, 1, stages, warps, split))
 
+            # 1: that of up to 16 tokens has no clusters.
+            clusters = (1,) if tokens <= cuda.FEW_TOKENS else (1, 2, 4, 8) if tokens <= cuda.MOST_TOKENS else ()
+            some += [op.Tiling(cluster=cluster) for cluster in clusters if cluster <= weight.cols // 256]
+
             def case(tiling: Any, weight: Any = weight, tokens: int = tokens, ranks: int = ranks) -> Case:
-                return coded_linear_case(W8A8, weight, tokens, ranks, lambda x, w: op.coded_linear(x, w, tiling))
+                run = cuda.coded_linear if tiling.cluster else triton.coded_linear
+                return coded_linear_case(W8A8, weight, tokens, ranks, lambda x, w: run(x, w, tiling))
 
             # Steps of more tokens have as many tiles to choose from.
             upto = MOST_TOKENS if tokens == max(LINEAR_TOKENS) else tokens

@@ -7,6 +7,7 @@ from torch import Tensor
 from glm5.kernels.coded import Coded
 from glm5.kernels.coded_linear import cuda
 from glm5.kernels.coded_linear.reference import coded_linear as _reference
+from glm5.kernels.coded_linear.tiling import measured_for
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.triton_support import chosen
 
@@ -17,11 +18,11 @@ def coded_linear(
     """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first where the form says so.
 
     `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `cuda`: up to 128 tokens over int8
-    codes on Hopper; `auto` does not take it before an H200 has shown that it wins. Inference only: no gradient passes.
+    codes on Hopper; `auto` takes it where `kernels/tuned` says that it is faster. Inference only: no gradient passes.
     Raises ValueError where codes and scale do not fit (Coded.check).
     """
     if impl == "auto":
-        impl = "triton" if chosen(x_TD, weight.scale) and not refusal(weight) else "reference"
+        impl = _choose(x_TD, weight)
     if impl == "reference":
         return _reference(x_TD, weight)
     if impl == "triton":
@@ -33,6 +34,13 @@ def coded_linear(
     if impl == "cuda":
         return cuda.coded_linear(x_TD, weight)
     raise unknown_impl("coded_linear", impl, ("reference", "triton", "cuda"))
+
+
+def _choose(x_TD: Tensor, weight: Coded) -> Literal["reference", "triton", "cuda"]:
+    if not chosen(x_TD, weight.scale) or refusal(weight):
+        return "reference"
+    measured = measured_for(x_TD, weight)
+    return "cuda" if measured is not None and measured.cluster and not cuda.refusal(x_TD, weight) else "triton"
 
 
 def refusal(weight: Coded) -> str | None:

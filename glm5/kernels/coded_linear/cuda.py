@@ -14,7 +14,8 @@ from torch import Tensor
 
 from glm5.kernels import cuda_code
 from glm5.kernels.coded import Coded, Form
-from glm5.kernels.fp8_linear.cuda import Cut, cut_for
+from glm5.kernels.coded_linear.tiling import Tiling, measured_for
+from glm5.kernels.fp8_linear.cuda import cut_for
 from glm5.kernels.token_quant import token_quant
 
 FEW, TILES = Path(__file__).with_name("few.cu"), Path(__file__).with_name("tiles.cu")
@@ -45,15 +46,21 @@ def refusal(x_TD: Tensor, weight: Coded) -> str:
     return "" if cuda_code.can_build() else "needs NVRTC"
 
 
-def coded_linear(x_TD: Tensor, weight: Coded) -> Tensor:
-    """[T, O] in bfloat16, the reference's bits. Raises ValueError where `refusal` has a reason."""
+def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> Tensor:
+    """[T, O] in bfloat16, the reference's bits. Raises ValueError where `refusal` has a reason.
+
+    Clusters are those of `tiling`, or of what was measured, or else as large as for FP8, whose bytes are as many.
+    """
     weight.check()
     if reason := refusal(x_TD, weight):
         raise ValueError(f"coded_linear[cuda] {reason}; use impl='triton'")
     if len(x_TD) <= FEW_TOKENS:
         return run_few(_few_kernel(weight.width, _eights(len(x_TD)), x_TD.device), x_TD, weight)
     columns = next(n for n in (32, 64, 128) if n >= len(x_TD))
-    return run_tiles(_tiles_kernel(columns, x_TD.device), columns, x_TD, weight, cut_for(*weight.codes.shape))
+    tiling = tiling or measured_for(x_TD, weight)
+    cluster = tiling.cluster if tiling else 0
+    kernel = _tiles_kernel(columns, x_TD.device)
+    return run_tiles(kernel, columns, x_TD, weight, cluster or cut_for(*weight.codes.shape).shares)
 
 
 def run_few(kernel: Callable[..., None], x_TD: Tensor, weight: Coded) -> Tensor:
@@ -65,12 +72,12 @@ def run_few(kernel: Callable[..., None], x_TD: Tensor, weight: Coded) -> Tensor:
     return out_TO
 
 
-def run_tiles(kernel: Callable[..., None], columns: int, x_TD: Tensor, weight: Coded, cut: Cut) -> Tensor:
+def run_tiles(kernel: Callable[..., None], columns: int, x_TD: Tensor, weight: Coded, cluster: int) -> Tensor:
     """Likewise; the kernel is made for as many `columns`."""
     rows, scale_T, out_TO = _prepared(x_TD, weight)
     (num_tokens, num_rows), width = out_TO.shape, weight.width
     kernel(
-        (cut.shares, -(-num_rows // _TILE_ROWS)),
+        (cluster, -(-num_rows // _TILE_ROWS)),
         _TILE_THREADS,
         cuda_code.tile_map(weight.codes.data_ptr(), num_rows, width, _TILE_ROWS),
         cuda_code.tile_map(rows.data_ptr(), num_tokens, width, columns),
@@ -80,7 +87,7 @@ def run_tiles(kernel: Callable[..., None], columns: int, x_TD: Tensor, weight: C
         num_tokens,
         num_rows,
         width,
-        cluster=cut.shares,
+        cluster=cluster,
     )
     return out_TO
 

@@ -6,46 +6,18 @@ their sums in int32, which are exact.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels import tuned
-from glm5.kernels.coded import Coded, Form
+from glm5.kernels.coded import Coded
+from glm5.kernels.coded_linear.tiling import Tiling, measured_for, tiling_for
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import integer_sums, num_steps, unit, weight_times_rows
 from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch
-
-
-class Tiling(NamedTuple):
-    """Rows and columns of a tile, inputs of a product, products of a step, how many loads are under way, and programs
-    that share the inputs of a tile."""
-
-    block_o: int = 64
-    block_t: int = 16
-    block_k: int = 128
-    parts: int = 1
-    stages: int = 4
-    warps: int = 4
-    split: int = 1
-
-
-def sizes_of(form: Form, rows: int, width: int) -> str:
-    """A weight's name in `kernels/tuned`."""
-    return f"{form} O={rows} D={width}"
-
-
-def tiling_for(num_tokens: int, rows: int) -> Tiling:
-    """Without an entry in `kernels/tuned`. Guesses; nothing of this has been measured on a GPU yet."""
-    if num_tokens <= 16:
-        return Tiling(block_o=64 if rows >= 8192 else 32)
-    if num_tokens <= 64:
-        return Tiling(block_o=64, block_t=triton.next_power_of_2(num_tokens))
-    return Tiling(block_o=128, block_t=128, stages=3, warps=8)
 
 
 def block_k_of(weight: Coded, block_k: int) -> int:
@@ -123,10 +95,9 @@ def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> T
     out_TO = torch.empty(len(x_TD), num_rows, dtype=x_TD.dtype, device=x_TD.device)
     if not out_TO.numel():
         return out_TO
-    if tiling is None:
-        sizes = sizes_of(form, num_rows, weight.width)
-        tiling = tuned.find(Tiling, "coded_linear", sizes, len(x_TD), x_TD.device)
-    tiling = tiling or tiling_for(len(x_TD), num_rows)
+    tiling = tiling or measured_for(x_TD, weight)
+    if tiling is None or tiling.cluster:
+        tiling = tiling_for(len(x_TD), num_rows)
     tiles, split = (triton.cdiv(num_rows, tiling.block_o), triton.cdiv(len(x_TD), tiling.block_t)), tiling.split
     assert split == 1 or (form.act == "int8" and form.group is None and math.prod(tiles) <= NUM_ARRIVALS), f"{tiling=}"
     rows, x_scale = prepare_rows(x_TD, form.act, halves=form.weight == "int4")

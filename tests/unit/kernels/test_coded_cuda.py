@@ -1,6 +1,8 @@
 """few.cu of experts and of linear layers, and tiles.cu, on a CPU: sharing of experts, inputs that warps do not share
 out evenly, rows that end within a program, stages used twice, sizes that are refused."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from glm5.kernels.coded import Form
 from glm5.kernels.coded_experts import coded_experts, cuda
 from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.coded_linear import cuda as linear_cuda
+from glm5.kernels.coded_linear.tiling import Tiling
 from glm5.testing.numerics import rel_rms
 from tests.support.coded import coded_case, exact_experts, random_coded
 from tests.support.cuda_on_cpu import Matrix, build, needs_compiler
@@ -71,10 +74,24 @@ def test_tiles_have_the_references_bits(shape, gen, tmp_path, monkeypatch):
     weight, x = random_coded(gen, linear_cuda.FORM, num_rows, width), torch.randn(num_tokens, width, generator=gen)
     constants = {"COLS": columns, "STAGES": 3 if columns == 128 else 2}
     kernel = build(linear_cuda.TILES, tmp_path, "tiles", constants, "hopper_int8_on_cpu.h")
-    got = linear_cuda.run_tiles(kernel, columns, x.bfloat16(), weight, linear_cuda.Cut(1))
+    got = linear_cuda.run_tiles(kernel, columns, x.bfloat16(), weight, 1)
     assert torch.equal(got, coded_linear(x.bfloat16(), weight))
     weight.scale[-1] *= 1.5
     assert not torch.equal(got, coded_linear(x.bfloat16(), weight))
+
+
+def test_auto_takes_what_was_measured(gen, monkeypatch):
+    module = import_module("glm5.kernels.coded_linear")
+    x, weight = torch.zeros(20, 128).bfloat16(), random_coded(gen, linear_cuda.FORM, 16, 128)
+    monkeypatch.setattr(module, "chosen", lambda *given: True)
+
+    def choice(measured, why=""):
+        monkeypatch.setattr(module, "measured_for", lambda *given: measured)
+        monkeypatch.setattr(linear_cuda, "refusal", lambda *given: why)
+        return module._choose(x, weight)
+
+    assert choice(None) == choice(Tiling(block_o=32)) == choice(Tiling(cluster=2), "needs NVRTC") == "triton"
+    assert choice(Tiling(cluster=2)) == "cuda"
 
 
 def test_linear_layers_that_are_refused(gen):

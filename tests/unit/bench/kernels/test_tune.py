@@ -82,7 +82,8 @@ def test_inputs_of_codes_are_shared_where_tiles_are_few():
     assert {c.split for c in candidates["coded_linear w8a8 O=2624 D=6144 upto=64"]} >= {1, 3, 6}
     assert max(c.split for c in candidates["coded_linear w8a8 O=512 D=6144 upto=64"]) == 8
     assert max(c.split for c in candidates["coded_linear w8a8 O=6144 D=512 upto=64"]) <= 2
-    assert all(c[0].split == 1 for c in candidates.values())
+    assert {c.cluster for c in candidates["coded_linear w8a8 O=6144 D=512 upto=32"]} == {0, 1, 2}
+    assert all(c[0].split == 1 and not c[0].cluster for c in candidates.values())
 
 
 @pytest.mark.parametrize("file", sorted(tuned.FOLDER.glob("*.json")), ids=lambda file: file.stem)
