@@ -281,7 +281,7 @@ def _terms(x_TD: Tensor, gate_up: Coded, down: Coded, weight_TA: Tensor, expert_
         order, tiles, num_tiles = expert_TA, expert_TA, num_pairs
     else:
         order, tiles = tiles_by_expert(expert_TA, num_experts, tiling.block_t)
-        num_tiles = len(tiles)
+        num_tiles = len(tiles) - 1
     common = {
         "FEW": few,
         "PAIRS": max(16, triton.next_power_of_2(num_pairs)) if few else 16,

@@ -15,7 +15,8 @@ from glm5.kernels.grouped_experts.shared import SharedExpert
 
 SOURCE = Path(__file__).with_name("rows.cu")
 MIN_ROWS = 16  # an expert, in the mean: with fewer, Triton's are as fast
-_THREADS, _PITCH, _SLICE = 384, 144, 256  # as in rows.cu
+_THREADS, _SLICE = 384, 256  # as in rows.cu
+_PITCHES = {"up": 144, "down": 2 * 272}
 
 
 class Cut(NamedTuple):
@@ -28,7 +29,7 @@ class Cut(NamedTuple):
 
 def cut_for(num_pairs: int, num_experts: int) -> Cut:
     """Tiles that hold an expert's rows if they can; those of 128 rows leave room for fewer blocks."""
-    return Cut(96, 4, 4) if num_pairs <= 80 * num_experts else Cut(128, 4, 3)
+    return Cut(96, 4, 3) if num_pairs <= 80 * num_experts else Cut(128, 4, 3)
 
 
 def refusal(
@@ -95,7 +96,7 @@ def terms(
     h = torch.empty(rows, inner, dtype=FP8, device=device)
     h_scale = torch.empty(inner // BLOCK, rows, dtype=torch.float32, device=device)
     y = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
-    sizes = (num_tokens, len(tiles) + shared_tiles, shared_tiles)
+    sizes = (num_tokens, len(tiles) - 1, shared_tiles)
     grid, made_for = (triton_support.multiprocessors(device), 1), (active, width, inner, cut.rows)
     _kernel("up", *made_for, cut.up_stages, device)(
         grid,
@@ -134,7 +135,7 @@ def _map(weight: BlockScaled) -> cuda_code.TileMap:
 def shared_bytes(name: str, rows: int, stages: int) -> int:
     """Of a program's memory, as rows.cu lays it out."""
     stage = -(-(256 * BLOCK + rows * BLOCK + 4 * (rows + 2)) // 1024) * 1024
-    return 1024 + stages * (stage + 16) + 40 * rows + (1 if name == "up" else 2) * rows * _PITCH
+    return 1024 + stages * (stage + 16) + rows * (40 + _PITCHES[name])
 
 
 @cache

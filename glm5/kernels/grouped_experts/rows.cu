@@ -3,8 +3,9 @@
 //     h[p] = silu(gate x) * up x, quantized    `up`: a task is a tile of rows of an expert, and 128 values of h
 //     y[p] = down(h[p]) * weight               `down`: a tile, and 256 outputs
 //
-// A program stays on its multiprocessor and does every so-manieth task. One thread fetches weights, 128 x 128 by one
-// copy, three warps fetch rows; they run ahead of the eight warps that compute by STAGES blocks, across tasks.
+// A program stays on its multiprocessor and does its share of the tasks, neighbours. One thread fetches weights,
+// 128 x 128 by one copy, three warps fetch rows; they run ahead of the eight warps that compute by STAGES blocks, across
+// tasks.
 //
 // Weights are the rows of the matrix units' tile and tokens its columns, as many as there are (32 to ROWS). A block of
 // 128 columns of weights is multiplied, then scaled in registers. Rows of a tile are positions in the order of experts;
@@ -19,7 +20,7 @@ constexpr int DB = D / 128, FB = F / 128, SLICES = D / 256;
 constexpr int WEIGHTS = 256 * 128;  // bytes of a stage, then rows, scales of rows, of weights
 constexpr int SCALES = WEIGHTS + ROWS * 128;
 constexpr int STAGE = (SCALES + 4 * (ROWS + 2) + 1023) / 1024 * 1024;
-constexpr int PITCH = 144;  // of results on their way to memory: 8 rows in 8 banks
+constexpr int PITCH = 144, WIDE = 272;  // of h and of terms on their way to memory: 8 rows in 8 banks
 constexpr int AT_BARRIER = STAGES * STAGE;
 constexpr int AT_COLUMN = AT_BARRIER + 16 * STAGES;
 constexpr int AT_AMAX = AT_COLUMN + 8 * ROWS;
@@ -28,13 +29,37 @@ constexpr int AT_RESULT = AT_AMAX + 32 * ROWS;
 struct Tile { int expert, first, count; };  // -1: the shared expert; position of its first row
 
 struct Tiles {
-    const int* planned;  // [.., 3]
-    int count, shared, T;
+    const int* planned;  // [room, 3], then how many there are
+    int room, T, shared;
+
+    __device__ int count() const { return shared + planned[3 * room]; }
 
     __device__ Tile at(int i) const {
         if (i < shared) return {-1, T * A + i * ROWS, min(ROWS, T - i * ROWS)};
         const int* const tile = planned + 3 * (i - shared);
         return {tile[0], tile[1], tile[2]};
+    }
+};
+
+// A program's tasks, slices of one tile after the other.
+template <int SLICES_> struct Tasks {
+    const Tiles& tiles;
+    int i, end;
+    Tile tile;
+
+    __device__ Tasks(const Tiles& all) : tiles(all) {
+        const u64 tasks = (u64)all.count() * SLICES_;
+        i = tasks * blockIdx.x / gridDim.x, end = tasks * (blockIdx.x + 1) / gridDim.x;
+        if (i < end) tile = tiles.at(i / SLICES_);
+    }
+    __device__ bool left() const { return i < end; }
+    __device__ int slice() const { return i % SLICES_; }
+
+    // Whether the next one, if there is one, has another tile.
+    __device__ bool next() {
+        if (++i >= end || i % SLICES_) return false;
+        tile = tiles.at(i / SLICES_);
+        return true;
     }
 };
 
@@ -79,16 +104,15 @@ static __device__ void fetch_weights(const Source& from, const Tiles& tiles, u32
     using Its = Work<UP>;
     int stage = 0;
     u32 parity = 1;
-    for (int i = blockIdx.x; i < tiles.count * Its::slices; i += gridDim.x) {
-        const Tile tile = tiles.at(i / Its::slices);
-        const int slice = i % Its::slices;
-        if (tile.count == 0) return;
+    for (Tasks<Its::slices> task(tiles); task.left(); task.next()) {
+        const Map *first = Its::map(from, task.tile, 0), *second = Its::map(from, task.tile, 1);
+        const int row = Its::box(task.tile, task.slice(), 0), other = Its::box(task.tile, task.slice(), 1);
         for (int k = 0; k < Its::steps; ++k) {
             wait(empty + 8 * stage, parity);
             const u32 at = data + stage * STAGE, barrier = full + 8 * stage;
             arrive_with(barrier, WEIGHTS);
-            fetch_shared_box(at, Its::map(from, tile, 0), 128 * k, Its::box(tile, slice, 0), barrier);
-            fetch_shared_box(at + WEIGHTS / 2, Its::map(from, tile, 1), 128 * k, Its::box(tile, slice, 1), barrier);
+            fetch_shared_box(at, first, 128 * k, row, barrier);
+            fetch_shared_box(at + WEIGHTS / 2, second, 128 * k, other, barrier);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
@@ -104,23 +128,24 @@ static __device__ void fetch_rows(const Source& from, const Tiles& tiles, const 
     const int me = threadIdx.x - (THREADS - FETCHING), chunk = me % 8;
     int stage = 0;
     u32 parity = 1;
-    for (int i = blockIdx.x; i < tiles.count * Its::slices; i += gridDim.x) {
-        const Tile tile = tiles.at(i / Its::slices);
-        const int slice = i % Its::slices;
-        if (tile.count == 0) break;
-        u32 offset[PASSES];
+    u32 offset[PASSES];
+    int scale_row[SCALE_PASSES];
+    bool another = true;
+    for (Tasks<Its::slices> task(tiles); task.left(); another = task.next()) {
+        const Tile& tile = task.tile;
+        if (another) {
 #pragma unroll
-        for (int p = 0; p < PASSES; ++p) {
-            const int r = min(me / 8 + AT_ONCE * p, tile.count - 1);
-            offset[p] = Its::row(tile, order, tile.first + r, tiles.T) * Its::width + 16 * chunk;
-        }
-        int scale_row[SCALE_PASSES];
+            for (int p = 0; p < PASSES; ++p) {
+                const int r = min(me / 8 + AT_ONCE * p, tile.count - 1);
+                offset[p] = Its::row(tile, order, tile.first + r, tiles.T) * Its::width + 16 * chunk;
+            }
 #pragma unroll
-        for (int p = 0; p < SCALE_PASSES; ++p) {
-            const int r = min(me + FETCHING * p, tile.count - 1);
-            scale_row[p] = Its::row(tile, order, tile.first + r, tiles.T);
+            for (int p = 0; p < SCALE_PASSES; ++p) {
+                const int r = min(me + FETCHING * p, tile.count - 1);
+                scale_row[p] = Its::row(tile, order, tile.first + r, tiles.T);
+            }
         }
-        const float* const weight_scale = Its::scales(from, tile, slice, me & 1);
+        const float* const weight_scale = Its::scales(from, tile, task.slice(), me & 1);
         for (int k = 0; k < Its::steps; ++k) {
             wait(empty + 8 * stage, parity);
             const u32 at = data + stage * STAGE;
@@ -248,44 +273,35 @@ static __device__ void make_h(Pipe& pipe, const Tile& tile, int slice, const int
             *(const uint4*)(result + i / 8 * PITCH + 16 * (i % 8));
 }
 
-// 256 outputs of a tile's rows.
+// 256 outputs of a tile's rows; `row`: where those go that this thread stores.
 template <int N>
-static __device__ void make_terms(Pipe& pipe, const Tile& tile, int slice, const int* order, u16* y) {
-    constexpr int PASSES = (N + 15) / 16;
+static __device__ void make_terms(Pipe& pipe, int count, int slice, const int (&row)[ROWS / 8], u16* y) {
     const int half = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, me = threadIdx.x % 128;
-    int row[PASSES];
-#pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-        const int place = tile.first + min(me / 8 + 16 * p, tile.count - 1);
-        row[p] = tile.expert < 0 ? place : order[place];
-    }
     float first[N / 2], second[N / 2];
     accumulate<N>(pipe, FB, first, second);
-    u8* const result = pipe.memory + AT_RESULT + half * ROWS * PITCH;
-    const u32 mine = shared_at(result) + lane % 8 * PITCH + 32 * warp + lane / 8 % 2 * 16;
+    u8* const result = pipe.memory + AT_RESULT + half * ROWS * WIDE;
+    const u32 mine = shared_at(result) + lane % 8 * WIDE + 32 * warp + lane / 8 % 2 * 16;
+    meet(2 + half, 128);  // the task before has left
 #pragma unroll
-    for (int box = 0; box < 2; ++box) {
-        const float(&found)[N / 2] = box ? second : first;
-        meet(2 + half, 128);  // the box before has left
+    for (int j = 0; j < N / 8; ++j) {
+        store_turned(mine + 8 * j * WIDE, as_pair(first[4 * j], first[4 * j + 1]),
+                     as_pair(first[4 * j + 2], first[4 * j + 3]));
+        store_turned(mine + 8 * j * WIDE + 128, as_pair(second[4 * j], second[4 * j + 1]),
+                     as_pair(second[4 * j + 2], second[4 * j + 3]));
+    }
+    meet(2 + half, 128);
+    u16* const to = y + slice * 256 + 128 * (me / 8 % 2) + 64 * half + 8 * (me % 8);
 #pragma unroll
-        for (int j = 0; j < N / 8; ++j)
-            store_turned(mine + 8 * j * PITCH, as_pair(found[4 * j], found[4 * j + 1]),
-                         as_pair(found[4 * j + 2], found[4 * j + 3]));
-        meet(2 + half, 128);
-#pragma unroll
-        for (int p = 0; p < PASSES; ++p) {
-            const int r = me / 8 + 16 * p;
-            if (r < tile.count)
-                *(uint4*)(y + (u64)row[p] * D + slice * 256 + 128 * box + 64 * half + 8 * (me % 8)) =
-                    *(const uint4*)(result + r * PITCH + 16 * (me % 8));
-        }
+    for (int p = 0; p < N / 8; ++p) {
+        const int r = me / 16 + 8 * p;
+        if (r < count) *(uint4*)(to + (u64)row[p] * D) = *(const uint4*)(result + r * WIDE + 16 * (me % 16));
     }
 }
 
-#define OF_SIZE(call)                                                                                             \
-    if (tile.count <= 32) { constexpr int N = 32; call; }                                                         \
-    else if (tile.count <= 64) { constexpr int N = 64; call; }                                                    \
-    else if (tile.count <= 96) { constexpr int N = 96; call; }                                                    \
+#define OF_SIZE(count, call)                                                                                      \
+    if (count <= 32) { constexpr int N = 32; call; }                                                              \
+    else if (count <= 64) { constexpr int N = 64; call; }                                                         \
+    else if (count <= 96) { constexpr int N = 96; call; }                                                         \
     else { constexpr int N = ROWS; call; }
 
 // Sets the barriers up and tells everybody apart: fetches where it is for that, else gives the pipe to compute with.
@@ -316,30 +332,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 up(const u8* x, const float* x_scale, const int* order, const int* planned, const float* weight,
    const __grid_constant__ Map gate_up, const __grid_constant__ Map shared_gate,
    const __grid_constant__ Map shared_up, const float* gate_up_scale, const float* shared_gate_scale,
-   const float* shared_up_scale, u8* h, float* h_scale, int T, int num_tiles, int shared_tiles) {
+   const float* shared_up_scale, u8* h, float* h_scale, int T, int room, int shared_tiles) {
     const Source from = {&gate_up, &shared_gate, &shared_up, gate_up_scale, shared_gate_scale, shared_up_scale,
                          x, x_scale, T};
-    const Tiles tiles = {planned, num_tiles, shared_tiles, T};
+    const Tiles tiles = {planned, room, T, shared_tiles};
     Pipe pipe;
     if (!computes<true>(pipe, from, tiles, order)) return;
-    for (int i = blockIdx.x; i < num_tiles * FB; i += gridDim.x) {
-        const Tile tile = tiles.at(i / FB);
-        if (tile.count == 0) return;
-        OF_SIZE((make_h<N>(pipe, tile, i % FB, order, weight, h, h_scale, T)))
-    }
+    for (Tasks<FB> task(tiles); task.left(); task.next())
+        OF_SIZE(task.tile.count, (make_h<N>(pipe, task.tile, task.slice(), order, weight, h, h_scale, T)))
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 down(const u8* h, const float* h_scale, const int* order, const int* planned, const __grid_constant__ Map w,
-     const __grid_constant__ Map shared, const float* scale, const float* shared_scale, u16* y, int T, int num_tiles,
+     const __grid_constant__ Map shared, const float* scale, const float* shared_scale, u16* y, int T, int room,
      int shared_tiles) {
     const Source from = {&w, &shared, &shared, scale, shared_scale, shared_scale, h, h_scale, T * A + T};
-    const Tiles tiles = {planned, num_tiles, shared_tiles, T};
+    const Tiles tiles = {planned, room, T, shared_tiles};
     Pipe pipe;
     if (!computes<false>(pipe, from, tiles, order)) return;
-    for (int i = blockIdx.x; i < num_tiles * SLICES; i += gridDim.x) {
-        const Tile tile = tiles.at(i / SLICES);
-        if (tile.count == 0) return;
-        OF_SIZE((make_terms<N>(pipe, tile, i % SLICES, order, y)))
+    int row[ROWS / 8];
+    bool another = true;
+    for (Tasks<SLICES> task(tiles); task.left(); another = task.next()) {
+        const Tile& tile = task.tile;
+        if (another)
+#pragma unroll
+            for (int p = 0; p < ROWS / 8; ++p) {
+                const int place = tile.first + min((int)threadIdx.x % 128 / 16 + 8 * p, tile.count - 1);
+                row[p] = tile.expert < 0 ? place : order[place];
+            }
+        OF_SIZE(tile.count, (make_terms<N>(pipe, tile.count, task.slice(), row, y)))
     }
 }

@@ -327,7 +327,8 @@ def _rows(
     order, tiles = tiles_by_expert(expert_TA, num_experts, block_t)
     made = _Rows.like(x_TD, active, inner, whole=tiling.block_f == BLOCK)
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
-    by_rows.gate_up_rows[(triton.cdiv(inner, tiling.block_f), len(tiles) + shared_tiles)](
+    num_tiles = len(tiles) - 1
+    by_rows.gate_up_rows[(triton.cdiv(inner, tiling.block_f), num_tiles + shared_tiles)](
         x_fp8,
         x_scale,
         order,
@@ -349,7 +350,7 @@ def _rows(
         **options,
     )
     down_t = tiling.down_t or block_t
-    programs = (len(tiles) + shared_tiles) * (block_t // down_t)
+    programs = (num_tiles + shared_tiles) * (block_t // down_t)
     by_rows.down_rows[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), programs)](
         *made.quantized(),
         order,
@@ -377,10 +378,12 @@ def _rows(
 
 
 def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their experts [T * A], and as many tiles [.., 3] as there may have to be."""
+    """Pairs in the order of their experts [T * A], and as many tiles [.., 3] as there may have to be; the last row
+    begins with how many there are."""
     device, num_pairs = expert_TA.device, expert_TA.numel()
+    num_tiles = min(num_pairs, num_experts + num_pairs // block_t)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty(min(num_pairs, num_experts + num_pairs // block_t), 3, dtype=torch.int32, device=device)
+    tiles = torch.empty(num_tiles + 1, 3, dtype=torch.int32, device=device)
     chunks, experts = triton.cdiv(num_pairs, _CHUNK), triton.next_power_of_2(num_experts + 1)
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
     ranks = torch.empty_like(order)
@@ -394,7 +397,7 @@ def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[
         tiles,
         num_pairs,
         chunks,
-        len(tiles),
+        num_tiles,
         E=num_experts,
         EXPERTS=experts,
         BLOCK_T=block_t,

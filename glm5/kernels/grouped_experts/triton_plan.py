@@ -41,8 +41,8 @@ def plan(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Places a chunk's pairs in `order`. The first program writes the tiles: (expert, first position, rows); the rest
-    of them have no rows. EXPERTS: a power of two greater than E.
+    """Places a chunk's pairs in `order`. The first program writes the tiles: (expert, first position, rows), the rest
+    of them without rows, and then how many it wrote. EXPERTS: a power of two greater than E.
     """
     e = tl.arange(0, EXPERTS)
     c = tl.arange(0, 16)
@@ -73,6 +73,7 @@ def plan(
             tl.store(entry + 2, tl.minimum(total - piece * BLOCK_T, BLOCK_T), mask=piece < tiles)
         for n in range(tl.sum(tiles), num_tiles, EXPERTS):
             tl.store(tile_ptr + (n + e) * 3 + 2, tl.zeros_like(e), mask=n + e < num_tiles)
+        tl.store(tile_ptr + num_tiles * 3, tl.sum(tiles))
 
 
 @triton.jit

@@ -27,13 +27,13 @@ def on_cpu(monkeypatch, tmp_path):
 
 
 def plan(expert_TA, num_experts, rows):
-    """As `tiles_by_expert`, and some tiles without rows."""
+    """As `tiles_by_expert`."""
     order = expert_TA.flatten().argsort(stable=True).int()
     tiles, first = [], 0
     for expert, count in enumerate(expert_TA.flatten().bincount(minlength=num_experts).tolist()):
         tiles += [(expert, first + start, min(rows, count - start)) for start in range(0, count, rows)]
         first += count
-    return order, torch.tensor([*tiles, (9, 9, 0), (9, 9, 0)], dtype=torch.int32)
+    return order, torch.tensor([*tiles, (9, 9, 0), (9, 9, 0), (len(tiles), 9, 9)], dtype=torch.int32)
 
 
 def sums(case, shared, cut):
