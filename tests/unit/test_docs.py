@@ -45,6 +45,23 @@ def missing_paths(text: str) -> list[str]:
     return missing
 
 
+def anchors(document: Path) -> set[str]:
+    """What links may name in a document: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", document.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(text: str, document: Path) -> list[str]:
+    """Links of a document to files, or to headings in them, that are not there."""
+    broken: list[str] = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", text)):
+        file, _, anchor = link.partition("#")
+        path = document.parent / file if file else document
+        if not re.match(r"\w+:", link) and (not path.exists() or (anchor and anchor not in anchors(path))):
+            broken.append(link)
+    return broken
+
+
 def docker_runs(text: str) -> list[str]:
     return re.findall(r"docker run .*", text.replace("\\\n", " "))
 
@@ -78,6 +95,16 @@ def test_every_command_parses(document):
     assert not wrong_commands(document.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document):
+    assert not broken_links(document.read_text(encoding="utf-8"), document)
+
+
+def test_every_guide_is_in_the_list():
+    readme = DOCUMENTS[0].read_text(encoding="utf-8")
+    assert not [path.name for path in DOCUMENTS[2:] if f"\n| [docs/{path.name}](docs/{path.name}) | " not in readme]
+
+
 def test_docker_lines_parse_and_let_nobody_in_without_a_key():
     texts = [path.read_text(encoding="utf-8") for path in [*DOCUMENTS, REPO / "Dockerfile"]]
     runs = [line for text in texts for line in docker_runs(text)]
@@ -108,3 +135,5 @@ make test PIP_ARGS="-q"
 """
     assert missing_paths(text) == ["glm5/nowhere.py", "model/nothing", "docs/no.md"]
     assert wrong_commands(text) == ["glm5 inspect      --prezet nano | head   # twice", "make everything"]
+    text = "[a](no.md), [b](docs/map.md), [c](docs/map.md#walks), [d](docs/map.md#runs), [e](https://no.md), [](#walks)"
+    assert broken_links(text, REPO / "README.md") == ["no.md", "docs/map.md#runs", "#walks"]

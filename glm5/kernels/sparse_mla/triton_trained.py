@@ -148,7 +148,7 @@ def _query_gradients(
 
 
 FORWARD, KEY_GRADIENTS, QUERY_GRADIENTS = Tiling(64, 256, 8, 2), Tiling(64, 128, 4, 1), Tiling(64, 512, 8, 2)
-# Measured on an H200 (docs/performance.md).
+# Measured on an H200 (docs/performance-tried.md).
 
 
 class Tilings(NamedTuple):
