@@ -6,7 +6,7 @@ from typing import Any
 
 from glm5.cli.flags import add_flags, read
 from glm5.common.console import out
-from glm5.common.errors import GlmError, UsageError
+from glm5.common.errors import UsageError
 from glm5.config.bench_kernels import BenchKernelsConfig
 
 
@@ -24,12 +24,9 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{flag}: there is no folder {Path(path).parent}")
     if settings.tuned is not None and not settings.tune:
         raise UsageError("--tuned says where --tune writes; add --tune")
-    import torch
+    from glm5.bench.command import need_gpus
 
-    from glm5.kernels import triton_support
-
-    if not torch.cuda.is_available() or not triton_support.installed():
-        raise GlmError("glm5 bench kernels needs an NVIDIA GPU, and Triton")
+    need_gpus("glm5 bench kernels")
     from glm5.bench.kernels import every_case, table, tune
 
     if settings.tune:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from glm5.bench.command import command
 from glm5.common.atomic import atomic_write
 from glm5.common.console import out
 from glm5.config.train import Recipe, read_recipe
@@ -111,4 +112,4 @@ def _one(llm: LLM, prompts: list[list[int]], way: str, least: int, who: tuple[in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.bench.command import command
 from glm5.bench.kernels.case import Case, Launch
 from glm5.bench.kernels.shapes import (
     HEADS,
@@ -225,4 +226,4 @@ def cases() -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(list(cases())))
+    sys.exit(command(lambda: main(list(cases()))))

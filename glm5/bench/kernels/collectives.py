@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from glm5.bench.command import command, need_gpus
 from glm5.bench.ranks import run_ranks
 from glm5.common.console import out
 from glm5.engine.between import MIN_DEALT_ROWS
@@ -286,8 +287,9 @@ def main() -> int:
     if given.rank is not None:
         rank_main(given.rank, given.ranks, given.port, given.rows, tunes=given.tune)
         return 0
+    need_gpus("a benchmark of sums", max(1, given.ranks))
     return run_ranks(__spec__.name, given.ranks, [*["--tune"] * given.tune, "--rows", *map(str, given.rows)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

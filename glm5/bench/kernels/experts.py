@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.bench.command import command
 from glm5.bench.kernels.case import Case, Launch
 from glm5.bench.kernels.shapes import (
     ACTIVE,
@@ -119,4 +120,4 @@ def cases() -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(list(cases())))
+    sys.exit(command(lambda: main(list(cases()))))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.bench.command import command
 from glm5.bench.kernels.case import Case, Launch
 from glm5.bench.kernels.shapes import ACTIVE, EXPERTS, HEADS, HIDDEN, ROPE, TOKENS, generator, random_rows
 from glm5.bench.kernels.table import main
@@ -118,4 +119,4 @@ def cases() -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(list(cases())))
+    sys.exit(command(lambda: main(list(cases()))))

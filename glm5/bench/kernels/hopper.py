@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from glm5.bench.command import command
 from glm5.bench.kernels.case import Case, Launch
 from glm5.bench.kernels.experts import BUDGET_MANY, experts_case
 from glm5.bench.kernels.linear import linear_case
@@ -87,4 +88,4 @@ def prepared(case: Case) -> Case:
 
 
 if __name__ == "__main__":
-    sys.exit(main([prepared(case) for case in cases()]))
+    sys.exit(command(lambda: main([prepared(case) for case in cases()])))

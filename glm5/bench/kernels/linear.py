@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from glm5.bench.command import command
 from glm5.bench.kernels.case import Case, Launch
 from glm5.bench.kernels.shapes import RANKS, TOKENS, Weight, generator, linears, random_rows, random_weight
 from glm5.bench.kernels.table import main
@@ -53,4 +54,4 @@ def cases() -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(list(cases())))
+    sys.exit(command(lambda: main(list(cases()))))

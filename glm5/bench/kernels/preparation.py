@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.bench.command import command
 from glm5.bench.kernels.case import Case, Launch
 from glm5.bench.kernels.linear import FEW_ROWS
 from glm5.bench.kernels.shapes import (
@@ -131,4 +132,4 @@ def cases() -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(list(cases())))
+    sys.exit(command(lambda: main(list(cases()))))

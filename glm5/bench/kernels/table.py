@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from glm5.bench.command import need_gpus
 from glm5.bench.kernels.case import Case, Row
 from glm5.bench.kernels.machine import Machine
 from glm5.common.console import out
@@ -92,4 +93,5 @@ def main(cases: Sequence[Case], arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(arguments)
+    need_gpus("a benchmark of kernels")
     return report(cases, options.only, options.json)

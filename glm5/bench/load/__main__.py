@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from glm5.bench.command import command, need_gpus
 from glm5.checkpoint.init import write_random
 from glm5.checkpoint.load import load, num_readers
 from glm5.common.console import out
+from glm5.common.errors import UsageError
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
@@ -27,12 +29,15 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gigabytes", type=float, default=8.0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=usual)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--only-copy", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
         return _be_rank(args.folder, Shard(args.rank, args.ranks[0]), args.device, only_copy=args.only_copy)
+    if args.device == "cuda":
+        need_gpus("loading onto GPUs", max(args.ranks))
     if not (args.folder / "config.json").exists():
         write_random(sized(args.gigabytes), args.folder, seed=0, fp8=True)
     files = sorted(args.folder.glob("*.safetensors"))
@@ -63,7 +68,7 @@ def sized(gigabytes: float) -> ModelConfig:
                 best = cfg
         if best is not None:
             return best
-    raise SystemExit(f"--gigabytes: got {gigabytes:g}; embeddings and one layer alone take 5")
+    raise UsageError(f"--gigabytes: got {gigabytes:g}; embeddings and one layer alone take 5")
 
 
 def _num_bytes(cfg: ModelConfig) -> int:
@@ -134,4 +139,4 @@ def _be_rank(folder: Path, shard: Shard, device: str, *, only_copy: bool) -> int
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from glm5.bench.command import command
 from glm5.common.atomic import atomic_write
 from glm5.common.console import out
 from glm5.common.extras import require
@@ -109,4 +110,4 @@ def _write_plot(path: str, found: dict[str, Found], smaller: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -16,6 +16,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
+from glm5.bench.command import command
 from glm5.bench.optimizers.report import lines, picture, table
 from glm5.bench.optimizers.runs import WAYS, Done, Given, Plan, found, run
 from glm5.common.atomic import atomic_write
@@ -77,4 +78,4 @@ def _best(way: str, searched: Sequence[Done]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from glm5.bench.command import command, need_gpus
 from glm5.common.console import out
 from glm5.quant.gptq import gptq, gram
 from glm5.quant.hadamard import random_hadamard
@@ -73,6 +74,8 @@ def main() -> int:
     parser.add_argument("--loop", type=int, default=None, help="experts of a timed loop (default: all)")
     parser.add_argument("--only", default="", help="algorithms whose name contains this")
     args = parser.parse_args()
+    if args.device.startswith("cuda"):
+        need_gpus("a benchmark on a GPU")
     torch.manual_seed(0)
     with torch.device(args.device), torch.inference_mode():
         if not args.only:
@@ -183,4 +186,4 @@ def _timed(run: Callable[[], T], device: str) -> tuple[T, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

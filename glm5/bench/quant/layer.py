@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from glm5.bench.command import command
 from glm5.checkpoint.dummy import dummy
 from glm5.checkpoint.save import save
 from glm5.common.console import out
@@ -113,4 +114,4 @@ def _watched(used: Sequence[torch.device]) -> Iterator[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from glm5.bench.command import command, need_gpus
 from glm5.bench.latency.spread import expected_experts
 from glm5.bench.steps.anatomy import kernels_of, timed
 from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config, with_codes
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--max-keys", type=int, default=1 << 20, help="no load with more tokens in the cache")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpus("a benchmark of steps")
     loads: list[Load | Prompts]
     if args.prompt:
         loads = [Prompts(batch, length, args.start) for length in args.prompt for batch in args.batch]
@@ -105,4 +107,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from glm5.bench.command import command, need_gpus
 from glm5.bench.ranks import run_ranks
 from glm5.bench.steps.__main__ import say
 from glm5.bench.steps.anatomy import kernels_of, timed
@@ -85,9 +86,10 @@ def main() -> int:
         torch.cuda.synchronize()
         group.close()
         return 0
+    need_gpus("a benchmark of steps", max(1, given.ranks))
     arguments = ["--layers", *map(str, given.layers), "--prompt", *map(str, given.prompt)]
     return run_ranks("glm5.bench.steps.shared", given.ranks, [*arguments, "--batch", *map(str, given.batch)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from glm5.bench.command import command, need_gpus
 from glm5.bench.train.layer import layer_figures, optimizer_figures, split_figures
 from glm5.bench.train.memory import memory_figures
 from glm5.bench.train.shape import FLASH, shape_figures
@@ -53,13 +54,14 @@ def cases(what: str, num_tokens: int, num_layers: int, passes: int, sequences: i
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="glm5.bench.train", description=__doc__)
     kinds = ["layer", "memory", "small", "ordered", "shape"]
-    parser.add_argument("what", nargs="*", choices=kinds, default=["layer", "memory", "small"])
+    parser.add_argument("what", nargs="+", choices=kinds)
     parser.add_argument("--tokens", type=int, default=8192, help="of the layer's one sequence")
     layers = FLASH["num_hidden_layers"]
     parser.add_argument("--layers", type=int, default=layers, help="of the shape; fewer where memory is less")
     parser.add_argument("--passes", type=int, default=2, help="of a GPU in a step of the shape")
     parser.add_argument("--sequences", type=int, default=1, help="of 4,096 tokens in each pass of the shape")
     args = parser.parse_args(argv)
+    need_gpus("a benchmark of training")
     for what in args.what:
         for case in cases(what, args.tokens, args.layers, args.passes, args.sequences):
             out(json.dumps({key: round(v, 4) if isinstance(v, float) else v for key, v in case().items()}))
@@ -69,4 +71,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

@@ -1,0 +1,47 @@
+"""Benchmarks that `python -m` runs: what is wrong is one line and an exit code, and told before any work."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from glm5.bench.command import command, need_gpus
+from glm5.common.errors import CheckpointError, GlmError
+
+KERNELS = ("attention", "coded", "collectives", "experts", "glue", "hopper", "linear", "preparation")
+OF_GPUS = [*(f"kernels.{name}" for name in KERNELS), "steps", "steps.shared", "train memory"]
+OF_GPUS += ["quant --device cuda", "load --folder nowhere --device cuda --ranks 2 1"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("line", OF_GPUS)
+def test_a_machine_without_a_gpu_is_told_so(line, tmp_path):
+    asked = [sys.executable, "-m", *f"glm5.bench.{line}".split()]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    (error,) = done.stderr.splitlines()
+    assert error.startswith("glm5: error: ")
+    assert " NVIDIA GPU" in error
+    assert done.returncode == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [(CheckpointError("no such model"), 1, "glm5: error: no such model\n"), (KeyboardInterrupt(), 130, "\n")],
+)
+def test_errors_of_a_benchmark(error, code, line, capsys):
+    def fail():
+        raise error
+
+    assert command(fail) == code
+    assert capsys.readouterr().err == line
+    assert command(lambda: 3) == 3
+
+
+def test_as_many_gpus_as_ranks(monkeypatch):
+    monkeypatch.setattr("glm5.bench.command.installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    need_gpus("this", 2)
+    with pytest.raises(GlmError, match=r"^this needs 4 NVIDIA GPUs and Triton; this machine has 2 GPUs$"):
+        need_gpus("this", 4)
