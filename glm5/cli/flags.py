@@ -29,6 +29,7 @@ class Parser(argparse.ArgumentParser):
     """argparse that raises `UsageError` instead of printing its usage, and never guesses from a prefix."""
 
     elsewhere: Mapping[str, str] = {}
+    more_words = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
@@ -55,6 +56,11 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean {near[0]}?" if near else f"see  {self.prog} --help"
             raise UsageError(f"{self.prog} has no flag {name}; {hint}")
 
+    def refuse_words(self, words: Sequence[str]) -> NoReturn:
+        """Those that no argument takes."""
+        hint = self.more_words or f"see  {self.prog} --help"
+        raise UsageError(f"{self.prog} takes no {' '.join(map(repr, words)):.80}; {hint}")
+
 
 class _Flag(NamedTuple):
     """One field as the command line sees it; `path` leads to it from the config class."""
@@ -78,7 +84,7 @@ class _Flag(NamedTuple):
 def add_flags(parser: argparse.ArgumentParser, config: type[Command]) -> None:
     """One argument for each field. Values stay text here: the config class is what checks them."""
     if isinstance(parser, Parser):
-        parser.elsewhere = config.elsewhere
+        parser.elsewhere, parser.more_words = config.elsewhere, config.more_words
     for flag in _flags(config):
         dest, text = ".".join(flag.path), _help(flag)
         if flag.mark(Positional):

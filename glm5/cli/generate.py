@@ -45,7 +45,7 @@ def _answer(settings: GenerateConfig, llm: "LLM", prompt: str) -> None:
     from glm5.cli.chat import stream_answer
 
     template = load_template(settings, llm)
-    prompt_ids = template.encode([{"role": "user", "content": prompt}])
+    prompt_ids = template.encode([{"role": "user", "content": prompt}], enable_thinking=settings.enable_thinking)
     screen = Screen(color=sys.stdout.isatty())
     stream_answer(llm, template, prompt_ids, sampling_params(settings, llm, skip_special_tokens=False), screen)
     screen.end()

@@ -83,24 +83,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed line; `run` in it is the command. Raises UsageError, or SystemExit after --help and --version."""
     name = argv[0] if argv else ""
+    command: Parser | None = None
     own = argv[1] if len(argv) > 1 else ""
     of_group = [command for command in COMMANDS if command.split()[0] == name]
     if name in GROUPS and f"{name} {own}" in COMMANDS:
         root, commands = parsers(f"{name} {own}")
-        commands[f"{name} {own}"].check_names(argv[2:])
+        command = commands[f"{name} {own}"]
+        command.check_names(argv[2:])
     elif name in GROUPS and own in ("-h", "--help"):
         root, _ = parsers(*of_group)
     elif name in GROUPS:
         raise UsageError(_unknown(own, [command.split()[1] for command in of_group], f"{name} "))
     elif name in COMMANDS:
         root, commands = parsers(name)
-        commands[name].check_names(argv[1:])
+        command = commands[name]
+        command.check_names(argv[1:])
     elif name.startswith("-"):
         root, _ = parsers(*(COMMANDS if name in ("-h", "--help") else ()))
         root.check_names([name])
     else:
         raise UsageError(_unknown(name, list(dict.fromkeys(command.split()[0] for command in COMMANDS))))
-    return root.parse_args(argv)
+    args, words = root.parse_known_args(argv)
+    if words:
+        (command or root).refuse_words(words)
+    return args
 
 
 def parsers(*names: str) -> "tuple[Parser, dict[str, Parser]]":

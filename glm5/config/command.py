@@ -39,6 +39,8 @@ class Command(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Flags of other tools that are none here: what to say instead."""
+    more_words: ClassVar[str] = ""
+    """What to say of words that no argument takes."""
 
 
 class ModelSource(Command):

@@ -1,8 +1,8 @@
 """`glm5 generate` and `glm5 chat`: one model, answers on the terminal."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from glm5.config.command import ModelSource, Sampling
 from glm5.config.speculative import EngineFlags
@@ -11,12 +11,24 @@ from glm5.config.speculative import EngineFlags
 class GenerateConfig(Sampling, EngineFlags, ModelSource):
     """Continue texts, or answer them."""
 
+    more_words = 'texts are given by  --prompt "TEXT"  or on standard input'
+
     max_num_seqs: Annotated[int, Field(ge=1)] = 1
     """Requests that are answered at the same time; here they come one by one."""
     prompt: tuple[str, ...] = ()
     """Texts to continue, as they are. Default: what standard input holds."""
     chat: bool = False
     """Take each text for a user's message and answer it, through the chat template."""
+    enable_thinking: bool = True
+    """With --chat: let the model think before it answers."""
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        if "enable_thinking" in self.model_fields_set and not self.chat:
+            raise ValueError(
+                "--enable-thinking and --no-enable-thinking with --chat; other texts are continued as they are"
+            )
+        return self
 
 
 class ChatConfig(Sampling, EngineFlags, ModelSource):

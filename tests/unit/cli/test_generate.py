@@ -45,6 +45,12 @@ def test_generate_chat_answers_through_the_template(checkpoint, monkeypatch, cap
     assert prompts[0].endswith("<|user|>hello<|assistant|><think>")
 
 
+def test_generate_chat_without_thinking(checkpoint, monkeypatch):
+    prompts = script(monkeypatch, "the answer")
+    assert main(["generate", checkpoint, "--chat", "--no-enable-thinking", "--prompt", "hello", "--device", "cpu"]) == 0
+    assert prompts[0].endswith("<|assistant|><think></think>")
+
+
 def script(monkeypatch, *answers) -> list[str]:
     """Let LLM.stream say these, one after another; the prompts it gets are appended to the returned list.
 

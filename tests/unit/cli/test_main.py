@@ -64,6 +64,11 @@ def test_every_command_has_help(name, capsys):
         ("serve m --kv-cache-dtype int4",
          "--kv-cache-dtype: got 'int4'; allowed: 'auto', 'bfloat16', 'fp8_key' or 'fp8'"),
         ("serve m --tool-call-parser hermes", "--tool-call-parser: got 'hermes'; allowed: 'glm45' or 'glm47'"),
+        ("generate m --no-enable-thinking",
+         "allowed: --enable-thinking and --no-enable-thinking with --chat; other texts are continued as they are"),
+        ("generate m Hello you",
+         "glm5 generate takes no 'Hello' 'you'; texts are given by  --prompt \"TEXT\"  or on standard input"),
+        ("inspect m n", "glm5 inspect takes no 'n'; see  glm5 inspect --help"),
         ("serve m --port 99999", "--port: got '99999'; allowed: at most 65535"),
     ],
 )  # fmt: skip
