@@ -14,8 +14,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ENDLESS = GREEDY.but(max_tokens=None)
 
 
-async def answer(engine, prompt, params=GREEDY) -> list[int]:
-    async with engine.generate(prompt, params) as deltas:
+async def answer(engine, prompt, params=GREEDY, **options) -> list[int]:
+    async with engine.generate(prompt, params, **options) as deltas:
         return [token async for delta in deltas for token in delta.token_ids]
 
 
@@ -112,6 +112,30 @@ def test_abort_by_id_from_elsewhere(one_seat):
     assert sorted(aborted) == [0, 1]
     assert len(joined) == 12
     assert_nothing_left(one_seat)
+
+
+def test_an_id_that_several_requests_have_is_a_name_for_all_of_them(make_llm):
+    """Each has its own answer; one that is left ends alone; by the id all end, each once."""
+    prompts = [[1, 2, 3], [4, 5]]
+    want = [out.outputs[0].token_ids for out in make_llm().generate(prompts, GREEDY, use_tqdm=False)]
+
+    async def main(engine):
+        got = await asyncio.gather(*(answer(engine, prompt, request_id="a") for prompt in prompts))
+        async with engine.generate([6], ENDLESS, request_id="a") as stays:
+            async with engine.generate([7], ENDLESS, request_id="a") as leaves:
+                await anext(leaves)
+            await anext(stays)
+            async with engine.generate([8], ENDLESS, request_id="a") as other:
+                await anext(other)
+                assert engine.abort("a") == 2
+                ends = [[delta.finish_reason async for delta in deltas][-1] for deltas in (stays, other)]
+        return got, ends, engine.abort("a")
+
+    llm = make_llm(max_model_len=1024)
+    with AsyncEngine(llm) as engine:
+        got, ends, left = asyncio.run(main(engine))
+    assert (got, ends, left) == (want, ["abort", "abort"], 0)
+    assert_nothing_left(llm)
 
 
 def test_cancelling_the_waiting_task_aborts(llm, gate):

@@ -305,6 +305,23 @@ def test_a_request_is_ended_by_its_name_and_answered_with_what_it_has(real, mode
     assert real.post("/abort_request", json={}).json()["error"]["param"] == "rid"
 
 
+def test_a_name_that_several_requests_have_ends_all_of_them(real, model_server):
+    params = {"max_new_tokens": 900, "ignore_eos": True}
+    bodies = [{"input_ids": IDS[: 2 + n], "rid": "same", "stream": True, "sampling_params": params} for n in range(2)]
+    with (
+        real.stream("POST", "/generate", json=bodies[0]) as one,
+        real.stream("POST", "/generate", json=bodies[1]) as other,
+    ):
+        answers = [one.iter_lines(), other.iter_lines()]
+        for lines in answers:
+            assert next(lines).startswith("data: ")
+        assert real.post("/abort_request", json={"rid": "same"}).json()["num_ended"] == 2
+        for number, lines in enumerate(answers):
+            *_, last, _done = [line for line in lines if line]
+            about = json.loads(last.removeprefix("data: "))["meta_info"]
+            assert (about["finish_reason"]["type"], about["prompt_tokens"]) == ("abort", 2 + number)
+
+
 def test_nobody_ends_what_another_asked_for():
     """By name or all at once, through whatever API it came."""
     engine = scripted("abcdef")
