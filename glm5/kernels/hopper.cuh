@@ -40,6 +40,7 @@ static __device__ void arrive_with(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Behind this thread's copies so far; what waits there reads them with ordinary loads.
 static __device__ void arrive_with_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -68,8 +69,13 @@ static __device__ void fetch_4(u32 to, const void* from) {
 }
 
 static __device__ void end_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+static __device__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// What ordinary stores and copies wrote to shared memory may be read by matrix units and written by the copy engine.
+template <int LEFT> static __device__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// What this thread's stores and copies wrote to shared memory may be read by matrix units, once it has arrived.
 static __device__ void for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Bits in bfloat16, rounded; codes in e4m3.
@@ -100,7 +106,8 @@ template <int N> struct Product;
 #define TO7 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TO15 TO7 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define TO31 TO15 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define TO47 TO31 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TO39 TO31 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define TO47 TO39 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define TO63 TO47 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PRODUCT(n, places, w_at, x_at, more_at, ...)                                                             \
     template <> struct Product<n> {                                                                              \
@@ -114,6 +121,7 @@ template <int N> struct Product;
 PRODUCT(16, TO7, "%8", "%9", "%10", R4(0), R4(4))
 PRODUCT(32, TO15, "%16", "%17", "%18", R16(0))
 PRODUCT(64, TO31, "%32", "%33", "%34", R16(0), R16(16))
+PRODUCT(80, TO39, "%40", "%41", "%42", R16(0), R16(16), R4(32), R4(36))
 PRODUCT(96, TO47, "%48", "%49", "%50", R16(0), R16(16), R16(32))
 PRODUCT(128, TO63, "%64", "%65", "%66", R16(0), R16(16), R16(32), R16(48))
 

@@ -80,6 +80,8 @@ static void fetch_16(u32 to, const void* from) {
 
 static void fetch_4(u32 to, const void* from) { memcpy(memory + to, from, 4); }
 static void end_copies() {}
+static void end_group_of_copies() {}
+template <int LEFT> static void wait_for_copies() {}
 static void for_engines() {}
 
 static u32 as_pair(float low, float high) { return bfloat16_of(low) | (u32)bfloat16_of(high) << 16; }

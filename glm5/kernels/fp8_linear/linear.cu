@@ -73,18 +73,34 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
         float sum[COLS / 2];
 #pragma unroll
         for (int i = 0; i < COLS / 2; ++i) sum[i] = 0;
-        for (int k = 0; k < count; ++k) {
-            const int stage = k % STAGES;
-            const u32 at = data + stage * STAGE;
-            const float* const scales = (const float*)(memory + stage * STAGE + SCALES);
-            wait(full + 8 * stage, k / STAGES % 2);
-            for_engines();
-            float part[COLS / 2];
+        const auto begin = [&](int k, float(&part)[COLS / 2]) {
+            const u32 at = data + k % STAGES * STAGE;
+            wait(full + 8 * (k % STAGES), k / STAGES % 2);
             multiply<COLS>(part, at + warp / 4 * (WEIGHTS / 2), at + WEIGHTS);
-            finish<0>(part);
+        };
+        const auto scaled = [&](int k, const float(&part)[COLS / 2]) {
+            const float* const scales = (const float*)(memory + k % STAGES * STAGE + SCALES);
             add_scaled<COLS>(sum, part, scales, scales[COLS]);
             __syncwarp();
-            if (lane == 0) arrive(empty + 8 * stage);
+            if (lane == 0) arrive(empty + 8 * (k % STAGES));
+        };
+        float part[COLS / 2];
+        int k = 0;
+        if constexpr (COLS <= 64) {  // two at a time, as long as there are registers for them
+            float other[COLS / 2];
+            for (; k + 1 < count; k += 2) {
+                begin(k, part);
+                begin(k + 1, other);
+                finish<1>(part);
+                scaled(k, part);
+                finish<0>(other);
+                scaled(k + 1, other);
+            }
+        }
+        for (; k < count; ++k) {
+            begin(k, part);
+            finish<0>(part);
+            scaled(k, part);
         }
         meet(1, COMPUTING);
         const int output = 16 * warp + lane / 4;

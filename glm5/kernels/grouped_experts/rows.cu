@@ -20,6 +20,7 @@ constexpr int DB = D / 128, FB = F / 128, SLICES = D / 256;
 constexpr int WEIGHTS = 256 * 128;  // bytes of a stage, then rows, scales of rows, of weights
 constexpr int SCALES = WEIGHTS + ROWS * 128;
 constexpr int STAGE = (SCALES + 4 * (ROWS + 2) + 1023) / 1024 * 1024;
+constexpr int MOST_TOGETHER = 80;  // rows of two products under way: registers
 constexpr int PITCH = 144, WIDE = 272;  // of h and of terms on their way to memory: 8 rows in 8 banks
 constexpr int AT_BARRIER = STAGES * STAGE;
 constexpr int AT_COLUMN = AT_BARRIER + 16 * STAGES;
@@ -124,10 +125,14 @@ static __device__ void fetch_rows(const Source& from, const Tiles& tiles, const 
                                   u32 empty) {
     using Its = Work<UP>;
     constexpr int AT_ONCE = FETCHING / 8, PASSES = (ROWS + AT_ONCE - 1) / AT_ONCE;
-    constexpr int SCALE_PASSES = (ROWS + FETCHING - 1) / FETCHING;
+    constexpr int SCALE_PASSES = (ROWS + FETCHING - 1) / FETCHING, UNDER_WAY = STAGES - 2;
     const int me = threadIdx.x - (THREADS - FETCHING), chunk = me % 8;
-    int stage = 0;
+    int stage = 0, count = 0;
     u32 parity = 1;
+    const auto has_come = [&](int k) {
+        for_engines();
+        arrive(full + 8 * (k % STAGES));
+    };
     u32 offset[PASSES];
     int scale_row[SCALE_PASSES];
     bool another = true;
@@ -161,11 +166,14 @@ static __device__ void fetch_rows(const Source& from, const Tiles& tiles, const 
                 if (r < tile.count) fetch_4(at + SCALES + 4 * r, from.x_scale + k * from.rows + scale_row[p]);
             }
             if (me < 2) fetch_4(at + SCALES + 4 * (ROWS + me), weight_scale + k);
-            arrive_with_copies(full + 8 * stage);
+            end_group_of_copies();
+            wait_for_copies<UNDER_WAY>();
+            if (++count > UNDER_WAY) has_come(count - 1 - UNDER_WAY);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
     end_copies();
+    for (int k = max(count - UNDER_WAY, 0); k < count; ++k) has_come(k);
 }
 
 struct Pipe {
@@ -175,36 +183,55 @@ struct Pipe {
     u32 parity;
 };
 
-// 64 rows of a stage's first weights and 64 of its second, by N rows, over `steps` stages.
-template <int N>
-static __device__ void accumulate(Pipe& pipe, int steps, float (&first)[N / 2], float (&second)[N / 2]) {
-    const int half = threadIdx.x / 128;
+// Where a stage lies; it has come. The next one is the pipe's then.
+static __device__ u32 await_stage(Pipe& pipe) {
+    const int stage = pipe.stage;
+    wait(pipe.full + 8 * stage, pipe.parity);
+    if (++pipe.stage == STAGES) pipe.stage = 0, pipe.parity ^= 1;
+    return stage;
+}
+
+// 64 rows of a stage's first weights and 64 of its second, by N rows, over STEPS stages. While one product is scaled the
+// next is under way, but at the end of a group of stages; there are registers for that up to MOST_TOGETHER rows.
+template <int N, int STEPS>
+static __device__ void accumulate(Pipe& pipe, float (&first)[N / 2], float (&second)[N / 2]) {
+    constexpr bool TOGETHER = N <= MOST_TOGETHER;
+    constexpr int GROUP = !TOGETHER ? 1 : STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1;
+    const u32 half = threadIdx.x / 128 * (WEIGHTS / 4);
+    const auto scales = [&](int stage) { return (const float*)(pipe.memory + stage * STAGE + SCALES); };
+    const auto leave = [&](int stage) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(pipe.empty + 8 * stage);
+    };
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) first[i] = second[i] = 0;
-    for (int k = 0; k < steps; ++k) {
-        const u32 at = pipe.data + pipe.stage * STAGE, w = at + half * (WEIGHTS / 4), x = at + WEIGHTS;
-        const float* const scales = (const float*)(pipe.memory + pipe.stage * STAGE + SCALES);
-        wait(pipe.full + 8 * pipe.stage, pipe.parity);
-        for_engines();
-        float part[N / 2];
-        multiply<N>(part, w, x);
-        if constexpr (N <= 64) {
-            float other[N / 2];
-            multiply<N>(other, w + WEIGHTS / 2, x);
-            finish<1>(part);
-            add_scaled<N>(first, part, scales, scales[ROWS]);
-            finish<0>(other);
-            add_scaled<N>(second, other, scales, scales[ROWS + 1]);
-        } else {
-            finish<0>(part);
-            add_scaled<N>(first, part, scales, scales[ROWS]);
-            multiply<N>(part, w + WEIGHTS / 2, x);
-            finish<0>(part);
-            add_scaled<N>(second, part, scales, scales[ROWS + 1]);
+    for (int k = 0; k < STEPS; k += GROUP) {
+        float part[N / 2], other[N / 2];
+        int before = 0;
+#pragma unroll
+        for (int j = 0; j < GROUP; ++j) {
+            const int stage = await_stage(pipe);
+            const u32 w = pipe.data + stage * STAGE + half, x = pipe.data + stage * STAGE + WEIGHTS;
+            multiply<N>(part, w, x);
+            if (j > 0) {
+                finish<1>(other);
+                add_scaled<N>(second, other, scales(before), scales(before)[ROWS + 1]);
+                leave(before);
+            }
+            if constexpr (TOGETHER) {
+                multiply<N>(other, w + WEIGHTS / 2, x);
+                finish<1>(part);
+                add_scaled<N>(first, part, scales(stage), scales(stage)[ROWS]);
+            } else {
+                finish<0>(part);
+                add_scaled<N>(first, part, scales(stage), scales(stage)[ROWS]);
+                multiply<N>(other, w + WEIGHTS / 2, x);
+            }
+            before = stage;
         }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(pipe.empty + 8 * pipe.stage);
-        if (++pipe.stage == STAGES) pipe.stage = 0, pipe.parity ^= 1;
+        finish<0>(other);
+        add_scaled<N>(second, other, scales(before), scales(before)[ROWS + 1]);
+        leave(before);
     }
 }
 
@@ -221,7 +248,7 @@ template <int N>
 static __device__ void make_h(Pipe& pipe, const Tile& tile, int slice, const int* order, const float* weight, u8* h,
                               float* h_scale, int T) {
     float value[N / 2], up[N / 2];
-    accumulate<N>(pipe, DB, value, up);
+    accumulate<N, DB>(pipe, value, up);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 + lane / 4;
     float* const amax = (float*)(pipe.memory + AT_AMAX);
     float2* const column = (float2*)(pipe.memory + AT_COLUMN);
@@ -278,7 +305,7 @@ template <int N>
 static __device__ void make_terms(Pipe& pipe, int count, int slice, const int (&row)[ROWS / 8], u16* y) {
     const int half = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, me = threadIdx.x % 128;
     float first[N / 2], second[N / 2];
-    accumulate<N>(pipe, FB, first, second);
+    accumulate<N, FB>(pipe, first, second);
     u8* const result = pipe.memory + AT_RESULT + half * ROWS * WIDE;
     const u32 mine = shared_at(result) + lane % 8 * WIDE + 32 * warp + lane / 8 % 2 * 16;
     meet(2 + half, 128);  // the task before has left
@@ -301,6 +328,7 @@ static __device__ void make_terms(Pipe& pipe, int count, int slice, const int (&
 #define OF_SIZE(count, call)                                                                                      \
     if (count <= 32) { constexpr int N = 32; call; }                                                              \
     else if (count <= 64) { constexpr int N = 64; call; }                                                         \
+    else if (count <= 80) { constexpr int N = 80; call; }                                                         \
     else if (count <= 96) { constexpr int N = 96; call; }                                                         \
     else { constexpr int N = ROWS; call; }
 
