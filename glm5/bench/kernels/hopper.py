@@ -24,7 +24,7 @@ from glm5.kernels.grouped_experts import cuda as experts_cuda
 
 Quantized = Callable[[Tensor], tuple[Tensor, Tensor]]
 _ROWS = (17, 32, 64, 128)
-_CUTS = ((96, 4, 4), (128, 4, 3))
+_CUTS = ((96, 4, 3), (128, 4, 3))
 
 
 def _once() -> Quantized:

@@ -3,9 +3,9 @@
 //     h[p] = silu(gate x) * up x, quantized    `up`: a task is a tile of rows of an expert, and 128 values of h
 //     y[p] = down(h[p]) * weight               `down`: a tile, and 256 outputs
 //
-// A program stays on its multiprocessor and does its share of the tasks, neighbours. One thread fetches weights,
-// 128 x 128 by one copy, three warps fetch rows; they run ahead of the eight warps that compute by STAGES blocks, across
-// tasks.
+// A program stays on its multiprocessor and does every so-manieth task, so that programs read neighbouring weights at a
+// time. One thread fetches weights, 128 x 128 by one copy, three warps fetch rows; they run ahead of the eight warps that
+// compute by STAGES blocks, across tasks.
 //
 // Weights are the rows of the matrix units' tile and tokens its columns, as many as there are (32 to ROWS). A block of
 // 128 columns of weights is multiplied, then scaled in registers. Rows of a tile are positions in the order of experts;
@@ -42,25 +42,21 @@ struct Tiles {
     }
 };
 
-// A program's tasks, slices of one tile after the other.
+// A program's tasks.
 template <int SLICES_> struct Tasks {
     const Tiles& tiles;
     int i, end;
     Tile tile;
 
-    __device__ Tasks(const Tiles& all) : tiles(all) {
-        const u64 tasks = (u64)all.count() * SLICES_;
-        i = tasks * blockIdx.x / gridDim.x, end = tasks * (blockIdx.x + 1) / gridDim.x;
+    __device__ Tasks(const Tiles& all) : tiles(all), i(blockIdx.x), end(all.count() * SLICES_) {
         if (i < end) tile = tiles.at(i / SLICES_);
     }
     __device__ bool left() const { return i < end; }
     __device__ int slice() const { return i % SLICES_; }
 
-    // Whether the next one, if there is one, has another tile.
-    __device__ bool next() {
-        if (++i >= end || i % SLICES_) return false;
-        tile = tiles.at(i / SLICES_);
-        return true;
+    __device__ void next() {
+        i += gridDim.x;
+        if (i < end) tile = tiles.at(i / SLICES_);
     }
 };
 
@@ -135,20 +131,17 @@ static __device__ void fetch_rows(const Source& from, const Tiles& tiles, const 
     };
     u32 offset[PASSES];
     int scale_row[SCALE_PASSES];
-    bool another = true;
-    for (Tasks<Its::slices> task(tiles); task.left(); another = task.next()) {
+    for (Tasks<Its::slices> task(tiles); task.left(); task.next()) {
         const Tile& tile = task.tile;
-        if (another) {
 #pragma unroll
-            for (int p = 0; p < PASSES; ++p) {
-                const int r = min(me / 8 + AT_ONCE * p, tile.count - 1);
-                offset[p] = Its::row(tile, order, tile.first + r, tiles.T) * Its::width + 16 * chunk;
-            }
+        for (int p = 0; p < PASSES; ++p) {
+            const int r = min(me / 8 + AT_ONCE * p, tile.count - 1);
+            offset[p] = Its::row(tile, order, tile.first + r, tiles.T) * Its::width + 16 * chunk;
+        }
 #pragma unroll
-            for (int p = 0; p < SCALE_PASSES; ++p) {
-                const int r = min(me + FETCHING * p, tile.count - 1);
-                scale_row[p] = Its::row(tile, order, tile.first + r, tiles.T);
-            }
+        for (int p = 0; p < SCALE_PASSES; ++p) {
+            const int r = min(me + FETCHING * p, tile.count - 1);
+            scale_row[p] = Its::row(tile, order, tile.first + r, tiles.T);
         }
         const float* const weight_scale = Its::scales(from, tile, task.slice(), me & 1);
         for (int k = 0; k < Its::steps; ++k) {
@@ -379,15 +372,13 @@ down(const u8* h, const float* h_scale, const int* order, const int* planned, co
     Pipe pipe;
     if (!computes<false>(pipe, from, tiles, order)) return;
     int row[ROWS / 8];
-    bool another = true;
-    for (Tasks<SLICES> task(tiles); task.left(); another = task.next()) {
+    for (Tasks<SLICES> task(tiles); task.left(); task.next()) {
         const Tile& tile = task.tile;
-        if (another)
 #pragma unroll
-            for (int p = 0; p < ROWS / 8; ++p) {
-                const int place = tile.first + min((int)threadIdx.x % 128 / 16 + 8 * p, tile.count - 1);
-                row[p] = tile.expert < 0 ? place : order[place];
-            }
+        for (int p = 0; p < ROWS / 8; ++p) {
+            const int place = tile.first + min((int)threadIdx.x % 128 / 16 + 8 * p, tile.count - 1);
+            row[p] = tile.expert < 0 ? place : order[place];
+        }
         OF_SIZE(tile.count, (make_terms<N>(pipe, tile.count, task.slice(), row, y)))
     }
 }
