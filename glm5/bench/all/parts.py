@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glm5.common.errors import ConfigError
 from glm5.config.bench_all import BenchAllConfig
 from glm5.config.presets import preset
 
@@ -14,6 +15,17 @@ NAMES = {8: "whole_tp8", 4: "half_tp4", 2: "quarter_tp2", 1: "eighth_tp1"}
 _SERVE_SECONDS = {1: 45, 8: 70, 16: 90, 32: 125, 64: 160, 128: 280}  # of eight requests a client
 START_SECONDS = 60
 _BRIEF = 64  # steps timed with shared indices
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file of results. Raises ConfigError where it holds something else."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as results: {error}; mend it, or move it away") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object; mend it, or move it away")
+    return found
 
 
 @dataclass(frozen=True)
@@ -29,12 +41,14 @@ class Part:
         return work / f"{self.name}.json"
 
     def found(self, work: Path) -> dict[str, Any] | None:
-        """What it left, with `partial` where it was cut short."""
-        return json.loads(path.read_text()) if (path := self.file(work)).exists() else None
+        """What it left, with `partial` where it was cut short. Raises ConfigError for a file that is damaged."""
+        return read(path) if (path := self.file(work)).exists() else None
 
     def is_done(self, work: Path) -> bool:
-        found = self.found(work)
-        return found is not None and not found.get("partial")
+        """Whether it came to its end, and all requests of a load with it."""
+        if (found := self.found(work)) is None:
+            return False
+        return not found.get("partial") and not any(run["failed"] for run in found.get("runs", ()))
 
 
 @dataclass(frozen=True)

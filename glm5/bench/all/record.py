@@ -5,14 +5,13 @@
 An entry with `projected` was not measured: it says by which method its numbers follow from others.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from glm5.bench.all.parts import Part, Size
+from glm5.bench.all.parts import Part, Size, read
 from glm5.common.atomic import atomic_write
 
 _STEPS = (
@@ -51,7 +50,7 @@ def entry(size: Size, parts: list[Part], work: Path, commit: str | None) -> dict
 
 def write(path: Path, name: str, found: dict[str, Any]) -> None:
     """Put an entry into the file, whole, beside the others."""
-    whole = json.loads(path.read_text()) if path.exists() else {}
+    whole = read(path) if path.exists() else {}
     whole[name] = found
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(os.fspath(path), "wb") as handle:

@@ -1,15 +1,19 @@
 """All measurements of a machine in parts: which there are, what is left when time is short, what is recorded."""
 
 import json
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from glm5.bench.all import run as module
-from glm5.bench.all.parts import parts, size_of
+from glm5.bench.all.parts import Part, parts, size_of
 from glm5.bench.all.record import entry, table, write
 from glm5.cli.main import main
-from glm5.common.errors import GlmError
+from glm5.common.errors import ConfigError, GlmError
 from glm5.config.bench_all import BenchAllConfig
 
 STEPS = {
@@ -25,6 +29,7 @@ STEPS = {
     "machine": {"device": "a GPU"},
     "engine": {},
 }
+SECONDS = 60  # an upper limit for what takes a moment
 TIMES = {"output_throughput": 80.0, "steady_output_throughput": None, "mean_ttft_ms": 90.0, "p99_ttft_ms": 95.0}
 RUN = {**TIMES, "mean_tpot_ms": 7.0, "p99_itl_ms": 9.0, "completed": 8, "failed": 0}
 RUN |= {"first_wave": {"mean_ttft_ms": 91.0}, "after_first_wave": {}}
@@ -90,7 +95,7 @@ def test_what_is_done_is_recorded_beside_other_entries(tmp_path):
 class Called(list):
     """In place of commands: writes their files."""
 
-    def __call__(self, command, _ends):
+    def __call__(self, command, _ends, _beside=None):
         self.append(command)
         Path(command[-1]).write_text(json.dumps(STEPS))
 
@@ -125,6 +130,70 @@ def test_what_was_cut_short_is_recorded_and_done_again(tmp_path, monkeypatch):
     assert module.run(settings, tmp_path / "kernels") == 3
     assert [command[1] for command in called] == ["latency"]
     assert json.loads((tmp_path / "all.json").read_text())["whole_tp8"]["missing"] == ["serve-128"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "cannot be read as results: Expecting property"), ("[1]", "holds no JSON object"), (None, "Is a directory")],
+)
+def test_results_that_are_none_are_refused_before_anything_is_measured(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr(module, "_call", Called())
+    path = tmp_path / "all.json"
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(ConfigError, match=f"^{path} .*{message}.*; mend it, or move it away$"):
+        module.run(short_of_time(tmp_path), tmp_path / "kernels")
+    assert content is None or path.read_text() == content
+    assert not (tmp_path / "whole_tp8" / "steps.json").exists()
+
+
+@pytest.mark.parametrize("flag", ["--json", "--work"])
+def test_places_that_cannot_be_written_to_are_refused_first(tmp_path, monkeypatch, capsys, flag):
+    monkeypatch.setattr(module, "_call", Called())
+    (tmp_path / "file").write_text("")
+    places = {"--json": tmp_path / "all.json", "--work": tmp_path / "work"} | {flag: tmp_path / "file" / "there"}
+    flags = [word for name, place in places.items() for word in (name, str(place))]
+    assert main(["bench", "all", *TINY.split(), *flags]) == 1
+    assert f"glm5: error: {flag}: cannot write to {tmp_path / 'file'}" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_part_is_done_when_it_can_be_read_and_all_its_requests_were_answered(tmp_path):
+    part = Part("serve-1", (), 1, clients=1)
+    assert not part.is_done(tmp_path)
+    for failed, done in ((0, True), (3, False)):
+        part.file(tmp_path).write_text(json.dumps({"runs": [RUN | {"failed": failed}], "partial": False}))
+        assert part.is_done(tmp_path) == done
+    part.file(tmp_path).write_text("{")
+    with pytest.raises(ConfigError, match=r"serve-1\.json cannot be read as results"):
+        part.is_done(tmp_path)
+
+
+def test_a_part_ends_with_the_server_that_it_measures(monkeypatch):
+    waits = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(module, "_begin", lambda _command: waits)
+    with subprocess.Popen([sys.executable, "-c", ""]) as server:
+        server.wait()
+        with pytest.raises(GlmError, match="glm5 serve has ended"):
+            module._call(["bench", "serve"], 1e12, server)
+    assert waits.poll() is not None
+    waits.stdin.close()
+
+
+ORPHAN = """
+import os, signal
+from glm5.bench.all import run
+run._begin(["generate", "nowhere"])  # which reads its standard input, and that does not end
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_begun_ends_with_a_run_that_was_killed():
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.wait(SECONDS) == -signal.SIGKILL
+        ended, _, _ = select.select([process.stderr], [], [], SECONDS)  # both held it open
+        assert ended
+        assert process.stderr.read() == b""
 
 
 @pytest.mark.slow
