@@ -8,7 +8,6 @@ from glm5.kernels.add_rms_norm import add_rms_norm_quantized
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
 from glm5.kernels.fp8_linear import cuda as cuda_linear
 from glm5.kernels.fp8_linear import fp8_linear
-from glm5.kernels.grouped_experts import cuda as cuda_experts
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.router import router
@@ -111,18 +110,17 @@ def test_experts_of_many_tokens(shape, gen):
 
 @pytest.mark.parametrize("T", [1, 70, 300, 1500])
 @pytest.mark.parametrize("skewed", [False, True])
-@pytest.mark.parametrize("cut", [cuda_experts.Cut(96, 4, 3), cuda_experts.Cut(128, 4, 3)], ids=str)
-def test_experts_of_prompts(T, skewed, cut, gen):
+def test_experts_of_prompts(T, skewed, gen):
     case = make_experts(T, 16, 8, 1024, 256, gen).to("cuda", torch.bfloat16)
     if skewed:
         case.expert[:] = torch.arange(3, 11)
     for shared in (case.shared, None):
         want = grouped_experts(*(t.double() if i == 0 else t for i, t in enumerate(case[:5])), impl="reference")
         want = want if shared is None else want + shared(case.x.double())
-        got = cuda_experts.grouped_experts(*case[:5], shared, cut)
+        got = grouped_experts(*case[:5], shared=shared, impl="cuda")
         assert rel_rms(got, want) < EXPERTS_BUDGET
         for _ in range(REPEATS):
-            assert torch.equal(cuda_experts.grouped_experts(*case[:5], shared, cut), got)
+            assert torch.equal(grouped_experts(*case[:5], shared=shared, impl="cuda"), got)
     case.down.scale[int(case.expert[0, 0])] *= 1.5
     assert rel_rms(grouped_experts(*case[:5], impl="cuda"), want) > EXPERTS_BUDGET
 

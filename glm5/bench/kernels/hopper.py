@@ -5,6 +5,7 @@ for both: `python -m glm5.bench.kernels.hopper`.
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,11 +21,9 @@ from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import cuda as linear_cuda
 from glm5.kernels.grouped_experts import SharedExpert
-from glm5.kernels.grouped_experts import cuda as experts_cuda
 
 Quantized = Callable[[Tensor], tuple[Tensor, Tensor]]
 _ROWS = (17, 32, 64, 128)
-_CUTS = ((96, 4, 3), (128, 4, 3))
 
 
 def _once() -> Quantized:
@@ -39,25 +38,22 @@ def _once() -> Quantized:
     return quantized
 
 
-def _experts(tokens: int, ranks: int, cut: experts_cuda.Cut | None) -> Case:
+def _experts(tokens: int, ranks: int, impl: Literal["triton", "cuda"]) -> Case:
     quantized = _once()
 
     def run(x: Tensor, gate_up: BlockScaled, down: BlockScaled, w: Tensor, e: Tensor, shared: SharedExpert) -> Tensor:
-        given = (x, gate_up, down, w, e, shared)
-        if cut is not None:
-            return experts_cuda.grouped_experts(*given, cut, quantized(x))
-        return grouped_experts.grouped_experts(*given[:5], shared=shared, quantized=quantized(x), impl="triton")
+        given = (x, gate_up, down, w, e)
+        return grouped_experts.grouped_experts(*given, shared=shared, quantized=quantized(x), impl=impl)
 
-    case = experts_case(tokens, ranks, run, "triton" if cut is None else f"cuda {tuple(cut)}")
-    return replace(case, budget=BUDGET_MANY)
+    return replace(experts_case(tokens, ranks, run, impl), budget=BUDGET_MANY)
 
 
 def cases() -> Iterator[Case]:
     """Experts of 256 to 8,192 tokens, every product of 17 to 128 rows, in several cuts."""
     for ranks in RANKS:
         for tokens in (256, 512, 1024, 2048, 4096, 8192):
-            for cut in (None, *_CUTS):
-                yield _experts(tokens, ranks, None if cut is None else experts_cuda.Cut(*cut))
+            yield _experts(tokens, ranks, "triton")
+            yield _experts(tokens, ranks, "cuda")
     for weight in linears(8):
         for tokens in _ROWS:
             once = _once()

@@ -54,7 +54,7 @@ def grouped_experts(
     nearer to float64 than the reference. `cuda`: many tokens on Hopper, likewise.
     """
     if impl == "auto":
-        impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA.numel())
+        impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA.numel(), shared)
     if impl == "triton":
         from glm5.kernels.grouped_experts.triton import grouped_experts as fused
 
@@ -81,10 +81,17 @@ def grouped_experts(
 
 
 def _choose(
-    x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, num_pairs: int
-) -> Literal["reference", "trained", "grouped_mm", "on_device", "one_by_one", "triton"]:
+    x_TD: Tensor,
+    gate_up_proj: Tensor | BlockScaled,
+    down_proj: Tensor | BlockScaled,
+    num_pairs: int,
+    shared: SharedExpert | None,
+) -> Literal["reference", "trained", "grouped_mm", "on_device", "one_by_one", "triton", "cuda"]:
     if isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled):
-        return "triton" if chosen(x_TD, gate_up_proj.scale) else "reference"
+        if not chosen(x_TD, gate_up_proj.scale):
+            return "reference"
+        is_faster = cuda.is_faster(num_pairs, len(down_proj.data))
+        return "cuda" if is_faster and not cuda.refusal(x_TD, gate_up_proj, down_proj, shared) else "triton"
     if isinstance(gate_up_proj, BlockScaled) or isinstance(down_proj, BlockScaled):
         return "reference"
     if torch.is_grad_enabled():

@@ -3,7 +3,6 @@ up a token's terms is Triton's."""
 
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,22 +13,14 @@ from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled
 from glm5.kernels.grouped_experts.shared import SharedExpert
 
 SOURCE = Path(__file__).with_name("rows.cu")
-MIN_ROWS = 16  # an expert, in the mean: with fewer, Triton's are as fast
-_THREADS, _SLICE = 384, 256  # as in rows.cu
+ROWS, _THREADS, _SLICE = 96, 384, 256  # as in rows.cu
 _PITCHES = {"up": 144, "down": 2 * 272}
+_STAGES = {"up": 4, "down": 3}  # blocks of weights under way, as many as there is room for
 
 
-class Cut(NamedTuple):
-    """Rows of a tile, and blocks of weights under way in either product."""
-
-    rows: int
-    up_stages: int
-    down_stages: int
-
-
-def cut_for(num_pairs: int, num_experts: int) -> Cut:
-    """Tiles that hold an expert's rows if they can; those of 128 rows leave room for fewer blocks."""
-    return Cut(96, 4, 3) if num_pairs <= 80 * num_experts else Cut(128, 4, 3)
+def is_faster(num_pairs: int, num_experts: int) -> bool:
+    """Than Triton's, on an H200 at GLM-5's sizes (docs/performance.md): where most experts' rows are one tile."""
+    return 16 * num_experts <= num_pairs <= 80 * num_experts
 
 
 def refusal(
@@ -54,7 +45,6 @@ def grouped_experts(
     weight_TA: Tensor,
     expert_TA: Tensor,
     shared: SharedExpert | None = None,
-    cut: Cut | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """[T, D] in bfloat16. `quantized`: what `act_quant` makes of x, where that is known.
@@ -69,11 +59,10 @@ def grouped_experts(
         return torch.empty_like(x_TD)
     assert isinstance(gate_up, BlockScaled)
     assert isinstance(down, BlockScaled)
-    cut = cut or cut_for(expert_TA.numel(), len(down.data))
     expert_TA = expert_TA.contiguous()
-    planned = tiles_by_expert(expert_TA, len(down.data), cut.rows)
+    planned = tiles_by_expert(expert_TA, len(down.data), ROWS)
     given = quantized or act_quant(x_TD)
-    y = terms(given, gate_up, down, weight_TA.contiguous(), planned, shared, cut)
+    y = terms(given, gate_up, down, weight_TA.contiguous(), planned, shared)
     return sums_of(y, x_TD, expert_TA.shape[1], has_shared=shared is not None)
 
 
@@ -84,21 +73,20 @@ def terms(
     weight_TA: Tensor,
     planned: tuple[Tensor, Tensor],
     shared: SharedExpert | None,
-    cut: Cut,
 ) -> Tensor:
     """[T * A + T, D] in bfloat16: pair by pair, then those of the shared expert. `planned`: of `tiles_by_expert`."""
     (x_fp8, x_scale), (order, tiles), device = quantized, planned, weight_TA.device
     (num_tokens, active), (_, width, inner) = weight_TA.shape, down.data.shape
     rows = num_tokens * (active + 1)
-    shared_tiles = 0 if shared is None else -(-num_tokens // cut.rows)
+    shared_tiles = 0 if shared is None else -(-num_tokens // ROWS)
     own = shared or SharedExpert(gate_up, gate_up, down)
     gate, up, shared_down = (weight for weight in own if isinstance(weight, BlockScaled))
     h = torch.empty(rows, inner, dtype=FP8, device=device)
     h_scale = torch.empty(inner // BLOCK, rows, dtype=torch.float32, device=device)
     y = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
     sizes = (num_tokens, len(tiles) - 1, shared_tiles)
-    grid, made_for = (triton_support.multiprocessors(device), 1), (active, width, inner, cut.rows)
-    _kernel("up", *made_for, cut.up_stages, device)(
+    grid, made_for = (triton_support.multiprocessors(device), 1), (active, width, inner)
+    _kernel("up", *made_for, device)(
         grid,
         _THREADS,
         x_fp8.contiguous(),
@@ -112,7 +100,7 @@ def terms(
         h_scale,
         *sizes,
     )
-    _kernel("down", *made_for, cut.down_stages, device)(
+    _kernel("down", *made_for, device)(
         grid,
         _THREADS,
         h,
@@ -132,17 +120,15 @@ def _map(weight: BlockScaled) -> cuda_code.TileMap:
     return cuda_code.tile_map(data.data_ptr(), data.numel() // data.shape[-1], data.shape[-1], BLOCK)
 
 
-def shared_bytes(name: str, rows: int, stages: int) -> int:
+def shared_bytes(name: str) -> int:
     """Of a program's memory, as rows.cu lays it out."""
-    stage = -(-(256 * BLOCK + rows * BLOCK + 4 * (rows + 2)) // 1024) * 1024
-    return 1024 + stages * (stage + 16) + rows * (40 + _PITCHES[name])
+    stage = -(-(256 * BLOCK + ROWS * BLOCK + 4 * (ROWS + 2)) // 1024) * 1024
+    return 1024 + _STAGES[name] * (stage + 16) + ROWS * (40 + _PITCHES[name])
 
 
 @cache
-def _kernel(
-    name: str, active: int, width: int, inner: int, rows: int, stages: int, device: torch.device
-) -> cuda_code.CudaKernel:
-    sizes = {"A": active, "D": width, "F": inner, "ROWS": rows, "STAGES": stages}
-    kernel = cuda_code.build(SOURCE, name, shared_bytes(name, rows, stages), device, **sizes)
+def _kernel(name: str, active: int, width: int, inner: int, device: torch.device) -> cuda_code.CudaKernel:
+    sizes = {"A": active, "D": width, "F": inner, "STAGES": _STAGES[name], "IS_UP": int(name == "up")}
+    kernel = cuda_code.build(SOURCE, name, shared_bytes(name), device, **sizes)
     assert kernel is not None
     return kernel

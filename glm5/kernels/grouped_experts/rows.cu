@@ -7,15 +7,16 @@
 // time. One thread fetches weights, 128 x 128 by one copy, three warps fetch rows; they run ahead of the eight warps that
 // compute by STAGES blocks, across tasks.
 //
-// Weights are the rows of the matrix units' tile and tokens its columns, as many as there are (32 to ROWS). A block of
+// Weights are the rows of the matrix units' tile and tokens its columns, as many as there are (32 to 96). A block of
 // 128 columns of weights is multiplied, then scaled in registers. Rows of a tile are positions in the order of experts;
 // those of y are pairs, and T * A + t for the shared expert, whose tiles come first.
 //
-// Compiled with A, D, F, ROWS (of a tile, 96 or 128) and STAGES; D is a multiple of 256, F of 128.
+// Compiled with A, D, F, STAGES and IS_UP (1 or 0: which of the two); D is a multiple of 256, F of 128.
 
 #include "hopper.cuh"
 
 constexpr int COMPUTING = 256, FETCHING = 96, THREADS = 384;
+constexpr int ROWS = 96;  // of a tile
 constexpr int DB = D / 128, FB = F / 128, SLICES = D / 256;
 constexpr int WEIGHTS = 256 * 128;  // bytes of a stage, then rows, scales of rows, of weights
 constexpr int SCALES = WEIGHTS + ROWS * 128;
@@ -120,8 +121,8 @@ template <bool UP>
 static __device__ void fetch_rows(const Source& from, const Tiles& tiles, const int* order, u32 data, u32 full,
                                   u32 empty) {
     using Its = Work<UP>;
-    constexpr int AT_ONCE = FETCHING / 8, PASSES = (ROWS + AT_ONCE - 1) / AT_ONCE;
-    constexpr int SCALE_PASSES = (ROWS + FETCHING - 1) / FETCHING, UNDER_WAY = STAGES - 2;
+    constexpr int AT_ONCE = FETCHING / 8, PASSES = ROWS / AT_ONCE, UNDER_WAY = STAGES - 2;
+    static_assert(FETCHING == ROWS);  // of which each has a scale to fetch
     const int me = threadIdx.x - (THREADS - FETCHING), chunk = me % 8;
     int stage = 0, count = 0;
     u32 parity = 1;
@@ -130,7 +131,6 @@ static __device__ void fetch_rows(const Source& from, const Tiles& tiles, const 
         arrive(full + 8 * (k % STAGES));
     };
     u32 offset[PASSES];
-    int scale_row[SCALE_PASSES];
     for (Tasks<Its::slices> task(tiles); task.left(); task.next()) {
         const Tile& tile = task.tile;
 #pragma unroll
@@ -138,11 +138,7 @@ static __device__ void fetch_rows(const Source& from, const Tiles& tiles, const 
             const int r = min(me / 8 + AT_ONCE * p, tile.count - 1);
             offset[p] = Its::row(tile, order, tile.first + r, tiles.T) * Its::width + 16 * chunk;
         }
-#pragma unroll
-        for (int p = 0; p < SCALE_PASSES; ++p) {
-            const int r = min(me + FETCHING * p, tile.count - 1);
-            scale_row[p] = Its::row(tile, order, tile.first + r, tiles.T);
-        }
+        const float* const scale = from.x_scale + Its::row(tile, order, tile.first + min(me, tile.count - 1), tiles.T);
         const float* const weight_scale = Its::scales(from, tile, task.slice(), me & 1);
         for (int k = 0; k < Its::steps; ++k) {
             wait(empty + 8 * stage, parity);
@@ -153,11 +149,7 @@ static __device__ void fetch_rows(const Source& from, const Tiles& tiles, const 
                 const u32 to = at + WEIGHTS + r * 128 + ((chunk ^ (r & 7)) << 4);
                 if (r < tile.count) fetch_16(to, from.x + offset[p] + 128 * k);
             }
-#pragma unroll
-            for (int p = 0; p < SCALE_PASSES; ++p) {
-                const int r = me + FETCHING * p;
-                if (r < tile.count) fetch_4(at + SCALES + 4 * r, from.x_scale + k * from.rows + scale_row[p]);
-            }
+            if (me < tile.count) fetch_4(at + SCALES + 4 * me, scale + k * from.rows);
             if (me < 2) fetch_4(at + SCALES + 4 * (ROWS + me), weight_scale + k);
             end_group_of_copies();
             wait_for_copies<UNDER_WAY>();
@@ -322,7 +314,6 @@ static __device__ void make_terms(Pipe& pipe, int count, int slice, const int (&
     if (count <= 32) { constexpr int N = 32; call; }                                                              \
     else if (count <= 64) { constexpr int N = 64; call; }                                                         \
     else if (count <= 80) { constexpr int N = 80; call; }                                                         \
-    else if (count <= 96) { constexpr int N = 96; call; }                                                         \
     else { constexpr int N = ROWS; call; }
 
 // Sets the barriers up and tells everybody apart: fetches where it is for that, else gives the pipe to compute with.
@@ -334,7 +325,6 @@ static __device__ bool computes(Pipe& pipe, const Source& from, const Tiles& til
         make_barrier(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 + FETCHING : COMPUTING / 32);
     __syncthreads();
     wait_for_earlier();
-    let_later_begin();
     const int warp = threadIdx.x / 32;
     if (warp < COMPUTING / 32) {
         keep_registers<216>();
@@ -349,6 +339,7 @@ static __device__ bool computes(Pipe& pipe, const Source& from, const Tiles& til
     return false;
 }
 
+#if IS_UP
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 up(const u8* x, const float* x_scale, const int* order, const int* planned, const float* weight,
    const __grid_constant__ Map gate_up, const __grid_constant__ Map shared_gate,
@@ -362,7 +353,7 @@ up(const u8* x, const float* x_scale, const int* order, const int* planned, cons
     for (Tasks<FB> task(tiles); task.left(); task.next())
         OF_SIZE(task.tile.count, (make_h<N>(pipe, task.tile, task.slice(), order, weight, h, h_scale, T)))
 }
-
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 down(const u8* h, const float* h_scale, const int* order, const int* planned, const __grid_constant__ Map w,
      const __grid_constant__ Map shared, const float* scale, const float* shared_scale, u16* y, int T, int room,
@@ -382,3 +373,4 @@ down(const u8* h, const float* h_scale, const int* order, const int* planned, co
         OF_SIZE(tile.count, (make_terms<N>(pipe, tile.count, task.slice(), row, y)))
     }
 }
+#endif

@@ -27,7 +27,7 @@ from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
-_CHUNK = 128  # pairs that one program of the plan places
+_CHUNK, _MANY_PAIRS = 128, 8192  # pairs that one program of the plan places; twice as many where there are more
 _MOST_SOUGHT = 2048  # pairs, among which a program finds its expert's
 _HELD_BLOCKS = 4  # of h, that a program keeps for all of its outputs
 
@@ -384,11 +384,12 @@ def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[
     num_tiles = min(num_pairs, num_experts + num_pairs // block_t)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(num_tiles + 1, 3, dtype=torch.int32, device=device)
-    chunks, experts = triton.cdiv(num_pairs, _CHUNK), triton.next_power_of_2(num_experts + 1)
+    chunk = _CHUNK if num_pairs <= _MANY_PAIRS else 2 * _CHUNK
+    chunks, experts = triton.cdiv(num_pairs, chunk), triton.next_power_of_2(num_experts + 1)
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
     ranks = torch.empty_like(order)
     options = dependent_launch(device)
-    plans.count[(chunks,)](expert_TA, counts, ranks, num_pairs, EXPERTS=experts, CHUNK=_CHUNK, num_warps=8, **options)
+    plans.count[(chunks,)](expert_TA, counts, ranks, num_pairs, EXPERTS=experts, CHUNK=chunk, num_warps=8, **options)
     plans.plan[(chunks,)](
         expert_TA,
         counts,
@@ -401,7 +402,7 @@ def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[
         E=num_experts,
         EXPERTS=experts,
         BLOCK_T=block_t,
-        CHUNK=_CHUNK,
+        CHUNK=chunk,
         num_warps=8,
         **options,
     )
