@@ -74,9 +74,7 @@ def test_linear_by_clusters(shape, cluster, gen):
     assert torch.equal(cuda.coded_linear(x.cuda(), card, Tiling(cluster=cluster)).cpu(), coded_linear(x, weight))
 
 
-@pytest.mark.parametrize(
-    "tiling", [(16, 8, 256, 1, 4, 2, 8), (64, 32, 128, 1, 4, 4, 3, True), (64, 128, 128, 1, 4, 8, 2)]
-)
+@pytest.mark.parametrize("tiling", [(16, 8, 256, 1, 4, 2, 8), (64, 32, 128, 1, 4, 4, 3), (64, 128, 128, 1, 4, 8, 2)])
 @pytest.mark.parametrize("shape", [(1, 2624, 6144), (33, 100, 2048), (128, 512, 6144)], ids=str)
 def test_linear_whose_inputs_are_shared(shape, tiling, gen):
     from glm5.kernels.coded_linear.triton import coded_linear as run

@@ -49,28 +49,23 @@ _KINDS = (("bf16", ""), ("fp8", " fp8"))
 MAX_JOBS = 12
 MOST_TOKENS = 8192  # of a step
 _MOST_SHARES = 8
-# Of coded_linear in int8, up to so many tokens: (block_o, block_t, block_k, stages, warps, programs, ahead). block_t 0:
-# as many as there are tokens. Inputs are shared for as many programs; 0: not.
+# Of coded_linear in int8, up to so many tokens: (block_o, block_t, block_k, stages, warps, programs). block_t 0: as
+# many as there are tokens. Inputs are shared for as many programs; 0: not.
 _CODED_CUTS = (
     (16, (
         (16, 0, 256, 6, 2, 0), (16, 0, 512, 4, 4, 0), (32, 0, 256, 4, 4, 0), (64, 0, 128, 6, 4, 0),
         (16, 0, 256, 4, 2, 264), (32, 0, 256, 4, 4, 132), (32, 0, 256, 4, 4, 264), (64, 0, 128, 6, 4, 132),
         (64, 0, 128, 4, 4, 264), (64, 0, 256, 4, 4, 132), (64, 0, 256, 4, 4, 264),
-        (16, 0, 512, 4, 4, 0, True), (32, 0, 256, 4, 4, 0, True), (32, 0, 256, 4, 4, 264, True),
-        (64, 0, 256, 4, 4, 132, True),
     )),
     (64, (
         (16, 0, 256, 4, 4, 0), (32, 0, 256, 4, 4, 0), (64, 0, 128, 6, 4, 0), (64, 0, 256, 4, 4, 0),
         (32, 0, 256, 4, 4, 264), (64, 0, 128, 6, 4, 132), (64, 0, 128, 4, 4, 264), (64, 0, 256, 3, 4, 132),
         (64, 0, 256, 3, 4, 264), (64, 0, 128, 4, 8, 264), (128, 0, 128, 4, 8, 132),
-        (32, 0, 256, 4, 4, 0, True), (32, 0, 256, 4, 4, 264, True), (64, 0, 128, 4, 4, 264, True),
-        (64, 0, 256, 3, 4, 132, True),
     )),
     (128, (
         (32, 64, 256, 4, 4, 0), (32, 128, 256, 3, 4, 0), (64, 64, 256, 4, 4, 0), (64, 128, 128, 6, 4, 0),
         (64, 128, 256, 3, 4, 0), (32, 128, 256, 3, 4, 264), (64, 64, 128, 4, 4, 264), (64, 128, 128, 6, 8, 132),
         (64, 128, 128, 4, 8, 264), (128, 64, 128, 4, 8, 132), (128, 128, 128, 4, 8, 132),
-        (64, 64, 128, 4, 4, 264, True), (64, 128, 128, 6, 8, 132, True), (128, 128, 128, 4, 8, 132, True),
     )),
     (MOST_TOKENS, (
         (64, 64, 128, 6, 4, 0), (64, 128, 128, 4, 4, 0), (128, 64, 128, 4, 4, 0), (128, 128, 128, 4, 4, 0),
@@ -149,11 +144,11 @@ def _coded_linears() -> Iterator[Subject]:
         for tokens in LINEAR_TOKENS:
             some = [op.tiling_for(tokens, weight.rows)]
             cuts = next(cuts for most, cuts in _CODED_CUTS if tokens <= most)
-            for block_o, block_t, block_k, stages, warps, programs, *ahead in cuts:
+            for block_o, block_t, block_k, stages, warps, programs in cuts:
                 columns = block_t or max(8, 1 << (tokens - 1).bit_length())
                 tiles = -(-weight.rows // block_o) * -(-tokens // columns)
                 split = max(1, min(programs // tiles, weight.cols // (2 * block_k), _MOST_SHARES))
-                some.append(op.Tiling(block_o, columns, block_k, 1, stages, warps, split, *ahead))
+                some.append(op.Tiling(block_o, columns, block_k, 1, stages, warps, split))
 
             # 1: that of up to 16 tokens has no clusters.
             clusters = (1,) if tokens <= cuda.FEW_TOKENS else (1, 2, 4, 8) if tokens <= cuda.MOST_TOKENS else ()

@@ -9,9 +9,8 @@ from glm5.kernels.coded import Coded, Form
 
 
 class Tiling(NamedTuple):
-    """Rows and columns of a tile, inputs of a product, products of a step, how many loads are under way, programs that
-    share the inputs of a tile, and whether weights move to the L2 cache before tokens are there: Triton's. Or, in CUDA
-    C++, programs of a cluster, and nothing else."""
+    """Rows and columns of a tile, inputs of a product, products of a step, how many loads are under way, and programs
+    that share the inputs of a tile: Triton's. Or, in CUDA C++, programs of a cluster, and nothing else."""
 
     block_o: int = 64
     block_t: int = 16
@@ -20,7 +19,6 @@ class Tiling(NamedTuple):
     stages: int = 4
     warps: int = 4
     split: int = 1
-    ahead: bool = False
     cluster: int = 0
 
 

@@ -16,7 +16,7 @@ from glm5.kernels.coded import Coded
 from glm5.kernels.coded_linear.tiling import Tiling, measured_for, tiling_for
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import integer_sums, num_steps, unit, weight_times_rows
-from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, prefetch, wait_for_earlier
+from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch
 
 
@@ -48,7 +48,6 @@ def _coded_linear(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -56,15 +55,6 @@ def _coded_linear(
     here = t < T
     row = tl.minimum(o, O - 1).to(tl.int64)
     column = tl.where(here, t, 0).to(tl.int64)
-    steps = num_steps(cols, INT4, BLOCK_K, PARTS)
-    share = tl.cdiv(steps, SPLIT)
-    first = tl.program_id(2) * share
-    last = min(first + share, steps)
-    if AHEAD:
-        BYTES: tl.constexpr = PARTS * (BLOCK_K // 2 if INT4 else BLOCK_K)  # of a row, a step
-        line = tl.arange(0, (BYTES + 127) // 128) * 128
-        for step in range(first, last):
-            prefetch(w_ptr + row[:, None] * cols + tl.minimum(step * BYTES + line, cols - 1)[None, :])
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     rows = (x_ptr, column, here)
@@ -75,6 +65,10 @@ def _coded_linear(
         y = weight_times_rows(weight, row, rows, cols, INT4, GROUP, INTEGER, BLOCK_K, PARTS, BLOCK_T, STAGES)
         _store(y, x_scale_ptr, out_ptr, column, at, known, QUANTIZED)
     else:
+        steps = num_steps(cols, INT4, BLOCK_K, PARTS)
+        share = tl.cdiv(steps, SPLIT)
+        first = tl.program_id(2) * share
+        last = min(first + share, steps)
         sums = integer_sums(w_ptr, row, rows, cols, first, last, INT4, BLOCK_K, PARTS, BLOCK_T, STAGES)
         size = tl.cast(T, tl.int64) * O
         tl.store(partial_ptr + tl.program_id(2) * size + at, tl.trans(sums), mask=known)
@@ -130,7 +124,6 @@ def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> T
         PARTS=tiling.parts,
         STAGES=tiling.stages,
         SPLIT=split,
-        AHEAD=tiling.ahead,
         num_warps=tiling.warps,
         **dependent_launch(x_TD.device),
     )

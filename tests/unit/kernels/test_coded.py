@@ -146,7 +146,7 @@ def test_inputs_shared_by_programs_give_the_same_bits(split, form, gen):
     got = run(x, weight, tiling._replace(split=split))
     assert torch.equal(got, run(x, weight, tiling))
     assert torch.equal(got, coded_linear(x, weight))
-    assert torch.equal(got, run(x, weight, tiling._replace(split=split, parts=2, ahead=True)))
+    assert torch.equal(got, run(x, weight, tiling._replace(split=split, parts=2)))
     assert not arrivals(x.device).any()
     weight.codes[-1, -1] ^= 1
     assert not torch.equal(got, run(x, weight, tiling._replace(split=split)))
