@@ -64,6 +64,7 @@ def products() -> None:
 
 
 def experts() -> None:
+    from glm5.kernels.grouped_experts import cuda as prompts
     from glm5.kernels.grouped_experts.triton import Tiling, grouped_experts
 
     ways = {
@@ -79,6 +80,9 @@ def experts() -> None:
         case = make_experts(T, 6, 2, 200, 136, torch.Generator().manual_seed(T)).to("cuda", torch.bfloat16)
         for tiling in tilings:
             grouped_experts(*case[:5], case.shared, tiling)
+    case = make_experts(230, 6, 2, 512, 256, torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
+    case.expert[:100] = torch.tensor([1, 4])
+    prompts.grouped_experts(*case[:5], case.shared)
 
 
 def rows_of_models() -> None:
