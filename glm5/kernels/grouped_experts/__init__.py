@@ -90,7 +90,8 @@ def _choose(
     if isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled):
         if not chosen(x_TD, gate_up_proj.scale):
             return "reference"
-        is_faster = cuda.is_faster(num_pairs, len(down_proj.data))
+        num_experts, _, inner = down_proj.data.shape
+        is_faster = cuda.is_faster(num_pairs, num_experts, inner)
         return "cuda" if is_faster and not cuda.refusal(x_TD, gate_up_proj, down_proj, shared) else "triton"
     if isinstance(gate_up_proj, BlockScaled) or isinstance(down_proj, BlockScaled):
         return "reference"

@@ -18,9 +18,11 @@ _PITCHES = {"up": 144, "down": 2 * 272}
 _STAGES = {"up": 4, "down": 3}  # blocks of weights under way, as many as there is room for
 
 
-def is_faster(num_pairs: int, num_experts: int) -> bool:
-    """Than Triton's, on an H200 at GLM-5's sizes (docs/performance.md): where most experts' rows are one tile."""
-    return 16 * num_experts <= num_pairs <= 80 * num_experts
+def is_faster(num_pairs: int, num_experts: int, inner: int) -> bool:
+    """Than Triton's, on an H200 at GLM-5's sizes (docs/performance.md): where most experts' rows are one tile, and
+    narrow ones have many."""
+    least = 16 if inner >= 512 else 48
+    return least * num_experts <= num_pairs <= 80 * num_experts
 
 
 def refusal(

@@ -66,16 +66,17 @@ def test_programs_fit():
 
 
 def test_auto_takes_it_where_it_is_faster_and_can_run(monkeypatch, gen):
-    case = make_experts(40, 4, 2, 512, 128, gen)
+    case = make_experts(110, 4, 2, 512, 128, gen)
     monkeypatch.setattr(module, "chosen", lambda *given: True)
 
     def choice(T):
         return module._choose(case.x[:T], case.gate_up, case.down, case.expert[:T].numel(), None)
 
-    assert [choice(T) for T in (31, 32)] == ["triton", "triton"]
+    assert [choice(T) for T in (95, 96)] == ["triton", "triton"]
     monkeypatch.setattr(cuda, "refusal", lambda *given: "")
-    assert [choice(T) for T in (31, 32, 40)] == ["triton", "cuda", "cuda"]
-    assert [cuda.is_faster(8 * T, 256) for T in (511, 512, 2560, 2561)] == [False, True, True, False]
+    assert [choice(T) for T in (95, 96, 110)] == ["triton", "cuda", "cuda"]
+    assert [cuda.is_faster(8 * T, 256, 256) for T in (1535, 1536, 2560, 2561)] == [False, True, True, False]
+    assert [cuda.is_faster(8 * T, 256, 512) for T in (511, 512, 2560, 2561)] == [False, True, True, False]
 
 
 def test_refusals(gen):
