@@ -18,7 +18,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.engine import EngineConfig
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
-from glm5.engine.capacity import check_length, free_bytes, plan_cache, workspace_bytes
+from glm5.engine.capacity import check_length, free_bytes, plan_cache, planned_length, workspace_bytes
 from glm5.engine.core import EngineCore
 from glm5.engine.defaults import read_defaults
 from glm5.engine.depth import AdaptiveDepth, StepCost
@@ -346,8 +346,7 @@ def _sizes(config: EngineConfig, model: Glm5, layout: Layout, group: Group, *, m
             f"({config.max_num_seqs}), so that every request can take part in every step"
         )
     if (num_pages := config.num_gpu_blocks_override) is not None:
-        check_length(cfg, config.max_model_len)
-        return config.max_model_len or min(cfg.max_position_embeddings, num_pages * PAGE_SIZE), num_pages
+        return planned_length(cfg, config.max_model_len, num_pages), num_pages
     memory = config.kv_cache_memory_bytes or free_bytes(model.device, config.gpu_memory_utilization)
     if model.device.type == "cuda" and config.kv_cache_memory_bytes is None:
         counts = {

@@ -74,14 +74,31 @@ def plan_cache(
     fits = max(0, memory // per_page - 1) * PAGE_SIZE
     check_length(cfg, max_model_len)
     _check_count("max_num_seqs", max_num_seqs)
+    if not fits:
+        raise ConfigError(
+            f"the cache: {memory:,} bytes are free for it, and a page of {PAGE_SIZE} tokens, beside the one that no "
+            f"request reads, takes {2 * per_page:,}; raise kv_cache_memory_bytes or gpu_memory_utilization"
+        )
     length = max_model_len or min(cfg.max_position_embeddings, fits)
-    if not 0 < length <= fits:
+    if length > fits:
         need, gib = (-(-length // PAGE_SIZE) + 1) * per_page, 2**30
         raise ConfigError(
             f"max_model_len: {length} tokens take {need / gib:.2f} GiB of cache and {memory / gib:.2f} GiB are free "
             f"for it; allowed here: up to {fits}"
         )
     return length, min(-(-length // PAGE_SIZE) * max_num_seqs, fits // PAGE_SIZE)
+
+
+def planned_length(cfg: ModelConfig, max_model_len: int | None, num_pages: int) -> int:
+    """max_model_len of so many pages, as `plan_cache` finds it. Raises ConfigError likewise."""
+    check_length(cfg, max_model_len)
+    holds = num_pages * PAGE_SIZE
+    if max_model_len is not None and max_model_len > holds:
+        raise ConfigError(
+            f"num_gpu_blocks_override: got {num_pages}, pages for {holds} tokens; allowed: at least "
+            f"{-(-max_model_len // PAGE_SIZE)}, for one request of max_model_len {max_model_len}"
+        )
+    return max_model_len or min(cfg.max_position_embeddings, holds)
 
 
 def _check_count(name: str, number: object) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
-from glm5.engine.capacity import plan_cache, workspace_bytes
+from glm5.engine.capacity import plan_cache, planned_length, workspace_bytes
 from glm5.engine.kv import PAGE_SIZE, KVCache
 
 CFG = preset("tiny")
@@ -41,11 +41,31 @@ def test_fp8_holds_more():
     assert pages == sorted(set(pages))
 
 
-@pytest.mark.parametrize(("pages", "length"), [(0, None), (1.5, None), (3, 129), (0.5, 1)])
-def test_what_does_not_fit_is_refused_with_the_numbers(pages, length):
-    fits = max(0, int(pages) - 1) * PAGE_SIZE
-    with pytest.raises(ConfigError, match=rf"max_model_len: {length or 0} tokens take .* allowed here: up to {fits}$"):
+def test_what_does_not_fit_is_refused_with_the_numbers():
+    with pytest.raises(ConfigError, match=r"max_model_len: 129 tokens take .* allowed here: up to 128$"):
+        plan(3, length=129)
+
+
+@pytest.mark.parametrize("pages", [0, 0.5, 1.5])
+@pytest.mark.parametrize("length", [None, 1])
+def test_memory_for_no_page_at_all(pages, length):
+    refused = (
+        r"the cache: [\d,]+ bytes are free for it, and a page of 64 tokens, .* takes [\d,]+; raise kv_cache_memory"
+    )
+    with pytest.raises(ConfigError, match=refused):
         plan(pages, length=length)
+
+
+def test_pages_that_were_given_hold_one_request():
+    assert [planned_length(CFG, length, 2) for length in (1, 127, 128, None)] == [1, 127, 128, 128]
+    assert planned_length(CFG, None, 10**6) == CFG.max_position_embeddings
+    refused = (
+        r"num_gpu_blocks_override: got 2, pages for 128 tokens; allowed: at least 3, for one .* max_model_len 129$"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        planned_length(CFG, 129, 2)
+    with pytest.raises(ConfigError, match="the model's longest context"):
+        planned_length(CFG, CFG.max_position_embeddings + 1, 10**6)
 
 
 def test_lengths_and_counts_that_are_none():
