@@ -164,6 +164,17 @@ def tiling_for(*, crowded: bool, is_float32: bool) -> Tiling:
     return Tiling(64, _QUERIES, 4, 2, programs=528) if crowded else Tiling(64, 1, 4, 2, programs=2112)
 
 
+def tiling_of(q_TJI: Tensor, key_PZI: Pool, page_table_BN: Tensor) -> Tiling:
+    """For these queries together: they are crowded where a request has many."""
+    num_queries, J, I = q_TJI.shape
+    crowded = num_queries >= _QUERIES * page_table_BN.shape[0]
+    tiling = None
+    if q_TJI.element_size() == 2:
+        sizes = f"J={J} I={I}{' fp8' if isinstance(key_PZI, Fp8Keys) else ''}{' crowded' if crowded else ''}"
+        tiling = tuned.find(Tiling, "index_score", sizes, num_queries, q_TJI.device)
+    return tiling or tiling_for(crowded=crowded, is_float32=q_TJI.element_size() > 2)
+
+
 def index_score(
     q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, page_table_BN: Tensor, row_T: Tensor, end_T: Tensor, *, scale: float
 ) -> Tensor:
@@ -204,11 +215,7 @@ def score_visible(
     if num_queries == 0:
         return
     q_TJI = q_TJI if q_TJI.stride()[1:] == (I, 1) else q_TJI.contiguous()
-    crowded = num_queries >= _QUERIES * page_table_BN.shape[0]
-    if tiling is None and q_TJI.element_size() == 2:
-        sizes = f"J={J} I={I}{' fp8' if key_scale is not None else ''}{' crowded' if crowded else ''}"
-        tiling = tuned.find(Tiling, "index_score", sizes, num_queries, q_TJI.device)
-    cut = tiling or tiling_for(crowded=crowded, is_float32=q_TJI.element_size() > 2)
+    cut = tiling or tiling_of(q_TJI, key_PZI, page_table_BN)
     block_j = max(16 // cut.queries, triton.next_power_of_2(J))
     tiles = triton.cdiv(num_queries, cut.queries)
     shares = max(1, min(triton.cdiv(score_TS.shape[1], cut.keys), cut.programs // tiles))

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.index_score.triton import Tiling, score_visible
+from glm5.kernels.index_score.triton import Tiling, score_visible, tiling_of
 from glm5.kernels.top_k.triton import GROUPS, LONGEST, best_of, group_size
 
 _SCORES = 1 << 26  # of a piece of the queries: 256 MB
@@ -30,8 +30,9 @@ def select_keys(
 ) -> Tensor:
     """As `reference.select_keys`. Rows of more than `longest` keys go through groups of them (`top_k/triton.py`).
 
-    `tiling`: of the scores.
+    `tiling`: of the scores, by default that of all queries, however many are looked at together.
     """
+    tiling = tiling or tiling_of(q_TJI, key_PZI, page_table_BN)
     num_keys = page_table_BN.shape[1] * key_PZI.shape[1]
     group = group_size(num_keys, num_groups) if num_keys > longest else 1
     step = max(1, _SCORES // max(1, num_keys))
