@@ -15,6 +15,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.train import read_recipe
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
+from glm5.testing.numerics import rel_rms
 from glm5.train.loop import train
 from glm5.train.parallel.mesh import Mesh, check_stage
 from glm5.train.parallel.run import Rank, train_shared
@@ -30,8 +31,10 @@ STAGES = (
     stage("dense", steps=4, pass_sequences=1),
     stage("sparse", "sparse", steps=4, pass_sequences=1),
 )
-# Of a weight after eight steps in float32, some on one process, some on four. 4e-6 measured; a step moves 3e-3.
-ROUNDING = 1e-4
+# Of all weights together after eight steps in float32, some on one process, some on four, relative: measured 6e-8
+# and 2e-6; one of five steps left out is 2e-3. Single weights whose gradient is nearly nothing are up to 2e-4 apart:
+# AdamW moves by its sign.
+ROUNDING = 2e-5
 
 
 def settings(out, *more):
@@ -65,6 +68,14 @@ def part_of_a_run(rank: int, port: int, world: int, file: str, changes: list[str
     return str(best)
 
 
+def apart(path, other) -> float:
+    """Relative difference of two checkpoints' weights."""
+    flat = [torch.cat([tensor.flatten() for tensor in glm5.load(each).state_dict().values()]) for each in (path, other)]
+    off = rel_rms(*flat)
+    print(f"{off:.1e} apart")
+    return off
+
+
 @pytest.mark.slow
 def test_two_four_two_and_one_process_are_one_run(tmp_path):
     """Experts dealt out, stages and contexts in between; each reads the rows that others wrote."""
@@ -79,9 +90,7 @@ def test_two_four_two_and_one_process_are_one_run(tmp_path):
     assert found is not None
     assert (found[0].stage, found[0].step) == (1, 2)
     best = train(read_recipe(file, settings(out)), tmp_path)
-    a, b = glm5.load(straight).state_dict(), glm5.load(best).state_dict()
-    print(f"largest difference {max((a[name] - b[name]).abs().max().item() for name in a):.1e}")
-    assert max((a[name] - b[name]).abs().max().item() for name in a) < ROUNDING
+    assert apart(straight, best) < ROUNDING
     steps = [(r["stage"], r["step"]) for r in read_metrics(out) if "held out" not in r]
     assert steps == [("dense", n) for n in range(1, 5)] + [("sparse", n) for n in range(1, 5)]
     assert not list(out.glob("state-*"))
@@ -94,9 +103,9 @@ def test_rows_that_do_not_divide_are_dealt_out_as_they_come(tmp_path):
     file = recipe_file(tmp_path, text)
     straight = train(read_recipe(file, settings(tmp_path / "straight")), tmp_path)
     results = run_ranks(2, part_of_a_run, 2, str(file), settings(tmp_path / "out"), 99)
-    a, b = glm5.load(straight).state_dict(), glm5.load(results[0]).state_dict()
-    print(f"largest difference {max((a[name] - b[name]).abs().max().item() for name in a):.1e}")
-    assert max((a[name] - b[name]).abs().max().item() for name in a) < ROUNDING
+    assert apart(straight, results[0]) < ROUNDING
+    earlier = read_recipe(file, settings(tmp_path / "short", "stage.0.steps=4"))
+    assert apart(straight, train(earlier, tmp_path)) > 10 * ROUNDING
     tokens = [record["tokens"] for record in read_metrics(tmp_path / "out") if "held out" not in record]
     assert tokens == [64 * sum((2, 3, 4, 5, 5)[: n + 1]) for n in range(5)]
     with pytest.raises(ConfigError, match=r"3 sequences in step 2 are 1 of some ranks and 2 of others"):
