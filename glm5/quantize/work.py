@@ -16,8 +16,8 @@ from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.quant.graph import RotationName
 from glm5.quant.hadamard import Rotation
-from glm5.quant.qat import is_int4
-from glm5.quant.record import Quantized
+from glm5.quant.qat import GROUP, is_int4
+from glm5.quant.record import Grid, Quantized
 from glm5.quant.rotate import fold, rotate
 from glm5.quantize.calibrate import Activations, Inputs
 from glm5.quantize.formats.base import Format, scheme_name
@@ -135,9 +135,9 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
 def refuse_int4(run: Run, layer_idx: int, module: str, linear: LinearPlan, weight: Tensor) -> None:
     """Raise ConfigError where a plan would move a weight that training has left on int4's grid: it passes unchanged by
     min-max in groups, and by nothing else. Of a stack, its first expert tells."""
-    grid, recipe = linear.scheme.weight, run.plan.recipe
+    recipe = run.plan.recipe
     is_moved = recipe.rotation is not None or bool(recipe.smoothing) or linear.method != "minmax"
-    if (grid.kind, grid.bits, grid.scope) == ("int", 4, "group") and not is_moved:
+    if linear.scheme.weight == Grid("int", 4, "group", GROUP) and not is_moved:
         return
     first = (weight[0] if weight.dim() == 3 else weight).to(run.device)
     if is_int4(first):

@@ -225,6 +225,14 @@ def test_weights_on_the_grid_are_not_moved(own_bf16, tmp_path):
     for scheme in ("w8a8", "fp8", "nvfp4", "w4a8", "w4a16"):
         with pytest.raises(ConfigError, match="lies on an int4 grid already"):
             quantize(settings(own_bf16, tmp_path / "out", scheme=scheme))
+    other_groups = tmp_path / "own" / "groups.toml"
+    other_groups.write_text(
+        '[[process]]\ntype = "linear_quant"\ninclude = ["*mlp.experts.*"]\n'
+        'qconfig.weight = { scope = "per_group", dtype = "int4", method = "minmax", ext = { group_size = 64 } }\n'
+    )
+    with pytest.raises(ConfigError, match="lies on an int4 grid already"):
+        quantize(settings(own_bf16, tmp_path / "out", recipe=str(other_groups)))
+    other_groups.unlink()
     assert [each.name for each in tmp_path.iterdir()] == ["own"], "known before anything is written"
     out = quantize(settings(own_bf16, tmp_path / "out", scheme="w4a16", method="minmax"))
     before, after = read_tensors(own_bf16), read_tensors(out)
