@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from glm5.engine.stack import Rows
+from glm5.kernels.row_codes import Kind
 from glm5.kernels.triton_support import chosen
 from glm5.model.norm import RMSNorm
 from glm5.parallel.group import Group
@@ -28,8 +29,11 @@ class Between(Protocol):
         """Of rows that every rank has, those that this one goes on with: [O, D]."""
         ...
 
-    def join(self, new_TD: Tensor, residual_OD: Tensor, norm: RMSNorm, *, quantize: bool) -> tuple[Rows, Tensor]:
-        """Add what is new, of which each rank has a part, to the residual stream: (normed rows [O, D], the stream)."""
+    def join(self, new_TD: Tensor, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+        """Add what is new, of which each rank has a part, to the residual stream: (normed rows [O, D], the stream).
+
+        `kind`: of the codes that rows come with.
+        """
         ...
 
     def whole(self, x_OY: Tensor) -> Tensor:
@@ -37,7 +41,7 @@ class Between(Protocol):
         ...
 
     def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
-        """The same of rows and what belongs to them, of 4 bytes each. Of quantized rows, products in FP8 get what they
+        """The same of rows and what belongs to them, of 4 bytes each. Of quantized rows, products get what they
         read."""
         ...
 
@@ -51,11 +55,13 @@ class Whole:
     def mine(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
-    def join(self, new_TD: Tensor, residual_OD: Tensor, norm: RMSNorm, *, quantize: bool) -> tuple[Rows, Tensor]:
-        if not quantize:
+    def join(self, new_TD: Tensor, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+        if kind is None:
             x_TD, total_TD = self.group.add_rms_norm(new_TD, residual_OD, norm.weight, norm.eps)
             return Rows(x_TD), total_TD
-        x_TD, total_TD, data, scale = self.group.add_rms_norm_quantized(new_TD, residual_OD, norm.weight, norm.eps)
+        x_TD, total_TD, data, scale = self.group.add_rms_norm_quantized(
+            new_TD, residual_OD, norm.weight, norm.eps, kind
+        )
         return Rows(x_TD, (data, scale)), total_TD
 
     def whole(self, x_OY: Tensor) -> Tensor:
@@ -75,9 +81,9 @@ class Dealt:
         rank, size = self.group.shard
         return x_TD.unflatten(0, (size, -1))[rank]
 
-    def join(self, new_TD: Tensor, residual_OD: Tensor, norm: RMSNorm, *, quantize: bool) -> tuple[Rows, Tensor]:
+    def join(self, new_TD: Tensor, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         given = residual_OD, norm.weight, norm.eps
-        x_OD, total_OD, quantized = self.group.add_rms_norm_dealt(new_TD, *given, quantize=quantize)
+        x_OD, total_OD, quantized = self.group.add_rms_norm_dealt(new_TD, *given, quantize=kind)
         return Rows(x_OD, quantized), total_OD
 
     def whole(self, x_OY: Tensor) -> Tensor:
@@ -87,10 +93,11 @@ class Dealt:
         if x.quantized is None:
             return Rows(self.whole(x.x_TD)), *map(self.whole, more)
         data, scale = x.quantized
-        beside = scale, *more
+        beside = scale.view(len(scale), -1), *more
         words_TY = self.whole(torch.cat([each.view(torch.int32) for each in beside], dim=1))
         parts = words_TY.split([each.shape[1] for each in beside], dim=1)
         scale, *rest = (part.view(each.dtype) for part, each in zip(parts, beside, strict=True))
+        scale = scale if x.quantized[1].dim() == 2 else scale.flatten().contiguous()
         # Where kernels read the codes, something of x's shape and dtype stands in for it.
         is_read = not chosen(x.x_TD)
         x_TD = self.whole(x.x_TD) if is_read else x.x_TD.new_empty(len(words_TY), x.x_TD.shape[1])

@@ -25,11 +25,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.engine.between import Between, Dealt, between_of
-from glm5.engine.stack import AnyLinear, Rows, Stack, product
+from glm5.engine.stack import AnyLinear, Rows, Stack, product, wanted
 from glm5.engine.view import StepView
-from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.fp8_linear import few_rows
 from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, grouped_experts
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
@@ -37,6 +35,7 @@ from glm5.kernels.mla_values import mla_values, mla_values_quantized
 from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope_part, rope_table
+from glm5.kernels.row_codes import Kind, quantize
 from glm5.model.attention import SparseLatentAttention
 from glm5.model.block import DecoderLayer
 from glm5.model.experts import BlockScaledExperts, CodedExperts, Experts
@@ -88,7 +87,7 @@ class LoweredAttention:
         if selection is None:
             assert module.indexer is not None
             weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, between)
-        q_lat = self._keys(qkv_TY, out_TY[:, :num_key], weights, rope, view, quantize=x.quantized is not None)
+        q_lat = self._keys(qkv_TY, out_TY[:, :num_key], weights, rope, view)
         query_TY = self.of_query(q_lat, 0, 2 if selection is None else 1)
         q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
         if view.first_T is not None and selection is not None and selection.keys_TK is None:
@@ -104,10 +103,7 @@ class LoweredAttention:
             selection = view.select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale, turns)
         q_THL = mla_queries(q_THX, self.w_k_HNC, *turns, early=early)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
-        if x.quantized is None:
-            return product(Rows(mla_values(out_THC, self.w_v_HCV)), module.o_proj), selection
-        values_TV, data, scales = mla_values_quantized(out_THC, self.w_v_HCV)
-        return product(Rows(values_TV, (data, scales)), module.o_proj), selection
+        return product(self._values(out_THC), module.o_proj), selection
 
     def _keys(
         self,
@@ -116,8 +112,6 @@ class LoweredAttention:
         heads: HeadWeights | None,
         rope: Rope,
         view: StepView,
-        *,
-        quantize: bool,
     ) -> Rows:
         """The query latent; the latents, and index keys if there are any, go to the cache."""
         module, layer_idx, index = self.module, self.module.layer_idx, None
@@ -127,10 +121,19 @@ class LoweredAttention:
             index = IndexKeys(key_TI, norm.weight, norm.bias, norm.eps, view.cache.index_keys(layer_idx), heads)
         norms = module.q_a_layernorm.weight, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps
         where = rope.cos_TR2, rope.sin_TR2, view.place_T, view.cache.latents(layer_idx), index
-        if not quantize:
+        kind = self.of_query.wants(len(qkv_TY))
+        if kind is None:
             return Rows(mla_keys(qkv_TY, *norms, *where))
-        q_TQ, data, scale = mla_keys_quantized(qkv_TY, *norms, *where)
-        return Rows(q_TQ, (data, scale))
+        q_TQ, *codes = mla_keys_quantized(qkv_TY, *norms, *where, kind)
+        return Rows(q_TQ, (codes[0], codes[1]))
+
+    def _values(self, out_THC: Tensor) -> Rows:
+        """Of every head, for the product with o_proj."""
+        kind = wanted([self.module.o_proj], len(out_THC))
+        if kind is None:
+            return Rows(mla_values(out_THC, self.w_v_HCV))
+        values_TV, *codes = mla_values_quantized(out_THC, self.w_v_HCV, kind)
+        return Rows(values_TV, (codes[0], codes[1]))
 
     def _prompt(self, q_THX: Tensor, qkv_TY: Tensor, rope: Rope, first_T: Tensor) -> Tensor:
         """Attention of whole prompts to themselves."""
@@ -207,8 +210,13 @@ class LoweredMLP:
         return [self.gate_up]
 
     def __call__(self, x: Rows, between: Between) -> Tensor:
-        (x,) = between.gathered(x if self.gate_up.is_fp8 else Rows(x.x_TD))
+        (x,) = between.gathered(x)
         return self.of(x)
+
+    def wants(self, num_rows: int, between: Between) -> Kind | None:
+        """How rows should come quantized."""
+        reads_rows = len(self.gate_up.runs) > 1  # and dealt rows would be gathered as codes alone
+        return None if reads_rows and isinstance(between, Dealt) else self.gate_up.wants(num_rows)
 
     def of(self, x: Rows) -> Tensor:
         """Of rows that are there."""
@@ -232,8 +240,7 @@ class LoweredMoE:
 
     def __call__(self, x: Rows, between: Between) -> Tensor:
         experts, mlp = self.module.experts, self.module.shared_experts
-        rows = x if self.apart is None else Rows(x.x_TD)
-        x, weight_TA, expert_TA = between.gathered(rows, *self.module.gate(x.x_TD))
+        x, weight_TA, expert_TA = between.gathered(x, *self.module.gate(x.x_TD))
         if self.heard is not None:
             self.heard.append(expert_TA)
         if self.apart is not None:
@@ -241,6 +248,13 @@ class LoweredMoE:
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         choice = weight_TA, expert_TA
         return grouped_experts(x.x_TD, *_stacks(experts), *choice, shared=shared, quantized=x.quantized)
+
+    def wants(self, num_rows: int, between: Between) -> Kind | None:
+        """How rows should come quantized."""
+        if self.apart is not None:  # experts as codes read the rows themselves
+            return None if isinstance(between, Dealt) else self.apart.gate_up.wants(num_rows)
+        is_fp8 = isinstance(self.module.experts, BlockScaledExperts)
+        return "blocks" if is_fp8 and num_rows > FEW_TOKENS else None
 
 
 def _has_codes(mlp: MLP) -> bool:
@@ -267,11 +281,6 @@ class LoweredLayer:
         self.module = module
         self.attention = LoweredAttention(module.self_attn)
         self.mlp = LoweredMoE(module.mlp) if isinstance(module.mlp, MoE) else LoweredMLP(module.mlp)
-        self.is_fp8 = self.attention.of_input.is_fp8
-        self._few_rows = few_rows(module.input_layernorm.weight.device)
-
-    def quantizes(self, num_rows: int) -> bool:
-        return self.is_fp8 and num_rows > self._few_rows
 
     def __call__(
         self,
@@ -284,16 +293,15 @@ class LoweredLayer:
     ) -> tuple[Tensor, Tensor, Selection]:
         """(what the layer adds, of ranks that share it a part, the stream without it, the selection used)."""
         norm, num_rows = self.module.input_layernorm, len(view.positions_T)
-        quantizes = self.quantizes(num_rows)
+        kind = self.attention.of_input.wants(num_rows)
         if new_TD is None:
             x_OD = norm(residual_OD)
-            x = Rows(x_OD, act_quant(x_OD) if quantizes else None)
+            x = Rows(x_OD, None if kind is None else quantize(x_OD, kind))
         else:
-            x, residual_OD = between.join(new_TD, residual_OD, norm, quantize=quantizes)
+            x, residual_OD = between.join(new_TD, residual_OD, norm, kind)
         new_TD, selection = self.attention(x, rope, view, selection, between)
-        quantizes = quantizes and (isinstance(self.mlp, LoweredMLP) or num_rows > FEW_TOKENS)
-        norm = self.module.post_attention_layernorm
-        x, residual_OD = between.join(new_TD, residual_OD, norm, quantize=quantizes)
+        norm, kind = self.module.post_attention_layernorm, self.mlp.wants(num_rows, between)
+        x, residual_OD = between.join(new_TD, residual_OD, norm, kind)
         return self.mlp(x, between), residual_OD, selection
 
 
@@ -306,7 +314,7 @@ def _last(new_TD: Tensor | None, residual_OD: Tensor, norm: RMSNorm, between: Be
     """The stream behind the last layer, normed, all rows of it."""
     if new_TD is None:
         return between.whole(norm(residual_OD))
-    return between.whole(between.join(new_TD, residual_OD, norm, quantize=False)[0].x_TD)
+    return between.whole(between.join(new_TD, residual_OD, norm, None)[0].x_TD)
 
 
 class Lowered:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
 from glm5.kernels.coded import Coded
 from glm5.kernels.coded_linear import coded_linear
-from glm5.kernels.fp8_linear import fp8_linear
+from glm5.kernels.fp8_linear import few_rows, fp8_linear
+from glm5.kernels.row_codes import DTYPES, Kind, Quantized
 from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 
 AnyLinear = Linear | BlockScaledLinear | CodedLinear
@@ -22,10 +23,16 @@ AnyLinear = Linear | BlockScaledLinear | CodedLinear
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of activations, and what `act_quant` makes of them where products in FP8 read it."""
+    """Rows of activations, and their codes where products read those (`Stack.wants`)."""
 
     x_TD: Tensor
-    quantized: tuple[Tensor, Tensor] | None = None
+    quantized: Quantized | None = None
+
+    def codes_for(self, linear: AnyLinear) -> Quantized | None:
+        """What `linear` would make of the rows, if it is there."""
+        kind = _kind_of(linear)
+        is_there = self.quantized is not None and kind is not None and self.quantized[0].dtype == DTYPES[kind]
+        return self.quantized if is_there else None
 
 
 class Stack:
@@ -34,7 +41,6 @@ class Stack:
     def __init__(self, linears: Sequence[AnyLinear]):
         self.linears = list(linears)
         self.rows = [linear.weight.shape[0] for linear in self.linears]
-        self.is_fp8 = all(isinstance(linear, BlockScaledLinear) for linear in self.linears)
         self.runs = [range(len(self.linears))[:1]]
         for i in range(1, len(self.linears)):
             if _continues(self.linears[i - 1], self.linears[i]):
@@ -47,6 +53,10 @@ class Stack:
     def place(self) -> tuple[int, ...]:
         """Where the weights lie: what a captured graph depends on."""
         return tuple(tensor.data_ptr() for linear in self.linears for tensor in _tensors(linear))
+
+    def wants(self, num_rows: int) -> Kind | None:
+        """How so many rows should come quantized, so that no product has to do it."""
+        return wanted(self.linears, num_rows)
 
     def join(self) -> None:
         """Put the weights of each run into one piece, unless they are in one already."""
@@ -76,10 +86,11 @@ class Stack:
             case Linear():
                 return F.linear(rows.x_TD, weight)
             case CodedLinear():
-                return coded_linear(rows.x_TD, Coded(weight, _piece(first.weight_scale, count), first.form))
+                coded = Coded(weight, _piece(first.weight_scale, count), first.form)
+                return coded_linear(rows.x_TD, coded, rows.codes_for(first))
             case BlockScaledLinear():
                 scale = _piece(first.weight_scale_inv, num_blocks(count))
-                return fp8_linear(rows.x_TD, BlockScaled(weight, scale), rows.quantized)
+                return fp8_linear(rows.x_TD, BlockScaled(weight, scale), rows.codes_for(first))
 
 
 def _continues(before: AnyLinear, linear: AnyLinear) -> bool:
@@ -97,9 +108,32 @@ def _continues(before: AnyLinear, linear: AnyLinear) -> bool:
 
 def product(rows: Rows, linear: AnyLinear) -> Tensor:
     """`linear` of rows that may be quantized already."""
-    if isinstance(linear, BlockScaledLinear):
-        return fp8_linear(rows.x_TD, BlockScaled(linear.weight, linear.weight_scale_inv), rows.quantized)
-    return linear(rows.x_TD)
+    match linear:
+        case BlockScaledLinear():
+            weight = BlockScaled(linear.weight, linear.weight_scale_inv)
+            return fp8_linear(rows.x_TD, weight, rows.codes_for(linear))
+        case CodedLinear():
+            return coded_linear(rows.x_TD, linear.coded, rows.codes_for(linear))
+        case _:
+            return linear(rows.x_TD)
+
+
+def wanted(linears: Sequence[AnyLinear], num_rows: int) -> Kind | None:
+    """How so many rows should come quantized for products with these."""
+    kinds = {_kind_of(linear) for linear in linears}
+    if kinds == {"blocks"}:
+        return "blocks" if num_rows > few_rows(linears[0].weight.device) else None
+    return "int8" if "int8" in kinds else None
+
+
+def _kind_of(linear: AnyLinear) -> Kind | None:
+    match linear:
+        case BlockScaledLinear():
+            return "blocks"
+        case CodedLinear() if (linear.form.weight, linear.form.act) == ("int8", "int8"):
+            return "int8"
+        case _:
+            return None
 
 
 def _tensors(linear: AnyLinear) -> tuple[Tensor, ...]:

@@ -21,9 +21,9 @@ from torch._C._autograd import DeviceType
 
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
-from glm5.kernels.block_scaled import FP8, num_blocks
+from glm5.kernels.row_codes import Kind, Quantized, room
 from glm5.kernels.triton_support import installed
-from glm5.parallel.group import Fp8Rows, joined
+from glm5.parallel.group import joined
 from glm5.parallel.table import Shard
 
 logger = logging.getLogger(__name__)
@@ -76,30 +76,25 @@ class CudaGroup:
         return add_rms_norm(self.all_reduce_nccl(part_TD), residual_TD, weight_D, eps) if both is None else both
 
     def add_rms_norm_quantized(
-        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        data, scale = self._fp8_rows(*part_TD.shape)
+        data, scale = room(len(part_TD), part_TD.shape[1], kind, self.device)
         both = self._reduced(part_TD, (residual_TD, weight_D, eps), (data, scale))
         if both is None:
-            return add_rms_norm_quantized(self.all_reduce_nccl(part_TD), residual_TD, weight_D, eps)
+            return add_rms_norm_quantized(self.all_reduce_nccl(part_TD), residual_TD, weight_D, eps, kind)
         return *both, data, scale
 
     def add_rms_norm_dealt(
-        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
-    ) -> tuple[Tensor, Tensor, Fp8Rows | None]:
+        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    ) -> tuple[Tensor, Tensor, Quantized | None]:
         if self.buffers is not None:
             from glm5.kernels.all_reduce.triton_dealt import can_deal, dealt
 
             if can_deal(self.buffers, part_TD):
-                quantized = self._fp8_rows(*residual_OD.shape) if quantize else None
+                quantized = room(len(residual_OD), part_TD.shape[1], quantize, self.device) if quantize else None
                 return *dealt(self.buffers, part_TD, (residual_OD, weight_D, eps), quantized), quantized
         new_OD = self._dealt_nccl(part_TD).view_as(residual_OD)
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
-
-    def _fp8_rows(self, num_rows: int, width: int) -> Fp8Rows:
-        """Room for what `act_quant` makes of rows."""
-        data = torch.empty(num_rows, width, dtype=FP8, device=self.device)
-        return data, torch.empty(num_blocks(width), num_rows, dtype=torch.float32, device=self.device).T
 
     def all_gather(self, part: Tensor) -> Tensor:
         if self.buffers is not None and part.numel() and part.numel() * part.element_size() % 4 == 0:
@@ -117,7 +112,7 @@ class CudaGroup:
         self,
         part: Tensor,
         norm: tuple[Tensor, Tensor, float] | None,
-        quantized: Fp8Rows | None = None,
+        quantized: Quantized | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Through symmetric memory; None where that is not the way."""
         if self.buffers is None or not part.numel():

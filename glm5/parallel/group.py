@@ -20,9 +20,8 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.row_codes import Kind, Quantized
 from glm5.parallel.table import Shard
-
-Fp8Rows = tuple[Tensor, Tensor]  # what `act_quant` gives
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
@@ -42,15 +41,15 @@ class Group(Protocol):
         ...
 
     def add_rms_norm_quantized(
-        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same, then what `act_quant` makes of out."""
+        """The same, then what `row_codes.quantize` makes of out."""
         ...
 
     def add_rms_norm_dealt(
-        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
-    ) -> tuple[Tensor, Tensor, Fp8Rows | None]:
-        """(out, sum, `act_quant` of out) of this rank's rows alone, the `rank`-th of `size` equal shares."""
+        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    ) -> tuple[Tensor, Tensor, Quantized | None]:
+        """(out, sum, its codes if asked for) of this rank's rows alone, the `rank`-th of `size` equal shares."""
         ...
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -77,13 +76,13 @@ class GlooGroup:
         return add_rms_norm(self.all_reduce(part_TD), residual_TD, weight_D, eps)
 
     def add_rms_norm_quantized(
-        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return add_rms_norm_quantized(self.all_reduce(part_TD), residual_TD, weight_D, eps)
+        return add_rms_norm_quantized(self.all_reduce(part_TD), residual_TD, weight_D, eps, kind)
 
     def add_rms_norm_dealt(
-        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
-    ) -> tuple[Tensor, Tensor, Fp8Rows | None]:
+        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    ) -> tuple[Tensor, Tensor, Quantized | None]:
         new_OD = self.all_reduce(part_TD).unflatten(0, (self.shard.size, -1))[self.shard.rank]
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
@@ -163,13 +162,13 @@ class Alone:
         return add_rms_norm(part_TD, residual_TD, weight_D, eps)
 
     def add_rms_norm_quantized(
-        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return add_rms_norm_quantized(part_TD, residual_TD, weight_D, eps)
+        return add_rms_norm_quantized(part_TD, residual_TD, weight_D, eps, kind)
 
     def add_rms_norm_dealt(
-        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
-    ) -> tuple[Tensor, Tensor, Fp8Rows | None]:
+        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    ) -> tuple[Tensor, Tensor, Quantized | None]:
         return joined(part_TD, residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -186,12 +185,12 @@ ALONE: Group = Alone()
 
 
 def joined(
-    new_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: bool
-) -> tuple[Tensor, Tensor, Fp8Rows | None]:
-    """(out, sum, `act_quant` of out) of what is new, added up."""
-    if not quantize:
+    new_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+) -> tuple[Tensor, Tensor, Quantized | None]:
+    """(out, sum, its codes if asked for) of what is new, added up."""
+    if quantize is None:
         return *add_rms_norm(new_TD, residual_TD, weight_D, eps), None
-    out_TD, total_TD, *quantized = add_rms_norm_quantized(new_TD, residual_TD, weight_D, eps)
+    out_TD, total_TD, *quantized = add_rms_norm_quantized(new_TD, residual_TD, weight_D, eps, quantize)
     return out_TD, total_TD, (quantized[0], quantized[1])
 
 

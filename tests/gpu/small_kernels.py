@@ -91,6 +91,7 @@ def rows_of_models() -> None:
     rms_norm(x, weight, 1e-5, impl="triton")
     add_rms_norm(x, residual, weight, 1e-5, impl="triton")
     add_rms_norm_quantized(x, residual, weight, 1e-5, impl="triton")
+    add_rms_norm_quantized(x, residual, weight, 1e-5, "int8", impl="triton")
     rope(rows(3, 8, 256)[..., -R:], *rope_table(torch.arange(3, device="cuda"), R, 1e6, torch.bfloat16), impl="triton")
 
 

@@ -63,6 +63,9 @@ def test_linear_of_a_steps_tokens(shape, gen):
     got = coded_linear(x.cuda(), card, impl="cuda")
     assert torch.equal(got.cpu(), coded_linear(x, weight))
     assert all(torch.equal(coded_linear(x.cuda(), card, impl="cuda"), got) for _ in range(REPEATS))
+    quantized = token_quant(x.cuda(), "int8")
+    for impl in ("cuda", "triton"):
+        assert torch.equal(coded_linear(torch.zeros_like(x).cuda(), card, quantized, impl=impl), got)
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])

@@ -13,6 +13,7 @@ from glm5.kernels.paging import read_pages
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.select_keys import select_keys
 from glm5.kernels.store_rows import store_rows
+from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +96,18 @@ def test_inputs_of_attention(tokens, kind, gen):
         for one, other in zip([*again, *again_pools], [q, q_fp8, scale, *pools], strict=True):
             assert torch.equal(one.float(), other.float())
     assert rel_rms(run("triton", weights[0] * 1.01)[0][0], want_q) > 4 * BUDGET
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_int8_codes_of_the_query_latent(tokens, gen):
+    qkv, weights = random(gen, tokens, Q + C + R), [random(gen, width) for width in (Q, C)]
+    table = rope_table(torch.arange(tokens, device="cuda") * 31, R, 1e6, torch.bfloat16)
+    slots = torch.randperm(P * Z, generator=gen, device="cuda")[:tokens]
+    given = qkv, *weights, 1e-5, *table, slots, make_pool("fp8", C + R), None
+    q, codes, scale = mla_keys_quantized(*given, "int8", impl="triton")
+    assert torch.equal(q, mla_keys_quantized(*given, impl="triton")[0])
+    for mine, its in zip((codes, scale), token_quant(q.cpu(), "int8"), strict=True):
+        assert torch.equal(mine.cpu(), its)
 
 
 # Against float64: results and rotated products are rounded to bfloat16, 2^-9.

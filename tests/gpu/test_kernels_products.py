@@ -11,6 +11,7 @@ from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.router import router
+from glm5.kernels.token_quant import token_quant
 from glm5.kernels.triton_support import arrivals
 from glm5.testing.numerics import rel_rms
 from tests.support.experts import exact_sum, make_experts
@@ -158,6 +159,10 @@ def test_norm_and_rope(dtype, gen):
     got, want = (add_rms_norm_quantized(x, residual, weight, 1e-5, impl=impl) for impl in ("triton", "reference"))
     assert torch.equal(got[1], want[1])
     assert rel_rms(got[0], want[0]) < BUDGET[dtype]
+    tokens = add_rms_norm_quantized(x, residual, weight, 1e-5, "int8", impl="triton")
+    assert all(torch.equal(mine, its) for mine, its in zip(tokens[:2], got[:2], strict=True))
+    for codes, of_the_cpu in zip(tokens[2:], token_quant(got[0].cpu(), "int8"), strict=True):
+        assert torch.equal(codes.cpu(), of_the_cpu)
     table = rope_table(torch.arange(5, device="cuda"), 64, 1e6, dtype)
     rows = x.view(5, 24, 256)[..., -64:]
     assert torch.equal(rope(rows, *table, impl="triton"), rope(rows, *table, impl="reference"))

@@ -83,7 +83,7 @@ def check_dealt(group: CudaGroup) -> None:
             parts, mine = _parts(group.shard, rows, width, dtype, number), slice(rank * share, (rank + 1) * share)
             residual, weight = _parts(group.shard, 2, rows * width, dtype, 99)[0, 0].view(rows, width), parts[0, 0]
             known = add_rms_norm(all_reduce_reference(parts), residual, weight, eps, impl="reference")
-            run = partial(group.add_rms_norm_dealt, parts[rank], residual[mine], weight, eps, quantize=True)
+            run = partial(group.add_rms_norm_dealt, parts[rank], residual[mine], weight, eps, quantize="blocks")
             first = run()
             assert torch.equal(first[1], known[1][mine]), f"dealt {rows=} {width=} {dtype=}: sum"
             error = rel_rms(first[0], known[0][mine].double())
@@ -231,7 +231,7 @@ def time_dealt(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, floa
     mine = part[: len(part) // group.shard.size]
     fp8, latents = mine.to(torch.float8_e4m3fn), mine[:, :LATENTS].contiguous()
     ways = {
-        "dealt + norm + FP8": partial(group.add_rms_norm_dealt, part, mine, weight, EPS, quantize=True),
+        "dealt + norm + FP8": partial(group.add_rms_norm_dealt, part, mine, weight, EPS, quantize="blocks"),
         "gathered in FP8": partial(group.all_gather, fp8),
         f"gathered, {LATENTS} of bfloat16": partial(group.all_gather, latents),
     }

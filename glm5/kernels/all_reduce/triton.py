@@ -16,7 +16,6 @@ from glm5.kernels.all_reduce.triton_buffers import (
     MAX_WIDTH,
     NUM_BUFFERS,
     Buffers,
-    Fp8Rows,
     buffer,
     empty_last,
     end,
@@ -25,6 +24,7 @@ from glm5.kernels.all_reduce.triton_buffers import (
     wait,
     wait_sum,
 )
+from glm5.kernels.row_codes import Quantized
 
 PIECE = 1024  # elements that have one owner in two shots
 _CHUNK = 1024  # words that a program empties or gathers at a time
@@ -41,7 +41,7 @@ def _one_shot(
     weight_ptr,
     out_ptr,
     sum_ptr,
-    fp8_ptr,
+    codes_ptr,
     scale_ptr,
     rank,
     num_words,
@@ -77,7 +77,7 @@ def _one_shot(
             weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
         place = buffer(pointers, rank, slot, num_words, part_ptr) + t * D + d
         total = wait_sum(place, T * D, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
-        at = out_ptr, sum_ptr, fp8_ptr, scale_ptr, stride_b
+        at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
         finish(total, residual, weight, t, d, D, *at, eps, NORM, QUANTIZE)
     end(state, call, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
 
@@ -91,7 +91,7 @@ def _two_shots(
     weight_ptr,
     out_ptr,
     sum_ptr,
-    fp8_ptr,
+    codes_ptr,
     scale_ptr,
     rank,
     num_words,
@@ -143,7 +143,7 @@ def _two_shots(
             residual = tl.load(residual_ptr + row * stride_r + d, mask=d < D, other=0.0)
             weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
         x = wait(mine + sums + row * D + d, d < D)
-        at = out_ptr, sum_ptr, fp8_ptr, scale_ptr, stride_b
+        at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
         finish(x, residual, weight, row, d, D, *at, eps, NORM, QUANTIZE)
     end(state, call, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
 
@@ -198,11 +198,11 @@ def one_shot(
     norm: tuple[Tensor, Tensor, float] | None = None,
     splits: int | None = None,
     *,
-    quantized: Fp8Rows | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, sum): with `norm` (residual, weight, eps) those of `add_rms_norm`, else both the sum over ranks.
 
-    `quantized`: filled with what `act_quant` makes of out, of a norm.
+    `quantized`: filled with out as codes, of a norm.
     """
     part_TD = part_TD.contiguous()
     num_rows, width = part_TD.shape
@@ -219,13 +219,13 @@ def one_shot(
         *given[:2],
         out_TD,
         sum_TD,
-        *_fp8(quantized, out_TD),
+        *_codes(quantized, out_TD),
         buffers.rank,
         buffers.num_words,
         num_rows,
         width,
         *given[2:],
-        0 if quantized is None else quantized[1].stride(1),
+        0 if quantized is None else quantized[1].stride(-1),
         SIZE=buffers.size,
         SPLITS=splits,
         BLOCK_D=block,
@@ -245,7 +245,7 @@ def two_shots(
     programs: int | None = None,
     *,
     max_rows: int | None = None,
-    quantized: Fp8Rows | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same; for more rows. `max_rows`: at a time."""
     part_TD = part_TD.contiguous()
@@ -260,7 +260,7 @@ def two_shots(
 def _two_shots_of(
     buffers: Buffers,
     part_TD: Tensor,
-    outputs: tuple[Tensor, Tensor, Fp8Rows | None],
+    outputs: tuple[Tensor, Tensor, Quantized | None],
     given: Given,
     norm: object,
     programs: int | None,
@@ -275,13 +275,13 @@ def _two_shots_of(
         *given[:2],
         out_TD,
         sum_TD,
-        *_fp8(quantized, out_TD),
+        *_codes(quantized, out_TD),
         buffers.rank,
         buffers.num_words,
         num_rows,
         width,
         *given[2:],
-        0 if quantized is None else quantized[1].stride(1),
+        0 if quantized is None else quantized[1].stride(-1),
         SIZE=buffers.size,
         BLOCK_D=block,
         PIECE=PIECE,
@@ -328,7 +328,7 @@ def _outputs(part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> tupl
     return out_TD, torch.empty_like(part_TD), (residual_TD, weight_D, residual_TD.stride(0), eps)
 
 
-def _fp8(quantized: Fp8Rows | None, anything: Tensor) -> Fp8Rows:
+def _codes(quantized: Quantized | None, anything: Tensor) -> Quantized:
     return (anything, anything) if quantized is None else quantized
 
 

@@ -16,12 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.triton_fp8 import quantized_row
+from glm5.kernels.triton_rows import put_codes
 
 NUM_BUFFERS = 3
 MAX_WIDTH = 1 << 14
-
-Fp8Rows = tuple[Tensor, Tensor]  # e4m3 [T, D], and scales [T, D / 128] whose columns lie in one piece
 
 
 @dataclass(frozen=True)
@@ -139,14 +137,14 @@ def finish(
     D,
     out_ptr,
     sum_ptr,
-    fp8_ptr,
+    codes_ptr,
     scale_ptr,
     stride_b,
     eps,
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
-    """Write a row's sum, or add it to the residual stream and write that and its norm, in FP8 too if wanted."""
+    """Write a row's sum, or add it to the residual stream and write that and its norm, as codes too if wanted."""
     mask = d < D
     if NORM:
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -156,8 +154,4 @@ def finish(
         x = (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
     tl.store(out_ptr + t * D + d, x, mask=mask)
     if QUANTIZE:
-        BLOCKS: tl.constexpr = d.shape[0] // 128
-        b = tl.arange(0, BLOCKS)
-        out_fp8, scale = quantized_row(x.to(tl.float32))
-        tl.store(fp8_ptr + t * D + d, out_fp8, mask=mask)
-        tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < D)
+        put_codes(x, t, d, D, codes_ptr, scale_ptr, stride_b)

@@ -16,7 +16,6 @@ from glm5.kernels.all_reduce.triton_buffers import (
     MAX_WIDTH,
     NUM_BUFFERS,
     Buffers,
-    Fp8Rows,
     buffer,
     empty_last,
     end,
@@ -25,6 +24,7 @@ from glm5.kernels.all_reduce.triton_buffers import (
     wait,
     wait_sum,
 )
+from glm5.kernels.row_codes import Quantized
 
 _CHUNK_BYTES = 8192  # that a program sends, or takes in
 
@@ -64,7 +64,7 @@ def _add_up(
     weight_ptr,
     out_ptr,
     sum_ptr,
-    fp8_ptr,
+    codes_ptr,
     scale_ptr,
     rank,
     num_words,
@@ -91,7 +91,7 @@ def _add_up(
     tl.debug_barrier()  # all have read
     for r in tl.static_range(SIZE):
         _empty(place + r * count, d < D)
-    at = out_ptr, sum_ptr, fp8_ptr, scale_ptr, stride_b
+    at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
     finish(total, residual, weight, t, d, D, *at, eps, NORM=True, QUANTIZE=QUANTIZE)
     end(state, call, slot, 0)
 
@@ -145,14 +145,14 @@ def dealt(
     buffers: Buffers,
     part_TD: Tensor,
     norm: Norm,
-    quantized: Fp8Rows | None = None,
+    quantized: Quantized | None = None,
     *,
     max_rows: int | None = None,
     num_warps: int = 16,
 ) -> tuple[Tensor, Tensor]:
     """(out, sum) of this rank's share, [T / ranks, D] each: `add_rms_norm` of the sum over ranks.
 
-    `quantized`: filled with what `act_quant` makes of out. `max_rows`: of all ranks' shares together, at a time.
+    `quantized`: filled with out as codes. `max_rows`: of all ranks' shares together, at a time.
     """
     (num_rows, width), size = part_TD.shape, buffers.size
     share = num_rows // size
@@ -183,7 +183,7 @@ def dealt(
             width,
             residual_OD.stride(0),
             eps,
-            0 if quantized is None else scale.stride(1),
+            0 if quantized is None else scale.stride(-1),
             SIZE=size,
             BLOCK_D=max(128, triton.next_power_of_2(width)),
             QUANTIZE=quantized is not None,

@@ -9,30 +9,38 @@ from glm5.kernels.coded_linear import cuda
 from glm5.kernels.coded_linear.reference import coded_linear as _reference
 from glm5.kernels.coded_linear.tiling import measured_for
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.row_codes import Quantized
 from glm5.kernels.triton_support import chosen
 
 
 def coded_linear(
-    x_TD: Tensor, weight: Coded, *, impl: Literal["auto", "reference", "triton", "cuda"] = "auto"
+    x_TD: Tensor,
+    weight: Coded,
+    quantized: Quantized | None = None,
+    *,
+    impl: Literal["auto", "reference", "triton", "cuda"] = "auto",
 ) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first where the form says so.
 
     `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `cuda`: up to 128 tokens over int8
-    codes on Hopper; `auto` takes it where `kernels/tuned` says that it is faster. Inference only: no gradient passes.
-    Raises ValueError where codes and scale do not fit (Coded.check).
+    codes on Hopper; `auto` takes it where `kernels/tuned` says that it is faster.
+
+    `quantized`: `token_quant` of x as int8, for those who have it already; for weights in int8.
+
+    Inference only: no gradient passes. Raises ValueError where codes and scale do not fit (Coded.check).
     """
     if impl == "auto":
         impl = _choose(x_TD, weight)
     if impl == "reference":
-        return _reference(x_TD, weight)
+        return _reference(x_TD, weight, quantized)
     if impl == "triton":
         if why := refusal(weight):
             raise ValueError(f"coded_linear[triton] {why}; use impl='reference'")
         from glm5.kernels.coded_linear.triton import coded_linear as run
 
-        return run(x_TD, weight)
+        return run(x_TD, weight, quantized=quantized)
     if impl == "cuda":
-        return cuda.coded_linear(x_TD, weight)
+        return cuda.coded_linear(x_TD, weight, quantized=quantized)
     raise unknown_impl("coded_linear", impl, ("reference", "triton", "cuda"))
 
 

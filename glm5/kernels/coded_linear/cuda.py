@@ -16,6 +16,7 @@ from glm5.kernels import cuda_code
 from glm5.kernels.coded import Coded, Form
 from glm5.kernels.coded_linear.tiling import Tiling, measured_for
 from glm5.kernels.fp8_linear.cuda import cut_for
+from glm5.kernels.row_codes import Quantized
 from glm5.kernels.token_quant import token_quant
 
 FEW, TILES = Path(__file__).with_name("few.cu"), Path(__file__).with_name("tiles.cu")
@@ -46,7 +47,9 @@ def refusal(x_TD: Tensor, weight: Coded) -> str:
     return "" if cuda_code.can_build() else "needs NVRTC"
 
 
-def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> Tensor:
+def coded_linear(
+    x_TD: Tensor, weight: Coded, tiling: Tiling | None = None, *, quantized: Quantized | None = None
+) -> Tensor:
     """[T, O] in bfloat16, the reference's bits. Raises ValueError where `refusal` has a reason.
 
     Clusters are those of `tiling`, or of what was measured, or else as large as for FP8, whose bytes are as many.
@@ -55,26 +58,34 @@ def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> T
     if reason := refusal(x_TD, weight):
         raise ValueError(f"coded_linear[cuda] {reason}; use impl='triton'")
     if len(x_TD) <= FEW_TOKENS:
-        return run_few(_few_kernel(weight.width, _eights(len(x_TD)), x_TD.device), x_TD, weight)
+        return run_few(_few_kernel(weight.width, _eights(len(x_TD)), x_TD.device), x_TD, weight, quantized)
     columns = next(n for n in (32, 64, 128) if n >= len(x_TD))
     tiling = tiling or measured_for(x_TD, weight)
     cluster = tiling.cluster if tiling else 0
     kernel = _tiles_kernel(columns, x_TD.device)
-    return run_tiles(kernel, columns, x_TD, weight, cluster or cut_for(*weight.codes.shape).shares)
+    cluster = cluster or cut_for(*weight.codes.shape).shares
+    return run_tiles(kernel, columns, x_TD, weight, cluster, quantized)
 
 
-def run_few(kernel: Callable[..., None], x_TD: Tensor, weight: Coded) -> Tensor:
+def run_few(kernel: Callable[..., None], x_TD: Tensor, weight: Coded, quantized: Quantized | None = None) -> Tensor:
     """The kernel, made for these sizes, behind what quantizes tokens."""
-    rows, scale_T, out_TO = _prepared(x_TD, weight)
+    rows, scale_T, out_TO = _prepared(x_TD, weight, quantized)
     num_tokens, num_rows = out_TO.shape
     programs = (-(-num_rows // _FEW_ROWS), 1)
     kernel(programs, _FEW_THREADS, rows, scale_T, weight.codes, weight.scale, out_TO, num_tokens, num_rows)
     return out_TO
 
 
-def run_tiles(kernel: Callable[..., None], columns: int, x_TD: Tensor, weight: Coded, cluster: int) -> Tensor:
+def run_tiles(
+    kernel: Callable[..., None],
+    columns: int,
+    x_TD: Tensor,
+    weight: Coded,
+    cluster: int,
+    quantized: Quantized | None = None,
+) -> Tensor:
     """Likewise; the kernel is made for as many `columns`."""
-    rows, scale_T, out_TO = _prepared(x_TD, weight)
+    rows, scale_T, out_TO = _prepared(x_TD, weight, quantized)
     (num_tokens, num_rows), width = out_TO.shape, weight.width
     kernel(
         (cluster, -(-num_rows // _TILE_ROWS)),
@@ -97,9 +108,9 @@ def constants_for(width: int, num_tokens: int) -> dict[str, int]:
     return {"K": width, "TILES": _eights(num_tokens), "BLOCKS": 2}
 
 
-def _prepared(x_TD: Tensor, weight: Coded) -> tuple[Tensor, Tensor, Tensor]:
+def _prepared(x_TD: Tensor, weight: Coded, quantized: Quantized | None) -> tuple[Tensor, Tensor, Tensor]:
     """(codes of x, their scales, room for what comes out)."""
-    rows, scale_T = token_quant(x_TD, "int8")
+    rows, scale_T = quantized or token_quant(x_TD, "int8")
     return rows, scale_T, torch.empty(len(x_TD), len(weight.codes), dtype=x_TD.dtype, device=x_TD.device)
 
 

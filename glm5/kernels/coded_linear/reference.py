@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.coded import Coded
+from glm5.kernels.row_codes import Quantized
 from glm5.kernels.token_quant import token_quant
 
 
@@ -18,9 +19,11 @@ class _CodedLinear(torch.autograd.Function):
     """Forward only. A node of the graph all the same, so that training through it is an error and not a zero."""
 
     @staticmethod
-    def forward(_ctx, x_TD: Tensor, codes: Tensor, scale: Tensor, form) -> Tensor:
+    def forward(_ctx, x_TD: Tensor, codes: Tensor, scale: Tensor, form, quantized) -> Tensor:
         weight, wide = Coded(codes, scale, form), torch.promote_types(x_TD.dtype, torch.float32)
-        rows_TD, scale_T = (x_TD, None) if form.act is None else token_quant(x_TD, form.act, impl="reference")
+        rows_TD, scale_T = x_TD, None
+        if form.act is not None:
+            rows_TD, scale_T = quantized or token_quant(x_TD, form.act, impl="reference")
         rows_TD, values_OD = rows_TD.double(), weight.values(torch.float64)
         y_TO = torch.zeros(len(x_TD), len(codes), dtype=wide, device=x_TD.device)
         for g, start in enumerate(range(0, weight.width, form.group or weight.width)):
@@ -35,6 +38,6 @@ class _CodedLinear(torch.autograd.Function):
         )
 
 
-def coded_linear(x_TD: Tensor, weight: Coded) -> Tensor:
+def coded_linear(x_TD: Tensor, weight: Coded, quantized: Quantized | None = None) -> Tensor:
     """[T, O] in x's dtype."""
-    return _CodedLinear.apply(x_TD, *weight.check())
+    return _CodedLinear.apply(x_TD, *weight.check(), quantized)

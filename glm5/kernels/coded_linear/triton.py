@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glm5.kernels.coded import Coded
 from glm5.kernels.coded_linear.tiling import Tiling, measured_for, tiling_for
+from glm5.kernels.row_codes import Quantized
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import integer_sums, num_steps, unit, weight_times_rows
 from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, wait_for_earlier
@@ -88,7 +89,9 @@ def _store(y, x_scale_ptr, out_ptr, column, at, known, QUANTIZED: tl.constexpr):
     tl.store(out_ptr + at, tl.trans(y).to(out_ptr.dtype.element_ty), mask=known)
 
 
-def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> Tensor:
+def coded_linear(
+    x_TD: Tensor, weight: Coded, tiling: Tiling | None = None, *, quantized: Quantized | None = None
+) -> Tensor:
     """[T, O] in x's dtype."""
     codes, scale, form = weight.check()
     num_rows = len(codes)
@@ -100,7 +103,8 @@ def coded_linear(x_TD: Tensor, weight: Coded, tiling: Tiling | None = None) -> T
         tiling = tiling_for(len(x_TD), num_rows)
     tiles, split = (triton.cdiv(num_rows, tiling.block_o), triton.cdiv(len(x_TD), tiling.block_t)), tiling.split
     assert split == 1 or (form.act == "int8" and form.group is None and math.prod(tiles) <= NUM_ARRIVALS), f"{tiling=}"
-    rows, x_scale = prepare_rows(x_TD, form.act, halves=form.weight == "int4")
+    assert quantized is None or form.weight != "int4", "those come in halves"
+    rows, x_scale = quantized or prepare_rows(x_TD, form.act, halves=form.weight == "int4")
     partial = torch.empty(split if split > 1 else 0, *out_TO.shape, dtype=torch.int32, device=x_TD.device)
     _coded_linear[(*tiles, split)](
         rows,

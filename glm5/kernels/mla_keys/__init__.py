@@ -4,11 +4,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.act_quant import act_quant
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.mla_keys.index_keys import HeadWeights, IndexKeys
 from glm5.kernels.mla_keys.reference import mla_keys as _reference
+from glm5.kernels.row_codes import Kind, quantize
 from glm5.kernels.triton_support import chosen
 
 __all__ = ["HeadWeights", "IndexKeys", "mla_keys", "mla_keys_quantized"]
@@ -39,7 +39,7 @@ def mla_keys(
     from glm5.kernels.mla_keys.triton import mla_keys as run
 
     where = cos_TR2, sin_TR2, slot_T, latent_PZL, index
-    return run(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, quantize=False)[0]
+    return run(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, kind=None)[0]
 
 
 def mla_keys_quantized(
@@ -52,17 +52,18 @@ def mla_keys_quantized(
     slot_T: Tensor,
     latent_PZL: Pool,
     index: IndexKeys | None = None,
+    kind: Kind = "blocks",
     *,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(query latent, its FP8 data, scale): `mla_keys`, and `act_quant` of its result for the products that read it."""
+    """(query latent, codes, scale): `mla_keys`, and `row_codes.quantize` of its result for products that read it."""
     where = cos_TR2, sin_TR2, slot_T, latent_PZL, index
     if _choice(impl, qkv_TY) == "reference":
         q_TQ = _reference(qkv_TY, q_weight_Q, kv_weight_C, eps, *where)
-        return q_TQ, *act_quant(q_TQ, impl="reference")
+        return q_TQ, *quantize(q_TQ, kind, impl="reference")
     from glm5.kernels.mla_keys.triton import mla_keys as run
 
-    return run(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, quantize=True)
+    return run(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, kind=kind)
 
 
 def _choice(impl: Impl, qkv_TY: Tensor) -> Literal["reference", "triton"]:

@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.block_scaled import BLOCK, FP8, num_blocks
+from glm5.kernels.block_scaled import BLOCK
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.mla_keys.index_keys import IndexKeys
+from glm5.kernels.row_codes import Kind, room
 from glm5.kernels.store_rows.triton import Parts, kind_of, put_fp8_key, put_fp8_latent, put_plain
-from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_rows import put_codes
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -36,17 +38,16 @@ def _rotated(x, cos_ptr, sin_ptr, t, HALF: tl.constexpr):
 
 
 @triton.jit
-def _put_query(qkv, weight_ptr, out_ptr, fp8_ptr, scale_ptr, t, eps, stride_b, Q: tl.constexpr, QUANTIZE: tl.constexpr):
+def _put_query(
+    qkv, weight_ptr, out_ptr, codes_ptr, scale_ptr, t, eps, stride_b, Q: tl.constexpr, QUANTIZE: tl.constexpr
+):
     BLOCK_Q: tl.constexpr = triton.next_power_of_2(max(Q, 128))
     i = tl.arange(0, BLOCK_Q)
     x = tl.load(qkv + i, mask=i < Q, other=0.0)
     out = _rms_normed(x, tl.load(weight_ptr + i, mask=i < Q, other=0.0), eps, Q)
     tl.store(out_ptr + t * Q + i, out, mask=i < Q)
     if QUANTIZE:
-        b = tl.arange(0, BLOCK_Q // 128)
-        data, scale = quantized_row(out.to(tl.float32))
-        tl.store(fp8_ptr + t * Q + i, data, mask=i < Q)
-        tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < Q)
+        put_codes(out, t, i, Q, codes_ptr, scale_ptr, stride_b)
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def _mla_keys(
     key,
     heads,
     out_ptr,
-    fp8_ptr,
+    codes_ptr,
     scale_ptr,
     eps,
     qkv_stride,
@@ -145,7 +146,7 @@ def _mla_keys(
     slot = tl.load(slot_ptr + t).to(tl.int64)
     qkv, rotation = qkv_ptr + t * qkv_stride, (cos_ptr, sin_ptr)
     if part == 0:
-        _put_query(qkv, q_weight_ptr, out_ptr, fp8_ptr, scale_ptr, t, eps, stride_b, Q, QUANTIZE)
+        _put_query(qkv, q_weight_ptr, out_ptr, codes_ptr, scale_ptr, t, eps, stride_b, Q, QUANTIZE)
     elif part == 1:
         _put_latent(qkv + Q, kv_weight_ptr, rotation, latent, t, slot // Z, slot % Z, eps, C, R, LATENT)
     elif part > 2:
@@ -168,15 +169,14 @@ def mla_keys(
     latent_PZL: Pool,
     index: IndexKeys | None = None,
     *,
-    quantize: bool,
+    kind: Kind | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.mla_keys`, then what `act_quant` makes of it, empty if not asked for."""
+    """As `reference.mla_keys`, then its codes and their scale, empty of no kind."""
     num_tokens, device = len(qkv_TY), qkv_TY.device
     qkv_TY = qkv_TY if qkv_TY.stride(-1) == 1 else qkv_TY.contiguous()
     Q, C, R = len(q_weight_Q), len(kv_weight_C), 2 * cos_TR2.shape[1]
     out_TQ = torch.empty(num_tokens, Q, dtype=qkv_TY.dtype, device=device)
-    fp8_TQ = torch.empty(num_tokens if quantize else 0, Q, dtype=FP8, device=device)
-    scale = torch.empty(num_blocks(Q), num_tokens if quantize else 0, dtype=torch.float32, device=device).T
+    codes_TQ, scale = room(num_tokens, Q, kind, device)
     latents = Parts.of(latent_PZL)
     keys, key_kind = (latents, "plain") if index is None else (Parts.of(index.pool_PZI), kind_of(index.pool_PZI))
     x = qkv_TY if index is None else index.x_TI if index.x_TI.stride(-1) == 1 else index.x_TI.contiguous()
@@ -197,11 +197,11 @@ def mla_keys(
             (*keys, *keys.strides()),
             (x, q_weight_Q, out_TQ, 0) if heads is None else (*heads, heads.x_TD.stride(0)),
             out_TQ,
-            fp8_TQ,
+            codes_TQ,
             scale,
             eps,
             qkv_TY.stride(0),
-            scale.stride(1),
+            scale.stride(-1),
             Q=Q,
             C=C,
             R=R,
@@ -211,9 +211,9 @@ def mla_keys(
             D=D,
             LATENT=kind_of(latent_PZL),
             KEY=key_kind,
-            QUANTIZE=quantize,
+            QUANTIZE=kind is not None,
             num_warps=4,
             enable_fp_fusion=False,  # would skip a rounding
             **dependent_launch(device),
         )
-    return out_TQ, fp8_TQ, scale
+    return out_TQ, codes_TQ, scale

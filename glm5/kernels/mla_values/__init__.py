@@ -4,10 +4,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BLOCK
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.mla_values.reference import mla_values as _reference
+from glm5.kernels.row_codes import Kind, quantize
 from glm5.kernels.triton_support import chosen
 
 _FEW = 128  # rows up to which the library's product takes longer than a kernel that quantizes along the way
@@ -26,11 +26,16 @@ def mla_values(out_THC: Tensor, w_HCV: Tensor, *, impl: Impl = "auto") -> Tensor
     return run(out_THC, w_HCV, quantize=False)[0]
 
 
-def mla_values_quantized(out_THC: Tensor, w_HCV: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """The same, then what `act_quant` makes of it."""
+def mla_values_quantized(
+    out_THC: Tensor, w_HCV: Tensor, kind: Kind = "blocks", *, impl: Impl = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, then what `row_codes.quantize` makes of it."""
+    if kind == "int8":
+        values = mla_values(out_THC, w_HCV, impl=impl)
+        return values, *quantize(values, kind)
     if _choose(impl, out_THC, fits=w_HCV.shape[2] % BLOCK == 0) == "reference":
         values = _reference(out_THC, w_HCV)
-        return values, *act_quant(values)
+        return values, *quantize(values, kind)
     from glm5.kernels.mla_values.triton import mla_values as run
 
     return run(out_THC, w_HCV, quantize=True)

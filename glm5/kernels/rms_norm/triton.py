@@ -1,12 +1,14 @@
-"""rms_norm in one pass over a row; `add_rms_norm` is the same with the sum of two rows, and with FP8 beside it."""
+"""rms_norm in one pass over a row; `add_rms_norm` is the same with the sum of two rows, and with codes beside it."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.block_scaled import BLOCK, FP8, num_blocks
-from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
+from glm5.kernels.block_scaled import BLOCK
+from glm5.kernels.row_codes import Kind, room
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_rows import put_codes
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -17,7 +19,7 @@ def _rms_norm(
     weight_ptr,
     out_ptr,
     sum_ptr,
-    fp8_ptr,
+    codes_ptr,
     scale_ptr,
     eps,
     D,
@@ -44,32 +46,29 @@ def _rms_norm(
     out = (normed.to(tl.float32) * weight).to(x.dtype)
     tl.store(out_ptr + t * D + d, out, mask=d < D)
     if QUANTIZE:
-        b = tl.arange(0, BLOCK_D // 128)
-        out_fp8, scale = quantized_row(out.to(tl.float32))
-        tl.store(fp8_ptr + t * D + d, out_fp8, mask=d < D)
-        tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < D)
+        put_codes(out, t, d, D, codes_ptr, scale_ptr, stride_b)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `reference.rms_norm`."""
     rows = x.reshape(-1, x.shape[-1])
-    return _run(rows, None, weight, eps, quantize=False)[0].view(x.shape)
+    return _run(rows, None, weight, eps, None)[0].view(x.shape)
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `glm5.kernels.add_rms_norm`."""
-    return _run(x_TD, residual_TD, weight_D, eps, quantize=False)[:2]
+    return _run(x_TD, residual_TD, weight_D, eps, None)[:2]
 
 
 def add_rms_norm_quantized(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, then what `act_quant` makes of the norm."""
-    return _run(x_TD, residual_TD, weight_D, eps, quantize=True)
+    """The same, then codes of the norm and their scale."""
+    return _run(x_TD, residual_TD, weight_D, eps, kind)
 
 
 def _run(
-    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, *, quantize: bool
+    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, kind: Kind | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
     add = residual_TD is not None
@@ -79,8 +78,7 @@ def _run(
     device = x_TD.device
     out = torch.empty(num_rows, width, dtype=x_TD.dtype, device=device)
     total = torch.empty_like(out) if add else out
-    fp8 = torch.empty(num_rows if quantize else 0, width, dtype=FP8, device=device)
-    scale = torch.empty(num_blocks(width), num_rows if quantize else 0, dtype=torch.float32, device=device).T
+    codes, scale = room(num_rows, width, kind, device)
     if num_rows:
         block = max(BLOCK, triton.next_power_of_2(width))
         _rms_norm[(num_rows,)](
@@ -89,17 +87,17 @@ def _run(
             weight_D,
             out,
             total,
-            fp8,
+            codes,
             scale,
             eps,
             width,
             x_TD.stride(0),
             residual_TD.stride(0),
-            scale.stride(1),
+            scale.stride(-1),
             BLOCK_D=block,
             ADD=add,
-            QUANTIZE=quantize,
+            QUANTIZE=kind is not None,
             num_warps=min(16, max(1, block // 512)),
             **dependent_launch(device),
         )
-    return out, total, fp8, scale
+    return out, total, codes, scale

@@ -7,21 +7,9 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import FP8
 from glm5.kernels.coded import Act
-from glm5.kernels.triton_fp8 import let_later_begin, quotient, wait_for_earlier
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_rows import row_codes, row_scale
 from glm5.kernels.triton_support import dependent_launch
-
-
-@triton.jit
-def _codes(x, scale, KIND: tl.constexpr):
-    """x as codes under one scale, [1]; or as it is."""
-    if KIND == "fp8":
-        inverse = tl.div_rn(tl.full([1], 1.0, tl.float32), scale)
-        x = quotient(x, tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape))
-    elif KIND == "int8":
-        near = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-        # Adding 1.5 * 2^23 rounds to nearest even.
-        x = tl.clamp((near + 12582912.0) - 12582912.0, -127.0, 127.0).to(tl.int8)
-    return x
 
 
 @triton.jit
@@ -46,16 +34,14 @@ def _prepare_rows(
     scale = tl.full([1], 1.0, tl.float32)
     if KIND != "none":
         x = x.to(tl.float32)
-        amax = tl.zeros([1], tl.float32) + tl.max(tl.abs(x), 0)
-        found = tl.div_rn(amax, tl.full([1], 448.0 if KIND == "fp8" else 127.0, tl.float32))
-        scale = tl.where(found == 0, scale, found)
+        scale = row_scale(x, KIND)
         tl.store(scale_ptr + t + tl.arange(0, 1), scale)
     if HALVES:
         even, odd = tl.split(tl.reshape(x, [WIDTH // 2, 2]))
-        tl.store(out_ptr + t * D + i, _codes(even, scale, KIND), mask=i < half)
-        tl.store(out_ptr + t * D + half + i, _codes(odd, scale, KIND), mask=i < half)
+        tl.store(out_ptr + t * D + i, row_codes(even, scale, KIND), mask=i < half)
+        tl.store(out_ptr + t * D + half + i, row_codes(odd, scale, KIND), mask=i < half)
     else:
-        tl.store(out_ptr + t * D + d, _codes(x, scale, KIND), mask=d < D)
+        tl.store(out_ptr + t * D + d, row_codes(x, scale, KIND), mask=d < D)
 
 
 def prepare_rows(x_TD: Tensor, kind: Act | None, *, halves: bool) -> tuple[Tensor, Tensor | None]:

@@ -8,6 +8,8 @@ from glm5.checkpoint.save import save
 from glm5.config.presets import preset
 from glm5.engine import between
 from glm5.engine.lower import Lowered
+from glm5.engine.stack import Rows
+from glm5.kernels.row_codes import quantize
 from glm5.parallel.apply import connect
 from tests.support.models import random_model
 from tests.support.ranks import by_threads
@@ -66,3 +68,17 @@ def test_dealt_rows_are_those_of_the_whole(checkpoint, dtype, monkeypatch):
             assert torch.equal(mine, want) or (dtype == "float32" and far(mine, want) < BUDGET)
             assert far(mine * 1.02, want) > BUDGET
         assert all(torch.equal(one, want) for one, want in zip(experts, whole[0][1], strict=True))
+
+
+def test_rows_in_int8_are_gathered_with_their_scales():
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    choice = torch.arange(12, dtype=torch.int32).view(6, 2)
+
+    def gathered(group):
+        mine = [each.unflatten(0, (RANKS, -1))[group.shard.rank] for each in (x, choice)]
+        return between.Dealt(group).gathered(Rows(mine[0], quantize(mine[0], "int8")), mine[1])
+
+    for rows, chosen in by_threads(RANKS, gathered):
+        assert torch.equal(rows.x_TD, x)
+        assert torch.equal(chosen, choice)
+        assert all(torch.equal(got, want) for got, want in zip(rows.quantized, quantize(x, "int8"), strict=True))

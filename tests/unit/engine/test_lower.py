@@ -10,12 +10,15 @@ from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
 from glm5.engine.between import Whole
 from glm5.engine.lower import Lowered
-from glm5.engine.stack import Rows, Stack
+from glm5.engine.stack import Rows, Stack, wanted
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.coded import Form
+from glm5.kernels.row_codes import quantize
+from glm5.kernels.token_quant import token_quant
 from glm5.model.experts import BlockScaledExperts, CodedExperts
 from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 from glm5.model.lowering import use_block_scaled, use_coded
+from glm5.model.moe import MoE
 from glm5.model.seams import Selection
 from glm5.parallel.group import ALONE
 from tests.support.coded import random_coded
@@ -132,6 +135,41 @@ def test_mlp_rules(model, lowered):
     x_TD = torch.randn(20, model.cfg.hidden_size, generator=torch.Generator().manual_seed(4))
     for layer, mine in zip(model.model.layers, lowered.layers, strict=True):
         assert typically_far(mine.mlp(Rows(x_TD), Whole(ALONE)), layer.mlp(x_TD)) < EXACT
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_products_find_their_rows_quantized(num_tokens, monkeypatch):
+    """Of codes: only what the gated unit gives is quantized by the product that reads it."""
+    widths = []
+    model = coded_model(7)
+    lowered, view = Lowered(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, num_tokens)])
+
+    def quantized(x_TD, *given, **options):
+        widths.append(x_TD.shape[1])
+        return token_quant(x_TD, *given, **options)
+
+    monkeypatch.setattr("glm5.kernels.coded_linear.reference.token_quant", quantized)
+    monkeypatch.setattr(CodedExperts, "__call__", lambda self, x_TD, *choice: torch.zeros_like(x_TD))
+    with torch.inference_mode():
+        lowered.hidden(random_ids(model, num_tokens, seed=1), view)
+    layers = model.model.layers[: model.cfg.num_hidden_layers]
+    mlps = [layer.mlp.shared_experts if isinstance(layer.mlp, MoE) else layer.mlp for layer in layers]
+    assert widths == [mlp.down_proj.weight.shape[1] for mlp in mlps]
+
+
+def test_codes_are_for_products_that_read_them():
+    x = torch.randn(20, 128)
+    blocks, tokens = (Rows(x, quantize(x, kind)) for kind in ("blocks", "int8"))
+    int8, int4 = (CodedLinear(128, 8, Form(weight, None, "int8")) for weight in ("int8", "int4"))
+    fp8, plain = BlockScaledLinear(128, 8), Linear(128, 8)
+    assert tokens.codes_for(int8) is tokens.quantized
+    assert blocks.codes_for(fp8) is blocks.quantized
+    assert not any(rows.codes_for(linear) for rows, linear in ((blocks, int8), (tokens, fp8), (Rows(x), int8)))
+    assert not any(tokens.codes_for(linear) for linear in (int4, plain))
+    assert [wanted(linears, 20) for linears in ([plain, int8], [fp8], [fp8, plain], [int4])] == [
+        "int8", "blocks", None, None,
+    ]  # fmt: skip
+    assert wanted([fp8], 16) is None
 
 
 def test_a_stack_holds_nothing_twice():

@@ -51,6 +51,7 @@ def test_few_layers_are_one_of_each_kind():
 class _Noting:
     def __init__(self, mlp, called, layer_idx):
         self.mlp, self.called, self.layer_idx = mlp, called, layer_idx
+        self.wants = mlp.wants
 
     def __call__(self, x, between):
         self.called.append(self.layer_idx)

@@ -121,6 +121,15 @@ def test_rows_in_triton_bit_by_bit(kind, halves, gen):
     assert torch.equal(scale, want_scale)
 
 
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=interpreted)])
+def test_rows_that_are_quantized_already(impl, gen):
+    x, weight = torch.randn(18, 256, generator=gen), random_coded(gen, Form("int8", None, "int8"), 70, 256)
+    codes, scale = token_quant(x, "int8")
+    want = coded_linear(x, weight)
+    assert torch.equal(coded_linear(torch.full_like(x, torch.nan), weight, (codes, scale), impl=impl), want)
+    assert torch.equal(coded_linear(x, weight, (codes, 2 * scale), impl=impl), 2 * want)
+
+
 @interpreted
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

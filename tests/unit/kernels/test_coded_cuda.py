@@ -11,6 +11,7 @@ from glm5.kernels.coded_experts import coded_experts, cuda
 from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.coded_linear import cuda as linear_cuda
 from glm5.kernels.coded_linear.tiling import Tiling
+from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
 from tests.support.coded import coded_case, exact_experts, random_coded
 from tests.support.cuda_on_cpu import Matrix, build, needs_compiler
@@ -62,6 +63,8 @@ def test_a_linear_layer_has_the_references_bits(shape, gen, tmp_path):
     kernel = build(linear_cuda.FEW, tmp_path, "few", constants)
     got, want = linear_cuda.run_few(kernel, x.bfloat16(), weight), coded_linear(x.bfloat16(), weight)
     assert torch.equal(got, want)
+    quantized = token_quant(x.bfloat16(), "int8")
+    assert torch.equal(linear_cuda.run_few(kernel, torch.zeros_like(x).bfloat16(), weight, quantized), want)
     weight.scale[-1] *= 1.5
     assert not torch.equal(got, coded_linear(x.bfloat16(), weight))
 
@@ -76,6 +79,10 @@ def test_tiles_have_the_references_bits(shape, gen, tmp_path, monkeypatch):
     kernel = build(linear_cuda.TILES, tmp_path, "tiles", constants, "hopper_int8_on_cpu.h")
     got = linear_cuda.run_tiles(kernel, columns, x.bfloat16(), weight, 1)
     assert torch.equal(got, coded_linear(x.bfloat16(), weight))
+    quantized = token_quant(x.bfloat16(), "int8")
+    assert torch.equal(
+        linear_cuda.run_tiles(kernel, columns, torch.zeros_like(x).bfloat16(), weight, 1, quantized), got
+    )
     weight.scale[-1] *= 1.5
     assert not torch.equal(got, coded_linear(x.bfloat16(), weight))
 

@@ -7,6 +7,7 @@ from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.router import router
+from glm5.kernels.token_quant import token_quant
 from glm5.kernels.triton_support import arrivals
 from glm5.testing.numerics import rel_rms
 from tests.support.interpreter import DTYPES, interpreted
@@ -70,6 +71,12 @@ def test_norms(T, D, dtype, gen):
     assert (got[2].float() != want[2].float()).float().mean() < 0.01 or not T
     for g, w in zip(add_rms_norm(x, residual, weight, 1e-5, impl="triton"), got[:2], strict=True):
         assert torch.equal(g, w)
+    *both, codes, scale = add_rms_norm_quantized(x, residual, weight, 1e-5, "int8", impl="triton")
+    for mine, right in zip((*both, codes, scale), (*got[:2], *token_quant(got[0], "int8")), strict=True):
+        assert mine.dtype == right.dtype
+        assert torch.equal(mine, right)
+    want = add_rms_norm_quantized(x, residual, weight, 1e-5, "int8", impl="reference")
+    assert all(torch.equal(mine, right) for mine, right in zip(want[2:], token_quant(want[0], "int8"), strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,6 +10,7 @@ from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_qua
 from glm5.kernels.paging import read_pages
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
+from glm5.kernels.row_codes import quantize
 from glm5.kernels.store_rows import store_rows
 from glm5.testing.numerics import rel_rms
 from tests.unit.kernels.test_pools import fp8_keys, fp8_latents, strided
@@ -116,6 +117,18 @@ def test_without_quantization(gen):
     data, scale = act_quant(q)
     for mine, its in zip(mla_keys_quantized(qkv, weights[0], weights[1], EPS, *where), (q, data, scale), strict=True):
         assert torch.equal(mine.float(), its.float())
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("kind", ["blocks", "int8"])
+def test_codes_of_the_query_latent(impl, kind, gen):
+    qkv, _, weights, table, slots, latents, _ = make_case("plain", torch.float32, gen)
+    qkv[1] = 0
+    given = *(w.to(DEVICE) for w in weights[:2]), EPS, *(t.to(DEVICE) for t in table), slots.to(DEVICE)
+    got = mla_keys_quantized(qkv.to(DEVICE), *given, on_device(latents), None, kind, impl=impl)
+    for mine, right in zip(got[1:], quantize(got[0], kind), strict=True):
+        assert mine.dtype == right.dtype
+        assert torch.equal(mine.float(), right.float())
 
 
 def test_unknown_implementation(gen):
