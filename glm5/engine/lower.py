@@ -7,7 +7,8 @@
     every visible key is read                  the indexer's queries are not computed
     prompts that begin in this pass            heads' keys and values expanded: `prompt_attention`
     routed and shared experts                  one sum: `grouped_experts` with `shared`
-    gate and up of dense layers                one product
+    gate and up of dense layers                one product, and one kernel for the gated unit
+    what products of codes or FP8 read         quantized by whoever makes it
     angles of positions                        looked up
 
 Rules change how sums are rounded, never what is computed; tests/unit/engine/test_lower.py holds each to the model's own
@@ -36,6 +37,7 @@ from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope_part, rope_table
 from glm5.kernels.row_codes import Kind, quantize
+from glm5.kernels.swiglu import swiglu, swiglu_quantized
 from glm5.model.attention import SparseLatentAttention
 from glm5.model.block import DecoderLayer
 from glm5.model.experts import BlockScaledExperts, CodedExperts, Experts
@@ -220,8 +222,12 @@ class LoweredMLP:
 
     def of(self, x: Rows) -> Tensor:
         """Of rows that are there."""
-        gate_TM, up_TM = self.gate_up(x).chunk(2, dim=-1)
-        return product(Rows(F.silu(gate_TM) * up_TM), self.module.down_proj)
+        gate_up_TY, down_proj = self.gate_up(x), self.module.down_proj
+        kind = wanted([down_proj], len(gate_up_TY))
+        if kind is None:
+            return product(Rows(swiglu(gate_up_TY)), down_proj)
+        h_TM, *codes = swiglu_quantized(gate_up_TY, kind)
+        return product(Rows(h_TM, (codes[0], codes[1])), down_proj)
 
 
 class LoweredMoE:

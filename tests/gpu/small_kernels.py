@@ -36,7 +36,7 @@ from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.ssz import ssz
 from glm5.kernels.step_rows import step_rows
 from glm5.kernels.store_rows import store_rows
-from glm5.kernels.swiglu import swiglu, swiglu_backward
+from glm5.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantized
 from glm5.kernels.top_k import top_k
 from glm5.kernels.weighted_rows import weighted_rows
 from tests.support.coded import FORMS, coded_case, random_coded
@@ -229,6 +229,8 @@ def training() -> None:
     x, weight = rows(9, 6144).requires_grad_(), rows(6144).requires_grad_()
     rms_norm(x, weight, 1e-5, impl="trained").sum().backward()
     swiglu(rows(9, 600), impl="triton")
+    for kind in ("blocks", "int8"):
+        swiglu_quantized(rows(9, 600), kind, impl="triton")
     swiglu_backward(rows(9, 600), rows(9, 300), torch.rand(9, device="cuda"), impl="triton")
     slot_TA = torch.randint(0, 9, (5, 2), device="cuda")
     for weight_TA in (torch.rand(5, 2, device="cuda"), None):

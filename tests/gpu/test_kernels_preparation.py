@@ -11,8 +11,10 @@ from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values, mla_values_quantized
 from glm5.kernels.paging import read_pages
 from glm5.kernels.rope import rope, rope_table
+from glm5.kernels.row_codes import quantize
 from glm5.kernels.select_keys import select_keys
 from glm5.kernels.store_rows import store_rows
+from glm5.kernels.swiglu import swiglu, swiglu_quantized
 from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
 
@@ -141,6 +143,21 @@ def test_values_of_heads(tokens, num_heads, gen):
         assert torch.equal(part.float(), quantized.float())
     for _ in range(REPEATS):
         for again, first in zip(mla_values_quantized(x, w_v, impl="triton"), got, strict=True):
+            assert torch.equal(again.float(), first.float())
+
+
+@pytest.mark.parametrize("kind", ["blocks", "int8"])
+@pytest.mark.parametrize("shape", [(1, 512), (16, 3072), (64, 512), (300, 12288)], ids=str)
+def test_gated_unit(shape, kind, gen):
+    gate_up = random(gen, shape[0], 2 * shape[1])
+    want = swiglu(gate_up.double(), impl="reference")
+    out, *codes = swiglu_quantized(gate_up, kind, impl="triton")
+    assert rel_rms(out, want) < PRODUCT_BUDGET
+    assert rel_rms(out * 1.02, want) > 3 * PRODUCT_BUDGET  # the control
+    for mine, its in zip(codes, quantize(out.cpu(), kind), strict=True):
+        assert torch.equal(mine.float().cpu(), its.float())
+    for _ in range(REPEATS):
+        for again, first in zip(swiglu_quantized(gate_up, kind, impl="triton"), (out, *codes), strict=True):
             assert torch.equal(again.float(), first.float())
 
 

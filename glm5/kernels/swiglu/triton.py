@@ -1,9 +1,14 @@
-"""swiglu and its gradient in one pass over a row each."""
+"""swiglu, with codes beside it if wanted, and its gradient, in one pass over a row each."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from glm5.kernels.row_codes import Kind, room
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_rows import put_codes
+from glm5.kernels.triton_support import dependent_launch
 
 _BLOCK = 2048
 
@@ -15,6 +20,19 @@ def _forward(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
     gate = tl.load(gate_up_ptr + g * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + g * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
     tl.store(out_ptr + g * F + f, gate * tl.sigmoid(gate) * up, mask=f < F)
+
+
+@triton.jit
+def _swiglu_quantized(gate_up_ptr, out_ptr, codes_ptr, scale_ptr, F, stride_b, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    g = tl.program_id(0).to(tl.int64)
+    f = tl.arange(0, BLOCK)
+    wait_for_earlier(PDL)
+    gate = tl.load(gate_up_ptr + g * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + g * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    let_later_begin(PDL)
+    out = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + g * F + f, out, mask=f < F)
+    put_codes(out, g, f, F, codes_ptr, scale_ptr, stride_b)
 
 
 @triton.jit
@@ -46,6 +64,28 @@ def swiglu(gate_up_GY: Tensor) -> Tensor:
     if num_rows:
         _forward[(num_rows, triton.cdiv(width, block))](gate_up_GY, out_GF, width, BLOCK=block, num_warps=_warps(block))
     return out_GF
+
+
+def swiglu_quantized(gate_up_GY: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, then codes of it and their scale."""
+    gate_up_GY = gate_up_GY.contiguous()
+    num_rows, width = gate_up_GY.shape[0], gate_up_GY.shape[1] // 2
+    out_GF = gate_up_GY.new_empty(num_rows, width)
+    codes, scale = room(num_rows, width, kind, out_GF.device)
+    block = max(128, triton.next_power_of_2(width))
+    if num_rows:
+        _swiglu_quantized[(num_rows,)](
+            gate_up_GY,
+            out_GF,
+            codes,
+            scale,
+            width,
+            scale.stride(-1),
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **dependent_launch(out_GF.device),
+        )
+    return out_GF, codes, scale
 
 
 def swiglu_backward(gate_up_GY: Tensor, grad_GF: Tensor, weight_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:

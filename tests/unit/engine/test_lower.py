@@ -13,12 +13,12 @@ from glm5.engine.lower import Lowered
 from glm5.engine.stack import Rows, Stack, wanted
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.coded import Form
+from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.row_codes import quantize
 from glm5.kernels.token_quant import token_quant
 from glm5.model.experts import BlockScaledExperts, CodedExperts
 from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 from glm5.model.lowering import use_block_scaled, use_coded
-from glm5.model.moe import MoE
 from glm5.model.seams import Selection
 from glm5.parallel.group import ALONE
 from tests.support.coded import random_coded
@@ -139,7 +139,7 @@ def test_mlp_rules(model, lowered):
 
 @pytest.mark.parametrize("num_tokens", [1, 20])
 def test_products_find_their_rows_quantized(num_tokens, monkeypatch):
-    """Of codes: only what the gated unit gives is quantized by the product that reads it."""
+    """Of codes: no product quantizes what it reads."""
     widths = []
     model = coded_model(7)
     lowered, view = Lowered(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, num_tokens)])
@@ -152,9 +152,9 @@ def test_products_find_their_rows_quantized(num_tokens, monkeypatch):
     monkeypatch.setattr(CodedExperts, "__call__", lambda self, x_TD, *choice: torch.zeros_like(x_TD))
     with torch.inference_mode():
         lowered.hidden(random_ids(model, num_tokens, seed=1), view)
-    layers = model.model.layers[: model.cfg.num_hidden_layers]
-    mlps = [layer.mlp.shared_experts if isinstance(layer.mlp, MoE) else layer.mlp for layer in layers]
-    assert widths == [mlp.down_proj.weight.shape[1] for mlp in mlps]
+    assert not widths
+    coded_linear(torch.ones(1, 128), random_coded(torch.Generator(), Form("int8", None, "int8"), 4, 128))
+    assert widths == [128]
 
 
 def test_codes_are_for_products_that_read_them():

@@ -7,6 +7,8 @@ from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.router import router
+from glm5.kernels.row_codes import quantize
+from glm5.kernels.swiglu import swiglu, swiglu_quantized
 from glm5.kernels.token_quant import token_quant
 from glm5.kernels.triton_support import arrivals
 from glm5.testing.numerics import rel_rms
@@ -16,6 +18,7 @@ pytestmark = interpreted
 
 # Measured: float32 1.2e-7; float16 differs in the last bit of 1 value in 3000, where sums in another order round apart.
 BUDGET = {torch.float32: 5e-7, torch.float16: 1e-4}
+ROUNDED = {torch.float32: 5e-7, torch.float16: 5e-4}  # results, against float64
 # Inputs are rounded before both runs; float16 rounds normed rows, products of a rotation and results.
 GRADIENT_BUDGET = {torch.float32: 2e-6, torch.float16: 2e-3}
 OPTS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "scaling_factor": 2.5}
@@ -77,6 +80,24 @@ def test_norms(T, D, dtype, gen):
         assert torch.equal(mine, right)
     want = add_rms_norm_quantized(x, residual, weight, 1e-5, "int8", impl="reference")
     assert all(torch.equal(mine, right) for mine, right in zip(want[2:], token_quant(want[0], "int8"), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("G", "F"), [(1, 5), (4, 300), (0, 8)])
+def test_gated_unit(G, F, dtype, gen):
+    gate_up = torch.randn(G, 2 * F, generator=gen).to(dtype)
+    want = swiglu(gate_up.double(), impl="reference")
+    assert rel_rms(swiglu(gate_up, impl="reference"), want) < ROUNDED[dtype]
+    for kind in ("blocks", "int8"):
+        out, codes, scale = swiglu_quantized(gate_up, kind, impl="triton")
+        assert rel_rms(out, want) < ROUNDED[dtype]
+        assert torch.equal(out, swiglu(gate_up, impl="triton"))
+        for mine, right in zip((codes, scale), quantize(out, kind), strict=True):
+            assert mine.dtype == right.dtype
+            assert torch.equal(mine.float(), right.float())
+        out, *of_reference = swiglu_quantized(gate_up, kind, impl="reference")
+        assert all(map(torch.equal, (out, *of_reference), (swiglu(gate_up, impl="reference"), *quantize(out, kind))))
+    assert not G or rel_rms(1.01 * out, want) > 10 * ROUNDED[dtype]  # the control
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
