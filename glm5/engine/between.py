@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from glm5.engine.stack import Rows
+from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.kernels.row_codes import Kind
 from glm5.kernels.triton_support import chosen
 from glm5.model.norm import RMSNorm
@@ -29,8 +30,9 @@ class Between(Protocol):
         """Of rows that every rank has, those that this one goes on with: [O, D]."""
         ...
 
-    def join(self, new_TD: Tensor, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+    def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         """Add what is new, of which each rank has a part, to the residual stream: (normed rows [O, D], the stream).
+        Terms of experts are added up first.
 
         `kind`: of the codes that rows come with.
         """
@@ -55,7 +57,8 @@ class Whole:
     def mine(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
-    def join(self, new_TD: Tensor, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+    def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+        new_TD = summed(new)
         if kind is None:
             x_TD, total_TD = self.group.add_rms_norm(new_TD, residual_OD, norm.weight, norm.eps)
             return Rows(x_TD), total_TD
@@ -81,9 +84,9 @@ class Dealt:
         rank, size = self.group.shard
         return x_TD.unflatten(0, (size, -1))[rank]
 
-    def join(self, new_TD: Tensor, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+    def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         given = residual_OD, norm.weight, norm.eps
-        x_OD, total_OD, quantized = self.group.add_rms_norm_dealt(new_TD, *given, quantize=kind)
+        x_OD, total_OD, quantized = self.group.add_rms_norm_dealt(new, *given, quantize=kind)
         return Rows(x_OD, quantized), total_OD
 
     def whole(self, x_OY: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch._C._autograd import DeviceType
 
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.kernels.row_codes import Kind, Quantized, room
 from glm5.kernels.triton_support import installed
 from glm5.parallel.group import joined
@@ -85,15 +86,15 @@ class CudaGroup:
         return *both, data, scale
 
     def add_rms_norm_dealt(
-        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         if self.buffers is not None:
             from glm5.kernels.all_reduce.triton_dealt import can_deal, dealt
 
-            if can_deal(self.buffers, part_TD):
-                quantized = room(len(residual_OD), part_TD.shape[1], quantize, self.device) if quantize else None
-                return *dealt(self.buffers, part_TD, (residual_OD, weight_D, eps), quantized), quantized
-        new_OD = self._dealt_nccl(part_TD).view_as(residual_OD)
+            if can_deal(self.buffers, part):
+                quantized = room(len(residual_OD), part.shape[1], quantize, self.device) if quantize else None
+                return *dealt(self.buffers, part, (residual_OD, weight_D, eps), quantized), quantized
+        new_OD = self._dealt_nccl(summed(part)).view_as(residual_OD)
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.kernels.row_codes import Kind, Quantized
 from glm5.parallel.table import Shard
 
@@ -47,9 +48,10 @@ class Group(Protocol):
         ...
 
     def add_rms_norm_dealt(
-        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        """(out, sum, its codes if asked for) of this rank's rows alone, the `rank`-th of `size` equal shares."""
+        """(out, sum, its codes if asked for) of this rank's rows alone, the `rank`-th of `size` equal shares; terms are
+        added up first, or on their way."""
         ...
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -81,9 +83,9 @@ class GlooGroup:
         return add_rms_norm_quantized(self.all_reduce(part_TD), residual_TD, weight_D, eps, kind)
 
     def add_rms_norm_dealt(
-        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        new_OD = self.all_reduce(part_TD).unflatten(0, (self.shard.size, -1))[self.shard.rank]
+        new_OD = self.all_reduce(summed(part)).unflatten(0, (self.shard.size, -1))[self.shard.rank]
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -167,9 +169,9 @@ class Alone:
         return add_rms_norm_quantized(part_TD, residual_TD, weight_D, eps, kind)
 
     def add_rms_norm_dealt(
-        self, part_TD: Tensor, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        return joined(part_TD, residual_OD, weight_D, eps, quantize=quantize)
+        return joined(summed(part), residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:
         return part.unsqueeze(0)

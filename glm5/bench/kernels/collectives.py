@@ -15,11 +15,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from glm5.bench.command import command, need_gpus
+from glm5.bench.kernels.shapes import ACTIVE
 from glm5.bench.ranks import run_ranks
 from glm5.common.console import out
 from glm5.engine.between import MIN_DEALT_ROWS
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.parallel.cuda import CudaGroup
 from glm5.parallel.group import Group, open_group, store_at
 from glm5.parallel.table import Shard
@@ -91,6 +93,11 @@ def check_dealt(group: CudaGroup) -> None:
             assert first[2] is not None
             wide = first[2][0].double() * first[2][1].double().repeat_interleave(128, dim=1)[:, :width]
             assert rel_rms(wide, first[0].double()) < E4M3, f"dealt {rows=} {width=} {dtype=}: FP8"
+            terms = Terms(parts[rank].repeat(3, 1) * 0.3, rows, 2, has_shared=True)
+            ways = [
+                group.add_rms_norm_dealt(x, residual[mine], weight, eps, quantize=None) for x in (terms, summed(terms))
+            ]
+            assert torch.equal(ways[0][1], ways[1][1]), f"terms dealt {rows=} {width=} {dtype=}"
             for _ in range(REPEATS):
                 again = run()
                 assert all(torch.equal(one, other) for one, other in zip(again[:2], first[:2], strict=True))
@@ -230,8 +237,11 @@ def time_dealt(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, floa
     """The same rows dealt out, with norm and FP8; and what is gathered of them: FP8, what GLM-5 makes of its input."""
     mine = part[: len(part) // group.shard.size]
     fp8, latents = mine.to(torch.float8_e4m3fn), mine[:, :LATENTS].contiguous()
+    terms = Terms(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True)
     ways = {
         "dealt + norm + FP8": partial(group.add_rms_norm_dealt, part, mine, weight, EPS, quantize="blocks"),
+        "experts' terms dealt": partial(group.add_rms_norm_dealt, terms, mine, weight, EPS, quantize="blocks"),
+        "their sums dealt": lambda: group.add_rms_norm_dealt(terms.summed(), mine, weight, EPS, quantize="blocks"),
         "gathered in FP8": partial(group.all_gather, fp8),
         f"gathered, {LATENTS} of bfloat16": partial(group.all_gather, latents),
     }

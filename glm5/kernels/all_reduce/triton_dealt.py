@@ -24,6 +24,8 @@ from glm5.kernels.all_reduce.triton_buffers import (
     wait,
     wait_sum,
 )
+from glm5.kernels.all_reduce.triton_terms import own_rows, send_terms
+from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.row_codes import Quantized
 
 _CHUNK_BYTES = 8192  # that a program sends, or takes in
@@ -134,43 +136,49 @@ def _empty(place, mask):
         tl.store(place.to(tl.pointer_type(tl.int32)), tl.full(place.shape, -0x7FFF8000, tl.int32), mask=mask)
 
 
-def can_deal(buffers: Buffers, part_TD: Tensor) -> bool:
+def can_deal(buffers: Buffers, part: Tensor | Terms) -> bool:
     """Whether rows [T, D] can go this way."""
-    num_rows, width = part_TD.shape
-    is_known = part_TD.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    num_rows, width = part.shape
+    dtype = part.y.dtype if isinstance(part, Terms) else part.dtype
+    is_known = dtype in (torch.bfloat16, torch.float16, torch.float32)
     return is_known and num_rows % buffers.size == 0 and width % 8 == 0 and width <= MAX_WIDTH
 
 
 def dealt(
     buffers: Buffers,
-    part_TD: Tensor,
+    part: Tensor | Terms,
     norm: Norm,
     quantized: Quantized | None = None,
     *,
     max_rows: int | None = None,
     num_warps: int = 16,
 ) -> tuple[Tensor, Tensor]:
-    """(out, sum) of this rank's share, [T / ranks, D] each: `add_rms_norm` of the sum over ranks.
+    """(out, sum) of this rank's share, [T / ranks, D] each: `add_rms_norm` of the sum over ranks. Terms are added up on
+    their way.
 
     `quantized`: filled with out as codes. `max_rows`: of all ranks' shares together, at a time.
     """
-    (num_rows, width), size = part_TD.shape, buffers.size
+    (num_rows, width), size = part.shape, buffers.size
     share = num_rows // size
-    part_NOD = part_TD.contiguous().view(size, share, width)
+    part = part if isinstance(part, Terms) else part.contiguous().view(size, share, width)
+    own_OD = own_rows(part, size) if isinstance(part, Terms) else part[buffers.rank]
     residual_OD, weight_D, eps = norm
     residual_OD = residual_OD if residual_OD.stride(-1) == 1 else residual_OD.contiguous()
-    out_OD, sum_OD = torch.empty_like(part_NOD[0]), torch.empty_like(part_NOD[0])
+    out_OD, sum_OD = torch.empty_like(own_OD), torch.empty_like(own_OD)
     data, scale = (out_OD, out_OD) if quantized is None else quantized
-    room = buffers.num_words * 4 // (size * width * part_TD.element_size())
+    room = buffers.num_words * 4 // (size * width * own_OD.element_size())
     step = min(share, room, max(1, (max_rows or num_rows) // size))
     for first in range(0, share, step):
         rows = slice(first, min(first + step, share))
         count = (rows.stop - first) * width
-        _sent(buffers, part_NOD[0, first:], count, share * width)
+        if isinstance(part, Terms):
+            send_terms(buffers, part, own_OD, rows)
+        else:
+            _sent(buffers, part[0, first:], count, share * width)
         _add_up[(rows.stop - first,)](
             buffers.pointers,
             buffers.state,
-            part_NOD[buffers.rank, rows],
+            own_OD[rows],
             residual_OD[rows],
             weight_D,
             out_OD[rows],

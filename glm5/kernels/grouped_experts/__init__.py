@@ -16,10 +16,11 @@ from glm5.kernels.grouped_experts.one_by_one import MAX_PAIRS
 from glm5.kernels.grouped_experts.one_by_one import grouped_experts as _one_by_one
 from glm5.kernels.grouped_experts.reference import grouped_experts as _reference
 from glm5.kernels.grouped_experts.shared import SharedExpert
+from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.grouped_experts.trained import grouped_experts as _trained
 from glm5.kernels.triton_support import chosen
 
-__all__ = ["FEW_TOKENS", "SharedExpert", "grouped_experts"]
+__all__ = ["FEW_TOKENS", "SharedExpert", "Terms", "expert_terms", "grouped_experts"]
 
 FEW_TOKENS = 32  # up to here products in FP8 take rows as they are
 
@@ -78,6 +79,28 @@ def grouped_experts(
         raise unknown_impl("grouped_experts", impl, allowed)
     out_TD = run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
     return out_TD if shared is None else out_TD + shared(x_TD)
+
+
+def expert_terms(
+    x_TD: Tensor,
+    gate_up_proj: Tensor | BlockScaled,
+    down_proj: Tensor | BlockScaled,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    *,
+    shared: SharedExpert | None = None,
+    quantized: tuple[Tensor, Tensor] | None = None,
+) -> Terms | None:
+    """What `grouped_experts` would add up, for those who do so on their way; None where only sums are to be had."""
+    impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA.numel(), shared)
+    given = x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized
+    if impl == "cuda":
+        return cuda.expert_terms(*given)
+    if impl == "triton":
+        from glm5.kernels.grouped_experts.triton import expert_terms as run
+
+        return run(*given)
+    return None
 
 
 def _choose(

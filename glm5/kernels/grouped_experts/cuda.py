@@ -11,6 +11,7 @@ from glm5.kernels import cuda_code, triton_support
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled
 from glm5.kernels.grouped_experts.shared import SharedExpert
+from glm5.kernels.grouped_experts.terms import Terms
 
 SOURCE = Path(__file__).with_name("rows.cu")
 ROWS, _THREADS, _SLICE = 96, 384, 256  # as in rows.cu
@@ -53,19 +54,32 @@ def grouped_experts(
 
     Raises ValueError where `refusal` has a reason.
     """
-    if reason := refusal(x_TD, gate_up, down, shared):
-        raise ValueError(f"grouped_experts[cuda] {reason}; use impl='triton'")
-    from glm5.kernels.grouped_experts.triton import sums_of, tiles_by_expert
-
     if not len(x_TD):
         return torch.empty_like(x_TD)
+    return expert_terms(x_TD, gate_up, down, weight_TA, expert_TA, shared, quantized).summed()
+
+
+def expert_terms(
+    x_TD: Tensor,
+    gate_up: Tensor | BlockScaled,
+    down: Tensor | BlockScaled,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    shared: SharedExpert | None = None,
+    quantized: tuple[Tensor, Tensor] | None = None,
+) -> Terms:
+    """What `grouped_experts` adds up. Raises ValueError where `refusal` has a reason."""
+    if reason := refusal(x_TD, gate_up, down, shared):
+        raise ValueError(f"grouped_experts[cuda] {reason}; use impl='triton'")
+    from glm5.kernels.grouped_experts.triton import tiles_by_expert
+
     assert isinstance(gate_up, BlockScaled)
     assert isinstance(down, BlockScaled)
     expert_TA = expert_TA.contiguous()
     planned = tiles_by_expert(expert_TA, len(down.data), ROWS)
-    given = quantized or act_quant(x_TD)
-    y = terms(given, gate_up, down, weight_TA.contiguous(), planned, shared)
-    return sums_of(y, x_TD, expert_TA.shape[1], has_shared=shared is not None)
+    y = terms(quantized or act_quant(x_TD), gate_up, down, weight_TA.contiguous(), planned, shared)
+    num_tokens, active = expert_TA.shape
+    return Terms(y, num_tokens, active, shared is not None)
 
 
 def terms(

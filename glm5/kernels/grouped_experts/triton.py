@@ -24,6 +24,7 @@ from glm5.kernels.grouped_experts import triton_plan as plans
 from glm5.kernels.grouped_experts import triton_rows as by_rows
 from glm5.kernels.grouped_experts import triton_tiles as by_tiles
 from glm5.kernels.grouped_experts.shared import SharedExpert
+from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
@@ -111,35 +112,65 @@ def grouped_experts(
     Raises ValueError for weights that are not BlockScaled.
     """
     weights = _weights(gate_up_proj, down_proj, shared)
-    num_experts, _, inner = weights.sizes
     if not len(x_TD):
         return torch.empty_like(x_TD)
-    tiling = tiling or tuned.find(Tiling, "grouped_experts", sizes_of(weights.sizes), len(x_TD), x_TD.device)
-    tiling = tiling or tiling_for(len(x_TD), expert_TA.numel(), num_experts, inner)
+    tiling = tiling or _tiling(x_TD, weights, expert_TA)
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.contiguous(), expert_TA.contiguous()
     if tiling.way == "vector":
         return _vector(x_TD, weights, weight_TA, expert_TA, tiling)
     if tiling.way == "pairs":
         y = _pairs(x_TD, weights, weight_TA, expert_TA, tiling)
     else:
-        run = _tiles if tiling.way == "tiles" and expert_TA.numel() <= _MOST_SOUGHT else _rows
-        y = run(x_TD, weights, weight_TA, expert_TA, tiling, quantized)
-    return sums_of(y, x_TD, expert_TA.shape[1], has_shared=weights.has_shared)
-
-
-def sums_of(y: Tensor, x_TD: Tensor, active: int, *, has_shared: bool) -> Tensor:
-    """[T, D] like x: what terms `y` [T * A + T, D] of each token are together."""
+        y = _many(x_TD, weights, weight_TA, expert_TA, tiling, quantized)
     out_TD = torch.empty_like(x_TD)
-    few.combine[(len(x_TD), triton.cdiv(x_TD.shape[1], 1024))](
+    combine(y, out_TD, expert_TA.shape[1], has_shared=weights.has_shared)
+    return out_TD
+
+
+def expert_terms(
+    x_TD: Tensor,
+    gate_up_proj: Tensor | BlockScaled,
+    down_proj: Tensor | BlockScaled,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    shared: SharedExpert | None = None,
+    quantized: Quantized | None = None,
+) -> Terms | None:
+    """What `grouped_experts` adds up of many tokens; None for few, whose terms are another way's."""
+    weights = _weights(gate_up_proj, down_proj, shared)
+    tiling = _tiling(x_TD, weights, expert_TA)
+    if tiling.way in ("vector", "pairs"):
+        return None
+    y = _many(x_TD.contiguous(), weights, weight_TA.contiguous(), expert_TA.contiguous(), tiling, quantized)
+    num_tokens, active = expert_TA.shape
+    return Terms(y, num_tokens, active, weights.has_shared)
+
+
+def combine(y: Tensor, out_TD: Tensor, active: int, *, has_shared: bool) -> None:
+    """Writes what terms `y` [T * A + T, D] of each token are together."""
+    few.combine[(len(out_TD), triton.cdiv(out_TD.shape[1], 1024))](
         y,
         out_TD,
-        *x_TD.shape,
+        *out_TD.shape,
         A=active,
         SHARED=has_shared,
         BLOCK_D=1024,
-        **dependent_launch(x_TD.device),
+        **dependent_launch(out_TD.device),
     )
-    return out_TD
+
+
+def _tiling(x_TD: Tensor, weights: Weights, expert_TA: Tensor) -> Tiling:
+    num_experts, _, inner = weights.sizes
+    known = tuned.find(Tiling, "grouped_experts", sizes_of(weights.sizes), len(x_TD), x_TD.device)
+    return known or tiling_for(len(x_TD), expert_TA.numel(), num_experts, inner)
+
+
+def _many(
+    x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling, quantized: Quantized | None
+) -> Tensor:
+    """The terms [T * A + T, D] in x's dtype."""
+    run = _tiles if tiling.way == "tiles" and expert_TA.numel() <= _MOST_SOUGHT else _rows
+    return run(x_TD, weights, weight_TA, expert_TA, tiling, quantized)
 
 
 def _vector(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.block_scaled import FP8
+from glm5.kernels.grouped_experts.terms import Terms
 from glm5.testing.numerics import rel_rms
 from tests.support.interpreter import interpreted
 from tests.support.sharded import run_ranks
@@ -21,6 +22,23 @@ def _parts(ranks, call):
     parts = torch.randn(ranks, ROWS, WIDTH, generator=gen).to(DTYPE)
     parts[:, 0, :3] = torch.tensor([0.0, -0.0, -0.0], dtype=DTYPE)
     return parts, torch.randn(ROWS, WIDTH, generator=gen).to(DTYPE), torch.randn(WIDTH, generator=gen).to(DTYPE)
+
+
+def _terms(ranks, call, has_shared):
+    """Of three choices, and for each rank's token the shared expert's."""
+    gen = torch.Generator().manual_seed(100 + call)
+    y = torch.randn(ranks, ROWS * 3 + ROWS, WIDTH, generator=gen).to(DTYPE)
+    y[:, :3] = -0.0
+    return [Terms(each, ROWS, 3, has_shared) for each in y]
+
+
+def _sum_of(terms):
+    """As `Terms.summed`, whose kernel adds in the same order."""
+    total = torch.zeros(terms.shape, dtype=torch.float32)
+    chosen = terms.y[: 3 * ROWS].view(ROWS, 3, WIDTH)
+    for a in range(3):
+        total += chosen[:, a].float()
+    return (total + terms.y[3 * ROWS :].float() if terms.has_shared else total).to(DTYPE)
 
 
 def work(rank, _port, ranks, folder, calls):
@@ -41,6 +59,12 @@ def work(rank, _port, ranks, folder, calls):
         quantized = torch.zeros(ROWS // ranks, WIDTH, dtype=FP8), torch.zeros(2, ROWS // ranks).T
         norm = residual[share], weight, EPS
         both = dealt(buffers, parts[rank], norm, quantized if call % 2 else None, max_rows=ranks if call == 2 else None)
+        terms, max_rows = _terms(ranks, call, call != 1), ranks if call == 1 else None
+        of_terms = dealt(buffers, terms[rank], norm, max_rows=max_rows)
+        of_sums = dealt(buffers, _sum_of(terms[rank]), norm, max_rows=max_rows)
+        assert all(torch.equal(*pair) for pair in zip(of_terms, of_sums, strict=True)), "added up on their way"
+        wrong = Terms(terms[rank].y.roll(1, 0), ROWS, 3, terms[rank].has_shared)
+        assert not torch.equal(dealt(buffers, wrong, norm)[1], of_sums[1])
         for _ in range(call):
             assert torch.equal(two_shots(buffers, parts[rank], programs=1)[0], all_reduce_reference(parts))
         few = one_shot(buffers, parts[rank][:1], splits=1)[0]

@@ -1,0 +1,35 @@
+"""What each token's experts make of it, before it is added up: by whoever reads it, where that saves a pass."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """`y` [T * A + T, D]: row t * A + a of the a-th choice of token t, weighted; row T * A + t of the shared expert,
+    read only if there is one. Their sum over a token runs in float32, in this order, and is rounded to y's dtype."""
+
+    y: Tensor
+    num_tokens: int
+    active: int
+    has_shared: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(T, D), of the sums."""
+        return self.num_tokens, self.y.shape[1]
+
+    def summed(self) -> Tensor:
+        """[T, D] in y's dtype, on a GPU."""
+        from glm5.kernels.grouped_experts.triton import combine
+
+        out_TD = torch.empty(self.shape, dtype=self.y.dtype, device=self.y.device)
+        combine(self.y, out_TD, self.active, has_shared=self.has_shared)
+        return out_TD
+
+
+def summed(part: Tensor | Terms) -> Tensor:
+    """[T, D], whatever `part` is."""
+    return part.summed() if isinstance(part, Terms) else part
