@@ -79,9 +79,7 @@ class LoweredAttention:
         heads, head_dim, layer_idx = cfg.num_attention_heads, module.qk_head_dim, module.layer_idx
         has_key = selection is None
         assert not has_key or module.indexer is not None, f"{layer_idx=}"
-        out_TY = between.whole(self.of_input(x, 0 if has_key or not self.num_key else 1))
-        num_key = self.num_key if has_key else 0
-        qkv_TY = out_TY[:, num_key:]
+        key_TI, qkv_TY = self._of_input(x, between, has_key=has_key)
         if selection is None and not view.selects(cfg.index_topk):
             selection = Selection(None)
         # Weights of index heads are scaled with the scores: they enter in the dtype that the product has.
@@ -89,7 +87,7 @@ class LoweredAttention:
         if selection is None:
             assert module.indexer is not None
             weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, between)
-        q_lat = self._keys(qkv_TY, out_TY[:, :num_key], weights, rope, view)
+        q_lat = self._keys(qkv_TY, key_TI, weights, rope, view)
         query_TY = self.of_query(q_lat, 0, 2 if selection is None else 1)
         q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
         if view.first_T is not None and selection is not None and selection.keys_TK is None:
@@ -106,6 +104,14 @@ class LoweredAttention:
         q_THL = mla_queries(q_THX, self.w_k_HNC, *turns, early=early)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
         return product(self._values(out_THC), module.o_proj), selection
+
+    def _of_input(self, x: Rows, between: Between, *, has_key: bool) -> tuple[Tensor, Tensor]:
+        """(index keys [T, I], nothing if not asked for, and query and key products [T, Y]) before their norms."""
+        if has_key and len(self.of_input.runs) > 1 and not isinstance(between, Dealt):
+            return self.of_input(x, 0, 1), self.of_input(x, 1)  # two products, which side by side would be copies
+        out_TY = between.whole(self.of_input(x, 0 if has_key or not self.num_key else 1))
+        num_key = self.num_key if has_key else 0
+        return out_TY[:, :num_key], out_TY[:, num_key:]
 
     def _keys(
         self,

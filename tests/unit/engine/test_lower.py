@@ -157,6 +157,30 @@ def test_products_find_their_rows_quantized(num_tokens, monkeypatch):
     assert widths == [128]
 
 
+def test_products_of_two_kinds_are_not_copied_together(monkeypatch):
+    """The recipes leave wk in bfloat16 beside codes."""
+    model, plain = coded_model(7), random_model(7, preset("nano"))
+    for layer, theirs in zip(model.model.layers, plain.model.layers, strict=True):
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.wk = theirs.self_attn.indexer.wk
+    ids, views = random_ids(model, 40, seed=1), [Steps(model, 1, MAX_LEN).view([(0, 0, 40)]) for _ in range(2)]
+    with torch.inference_mode():
+        want = model(ids, views[0])
+        lowered = Lowered(model, MAX_LEN)
+        assert len(lowered.layers[0].attention.of_input.runs) == 2
+        monkeypatch.setattr(Stack, "__call__", single_run(Stack.__call__))
+        assert typically_far(lowered.hidden(ids, views[1]), want) < EXACT
+
+
+def single_run(call):
+    def checked(self, rows, start=0, stop=None):
+        stop = len(self.linears) if stop is None else stop
+        assert sum(bool(range(max(run.start, start), min(run.stop, stop))) for run in self.runs) == 1
+        return call(self, rows, start, stop)
+
+    return checked
+
+
 def test_codes_are_for_products_that_read_them():
     x = torch.randn(20, 128)
     blocks, tokens = (Rows(x, quantize(x, kind)) for kind in ("blocks", "int8"))
