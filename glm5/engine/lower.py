@@ -6,7 +6,7 @@
     queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
     every visible key is read                  the indexer's queries are not computed
     prompts that begin in this pass            heads' keys and values expanded: `prompt_attention`
-    routed and shared experts                  one sum: `grouped_experts` with `shared`
+    routed and shared experts                  one sum: `grouped_experts` with `shared`, or terms, added up later
     gate and up of dense layers                one product, and one kernel for the gated unit
     what products of codes or FP8 read         quantized by whoever makes it
     angles of positions                        looked up
@@ -29,7 +29,7 @@ from glm5.engine.between import Between, Dealt, between_of
 from glm5.engine.stack import AnyLinear, Rows, Stack, product, wanted
 from glm5.engine.view import StepView
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, grouped_experts
+from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, Terms, expert_terms, grouped_experts
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values, mla_values_quantized
@@ -250,7 +250,7 @@ class LoweredMoE:
     def stacks(self) -> list[Stack]:
         return [] if self.apart is None else self.apart.stacks
 
-    def __call__(self, x: Rows, between: Between) -> Tensor:
+    def __call__(self, x: Rows, between: Between) -> Tensor | Terms:
         experts, mlp = self.module.experts, self.module.shared_experts
         x, weight_TA, expert_TA = between.gathered(x, *self.module.gate(x.x_TD))
         if self.heard is not None:
@@ -258,8 +258,9 @@ class LoweredMoE:
         if self.apart is not None:
             return experts(x.x_TD, weight_TA, expert_TA) + self.apart.of(x)
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
-        choice = weight_TA, expert_TA
-        return grouped_experts(x.x_TD, *_stacks(experts), *choice, shared=shared, quantized=x.quantized)
+        given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
+        terms = expert_terms(*given, shared=shared, quantized=x.quantized)
+        return grouped_experts(*given, shared=shared, quantized=x.quantized) if terms is None else terms
 
     def wants(self, num_rows: int, between: Between) -> Kind | None:
         """How rows should come quantized."""
@@ -296,21 +297,21 @@ class LoweredLayer:
 
     def __call__(
         self,
-        new_TD: Tensor | None,
+        new: Tensor | Terms | None,
         residual_OD: Tensor,
         rope: Rope,
         view: StepView,
         selection: Selection | None,
         between: Between,
-    ) -> tuple[Tensor, Tensor, Selection]:
+    ) -> tuple[Tensor | Terms, Tensor, Selection]:
         """(what the layer adds, of ranks that share it a part, the stream without it, the selection used)."""
         norm, num_rows = self.module.input_layernorm, len(view.positions_T)
         kind = self.attention.of_input.wants(num_rows)
-        if new_TD is None:
+        if new is None:
             x_OD = norm(residual_OD)
             x = Rows(x_OD, None if kind is None else quantize(x_OD, kind))
         else:
-            x, residual_OD = between.join(new_TD, residual_OD, norm, kind)
+            x, residual_OD = between.join(new, residual_OD, norm, kind)
         new_TD, selection = self.attention(x, rope, view, selection, between)
         norm, kind = self.module.post_attention_layernorm, self.mlp.wants(num_rows, between)
         x, residual_OD = between.join(new_TD, residual_OD, norm, kind)
@@ -322,11 +323,11 @@ def _kind(layer: LoweredLayer) -> tuple[object, ...]:
     return tuple((name, weight.shape, weight.dtype) for name, weight in layer.module.state_dict(keep_vars=True).items())
 
 
-def _last(new_TD: Tensor | None, residual_OD: Tensor, norm: RMSNorm, between: Between) -> Tensor:
+def _last(new: Tensor | Terms | None, residual_OD: Tensor, norm: RMSNorm, between: Between) -> Tensor:
     """The stream behind the last layer, normed, all rows of it."""
-    if new_TD is None:
+    if new is None:
         return between.whole(norm(residual_OD))
-    return between.whole(between.join(new_TD, residual_OD, norm, None)[0].x_TD)
+    return between.whole(between.join(new, residual_OD, norm, None)[0].x_TD)
 
 
 class Lowered:
@@ -383,12 +384,12 @@ class Lowered:
     def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
         cfg, rope, between = self.model.cfg, self._rope(view.positions_T), between_of(self.group, len(ids_T))
-        new_TD, residual_OD, selection = None, between.mine(self.model.model.embed_tokens(ids_T)), None
+        new, residual_OD, selection = None, between.mine(self.model.model.embed_tokens(ids_T)), None
         for layer_idx in self._run:
             inherited = None if cfg.has_indexer(layer_idx) else selection
             layer = self.layers[layer_idx]
-            new_TD, residual_OD, selection = layer(new_TD, residual_OD, rope, view, inherited, between)
-        return _last(new_TD, residual_OD, self.model.model.norm, between)
+            new, residual_OD, selection = layer(new, residual_OD, rope, view, inherited, between)
+        return _last(new, residual_OD, self.model.model.norm, between)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """`Glm5.head`."""
@@ -401,8 +402,8 @@ class Lowered:
         layer, mtp = self.layers[self.model.cfg.num_hidden_layers], self.model.mtp
         between, rope = between_of(self.group, len(next_ids_T)), self._rope(view.positions_T)
         merged_OD = between.mine(mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD))
-        new_TD, residual_OD, used = layer(None, merged_OD, rope, view, selection, between)
-        return mtp.handed_on(_last(new_TD, residual_OD, mtp.shared_head.norm, between)), used
+        new, residual_OD, used = layer(None, merged_OD, rope, view, selection, between)
+        return mtp.handed_on(_last(new, residual_OD, mtp.shared_head.norm, between)), used
 
     def _rope(self, positions_T: Tensor) -> Rope:
         # Rows that are nobody's may lie beyond.
