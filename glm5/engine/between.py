@@ -32,7 +32,7 @@ class Between(Protocol):
 
     def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         """Add what is new, of which each rank has a part, to the residual stream: (normed rows [O, D], the stream).
-        Terms of experts are added up first.
+        Terms of experts are added up first, and their memory is given back.
 
         `kind`: of the codes that rows come with.
         """
@@ -59,6 +59,8 @@ class Whole:
 
     def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         new_TD = summed(new)
+        if isinstance(new, Terms):
+            new.release()
         if kind is None:
             x_TD, total_TD = self.group.add_rms_norm(new_TD, residual_OD, norm.weight, norm.eps)
             return Rows(x_TD), total_TD
@@ -87,6 +89,8 @@ class Dealt:
     def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         given = residual_OD, norm.weight, norm.eps
         x_OD, total_OD, quantized = self.group.add_rms_norm_dealt(new, *given, quantize=kind)
+        if isinstance(new, Terms):
+            new.release()
         return Rows(x_OD, quantized), total_OD
 
     def whole(self, x_OY: Tensor) -> Tensor:

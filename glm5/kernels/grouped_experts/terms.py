@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Terms:
     """`y` [T * A + T, D]: row t * A + a of the a-th choice of token t, weighted; row T * A + t of the shared expert,
-    read only if there is one. Their sum over a token runs in float32, in this order, and is rounded to y's dtype."""
+    read only if there is one. Their sum over a token runs in float32, in this order, and is rounded to y's dtype.
+
+    They are A times as much memory as their sums: who has read them for the last time calls `release`, for others up
+    the stack may still know of them.
+    """
 
     y: Tensor
     num_tokens: int
@@ -20,6 +24,10 @@ class Terms:
     def shape(self) -> tuple[int, int]:
         """(T, D), of the sums."""
         return self.num_tokens, self.y.shape[1]
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        del self.y
 
     def summed(self) -> Tensor:
         """[T, D] in y's dtype, on a GPU."""

@@ -9,8 +9,11 @@ from glm5.config.presets import preset
 from glm5.engine import between
 from glm5.engine.lower import Lowered
 from glm5.engine.stack import Rows
+from glm5.kernels.grouped_experts import Terms
 from glm5.kernels.row_codes import quantize
+from glm5.model.norm import RMSNorm
 from glm5.parallel.apply import connect
+from glm5.parallel.group import ALONE
 from tests.support.models import random_model
 from tests.support.ranks import by_threads
 from tests.support.steps import Steps, far, random_ids
@@ -82,3 +85,20 @@ def test_rows_in_int8_are_gathered_with_their_scales():
         assert torch.equal(rows.x_TD, x)
         assert torch.equal(chosen, choice)
         assert all(torch.equal(got, want) for got, want in zip(rows.quantized, quantize(x, "int8"), strict=True))
+
+
+@pytest.mark.parametrize("kind", [between.Whole, between.Dealt], ids=["whole", "dealt"])
+def test_terms_are_added_up_and_let_go(kind, monkeypatch):
+    def summed(self):
+        routed = self.y[: 3 * self.num_tokens].view(self.num_tokens, 3, -1)
+        return routed.sum(1) + self.y[3 * self.num_tokens :]
+
+    monkeypatch.setattr(Terms, "summed", summed)
+    gen = torch.Generator().manual_seed(0)
+    norm, residual_TD = RMSNorm(8), torch.randn(5, 8, generator=gen)
+    new = Terms(torch.randn(20, 8, generator=gen), 5, 3, has_shared=True)
+    want = kind(ALONE).join(new.summed(), residual_TD, norm, None)
+    got = kind(ALONE).join(new, residual_TD, norm, None)
+    assert torch.equal(got[0].x_TD, want[0].x_TD)
+    assert torch.equal(got[1], want[1])
+    assert not hasattr(new, "y")
