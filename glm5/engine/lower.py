@@ -256,7 +256,8 @@ class LoweredMoE:
         if self.heard is not None:
             self.heard.append(expert_TA)
         if self.apart is not None:
-            return experts(x.x_TD, weight_TA, expert_TA) + self.apart.of(x)
+            choice, apart_TD = (x.x_TD, weight_TA, expert_TA), self.apart.of(x)
+            return experts(*choice, apart_TD) if isinstance(experts, CodedExperts) else experts(*choice) + apart_TD
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
         terms = expert_terms(*given, shared=shared, quantized=x.quantized)

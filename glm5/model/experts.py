@@ -83,7 +83,8 @@ class CodedExperts(Direct):
         self.down_proj = codes(num_experts, hidden_size, width=intermediate_size)
         self.down_proj_scale = scale(num_experts, hidden_size, width=intermediate_size)
 
-    def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor, plus_TD: Tensor | None = None) -> Tensor:
+        """Likewise; `plus_TD` is added."""
         gate_up = Coded(self.gate_up_proj, self.gate_up_proj_scale, self.form)
         down = Coded(self.down_proj, self.down_proj_scale, self.form)
-        return coded_experts(x_TD, gate_up, down, weight_TA, expert_TA, impl=self.impl)
+        return coded_experts(x_TD, gate_up, down, weight_TA, expert_TA, plus_TD, impl=self.impl)

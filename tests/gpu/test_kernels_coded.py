@@ -99,6 +99,7 @@ def test_experts(shape, form, gen):
     exact, got = exact_experts(case), coded_experts(*case, impl="triton")
     assert rel_rms(got, exact) < EXPERTS_BUDGET
     assert all(torch.equal(coded_experts(*case, impl="triton"), got) for _ in range(REPEATS))
+    assert torch.equal(coded_experts(*case, case.x, impl="triton"), got + case.x)
     assert rel_rms(got, coded_experts(*case, impl="reference")) < REFERENCE_BUDGET
     case.down.scale[int(case.expert[0, 0])] *= 2
     assert rel_rms(coded_experts(*case, impl="triton"), exact) > EXPERTS_BUDGET
@@ -113,6 +114,7 @@ def test_experts_of_few_tokens(shape, form, gen):
     exact, got = exact_experts(case), coded_experts(*case, impl="cuda")
     assert rel_rms(got, exact) < EXPERTS_BUDGET
     assert all(torch.equal(coded_experts(*case, impl="cuda"), got) for _ in range(REPEATS))
+    assert torch.equal(coded_experts(*case, case.x, impl="cuda"), got + case.x)
     case.down.scale[int(case.expert[0, 0])] *= 2
     assert rel_rms(coded_experts(*case, impl="cuda"), exact) > EXPERTS_BUDGET
 

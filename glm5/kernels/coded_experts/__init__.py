@@ -18,6 +18,7 @@ def coded_experts(
     down_proj: Coded,
     weight_TA: Tensor,
     expert_TA: Tensor,
+    plus_TD: Tensor | None = None,
     *,
     impl: Literal["auto", "reference", "invariant", "triton", "cuda"] = "auto",
 ) -> Tensor:
@@ -26,6 +27,8 @@ def coded_experts(
     `gate_up_proj` [E, 2F, D] holds gate rows first, `down_proj` [E, D, F]; what each multiplies is quantized per row
     where its form says so. Terms are rounded to x's dtype and summed in it, in expert order, as in `grouped_experts`.
 
+    `plus_TD`: added to that, when it is rounded.
+
     `invariant`: a row's result does not depend on the others, bit for bit. `triton`: on a GPU, codes are widened in
     registers; terms are summed in float32. `cuda`: likewise, for few tokens and int4 codes on Hopper. No gradient
     passes.
@@ -33,15 +36,16 @@ def coded_experts(
     if impl == "auto":
         impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA)
     if impl in ("reference", "invariant"):
-        return _reference(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, invariant=impl == "invariant")
+        out_TD = _reference(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, invariant=impl == "invariant")
+        return out_TD if plus_TD is None else out_TD + plus_TD
     if impl == "triton":
         if why := refusal(gate_up_proj) or refusal(down_proj):
             raise ValueError(f"coded_experts[triton] {why}; use impl='reference'")
         from glm5.kernels.coded_experts.triton import coded_experts as run
 
-        return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+        return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD=plus_TD)
     if impl == "cuda":
-        return cuda.coded_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+        return cuda.coded_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD)
     raise unknown_impl("coded_experts", impl, ("reference", "invariant", "triton", "cuda"))
 
 

@@ -49,7 +49,14 @@ def refusal(x_TD: Tensor, gate_up: Coded, down: Coded, expert_TA: Tensor) -> str
     return "" if cuda_code.can_build() else "needs NVRTC"
 
 
-def coded_experts(x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+def coded_experts(
+    x_TD: Tensor,
+    gate_up_proj: Coded,
+    down_proj: Coded,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    plus_TD: Tensor | None = None,
+) -> Tensor:
     """[T, D] in bfloat16; terms are summed in float32, in the order of a token's choices. Raises ValueError where
     `refusal` has a reason."""
     gate_up_proj, down_proj = gate_up_proj.check(), down_proj.check()
@@ -57,11 +64,17 @@ def coded_experts(x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, weight_TA
         raise ValueError(f"coded_experts[cuda] {reason}; use impl='triton'")
     (num_tokens, width), inner, active = x_TD.shape, down_proj.width, expert_TA.shape[1]
     kernels = _kernels(gate_up_proj.form, width, inner, active, num_tokens > 1, x_TD.device)
-    return run(kernels, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+    return run(kernels, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD)
 
 
 def run(
-    kernels: Kernels, x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, weight_TA: Tensor, expert_TA: Tensor
+    kernels: Kernels,
+    x_TD: Tensor,
+    gate_up_proj: Coded,
+    down_proj: Coded,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    plus_TD: Tensor | None = None,
 ) -> Tensor:
     """The kernels, made for these sizes, one after the other: nothing comes between, or choices are read too early."""
     (num_tokens, width), inner = x_TD.shape, down_proj.width
@@ -74,8 +87,9 @@ def run(
     programs = (inner // _TILE, num_pairs)
     codes, scale, _ = gate_up_proj
     kernels.gate_up(programs, 32 * _WARPS, rows, scale_T, expert_TA, codes, scale, h, num_pairs)
+    plus_TD = None if plus_TD is None else plus_TD.contiguous()
     programs = (num_tokens, width // (2 * _TILE * _tiles(num_tokens > 1)))
-    kernels.down(programs, 32 * active, h, expert_TA, weight_TA, down_proj.codes, down_proj.scale, out_TD)
+    kernels.down(programs, 32 * active, h, expert_TA, weight_TA, down_proj.codes, down_proj.scale, plus_TD, out_TD)
     return out_TD
 
 

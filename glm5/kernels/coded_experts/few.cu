@@ -335,9 +335,10 @@ gate_up(const u8* rows, const float* row_scales, const int* experts, const u8* c
     }
 }
 
-// out [T, D] in bfloat16: a warp for each choice of a token.
+// out [T, D] in bfloat16, `plus` added if there is one: a warp for each choice of a token.
 extern "C" __global__ void __launch_bounds__(32 * A, DOWN_BLOCKS)
-down(const u8* h, const int* experts, const float* weights, const u8* codes, const float* scales, u16* out) {
+down(const u8* h, const int* experts, const float* weights, const u8* codes, const float* scales, const u16* plus,
+     u16* out) {
     __shared__ __align__(16) u8 rows[A][F * BYTES];
     __shared__ float part[A][16 * TILES];
     const int a = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
@@ -364,6 +365,8 @@ down(const u8* h, const int* experts, const float* weights, const u8* codes, con
     const float share = weights[pair];
     wait_for_earlier();
     let_later_begin();
+    const u64 result = (u64)blockIdx.x * D + d + threadIdx.x;
+    const u32 added = plus && threadIdx.x < 16 * TILES ? plus[result] : 0;
     constexpr int UNITS = (F / 8 + 31) / 32;
     Four x[UNITS];
     float found = 0;
@@ -411,6 +414,6 @@ down(const u8* h, const int* experts, const float* weights, const u8* codes, con
         float y = 0;
 #pragma unroll
         for (int i = 0; i < A; ++i) y += part[i][threadIdx.x];
-        out[(u64)blockIdx.x * D + d + threadIdx.x] = bfloat16_of(y);
+        out[result] = plus ? bfloat16_of(low_of(bfloat16_of(y)) + low_of(added)) : bfloat16_of(y);
     }
 }

@@ -248,6 +248,8 @@ def coded_experts(
     weight_TA: Tensor,
     expert_TA: Tensor,
     tiling: Tiling | None = None,
+    *,
+    plus_TD: Tensor | None = None,
 ) -> Tensor:
     """[T, D] in x's dtype."""
     gate_up_proj, down_proj = gate_up_proj.check(), down_proj.check()
@@ -268,6 +270,7 @@ def coded_experts(
         A=expert_TA.shape[1],
         SHARED=False,
         BLOCK_D=1024,
+        plus_ptr=None if plus_TD is None else plus_TD.contiguous(),
         **dependent_launch(x_TD.device),
     )
     return out_TD

@@ -317,8 +317,19 @@ def down_pairs(
 
 
 @triton.jit
-def combine(y_ptr, out_ptr, T, D, A: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
-    """out [T, D]: each token's terms, in the order of its choices, then the shared expert's; float32 inside."""
+def combine(
+    y_ptr,
+    out_ptr,
+    T,
+    D,
+    A: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+    plus_ptr=None,
+):
+    """out [T, D]: each token's terms, in the order of its choices, then the shared expert's; float32 inside. `plus`,
+    if there is one, is added to the rounded sum."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     wait_for_earlier(PDL)
@@ -328,4 +339,8 @@ def combine(y_ptr, out_ptr, T, D, A: tl.constexpr, SHARED: tl.constexpr, BLOCK_D
         total += tl.load(y_ptr + (t * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
     if SHARED:
         total += tl.load(y_ptr + (tl.cast(T, tl.int64) * A + t) * D + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+    out = total.to(out_ptr.dtype.element_ty)
+    if plus_ptr is not None:
+        plus = tl.load(plus_ptr + t * D + d, mask=d < D, other=0.0)
+        out = (out.to(tl.float32) + plus.to(tl.float32)).to(out.dtype)
+    tl.store(out_ptr + t * D + d, out, mask=d < D)

@@ -203,7 +203,9 @@ def test_experts_in_triton(form, way, gen):
 
     case = coded_case(*EXPERTS, form, gen)
     got = run(*case, Tiling(way, down_tiles=2))
-    want = coded_experts(*case)
+    want, plus = coded_experts(*case), torch.randn(*got.shape, generator=gen)
+    assert torch.equal(run(*case, Tiling(way, down_tiles=2), plus_TD=plus), got + plus)
+    assert torch.equal(coded_experts(*case, plus), want + plus)
     assert rel_rms(got, want) < (EXPERTS_BUDGET if form.act else BUDGET)
     case.down.scale[int(case.expert[0, 0])] *= 1.5
     assert rel_rms(got, coded_experts(*case)) > 2 * EXPERTS_BUDGET

@@ -33,7 +33,12 @@ def test_agrees_with_float64(form, shape, gen, tmp_path):
     num_tokens, _, active, width, inner = shape
     constants = cuda.constants_for(form, width, inner, active, num_tokens > 1)
     kernels = cuda.Kernels(*(build(cuda.SOURCE, tmp_path, name, constants) for name in cuda.Kernels._fields))
-    got, exact = cuda.run(kernels, *case), exact_experts(case)
+    got, exact, plus = (
+        cuda.run(kernels, *case),
+        exact_experts(case),
+        torch.randn(case.x.shape, generator=gen).bfloat16(),
+    )
+    assert torch.equal(cuda.run(kernels, *case, plus), got + plus)
     assert rel_rms(got, exact) < BUDGET
     case.down.scale[int(case.expert[0, 0])] *= 1.5
     assert rel_rms(got, exact_experts(case)) > 2 * BUDGET
