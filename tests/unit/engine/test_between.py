@@ -95,7 +95,8 @@ def test_terms_are_added_up_and_let_go(kind, monkeypatch):
 
     monkeypatch.setattr(Terms, "summed", summed)
     gen = torch.Generator().manual_seed(0)
-    norm, residual_TD = RMSNorm(8), torch.randn(5, 8, generator=gen)
+    norm, residual_TD = RMSNorm(8, 1e-5), torch.randn(5, 8, generator=gen)
+    torch.nn.init.ones_(norm.weight)
     new = Terms(torch.randn(20, 8, generator=gen), 5, 3, has_shared=True)
     want = kind(ALONE).join(new.summed(), residual_TD, norm, None)
     got = kind(ALONE).join(new, residual_TD, norm, None)
