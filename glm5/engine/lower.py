@@ -1,7 +1,7 @@
 """The model in its inference form: the same weights, run by fused kernels, rule by rule.
 
     residual add, norm (and quantization)      one kernel: `add_rms_norm`, handed from layer to layer (between.py)
-    index key, query and key products of x     one product: a `Stack` of wk, q_a, kv_a
+    index key, query and key products of x     one product: a `Stack` of wk, q_a, kv_a; two where wk is of another kind
     norms, rotation, both writes to the cache  one kernel: `mla_keys`
     queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
     every visible key is read                  the indexer's queries are not computed
@@ -108,7 +108,10 @@ class LoweredAttention:
     def _of_input(self, x: Rows, between: Between, *, has_key: bool) -> tuple[Tensor, Tensor]:
         """(index keys [T, I], nothing if not asked for, and query and key products [T, Y]) before their norms."""
         if has_key and len(self.of_input.runs) > 1 and not isinstance(between, Dealt):
-            return self.of_input(x, 0, 1), self.of_input(x, 1)  # two products, which side by side would be copies
+            # Two products, which as one tensor would be copies; that of keys has few weights and takes as long.
+            key = Beside(lambda: self.of_input(x, 0, 1), x.x_TD.device)
+            qkv_TY = self.of_input(x, 1)
+            return key.take(), qkv_TY
         out_TY = between.whole(self.of_input(x, 0 if has_key or not self.num_key else 1))
         num_key = self.num_key if has_key else 0
         return out_TY[:, :num_key], out_TY[:, num_key:]

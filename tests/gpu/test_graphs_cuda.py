@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from glm5.bench.steps.case import with_codes
 from glm5.checkpoint.dummy import dummy
 from glm5.config.presets import preset
 from glm5.engine.llm import LLM
@@ -15,9 +16,11 @@ pytestmark = pytest.mark.gpu
 NUM_PROMPTS = 7
 
 
-@pytest.fixture(scope="module")
-def model():
-    return random_model(3, preset("nano"), torch.bfloat16).cuda()
+@pytest.fixture(scope="module", params=["bfloat16", "w4a8-channel"])
+def model(request):
+    if request.param == "bfloat16":
+        return random_model(3, preset("nano"), torch.bfloat16).cuda()
+    return dummy(with_codes(preset("nano"), request.param), fp8=True, device="cuda", seed=3)
 
 
 def prompts_of(rng, count=NUM_PROMPTS, longest=150):
