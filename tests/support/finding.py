@@ -1,4 +1,5 @@
-"""What an engine does before its kernels run, on a machine without a GPU: `python -m tests.support.finding`.
+"""What an engine does before its kernels run, on a machine without a GPU: `python -m tests.support.finding WEIGHTS`,
+fp8 or a recipe of codes.
 
 Triton is told that its driver is a Hopper GPU's. Kernels are found by running every shape of a step on the CPU, which
 launches none of them; the first of each name travels to the processes that compile, and this one then asks for an entry
@@ -19,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 import glm5.kernels
+from glm5.bench.steps.case import with_codes
 from glm5.checkpoint.dummy import dummy
 from glm5.common.console import out
 from glm5.config.presets import preset
@@ -57,7 +59,8 @@ def main() -> None:
         if hasattr(module, "chosen"):
             vars(module)["chosen"] = _chosen
     cfg = preset("nano").model_copy(update={"max_position_embeddings": 1024})
-    model = dummy(cfg, fp8=True)
+    weights = sys.argv[1]
+    model = dummy(cfg if weights == "fp8" else with_codes(cfg, weights), fp8=True)
     cache = KVCache(cfg, 40, dtype=model.dtype, mtp=True)
     runner = Runner(model, cache, max_num_seqs=4, max_model_len=1024, max_depth=DEPTH, fused=True)
     prompts, steps, lowered = runner.prompts, runner.steps, runner.passes.lowered

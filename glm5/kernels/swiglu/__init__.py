@@ -8,7 +8,7 @@ from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.row_codes import Kind, quantize
 from glm5.kernels.swiglu.reference import swiglu as _reference
 from glm5.kernels.swiglu.reference import swiglu_backward as _reference_backward
-from glm5.kernels.triton_support import runs_on
+from glm5.kernels.triton_support import chosen, runs_on
 
 Impl = Literal["auto", "reference", "triton"]
 
@@ -26,7 +26,7 @@ def swiglu(gate_up_GY: Tensor, *, impl: Impl = "auto") -> Tensor:
 
 def swiglu_quantized(gate_up_GY: Tensor, kind: Kind, *, impl: Impl = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """(out [G, F], codes, scale): `swiglu`, and `row_codes.quantize` of it, for the product that reads it."""
-    if impl == "triton" or (impl == "auto" and runs_on(gate_up_GY)):
+    if impl == "triton" or (impl == "auto" and chosen(gate_up_GY)):
         from glm5.kernels.swiglu.triton import swiglu_quantized as run
 
         return run(gate_up_GY, kind)
