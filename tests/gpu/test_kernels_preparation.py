@@ -107,7 +107,7 @@ def test_int8_codes_of_the_query_latent(tokens, gen):
     slots = torch.randperm(P * Z, generator=gen, device="cuda")[:tokens]
     given = qkv, *weights, 1e-5, *table, slots, make_pool("fp8", C + R), None
     q, codes, scale = mla_keys_quantized(*given, "int8", impl="triton")
-    assert torch.equal(q, mla_keys_quantized(*given, impl="triton")[0])
+    assert rel_rms(q, mla_keys_quantized(*given, impl="reference")[0]) < BUDGET
     for mine, its in zip((codes, scale), token_quant(q.cpu(), "int8"), strict=True):
         assert torch.equal(mine.cpu(), its)
 

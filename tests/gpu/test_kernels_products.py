@@ -160,8 +160,9 @@ def test_norm_and_rope(dtype, gen):
     assert torch.equal(got[1], want[1])
     assert rel_rms(got[0], want[0]) < BUDGET[dtype]
     tokens = add_rms_norm_quantized(x, residual, weight, 1e-5, "int8", impl="triton")
-    assert all(torch.equal(mine, its) for mine, its in zip(tokens[:2], got[:2], strict=True))
-    for codes, of_the_cpu in zip(tokens[2:], token_quant(got[0].cpu(), "int8"), strict=True):
+    assert torch.equal(tokens[1], want[1])
+    assert rel_rms(tokens[0], want[0]) < BUDGET[dtype]
+    for codes, of_the_cpu in zip(tokens[2:], token_quant(tokens[0].cpu(), "int8"), strict=True):
         assert torch.equal(codes.cpu(), of_the_cpu)
     table = rope_table(torch.arange(5, device="cuda"), 64, 1e6, dtype)
     rows = x.view(5, 24, 256)[..., -64:]
