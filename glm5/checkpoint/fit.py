@@ -174,7 +174,7 @@ def _useless(name: str, cfg: ModelConfig) -> str | None:
         if not cfg.num_nextn_predict_layers:
             return "part of an MTP layer, and num_nextn_predict_layers is 0"
         if rest in ("embed_tokens.weight", "shared_head.head.weight"):
-            return "a copy of the main model's tensor, which the MTP layer uses"
+            return "the MTP layer reads the main model's"
     if rest == "self_attn.rotary_emb.inv_freq":
         return "computed from rope_theta"
     if rest.startswith("self_attn.indexer.") and layer_idx < cfg.num_hidden_layers and not cfg.has_indexer(layer_idx):

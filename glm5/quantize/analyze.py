@@ -93,13 +93,23 @@ def _branches(job: Job, samples: Sequence[Sequence[int]]) -> tuple[list[Branch],
     walk = Walk(job.cfg, original(job), samples)
     branches: list[Branch] = []
     cfg = job.cfg
+    longest = max(map(len, samples), default=0)
+    parts = dict(_PARTS)
+    if longest <= cfg.index_topk:
+        del parts["indexer"]
+        logger.warning(
+            "samples of %d tokens see all of their keys, of which the indexer selects %d: its error would not show, and it "
+            "is left as it is; a longer --sample-len measures it",
+            longest,
+            cfg.index_topk,
+        )
     with Progress(cfg.num_hidden_layers, "layer", "analyzing") as progress:
         for layer_idx in range(cfg.num_hidden_layers):
             tensors, _ = walk.fetch(layer_idx)
             layer = build_layer(cfg, layer_idx, tensors)
             for branch in branches:
                 branch.samples.through([layer], cfg, layer_idx)
-            branches += _branch_off(job, layer_idx, tensors, walk.activations)
+            branches += _branch_off(job, layer_idx, tensors, walk.activations, parts)
             walk.activations.through([layer], cfg, layer_idx)
             progress.update(1, branches=len(branches))
     reference = list(walk.log_probs())
@@ -111,12 +121,14 @@ def _branches(job: Job, samples: Sequence[Sequence[int]]) -> tuple[list[Branch],
     return branches, compare(samples, iter(reference), iter(reference), Quality())
 
 
-def _branch_off(job: Job, layer_idx: int, tensors: Layer, samples: Activations) -> list[Branch]:
-    """Every part of a layer at every width that its rows divide into."""
+def _branch_off(
+    job: Job, layer_idx: int, tensors: Layer, samples: Activations, parts: Mapping[str, Sequence[str]]
+) -> list[Branch]:
+    """Every one of `parts` of a layer at every width that its rows divide into."""
     cfg, how = job.cfg, How(Own(), job.run.devices, min_tokens=job.settings.min_tokens)
     inputs = samples.inputs([build_layer(cfg, layer_idx, tensors)], cfg, layer_idx)
     found: list[Branch] = []
-    for part, modules in _PARTS.items():
+    for part, modules in parts.items():
         there = [module for module in modules if f"{module}.weight" in tensors]
         weights = [tensors[f"{module}.weight"] for module in there]
         for scheme in WIDTHS if there else ():

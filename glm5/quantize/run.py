@@ -32,7 +32,7 @@ from glm5.quantize.measure import measure
 from glm5.quantize.recipe import Resolved
 from glm5.quantize.report import document, write_report
 from glm5.quantize.source import OUTER, STACK, name_of
-from glm5.quantize.store import Store, digest, digest_of, held, root_of
+from glm5.quantize.store import FILES, Store, digest, digest_of, held, root_of
 from glm5.quantize.verify import THREADS, verify
 from glm5.quantize.weights import part_of
 from glm5.quantize.work import LayerResult, turned, work
@@ -191,8 +191,10 @@ def _as_stack(module: str) -> str:
 
 
 def _fingerprint(job: Job, chosen: Sequence[Sequence[int]] | None) -> dict[str, Any]:
-    """What decides the bytes: settings as resolved, the source's headers, and the samples."""
+    """What decides the bytes: settings as resolved, the source's headers, when its files were written, and samples."""
     settings = job.settings
+    files = {entry.file for entry in job.source.index.entries.values()}
+    written = {name: (job.source.directory / name).stat().st_mtime_ns for name in sorted(files)}
     headers = [[e.name, e.dtype, e.shape, e.file, e.start] for e in job.source.index.entries.values()]
     return {
         "recipe": job.resolved.recipe.model_dump(mode="json"),
@@ -204,7 +206,7 @@ def _fingerprint(job: Job, chosen: Sequence[Sequence[int]] | None) -> dict[str, 
         "compute_dtype": settings.compute_dtype,
         "device": [device.type for device in job.run.devices[:1]],
         "max_shard_gb": settings.max_shard_gb,
-        "model": hashlib.sha256(json.dumps([job.source.cfg.to_dict(), headers]).encode()).hexdigest(),
+        FILES: hashlib.sha256(json.dumps([job.source.cfg.to_dict(), headers, written]).encode()).hexdigest(),
         "samples": hashlib.sha256(json.dumps(chosen).encode()).hexdigest(),
     }
 

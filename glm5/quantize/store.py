@@ -33,6 +33,7 @@ ALONE = {"rot.weight": "rot.safetensors"}
 
 
 _LOCK = "run.lock"
+FILES = "files of the model"  # in a fingerprint
 
 
 @contextmanager
@@ -75,6 +76,11 @@ class Store:
         if (found := self._read()) is not None:
             before, self.layers = found
             changed = sorted(key for key in plain.keys() | before.keys() if plain.get(key) != before.get(key))
+            if changed == [FILES]:
+                raise CheckpointError(
+                    f"{self.root}: holds a run over what the model's files were before they were written anew; "
+                    "--restart begins anew"
+                )
             if changed:
                 raise CheckpointError(
                     f"{self.root}: holds a run with other settings ({', '.join(changed)}); give those again to go on "

@@ -204,7 +204,7 @@ def test_copies_in_the_mtp_layer_are_ignored_and_reported(bf16, caplog):
     with caplog.at_level(logging.INFO, "glm5"):
         after = load(bf16).state_dict()
     assert all(same_bits(before[name], after[name]) for name in before)
-    assert "ignored 2 tensors (model.layers.4.embed_tokens.weight: a copy of the main model's" in caplog.text
+    assert "ignored 2 tensors (model.layers.4.embed_tokens.weight: the MTP layer reads the main model's" in caplog.text
 
 
 def test_indexers_of_layers_that_share_are_ignored(tmp_path, caplog):

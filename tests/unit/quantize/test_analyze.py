@@ -34,6 +34,19 @@ def test_every_part_is_measured_at_every_width(analysis):
     assert found["bits"] <= found["budget"]
 
 
+def test_an_indexer_that_selects_everything_is_left_as_it_is(small_bf16, tmp_path, caplog):
+    given = {"model": str(small_bf16), "out": str(tmp_path / "out"), "analyze": True, "device": "cpu"}
+    for length, is_measured in ((8, False), (60, True)):
+        brief = {"sample_len": length, "held_out_tokens": length, "out": str(tmp_path / str(length))}
+        path = analyze(QuantizeConfig.model_validate(given | brief))
+        found = json.loads((path / "analysis.json").read_text())
+        parts = {each["part"]: each["kl"] for each in found["branches"]}
+        assert ("indexer" in parts) == is_measured
+        assert ("the indexer selects" in caplog.text) != is_measured
+        caplog.clear()
+    assert parts["indexer"] > 0
+
+
 def test_the_proposal_is_a_recipe_that_says_the_same(analysis, small_bf16, tmp_path):
     path, found = analysis
     given = {"model": str(small_bf16), "out": str(tmp_path / "out"), "recipe": str(path / "recipe.toml"), **BRIEF}

@@ -126,6 +126,21 @@ def test_other_settings_do_not_go_on_with_a_run(small_bf16, tmp_path, monkeypatc
     assert quantize(settings(small_bf16, tmp_path / "out", scheme="w4a8", restart=True)).is_dir()
 
 
+def test_a_run_does_not_go_on_over_other_weights(own_bf16, tmp_path, monkeypatch):
+    """Of the same names, shapes and sizes: as after training on, into the same folder."""
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left"):
+        patch.setattr(Store, "write_layer", full_after(1))
+        quantize(settings(own_bf16, tmp_path / "out", scheme="w8a8"))
+    file = min(own_bf16.glob("*.safetensors"))
+    raw = bytearray(file.read_bytes())
+    raw[-2] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"what the model's files were before .* --restart begins anew"):
+        quantize(settings(own_bf16, tmp_path / "out", scheme="w8a8"))
+    anew = quantize(settings(own_bf16, tmp_path / "out", scheme="w8a8", restart=True))
+    assert content(anew) == content(quantize(settings(own_bf16, tmp_path / "again", scheme="w8a8")))
+
+
 def full_after(num_layers: int):
     write_layer, written = Store.write_layer, []
 
