@@ -98,8 +98,8 @@ def _branches(job: Job, samples: Sequence[Sequence[int]]) -> tuple[list[Branch],
     if longest <= cfg.index_topk:
         del parts["indexer"]
         logger.warning(
-            "samples of %d tokens see all of their keys, of which the indexer selects %d: its error would not show, and it "
-            "is left as it is; a longer --sample-len measures it",
+            "samples of %d tokens see all of their keys, of which the indexer selects %d: its error would not show: "
+            "it is left as it is; a longer --sample-len measures it",
             longest,
             cfg.index_topk,
         )
