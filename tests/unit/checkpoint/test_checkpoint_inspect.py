@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_listed_by_name(bf16):
     assert not report["loads"]
     assert report["missing"] == ["model.norm.weight [64]"]
     assert report["unexpected"] == ["other [320, 64]"]
-    assert report["ignored"][0].startswith("model.layers.4.embed_tokens.weight: a copy")
+    assert report["ignored"][0].startswith("model.layers.4.embed_tokens.weight: the MTP layer reads")
     assert report["unknown_config_keys"] == ["new_key"]
     assert report["bytes_by_part"]["unexpected"] == report["bytes_by_part"]["ignored"] == 320 * 64 * 2
 
