@@ -55,7 +55,7 @@ class Meter:
             max_num_seqs=1,
             max_num_batched_tokens=CHUNK,
             num_speculative_tokens=0,
-            num_gpu_blocks_override=65536 // PAGE_SIZE + 1,
+            num_gpu_blocks_override=LONGEST // PAGE_SIZE,
             async_scheduling=False,
         )
         self.core = build_core(random_model(3, cfg), config)
