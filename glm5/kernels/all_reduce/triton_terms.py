@@ -8,6 +8,7 @@ from torch import Tensor
 
 from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, Buffers, buffer, empty_last, sendable
 from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.grouped_experts.triton_few import sum_of_terms
 
 
 @triton.jit
@@ -37,12 +38,7 @@ def _send_terms(
     peer = ((rank + 1 + tl.program_id(0) % SIZE) % SIZE).to(tl.int64)
     t = peer * share + first + i
     d = tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_D], tl.float32)
-    for a in tl.static_range(A):
-        total += tl.load(y_ptr + (t * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
-    if SHARED:
-        total += tl.load(y_ptr + (tl.cast(T, tl.int64) * A + t) * D + d, mask=d < D, other=0.0).to(tl.float32)
-    x = total.to(y_ptr.dtype.element_ty)
+    x = sum_of_terms(y_ptr, t, d, T, D, A, SHARED).to(y_ptr.dtype.element_ty)
     if peer == rank:
         tl.store(own_ptr + (first + i) * D + d, x, mask=d < D)
     else:

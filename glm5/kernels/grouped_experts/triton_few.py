@@ -317,6 +317,17 @@ def down_pairs(
 
 
 @triton.jit
+def sum_of_terms(y_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr):
+    """Values d of token t's terms together: in the order of its choices, then the shared expert's; float32."""
+    total = tl.zeros(d.shape, tl.float32)
+    for a in tl.static_range(A):
+        total += tl.load(y_ptr + (t * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    if SHARED:
+        total += tl.load(y_ptr + (tl.cast(T, tl.int64) * A + t) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def combine(
     y_ptr,
     out_ptr,
@@ -328,18 +339,12 @@ def combine(
     PDL: tl.constexpr,
     plus_ptr=None,
 ):
-    """out [T, D]: each token's terms, in the order of its choices, then the shared expert's; float32 inside. `plus`,
-    if there is one, is added to the rounded sum."""
+    """out [T, D]: the sum of each token's terms. `plus`, if there is one, is added to the rounded sum."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    total = tl.zeros([BLOCK_D], tl.float32)
-    for a in tl.static_range(A):
-        total += tl.load(y_ptr + (t * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
-    if SHARED:
-        total += tl.load(y_ptr + (tl.cast(T, tl.int64) * A + t) * D + d, mask=d < D, other=0.0).to(tl.float32)
-    out = total.to(out_ptr.dtype.element_ty)
+    out = sum_of_terms(y_ptr, t, d, T, D, A, SHARED).to(out_ptr.dtype.element_ty)
     if plus_ptr is not None:
         plus = tl.load(plus_ptr + t * D + d, mask=d < D, other=0.0)
         out = (out.to(tl.float32) + plus.to(tl.float32)).to(out.dtype)
