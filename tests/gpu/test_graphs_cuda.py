@@ -59,7 +59,8 @@ def test_graphs_are_captured_anew_when_weights_move(model, rng):
     prompts = prompts_of(rng)
     bench = Bench(model, fused=True)
     params = SamplingParams(temperature=0, max_tokens=8)
-    want = bench.run(prompts, params).tokens
+    # Twice, as the cache has the prompts' pages from then on: fewer rows may take another kernel and round otherwise.
+    want = [bench.run(prompts, params).tokens for _ in range(2)][-1]
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     bench.runner.weights_changed()
