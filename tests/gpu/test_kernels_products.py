@@ -9,7 +9,7 @@ from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
 from glm5.kernels.fp8_linear import cuda as cuda_linear
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts import grouped_experts
-from glm5.kernels.rope import rope, rope_table
+from glm5.kernels.rope import rope, rope_part, rope_table
 from glm5.kernels.router import router
 from glm5.kernels.token_quant import token_quant
 from glm5.kernels.triton_support import arrivals
@@ -166,7 +166,12 @@ def test_norm_and_rope(dtype, gen):
         assert torch.equal(codes.cpu(), of_the_cpu)
     table = rope_table(torch.arange(5, device="cuda"), 64, 1e6, dtype)
     rows = x.view(5, 24, 256)[..., -64:]
-    assert torch.equal(rope(rows, *table, impl="triton"), rope(rows, *table, impl="reference"))
+    rotated = rope(rows, *table, impl="reference")
+    assert torch.equal(rope(rows, *table, impl="triton"), rotated)
+    with torch.inference_mode():
+        where = rope_part(x.view(5, 24, 256).clone(), *table, None, 192, 256)
+    assert torch.equal(where[..., 192:], rotated)
+    assert torch.equal(where[..., :192], x.view(5, 24, 256)[..., :192])
 
 
 @pytest.mark.parametrize("T", [1, 8, 16, 64, 300])

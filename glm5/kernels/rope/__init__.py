@@ -73,6 +73,10 @@ def rope_part(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | No
     part = x[..., start:stop]
     if turn_TR2 is not None and part.is_cpu and _complex.fits(part):
         part.view(turn_TR2.dtype).mul_(turn_TR2 if x.dim() == 2 else turn_TR2.unsqueeze(1))
+    elif chosen(part) and part.stride(-1) == 1:
+        from glm5.kernels.rope.triton import rope as run
+
+        run(part, cos_TR2, sin_TR2, part)
     else:
         part.copy_(rope(part, cos_TR2, sin_TR2, turn_TR2))
     return x

@@ -19,6 +19,8 @@ def _rope(
     H,
     stride_t,
     stride_h,
+    out_stride_t,
+    out_stride_h,
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -38,26 +40,27 @@ def _rope(
     first = (a * cos).to(x.dtype).to(tl.float32) - (b * sin).to(x.dtype).to(tl.float32)
     second = (b * cos).to(x.dtype).to(tl.float32) + (a * sin).to(x.dtype).to(tl.float32)
     out = tl.reshape(tl.join(first, second), [BLOCK_H, 2 * PAIRS]).to(x.dtype)
-    tl.store(out_ptr + (t * H + h[:, None]) * 2 * HALF + r[None, :], out, mask=inside)
+    tl.store(out_ptr + t * out_stride_t + h[:, None] * out_stride_h + r[None, :], out, mask=inside)
 
 
-def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
-    """As `reference.rope`; x may be strided."""
+def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, out: Tensor | None = None) -> Tensor:
+    """As `reference.rope`; x may be strided. `out`: room for the result, of rows in one piece; it may be x."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     rows = x if x.dim() == 3 else x.unsqueeze(1)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     num_tokens, heads, width = rows.shape
-    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    places = out if out.dim() == 3 else out.unsqueeze(1)
     block_h = min(8, triton.next_power_of_2(heads))
     if num_tokens:
         _rope[(num_tokens, triton.cdiv(heads, block_h))](
             rows,
             cos_TR2.contiguous(),
             sin_TR2.contiguous(),
-            out,
+            places,
             heads,
-            rows.stride(0),
-            rows.stride(1),
+            *rows.stride()[:2],
+            *places.stride()[:2],
             HALF=width // 2,
             PAIRS=triton.next_power_of_2(width // 2),
             BLOCK_H=block_h,
@@ -65,7 +68,7 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
             enable_fp_fusion=False,  # would skip a rounding
             **dependent_launch(x.device),
         )
-    return out.view(x.shape)
+    return out
 
 
 def rope_with_gradient(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.rms_norm import rms_norm
-from glm5.kernels.rope import rope, rope_table
+from glm5.kernels.rope import rope, rope_part, rope_table
 from glm5.kernels.router import router
 from glm5.kernels.row_codes import quantize
 from glm5.kernels.swiglu import swiglu, swiglu_quantized
@@ -107,6 +107,20 @@ def test_rope_is_the_reference_bit_by_bit(shape, dtype, gen):
     table = rope_table(torch.arange(shape[0]) * 7, shape[-1], 1e4, dtype)
     x = wide[..., 4:]
     assert torch.equal(rope(x, *table, impl="triton"), rope(x, *table, impl="reference"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 8), (5, 3, 64), (4, 9, 12), (0, 2, 8)], ids=str)
+def test_a_part_is_rotated_where_it_lies(shape, dtype, gen, monkeypatch):
+    monkeypatch.setattr("glm5.kernels.rope.chosen", lambda *_: True)
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
+    wide, width = torch.randn(*shape[:-1], shape[-1] + 6, generator=gen).to(dtype), shape[-1]
+    table, want = rope_table(torch.arange(shape[0]) * 7, width, 1e4, dtype), wide.clone()
+    want[..., 4:-2] = rope(wide[..., 4:-2], *table, impl="reference")
+    with torch.no_grad():
+        got = rope_part(wide, *table, None, 4, 4 + width)
+    assert got is wide
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
