@@ -15,7 +15,7 @@ from glm5.kernels.kernel_count import count
 logger = logging.getLogger(__name__)
 
 _HEADERS = Path(__file__).parent
-_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DYNAMIC_SHARED_SIZE, _LARGE_CLUSTERS = 8, 14  # CU_FUNC_ATTRIBUTE_MAX_.._BYTES, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER, _DEPENDENT_LAUNCH = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -57,22 +57,32 @@ class CudaKernel:
         self._function, self._shared_bytes = function, shared_bytes
         driver = _driver()
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_SIZE, shared_bytes))
+        _check(driver.cuFuncSetAttribute(function, _LARGE_CLUSTERS, 1))
 
     def __call__(self, grid: tuple[int, int], num_threads: int, *given: Given, cluster: int = 1) -> None:
         """On the current stream: tensors as pointers (None: null), maps as they are, ints of 32 bits.
 
-        `cluster`: neighbours, of the grid's first number, who see each other's shared memory.
+        `cluster`: neighbours, of the grid's first number, who see each other's shared memory: up to 16.
         """
         values = [_value(each) for each in given]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        config = self._config(grid, num_threads, cluster)
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, places, None))
+
+    def num_clusters(self, num_threads: int, cluster: int) -> int:
+        """How many clusters of so many programs run at once."""
+        count, config = ctypes.c_int(), self._config((cluster, 1), num_threads, cluster)
+        _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
+        return count.value
+
+    def _config(self, grid: tuple[int, int], num_threads: int, cluster: int) -> _Config:
         attributes = (_Attribute * 2)(
             _Attribute(_DEPENDENT_LAUNCH, 0, (1, 0, 0)), _Attribute(_CLUSTER, 0, (cluster, 1, 1))
         )
-        config = _Config(
+        return _Config(
             (*grid, 1), (num_threads, 1, 1), self._shared_bytes, torch.cuda.current_stream().cuda_stream,
             attributes, 1 if cluster == 1 else 2,
         )  # fmt: skip
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, places, None))
 
 
 _UNSIGNED_BYTES, _SWIZZLE_128, _FETCH_256 = 0, 3, 3  # CU_TENSOR_MAP_DATA_TYPE_.., _SWIZZLE_.., _L2_PROMOTION_..

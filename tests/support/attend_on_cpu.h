@@ -1,4 +1,4 @@
-// What attend.cu leaves out on a CPU: reading of tiles and conversions.
+// What attend.cuh leaves out on a CPU: reading of tiles and conversions.
 
 #include "hopper_on_cpu.h"
 
@@ -16,6 +16,8 @@ static void widen(u32 codes, u32& low, u32& high) {
     low = as_halves(of_e4m3(codes), of_e4m3(codes >> 8));
     high = as_halves(of_e4m3(codes >> 16), of_e4m3(codes >> 24));
 }
+
+static float2 of_halves(u32 pair) { return {of_float16(pair), of_float16(pair >> 16)}; }
 
 static void fetch_or_clear(u32 to, const u8* from, bool is) {
     if (is) return fetch_16(to, from);

@@ -1,5 +1,6 @@
 // CUDA C++ on a CPU, for kernels that keep to what is here: a program's threads are fibers that take turns, and what
-// threads of a warp do together is done when the last of them comes. Tensor cores' products are written out.
+// threads of a warp do together is done when the last of them comes. Programs of a cluster run side by side, if all of
+// their shared memory is dynamic. Tensor cores' products are written out.
 //
 // Included before the kernel's source, which leaves out its own inline assembly under ON_CPU.
 
@@ -29,11 +30,12 @@ typedef unsigned char u8;
 struct Index { u32 x, y, z; };
 struct __align__(16) Four { u32 x[4]; };
 
-constexpr int MOST_THREADS = 1024, MOST_WORDS = 8;
-static Index threadIdx, blockIdx;
-static unsigned char memory[1 << 18] __attribute__((aligned(128)));
+constexpr int MOST_PEERS = 4, MOST_THREADS = MOST_PEERS * 1024, MOST_WORDS = 8;
+static Index threadIdx, blockIdx, gridDim;
+static unsigned char memories[MOST_PEERS][1 << 18] __attribute__((aligned(1024)));
+static unsigned char* memory;  // of the program whose turn it is
 
-static int current, living;
+static int current, own, living[MOST_PEERS];  // thread, program in its cluster
 static ucontext_t scheduler, fibers[MOST_THREADS];
 static bool ended[MOST_THREADS];
 static std::vector<char> stacks[MOST_THREADS];
@@ -50,10 +52,10 @@ struct Barrier {
     }
 };
 
-static Barrier whole, of_warp[MOST_THREADS / 32];
+static Barrier whole[MOST_PEERS], of_warp[MOST_THREADS / 32];
 static u32 words[2][MOST_THREADS / 32][32][MOST_WORDS];
 
-static void __syncthreads() { whole.come(living); }
+static void __syncthreads() { whole[own].come(living[own]); }
 static void __syncwarp() { of_warp[current / 32].come(32); }
 
 // What every lane of the warp brought, [32][MOST_WORDS]; valid until the warp meets twice more.
@@ -209,21 +211,23 @@ static void fiber() {
     kernel(g[0], g[1], g[2], g[3], g[4], g[5], g[6], g[7], g[8], g[9], g[10], g[11], g[12], g[13], g[14], g[15], g[16],
            g[17], g[18], g[19], g[20], g[21], g[22], g[23]);
     ended[current] = true;
-    --living;
+    --living[own];
     swapcontext(&fibers[current], &scheduler);
 }
 
-// A grid of programs, one after the other; arguments are pointers and ints, 24 at most. Shared memory begins as NaN.
-extern "C" void launch(Kernel* what, int columns, int rows, int num_threads, const u64* arguments) {
+// A grid of programs, one cluster after the other; arguments are pointers and ints, 24 at most. Shared memory begins as
+// NaN.
+extern "C" void launch(Kernel* what, int columns, int rows, int num_threads, int cluster, const u64* arguments) {
+    if (cluster > MOST_PEERS || columns % cluster) abort();
     kernel = what;
     memcpy(given, arguments, sizeof given);
-    for (int program = 0; program < columns * rows; ++program) {
-        blockIdx = {(u32)(program % columns), (u32)(program / columns), 0};
-        memset(memory, 0xFF, sizeof memory);
-        whole = {};
+    gridDim = {(u32)columns, (u32)rows, 1};
+    for (int first = 0; first < columns * rows; first += cluster) {
+        memset(memories, 0xFF, sizeof memories);
+        memset(whole, 0, sizeof whole);
         memset(of_warp, 0, sizeof of_warp);
-        living = num_threads;
-        for (int i = 0; i < num_threads; ++i) {
+        for (int peer = 0; peer < MOST_PEERS; ++peer) living[peer] = peer < cluster ? num_threads : 0;
+        for (int i = 0; i < cluster * num_threads; ++i) {
             ended[i] = false;
             stacks[i].resize(1 << 16);
             getcontext(&fibers[i]);
@@ -231,11 +235,13 @@ extern "C" void launch(Kernel* what, int columns, int rows, int num_threads, con
             fibers[i].uc_stack.ss_size = stacks[i].size();
             makecontext(&fibers[i], fiber, 0);
         }
-        for (int turn = 0; living; ++turn) {
+        for (int turn = 0; *std::max_element(living, living + cluster); ++turn) {
             if (turn > MOST_TURNS) abort();
-            for (current = 0; current < num_threads; ++current) {
+            for (current = 0; current < cluster * num_threads; ++current) {
                 if (ended[current]) continue;
-                threadIdx = {(u32)current, 0, 0};
+                own = current / num_threads, memory = memories[own];
+                threadIdx = {(u32)(current % num_threads), 0, 0};
+                blockIdx = {(u32)((first + own) % columns), (u32)((first + own) / columns), 0};
                 swapcontext(&scheduler, &fibers[current]);
             }
         }

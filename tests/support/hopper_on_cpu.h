@@ -1,5 +1,4 @@
 // What hopper.cuh stands for, on a CPU: copies that run on their own are done at once, products where they are begun.
-// For grids of one program.
 
 #include "cuda_on_cpu.h"
 
@@ -14,8 +13,7 @@ struct float4 { float x, y, z, w; };
 struct Matrix { const u8* place; u64 rows, cols, tile_rows; };
 struct Map { const Matrix* matrix; };
 
-static const Index gridDim = {1, 1, 1};
-static u8* const shared_memory = memory;
+static u8*& shared_memory = memory;
 
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
@@ -23,8 +21,8 @@ static float2 make_float2(float x, float y) { return {x, y}; }
 static u32 shared_at(const void* p) { return (const u8*)p - memory; }
 static void rest() { swapcontext(&fibers[current], &scheduler); }
 
-static Barrier named[16];
-static void meet(int barrier, int count) { named[barrier].come(count); }
+static Barrier named[MOST_PEERS][16], of_cluster;
+static void meet(int barrier, int count) { named[own][barrier].come(count); }
 
 struct Arrivals {
     int wanted, missing, bytes;
@@ -35,7 +33,8 @@ struct Arrivals {
     }
 };
 
-static std::map<u32, Arrivals> arrivals;
+static std::map<u32, Arrivals> arrivals_of[MOST_PEERS];
+#define arrivals arrivals_of[own]
 
 static void make_barrier(u32 at, int count) { arrivals[at] = {count, count, 0, 0}; }
 
@@ -70,8 +69,13 @@ static void fetch_shared_box(u32 to, const Map* map, int column, int row, u32 ba
     fetch_box(to, map, column, row, barrier);
 }
 
-static void meet_peers() { __syncthreads(); }
-static float4 of_peer(u32 at, int peer) { return *(const float4*)(memory + at); }
+static void meet_peers() {
+    int all = 0;
+    for (int peer = 0; peer < MOST_PEERS; ++peer) all += living[peer];
+    of_cluster.come(all);
+}
+
+static float4 of_peer(u32 at, int peer) { return *(const float4*)(memories[peer] + at); }
 
 static void fetch_16(u32 to, const void* from) {
     if (to % 16 || (u64)from % 16) abort();

@@ -1,5 +1,5 @@
 // Attention of one query over a share of its keys, on Hopper: what sparse_mla/triton.py computes in `_attend`, for few
-// heads (8 or 16) and latents in bfloat16 or, with FP8, rows of codes, scales and a rotated part (kernels/fp8_pool.py).
+// heads (8 or 16) and latents in bfloat16.
 //
 // Four warps fetch: blocks of 64 latents are under way or being read at any time. Eight warps compute. Keys are the rows
 // of the matrix units' tile and heads its columns, so 8 heads are not padded:
@@ -9,80 +9,21 @@
 //
 // Each of the eight has the softmax of all 64 keys, so one barrier a block is enough.
 //
-// Codes are multiplied as they are, in float16, which holds each of them: a group's scale is multiplied to its part of a
-// logit, and to p of its values. Products take 16 inputs in any order that both sides have: of codes, a lane has four
-// that lie together, or two by two of a pair of keys.
-//
 // `scale` is a float's bits: of logits, by the logarithm of 2.
 //
-// Compiled with H, C, R, Z (slots of a page), FP8, STAGES; C a multiple of 128 (of 512 with FP8), C + R of 64.
+// Compiled with H, C, R, Z (slots of a page), STAGES; C a multiple of 128, C + R of 64.
 
-#include "hopper.cuh"
+#include "sparse_mla/attend.cuh"
 
 constexpr int L = C + R, KEYS = 64, WARPS = 8, FETCHING = 4, TILES = H / 8;
-constexpr int ROW = FP8 ? C + C / 32 + 2 * R : 2 * L;   // bytes in memory
+constexpr int ROW = 2 * L;                              // bytes
 constexpr int PITCH = ROW + (ROW / 16 % 2 ? 0 : 16);    // between rows here: those read together lie in other banks
 constexpr int STAGE = KEYS * PITCH;
 constexpr int LOGITS = H + 4;                 // floats between keys' logits, for the same reason
 constexpr int HALF = KEYS * LOGITS;
 constexpr int STEPS = L / 32;                 // of 16 dimensions, in half of them
-constexpr int CODES = FP8 ? C / 32 : 0;       // of these, of codes
-constexpr int GROUPS = FP8 ? C / 256 : 2;     // of 128 codes with a scale, in half of them; else chains of products
+constexpr int CHAINS = 2;                     // of products, which take turns
 constexpr int ROWS = C / (16 * WARPS);        // tiles of 16 values of a warp
-constexpr float UNIT = FP8 ? 256 : 1;         // of p times a scale, so that float16 has all that matters of it
-
-#ifndef ON_CPU
-static __device__ void load4(u32 (&x)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
-}
-
-static __device__ void load4_transposed(u32 (&x)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
-}
-
-#define ADD_PRODUCT(type)                                                                                    \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, "            \
-                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                             \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-template <bool F16> static __device__ void add_product_of(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if constexpr (F16)
-        ADD_PRODUCT("f16");
-    else
-        ADD_PRODUCT("bf16");
-}
-
-static __device__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-static __device__ u32 as_halves(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// The two lower codes of four, and the two upper ones.
-static __device__ void widen(u32 codes, u32& low, u32& high) {
-    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
-        : "=r"(low), "=r"(high) : "r"(codes));
-}
-
-// 16 bytes, or as many zeros.
-static __device__ void fetch_or_clear(u32 to, const u8* from, bool is) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 ::"r"(to), "l"(from), "r"(is ? 16 : 0) : "memory");
-}
-#endif
-
-// Of two numbers in bfloat16.
-static __device__ u32 in_float16(u32 pair) {
-    return as_halves(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000));
-}
 
 struct Keys {
     const int *keys, *pages;
@@ -184,14 +125,8 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
     for (int k = 0; k < STEPS; ++k)
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-            const u16* const its = q + ((u64)t * H + 8 * n + group) * L;
-            if (k < CODES) {
-                const u32* const at = (const u32*)(its + half * C / 2 + 16 * k + 2 * pair);
-                q_part[k][n][0] = in_float16(at[0]), q_part[k][n][1] = in_float16(at[1]);
-            } else {
-                const u16* const at = its + (FP8 ? C + half * R / 2 : 16 * half * STEPS) + 16 * (k - CODES) + pair;
-                q_part[k][n][0] = *(const u32*)at, q_part[k][n][1] = *(const u32*)(at + 8);
-            }
+            const u16* const at = q + ((u64)t * H + 8 * n + group) * L + 16 * (half * STEPS + k) + pair;
+            q_part[k][n][0] = *(const u32*)at, q_part[k][n][1] = *(const u32*)(at + 8);
         }
     float top[TILES], sum[TILES], total[ROWS][TILES][4];
 #pragma unroll
@@ -202,49 +137,23 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
 #pragma unroll
             for (int i = 0; i < 4; ++i) total[m][n][i] = 0;
     }
-    // What a lane reads of a tile of 16 keys by 32 bytes; of one that is transposed, of 16 keys by 16 dimensions or 32 by
-    // 16 codes.
-    const u32 here = (16 * tile + lane % 16) * PITCH + lane / 16 * 16;
-    const u32 rotated = here + (FP8 ? C + C / 32 + half * R : 32 * half * STEPS);
-    const u32 across = FP8 ? lane * PITCH + C / WARPS * warp
-                           : (lane % 8 + lane / 16 * 8) * PITCH + 2 * (C / WARPS * warp + lane / 8 % 2 * 8);
+    // What a lane reads of a tile of 16 keys by 16 dimensions, and of one that is transposed.
+    const u32 here = (16 * tile + lane % 16) * PITCH + lane / 16 * 16 + 32 * half * STEPS;
+    const u32 across = (lane % 8 + lane / 16 * 8) * PITCH + 2 * (C / WARPS * warp + lane / 8 % 2 * 8);
 
     for (int block = start; block < stop; ++block) {
         const int index = block - start, stage = index % STAGES;
         const u32 at = data + stage * STAGE;
         float* const mine = logits + index % 2 * (2 * HALF);
         wait(full + 8 * stage, index / STAGES % 2);
-        float part[GROUPS][TILES][4] = {};  // chains of products, which take turns
+        float part[CHAINS][TILES][4] = {};
 #pragma unroll
-        for (int two = 0; two < CODES / 2; ++two) {
-            const int g = two % GROUPS, k = 2 * (g * (CODES / 2 / GROUPS) + two / GROUPS);
-            u32 codes[4], a[2][4];
-            load4(codes, at + here + half * C / 2 + 16 * k);
-            widen(codes[0], a[0][0], a[0][2]), widen(codes[1], a[0][1], a[0][3]);
-            widen(codes[2], a[1][0], a[1][2]), widen(codes[3], a[1][1], a[1][3]);
-#pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-                add_product_of<true>(part[g][n], a[0], q_part[k][n][0], q_part[k][n][1]);
-                add_product_of<true>(part[g][n], a[1], q_part[k + 1][n][0], q_part[k + 1][n][1]);
-            }
-        }
-        if constexpr (FP8)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {  // of keys `group` and 8 further
-                const u8* const its = shared_memory + stage * STAGE + (16 * tile + group + 8 * i) * PITCH + C;
-                const float* const scales = (const float*)its + half * GROUPS;
-#pragma unroll
-                for (int g = 0; g < GROUPS; ++g)
-#pragma unroll
-                    for (int n = 0; n < TILES; ++n) part[g][n][2 * i] *= scales[g], part[g][n][2 * i + 1] *= scales[g];
-            }
-#pragma unroll
-        for (int k = CODES; k < STEPS; ++k) {
+        for (int k = 0; k < STEPS; ++k) {
             u32 a[4];
-            load4(a, at + rotated + 32 * (k - CODES));
+            load4(a, at + here + 32 * k);
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
-                add_product_of<false>(part[k % GROUPS][n], a, q_part[k][n][0], q_part[k][n][1]);
+                add_product_of<false>(part[k % CHAINS][n], a, q_part[k][n][0], q_part[k][n][1]);
         }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
@@ -253,7 +162,7 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g) all[i] += part[g][n][i];
+                for (int g = 0; g < CHAINS; ++g) all[i] += part[g][n][i];
             *(float2*)to = make_float2(all[0], all[1]);
             *(float2*)(to + 8 * LOGITS) = make_float2(all[2], all[3]);
         }
@@ -286,13 +195,7 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
                     p[k][i] = p[k][i] > -1e30f ? exp2_of(p[k][i] - now) : 0.0f;
                     sum[n] += p[k][i];
                 }
-                if constexpr (FP8) {
-                    const u8* const its = shared_memory + stage * STAGE + (16 * k + pair) * PITCH + C + C / WARPS * warp / 128 * 4;
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) p[k][i] *= UNIT * *(const float*)(its + (i % 2 + i / 2 * 8) * PITCH);
-                    p_part[k][n][0] = as_halves(p[k][0], p[k][1]), p_part[k][n][1] = as_halves(p[k][2], p[k][3]);
-                } else
-                    p_part[k][n][0] = as_pair(p[k][0], p[k][1]), p_part[k][n][1] = as_pair(p[k][2], p[k][3]);
+                p_part[k][n][0] = as_pair(p[k][0], p[k][1]), p_part[k][n][1] = as_pair(p[k][2], p[k][3]);
             }
             const float first = __shfl_sync(~0u, shrink, 4 * pair), second = __shfl_sync(~0u, shrink, 4 * pair + 4);
 #pragma unroll
@@ -304,21 +207,11 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
 #pragma unroll
         for (int m = 0; m < ROWS; ++m)
 #pragma unroll
-            for (int k = 0; k < KEYS / 16; k += 1 + FP8) {
-                u32 a[1 + FP8][4];
-                if constexpr (FP8) {
-                    u32 codes[4];
-                    load4_transposed(codes, at + across + 16 * k * PITCH + 16 * m);
+            for (int k = 0; k < KEYS / 16; ++k) {
+                u32 a[4];
+                load4_transposed(a, at + across + 16 * k * PITCH + 32 * m);
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)  // of a pair of keys: values of even places, then those of odd ones
-                        widen(__byte_perm(codes[i], 0, 0x3120), a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
-                } else
-                    load4_transposed(a[0], at + across + 16 * k * PITCH + 32 * m);
-#pragma unroll
-                for (int i = 0; i < 1 + FP8; ++i)
-#pragma unroll
-                    for (int n = 0; n < TILES; ++n)
-                        add_product_of<FP8>(total[m][n], a[i], p_part[k + i][n][0], p_part[k + i][n][1]);
+                for (int n = 0; n < TILES; ++n) add_product_of<false>(total[m][n], a, p_part[k][n][0], p_part[k][n][1]);
             }
         __syncwarp();
         if (lane == 0) arrive(empty + 8 * stage);
@@ -340,9 +233,8 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
         for (int m = 0; m < ROWS; ++m)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const u64 to = (place + 8 * n + pair + i % 2) * C + C / WARPS * warp + 16 * m +
-                               (FP8 ? 2 * group + i / 2 : group + i / 2 * 8);
-                const float value = total[m][n][i] / (UNIT * (i % 2 ? second : first));
+                const u64 to = (place + 8 * n + pair + i % 2) * C + C / WARPS * warp + 16 * m + group + i / 2 * 8;
+                const float value = total[m][n][i] / (i % 2 ? second : first);
                 if (num_shares == 1)
                     ((u16*)out)[to] = (u16)as_pair(value, 0);
                 else

@@ -1,10 +1,12 @@
-"""sparse_mla on Hopper for a step's queries, in CUDA C++ (attend.cu): 8 or 16 heads, latents in bfloat16 or FP8.
+"""sparse_mla on Hopper for a step's queries, in CUDA C++: 8 or 16 heads, a program a multiprocessor.
 
-A multiprocessor has one program. Where keys are shared out, Triton's kernel merges the shares, in order.
+attend.cu       latents in bfloat16. Where keys are shared out, Triton's kernel merges the shares, in order
+attend_fp8.cu   FP8 latents. Programs that share a query's keys are a cluster, and merge what they found
 """
 
 import math
 import struct
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -14,10 +16,11 @@ from torch import Tensor
 from glm5.kernels import cuda_code, triton_support
 from glm5.kernels.fp8_pool import Fp8Latents, Pool
 
-SOURCE = Path(__file__).with_name("attend.cu")
-KEYS, _WARPS = 64, 12  # as in attend.cu
+SOURCE, FP8_SOURCE = (Path(__file__).with_name(name) for name in ("attend.cu", "attend_fp8.cu"))
+KEYS, _THREADS = 64, 384  # as in both
 _STAGES, _FP8_STAGES = 2, 4
 _START = 1.5  # what a program costs beside its blocks, in blocks
+_MOST_SHARES = 16  # of a cluster
 
 
 def refusal(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, value_dim: int) -> str:
@@ -26,10 +29,11 @@ def refusal(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_
     row_PZX = latent_PZL.row if isinstance(latent_PZL, Fp8Latents) else latent_PZL
     if not isinstance(row_PZX, Tensor) or {q_THL.dtype, row_PZX.dtype} - {torch.uint8} != {torch.bfloat16}:
         return "needs queries in bfloat16, and latents in bfloat16 or FP8"
-    least = 128 if row_PZX.dtype == torch.bfloat16 else 512
-    if num_heads not in (8, 16) or value_dim % least or width % 64 or width > 640:
-        got = f"{num_heads}, {value_dim}, {width}"
-        return f"needs 8 or 16 heads, values of a multiple of {least}, widths of 64, got {got}"
+    got = f"got {num_heads}, {value_dim}, {width}"
+    if row_PZX.dtype == torch.uint8 and (num_heads not in (8, 16) or (value_dim, width) != (512, 576)):
+        return f"needs 8 or 16 heads, values of 512 and widths of 576 over FP8, {got}"
+    if num_heads not in (8, 16) or value_dim % 128 or width % 64 or width > 640:
+        return f"needs 8 or 16 heads, values of a multiple of 128, widths of 64, {got}"
     if keys_TK is None and len(q_THL) > len(page_table_BN):
         return "is for a query of each request where every key is read"
     steps = [step * row_PZX.element_size() for step in row_PZX.stride()]
@@ -52,8 +56,6 @@ def sparse_mla(
     value_dim: int,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.sparse_mla`, without a gradient. Raises ValueError where `refusal` has a reason."""
-    from glm5.kernels.sparse_mla.triton import merge
-
     if reason := refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim):
         raise ValueError(f"sparse_mla[cuda] {reason}; use impl='triton'")
     row_PZX = latent_PZL.row if isinstance(latent_PZL, Fp8Latents) else latent_PZL
@@ -64,54 +66,62 @@ def sparse_mla(
     lse_TH = q_THL.new_empty(num_queries, num_heads, dtype=torch.float32)
     if num_queries == 0:
         return out_THC, lse_TH
-    shares = num_shares(num_queries, num_keys, triton_support.multiprocessors(device))
+    page_step, row_step, _ = (step * row_PZX.element_size() for step in row_PZX.stride())
+    (factor,) = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))
+    keys_TK = None if keys_TK is None else keys_TK.contiguous()
+    given = q_THL.contiguous(), keys_TK, row_PZX, page_table_BN.contiguous(), row_T, end_T
+    sizes = page_table_BN.shape[1], num_keys, page_step, row_step, factor
+    if row_PZX.dtype == torch.uint8:
+        kernel, at_once = _fp8_kernel(num_heads, page_size, device)
+        shares = num_shares(num_queries, num_keys, lambda shares: at_once[shares - 1], len(at_once))
+        kernel((shares, num_queries), _THREADS, *given, out_THC, lse_TH, *sizes, cluster=shares)
+        return out_THC, lse_TH
+    multiprocessors = triton_support.multiprocessors(device)
+    shares = num_shares(num_queries, num_keys, lambda shares: multiprocessors // shares, multiprocessors)
     part, part_lse = out_THC, lse_TH
     if shares > 1:
         part = q_THL.new_empty(num_queries, shares, num_heads, value_dim, dtype=torch.float32)
         part_lse = q_THL.new_empty(num_queries, shares, num_heads, dtype=torch.float32)
-    page_step, row_step, _ = (step * row_PZX.element_size() for step in row_PZX.stride())
-    (factor,) = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))
-    _kernel(num_heads, value_dim, width, page_size, row_PZX.dtype == torch.uint8, device)(
-        (shares, num_queries),
-        32 * _WARPS,
-        q_THL.contiguous(),
-        None if keys_TK is None else keys_TK.contiguous(),
-        row_PZX,
-        page_table_BN.contiguous(),
-        row_T,
-        end_T,
-        part,
-        part_lse,
-        page_table_BN.shape[1],
-        num_keys,
-        page_step,
-        row_step,
-        factor,
-    )
+    kernel = _kernel(num_heads, value_dim, width, page_size, device)
+    kernel((shares, num_queries), _THREADS, *given, part, part_lse, *sizes)
     if shares > 1:
+        from glm5.kernels.sparse_mla.triton import merge
+
         merge(part, part_lse, out_THC, lse_TH, triton_support.dependent_launch(device))
     return out_THC, lse_TH
 
 
-def num_shares(num_queries: int, num_keys: int, num_programs: int) -> int:
-    """Into how many pieces a query's keys are cut, so that programs, of which so many run at once, end soonest."""
+def num_shares(num_queries: int, num_keys: int, at_once: Callable[[int], int], most: int) -> int:
+    """Into how many pieces a query's keys are cut, so that programs end soonest. `at_once`: how many queries run side by
+    side in so many pieces."""
     blocks = max(1, -(-num_keys // KEYS))
     return min(
-        range(1, min(blocks, num_programs) + 1),
-        key=lambda shares: -(-num_queries * shares // num_programs) * (-(-blocks // shares) + _START),
+        range(1, min(blocks, most) + 1),
+        key=lambda shares: -(-num_queries // max(1, at_once(shares))) * (-(-blocks // shares) + _START),
     )
 
 
 @cache
-def _kernel(
-    num_heads: int, value_dim: int, width: int, page_size: int, is_fp8: bool, device: torch.device
-) -> cuda_code.CudaKernel:
-    stages = _FP8_STAGES if is_fp8 else _STAGES
-    row = value_dim + value_dim // 32 + 2 * (width - value_dim) if is_fp8 else 2 * width
-    pitch = row + (0 if row // 16 % 2 else 16)
-    shared_bytes = KEYS * (stages * pitch + 2 * 2 * 4 * (num_heads + 4))
-    sizes = {"H": num_heads, "C": value_dim, "R": width - value_dim, "Z": page_size}
-    kinds = {"FP8": int(is_fp8), "STAGES": stages}
-    kernel = cuda_code.build(SOURCE, "attend", shared_bytes, device, **sizes, **kinds)
+def _kernel(num_heads: int, value_dim: int, width: int, page_size: int, device: torch.device) -> cuda_code.CudaKernel:
+    pitch = 2 * width + (0 if width // 8 % 2 else 16)
+    shared_bytes = KEYS * (_STAGES * pitch + 2 * 2 * 4 * (num_heads + 4))
+    sizes = {"H": num_heads, "C": value_dim, "R": width - value_dim, "Z": page_size, "STAGES": _STAGES}
+    kernel = cuda_code.build(SOURCE, "attend", shared_bytes, device, **sizes)
     assert kernel is not None
     return kernel
+
+
+@cache
+def _fp8_kernel(num_heads: int, page_size: int, device: torch.device) -> tuple[cuda_code.CudaKernel, list[int]]:
+    """Also how many clusters of 1, 2, .. programs run side by side."""
+    sizes = {"H": num_heads, "Z": page_size, "STAGES": _FP8_STAGES}
+    kernel = cuda_code.build(FP8_SOURCE, "attend_fp8", _fp8_bytes(num_heads), device, **sizes)
+    assert kernel is not None
+    return kernel, [kernel.num_clusters(_THREADS, shares) for shares in range(1, _MOST_SHARES + 1)]
+
+
+def _fp8_bytes(num_heads: int) -> int:
+    """Of shared memory: stages, and what attend_fp8.cu calls Beside."""
+    a_stage = KEYS * (512 + 2 * 64 + 4 * 4) + 4 * KEYS + 2 * 8
+    a_head = 4 * 2 * 128 + 2 * 4 * 2 * KEYS + 2 * 16 + 2 * 16 * 4 + 2 * 8 * 4 + 4
+    return 1023 + _FP8_STAGES * a_stage + num_heads * a_head

@@ -13,24 +13,38 @@ BUDGET = 6e-3  # of p's and the result's rounding: measured 2.4e-3 in bfloat16, 
 
 
 def test_shares_fill_the_gpu_and_no_second_turn_is_short():
-    assert [num_shares(count, 2048, 132) for count in (1, 8, 32, 64, 128, 132)] == [32, 16, 4, 2, 1, 1]
+    def shares_of(count, num_keys):
+        return num_shares(count, num_keys, lambda shares: 132 // shares, 132)
+
+    assert [shares_of(count, 2048) for count in (1, 8, 32, 64, 128, 132)] == [32, 16, 4, 2, 1, 1]
     for count in range(1, 512):
-        shares = num_shares(count, 2048, 132)
-        turns = -(-count * shares // 132)
+        shares = shares_of(count, 2048)
+        turns = -(-count // (132 // shares))
         assert turns * (-(-32 // shares) + 1.5) <= -(-count // 132) * 33.5, f"{count=}"
-    assert num_shares(1, 1, 132) == num_shares(3, 64, 132) == 1
+    assert shares_of(1, 1) == shares_of(3, 64) == 1
+
+
+def test_clusters_that_do_not_fit_are_not_taken():
+    at_once = [132, 66, 40, 32, 24, 20, 16, 16, 8, 8, 8, 8, 8, 0, 0, 0]
+    assert num_shares(8, 2048, lambda shares: at_once[shares - 1], 16) == 11
+    assert num_shares(16, 2048, lambda shares: at_once[shares - 1], 16) == 8
 
 
 @needs_compiler
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, is_fp8):
-    """8 heads of a step, keys that are none among those selected; a query that sees nothing."""
-    T, H, C, R, Z, P = 3, 8, 512 if is_fp8 else 128, 64, 16, 12
-    constants = {"H": H, "C": C, "R": R, "Z": Z, "FP8": int(is_fp8), "STAGES": 2}
+@pytest.mark.parametrize(("is_fp8", "H", "shares"), [(False, 8, 1), (True, 8, 1), (True, 8, 3), (True, 16, 2)])
+def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, is_fp8, H, shares):
+    """A step's queries, keys that are none among those selected; a query that sees nothing."""
+    T, C, R, Z, P = 3, 512 if is_fp8 else 128, 64, 16, 12
     monkeypatch.setattr(cuda, "refusal", lambda *given: "")
-    kernel = build(cuda.SOURCE, tmp_path, "attend", constants, "attend_on_cpu.h")
-    monkeypatch.setattr(cuda, "_kernel", lambda *given: kernel)
+    monkeypatch.setattr(cuda, "num_shares", lambda *given: shares)
     monkeypatch.setattr(cuda.triton_support, "multiprocessors", lambda _device: 1)
+    if is_fp8:
+        kernel = build(cuda.FP8_SOURCE, tmp_path, "attend_fp8", {"H": H, "Z": Z, "STAGES": 2}, "attend_on_cpu.h")
+        monkeypatch.setattr(cuda, "_fp8_kernel", lambda *given: (kernel, []))
+    else:
+        constants = {"H": H, "C": C, "R": R, "Z": Z, "STAGES": 2}
+        kernel = build(cuda.SOURCE, tmp_path, "attend", constants, "attend_on_cpu.h")
+        monkeypatch.setattr(cuda, "_kernel", lambda *given: kernel)
     row_PZL = torch.randn(P, Z, C + R, generator=gen).bfloat16()
     pool, latent_PZL = row_PZL, row_PZL
     if is_fp8:

@@ -1,0 +1,373 @@
+// Attention of one query over a share of its keys, on Hopper, for 8 or 16 heads and FP8 latents: rows of 512 codes, four
+// scales and a rotated part of 64 values in bfloat16 (kernels/fp8_pool.py).
+//
+// Four warps fetch: blocks of 64 keys are under way or being read at any time. Two teams of four warps have every other
+// block each, a softmax of their own and sums of their own:
+//
+//     logits[n, h] = latent[n] . q[h]            keys are rows, 16 a warp
+//     out[c, h] = sum_n latent[n, c] p[n, h]     values are rows, 128 a warp: those of one scale
+//
+// Logits of codes are products of FP8 as they lie there: q is taken apart into two codes of four bits each, as many as
+// bfloat16 has, and both are columns of one product. For out, codes become float16, which holds each of them, and p of a
+// key is multiplied by its scale.
+//
+// The shares of a query are a cluster of programs, each of which adds up a part of the values of all, in order.
+//
+// `scale` is a float's bits: of logits, by the logarithm of 2.
+//
+// Compiled with H, Z (slots of a page) and STAGES.
+
+#include "sparse_mla/attend.cuh"
+
+constexpr int C = 512, R = 64, L = C + R, KEYS = 64, TEAMS = 2, WARPS = 4, GROUPS = C / 128, TILES = H / 8;
+constexpr int COMPUTING = 32 * TEAMS * WARPS, FETCHING = 4, THREADS = COMPUTING + 32 * FETCHING;
+constexpr int ROW = C + 4 * GROUPS + 2 * R;               // bytes in memory
+constexpr int CODES = 128 * KEYS, TURNED = GROUPS * CODES;  // of a group; where the rotated part begins
+constexpr int SCALES = TURNED + 2 * R * KEYS, STAGE = SCALES + 4 * GROUPS * KEYS;
+constexpr int QUERY = 2 * H * 128;          // of a group of q: its upper codes, then the lower ones
+constexpr int WEIGHTS = TILES * KEYS * 16;  // of p times the scales of a group
+constexpr int PITCH = C + 8;                // between heads' sums: neighbours lie in other banks
+constexpr float UNIT = 256;                 // of p times a scale, so that float16 has all that matters of it
+constexpr float NOTHING = -1e30f;
+
+// What a program has beside its stages.
+struct Beside {
+    u8 query[GROUPS * QUERY], weights[TEAMS * GROUPS * WEIGHTS];
+    float4 found[TEAMS * H];              // the largest logit and the sum of exponentials
+    float shares[H * 2 * 16];             // what a team's sums count for
+    float top[TEAMS * WARPS * H], sum[TEAMS * WARPS * H], q_scale[H];
+    int seen[STAGES * KEYS];
+    u64 barriers[2 * STAGES];
+};
+
+#ifndef ON_CPU
+static __device__ float2 of_halves(u32 pair) {
+    float2 two;
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+        : "=f"(two.x), "=f"(two.y) : "r"(pair));
+    return two;
+}
+#endif
+
+static __device__ float most_of_warp(float x) {
+#pragma unroll
+    for (int across = 16; across; across /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, across));
+    return x;
+}
+
+static __device__ float sum_of_warp(float x) {
+#pragma unroll
+    for (int across = 16; across; across /= 2) x += __shfl_xor_sync(~0u, x, across);
+    return x;
+}
+
+// Of lanes that are a multiple of four apart.
+static __device__ float most_of_column(float x) {
+#pragma unroll
+    for (int across = 16; across > 2; across /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, across));
+    return x;
+}
+
+static __device__ float sum_of_column(float x) {
+#pragma unroll
+    for (int across = 16; across > 2; across /= 2) x += __shfl_xor_sync(~0u, x, across);
+    return x;
+}
+
+// Byte of the 16-byte part `part` of a row of 128 bytes, as matrix units read it.
+static __device__ u32 part_at(int row, int part) { return 128 * row + 16 * (part ^ row % 8); }
+
+struct Keys {
+    const int *keys, *pages;
+    int num_keys, end;
+
+    __device__ int at(int place) const { return place >= num_keys ? -1 : keys ? keys[place] : place; }
+    __device__ bool is(int key) const { return key >= 0 && key < end; }
+    __device__ u64 offset(int key, u32 page_stride, u32 row_stride) const {
+        const int some = is(key) ? key : 0;
+        return (u64)pages[some / Z] * page_stride + (u64)(some % Z) * row_stride;
+    }
+};
+
+// Blocks start..stop-1 to shared memory, one after the other, as places there become free; zeros for keys that are none.
+// Eight threads have a row, 16 bytes of each of its lines; a thread has rows of four.
+static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u32 row_stride, int start, int stop,
+                             u32 data, int* seen, u32 full, u32 empty) {
+    const int lane = threadIdx.x % 32, chunk = lane % 8;
+    const int row = (threadIdx.x - COMPUTING) / 32 * 16 + lane / 8;
+    int key[STAGES][4], next[STAGES][4];
+    u64 offset[STAGES][4];
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) key[s][r] = k.at((start + s) * KEYS + row + 4 * r);
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            offset[s][r] = k.offset(key[s][r], page_stride, row_stride);
+            next[s][r] = k.at((start + STAGES + s) * KEYS + row + 4 * r);
+        }
+    u32 parity = 1;
+    for (int first = start; first < stop; first += STAGES, parity ^= 1) {
+#pragma unroll
+        for (int s = 0; s < STAGES; ++s) {
+            if (first + s >= stop) break;
+            wait(empty + 8 * s, parity);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int place = row + 4 * r;
+                const bool is = k.is(key[s][r]);
+                if (chunk == 0) seen[s * KEYS + place] = is;
+                const u32 to = data + s * STAGE;
+                const u8* from = latent + offset[s][r] + 16 * chunk;
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g)
+                    fetch_or_clear(to + g * CODES + part_at(place, chunk), from + 128 * g, is);
+                fetch_or_clear(to + (chunk ? TURNED + part_at(place, chunk - 1) : SCALES + 16 * place), from + C, is);
+                if (chunk == 0) fetch_or_clear(to + TURNED + part_at(place, 7), from + C + 128, is);
+            }
+            arrive_with_copies(full + 8 * s);
+            __syncwarp();
+            if (lane == 0) arrive(full + 8 * s);  // what was written to `seen`, too
+            // Known long before they are needed: the pages of the block after next, and the keys of the one behind.
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                key[s][r] = next[s][r];
+                offset[s][r] = k.offset(next[s][r], page_stride, row_stride);
+                next[s][r] = k.at((first + 2 * STAGES + s) * KEYS + row + 4 * r);
+            }
+        }
+    }
+    end_copies();
+}
+
+// Codes of a head's query, by a warp: 16 neighbours a lane. What the upper four bits leave goes to the lower ones.
+static __device__ void take_apart(const u16* q, int head, u8* query, float* q_scale) {
+    const int lane = threadIdx.x % 32;
+    u32 pairs[8];
+    float x[16], most = 0;
+    *(uint4*)pairs = ((const uint4*)q)[2 * lane], *(uint4*)(pairs + 4) = ((const uint4*)q)[2 * lane + 1];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        x[i] = __uint_as_float(i % 2 ? pairs[i / 2] & 0xFFFF0000 : pairs[i / 2] << 16);
+        most = fmaxf(most, fabsf(x[i]));
+    }
+    most = most_of_warp(most);
+    const float scale = most > 0 ? most / 448 : 1;
+    u32 upper[4], lower[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float* const its = x + 4 * i;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) its[j] /= scale;
+        upper[i] = as_codes(its[0], its[1]) | (u32)as_codes(its[2], its[3]) << 16;
+        u32 low, high;
+        widen(upper[i], low, high);
+        const float2 a = of_halves(low), b = of_halves(high);
+        lower[i] = as_codes(its[0] - a.x, its[1] - a.y) | (u32)as_codes(its[2] - b.x, its[3] - b.y) << 16;
+    }
+    u8* const to = query + lane / 8 * QUERY;
+    *(uint4*)(to + part_at(head, lane % 8)) = *(const uint4*)upper;
+    *(uint4*)(to + part_at(H + head, lane % 8)) = *(const uint4*)lower;
+    if (lane == 0) q_scale[head] = scale;
+}
+
+// Softmax and sums of a team over blocks start + team, start + team + 2, ..
+static __device__ void add_up(const u16* q, int start, int stop, float scale, u8* memory, Beside& beside, u32 full,
+                              u32 empty) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / WARPS, tile = warp % WARPS;
+    const int group = lane / 4, pair = 2 * (lane % 4);  // of a product's columns; of its rows' values
+    const u32 data = shared_at(memory), query = shared_at(beside.query);
+    u8* const weights = beside.weights + team * GROUPS * WEIGHTS;
+    u32 q_part[R / 16][TILES][2];
+#pragma unroll
+    for (int k = 0; k < R / 16; ++k)
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            const u16* const at = q + (8 * n + group) * L + C + 16 * k + pair;
+            q_part[k][n][0] = *(const u32*)at, q_part[k][n][1] = *(const u32*)(at + 8);
+        }
+    float top[TILES][2], sum[TILES][2], q_scale[TILES][2], total[8][TILES][4];
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            top[n][j] = NOTHING, sum[n][j] = 0, q_scale[n][j] = beside.q_scale[8 * n + pair + j];
+#pragma unroll
+        for (int m = 0; m < 8; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) total[m][n][i] = 0;
+    }
+    for (int block = start + team; block < stop; block += TEAMS) {
+        const int index = block - start, stage = index % STAGES, key = 16 * tile + group;  // and 8 further
+        const u32 at = data + stage * STAGE;
+        wait(full + 8 * stage, index / STAGES % 2);
+        for_engines();
+        float part[GROUPS][H], turned[TILES][4] = {};
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) multiply<2 * H>(part[g], at + g * CODES, query + g * QUERY);
+#pragma unroll
+        for (int k = 0; k < R / 16; ++k) {
+            u32 a[4];
+            load4(a, at + TURNED + part_at(16 * tile + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) add_product_of<false>(turned[n], a, q_part[k][n][0], q_part[k][n][1]);
+        }
+        const float* const scales = (const float*)(memory + stage * STAGE + SCALES) + GROUPS * key;
+        const float4 its[2] = {*(const float4*)scales, *(const float4*)(scales + 8 * GROUPS)};
+        const float of_group[GROUPS][2] = {{its[0].x, its[1].x}, {its[0].y, its[1].y}, {its[0].z, its[1].z}, {its[0].w, its[1].w}};
+        const bool is[2] = {beside.seen[stage * KEYS + key] != 0, beside.seen[stage * KEYS + key + 8] != 0};
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) finish<0>(part[g]);
+
+        float p[TILES][4], shrink[TILES][2];
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float x = 0;
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g)
+                    x += (part[g][4 * n + i] + part[g][4 * (TILES + n) + i]) * of_group[g][i / 2];
+                p[n][i] = is[i / 2] ? (x * q_scale[n][i % 2] + turned[n][i]) * scale : NOTHING;
+            }
+            const float2 most = {most_of_column(fmaxf(p[n][0], p[n][2])), most_of_column(fmaxf(p[n][1], p[n][3]))};
+            if (group == 0) *(float2*)(beside.top + warp * H + 8 * n + pair) = most;
+        }
+        meet(1 + team, 32 * WARPS);
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            float2 now = {top[n][0], top[n][1]};
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                const float2 most = *(const float2*)(beside.top + (team * WARPS + w) * H + 8 * n + pair);
+                now.x = fmaxf(now.x, most.x), now.y = fmaxf(now.y, most.y);
+            }
+            shrink[n][0] = exp2_of(top[n][0] - now.x), shrink[n][1] = exp2_of(top[n][1] - now.y);
+            top[n][0] = now.x, top[n][1] = now.y;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) p[n][i] = is[i / 2] ? exp2_of(p[n][i] - top[n][i % 2]) : 0;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) sum[n][j] = sum[n][j] * shrink[n][j] + p[n][j] + p[n][j + 2];
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float unit = of_group[g][i] * UNIT;
+                    *(u32*)(weights + g * WEIGHTS + (n * KEYS + key + 8 * i) * 16 + 2 * pair) =
+                        as_halves(p[n][2 * i] * unit, p[n][2 * i + 1] * unit);
+                }
+#pragma unroll
+            for (int m = 0; m < 8; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) total[m][n][i] *= shrink[n][i % 2];
+        }
+        meet(1 + team, 32 * WARPS);
+#pragma unroll
+        for (int k = 0; k < KEYS / 32; ++k) {
+            u32 b[TILES][4];
+#pragma unroll
+            for (int n = 0; n < TILES; ++n)
+                load4_transposed(b[n], shared_at(weights) + tile * WEIGHTS + (n * KEYS + 32 * k + lane) * 16);
+#pragma unroll
+            for (int m = 0; m < 8; ++m) {
+                u32 codes[4], a[2][4];
+                load4_transposed(codes, at + tile * CODES + part_at(32 * k + lane, m));
+#pragma unroll
+                for (int i = 0; i < 4; ++i)  // of a pair of keys: values of even places, then those of odd ones
+                    widen(__byte_perm(codes[i], 0, 0x3120), a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int n = 0; n < TILES; ++n) add_product_of<true>(total[m][n], a[i], b[n][2 * i], b[n][2 * i + 1]);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) arrive(empty + 8 * stage);
+    }
+
+    meet(3, COMPUTING);  // nobody reads the stages any more: [team][head][PITCH] from here on
+    float* const sums = (float*)memory + team * H * PITCH;
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+        const float2 all = {sum_of_column(sum[n][0]), sum_of_column(sum[n][1])};
+        if (group == 0) {
+            *(float2*)(beside.sum + warp * H + 8 * n + pair) = all;
+            *(float2*)(beside.top + warp * H + 8 * n + pair) = {top[n][0], top[n][1]};
+        }
+#pragma unroll
+        for (int m = 0; m < 8; ++m) {
+            float* const to = sums + (8 * n + pair) * PITCH + 128 * tile + 16 * m + 2 * group;
+            *(float2*)to = {total[m][n][0], total[m][n][2]};
+            *(float2*)(to + PITCH) = {total[m][n][1], total[m][n][3]};
+        }
+    }
+    meet(3, COMPUTING);
+    if (threadIdx.x < TEAMS * H) {
+        const int its_team = threadIdx.x / H, head = threadIdx.x % H;
+        float all = 0;
+        for (int w = 0; w < WARPS; ++w) all += beside.sum[(its_team * WARPS + w) * H + head];
+        beside.found[threadIdx.x] = {beside.top[its_team * WARPS * H + head], all, 0, 0};
+    }
+}
+
+// This program's part of what the teams of all programs of the cluster came to.
+static __device__ void merge(u32 data, Beside& beside, int share, int num_shares, u16* out, float* lse) {
+    const int lane = threadIdx.x % 32, parts = TEAMS * num_shares;
+    for (int head = threadIdx.x / 32; head < H; head += THREADS / 32) {
+        float4 its = {NOTHING, 0, 0, 0};
+        if (lane < parts) its = of_peer(shared_at(beside.found + lane % TEAMS * H + head), lane / TEAMS);
+        const float top = most_of_warp(its.x), weight = exp2_of(its.x - top), sum = sum_of_warp(weight * its.y);
+        if (lane < parts) beside.shares[head * 32 + lane] = sum > 0 ? weight / (UNIT * sum) : 0;
+        if (lane == 0 && share == 0) lse[head] = sum > 0 ? (top + log2f(sum)) * 0.6931471805599453f : -__int_as_float(0x7f800000);
+    }
+    __syncthreads();
+    constexpr int FOURS = H * C / 4;
+    const int count = (FOURS + num_shares - 1) / num_shares, last = min(FOURS, (share + 1) * count);
+    for (int four = share * count + threadIdx.x; four < last; four += THREADS) {
+        const int head = four / (C / 4), c = four % (C / 4) * 4;
+        float4 all = {0, 0, 0, 0};
+#pragma unroll 8
+        for (int part = 0; part < parts; ++part) {
+            const float4 x = of_peer(data + 4 * ((part % TEAMS * H + head) * PITCH + c), part / TEAMS);
+            const float weight = beside.shares[head * 32 + part];
+            all.x += x.x * weight, all.y += x.y * weight, all.z += x.z * weight, all.w += x.w * weight;
+        }
+        *(uint2*)(out + head * C + c) = make_uint2(as_pair(all.x, all.y), as_pair(all.z, all.w));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attend_fp8(const u16* q, const int* keys, const u8* latent, const int* table, const int* row, const int* end, u16* out,
+           float* lse, int num_columns, int num_keys, int page_stride, int row_stride, int scale) {
+    u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
+    Beside& beside = *(Beside*)(memory + STAGES * STAGE);
+    const u32 full = shared_at(beside.barriers), empty = full + 8 * STAGES;
+    const int share = blockIdx.x, num_shares = gridDim.x, t = blockIdx.y;
+    if (threadIdx.x < 2 * STAGES)
+        make_barrier(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 33 * FETCHING : WARPS);
+    __syncthreads();
+    wait_for_earlier();
+    let_later_begin();
+
+    const int last = end[t], count = keys ? num_keys : last;
+    const int blocks = (count + KEYS - 1) / KEYS, a_share = (blocks + num_shares - 1) / num_shares;
+    const int start = min(share * a_share, blocks), stop = min(start + a_share, blocks);
+    if (threadIdx.x >= COMPUTING) {
+        keep_registers<104>();
+        const Keys k = {keys ? keys + (u64)t * num_keys : nullptr, table + (u64)row[t] * num_columns, count, last};
+        fetch(k, latent, page_stride, row_stride, start, stop, shared_at(memory), beside.seen, full, empty);
+    } else {
+        keep_registers<200>();
+        const u16* const its = q + (u64)t * H * L;
+        for (int head = threadIdx.x / 32; head < H; head += COMPUTING / 32)
+            take_apart(its + head * L, head, beside.query, beside.q_scale);
+        for_engines();
+        meet(3, COMPUTING);
+        add_up(its, start, stop, __int_as_float(scale), memory, beside, full, empty);
+    }
+    meet_peers();
+    merge(shared_at(memory), beside, share, num_shares, out + (u64)t * H * C, lse + (u64)t * H);
+    meet_peers();  // nobody leaves while its sums are read
+}
