@@ -70,6 +70,7 @@ tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float*
     const int blocks = D / 128, first = share * blocks / shares, count = (share + 1) * blocks / shares - first;
     const int columns = 4 * lane, o = blockIdx.y * OUTPUTS + columns;
     int* const sums = (int*)memory;  // where the stages were: [COLS][PITCH]
+    int sum[COLS / 2];
     float scales[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) scales[i] = scale[min(o + i, O - 1)];
@@ -77,7 +78,6 @@ tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float*
         if (lane == 0) fetch(&w, &x, first, count, data, full, empty);
         __syncwarp();
     } else {
-        int sum[COLS / 2];
 #pragma unroll
         for (int i = 0; i < COLS / 2; ++i) sum[i] = 0;
         for (int k = 0; k < count; ++k) {
@@ -97,7 +97,9 @@ tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float*
         }
         wait_for_products<0>();
         settled(sum);
-        meet(1, COMPUTING);
+    }
+    __syncthreads();
+    if (warp < COMPUTING / 32) {
         const int output = 16 * warp + lane / 4;
 #pragma unroll
         for (int j = 0; j < COLS / 8; ++j)
@@ -106,6 +108,7 @@ tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float*
                 sums[(8 * j + lane % 4 * 2 + i % 2) * PITCH + output + i / 2 * 8] = sum[4 * j + i];
     }
     wait_for_earlier();  // y may be what an earlier kernel reads
+    __syncthreads();     // as peers meet too, this is for tools alone, which do not know of that
     meet_peers();
     for (int t = share + shares * warp; t < T; t += shares * (THREADS / 32)) {
         const u32 at = data + 4 * (t * PITCH + columns);

@@ -64,13 +64,13 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = blockIdx.x, shares = gridDim.x;
     const int blocks = D / 128, first = share * blocks / shares, count = (share + 1) * blocks / shares - first;
     float* const sums = (float*)memory;  // where the stages were: [COLS][PITCH]
+    float sum[COLS / 2];
     if (warp == COMPUTING / 32) {
         if (lane == 0) fetch(&w, &x, first, count, data, full, empty);
         __syncwarp();
     } else if (warp > COMPUTING / 32) {
         fetch_scales(x_scale + first * T, scale + blockIdx.y * blocks + first, count, T, data, full, empty);
     } else {
-        float sum[COLS / 2];
 #pragma unroll
         for (int i = 0; i < COLS / 2; ++i) sum[i] = 0;
         const auto begin = [&](int k, float(&part)[COLS / 2]) {
@@ -102,7 +102,9 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
             finish<0>(part);
             scaled(k, part);
         }
-        meet(1, COMPUTING);
+    }
+    __syncthreads();
+    if (warp < COMPUTING / 32) {
         const int output = 16 * warp + lane / 4;
 #pragma unroll
         for (int j = 0; j < COLS / 8; ++j)
@@ -111,6 +113,7 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
                 sums[(8 * j + lane % 4 * 2 + i % 2) * PITCH + output + i / 2 * 8] = sum[4 * j + i];
     }
     wait_for_earlier();  // y may be what an earlier kernel reads
+    __syncthreads();     // as peers meet too, this is for tools alone, which do not know of that
     meet_peers();
     const int columns = 4 * lane, o = blockIdx.y * OUTPUTS + columns;
     for (int t = share + shares * warp; t < T; t += shares * (THREADS / 32)) {

@@ -21,7 +21,6 @@
 
 constexpr int C = 512, R = 64, L = C + R, KEYS = 64, TEAMS = 2, WARPS = 4, GROUPS = C / 128, TILES = H / 8;
 constexpr int COMPUTING = 32 * TEAMS * WARPS, FETCHING = 4, THREADS = COMPUTING + 32 * FETCHING;
-constexpr int ROW = C + 4 * GROUPS + 2 * R;               // bytes in memory
 constexpr int CODES = 128 * KEYS, TURNED = GROUPS * CODES;  // of a group; where the rotated part begins
 constexpr int SCALES = TURNED + 2 * R * KEYS, STAGE = SCALES + 4 * GROUPS * KEYS;
 constexpr int QUERY = 2 * H * 128;          // of a group of q: its upper codes, then the lower ones
@@ -287,7 +286,7 @@ static __device__ void add_up(const u16* q, int start, int stop, float scale, u8
         if (lane == 0) arrive(empty + 8 * stage);
     }
 
-    meet(3, COMPUTING);  // nobody reads the stages any more: [team][head][PITCH] from here on
+    __syncthreads();  // nobody reads the stages any more: [team][head][PITCH] from here on
     float* const sums = (float*)memory + team * H * PITCH;
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
@@ -303,7 +302,7 @@ static __device__ void add_up(const u16* q, int start, int stop, float scale, u8
             *(float2*)(to + PITCH) = {total[m][n][1], total[m][n][3]};
         }
     }
-    meet(3, COMPUTING);
+    __syncthreads();
     if (threadIdx.x < TEAMS * H) {
         const int its_team = threadIdx.x / H, head = threadIdx.x % H;
         float all = 0;
@@ -355,11 +354,12 @@ attend_fp8(const u16* q, const int* keys, const u8* latent, const int* table, co
     const int blocks = (count + KEYS - 1) / KEYS, a_share = (blocks + num_shares - 1) / num_shares;
     const int start = min(share * a_share, blocks), stop = min(start + a_share, blocks);
     if (threadIdx.x >= COMPUTING) {
-        keep_registers<104>();
+        keep_registers<120>();
         const Keys k = {keys ? keys + (u64)t * num_keys : nullptr, table + (u64)row[t] * num_columns, count, last};
         fetch(k, latent, page_stride, row_stride, start, stop, shared_at(memory), beside.seen, full, empty);
+        __syncthreads(), __syncthreads();  // as `add_up` does
     } else {
-        keep_registers<200>();
+        keep_registers<192>();
         const u16* const its = q + (u64)t * H * L;
         for (int head = threadIdx.x / 32; head < H; head += COMPUTING / 32)
             take_apart(its + head * L, head, beside.query, beside.q_scale);
@@ -367,6 +367,7 @@ attend_fp8(const u16* q, const int* keys, const u8* latent, const int* table, co
         meet(3, COMPUTING);
         add_up(its, start, stop, __int_as_float(scale), memory, beside, full, empty);
     }
+    __syncthreads();  // as peers meet too, this is for tools alone, which do not know of that
     meet_peers();
     merge(shared_at(memory), beside, share, num_shares, out + (u64)t * H * C, lse + (u64)t * H);
     meet_peers();  // nobody leaves while its sums are read
