@@ -5,7 +5,7 @@
     norms, rotation, both writes to the cache  one kernel: `mla_keys`
     queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
     every visible key is read                  the indexer's queries are not computed
-    prompts that begin in this pass            keys and values of heads expanded: `prompt_attention` rotates queries itself
+    prompts that begin in this pass            heads' keys and values expanded; `prompt_attention` rotates queries
     routed and shared experts                  one sum: `grouped_experts` with `shared`, or terms, added up later
     gate and up of dense layers                one product, and one kernel for the gated unit
     what products of codes or FP8 read         quantized by whoever makes it

@@ -1,4 +1,4 @@
-"""How Triton kernels quantize and rotate rows that they hold. Imported by `triton.py` files only: Triton may be missing."""
+"""How Triton kernels quantize and rotate rows that they hold. For `triton.py` files only, as Triton may be missing."""
 
 import triton
 import triton.language as tl
