@@ -70,7 +70,7 @@ class CudaKernel:
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, places, None))
 
     def num_clusters(self, num_threads: int, cluster: int) -> int:
-        """How many clusters of so many programs run at once."""
+        """How many clusters of two programs or more run at once."""
         count, config = ctypes.c_int(), self._config((cluster, 1), num_threads, cluster)
         _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
         return count.value

@@ -142,6 +142,11 @@ static __device__ void meet_peers() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The same for programs that have only read what others wrote, and may leave when all have.
+static __device__ void leave_peers() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 static __device__ float4 of_peer(u32 at, int peer) {
     float4 found;
     u32 there;

@@ -75,6 +75,8 @@ static void meet_peers() {
     of_cluster.come(all);
 }
 
+static void leave_peers() { meet_peers(); }
+
 static float4 of_peer(u32 at, int peer) { return *(const float4*)(memories[peer] + at); }
 
 static void fetch_16(u32 to, const void* from) {

@@ -370,5 +370,5 @@ attend_fp8(const u16* q, const int* keys, const u8* latent, const int* table, co
     __syncthreads();  // as peers meet too, this is for tools alone, which do not know of that
     meet_peers();
     merge(shared_at(memory), beside, share, num_shares, out + (u64)t * H * C, lse + (u64)t * H);
-    meet_peers();  // nobody leaves while its sums are read
+    leave_peers();
 }

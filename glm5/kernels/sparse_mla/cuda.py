@@ -117,7 +117,8 @@ def _fp8_kernel(num_heads: int, page_size: int, device: torch.device) -> tuple[c
     sizes = {"H": num_heads, "Z": page_size, "STAGES": _FP8_STAGES}
     kernel = cuda_code.build(FP8_SOURCE, "attend_fp8", _fp8_bytes(num_heads), device, **sizes)
     assert kernel is not None
-    return kernel, [kernel.num_clusters(_THREADS, shares) for shares in range(1, _MOST_SHARES + 1)]
+    alone = triton_support.multiprocessors(device)
+    return kernel, [alone, *(kernel.num_clusters(_THREADS, shares) for shares in range(2, _MOST_SHARES + 1))]
 
 
 def _fp8_bytes(num_heads: int) -> int:
