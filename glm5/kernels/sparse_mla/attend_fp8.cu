@@ -82,10 +82,7 @@ struct Keys {
 
     __device__ int at(int place) const { return place >= num_keys ? -1 : keys ? keys[place] : place; }
     __device__ bool is(int key) const { return key >= 0 && key < end; }
-    __device__ u64 offset(int key, u32 page_stride, u32 row_stride) const {
-        const int some = is(key) ? key : 0;
-        return (u64)pages[some / Z] * page_stride + (u64)(some % Z) * row_stride;
-    }
+    __device__ int page(int key) const { return pages[is(key) ? key / Z : 0]; }
 };
 
 // Blocks start..stop-1 to shared memory, one after the other, as places there become free; zeros for keys that are none.
@@ -94,19 +91,15 @@ static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u
                              u32 data, int* seen, u32 full, u32 empty) {
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     const int row = (threadIdx.x - COMPUTING) / 32 * 16 + lane / 8;
-    int key[STAGES][4], next[STAGES][4];
-    u64 offset[STAGES][4];
+    int key[STAGES][4], next[STAGES][4], page[STAGES][4];
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) key[s][r] = k.at((start + s) * KEYS + row + 4 * r);
+        for (int r = 0; r < 4; ++r) key[s][r] = start + s < stop ? k.at((start + s) * KEYS + row + 4 * r) : -1;
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            offset[s][r] = k.offset(key[s][r], page_stride, row_stride);
-            next[s][r] = k.at((start + STAGES + s) * KEYS + row + 4 * r);
-        }
+        for (int r = 0; r < 4; ++r) page[s][r] = k.page(key[s][r]), next[s][r] = -1;
     u32 parity = 1;
     for (int first = start; first < stop; first += STAGES, parity ^= 1) {
 #pragma unroll
@@ -118,8 +111,8 @@ static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u
                 const int place = row + 4 * r;
                 const bool is = k.is(key[s][r]);
                 if (chunk == 0) seen[s * KEYS + place] = is;
-                const u32 to = data + s * STAGE;
-                const u8* from = latent + offset[s][r] + 16 * chunk;
+                const u32 to = data + s * STAGE, slot = is ? key[s][r] % Z : 0;
+                const u8* from = latent + (u64)page[s][r] * page_stride + slot * row_stride + 16 * chunk;
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g)
                     fetch_or_clear(to + g * CODES + part_at(place, chunk), from + 128 * g, is);
@@ -129,12 +122,14 @@ static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u
             arrive_with_copies(full + 8 * s);
             __syncwarp();
             if (lane == 0) arrive(full + 8 * s);  // what was written to `seen`, too
-            // Known long before they are needed: the pages of the block after next, and the keys of the one behind.
+            // Known long before they are needed: keys of the block that comes here next, and pages of the one before it.
+            constexpr int LAST = STAGES - 1;
+            const int before = s ? s - 1 : LAST;
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                key[s][r] = next[s][r];
-                offset[s][r] = k.offset(next[s][r], page_stride, row_stride);
-                next[s][r] = k.at((first + 2 * STAGES + s) * KEYS + row + 4 * r);
+                if (s || first > start) key[before][r] = next[before][r], page[before][r] = k.page(next[before][r]);
+                const int ahead = first + STAGES + s;
+                next[s][r] = ahead < stop ? k.at(ahead * KEYS + row + 4 * r) : -1;
             }
         }
     }
@@ -153,13 +148,13 @@ static __device__ void take_apart(const u16* q, int head, u8* query, float* q_sc
         most = fmaxf(most, fabsf(x[i]));
     }
     most = most_of_warp(most);
-    const float scale = most > 0 ? most / 448 : 1;
+    const float inverse = most > 0 ? 448 / most : 1;
     u32 upper[4], lower[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         float* const its = x + 4 * i;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) its[j] /= scale;
+        for (int j = 0; j < 4; ++j) its[j] *= inverse;
         upper[i] = as_codes(its[0], its[1]) | (u32)as_codes(its[2], its[3]) << 16;
         u32 low, high;
         widen(upper[i], low, high);
@@ -169,7 +164,7 @@ static __device__ void take_apart(const u16* q, int head, u8* query, float* q_sc
     u8* const to = query + lane / 8 * QUERY;
     *(uint4*)(to + part_at(head, lane % 8)) = *(const uint4*)upper;
     *(uint4*)(to + part_at(H + head, lane % 8)) = *(const uint4*)lower;
-    if (lane == 0) q_scale[head] = scale;
+    if (lane == 0) q_scale[head] = 1 / inverse;
 }
 
 // Softmax and sums of a team over blocks start + team, start + team + 2, ..
@@ -354,15 +349,18 @@ attend_fp8(const u16* q, const int* keys, const u8* latent, const int* table, co
     const int blocks = (count + KEYS - 1) / KEYS, a_share = (blocks + num_shares - 1) / num_shares;
     const int start = min(share * a_share, blocks), stop = min(start + a_share, blocks);
     if (threadIdx.x >= COMPUTING) {
-        keep_registers<120>();
+        keep_registers<104>();
         const Keys k = {keys ? keys + (u64)t * num_keys : nullptr, table + (u64)row[t] * num_columns, count, last};
         fetch(k, latent, page_stride, row_stride, start, stop, shared_at(memory), beside.seen, full, empty);
         __syncthreads(), __syncthreads();  // as `add_up` does
     } else {
-        keep_registers<192>();
+        keep_registers<200>();
         const u16* const its = q + (u64)t * H * L;
-        for (int head = threadIdx.x / 32; head < H; head += COMPUTING / 32)
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            const int head = 8 * n + threadIdx.x / 32;
             take_apart(its + head * L, head, beside.query, beside.q_scale);
+        }
         for_engines();
         meet(3, COMPUTING);
         add_up(its, start, stop, __int_as_float(scale), memory, beside, full, empty);

@@ -92,8 +92,10 @@ def sparse_mla(
 
 
 def num_shares(num_queries: int, num_keys: int, at_once: Callable[[int], int], most: int) -> int:
-    """Into how many pieces a query's keys are cut, so that programs end soonest. `at_once`: how many queries run side by
-    side in so many pieces."""
+    """Into how many pieces a query's keys are cut, so that programs end soonest.
+
+    `at_once`: how many queries run side by side in so many pieces.
+    """
     blocks = max(1, -(-num_keys // KEYS))
     return min(
         range(1, min(blocks, most) + 1),

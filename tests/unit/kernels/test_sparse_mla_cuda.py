@@ -34,7 +34,7 @@ def test_clusters_that_do_not_fit_are_not_taken():
 @pytest.mark.parametrize(("is_fp8", "H", "shares"), [(False, 8, 1), (True, 8, 1), (True, 8, 3), (True, 16, 2)])
 def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, is_fp8, H, shares):
     """A step's queries, keys that are none among those selected; a query that sees nothing."""
-    T, C, R, Z, P = 3, 512 if is_fp8 else 128, 64, 16, 12
+    T, C, R, Z, P = 3, 512 if is_fp8 else 128, 64, 16, 40
     monkeypatch.setattr(cuda, "refusal", lambda *given: "")
     monkeypatch.setattr(cuda, "num_shares", lambda *given: shares)
     monkeypatch.setattr(cuda.triton_support, "multiprocessors", lambda _device: 1)
@@ -52,9 +52,9 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, is_fp8, H, shares
         form = LatentFormat(C, R)
         pool = Fp8Latents(quantize_latents(row_PZL.flatten(0, 1), form).unflatten(0, (P, Z)), form)
     q_THL = torch.randn(T, H, C + R, generator=gen).bfloat16()
-    keys_TK = torch.stack([torch.randperm(P * Z, generator=gen)[:150] for _ in range(T)]).int()
+    keys_TK = torch.stack([torch.randperm(P * Z, generator=gen)[:500] for _ in range(T)]).int()
     keys_TK[0, 40:70] = -1
-    where = torch.randperm(P, generator=gen).view(1, P).int(), torch.zeros(T).int(), torch.tensor([170, 192, 0]).int()
+    where = torch.randperm(P, generator=gen).view(1, P).int(), torch.zeros(T).int(), torch.tensor([600, 640, 0]).int()
     opts = {"scale": 0.1, "value_dim": C}
     got, got_lse = sparse_mla(q_THL, pool, keys_TK, *where, **opts, impl="cuda")
     exact = pool if is_fp8 else latent_PZL.double()
