@@ -5,7 +5,7 @@
     norms, rotation, both writes to the cache  one kernel: `mla_keys`
     queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
     every visible key is read                  the indexer's queries are not computed
-    prompts that begin in this pass            heads' keys and values expanded; `prompt_attention` rotates queries
+    prompts that begin in this pass            heads' keys and values expanded: `prompt_attention`
     routed and shared experts                  one sum: `grouped_experts` with `shared`, or terms, added up later
     gate and up of dense layers                one product, and one kernel for the gated unit
     what products of codes or FP8 read         quantized by whoever makes it
@@ -34,7 +34,8 @@ from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_qua
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values, mla_values_quantized
 from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
-from glm5.kernels.rope import rope_table
+from glm5.kernels.rms_norm import rms_norm
+from glm5.kernels.rope import rope_part, rope_table
 from glm5.kernels.row_codes import Kind, quantize
 from glm5.kernels.swiglu import swiglu, swiglu_quantized
 from glm5.model.attention import SparseLatentAttention
@@ -86,15 +87,12 @@ class LoweredAttention:
         if selection is None:
             assert module.indexer is not None
             weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, between)
-        latent_TL = None
-        if view.first_T is not None and selection is not None and selection.keys_TK is None:
-            latent_TL = qkv_TY.new_empty(len(qkv_TY), cfg.kv_lora_rank + cfg.qk_rope_head_dim)
-        q_lat = self._keys(qkv_TY, key_TI, weights, rope, view, latent_TL)
+        q_lat = self._keys(qkv_TY, key_TI, weights, rope, view)
         query_TY = self.of_query(q_lat, 0, 2 if selection is None else 1)
         q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+        if view.first_T is not None and selection is not None and selection.keys_TK is None:
+            return self._prompt(q_THX, qkv_TY, rope, view.first_T), selection
         turns, early = (rope.cos_TR2, rope.sin_TR2), None
-        if latent_TL is not None and view.first_T is not None and selection is not None:
-            return self._prompt(q_THX, latent_TL, turns, view.first_T), selection
         if selection is None:
             assert beside is not None
             index_TJI = query_TY[:, heads * head_dim :].unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
@@ -125,9 +123,8 @@ class LoweredAttention:
         heads: HeadWeights | None,
         rope: Rope,
         view: StepView,
-        latent_TL: Tensor | None,
     ) -> Rows:
-        """The query latent; the latents, and index keys if there are any, go to the cache, and to `latent_TL`."""
+        """The query latent; the latents, and index keys if there are any, go to the cache."""
         module, layer_idx, index = self.module, self.module.layer_idx, None
         if key_TI.shape[1]:
             assert module.indexer is not None
@@ -137,8 +134,8 @@ class LoweredAttention:
         where = rope.cos_TR2, rope.sin_TR2, view.place_T, view.cache.latents(layer_idx), index
         kind = self.of_query.wants(len(qkv_TY))
         if kind is None:
-            return Rows(mla_keys(qkv_TY, *norms, *where, latent_TL=latent_TL))
-        q_TQ, *codes = mla_keys_quantized(qkv_TY, *norms, *where, kind, latent_TL=latent_TL)
+            return Rows(mla_keys(qkv_TY, *norms, *where))
+        q_TQ, *codes = mla_keys_quantized(qkv_TY, *norms, *where, kind)
         return Rows(q_TQ, (codes[0], codes[1]))
 
     def _values(self, out_THC: Tensor) -> Rows:
@@ -149,17 +146,22 @@ class LoweredAttention:
         values_TV, *codes = mla_values_quantized(out_THC, self.w_v_HCV, kind)
         return Rows(values_TV, (codes[0], codes[1]))
 
-    def _prompt(self, q_THX: Tensor, latent_TL: Tensor, turns: tuple[Tensor, Tensor], first_T: Tensor) -> Tensor:
+    def _prompt(self, q_THX: Tensor, qkv_TY: Tensor, rope: Rope, first_T: Tensor) -> Tensor:
         """Attention of whole prompts to themselves."""
         module, cfg = self.module, self.module.cfg
-        kv_TC, turned_TR = latent_TL.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=1)
+        q_THX = rope_part(q_THX, rope.cos_TR2, rope.sin_TR2, None, cfg.qk_nope_head_dim, module.qk_head_dim)
+        kv_TC = qkv_TY[:, cfg.q_lora_rank : cfg.q_lora_rank + cfg.kv_lora_rank]
+        kv_TC = rms_norm(kv_TC, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps)
+        turned_TR = rope_part(
+            qkv_TY[:, cfg.q_lora_rank + cfg.kv_lora_rank :], rope.cos_TR2, rope.sin_TR2, None, 0, cfg.qk_rope_head_dim
+        )
         k_THN = F.linear(kv_TC, self.w_k_HNC.flatten(0, 1)).unflatten(1, (cfg.num_attention_heads, -1))
         v_THV = torch.matmul(kv_TC, self.w_v_HCV).transpose(0, 1)
         given, scale = (q_THX, k_THN, turned_TR, v_THV, first_T), module.qk_head_dim**-0.5
         kind = wanted([module.o_proj], len(q_THX))
         if kind is None:
-            return product(Rows(prompt_attention(*given, scale=scale, turns=turns)[0].flatten(1)), module.o_proj)
-        values_TV, *codes = prompt_attention_quantized(*given, kind, scale=scale, turns=turns)
+            return product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
+        values_TV, *codes = prompt_attention_quantized(*given, kind, scale=scale)
         return product(Rows(values_TV, (codes[0], codes[1])), module.o_proj)
 
 

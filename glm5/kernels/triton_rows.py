@@ -1,4 +1,4 @@
-"""How Triton kernels quantize and rotate rows that they hold. For `triton.py` files only, as Triton may be missing."""
+"""How Triton kernels quantize a row that they hold. Imported by `triton.py` files only, as Triton may be missing."""
 
 import triton
 import triton.language as tl
@@ -41,13 +41,3 @@ def put_codes(x, t, d, D, codes_ptr, scale_ptr, stride_b):
         codes, scale = quantized_row(x)
         tl.store(codes_ptr + t * D + d, codes, mask=d < D)
         tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < D)
-
-
-@triton.jit
-def rotated(x, cos, sin):
-    """Rows [M, 2 P] whose pairs are turned by cos and sin, [M or 1, P] in float32; rounded to x's dtype where `rope`
-    rounds. Without fused multiplication and addition if that is float32."""
-    a, b = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))
-    first = (a * cos).to(x.dtype).to(tl.float32) - (b * sin).to(x.dtype).to(tl.float32)
-    second = (b * cos).to(x.dtype).to(tl.float32) + (a * sin).to(x.dtype).to(tl.float32)
-    return tl.reshape(tl.join(first, second), x.shape).to(x.dtype)

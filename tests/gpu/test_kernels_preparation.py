@@ -81,9 +81,8 @@ def test_inputs_of_attention(tokens, kind, gen):
     def run(impl: str, weight: Tensor = weights[0]) -> tuple[list[Tensor], list[Tensor]]:
         latents, keys = make_pool(kind, C + R), make_pool(kind, I)
         extra = IndexKeys(x, weights[2], weights[3], 1e-6, keys)
-        where, row = (*table, slots, latents, extra), torch.empty(tokens, C + R, device="cuda", dtype=torch.bfloat16)
-        results = mla_keys_quantized(qkv, weight, weights[1], 1e-5, *where, latent_TL=row, impl=impl)
-        return list(results), [row, *(read_pages(pool, every).flatten(0, 1)[slots] for pool in (latents, keys))]
+        results = mla_keys_quantized(qkv, weight, weights[1], 1e-5, *table, slots, latents, extra, impl=impl)
+        return list(results), [read_pages(pool, every).flatten(0, 1)[slots] for pool in (latents, keys)]
 
     (q, q_fp8, scale), pools = run("triton")
     (want_q, want_fp8, want_scale), want_pools = run("reference")

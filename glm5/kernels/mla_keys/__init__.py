@@ -27,21 +27,18 @@ def mla_keys(
     latent_PZL: Pool,
     index: IndexKeys | None = None,
     *,
-    latent_TL: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """The query latent [T, Q], normed; writes each token's latent, and its index key if asked, to its slot of the pool.
 
     `qkv_TY` [T, Q + C + R] is the product of the layer's input with q_a and kv_a, C the length of `kv_weight_C`.
     `slot_T` int64 as in `store_rows`; cos and sin as in `rope`. Mutates the pools. No gradient passes.
-
-    `latent_TL` [T, C + R] in qkv's dtype, in one piece: filled with the latents, which a pool may round.
     """
     if _choice(impl, qkv_TY) == "reference":
-        return _reference(qkv_TY, q_weight_Q, kv_weight_C, eps, cos_TR2, sin_TR2, slot_T, latent_PZL, index, latent_TL)
+        return _reference(qkv_TY, q_weight_Q, kv_weight_C, eps, cos_TR2, sin_TR2, slot_T, latent_PZL, index)
     from glm5.kernels.mla_keys.triton import mla_keys as run
 
-    where = cos_TR2, sin_TR2, slot_T, latent_PZL, index, latent_TL
+    where = cos_TR2, sin_TR2, slot_T, latent_PZL, index
     return run(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, kind=None)[0]
 
 
@@ -57,11 +54,10 @@ def mla_keys_quantized(
     index: IndexKeys | None = None,
     kind: Kind = "blocks",
     *,
-    latent_TL: Tensor | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(query latent, codes, scale): `mla_keys`, and `row_codes.quantize` of its result for products that read it."""
-    where = cos_TR2, sin_TR2, slot_T, latent_PZL, index, latent_TL
+    where = cos_TR2, sin_TR2, slot_T, latent_PZL, index
     if _choice(impl, qkv_TY) == "reference":
         q_TQ = _reference(qkv_TY, q_weight_Q, kv_weight_C, eps, *where)
         return q_TQ, *quantize(q_TQ, kind, impl="reference")

@@ -1,6 +1,6 @@
 """The inputs of latent attention, one after the other (model spec 3.3 and 3.4):
 
-[q, kv, r] = qkv            latent = [rms_norm(kv), rope(r)]         to its slot of the latents' pool, and as it is
+[q, kv, r] = qkv            latent = [rms_norm(kv), rope(r)]         to its slot of the latents' pool
 key = layer_norm(x)         key = [rope(key[:R]), key[R:]]           to its slot of the index keys' pool
 result: rms_norm(q)
 """
@@ -27,17 +27,13 @@ def mla_keys(
     slot_T: Tensor,
     latent_PZL: Pool,
     index: IndexKeys | None = None,
-    latent_TL: Tensor | None = None,
 ) -> Tensor:
     """The query latent [T, Q] in qkv's dtype."""
     rope_dim = 2 * cos_TR2.shape[1]
     q_TQ, kv_TC, rope_TR = qkv_TY.split([len(q_weight_Q), len(kv_weight_C), rope_dim], dim=-1)
     kv_TC = rms_norm(kv_TC, kv_weight_C, eps, impl="reference")
     rope_TR = rope(rope_TR, cos_TR2, sin_TR2, impl="reference")
-    row_TL = torch.cat([kv_TC, rope_TR], dim=-1)
-    store_rows(latent_PZL, slot_T, row_TL, impl="reference")
-    if latent_TL is not None:
-        latent_TL.copy_(row_TL)
+    store_rows(latent_PZL, slot_T, torch.cat([kv_TC, rope_TR], dim=-1), impl="reference")
     if index is not None and index.heads is not None:
         index.heads.out_TJ.copy_(F.linear(index.heads.x_TD, index.heads.weight_JD))
     if index is not None:

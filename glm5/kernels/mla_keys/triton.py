@@ -52,21 +52,8 @@ def _put_query(
 
 @triton.jit
 def _put_latent(
-    qkv,
-    weight_ptr,
-    rotation,
-    parts,
-    row,
-    t,
-    page,
-    slot,
-    eps,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    KIND: tl.constexpr,
-    KEEP: tl.constexpr,
+    qkv, weight_ptr, rotation, parts, t, page, slot, eps, C: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr
 ):
-    """To the pool, and to `row` if it is to be kept as it is."""
     BLOCK_C: tl.constexpr = triton.next_power_of_2(max(C, 128))
     BLOCK_R: tl.constexpr = triton.next_power_of_2(R)
     c, r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
@@ -78,9 +65,6 @@ def _put_latent(
         put_plain(rope, C + r, parts, page, slot, C + R)
     else:
         put_fp8_latent(values.to(tl.float32), c, rope, r, parts, page, slot, C, R)
-    if KEEP:
-        tl.store(row + c, values, mask=c < C)
-        tl.store(row + C + r, rope, mask=r < R)
 
 
 @triton.jit
@@ -136,7 +120,6 @@ def _mla_keys(
     index,
     key,
     heads,
-    row_ptr,
     out_ptr,
     codes_ptr,
     scale_ptr,
@@ -152,7 +135,6 @@ def _mla_keys(
     D: tl.constexpr,
     LATENT: tl.constexpr,
     KEY: tl.constexpr,
-    KEEP: tl.constexpr,
     QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -166,8 +148,7 @@ def _mla_keys(
     if part == 0:
         _put_query(qkv, q_weight_ptr, out_ptr, codes_ptr, scale_ptr, t, eps, stride_b, Q, QUANTIZE)
     elif part == 1:
-        where = rotation, latent, row_ptr + t * (C + R), t, slot // Z, slot % Z
-        _put_latent(qkv + Q, kv_weight_ptr, *where, eps, C, R, LATENT, KEEP)
+        _put_latent(qkv + Q, kv_weight_ptr, rotation, latent, t, slot // Z, slot % Z, eps, C, R, LATENT)
     elif part > 2:
         x_ptr, weight_ptr, w_out_ptr, stride = heads
         _put_head_weight(x_ptr, weight_ptr, w_out_ptr, t, part - 3, stride, J, D)
@@ -187,7 +168,6 @@ def mla_keys(
     slot_T: Tensor,
     latent_PZL: Pool,
     index: IndexKeys | None = None,
-    latent_TL: Tensor | None = None,
     *,
     kind: Kind | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,8 +183,6 @@ def mla_keys(
     heads = None if index is None else index.heads
     if heads is not None and not (heads.weight_JD.is_contiguous() and heads.out_TJ.is_contiguous()):
         raise ValueError("mla_keys[triton] needs weights of index heads, and their place, in one piece")
-    if latent_TL is not None and not latent_TL.is_contiguous():
-        raise ValueError(f"mla_keys[triton] needs room for latents in one piece, got strides {latent_TL.stride()}")
     J, D = (1, BLOCK) if heads is None else heads.weight_JD.shape
     if num_tokens:
         _mla_keys[(num_tokens, 2 if index is None else 3 if heads is None else 3 + J)](
@@ -218,7 +196,6 @@ def mla_keys(
             (x, q_weight_Q, q_weight_Q, 0.0, 0) if index is None else (x, *index[1:4], x.stride(0)),
             (*keys, *keys.strides()),
             (x, q_weight_Q, out_TQ, 0) if heads is None else (*heads, heads.x_TD.stride(0)),
-            out_TQ if latent_TL is None else latent_TL,
             out_TQ,
             codes_TQ,
             scale,
@@ -234,7 +211,6 @@ def mla_keys(
             D=D,
             LATENT=kind_of(latent_PZL),
             KEY=key_kind,
-            KEEP=latent_TL is not None,
             QUANTIZE=kind is not None,
             num_warps=4,
             enable_fp_fusion=False,  # would skip a rounding

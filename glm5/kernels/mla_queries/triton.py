@@ -12,7 +12,6 @@ from torch import Tensor
 
 from glm5.kernels import tuned
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
-from glm5.kernels.triton_rows import rotated
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -39,7 +38,11 @@ def _rotate(x, known, out, cos, sin, HALF: tl.constexpr):
     row = tl.load(x[:, None] + r, mask=known[:, None] & (r < 2 * HALF), other=0.0)
     cos = tl.load(cos[:, None] + j, mask=known[:, None] & (j < HALF), other=0.0).to(tl.float32)
     sin = tl.load(sin[:, None] + j, mask=known[:, None] & (j < HALF), other=0.0).to(tl.float32)
-    tl.store(out[:, None] + r, rotated(row, cos, sin), mask=known[:, None] & (r < 2 * HALF))
+    a, b = tl.split(tl.reshape(row.to(tl.float32), [row.shape[0], PAIRS, 2]))
+    first = (a * cos).to(row.dtype).to(tl.float32) - (b * sin).to(row.dtype).to(tl.float32)
+    second = (b * cos).to(row.dtype).to(tl.float32) + (a * sin).to(row.dtype).to(tl.float32)
+    rotated = tl.reshape(tl.join(first, second), [row.shape[0], 2 * PAIRS]).to(row.dtype)
+    tl.store(out[:, None] + r, rotated, mask=known[:, None] & (r < 2 * HALF))
 
 
 @triton.jit

@@ -21,21 +21,19 @@ def prompt_attention(
     first_T: Tensor,
     *,
     scale: float,
-    turns: tuple[Tensor, Tensor] | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V] in q's dtype, lse [T, H] float32, natural log): token t sees tokens first_T[t]..t of the pass.
 
     `first_T` int32 is the index, in the pass, of the first token of each token's request; that of a padding row lies
     behind it: it sees nothing, which gives zeros and -inf. `k_THN` and `v_THV` may be strided pieces of one product.
-    `turns`: cos and sin as in `rope`, by which what follows a query's first N dimensions is rotated along the way.
     Where every visible key is read, this takes less than half the operations of `sparse_mla`, which never expands.
     """
     if _choose(impl, q_THX, k_THN, rope_TR, v_THV) == "reference":
-        return _reference(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale, turns=turns)
+        return _reference(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale)
     from glm5.kernels.prompt_attention.triton import prompt_attention as run
 
-    return run(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale, turns=turns)
+    return run(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale)
 
 
 def prompt_attention_quantized(
@@ -47,7 +45,6 @@ def prompt_attention_quantized(
     kind: Kind = "blocks",
     *,
     scale: float,
-    turns: tuple[Tensor, Tensor] | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(heads' values side by side [T, H * V], codes, scale): `out` for products that read what `row_codes.quantize`
@@ -58,11 +55,11 @@ def prompt_attention_quantized(
     given = q_THX, k_THN, rope_TR, v_THV, first_T
     chosen_impl = _choose(impl, *given[:4])
     if kind == "int8" or v_THV.shape[2] % BLOCK or chosen_impl == "reference":
-        values_TV = prompt_attention(*given, scale=scale, turns=turns, impl=chosen_impl)[0].flatten(1)
+        values_TV = prompt_attention(*given, scale=scale, impl=chosen_impl)[0].flatten(1)
         return values_TV, *quantize(values_TV, kind)
     from glm5.kernels.prompt_attention.triton import prompt_attention_quantized as run
 
-    return run(*given, scale=scale, turns=turns)
+    return run(*given, scale=scale)
 
 
 def _choose(impl: Impl, *read: Tensor) -> Literal["reference", "triton"]:

@@ -1,6 +1,5 @@
 """Causal attention among the tokens of one pass, over expanded keys and values (model spec 3.3, not absorbed).
 
-    q = [q[:N], rope(q[N:])]                                where queries are to be rotated
     p[t, h, s]  = softmax_s( (q[t, h] . [k[s, h], rope[s]]) * scale )       for first[t] <= s <= t
     out[t, h]   = sum_s p[t, h, s] v[s, h]
     lse[t, h]   = log sum_s exp( (q . k) * scale )
@@ -11,23 +10,11 @@ Logits, softmax and sums are float32; p is rounded to q's dtype in between. This
 import torch
 from torch import Tensor
 
-from glm5.kernels.rope import rope
-
 
 def prompt_attention(
-    q_THX: Tensor,
-    k_THN: Tensor,
-    rope_TR: Tensor,
-    v_THV: Tensor,
-    first_T: Tensor,
-    *,
-    scale: float,
-    turns: tuple[Tensor, Tensor] | None = None,
+    q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor, first_T: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V] in q's dtype, lse [T, H] in float32); float64 stays float64. One head at a time."""
-    if turns is not None:
-        nope = k_THN.shape[2]
-        q_THX = torch.cat([q_THX[..., :nope], rope(q_THX[..., nope:], *turns, impl="reference")], dim=-1)
     wide = torch.promote_types(q_THX.dtype, torch.float32)
     num_tokens, num_heads, _ = q_THX.shape
     t = torch.arange(num_tokens, device=q_THX.device)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK
 from glm5.kernels.row_codes import Quantized, room
-from glm5.kernels.triton_fp8 import let_later_begin, once, quotient, scale_of, wait_for_earlier
-from glm5.kernels.triton_rows import rotated
+from glm5.kernels.triton_fp8 import let_later_begin, quotient, scale_of, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -80,20 +79,11 @@ def _add_blocks(
 
 
 @triton.jit
-def _turned(x, t, known, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Rows [M, 2 P] of tokens `t`, of which 2 HALF values are there, rotated."""
-    j = tl.arange(0, x.shape[1] // 2)[None, :]
-    at, mask = t.to(tl.int64)[:, None] * HALF + j, known[:, None] & (j < HALF)
-    cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    return rotated(x, cos, tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32))
-
-
-@triton.jit
 def _put_codes(x_MV, codes_ptr, scale_ptr, t, h, real, stride_b, H: tl.constexpr, V: tl.constexpr):
     """Values of head `h` in e4m3 under a scale for 128 of them, of which there are V: tokens `t` that are real."""
     M: tl.constexpr = x_MV.shape[0]
     GROUPS: tl.constexpr = x_MV.shape[1] // 128
-    x_MGB = tl.reshape(once(x_MV).to(tl.float32), [M, GROUPS, 128])
+    x_MGB = tl.reshape(x_MV.to(tl.float32), [M, GROUPS, 128])
     scale_MG, inverse_MG = scale_of(tl.max(tl.abs(x_MGB), axis=2))
     scale_MGB = tl.broadcast_to(scale_MG[:, :, None], x_MGB.shape)
     codes_MGB = quotient(x_MGB, scale_MGB, tl.broadcast_to(inverse_MG[:, :, None], x_MGB.shape))
@@ -111,8 +101,6 @@ def _attend(
     rope_ptr,
     v_ptr,
     first_ptr,
-    cos_ptr,
-    sin_ptr,
     out_ptr,
     lse_ptr,
     codes_ptr,
@@ -137,7 +125,6 @@ def _attend(
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PIECES: tl.constexpr,
-    TURN: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -149,9 +136,7 @@ def _attend(
     real = t < num_tokens
     first = tl.load(first_ptr + t, mask=real, other=num_tokens)
     q = q_ptr + t.to(tl.int64) * q_stride + h * (N + R)
-    q_GMN, q_MR = _pieces(q, real, 0, N, BLOCK_N, PIECES), _pieces(q, real, N, R, BLOCK_R, 1)[0]
-    if TURN:
-        q_MR = _turned(q_MR, t, real, cos_ptr, sin_ptr, R // 2)
+    q_GMN, q_1MR = _pieces(q, real, 0, N, BLOCK_N, PIECES), _pieces(q, real, N, R, BLOCK_R, 1)
     k = k_ptr + h * k_head, k_stride, rope_ptr, rope_stride, v_ptr + h * v_head, v_stride
     sums = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     top_M, sum_M, out_MV = sums[0], sums[1], tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -167,7 +152,7 @@ def _attend(
             begin, end = whole, diagonal
         elif part == 2:
             begin, end = diagonal, stop
-        what = (q_GMN, q_MR), (top_M, sum_M, out_MV), begin, end, t, first, k, num_tokens, scale, N, R, V
+        what = (q_GMN, q_1MR[0]), (top_M, sum_M, out_MV), begin, end, t, first, k, num_tokens, scale, N, R, V
         top_M, sum_M, out_MV = _add_blocks(*what, BLOCK_S, BLOCK_N, BLOCK_R, BLOCK_V, PIECES, part != 1)
 
     divisor_M = tl.where(sum_M > 0, sum_M, 1.0)
@@ -178,9 +163,6 @@ def _attend(
         at, v = t.to(tl.int64) * H + h, tl.arange(0, BLOCK_V)[None, :]
         tl.store(lse_ptr + at, tl.where(sum_M > 0, (top_M + tl.log2(divisor_M)) * LN2, float("-inf")), mask=real)
         tl.store(out_ptr + at[:, None] * V + v, out_MV, mask=real[:, None] & (v < V))
-
-
-Turns = tuple[Tensor, Tensor]  # cos and sin
 
 
 class Tiling(NamedTuple):
@@ -203,25 +185,17 @@ def prompt_attention(
     first_T: Tensor,
     *,
     scale: float,
-    turns: Turns | None = None,
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.prompt_attention`, without a gradient. Raises ValueError for rows that are not in one piece."""
     out_THV = q_THX.new_empty(*q_THX.shape[:2], v_THV.shape[2])
     lse_TH = q_THX.new_empty(q_THX.shape[:2], dtype=torch.float32)
-    _launch((q_THX, k_THN, rope_TR, v_THV, first_T), scale, turns, tiling, (out_THV, lse_TH), None)
+    _launch((q_THX, k_THN, rope_TR, v_THV, first_T), scale, tiling, (out_THV, lse_TH), None)
     return out_THV, lse_TH
 
 
 def prompt_attention_quantized(
-    q_THX: Tensor,
-    k_THN: Tensor,
-    rope_TR: Tensor,
-    v_THV: Tensor,
-    first_T: Tensor,
-    *,
-    scale: float,
-    turns: Turns | None = None,
+    q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor, first_T: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(room for heads' values side by side [T, H * V], to which nothing is written, their codes and scale in blocks).
 
@@ -231,14 +205,13 @@ def prompt_attention_quantized(
     if V % BLOCK:
         raise ValueError(f"prompt_attention[triton] quantizes heads of a multiple of {BLOCK} values, got {V}")
     codes_TV, scale_TB = room(num_tokens, H * V, "blocks", q_THX.device)
-    _launch((q_THX, k_THN, rope_TR, v_THV, first_T), scale, turns, None, None, (codes_TV, scale_TB))
+    _launch((q_THX, k_THN, rope_TR, v_THV, first_T), scale, None, None, (codes_TV, scale_TB))
     return q_THX.new_empty(num_tokens, H * V), codes_TV, scale_TB
 
 
 def _launch(
     given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     scale: float,
-    turns: Turns | None,
     tiling: Tiling | None,
     outputs: tuple[Tensor, Tensor] | None,
     codes: Quantized | None,
@@ -252,7 +225,6 @@ def _launch(
     if num_tokens == 0:
         return
     q_THX = q_THX.contiguous()
-    table = (q_THX, q_THX) if turns is None else (turns[0].contiguous(), turns[1].contiguous())
     # Products of float32 take registers where others take matrix units.
     tiling = tiling or (WIDE if q_THX.element_size() == 2 else SMALL)
     piece = min(128, N & -N)  # the largest power of two that divides N
@@ -263,7 +235,6 @@ def _launch(
         rope_TR,
         v_THV,
         first_T,
-        *table,
         *(outputs or (q_THX, q_THX)),
         *(codes or (q_THX, q_THX)),
         num_tokens,
@@ -286,7 +257,6 @@ def _launch(
         BLOCK_R=max(16, triton.next_power_of_2(X - N)),
         BLOCK_V=max(16, triton.next_power_of_2(V)),
         PIECES=triton.cdiv(N, block_n),
-        TURN=turns is not None,
         CODES=codes is not None,
         num_warps=tiling.warps,
         num_stages=tiling.stages,

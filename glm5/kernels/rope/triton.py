@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
-from glm5.kernels.triton_rows import rotated
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -37,7 +36,11 @@ def _rope(
     cos = tl.load(cos_ptr + t * HALF + j, mask=j < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + t * HALF + j, mask=j < HALF, other=0.0).to(tl.float32)[None, :]
     let_later_begin(PDL)
-    tl.store(out_ptr + t * out_stride_t + h[:, None] * out_stride_h + r[None, :], rotated(x, cos, sin), mask=inside)
+    a, b = tl.split(tl.reshape(x.to(tl.float32), [BLOCK_H, PAIRS, 2]))
+    first = (a * cos).to(x.dtype).to(tl.float32) - (b * sin).to(x.dtype).to(tl.float32)
+    second = (b * cos).to(x.dtype).to(tl.float32) + (a * sin).to(x.dtype).to(tl.float32)
+    out = tl.reshape(tl.join(first, second), [BLOCK_H, 2 * PAIRS]).to(x.dtype)
+    tl.store(out_ptr + t * out_stride_t + h[:, None] * out_stride_h + r[None, :], out, mask=inside)
 
 
 def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, out: Tensor | None = None) -> Tensor:

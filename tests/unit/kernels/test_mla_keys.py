@@ -120,21 +120,6 @@ def test_without_quantization(gen):
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-@pytest.mark.parametrize("kind", ["plain", "fp8"])
-def test_latents_are_to_be_had_as_they_are(impl, kind, gen):
-    qkv, _, weights, table, slots, latents, _ = make_case(kind, torch.float32, gen)
-    given = *(w.to(DEVICE) for w in weights[:2]), EPS, *(t.to(DEVICE) for t in table), slots.to(DEVICE)
-    want = torch.cat([rms_norm(qkv[:, Q:-R], weights[1], EPS), rope(qkv[:, -R:], *table)], dim=-1)
-    for run_kernel in (mla_keys, mla_keys_quantized):
-        row = torch.full((T, C + R), torch.nan, device=DEVICE)
-        run_kernel(qkv.to(DEVICE), *given, on_device(latents), latent_TL=row, impl=impl)
-        assert rel_rms(row.cpu(), want) < BUDGET
-    assert rel_rms(want.roll(1), want) > 10 * BUDGET  # the control
-    with pytest.raises(ValueError, match="needs room for latents in one piece"):
-        mla_keys(qkv.to(DEVICE), *given, on_device(latents), latent_TL=row.T, impl="triton")
-
-
-@pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("kind", ["blocks", "int8"])
 def test_codes_of_the_query_latent(impl, kind, gen):
     qkv, _, weights, table, slots, latents, _ = make_case("plain", torch.float32, gen)

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
-from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.row_codes import quantize
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.testing.numerics import rel_rms
@@ -82,20 +81,6 @@ def test_codes_are_those_of_the_values(name, kind, width, impl, gen):
     for mine, right in zip(codes, quantize(values, kind), strict=True):
         assert mine.dtype == right.dtype
         assert torch.equal(mine.float(), right.float())
-
-
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_queries_that_are_rotated_along_the_way(name, dtype, impl, gen):
-    q, *rest = (x.to(DEVICE) for x in make_case(name, gen, dtype, 128))
-    turns = rope_table(torch.arange(len(q), device=DEVICE) * 7, R, 1e4, dtype)
-    turned = torch.cat([q[..., :N], rope(q[..., N:], *turns, impl="reference")], dim=-1)
-    found = []
-    for queries, more in ((turned, {}), (q, {"turns": turns})):
-        given, options = (queries, *rest), {"scale": SCALE, "impl": impl, **more}
-        found.append([*prompt_attention(*given, **options), *prompt_attention_quantized(*given, **options)[1:]])
-    assert all(torch.equal(got.float(), want.float()) for want, got in zip(*found, strict=True))
 
 
 def test_what_is_refused(gen):
