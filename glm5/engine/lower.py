@@ -33,7 +33,7 @@ from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, Terms, expert
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values, mla_values_quantized
-from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
+from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope_part, rope_table
 from glm5.kernels.row_codes import Kind, quantize
@@ -157,12 +157,8 @@ class LoweredAttention:
         )
         k_THN = F.linear(kv_TC, self.w_k_HNC.flatten(0, 1)).unflatten(1, (cfg.num_attention_heads, -1))
         v_THV = torch.matmul(kv_TC, self.w_v_HCV).transpose(0, 1)
-        given, scale = (q_THX, k_THN, turned_TR, v_THV, first_T), module.qk_head_dim**-0.5
-        kind = wanted([module.o_proj], len(q_THX))
-        if kind is None:
-            return product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
-        values_TV, *codes = prompt_attention_quantized(*given, kind, scale=scale)
-        return product(Rows(values_TV, (codes[0], codes[1])), module.o_proj)
+        out_THV, _ = prompt_attention(q_THX, k_THN, turned_TR, v_THV, first_T, scale=module.qk_head_dim**-0.5)
+        return product(Rows(out_THV.flatten(1)), module.o_proj)
 
 
 def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[HeadWeights | None, Beside[Tensor]]:

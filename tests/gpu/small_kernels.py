@@ -27,7 +27,7 @@ from glm5.kernels.index_kl import index_kl
 from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values_quantized
-from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
+from glm5.kernels.prompt_attention import prompt_attention
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.router import router
@@ -133,8 +133,7 @@ def attention() -> None:
         opts = {"scale": 0.06, "value_dim": C}
         sparse_mla(rows(70, 8, C + R), latents, None, table[:1], *prompt, **opts, impl="triton")
     first = torch.zeros(70, device="cuda", dtype=torch.int32)
-    for run in (prompt_attention, prompt_attention_quantized):
-        run(rows(70, 8, 256), rows(70, 8, 192), rows(70, R), rows(70, 8, 256), first, scale=0.06)
+    prompt_attention(rows(70, 8, 256), rows(70, 8, 192), rows(70, R), rows(70, 8, 256), first, scale=0.06)
 
 
 def selection() -> None:

@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.block_scaled import BLOCK
-from glm5.kernels.row_codes import Quantized, room
-from glm5.kernels.triton_fp8 import let_later_begin, quotient, scale_of, wait_for_earlier
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -79,22 +77,6 @@ def _add_blocks(
 
 
 @triton.jit
-def _put_codes(x_MV, codes_ptr, scale_ptr, t, h, real, stride_b, H: tl.constexpr, V: tl.constexpr):
-    """Values of head `h` in e4m3 under a scale for 128 of them, of which there are V: tokens `t` that are real."""
-    M: tl.constexpr = x_MV.shape[0]
-    GROUPS: tl.constexpr = x_MV.shape[1] // 128
-    x_MGB = tl.reshape(x_MV.to(tl.float32), [M, GROUPS, 128])
-    scale_MG, inverse_MG = scale_of(tl.max(tl.abs(x_MGB), axis=2))
-    scale_MGB = tl.broadcast_to(scale_MG[:, :, None], x_MGB.shape)
-    codes_MGB = quotient(x_MGB, scale_MGB, tl.broadcast_to(inverse_MG[:, :, None], x_MGB.shape))
-    v, b = tl.arange(0, x_MV.shape[1])[None, :], tl.arange(0, GROUPS)[None, :]
-    at = (t.to(tl.int64) * H + h)[:, None] * V + v
-    tl.store(codes_ptr + at, tl.reshape(codes_MGB, x_MV.shape), mask=real[:, None] & (v < V))
-    scale_at = scale_ptr + (h * (V // 128) + b) * stride_b + t[:, None]
-    tl.store(scale_at, scale_MG, mask=real[:, None] & (b * 128 < V))
-
-
-@triton.jit
 def _attend(
     q_ptr,
     k_ptr,
@@ -103,8 +85,6 @@ def _attend(
     first_ptr,
     out_ptr,
     lse_ptr,
-    codes_ptr,
-    codes_scale_ptr,
     num_tokens,
     q_stride,
     k_stride,
@@ -112,7 +92,6 @@ def _attend(
     rope_stride,
     v_stride,
     v_head,
-    stride_b,
     scale,
     H: tl.constexpr,
     N: tl.constexpr,
@@ -125,10 +104,9 @@ def _attend(
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PIECES: tl.constexpr,
-    CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """program_id(0): head; (1): tile of queries, the last first, as they see most. CODES: instead of values and lse."""
+    """program_id(0): head; (1): tile of queries, the last first, as they see most."""
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     h, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -155,14 +133,11 @@ def _attend(
         what = (q_GMN, q_1MR[0]), (top_M, sum_M, out_MV), begin, end, t, first, k, num_tokens, scale, N, R, V
         top_M, sum_M, out_MV = _add_blocks(*what, BLOCK_S, BLOCK_N, BLOCK_R, BLOCK_V, PIECES, part != 1)
 
+    at, v = t.to(tl.int64) * H + h, tl.arange(0, BLOCK_V)[None, :]
     divisor_M = tl.where(sum_M > 0, sum_M, 1.0)
-    out_MV = (out_MV / divisor_M[:, None]).to(q_ptr.dtype.element_ty)
-    if CODES:
-        _put_codes(out_MV, codes_ptr, codes_scale_ptr, t, h, real, stride_b, H, V)
-    else:
-        at, v = t.to(tl.int64) * H + h, tl.arange(0, BLOCK_V)[None, :]
-        tl.store(lse_ptr + at, tl.where(sum_M > 0, (top_M + tl.log2(divisor_M)) * LN2, float("-inf")), mask=real)
-        tl.store(out_ptr + at[:, None] * V + v, out_MV, mask=real[:, None] & (v < V))
+    tl.store(lse_ptr + at, tl.where(sum_M > 0, (top_M + tl.log2(divisor_M)) * LN2, float("-inf")), mask=real)
+    out_MV = (out_MV / divisor_M[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at[:, None] * V + v, out_MV, mask=real[:, None] & (v < V))
 
 
 class Tiling(NamedTuple):
@@ -188,43 +163,15 @@ def prompt_attention(
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.prompt_attention`, without a gradient. Raises ValueError for rows that are not in one piece."""
-    out_THV = q_THX.new_empty(*q_THX.shape[:2], v_THV.shape[2])
-    lse_TH = q_THX.new_empty(q_THX.shape[:2], dtype=torch.float32)
-    _launch((q_THX, k_THN, rope_TR, v_THV, first_T), scale, tiling, (out_THV, lse_TH), None)
-    return out_THV, lse_TH
-
-
-def prompt_attention_quantized(
-    q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor, first_T: Tensor, *, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(room for heads' values side by side [T, H * V], to which nothing is written, their codes and scale in blocks).
-
-    Raises ValueError where scales of a head's values would be another's too.
-    """
-    (num_tokens, H, _), V = q_THX.shape, v_THV.shape[2]
-    if V % BLOCK:
-        raise ValueError(f"prompt_attention[triton] quantizes heads of a multiple of {BLOCK} values, got {V}")
-    codes_TV, scale_TB = room(num_tokens, H * V, "blocks", q_THX.device)
-    _launch((q_THX, k_THN, rope_TR, v_THV, first_T), scale, None, None, (codes_TV, scale_TB))
-    return q_THX.new_empty(num_tokens, H * V), codes_TV, scale_TB
-
-
-def _launch(
-    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    scale: float,
-    tiling: Tiling | None,
-    outputs: tuple[Tensor, Tensor] | None,
-    codes: Quantized | None,
-) -> None:
-    """Fills (out, lse), or else codes."""
-    q_THX, k_THN, rope_TR, v_THV, first_T = given
     (num_tokens, H, X), N, V = q_THX.shape, k_THN.shape[2], v_THV.shape[2]
     for name, x in (("k_THN", k_THN), ("rope_TR", rope_TR), ("v_THV", v_THV)):
         if x.stride(-1) != 1:
             raise ValueError(f"prompt_attention[triton] needs {name} with rows in one piece, got strides {x.stride()}")
-    if num_tokens == 0:
-        return
     q_THX = q_THX.contiguous()
+    out_THV = q_THX.new_empty(num_tokens, H, V)
+    lse_TH = q_THX.new_empty(num_tokens, H, dtype=torch.float32)
+    if num_tokens == 0:
+        return out_THV, lse_TH
     # Products of float32 take registers where others take matrix units.
     tiling = tiling or (WIDE if q_THX.element_size() == 2 else SMALL)
     piece = min(128, N & -N)  # the largest power of two that divides N
@@ -235,8 +182,8 @@ def _launch(
         rope_TR,
         v_THV,
         first_T,
-        *(outputs or (q_THX, q_THX)),
-        *(codes or (q_THX, q_THX)),
+        out_THV,
+        lse_TH,
         num_tokens,
         H * X,
         k_THN.stride(0),
@@ -244,7 +191,6 @@ def _launch(
         rope_TR.stride(0),
         v_THV.stride(0),
         v_THV.stride(1),
-        0 if codes is None else codes[1].stride(1),
         scale * math.log2(math.e),
         H=H,
         N=N,
@@ -257,8 +203,8 @@ def _launch(
         BLOCK_R=max(16, triton.next_power_of_2(X - N)),
         BLOCK_V=max(16, triton.next_power_of_2(V)),
         PIECES=triton.cdiv(N, block_n),
-        CODES=codes is not None,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **dependent_launch(q_THX.device),
     )
+    return out_THV, lse_TH

@@ -11,11 +11,9 @@ from glm5.config.tensors import tensor_specs
 from glm5.engine.between import Whole
 from glm5.engine.lower import Lowered
 from glm5.engine.stack import Rows, Stack, wanted
-from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.coded import Form
 from glm5.kernels.coded_linear import coded_linear
-from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.row_codes import quantize
 from glm5.kernels.token_quant import token_quant
 from glm5.model.experts import BlockScaledExperts, CodedExperts
@@ -139,44 +137,24 @@ def test_mlp_rules(model, lowered):
         assert typically_far(mine.mlp(Rows(x_TD), Whole(ALONE)), layer.mlp(x_TD)) < EXACT
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["", "whole prompts"])
 @pytest.mark.parametrize("num_tokens", [1, 20])
-def test_products_find_their_rows_quantized(num_tokens, whole, monkeypatch):
+def test_products_find_their_rows_quantized(num_tokens, monkeypatch):
     """Of codes: no product quantizes what it reads."""
-    widths = quantized_by(monkeypatch, "glm5.kernels.coded_linear.reference.token_quant", token_quant)
+    widths = []
     model = coded_model(7)
-    lowered, view = Lowered(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, num_tokens)], whole=whole)
+    lowered, view = Lowered(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, num_tokens)])
+
+    def quantized(x_TD, *given, **options):
+        widths.append(x_TD.shape[1])
+        return token_quant(x_TD, *given, **options)
+
+    monkeypatch.setattr("glm5.kernels.coded_linear.reference.token_quant", quantized)
     monkeypatch.setattr(CodedExperts, "__call__", lambda self, x_TD, *choice: torch.zeros_like(x_TD))
     with torch.inference_mode():
         lowered.hidden(random_ids(model, num_tokens, seed=1), view)
     assert not widths
     coded_linear(torch.ones(1, 128), random_coded(torch.Generator(), Form("int8", None, "int8"), 4, 128))
     assert widths == [128]
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["", "whole prompts"])
-def test_products_in_fp8_find_their_rows_quantized(whole, monkeypatch):
-    widths = quantized_by(monkeypatch, "glm5.kernels.fp8_linear.reference.act_quant", act_quant)
-    model = fp8_model(7)
-    lowered, view = Lowered(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, 20)], whole=whole)
-    monkeypatch.setattr("glm5.engine.lower.grouped_experts", lambda x_TD, *_, **__: torch.zeros_like(x_TD))
-    with torch.inference_mode():
-        lowered.hidden(random_ids(model, 20, seed=1), view)
-    assert not widths
-    fp8_linear(torch.ones(1, 128), quantize_blocks(torch.ones(4, 128)))
-    assert widths == [128]
-
-
-def quantized_by(monkeypatch, name, quantize):
-    """Widths of the rows that `name` quantizes from now on."""
-    widths = []
-
-    def counted(x_TD, *given, **options):
-        widths.append(x_TD.shape[1])
-        return quantize(x_TD, *given, **options)
-
-    monkeypatch.setattr(name, counted)
-    return widths
 
 
 def test_products_of_two_kinds_are_not_copied_together(monkeypatch):
