@@ -17,9 +17,8 @@ from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
 from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
 
 _TRAINED_HEADS = 64  # that fit into a program
-# Queries: of fewer Triton's smaller programs begin sooner, of more products take the time. Over FP8, from as many on as
-# there are heads.
-_CUDA = range(24, 513)
+# Queries: of fewer Triton's smaller programs begin sooner, of more products take the time.
+_CUDA, _FP8_CUDA = range(24, 513), range(4, 513)
 
 
 def sparse_mla(
@@ -78,8 +77,7 @@ def _cheaper(
     keys in context per key selected; with one query a request, up to 3.
     """
     if triton_support.chosen(q_THL, *(() if isinstance(latent_PZL, tuple) else (latent_PZL,))):
-        least = q_THL.shape[1] if isinstance(latent_PZL, Fp8Latents) else _CUDA.start
-        is_step = least <= len(q_THL) < _CUDA.stop
+        is_step = len(q_THL) in (_FP8_CUDA if isinstance(latent_PZL, Fp8Latents) else _CUDA)
         refused = not is_step or cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
         return "triton" if refused else "cuda"
     is_trained = q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS and keys_TK is not None
