@@ -10,13 +10,11 @@ Both give every rank the same bits. Of 2,048 rows of GLM-5, each of eight ranks 
 9 to 11 (docs/performance.md).
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from glm5.engine.beside import Beside
 from glm5.engine.stack import Rows
 from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.kernels.row_codes import Kind
@@ -44,13 +42,9 @@ class Between(Protocol):
         """All ranks' rows, [T, Y]."""
         ...
 
-    def gathered(self, x: Rows, *more: Tensor) -> tuple[Callable[[], Rows], *tuple[Tensor, ...]]:
+    def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
         """The same of rows and what belongs to them, of 4 bytes each. Of quantized rows, products get what they
-        read.
-
-        Rows come when they are asked for, which every rank does next: what follows from the others alone may begin
-        before.
-        """
+        read."""
         ...
 
 
@@ -78,8 +72,8 @@ class Whole:
     def whole(self, x_OY: Tensor) -> Tensor:
         return x_OY
 
-    def gathered(self, x: Rows, *more: Tensor) -> tuple[Callable[[], Rows], *tuple[Tensor, ...]]:
-        return (lambda: x), *more
+    def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
+        return x, *more
 
 
 class Dealt:
@@ -102,23 +96,19 @@ class Dealt:
     def whole(self, x_OY: Tensor) -> Tensor:
         return self.group.all_gather(x_OY).flatten(0, 1)
 
-    def gathered(self, x: Rows, *more: Tensor) -> tuple[Callable[[], Rows], *tuple[Tensor, ...]]:
+    def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
         if x.quantized is None:
-            return (lambda: Rows(self.whole(x.x_TD))), *map(self.whole, more)
+            return Rows(self.whole(x.x_TD)), *map(self.whole, more)
         data, scale = x.quantized
-        parts = scale.view(len(scale), -1), *more
-        words_TY = self.whole(torch.cat([each.view(torch.int32) for each in parts], dim=1))
-        split = words_TY.split([each.shape[1] for each in parts], dim=1)
-        scale_TB, *rest = (part.view(each.dtype) for part, each in zip(split, parts, strict=True))
-        columns = Beside(lambda: scale_TB.T.contiguous().T.view(-1, *scale.shape[1:]), x.x_TD.device)
-
-        def rows() -> Rows:
-            # Where kernels read the codes, something of x's shape and dtype stands in for it.
-            is_read = not chosen(x.x_TD)
-            x_TD = self.whole(x.x_TD) if is_read else x.x_TD.new_empty(len(words_TY), x.x_TD.shape[1])
-            return Rows(x_TD, (self.whole(data), columns.take()))
-
-        return rows, *rest
+        beside = scale.view(len(scale), -1), *more
+        words_TY = self.whole(torch.cat([each.view(torch.int32) for each in beside], dim=1))
+        parts = words_TY.split([each.shape[1] for each in beside], dim=1)
+        scale, *rest = (part.view(each.dtype) for part, each in zip(parts, beside, strict=True))
+        scale = scale if x.quantized[1].dim() == 2 else scale.flatten().contiguous()
+        # Where kernels read the codes, something of x's shape and dtype stands in for it.
+        is_read = not chosen(x.x_TD)
+        x_TD = self.whole(x.x_TD) if is_read else x.x_TD.new_empty(len(words_TY), x.x_TD.shape[1])
+        return Rows(x_TD, (self.whole(data), scale)), *rest
 
 
 def between_of(group: Group, num_rows: int) -> Between:

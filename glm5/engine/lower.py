@@ -16,20 +16,20 @@ modules. `Lowered` has the calls of `Glm5` that a runner makes. What it derives 
 `refresh`; everything else are views.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glm5.engine.beside import Beside
 from glm5.engine.between import Between, Dealt, between_of
 from glm5.engine.stack import AnyLinear, Rows, Stack, product, wanted
 from glm5.engine.view import StepView
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, Terms, expert_plan, expert_terms, grouped_experts
+from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, Terms, expert_terms, grouped_experts
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values, mla_values_quantized
@@ -161,7 +161,31 @@ class LoweredAttention:
         return product(Rows(out_THV.flatten(1)), module.o_proj)
 
 
-def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[HeadWeights | None, Beside[Tensor]]:
+class Beside:
+    """A result that nothing waits for until it is taken. In a graph it is computed beside what comes meanwhile."""
+
+    def __init__(self, compute: Callable[[], Tensor], device: torch.device):
+        self._stream = None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._stream = _side_stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                self._result = compute()
+        else:
+            self._result = compute()
+
+    def take(self) -> Tensor:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._result.device).wait_stream(self._stream)
+        return self._result
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[HeadWeights | None, Beside]:
     """(what `mla_keys` is to compute along the way, the weights)."""
     if isinstance(between, Dealt):
         w_TJ = between.whole(product(Rows(x_OD), linear))  # not beside: ranks exchange on one stream
@@ -197,8 +221,8 @@ class LoweredMLP:
         return [self.gate_up]
 
     def __call__(self, x: Rows, between: Between) -> Tensor:
-        (rows,) = between.gathered(x)
-        return self.of(rows())
+        (x,) = between.gathered(x)
+        return self.of(x)
 
     def wants(self, num_rows: int, between: Between) -> Kind | None:
         """How rows should come quantized."""
@@ -231,21 +255,15 @@ class LoweredMoE:
 
     def __call__(self, x: Rows, between: Between) -> Tensor | Terms:
         experts, mlp = self.module.experts, self.module.shared_experts
-        rows, weight_TA, expert_TA = between.gathered(x, *self.module.gate(x.x_TD))
+        x, weight_TA, expert_TA = between.gathered(x, *self.module.gate(x.x_TD))
         if self.heard is not None:
             self.heard.append(expert_TA)
         if self.apart is not None:
-            x = rows()
             choice, apart_TD = (x.x_TD, weight_TA, expert_TA), self.apart.of(x)
             return experts(*choice, apart_TD) if isinstance(experts, CodedExperts) else experts(*choice) + apart_TD
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
-        stacks, plan = _stacks(experts), None
-        if isinstance(between, Dealt):  # what follows from choices alone, while the rows are on their way
-            like_TD = x.x_TD
-            plan = Beside(lambda: expert_plan(like_TD, *stacks, expert_TA, shared=shared), like_TD.device)
-        x = rows()
-        given, planned = (x.x_TD, *stacks, weight_TA, expert_TA), None if plan is None else plan.take()
-        terms = expert_terms(*given, shared=shared, quantized=x.quantized, planned=planned)
+        given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
+        terms = expert_terms(*given, shared=shared, quantized=x.quantized)
         return grouped_experts(*given, shared=shared, quantized=x.quantized) if terms is None else terms
 
     def wants(self, num_rows: int, between: Between) -> Kind | None:

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from glm5.engine.beside import Beside
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm_quantized
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
 from glm5.kernels.fp8_linear import cuda as cuda_linear
 from glm5.kernels.fp8_linear import fp8_linear
-from glm5.kernels.grouped_experts import expert_plan, expert_terms, grouped_experts
+from glm5.kernels.grouped_experts import grouped_experts
 from glm5.kernels.rope import rope, rope_part, rope_table
 from glm5.kernels.router import router
 from glm5.kernels.token_quant import token_quant
@@ -216,27 +215,3 @@ def test_in_a_graph(T, gen):
     graph.replay()
     for got, want in zip(captured, once(), strict=True):
         assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("T", [120, 300], ids=["CUDA C++", "Triton"])
-def test_a_plan_on_a_branch_of_a_graph(T, gen):
-    case = make_experts(T, 16, 8, 1024, 256, gen).to("cuda", torch.bfloat16)
-    choices = torch.cat([case.expert, case.expert], dim=1)[:, 4:12]  # a piece of longer rows
-
-    def once() -> torch.Tensor:
-        given = case.x, case.gate_up, case.down
-        plan = Beside(lambda: expert_plan(*given, choices, shared=case.shared), case.x.device)
-        beside = {"shared": case.shared, "quantized": act_quant(case.x)}
-        return expert_terms(*given, case.weight, choices, **beside, planned=plan.take()).summed()
-
-    assert expert_plan(*case[:3], choices, shared=case.shared) is not None
-    once()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = once()
-    for _ in range(REPEATS):
-        choices.copy_(torch.rand(T, 16, generator=gen).argsort(dim=1)[:, :8])
-        case.x.normal_()
-        graph.replay()
-        assert torch.equal(captured, grouped_experts(*case[:4], choices, shared=case.shared))

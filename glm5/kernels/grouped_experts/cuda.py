@@ -11,7 +11,7 @@ from glm5.kernels import cuda_code, triton_support
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled
 from glm5.kernels.grouped_experts.shared import SharedExpert
-from glm5.kernels.grouped_experts.terms import Plan, Terms
+from glm5.kernels.grouped_experts.terms import Terms
 
 SOURCE = Path(__file__).with_name("rows.cu")
 ROWS, _THREADS, _SLICE = 96, 384, 256  # as in rows.cu
@@ -67,23 +67,19 @@ def expert_terms(
     expert_TA: Tensor,
     shared: SharedExpert | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
-    planned: Plan | None = None,
 ) -> Terms:
     """What `grouped_experts` adds up. Raises ValueError where `refusal` has a reason."""
     if reason := refusal(x_TD, gate_up, down, shared):
         raise ValueError(f"grouped_experts[cuda] {reason}; use impl='triton'")
+    from glm5.kernels.grouped_experts.triton import tiles_by_expert
+
     assert isinstance(gate_up, BlockScaled)
     assert isinstance(down, BlockScaled)
-    planned = planned or expert_plan(down, expert_TA)
+    expert_TA = expert_TA.contiguous()
+    planned = tiles_by_expert(expert_TA, len(down.data), ROWS)
     y = terms(quantized or act_quant(x_TD), gate_up, down, weight_TA.contiguous(), planned, shared)
     num_tokens, active = expert_TA.shape
     return Terms(y, num_tokens, active, shared is not None)
-
-
-def expert_plan(down: Tensor | BlockScaled, expert_TA: Tensor) -> Plan:
-    from glm5.kernels.grouped_experts.triton import tiles_by_expert
-
-    return tiles_by_expert(expert_TA, len(down[0]), ROWS)
 
 
 def terms(
@@ -91,10 +87,10 @@ def terms(
     gate_up: BlockScaled,
     down: BlockScaled,
     weight_TA: Tensor,
-    planned: Plan,
+    planned: tuple[Tensor, Tensor],
     shared: SharedExpert | None,
 ) -> Tensor:
-    """[T * A + T, D] in bfloat16: pair by pair, then those of the shared expert."""
+    """[T * A + T, D] in bfloat16: pair by pair, then those of the shared expert. `planned`: of `tiles_by_expert`."""
     (x_fp8, x_scale), (order, tiles), device = quantized, planned, weight_TA.device
     (num_tokens, active), (_, width, inner) = weight_TA.shape, down.data.shape
     rows = num_tokens * (active + 1)

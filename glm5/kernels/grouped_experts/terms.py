@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Plan = tuple[Tensor, Tensor]  # of `triton.tiles_by_expert`
-
 
 @dataclass
 class Terms:

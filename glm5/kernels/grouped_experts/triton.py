@@ -24,7 +24,7 @@ from glm5.kernels.grouped_experts import triton_plan as plans
 from glm5.kernels.grouped_experts import triton_rows as by_rows
 from glm5.kernels.grouped_experts import triton_tiles as by_tiles
 from glm5.kernels.grouped_experts.shared import SharedExpert
-from glm5.kernels.grouped_experts.terms import Plan, Terms
+from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
@@ -127,20 +127,6 @@ def grouped_experts(
     return out_TD
 
 
-def expert_plan(
-    x_TD: Tensor,
-    gate_up_proj: Tensor | BlockScaled,
-    down_proj: Tensor | BlockScaled,
-    expert_TA: Tensor,
-    shared: SharedExpert | None = None,
-) -> Plan | None:
-    """What `expert_terms` finds out first, where it does. `x_TD`: any rows of the kind."""
-    weights = _weights(gate_up_proj, down_proj, shared)
-    tiling = _tiling(x_TD, weights, expert_TA)
-    is_planned = _is_planned(tiling, expert_TA)
-    return tiles_by_expert(expert_TA, weights.sizes[0], tiling.block_t) if is_planned else None
-
-
 def expert_terms(
     x_TD: Tensor,
     gate_up_proj: Tensor | BlockScaled,
@@ -149,14 +135,13 @@ def expert_terms(
     expert_TA: Tensor,
     shared: SharedExpert | None = None,
     quantized: Quantized | None = None,
-    planned: Plan | None = None,
 ) -> Terms | None:
     """What `grouped_experts` adds up of many tokens; None for few, whose terms are another way's."""
     weights = _weights(gate_up_proj, down_proj, shared)
     tiling = _tiling(x_TD, weights, expert_TA)
     if tiling.way in ("vector", "pairs"):
         return None
-    y = _many(x_TD.contiguous(), weights, weight_TA.contiguous(), expert_TA, tiling, quantized, planned)
+    y = _many(x_TD.contiguous(), weights, weight_TA.contiguous(), expert_TA.contiguous(), tiling, quantized)
     num_tokens, active = expert_TA.shape
     return Terms(y, num_tokens, active, weights.has_shared)
 
@@ -176,30 +161,16 @@ def combine(y: Tensor, out_TD: Tensor, active: int, *, has_shared: bool) -> None
 
 def _tiling(x_TD: Tensor, weights: Weights, expert_TA: Tensor) -> Tiling:
     num_experts, _, inner = weights.sizes
-    known = tuned.find(Tiling, "grouped_experts", sizes_of(weights.sizes), len(expert_TA), x_TD.device)
-    return known or tiling_for(len(expert_TA), expert_TA.numel(), num_experts, inner)
-
-
-def _is_planned(tiling: Tiling, expert_TA: Tensor) -> bool:
-    """Whether tiles are found by a plan, not by the programs."""
-    return tiling.way == "rows" or (tiling.way == "tiles" and expert_TA.numel() > _MOST_SOUGHT)
+    known = tuned.find(Tiling, "grouped_experts", sizes_of(weights.sizes), len(x_TD), x_TD.device)
+    return known or tiling_for(len(x_TD), expert_TA.numel(), num_experts, inner)
 
 
 def _many(
-    x_TD: Tensor,
-    weights: Weights,
-    weight_TA: Tensor,
-    expert_TA: Tensor,
-    tiling: Tiling,
-    quantized: Quantized | None,
-    planned: Plan | None = None,
+    x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling, quantized: Quantized | None
 ) -> Tensor:
     """The terms [T * A + T, D] in x's dtype."""
-    x = quantized or act_quant(x_TD)
-    if not _is_planned(tiling, expert_TA):
-        return _tiles(x_TD, x, weights, weight_TA, expert_TA.contiguous(), tiling)
-    planned = planned or tiles_by_expert(expert_TA, weights.sizes[0], tiling.block_t)
-    return _rows(x_TD, x, weights, weight_TA, planned, tiling)
+    run = _tiles if tiling.way == "tiles" and expert_TA.numel() <= _MOST_SOUGHT else _rows
+    return run(x_TD, weights, weight_TA, expert_TA, tiling, quantized)
 
 
 def _vector(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
@@ -321,12 +292,12 @@ class _Rows(NamedTuple):
 
 
 def _tiles(
-    x_TD: Tensor, quantized: Quantized, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling
+    x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling, quantized: Quantized | None
 ) -> Tensor:
     """The terms [T * A + T, D] in x's dtype."""
     num_experts, width, inner = weights.sizes
     (num_tokens, active), block_t, options = expert_TA.shape, tiling.block_t, dependent_launch(x_TD.device)
-    x_fp8, x_scale = _columns(*quantized)
+    x_fp8, x_scale = _columns(*(quantized or act_quant(x_TD)))
     made = _Rows.like(x_TD, active, inner, whole=tiling.block_f == BLOCK)
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
     count = torch.empty(num_experts, dtype=torch.int32, device=x_TD.device)
@@ -378,12 +349,13 @@ def _tiles(
 
 
 def _rows(
-    x_TD: Tensor, quantized: Quantized, weights: Weights, weight_TA: Tensor, planned: Plan, tiling: Tiling
+    x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling, quantized: Quantized | None
 ) -> Tensor:
     """As `_tiles`."""
-    (_, width, inner), (order, tiles) = weights.sizes, planned
-    (num_tokens, active), block_t, options = weight_TA.shape, tiling.block_t, dependent_launch(x_TD.device)
-    x_fp8, x_scale = _columns(*quantized)
+    num_experts, width, inner = weights.sizes
+    (num_tokens, active), block_t, options = expert_TA.shape, tiling.block_t, dependent_launch(x_TD.device)
+    x_fp8, x_scale = _columns(*(quantized or act_quant(x_TD)))
+    order, tiles = tiles_by_expert(expert_TA, num_experts, block_t)
     made = _Rows.like(x_TD, active, inner, whole=tiling.block_f == BLOCK)
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
     num_tiles = len(tiles) - 1
@@ -436,10 +408,9 @@ def _rows(
     return made.y
 
 
-def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> Plan:
+def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
     """Pairs in the order of their experts [T * A], and as many tiles [.., 3] as there may have to be; the last row
     begins with how many there are."""
-    expert_TA = expert_TA.contiguous()
     device, num_pairs = expert_TA.device, expert_TA.numel()
     num_tiles = min(num_pairs, num_experts + num_pairs // block_t)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)

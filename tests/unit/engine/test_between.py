@@ -6,14 +6,14 @@ import torch
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
-from glm5.engine import between, lower
+from glm5.engine import between
 from glm5.engine.lower import Lowered
 from glm5.engine.stack import Rows
 from glm5.kernels.grouped_experts import Terms
 from glm5.kernels.row_codes import quantize
 from glm5.model.norm import RMSNorm
 from glm5.parallel.apply import connect
-from glm5.parallel.group import ALONE, Alone
+from glm5.parallel.group import ALONE
 from tests.support.models import random_model
 from tests.support.ranks import by_threads
 from tests.support.steps import Steps, far, random_ids
@@ -79,33 +79,12 @@ def test_rows_in_int8_are_gathered_with_their_scales():
 
     def gathered(group):
         mine = [each.unflatten(0, (RANKS, -1))[group.shard.rank] for each in (x, choice)]
-        rows, *more = between.Dealt(group).gathered(Rows(mine[0], quantize(mine[0], "int8")), mine[1])
-        return rows(), *more
+        return between.Dealt(group).gathered(Rows(mine[0], quantize(mine[0], "int8")), mine[1])
 
     for rows, chosen in by_threads(RANKS, gathered):
         assert torch.equal(rows.x_TD, x)
         assert torch.equal(chosen, choice)
         assert all(torch.equal(got, want) for got, want in zip(rows.quantized, quantize(x, "int8"), strict=True))
-
-
-def test_experts_are_planned_before_rows_have_come(checkpoint, monkeypatch):
-    events = []
-
-    class Group(Alone):
-        def all_gather(self, part):
-            events.append(part.dtype)
-            return super().all_gather(part)
-
-    monkeypatch.setattr(lower, "expert_plan", lambda *_, **__: events.append("made") or "a plan")
-    monkeypatch.setattr(lower, "expert_terms", lambda *_, planned, **__: events.append(planned))
-    model = load(checkpoint, "auto")
-    moe = lower.Lowered(model, MAX_LEN).layers[-1].mlp
-    x = torch.randn(40, model.cfg.hidden_size, generator=torch.Generator().manual_seed(1)).to(model.dtype)
-    with torch.inference_mode():
-        for of in (between.Dealt(Group()), between.Whole(ALONE)):
-            moe(Rows(x, quantize(x, "blocks")), of)
-    # On a CPU the rows themselves are read as well.
-    assert events == [torch.int32, "made", x.dtype, torch.float8_e4m3fn, "a plan", None]
 
 
 @pytest.mark.parametrize("kind", [between.Whole, between.Dealt], ids=["whole", "dealt"])

@@ -107,21 +107,6 @@ def test_rows_that_are_quantized_already(way, gen):
         assert rel_rms(got, grouped_experts(*case[:5], impl="reference")) < TILES_BUDGET
 
 
-def test_a_plan_made_before_the_rows_are_there(gen, monkeypatch):
-    from glm5.kernels.grouped_experts import triton
-
-    case = make_experts(90, 3, 2, 136, 72, gen)
-    x, gate_up, down, weight, expert = case[:5]
-    want = triton.expert_terms(*case[:5], case.shared)
-    choices = torch.cat([expert, expert], dim=1)[:, :2]  # a piece of longer rows
-    planned = triton.expert_plan(x[:1], gate_up, down, choices, case.shared)
-    monkeypatch.setattr(triton, "tiles_by_expert", None)
-    got = triton.expert_terms(x, gate_up, down, weight, choices, case.shared, planned=planned)
-    assert torch.equal(got.summed(), want.summed())
-    for few in (expert[:3], expert[:20]):  # found by the programs
-        assert triton.expert_plan(x, gate_up, down, few, case.shared) is None
-
-
 def test_plain_weights_are_refused(gen):
     case = make_experts(2, 4, 2, 128, 32, gen)
     dense = torch.zeros(4, 64, 128)
