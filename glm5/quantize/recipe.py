@@ -4,7 +4,7 @@ import logging
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
@@ -40,6 +40,11 @@ def resolve(settings: QuantizeConfig) -> Resolved:
         recipe = built_in(name)
     notes: list[str] = []
     if settings.method is not None:
+        if not any(_is_int4(step) for step in recipe.process):
+            raise ConfigError(
+                f"--method {settings.method} says how 4-bit integer weights are found, of which {name} has none; "
+                "allowed: leave --method out, or --scheme w4a8 or w4a16"
+            )
         recipe = with_method(recipe, settings.method)
     rotation = recipe.rotation
     if rotation is not None and rotation.residual and settings.mtp == "keep" and target in ("vllm", "sglang"):
@@ -104,12 +109,16 @@ def with_method(recipe: Recipe, method: str) -> Recipe:
     nothing else to do, so that a QAT checkpoint passes unchanged."""
     steps: list[Any] = []
     for step in recipe.process:
-        if isinstance(step, LinearQuant) and step.qconfig.weight.dtype == "int4":
+        if _is_int4(step):
             ext = WeightExt(group_size=step.qconfig.weight.ext.group_size)
             weight = step.qconfig.weight.model_copy(update={"method": method, "ext": ext})
             step = step.model_copy(update={"qconfig": step.qconfig.model_copy(update={"weight": weight})})
         steps.append(step)
     return recipe.model_copy(update={"process": tuple(steps)})
+
+
+def _is_int4(step: Any) -> TypeGuard[LinearQuant]:
+    return isinstance(step, LinearQuant) and step.qconfig.weight.dtype == "int4"
 
 
 def _replaced(recipe: Recipe, old: Any, **changes: Any) -> Recipe:

@@ -15,7 +15,7 @@
 //
 // `scale` is a float's bits: of logits, by the logarithm of 2.
 //
-// Compiled with H, Z (slots of a page) and STAGES.
+// Compiled with H, Z (slots of a page), STAGES and BESIDE, the bytes that there are beside these.
 
 #include "sparse_mla/attend.cuh"
 
@@ -38,6 +38,7 @@ struct Beside {
     int seen[STAGES * KEYS];
     u64 barriers[2 * STAGES];
 };
+static_assert(sizeof(Beside) <= BESIDE, "cuda.py counts less");
 
 #ifndef ON_CPU
 static __device__ float2 of_halves(u32 pair) {

@@ -116,15 +116,16 @@ def _kernel(num_heads: int, value_dim: int, width: int, page_size: int, device: 
 @cache
 def _fp8_kernel(num_heads: int, page_size: int, device: torch.device) -> tuple[cuda_code.CudaKernel, list[int]]:
     """Also how many clusters of 1, 2, .. programs run side by side."""
-    sizes = {"H": num_heads, "Z": page_size, "STAGES": _FP8_STAGES}
-    kernel = cuda_code.build(FP8_SOURCE, "attend_fp8", _fp8_bytes(num_heads), device, **sizes)
+    beside = _beside_bytes(num_heads, _FP8_STAGES)
+    shared_bytes = 1023 + _FP8_STAGES * KEYS * (512 + 2 * 64 + 4 * 4) + beside
+    sizes = {"H": num_heads, "Z": page_size, "STAGES": _FP8_STAGES, "BESIDE": beside}
+    kernel = cuda_code.build(FP8_SOURCE, "attend_fp8", shared_bytes, device, **sizes)
     assert kernel is not None
     alone = triton_support.multiprocessors(device)
     return kernel, [alone, *(kernel.num_clusters(_THREADS, shares) for shares in range(2, _MOST_SHARES + 1))]
 
 
-def _fp8_bytes(num_heads: int) -> int:
-    """Of shared memory: stages, and what attend_fp8.cu calls Beside."""
-    a_stage = KEYS * (512 + 2 * 64 + 4 * 4) + 4 * KEYS + 2 * 8
+def _beside_bytes(num_heads: int, stages: int) -> int:
+    """Of what attend_fp8.cu has in shared memory beside its stages."""
     a_head = 4 * 2 * 128 + 2 * 4 * 2 * KEYS + 2 * 16 + 2 * 16 * 4 + 2 * 8 * 4 + 4
-    return 1023 + _FP8_STAGES * a_stage + num_heads * a_head
+    return num_heads * a_head + stages * (4 * KEYS + 2 * 8)

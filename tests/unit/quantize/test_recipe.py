@@ -114,3 +114,12 @@ def test_a_broken_file_is_named(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=rf"{name}: cannot be understood"):
         read_recipe(tmp_path / name)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "nvfp4"])
+def test_a_method_needs_something_to_find(scheme):
+    with pytest.raises(
+        ConfigError, match=f"--method gptq says how 4-bit integer weights are found, of which {scheme} "
+    ):
+        resolve(settings(scheme=scheme, method="gptq", target="vllm"))
+    assert resolve(settings(scheme="w4a16", method="gptq", target="vllm")).recipe.linears
