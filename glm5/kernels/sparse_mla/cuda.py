@@ -98,8 +98,8 @@ def num_shares(num_queries: int, num_keys: int, at_once: Callable[[int], int], m
     """
     blocks = max(1, -(-num_keys // KEYS))
     return min(
-        range(1, min(blocks, most) + 1),
-        key=lambda shares: -(-num_queries // max(1, at_once(shares))) * (-(-blocks // shares) + _START),
+        (shares for shares in range(1, min(blocks, most) + 1) if at_once(shares)),
+        key=lambda shares: -(-num_queries // at_once(shares)) * (-(-blocks // shares) + _START),
     )
 
 

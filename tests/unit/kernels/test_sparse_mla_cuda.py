@@ -26,6 +26,7 @@ def test_shares_fill_the_gpu_and_no_second_turn_is_short():
 
 def test_clusters_that_do_not_fit_are_not_taken():
     at_once = [132, 66, 40, 32, 24, 20, 16, 16, 8, 8, 8, 8, 8, 0, 0, 0]
+    assert num_shares(1, 2048, lambda shares: at_once[shares - 1], 16) == 11
     assert num_shares(8, 2048, lambda shares: at_once[shares - 1], 16) == 11
     assert num_shares(16, 2048, lambda shares: at_once[shares - 1], 16) == 8
 
