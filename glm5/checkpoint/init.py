@@ -1,16 +1,18 @@
 """A random checkpoint of any size, written tensor by tensor: nothing larger than one tensor is ever in memory.
 
 Every matrix is normal(0, 1/sqrt(inputs)), which keeps activations and router logits near 1 at any width; embeddings
-are normal(0, 1), norms 1, and selection biases small but not zero, so that a mistake with them shows. Each tensor's
-numbers follow from its name and the seed alone, whatever else is written. FP8 weights repeat a few million e4m3
-numbers, all alike, so that writing them takes no longer than the disk. A byte-level tokenizer learnt from a few
-sentences comes along, so that the checkpoint can be served; the config's end-of-text ids become that tokenizer's.
+are normal(0, 1), norms 1, and selection biases small but not zero, so that a mistake with them shows. FP8 weights are
+any e4m3 number alike. Each tensor's numbers follow from its name and the seed alone, whatever else is written. Those
+of more than a few million repeat as many that all of them share, so that writing takes no longer than the disk. A
+byte-level tokenizer learnt from a few sentences comes along, so that the checkpoint can be served; the config's
+end-of-text ids become that tokenizer's.
 """
 
 import hashlib
 import logging
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -30,7 +32,7 @@ from glm5.kernels.block_scaled import FP8, num_blocks
 logger = logging.getLogger(__name__)
 
 E4M3_RMS = 130.0  # of e4m3's finite values, each as likely
-_TILE = 1 << 22
+_TILE = 4_194_301  # a prime, so that no row, column or slice of a matrix is the same as another
 BIAS_STD = 0.02  # of e_score_correction_bias, beside sigmoid scores that spread by about 0.2
 TOKENIZER_TEXT = """
 Hello! How can I help you today? Please tell me what you would like to know about the weather in the city.
@@ -104,36 +106,66 @@ def _entries(spec: TensorSpec, stored: torch.dtype, *, fp8: bool) -> Iterator[Te
 
 
 def _tensors(specs: list[TensorSpec], stored: torch.dtype, seed: int, *, fp8: bool) -> Iterator[Tensor]:
-    """As `_entries` has them."""
+    """As `_entries` has them, each to be written before the next is asked for."""
+    numbers = Numbers(seed)
     for spec in specs:
         if fp8 and spec.fp8:
-            yield from _random_blocks(spec, seed)
+            yield from numbers.blocks(spec)
         else:
-            yield random_tensor(spec, seed).to(torch.float32 if spec.dtype == "f32" else stored)
+            yield numbers.values(spec, torch.float32 if spec.dtype == "f32" else stored)
 
 
-def _random_blocks(spec: TensorSpec, seed: int) -> tuple[Tensor, Tensor]:
-    """Weight in e4m3 and its scales; the product has unit scale where its inputs have."""
-    generator, count = _generator(spec.name, seed), math.prod(spec.shape)
-    tile = torch.randint(0, 256, (min(count, _TILE),), dtype=torch.uint8, generator=generator)
-    tile.masked_fill_((tile & 0x7F) == 0x7F, 0)  # the two that are no numbers
-    codes = torch.empty(count, dtype=torch.uint8)
-    for part in codes.split(len(tile)):
-        part.copy_(tile[: len(part)])
-    scale = torch.empty(tuple(map(num_blocks, spec.shape))).uniform_(0.5, 1.5, generator=generator)
-    return codes.view(FP8).view(spec.shape), scale.div_(E4M3_RMS * spec.shape[-1] ** 0.5)
+class Numbers:
+    """Of every tensor of a seed. A large one lies in memory that the next large one takes."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def blocks(self, spec: TensorSpec) -> tuple[Tensor, Tensor]:
+        """Weight in e4m3 and its scales; the product has unit scale where its inputs have."""
+        generator, count = self._generator(spec.name), math.prod(spec.shape)
+        codes = self._repeated(self._codes, spec, generator) if count > _TILE else _random_codes(count, generator)
+        scale = torch.empty(tuple(map(num_blocks, spec.shape))).uniform_(0.5, 1.5, generator=generator)
+        return codes.view(spec.shape), scale.div_(E4M3_RMS * spec.shape[-1] ** 0.5)
+
+    def values(self, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+        """A tensor that is not quantized."""
+        if spec.name.endswith("norm.weight"):
+            return torch.ones(spec.shape, dtype=dtype)
+        if spec.name.endswith("norm.bias"):
+            return torch.zeros(spec.shape, dtype=dtype)
+        std = BIAS_STD if len(spec.shape) == 1 else 1.0 if spec.part == "embedding" else spec.shape[-1] ** -0.5
+        generator = self._generator(spec.name)
+        if math.prod(spec.shape) > _TILE:
+            return self._repeated((self._normals * std).to(dtype), spec, generator)
+        return torch.empty(spec.shape).normal_(0.0, std, generator=generator).to(dtype)
+
+    def _repeated(self, tile: Tensor, spec: TensorSpec, generator: torch.Generator) -> Tensor:
+        """The tile over and over, from a place of the tensor's own."""
+        num_bytes = math.prod(spec.shape) * tile.itemsize
+        if len(self._room) < num_bytes:  # memory that nobody had before costs more than what is written into it
+            self._room = torch.empty(num_bytes, dtype=torch.uint8)
+        first = int(torch.randint(len(tile), (), generator=generator))
+        tile = tile.view(torch.uint8).roll(-first * tile.itemsize).view(tile.dtype)
+        held = self._room[:num_bytes].view(tile.dtype)
+        for part in held.split(len(tile)):
+            part.copy_(tile[: len(part)])
+        return held.view(spec.shape)
+
+    @cached_property
+    def _codes(self) -> Tensor:
+        return _random_codes(_TILE, self._generator("codes"))
+
+    @cached_property
+    def _normals(self) -> Tensor:
+        return torch.empty(_TILE).normal_(generator=self._generator("normals"))
+
+    def _generator(self, name: str) -> torch.Generator:
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
-def random_tensor(spec: TensorSpec, seed: int) -> Tensor:
-    """The float32 values of one tensor; they depend on its name, shape and `seed` only."""
-    if spec.name.endswith("norm.weight"):
-        return torch.ones(spec.shape)
-    if spec.name.endswith("norm.bias"):
-        return torch.zeros(spec.shape)
-    std = BIAS_STD if len(spec.shape) == 1 else 1.0 if spec.part == "embedding" else spec.shape[-1] ** -0.5
-    return torch.empty(spec.shape).normal_(0.0, std, generator=_generator(spec.name, seed))
-
-
-def _generator(name: str, seed: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+def _random_codes(count: int, generator: torch.Generator) -> Tensor:
+    codes = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    return codes.masked_fill_((codes & 0x7F) == 0x7F, 0).view(FP8)  # the two that are no numbers

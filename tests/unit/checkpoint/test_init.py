@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.checkpoint.init import random_tensor, write_random, write_weightless
+from glm5.checkpoint.init import Numbers, write_random, write_weightless
 from glm5.checkpoint.inspect import inspect
 from glm5.checkpoint.load import load
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
+from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.router import router
 from tests.support.checkpoints import read_tensors, shard_files
 
@@ -65,9 +66,26 @@ def test_activations_are_sane_and_the_router_spreads(tmp_path, name, seed):
 
 def test_full_size_tensors_have_unit_gain(seed):
     specs = {spec.name: spec for spec in tensor_specs(preset("glm-5"))}
-    weight = random_tensor(specs["model.layers.3.mlp.experts.200.gate_proj.weight"], seed)
+    spec, numbers = specs["model.layers.3.mlp.experts.200.gate_proj.weight"], Numbers(seed)
+    weight = numbers.values(spec, torch.float32)
     assert tuple(weight.shape) == (2048, 6144)
-    assert abs(weight.std() * 6144**0.5 - 1) < 0.01  # standard error 0.0002
+    assert abs(weight.std() * 6144**0.5 - 1) < 0.01  # standard error 0.0004
+    weight = BlockScaled(*numbers.blocks(spec)).dequantize(torch.float32)
+    assert abs(weight.std() * 6144**0.5 - 1) < 0.25
+
+
+def test_large_tensors_are_drawn_once_and_no_slice_of_them_is_like_another(seed):
+    """Widths that are powers of two above all: what a rank reads at a wrong place must differ."""
+    specs = [spec for spec in tensor_specs(preset("glm-5")) if spec.name.startswith("model.layers.3.mlp.experts.20")]
+    numbers, beginnings = Numbers(seed), set[bytes]()
+    for spec in specs[:6]:
+        codes = numbers.blocks(spec)[0].view(torch.uint8)
+        assert ((codes & 0x7F) != 0x7F).all()
+        beginnings |= {row[:16].numpy().tobytes() for row in codes}
+        beginnings |= {column[:16].numpy().tobytes() for column in codes.T}
+    assert len(beginnings) >= sum(sum(spec.shape) for spec in specs[:6]) - 1
+    again = Numbers(seed).blocks(specs[5])[0].view(torch.uint8)
+    assert torch.equal(again, codes)  # whatever else was drawn
 
 
 def test_a_tokenizer_comes_along_and_config_names_its_ends(tmp_path):
