@@ -12,14 +12,14 @@ One of several ranks that share a model reads its own part of each tensor (`glm5
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 HIDDEN, CHAINED = ROTATIONS
 NUM_READERS = {"cpu": 4, "cuda": 8}  # one alone waits for page faults half of the time; a bus wants more than four
+PIECE_BYTES = 64 << 20  # that a reader takes at a time: of an embedding's 1.9 GB the others would wait for one
 
 
 def load(
@@ -192,6 +193,14 @@ def empty_model(
     return model
 
 
+class _Piece(NamedTuple):
+    """What a reader takes of a tensor: rows of the part that is read, or all of it where it is not read by rows."""
+
+    entry: TensorEntry
+    rows: slice
+    num_bytes: int
+
+
 def read_weights(
     parameters: Mapping[str, Tensor],
     directory: Path,
@@ -230,15 +239,16 @@ def read_weights(
         for entry in entries
     }
 
+    at_once = coded.keys() | dequantized | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
     device = next(iter(parameters.values())).device
     stagings = Stagings(device)
 
-    def read(entry: TensorEntry) -> None:
+    def read(piece: _Piece) -> None:
         staging = stagings.mine()
         with staging.turn():
-            read_with(staging, entry)
+            read_with(staging, piece.entry, piece.rows)
 
-    def read_with(staging: Staging, entry: TensorEntry) -> None:
+    def read_with(staging: Staging, entry: TensorEntry, rows: slice) -> None:
         if entry.name in coded:
             place(directory, index.entries, coded[entry.name], parameters, spans[entry.name], staging)
             return
@@ -251,18 +261,30 @@ def read_weights(
         elif span is not None and span.dim == 1:
             _read_columns_into(directory, entry, target, span, staging, may_map=may_map)
         else:
-            _read_or_cast_into(directory, entry, target, 0 if span is None else span.start, staging)
+            first_row = rows.start + (0 if span is None else span.start)
+            _read_or_cast_into(directory, entry, target[rows], first_row, staging)
 
+    work = [piece for entry in entries for piece in _pieces(entry, spans[entry.name], num_bytes[entry.name], at_once)]
     title, total = f"loading {directory.name}", sum(num_bytes.values())
     shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 else nullcontext()
     try:
         with ThreadPoolExecutor(num_readers(device)) as readers, shown as progress:
-            for entry, _ in zip(entries, readers.map(read, entries), strict=True):  # an error cancels the rest
+            for piece, _ in zip(work, readers.map(read, work), strict=True):  # an error cancels the rest
                 if progress is not None:
-                    progress.update(num_bytes[entry.name], shard=entry.file)
+                    progress.update(piece.num_bytes, shard=piece.entry.file)
     finally:  # also where reading failed: what is under way would be written into memory that others have by then
         stagings.finish()
     return total
+
+
+def _pieces(entry: TensorEntry, span: Span | None, num_bytes: int, at_once: Set[str]) -> list[_Piece]:
+    """Of a part of so many bytes."""
+    if entry.name in at_once or (span is not None and span.dim == 1):
+        return [_Piece(entry, slice(None), num_bytes)]
+    num_rows = entry.shape[0] if span is None else span.stop - span.start
+    row_bytes = num_bytes // max(1, num_rows)
+    ranges = _row_ranges(num_rows, max(1, PIECE_BYTES // max(1, row_bytes)))
+    return [_Piece(entry, slice(start, stop), (stop - start) * row_bytes) for start, stop in ranges]
 
 
 def num_readers(device: torch.device) -> int:

@@ -1,8 +1,11 @@
 """Ranks read their own parts: together they hold what one reader holds, in every format."""
 
+import sys
+
 import pytest
 import torch
 
+from glm5.checkpoint import shard
 from glm5.checkpoint.load import load
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.save import save
@@ -75,6 +78,25 @@ def test_parts_are_those_of_the_whole(checkpoint, dtype):
         mine, wanted = held(model), dict(parts(whole, Shard(rank, 2)))
         assert mine.keys() == wanted.keys()
         assert [name for name in mine if not same(mine[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_readers_share_a_large_tensor(checkpoint, dtype, monkeypatch):
+    whole, sizes = load(checkpoint, dtype, shard=Shard(1, 2)), dict[str, list[int]]()
+    read_into = shard.read_into
+
+    def noted(directory, entry, out, first_byte=0):
+        sizes.setdefault(entry.name, []).append(out.nbytes)
+        read_into(directory, entry, out, first_byte)
+
+    module = sys.modules[load.__module__]
+    monkeypatch.setattr(module, "read_into", noted)
+    monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    mine, wanted = held(load(checkpoint, dtype, shard=Shard(1, 2))), held(whole)
+    assert [name for name in mine if not same(mine[name], wanted[name])] == []
+    assert len(sizes["lm_head.weight"]) > 1
+    assert max(sizes["lm_head.weight"]) <= 4096
+    assert sum(sizes["lm_head.weight"]) == wanted["lm_head.weight"].numel() * 2
 
 
 def test_new_weights_and_weights_read_again_are_parts_too(checkpoint):
