@@ -1,12 +1,15 @@
-"""A table of rates: reading alone, then loading by each number of ranks."""
+"""A line of rates for each number of ranks: loading beside only reading."""
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -14,7 +17,8 @@ from glm5.bench.command import command, need_gpus
 from glm5.checkpoint.init import write_random
 from glm5.checkpoint.load import load, num_readers
 from glm5.common.console import out
-from glm5.common.errors import UsageError
+from glm5.common.errors import GlmError, UsageError
+from glm5.common.interrupt import end_with_parent
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
@@ -38,22 +42,32 @@ def main() -> int:
         return _be_rank(args.folder, Shard(args.rank, args.ranks[0]), args.device, only_copy=args.only_copy)
     if args.device == "cuda":
         need_gpus("loading onto GPUs", max(args.ranks))
-    if not (args.folder / "config.json").exists():
-        write_random(sized(args.gigabytes), args.folder, seed=0, fp8=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit leaves as little behind as Ctrl-C
+    found = _written(args.folder, args.gigabytes)
     files = sorted(args.folder.glob("*.safetensors"))
-    out(f"{args.folder}: {sum(path.stat().st_size for path in files) / 1e9:.1f} GB in {len(files)} files")
+    out(f"{args.folder}: {sum(path.stat().st_size for path in files) / 1e9:.1f} GB in {len(files)} files, {found}")
+    threads = num_readers(torch.device(args.device)) * max(args.ranks)
     _forget(files)
-    threads = num_readers(torch.device(args.device))
-    rates = [_read_rate(files, threads) for _ in range(2)]
-    out(f"only reading, {threads} threads  disk {rates[0]:6.2f} GB/s   memory {rates[1]:6.2f} GB/s", flush=True)
+    alone = [_read_rate(files, threads) for _ in range(2)]
     for ranks in args.ranks:
         _forget(files)
         rates = [_rate(args.folder, ranks, args.device) for _ in range(2)]
-        line = f"loading by {ranks:2} on {args.device:5}    disk {rates[0]:6.2f} GB/s   memory {rates[1]:6.2f} GB/s"
+        line = f"loading by {ranks:2} on {args.device:5}"
+        for where, rate, only in zip(("disk", "memory"), rates, alone, strict=True):
+            line += f"  {where} {rate:6.2f} GB/s, only reading {only:6.2f}"
         if args.device == "cuda":
-            line += f"   the bus alone {_rate(args.folder, ranks, args.device, '--only-copy'):6.2f} GB/s"
+            line += f"  the bus alone {_rate(args.folder, ranks, args.device, '--only-copy'):6.2f}"
         out(line, flush=True)
     return 0
+
+
+def _written(folder: Path, gigabytes: float) -> str:
+    """Write a checkpoint unless one is there, which is whole: a folder takes its name when all is in it."""
+    if (folder / "config.json").exists():
+        return "there already"
+    cfg, began = sized(gigabytes), time.monotonic()
+    write_random(cfg, folder, seed=0, fp8=True)
+    return f"written at {_num_bytes(cfg) / (time.monotonic() - began) / 1e9:.2f} GB/s"
 
 
 def sized(gigabytes: float) -> ModelConfig:
@@ -84,12 +98,18 @@ def _forget(files: list[Path]) -> None:
 
 
 def _read_rate(files: list[Path], threads: int) -> float:
-    """GB/s of so many threads."""
+    """GB/s of so many threads, each into memory of its own over and over."""
     pieces = [(path, start) for path in files for start in range(0, path.stat().st_size, _PIECE)]
+    rooms = SimpleQueue[bytearray]()
+    for _ in range(threads):
+        rooms.put(bytearray(_PIECE))
 
     def read(piece: tuple[Path, int]) -> int:
+        room = rooms.get()
         with piece[0].open("rb", buffering=0) as file:
-            return len(os.pread(file.fileno(), _PIECE, piece[1]))
+            num_bytes = os.preadv(file.fileno(), [room], piece[1])
+        rooms.put(room)
+        return num_bytes
 
     began = time.monotonic()
     with ThreadPoolExecutor(threads) as readers:
@@ -107,18 +127,22 @@ def _rate(folder: Path, ranks: int, device: str, *more: str) -> float:
     ]
     for process in others:
         assert process.stdout is not None
-        assert process.stdout.readline() == "here\n", "a rank has ended; its words are above"
+        process.stdout.readline()
     began = time.monotonic()
     for process in others:
         assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # of one that has ended
+            process.stdin.write("go\n")
+            process.stdin.flush()
     parts = [process.communicate()[0] for process in others]
+    if any(process.returncode for process in others):
+        raise GlmError(f"loading by {ranks} failed; what a rank said of it is above")
     return sum(int(part) for part in parts) / (time.monotonic() - began) / 1e9
 
 
 def _be_rank(folder: Path, shard: Shard, device: str, *, only_copy: bool) -> int:
     """Load the part of a rank, or copy as much from pinned memory to its GPU as tells the bus's rate."""
+    end_with_parent(os.getppid())
     where = torch.device(f"cuda:{shard.rank}" if device == "cuda" else device)
     torch.empty(1, device=where)
     pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) if only_copy else None
