@@ -263,6 +263,8 @@ class LoweredMoE:
             return experts(*choice, apart_TD) if isinstance(experts, CodedExperts) else experts(*choice) + apart_TD
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
+        if experts.impl == "invariant":
+            return grouped_experts(*given, shared=shared, impl="invariant")
         terms = expert_terms(*given, shared=shared, quantized=x.quantized)
         return grouped_experts(*given, shared=shared, quantized=x.quantized) if terms is None else terms
 

@@ -4,6 +4,8 @@ In passes every operation has one shape whatever the batch, so that a row's resu
 A pass runs through all layers before the next one begins: later rows of a sequence find the keys of earlier ones.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,12 @@ from glm5.model.seams import Selection
 
 
 class Passes:
-    """`num_rows`: the rows of a pass; None runs everything in one, by `lowered` if there is one.
+    """`num_rows`: the rows of a pass; None runs everything in one. `lowered`: what computes them, if not the model.
 
     `generation` counts how often weights came to lie elsewhere.
     """
 
     def __init__(self, model: Glm5, num_rows: int | None, lowered: Lowered | None = None):
-        assert lowered is None or num_rows is None, f"{num_rows=}"
         self.model, self.num_rows, self.lowered, self.generation = model, num_rows, lowered, 0
         self._place = None if lowered is None else lowered.place
 
@@ -38,34 +39,31 @@ class Passes:
 
     def hidden(self, ids_R: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
-        if self.lowered is not None:
-            return self.lowered.hidden(ids_R, view)
+        run = self.model if self.lowered is None else self.lowered.hidden
         if self.num_rows is None:
-            return self.model(ids_R, view)
+            return run(ids_R, view)
         pairs = zip(ids_R.split(self.num_rows), view.parts(self.num_rows), strict=True)
-        return torch.cat([self.model(ids, part) for ids, part in pairs])
+        return torch.cat([run(ids, part) for ids, part in pairs])
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """`Glm5.head`."""
-        if self.lowered is not None:
-            return self.lowered.logits(hidden_RD)
+        run: Callable[[Tensor], Tensor] = self.model.head if self.lowered is None else self.lowered.logits
         if self.num_rows is None:
-            return self.model.head(hidden_RD)
-        return torch.cat([self.model.head(part) for part in hidden_RD.split(self.num_rows)])
+            return run(hidden_RD)
+        return torch.cat([run(part) for part in hidden_RD.split(self.num_rows)])
 
     def draft(
         self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None = None
     ) -> tuple[Tensor, Selection]:
         """`Glm5.draft`."""
-        if self.lowered is not None:
-            return self.lowered.draft(next_ids_R, hidden_RD, view, selection)
+        run = self.model.draft if self.lowered is None else self.lowered.draft
         if self.num_rows is None:
-            return self.model.draft(next_ids_R, hidden_RD, view, selection)
+            return run(next_ids_R, hidden_RD, view, selection)
         size, outs = self.num_rows, []
         for index, part in enumerate(view.parts(size)):
             span = slice(index * size, (index + 1) * size)
             given = None if selection is None else rows_of(selection, span)
-            outs.append(self.model.draft(next_ids_R[span], hidden_RD[span], part, given))
+            outs.append(run(next_ids_R[span], hidden_RD[span], part, given))
         keys = [used.keys_TK for _, used in outs if used.keys_TK is not None]
         return torch.cat([hidden for hidden, _ in outs]), Selection(torch.cat(keys) if keys else None)
 

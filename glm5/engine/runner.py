@@ -56,8 +56,8 @@ class Runner:
     """A model with its cache, its slots and its sampler. `max_depth` > 0 needs a cache with the MTP layer's keys.
 
     `pass_rows`: the rows of a pass in deterministic mode, None for the fastest shapes (passes.py). `record_routing`:
-    sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and steps in
-    pieces of static shape (graphs.py, prompts.py), captured as graphs on a GPU. Default: on a GPU, unless in passes.
+    sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and steps,
+    unless in passes, in pieces of static shape (graphs.py, prompts.py), captured as graphs on a GPU. Default: on a GPU.
     `group`: of ranks that do the same, each with its part of the model. `simulate`: as in `Sampler`.
     """
 
@@ -78,7 +78,7 @@ class Runner:
     ):
         assert not max_depth or cache.mtp, f"{max_depth=} {cache.mtp=}"
         self.model, self.cache, self.max_depth = model, cache, max_depth
-        fused = model.device.type == "cuda" and pass_rows is None if fused is None else fused
+        fused = model.device.type == "cuda" if fused is None else fused
         self.passes = Passes(model, pass_rows, Lowered(model, max_model_len, group) if fused else None)
         self.padding_slot = max_num_seqs
         self.slots = SlotState(
@@ -104,7 +104,7 @@ class Runner:
         self._routing = RoutingRecord(self.passes) if record_routing else None
         self.steps: DecodeSteps | None = None
         self.prompts: PromptSteps | None = None
-        if fused:
+        if fused and pass_rows is None:
             graphs = Graphs(self.passes, cache, captures=cache.device.type == "cuda")
             reaches = reaches_of(model.cfg.index_topk, max_model_len)
             around = self.passes, cache, self.slots

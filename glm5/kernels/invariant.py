@@ -6,7 +6,7 @@ MKL and oneDNN on AVX-512, with cuBLAS on an H100, and tested in test_invariance
 the last dimension, and arithmetic and exp of single elements. What remains has a form of its own:
 
     sums over keys, rows of an expert     tiles of one shape: `impl="invariant"` of index_score, sparse_mla,
-                                          grouped_experts
+                                          grouped_experts. On a GPU: Triton's kernels under one tiling
     sigmoid, silu on a CPU                below: torch computes the last elements of a piece of memory, or of a
                                           thread's share of it, otherwise than those before them
 

@@ -62,6 +62,8 @@ def grouped_experts(
         return fused(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized=quantized)
     if impl == "cuda":
         return cuda.grouped_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized=quantized)
+    if impl == "invariant":
+        return _invariant(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared)
     if impl == "reference":
         run = _reference
     elif impl == "grouped_mm":
@@ -70,8 +72,6 @@ def grouped_experts(
         run = _one_by_one
     elif impl == "on_device":
         run = _on_device
-    elif impl == "invariant":
-        run = _invariant
     elif impl == "trained":
         run = _trained
     else:

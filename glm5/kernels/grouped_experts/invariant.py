@@ -4,7 +4,7 @@ An expert's rows are cut into tiles of _ROWS, the last one filled up with zeros.
 are the reference's. Forward only.
 
 On a GPU block-scaled weights take the kernels of few tokens, whose tiles are of 8 rows too, always cut the same way.
-They multiply rows as they are and sum in float32, in expert order.
+They multiply rows as they are and sum in float32, in expert order, the shared expert last.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
+from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.invariant import PASS_ROWS, silu
 from glm5.kernels.triton_support import chosen
 
@@ -28,12 +29,13 @@ def grouped_experts(
     down_proj: Tensor | BlockScaled,
     weight_TA: Tensor,
     expert_TA: Tensor,
+    shared: SharedExpert | None = None,
 ) -> Tensor:
     """[T, D] in x's dtype. Experts that no token chose are not touched."""
     if not len(x_TD):
         return torch.zeros_like(x_TD)
     if isinstance(gate_up_proj, BlockScaled) and chosen(x_TD, gate_up_proj.scale):
-        return _on_device(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+        return _on_device(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared)
     expert_TA, column_TA = expert_TA.long().sort(dim=-1, stable=True)
     weight_TA = weight_TA.gather(1, column_TA)
     gate_ups, downs = _unstack(gate_up_proj), _unstack(down_proj)
@@ -48,18 +50,24 @@ def grouped_experts(
     y_UD = _project(silu(gate_UF) * up_UF, downs, experts)
     y_TAD = y_UD.index_select(0, place_G).unflatten(0, expert_TA.shape)
     terms = (y_TAD * weight_TA[..., None]).to(x_TD.dtype).unbind(1)
-    return sum(terms[1:], start=terms[0])
+    out_TD = sum(terms[1:], start=terms[0])
+    return out_TD if shared is None else out_TD + shared(x_TD)
 
 
 def _on_device(
-    x_TD: Tensor, gate_up_proj: BlockScaled, down_proj: Tensor | BlockScaled, weight_TA: Tensor, expert_TA: Tensor
+    x_TD: Tensor,
+    gate_up_proj: BlockScaled,
+    down_proj: Tensor | BlockScaled,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    shared: SharedExpert | None,
 ) -> Tensor:
     from glm5.kernels.grouped_experts.triton import Tiling
     from glm5.kernels.grouped_experts.triton import grouped_experts as fused
 
     tiling = Tiling("pairs", 64, 4, block_d=64, down_tiles=8)
-    parts = zip(x_TD.split(PASS_ROWS), weight_TA.split(PASS_ROWS), expert_TA.int().split(PASS_ROWS), strict=True)
-    outs = [fused(x, gate_up_proj, down_proj, weight, expert, None, tiling) for x, weight, expert in parts]
+    parts = zip(*(rows.split(PASS_ROWS) for rows in (x_TD, weight_TA, expert_TA.int())), strict=True)
+    outs = [fused(x, gate_up_proj, down_proj, weight, expert, shared, tiling) for x, weight, expert in parts]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

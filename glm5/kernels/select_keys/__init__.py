@@ -29,16 +29,16 @@ def select_keys(
 
     `rotation`: (cos, sin) as in `rope`: the first dimensions of queries are yet to be rotated; q is then given away.
     Queries are scored some at a time, so that a prompt's [T, S] scores never exist at once. `grouped`: for few queries
-    of each of many requests, on a CPU; `triton`: on a GPU, in two launches; else `impl` is that of index_score. No
-    gradient passes.
+    of each of many requests, on a CPU; `triton`: on a GPU, in two launches; else `impl` is that of index_score. On a
+    GPU `invariant` takes the same two launches with a program a query, whatever else there is. No gradient passes.
     """
-    if impl == "auto" and triton_support.chosen(q_TJI.detach()):
-        impl = "triton"
-    if impl == "triton":
+    is_fused = impl in ("auto", "invariant") and triton_support.chosen(q_TJI.detach())
+    if is_fused or impl == "triton":
+        from glm5.kernels.select_keys.triton import lone_queries
         from glm5.kernels.select_keys.triton import select_keys as run
 
-        where = page_table_BN, row_T, end_T
-        return run(q_TJI, key_PZI, w_TJ, *where, top_k=top_k, scale=scale, rotation=rotation)
+        where, tiling = (page_table_BN, row_T, end_T), lone_queries(q_TJI) if impl == "invariant" else None
+        return run(q_TJI, key_PZI, w_TJ, *where, top_k=top_k, scale=scale, rotation=rotation, tiling=tiling)
     if rotation is not None:
         q_TJI = rope_part(q_TJI, *rotation, None, 0, 2 * rotation[0].shape[1])
     if impl == "auto" and few_queries(page_table_BN, end_T, q_TJI.shape[1]):

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.index_score.triton import Tiling, score_visible, tiling_of
+from glm5.kernels.index_score.triton import Tiling, score_visible, tiling_for, tiling_of
 from glm5.kernels.top_k.triton import GROUPS, LONGEST, best_of, group_size
 
 _SCORES = 1 << 26  # of a piece of the queries: 256 MB
@@ -58,3 +58,9 @@ def select_keys(
         )
         parts.append(best_of(score_TS, group_TG, end, group, top_k))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def lone_queries(q_TJI: Tensor) -> Tiling:
+    """Under which a score is computed alike whatever queries, requests and pages there are: one query at a time, a page
+    of its keys."""
+    return tiling_for(crowded=False, is_float32=q_TJI.element_size() > 2)

@@ -8,59 +8,13 @@ from torch.nn import functional as F
 from glm5.config.presets import preset
 from glm5.kernels import invariant
 from glm5.kernels.grouped_experts import grouped_experts
-from glm5.kernels.index_score import index_score
 from glm5.kernels.invariant import PASS_ROWS
-from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.top_k import top_k
+from tests.support.arranged_keys import Paged
 
-PAGE, NUM_REQUESTS, MOST_PAGES = 64, 5, 4
-J, I, H, L, C, K = 5, 12, 3, 20, 12, 50
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 # Relative difference of two values that are a few units in the last place apart.
 LAST_PLACES = {torch.float32: 5e-7, torch.bfloat16: 8e-3, torch.float64: 1e-15}
-
-
-class Paged:
-    """Keys of requests in pages anywhere; queries of any of them, each seeing any number of keys."""
-
-    def __init__(self, gen: torch.Generator, dtype: torch.dtype):
-        self.gen, self.dtype = gen, dtype
-        self.keys = torch.randn(NUM_REQUESTS, MOST_PAGES * PAGE, L, generator=gen).to(dtype)
-        self.request_T = torch.randint(NUM_REQUESTS, (PASS_ROWS,), generator=gen)
-        self.end_T = torch.randint(MOST_PAGES * PAGE + 1, (PASS_ROWS,), generator=gen).int()
-        self.q_TJI, self.w_TJ, self.q_THL = (
-            torch.randn(PASS_ROWS, *shape, generator=gen).to(dtype) for shape in [(J, I), (J,), (H, L)]
-        )
-
-    def arranged(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A pool, a page table into it and the row of that table of each request; other values each time."""
-        gen, width = self.gen, MOST_PAGES + int(torch.randint(3, (), generator=self.gen))
-        num_pages = NUM_REQUESTS * MOST_PAGES + 3
-        order_P, row_B = torch.randperm(num_pages, generator=gen), torch.randperm(NUM_REQUESTS, generator=gen)
-        table_BN = torch.randint(num_pages, (NUM_REQUESTS, width), generator=gen).int()
-        pool_PZL = torch.full((num_pages, PAGE, L), float("nan"), dtype=self.dtype)
-        for request, row in enumerate(row_B.tolist()):
-            pages = order_P[request * MOST_PAGES : (request + 1) * MOST_PAGES]
-            pool_PZL[pages] = self.keys[request].unflatten(0, (MOST_PAGES, PAGE))
-            table_BN[row, :MOST_PAGES] = pages.int()
-        return pool_PZL, table_BN, row_B.int()
-
-    def scores(self, order_T: Tensor, impl) -> Tensor:
-        """Scores [T, keys] of the queries in some order, in some arrangement; back in their own order."""
-        pool, table, row_B = self.arranged()
-        args = self.q_TJI[order_T], pool[..., :I], self.w_TJ[order_T], table, row_B[self.request_T[order_T]]
-        score = index_score(*args, self.end_T[order_T], scale=0.3, impl=impl)
-        return back(score[:, : MOST_PAGES * PAGE], order_T)
-
-    def attention(self, keys_TK: Tensor, order_T: Tensor, impl) -> tuple[Tensor, Tensor]:
-        pool, table, row_B = self.arranged()
-        args = self.q_THL[order_T], pool, keys_TK[order_T], table, row_B[self.request_T[order_T]]
-        out, lse = sparse_mla(*args, self.end_T[order_T], scale=0.3, value_dim=C, impl=impl)
-        return back(out, order_T), back(lse, order_T)
-
-
-def back(rows: Tensor, order_T: Tensor) -> Tensor:
-    return rows[order_T.argsort()]
 
 
 def shuffled(gen: torch.Generator, count: int = PASS_ROWS) -> Tensor:
@@ -81,7 +35,7 @@ def test_a_score_is_of_its_query_and_key(dtype, gen):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_is_of_its_query_and_keys(dtype, gen):
     case = Paged(gen, dtype)
-    keys = top_k(case.scores(torch.arange(PASS_ROWS), "invariant"), K)
+    keys = top_k(case.scores(torch.arange(PASS_ROWS), "invariant"), case.sizes.K)
     want = case.attention(keys, torch.arange(PASS_ROWS), "invariant")
     for _ in range(4):
         got = case.attention(keys, shuffled(gen), "invariant")
@@ -106,7 +60,7 @@ def test_experts_of_a_row_are_its_own(dtype, gen):
 def test_the_usual_implementations_do_show_their_batch(gen):
     """The control: how many results change when the queries are shuffled, or fewer."""
     case, every = Paged(gen, torch.float32), torch.arange(PASS_ROWS)
-    keys = top_k(case.scores(every, "auto"), K)
+    keys = top_k(case.scores(every, "auto"), case.sizes.K)
     out, other = (case.attention(keys, order, "masked")[0] for order in (every, shuffled(gen)))
     x, gate_up, down = (torch.randn(*s, generator=gen) for s in [(70, 20), (6, 24, 20), (6, 20, 12)])
     weight, expert = torch.rand(70, 1, generator=gen), torch.randint(6, (70, 1), generator=gen).int()

@@ -1,0 +1,46 @@
+"""Passes of the inference form: rows as independent as the model's own, and steps without pieces."""
+
+import pytest
+import torch
+
+from glm5.config.presets import preset
+from glm5.engine.lower import Lowered
+from glm5.engine.passes import Passes
+from glm5.engine.sampling import SamplingParams
+from glm5.kernels.invariant import PASS_ROWS
+from glm5.model.lowering import use_invariant
+from tests.support.arranged_rows import in_turn, make_ids, mixed
+from tests.support.models import random_model
+from tests.support.running import Bench
+
+MAX_LEN = 256
+
+
+def test_a_row_is_the_same_in_any_pass(seed, rng):
+    model = random_model(seed, preset("tiny"))
+    use_invariant(model)
+    passes, ids = Passes(model, PASS_ROWS, Lowered(model, MAX_LEN)), make_ids(model.cfg, rng)
+    want = in_turn(passes, ids, rng)
+    assert mixed(passes, ids, rng).num_unlike(want) == 0
+    assert in_turn(Passes(model, PASS_ROWS), ids, rng).num_unlike(want) > 0  # the control: other sums, other bits
+
+
+def test_steps_in_passes_have_no_pieces(seed):
+    model = random_model(seed, preset("tiny"))
+    use_invariant(model)
+    runner = Bench(model, depth=2, pass_rows=PASS_ROWS, fused=True).runner
+    assert runner.passes.lowered is not None
+    assert runner.steps is None
+    assert runner.prompts is None
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_answers_are_those_of_the_models_own_modules(depth, seed):
+    model = random_model(seed, preset("tiny"))
+    use_invariant(model)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    prompts = [torch.randint(2, 60, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 70, 33)]
+    plain, fused = (
+        Bench(model, depth=depth, pass_rows=PASS_ROWS, fused=fused).run(prompts, params) for fused in (False, True)
+    )
+    assert fused.tokens == plain.tokens
