@@ -3,7 +3,7 @@
 Every matrix is normal(0, 1/sqrt(inputs)), which keeps activations and router logits near 1 at any width; embeddings
 are normal(0, 1), norms 1, and selection biases small but not zero, so that a mistake with them shows. FP8 weights are
 any e4m3 number alike. Each tensor's numbers follow from its name and the seed alone, whatever else is written. Those
-of more than a few million repeat as many that all of them share, so that writing takes no longer than the disk. A
+of more than a few million are parts of as many that all of them share, so that writing takes no longer than the disk. A
 byte-level tokenizer learnt from a few sentences comes along, so that the checkpoint can be served; the config's
 end-of-text ids become that tokenizer's.
 """
@@ -32,7 +32,7 @@ from glm5.kernels.block_scaled import FP8, num_blocks
 logger = logging.getLogger(__name__)
 
 E4M3_RMS = 130.0  # of e4m3's finite values, each as likely
-_TILE = 4_194_301  # a prime, so that no row, column or slice of a matrix is the same as another
+_TILE = 1 << 22
 BIAS_STD = 0.02  # of e_score_correction_bias, beside sigmoid scores that spread by about 0.2
 TOKENIZER_TEXT = """
 Hello! How can I help you today? Please tell me what you would like to know about the weather in the city.
@@ -106,7 +106,7 @@ def _entries(spec: TensorSpec, stored: torch.dtype, *, fp8: bool) -> Iterator[Te
 
 
 def _tensors(specs: list[TensorSpec], stored: torch.dtype, seed: int, *, fp8: bool) -> Iterator[Tensor]:
-    """As `_entries` has them, each to be written before the next is asked for."""
+    """As `_entries` has them."""
     numbers = Numbers(seed)
     for spec in specs:
         if fp8 and spec.fp8:
@@ -116,16 +116,15 @@ def _tensors(specs: list[TensorSpec], stored: torch.dtype, seed: int, *, fp8: bo
 
 
 class Numbers:
-    """Of every tensor of a seed. A large one lies in memory that the next large one takes."""
+    """Of every tensor of a seed. Rows of a large one overlap in memory, and no two rows or columns of it are alike."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._room = torch.empty(0, dtype=torch.uint8)
 
     def blocks(self, spec: TensorSpec) -> tuple[Tensor, Tensor]:
         """Weight in e4m3 and its scales; the product has unit scale where its inputs have."""
         generator, count = self._generator(spec.name), math.prod(spec.shape)
-        codes = self._repeated(self._codes, spec, generator) if count > _TILE else _random_codes(count, generator)
+        codes = self._windows(self._codes, spec, generator) if count > _TILE else _random_codes(count, generator)
         scale = torch.empty(tuple(map(num_blocks, spec.shape))).uniform_(0.5, 1.5, generator=generator)
         return codes.view(spec.shape), scale.div_(E4M3_RMS * spec.shape[-1] ** 0.5)
 
@@ -138,20 +137,17 @@ class Numbers:
         std = BIAS_STD if len(spec.shape) == 1 else 1.0 if spec.part == "embedding" else spec.shape[-1] ** -0.5
         generator = self._generator(spec.name)
         if math.prod(spec.shape) > _TILE:
-            return self._repeated((self._normals * std).to(dtype), spec, generator)
+            return self._windows((self._normals * std).to(dtype), spec, generator)
         return torch.empty(spec.shape).normal_(0.0, std, generator=generator).to(dtype)
 
-    def _repeated(self, tile: Tensor, spec: TensorSpec, generator: torch.Generator) -> Tensor:
-        """The tile over and over, from a place of the tensor's own."""
-        num_bytes = math.prod(spec.shape) * tile.itemsize
-        if len(self._room) < num_bytes:  # memory that nobody had before costs more than what is written into it
-            self._room = torch.empty(num_bytes, dtype=torch.uint8)
-        first = int(torch.randint(len(tile), (), generator=generator))
-        tile = tile.view(torch.uint8).roll(-first * tile.itemsize).view(tile.dtype)
-        held = self._room[:num_bytes].view(tile.dtype)
-        for part in held.split(len(tile)):
-            part.copy_(tile[: len(part)])
-        return held.view(spec.shape)
+    def _windows(self, tile: Tensor, spec: TensorSpec, generator: torch.Generator) -> Tensor:
+        """Rows that begin some numbers of the tile apart, from a place of the tensor's own. No memory of its own: what
+        nobody had before costs more than what is written into it."""
+        num_rows, width = spec.shape
+        first = int(torch.randint(len(tile) // 2, (), generator=generator))
+        step = (len(tile) - first - width) // num_rows
+        assert step > 0, f"{spec=}"
+        return tile.as_strided(spec.shape, (step, 1), first)
 
     @cached_property
     def _codes(self) -> Tensor:

@@ -22,6 +22,7 @@ from glm5.common.progress import Progress
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_PIECE_BYTES = 8 << 20  # of a tensor on a device, or whose rows do not lie side by side, copied at a time
 
 
 @dataclass(frozen=True)
@@ -110,4 +111,6 @@ def _write_tensor(file: IO[bytes], offset: int, planned: TensorLayout, tensor: T
     assert tuple(tensor.shape) == planned.shape, f"{planned=} {tensor.shape=}"
     assert tensor.dtype == DTYPES[planned.dtype], f"{planned=} {tensor.dtype=}"
     file.seek(offset)
-    file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    rows = torch.atleast_1d(tensor.detach())
+    for part in rows.split(max(1, _PIECE_BYTES * len(rows) // max(1, planned.num_bytes))):
+        file.write(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
