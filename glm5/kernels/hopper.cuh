@@ -137,8 +137,10 @@ template <int LEFT> static __device__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// Programs of a cluster meet, and see what the others wrote to their own shared memory.
+// Programs of a cluster meet, and see what the others wrote to their own shared memory. Their own threads meet first:
+// tools do not know that peers' meeting is one of these, too.
 static __device__ void meet_peers() {
+    __syncthreads();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 

@@ -113,7 +113,6 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
                 sums[(8 * j + lane % 4 * 2 + i % 2) * PITCH + output + i / 2 * 8] = sum[4 * j + i];
     }
     wait_for_earlier();  // y may be what an earlier kernel reads
-    __syncthreads();     // as peers meet too, this is for tools alone, which do not know of that
     meet_peers();
     const int columns = 4 * lane, o = blockIdx.y * OUTPUTS + columns;
     for (int t = share + shares * warp; t < T; t += shares * (THREADS / 32)) {

@@ -15,7 +15,7 @@
 
 #include "sparse_mla/attend.cuh"
 
-constexpr int L = C + R, KEYS = 64, WARPS = 8, FETCHING = 4, TILES = H / 8;
+constexpr int L = C + R, WARPS = COMPUTING / 32, TILES = H / 8;
 constexpr int ROW = 2 * L;                              // bytes
 constexpr int PITCH = ROW + (ROW / 16 % 2 ? 0 : 16);    // between rows here: those read together lie in other banks
 constexpr int STAGE = KEYS * PITCH;
@@ -24,70 +24,6 @@ constexpr int HALF = KEYS * LOGITS;
 constexpr int STEPS = L / 32;                 // of 16 dimensions, in half of them
 constexpr int CHAINS = 2;                     // of products, which take turns
 constexpr int ROWS = C / (16 * WARPS);        // tiles of 16 values of a warp
-
-struct Keys {
-    const int *keys, *pages;
-    int num_keys, end;
-
-    // The key at `place`, -1 for none.
-    __device__ int at(int place) const {
-        if (place >= num_keys) return -1;
-        const int key = keys ? keys[place] : place;
-        return key < end ? key : -1;
-    }
-};
-
-// Blocks start..stop-1 to shared memory, one after the other, as places there become free; zeros for keys that are none.
-// Eight threads have a row, 16 bytes of each of its lines; a thread has rows of four.
-static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u32 row_stride, int start, int stop,
-                             u32 data, int* seen, u32 full, u32 empty) {
-    const int lane = threadIdx.x % 32, chunk = lane % 8;
-    const int row = (threadIdx.x / 32 - WARPS) * 16 + lane / 8;
-    int key[STAGES][4], next[STAGES][4];
-    u64 offset[STAGES][4];
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) key[s][r] = k.at((start + s) * KEYS + row + 4 * r);
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const int some = max(key[s][r], 0);
-            offset[s][r] = (u64)k.pages[some / Z] * page_stride + (u64)(some % Z) * row_stride;
-            next[s][r] = k.at((start + STAGES + s) * KEYS + row + 4 * r);
-        }
-    u32 parity = 1;
-    for (int first = start; first < stop; first += STAGES, parity ^= 1) {
-#pragma unroll
-        for (int s = 0; s < STAGES; ++s) {
-            if (first + s >= stop) break;
-            wait(empty + 8 * s, parity);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                if (chunk == 0) seen[s * KEYS + row + 4 * r] = key[s][r] >= 0;
-                const u32 to = data + s * STAGE + (row + 4 * r) * PITCH + 16 * chunk;
-                const u8* from = latent + offset[s][r] + 16 * chunk;
-#pragma unroll
-                for (int line = 0; line < (ROW + 127) / 128; ++line)
-                    if (128 * line + 16 * chunk < ROW)
-                        fetch_or_clear(to + 128 * line, from + 128 * line, key[s][r] >= 0);
-            }
-            arrive_with_copies(full + 8 * s);
-            __syncwarp();
-            if (lane == 0) arrive(full + 8 * s);  // what was written to `seen`, too
-            // Known long before they are needed: the pages of the block after next, and the keys of the one behind.
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                key[s][r] = next[s][r];
-                const int some = max(next[s][r], 0);
-                offset[s][r] = (u64)k.pages[some / Z] * page_stride + (u64)(some % Z) * row_stride;
-                next[s][r] = k.at((first + 2 * STAGES + s) * KEYS + row + 4 * r);
-            }
-        }
-    }
-    end_copies();
-}
 
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + FETCHING), 1)
 attend(const u16* q, const int* keys, const u8* latent, const int* table, const int* row, const int* end, void* out,
@@ -113,7 +49,13 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
         if (start < stop) {
             const int* own = keys ? keys + (u64)t * num_keys : nullptr;
             const Keys k = {own, table + (u64)row[t] * num_columns, count, last};
-            fetch(k, latent, page_stride, row_stride, start, stop, data, seen, full, empty);
+            const auto copy = [](u32 to, int row, int chunk, const u8* from, bool is) {
+#pragma unroll
+                for (int line = 0; line < (ROW + 127) / 128; ++line)
+                    if (128 * line + 16 * chunk < ROW)
+                        fetch_or_clear(to + row * PITCH + 16 * chunk + 128 * line, from + 128 * line, is);
+            };
+            fetch<STAGE>(k, latent, page_stride, row_stride, start, stop, data, seen, full, empty, copy);
         }
         return;
     }

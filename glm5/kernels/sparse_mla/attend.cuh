@@ -1,6 +1,9 @@
-// What the programs of attend.cu and attend_fp8.cu have in common: reading of tiles, conversions, products of a warp.
+// What the programs of attend.cu and attend_fp8.cu have in common: latents that are fetched, tiles that are read,
+// products of a warp. Compiled with Z (slots of a page) and STAGES.
 
 #include "hopper.cuh"
+
+constexpr int KEYS = 64, COMPUTING = 256, FETCHING = 4;  // of a block; threads, and warps behind them
 
 #ifndef ON_CPU
 static __device__ void load4(u32 (&x)[4], u32 at) {
@@ -31,21 +34,64 @@ static __device__ float exp2_of(float x) {
     return y;
 }
 
-static __device__ u32 as_halves(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// The two lower codes of four, and the two upper ones.
-static __device__ void widen(u32 codes, u32& low, u32& high) {
-    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
-        : "=r"(low), "=r"(high) : "r"(codes));
-}
-
 // 16 bytes, or as many zeros.
 static __device__ void fetch_or_clear(u32 to, const u8* from, bool is) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  ::"r"(to), "l"(from), "r"(is ? 16 : 0) : "memory");
 }
 #endif
+
+struct Keys {
+    const int *keys, *pages;
+    int num_keys, end;
+
+    __device__ int at(int place) const { return place >= num_keys ? -1 : keys ? keys[place] : place; }
+    __device__ bool is(int key) const { return key >= 0 && key < end; }
+    __device__ int page(int key) const { return pages[is(key) ? key / Z : 0]; }
+};
+
+// Blocks start..stop-1 to shared memory, one after the other, as places there become free; zeros for keys that are none.
+// Eight threads have a row, 16 bytes of each of its lines; a thread has rows of four. `copy` takes (the stage, row in it,
+// which 16 bytes, where they lie, whether the key is one).
+template <int STAGE, class Copy>
+static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u32 row_stride, int start, int stop,
+                             u32 data, int* seen, u32 full, u32 empty, const Copy& copy) {
+    const int lane = threadIdx.x % 32, chunk = lane % 8;
+    const int row = (threadIdx.x - COMPUTING) / 32 * 16 + lane / 8;
+    int key[STAGES][4], next[STAGES][4], page[STAGES][4];
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) key[s][r] = start + s < stop ? k.at((start + s) * KEYS + row + 4 * r) : -1;
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) page[s][r] = k.page(key[s][r]);
+    u32 parity = 1;
+    for (int first = start; first < stop; first += STAGES, parity ^= 1) {
+#pragma unroll
+        for (int s = 0; s < STAGES; ++s) {
+            if (first + s >= stop) break;
+            wait(empty + 8 * s, parity);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const bool is = k.is(key[s][r]);
+                if (chunk == 0) seen[s * KEYS + row + 4 * r] = is;
+                const u32 slot = is ? key[s][r] % Z : 0;
+                const u8* const from = latent + (u64)page[s][r] * page_stride + slot * row_stride + 16 * chunk;
+                copy(data + s * STAGE, row + 4 * r, chunk, from, is);
+            }
+            arrive_with_copies(full + 8 * s);
+            __syncwarp();
+            if (lane == 0) arrive(full + 8 * s);  // what was written to `seen`, too
+            // Known long before they are needed: keys of the block that comes here next, and pages of the one before it.
+            const int before = (s + STAGES - 1) % STAGES, ahead = first + STAGES + s;
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                if (s || first > start) key[before][r] = next[before][r], page[before][r] = k.page(next[before][r]);
+                next[s][r] = ahead < stop ? k.at(ahead * KEYS + row + 4 * r) : -1;
+            }
+        }
+    }
+    end_copies();
+}

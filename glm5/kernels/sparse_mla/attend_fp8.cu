@@ -19,8 +19,9 @@
 
 #include "sparse_mla/attend.cuh"
 
-constexpr int C = 512, R = 64, L = C + R, KEYS = 64, TEAMS = 2, WARPS = 4, GROUPS = C / 128, TILES = H / 8;
-constexpr int COMPUTING = 32 * TEAMS * WARPS, FETCHING = 4, THREADS = COMPUTING + 32 * FETCHING;
+constexpr int C = 512, R = 64, L = C + R, TEAMS = 2, WARPS = 4, GROUPS = C / 128, TILES = H / 8;
+constexpr int THREADS = COMPUTING + 32 * FETCHING;
+static_assert(COMPUTING == 32 * TEAMS * WARPS);
 constexpr int CODES = 128 * KEYS, TURNED = GROUPS * CODES;  // of a group; where the rotated part begins
 constexpr int SCALES = TURNED + 2 * R * KEYS, STAGE = SCALES + 4 * GROUPS * KEYS;
 constexpr int QUERY = 2 * H * 128;          // of a group of q: its upper codes, then the lower ones
@@ -41,6 +42,18 @@ struct Beside {
 static_assert(sizeof(Beside) <= BESIDE, "cuda.py counts less");
 
 #ifndef ON_CPU
+static __device__ u32 as_halves(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// The two lower codes of four, and the two upper ones.
+static __device__ void widen(u32 codes, u32& low, u32& high) {
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+        : "=r"(low), "=r"(high) : "r"(codes));
+}
+
 static __device__ float2 of_halves(u32 pair) {
     float2 two;
     asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
@@ -49,93 +62,21 @@ static __device__ float2 of_halves(u32 pair) {
 }
 #endif
 
-static __device__ float most_of_warp(float x) {
+// Of lanes that are a multiple of APART apart: 1, all of the warp; 4, those of a column of products.
+template <int APART> static __device__ float most_of(float x) {
 #pragma unroll
-    for (int across = 16; across; across /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, across));
+    for (int across = 16; across >= APART; across /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, across));
     return x;
 }
 
-static __device__ float sum_of_warp(float x) {
+template <int APART> static __device__ float sum_of(float x) {
 #pragma unroll
-    for (int across = 16; across; across /= 2) x += __shfl_xor_sync(~0u, x, across);
-    return x;
-}
-
-// Of lanes that are a multiple of four apart.
-static __device__ float most_of_column(float x) {
-#pragma unroll
-    for (int across = 16; across > 2; across /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, across));
-    return x;
-}
-
-static __device__ float sum_of_column(float x) {
-#pragma unroll
-    for (int across = 16; across > 2; across /= 2) x += __shfl_xor_sync(~0u, x, across);
+    for (int across = 16; across >= APART; across /= 2) x += __shfl_xor_sync(~0u, x, across);
     return x;
 }
 
 // Byte of the 16-byte part `part` of a row of 128 bytes, as matrix units read it.
 static __device__ u32 part_at(int row, int part) { return 128 * row + 16 * (part ^ row % 8); }
-
-struct Keys {
-    const int *keys, *pages;
-    int num_keys, end;
-
-    __device__ int at(int place) const { return place >= num_keys ? -1 : keys ? keys[place] : place; }
-    __device__ bool is(int key) const { return key >= 0 && key < end; }
-    __device__ int page(int key) const { return pages[is(key) ? key / Z : 0]; }
-};
-
-// Blocks start..stop-1 to shared memory, one after the other, as places there become free; zeros for keys that are none.
-// Eight threads have a row, 16 bytes of each of its lines; a thread has rows of four.
-static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u32 row_stride, int start, int stop,
-                             u32 data, int* seen, u32 full, u32 empty) {
-    const int lane = threadIdx.x % 32, chunk = lane % 8;
-    const int row = (threadIdx.x - COMPUTING) / 32 * 16 + lane / 8;
-    int key[STAGES][4], next[STAGES][4], page[STAGES][4];
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) key[s][r] = start + s < stop ? k.at((start + s) * KEYS + row + 4 * r) : -1;
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) page[s][r] = k.page(key[s][r]), next[s][r] = -1;
-    u32 parity = 1;
-    for (int first = start; first < stop; first += STAGES, parity ^= 1) {
-#pragma unroll
-        for (int s = 0; s < STAGES; ++s) {
-            if (first + s >= stop) break;
-            wait(empty + 8 * s, parity);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int place = row + 4 * r;
-                const bool is = k.is(key[s][r]);
-                if (chunk == 0) seen[s * KEYS + place] = is;
-                const u32 to = data + s * STAGE, slot = is ? key[s][r] % Z : 0;
-                const u8* from = latent + (u64)page[s][r] * page_stride + slot * row_stride + 16 * chunk;
-#pragma unroll
-                for (int g = 0; g < GROUPS; ++g)
-                    fetch_or_clear(to + g * CODES + part_at(place, chunk), from + 128 * g, is);
-                fetch_or_clear(to + (chunk ? TURNED + part_at(place, chunk - 1) : SCALES + 16 * place), from + C, is);
-                if (chunk == 0) fetch_or_clear(to + TURNED + part_at(place, 7), from + C + 128, is);
-            }
-            arrive_with_copies(full + 8 * s);
-            __syncwarp();
-            if (lane == 0) arrive(full + 8 * s);  // what was written to `seen`, too
-            // Known long before they are needed: keys of the block that comes here next, and pages of the one before it.
-            constexpr int LAST = STAGES - 1;
-            const int before = s ? s - 1 : LAST;
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                if (s || first > start) key[before][r] = next[before][r], page[before][r] = k.page(next[before][r]);
-                const int ahead = first + STAGES + s;
-                next[s][r] = ahead < stop ? k.at(ahead * KEYS + row + 4 * r) : -1;
-            }
-        }
-    }
-    end_copies();
-}
 
 // Codes of a head's query, by a warp: 16 neighbours a lane. What the upper four bits leave goes to the lower ones.
 static __device__ void take_apart(const u16* q, int head, u8* query, float* q_scale) {
@@ -148,7 +89,7 @@ static __device__ void take_apart(const u16* q, int head, u8* query, float* q_sc
         x[i] = __uint_as_float(i % 2 ? pairs[i / 2] & 0xFFFF0000 : pairs[i / 2] << 16);
         most = fmaxf(most, fabsf(x[i]));
     }
-    most = most_of_warp(most);
+    most = most_of<1>(most);
     const float inverse = most > 0 ? 448 / most : 1;
     u32 upper[4], lower[4];
 #pragma unroll
@@ -227,7 +168,7 @@ static __device__ void add_up(const u16* q, int start, int stop, float scale, u8
                     x += (part[g][4 * n + i] + part[g][4 * (TILES + n) + i]) * of_group[g][i / 2];
                 p[n][i] = is[i / 2] ? (x * q_scale[n][i % 2] + turned[n][i]) * scale : NOTHING;
             }
-            const float2 most = {most_of_column(fmaxf(p[n][0], p[n][2])), most_of_column(fmaxf(p[n][1], p[n][3]))};
+            const float2 most = {most_of<4>(fmaxf(p[n][0], p[n][2])), most_of<4>(fmaxf(p[n][1], p[n][3]))};
             if (group == 0) *(float2*)(beside.top + warp * H + 8 * n + pair) = most;
         }
         meet(1 + team, 32 * WARPS);
@@ -286,7 +227,7 @@ static __device__ void add_up(const u16* q, int start, int stop, float scale, u8
     float* const sums = (float*)memory + team * H * PITCH;
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
-        const float2 all = {sum_of_column(sum[n][0]), sum_of_column(sum[n][1])};
+        const float2 all = {sum_of<4>(sum[n][0]), sum_of<4>(sum[n][1])};
         if (group == 0) {
             *(float2*)(beside.sum + warp * H + 8 * n + pair) = all;
             *(float2*)(beside.top + warp * H + 8 * n + pair) = {top[n][0], top[n][1]};
@@ -313,7 +254,7 @@ static __device__ void merge(u32 data, Beside& beside, int share, int num_shares
     for (int head = threadIdx.x / 32; head < H; head += THREADS / 32) {
         float4 its = {NOTHING, 0, 0, 0};
         if (lane < parts) its = of_peer(shared_at(beside.found + lane % TEAMS * H + head), lane / TEAMS);
-        const float top = most_of_warp(its.x), weight = exp2_of(its.x - top), sum = sum_of_warp(weight * its.y);
+        const float top = most_of<1>(its.x), weight = exp2_of(its.x - top), sum = sum_of<1>(weight * its.y);
         if (lane < parts) beside.shares[head * 32 + lane] = sum > 0 ? weight / (UNIT * sum) : 0;
         if (lane == 0 && share == 0) lse[head] = sum > 0 ? (top + log2f(sum)) * 0.6931471805599453f : -__int_as_float(0x7f800000);
     }
@@ -352,7 +293,13 @@ attend_fp8(const u16* q, const int* keys, const u8* latent, const int* table, co
     if (threadIdx.x >= COMPUTING) {
         keep_registers<104>();
         const Keys k = {keys ? keys + (u64)t * num_keys : nullptr, table + (u64)row[t] * num_columns, count, last};
-        fetch(k, latent, page_stride, row_stride, start, stop, shared_at(memory), beside.seen, full, empty);
+        const auto copy = [](u32 to, int row, int chunk, const u8* from, bool is) {
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) fetch_or_clear(to + g * CODES + part_at(row, chunk), from + 128 * g, is);
+            fetch_or_clear(to + (chunk ? TURNED + part_at(row, chunk - 1) : SCALES + 16 * row), from + C, is);
+            if (chunk == 0) fetch_or_clear(to + TURNED + part_at(row, 7), from + C + 128, is);
+        };
+        fetch<STAGE>(k, latent, page_stride, row_stride, start, stop, shared_at(memory), beside.seen, full, empty, copy);
         __syncthreads(), __syncthreads();  // as `add_up` does
     } else {
         keep_registers<200>();
@@ -366,7 +313,6 @@ attend_fp8(const u16* q, const int* keys, const u8* latent, const int* table, co
         meet(3, COMPUTING);
         add_up(its, start, stop, __int_as_float(scale), memory, beside, full, empty);
     }
-    __syncthreads();  // as peers meet too, this is for tools alone, which do not know of that
     meet_peers();
     merge(shared_at(memory), beside, share, num_shares, out + (u64)t * H * C, lse + (u64)t * H);
     leave_peers();
