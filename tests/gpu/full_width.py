@@ -38,11 +38,7 @@ SHARED = 1.25
 
 
 def whole_config():
-    cfg = preset("glm-5")
-    return cfg.replace(
-        num_hidden_layers=LAYERS,
-        mlp_layer_types=list(cfg.mlp_layer_types[:LAYERS]),
-        indexer_types=list(cfg.indexer_types[:LAYERS]),
+    return preset("glm-5", LAYERS).replace(
         n_routed_experts=EXPERTS,
         index_topk=TOP_K,
         vocab_size=VOCAB,

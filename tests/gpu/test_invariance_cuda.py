@@ -93,11 +93,7 @@ def test_products_compute_the_rows_of_a_pass_alike(kind, gen):
 
 @pytest.fixture(scope="module")
 def model():
-    cfg = preset("glm-5")
-    cfg = cfg.replace(
-        num_hidden_layers=LAYERS,
-        mlp_layer_types=list(cfg.mlp_layer_types[:LAYERS]),
-        indexer_types=list(cfg.indexer_types[:LAYERS]),
+    cfg = preset("glm-5", LAYERS).replace(
         n_routed_experts=EXPERTS,
         index_topk=TOP_K,
         vocab_size=VOCAB,

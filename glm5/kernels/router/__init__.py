@@ -40,9 +40,10 @@ def router(
         raise ValueError(
             f"router: got {top_k=}, but {topk_group} groups of {per_group} experts allow 1 to {per_group * topk_group}"
         )
-    if impl == "auto":
-        impl = "triton" if n_group == 1 and top_k <= 32 and chosen(x_TD, weight_ED, bias_E) else "reference"
-    if impl == "reference":
+    # Also for `invariant`: Triton's tiling follows from T alone.
+    if impl in ("auto", "invariant") and n_group == 1 and top_k <= 32 and chosen(x_TD, weight_ED, bias_E):
+        impl = "triton"
+    if impl in ("auto", "reference"):
         run = _reference
     elif impl == "triton":
         from glm5.kernels.router.triton import router as run

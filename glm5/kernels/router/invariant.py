@@ -1,7 +1,4 @@
-"""The router with a sigmoid that computes all elements alike. Its matmul relies on calls with one number of rows.
-
-On a GPU Triton's kernels, whose tiling follows from the number of rows, where they can.
-"""
+"""The router with a sigmoid that computes all elements alike. Its matmul relies on calls with one number of rows."""
 
 import torch
 from torch import Tensor
@@ -9,7 +6,6 @@ from torch.nn import functional as F
 
 from glm5.kernels.invariant import sigmoid
 from glm5.kernels.router.reference import choose
-from glm5.kernels.triton_support import chosen
 
 
 @torch.no_grad()
@@ -25,11 +21,6 @@ def router(
     scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.router`, without gradients."""
-    if n_group == 1 and top_k <= 32 and chosen(x_TD, weight_ED, bias_E):
-        from glm5.kernels.router.triton import router as fused
-
-        how = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group, "norm_topk_prob": norm_topk_prob}
-        return fused(x_TD, weight_ED, bias_E, **how, scaling_factor=scaling_factor)
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     return choose(
         sigmoid(F.linear(x_TD.to(wide), weight_ED.to(wide))),
