@@ -90,7 +90,7 @@ static __device__ void take_apart(const u16* q, int head, u8* query, float* q_sc
         most = fmaxf(most, fabsf(x[i]));
     }
     most = most_of<1>(most);
-    const float inverse = most > 0 ? 448 / most : 1;
+    const float inverse = most > 1e-30f ? 448 / most : 1;  // of less, no logit shows
     u32 upper[4], lower[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

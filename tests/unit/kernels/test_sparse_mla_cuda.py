@@ -65,6 +65,9 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, is_fp8, H, shares
     assert (got_lse[:2] - want_lse[:2]).abs().max() < 0.02
     assert not got[2].any()
     assert (got_lse[2] == float("-inf")).all()
+    faint, _ = sparse_mla((q_THL.double() * 1e-37).bfloat16(), pool, keys_TK, *where, **opts, impl="cuda")
+    want_faint, _ = sparse_mla(q_THL.double() * 1e-37, exact, keys_TK, *where, **opts, impl="gather")
+    assert rel_rms(faint[:2], want_faint[:2]) < BUDGET
     keys_TK[1, ::9] = -1
     want, _ = sparse_mla(q_THL.double(), exact, keys_TK, *where, **opts, impl="gather")
     assert rel_rms(got[:2], want[:2]) > BUDGET
