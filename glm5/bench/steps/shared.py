@@ -2,6 +2,8 @@
 
 One process a GPU. Rows dealt out to ranks (engine/between.py) and, for comparison, all rows on every rank, of one model
 with random weights. Hidden states are the same on every rank and nearly the same both ways, or nothing is timed.
+
+`--of N` gives each rank the widths that it has as one of N: what a machine with more GPUs computes, between fewer.
 """
 
 import argparse
@@ -16,8 +18,7 @@ from glm5.bench.command import command, need_gpus
 from glm5.bench.ranks import run_ranks
 from glm5.bench.steps.__main__ import say
 from glm5.bench.steps.anatomy import kernels_of, timed
-from glm5.bench.steps.case import Prompts, StepCase
-from glm5.config.presets import preset
+from glm5.bench.steps.case import Prompts, StepCase, rank_config
 from glm5.engine import between
 from glm5.parallel.group import Group, open_group, store_at
 from glm5.parallel.table import Shard
@@ -29,10 +30,11 @@ BUDGET = 0.2
 _SHOWN = 24
 
 
-def rank_main(group: Group, layers: Sequence[int], loads: Sequence[Prompts]) -> None:
+def rank_main(group: Group, of: int, layers: Sequence[int], loads: Sequence[Prompts]) -> None:
     is_first = group.shard.rank == 0
     for count in layers:
-        case = StepCase(preset("glm-5", count), loads, fp8=True, device=f"cuda:{group.shard.rank}", group=group)
+        cfg = rank_config(of // group.shard.size, count)
+        case = StepCase(cfg, loads, fp8=True, device=f"cuda:{group.shard.rank}", group=group)
         for load in loads:
             found: dict[str, Tensor] = {}
             for way, min_rows in (("whole", sys.maxsize), ("dealt", between.MIN_DEALT_ROWS)):
@@ -71,23 +73,27 @@ def _measured(case: StepCase, group: Group, load: Prompts, min_rows: int, *, ana
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m glm5.bench.steps.shared")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--of", type=int, help="GPUs whose widths each rank has, a multiple of --ranks")
     parser.add_argument("--layers", type=int, nargs="+", default=[6])
     parser.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens of a prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="prompts of a step")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--port", type=int)
     given = parser.parse_args()
+    need_gpus("a benchmark of steps", max(1, given.ranks))
+    of = given.ranks if given.of is None else given.of
+    if of % given.ranks:
+        parser.error(f"--of {of} is not a multiple of --ranks {given.ranks}")
     if given.rank is not None:
         device = torch.device("cuda", given.rank)
         shard = Shard(given.rank, given.ranks)
         group = open_group(shard, device, store_at(given.port, given.ranks), timeout_s=SECONDS)
         loads = [Prompts(batch, length) for length in given.prompt for batch in given.batch]
-        rank_main(group, given.layers, loads)
+        rank_main(group, of, given.layers, loads)
         torch.cuda.synchronize()
         group.close()
         return 0
-    need_gpus("a benchmark of steps", max(1, given.ranks))
-    arguments = ["--layers", *map(str, given.layers), "--prompt", *map(str, given.prompt)]
+    arguments = ["--of", str(of), "--layers", *map(str, given.layers), "--prompt", *map(str, given.prompt)]
     return run_ranks("glm5.bench.steps.shared", given.ranks, [*arguments, "--batch", *map(str, given.batch)])
 
 
