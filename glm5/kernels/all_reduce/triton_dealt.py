@@ -4,7 +4,9 @@
     gather   the shares of all ranks, side by side
 
 Two launches each. The first sends and waits for nothing; a program of the second waits for what others sent and empties
-the place where it came. So no program waits for one that has yet to begin, and grids may be of any size.
+the place where it came. So no program waits for one that has yet to begin, and grids may be of any size. The second is
+a dependent launch that begins once all programs of the first have, and ends after them: what follows it may write where
+they read.
 """
 
 import torch
@@ -24,9 +26,11 @@ from glm5.kernels.all_reduce.triton_buffers import (
     wait,
     wait_sum,
 )
-from glm5.kernels.all_reduce.triton_terms import own_rows, send_terms
+from glm5.kernels.all_reduce.triton_terms import send_terms
 from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.row_codes import Quantized
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import dependent_launch
 
 _CHUNK_BYTES = 8192  # that a program sends, or takes in
 
@@ -45,9 +49,12 @@ def _send(
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """`count` elements for each other rank, which begin `stride` apart; neighbouring programs have different ones."""
+    wait_for_earlier(PDL)
     call = tl.load(state)
+    let_later_begin(PDL)
     slot = (call % NUM).to(tl.int64)
     peer = ((rank + 1 + tl.program_id(0) % (SIZE - 1)) % SIZE).to(tl.int64)
     e = (tl.program_id(0) // (SIZE - 1)) * CHUNK + tl.arange(0, CHUNK)
@@ -77,24 +84,30 @@ def _add_up(
     stride_b,
     SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_OWN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     NUM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A row of this rank's share a program."""
+    """A row of this rank's share a program. HAS_OWN: what this rank adds lies in `part`, else it was sent too."""
     call = tl.load(state)
+    let_later_begin(PDL)
     slot = (call % NUM).to(tl.int64)
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    mine = sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0))
+    mine, own = tl.zeros((BLOCK_D,), part_ptr.dtype.element_ty), -1
+    if HAS_OWN:
+        mine, own = sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0)), rank
     residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
     weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
     place = buffer(pointers, rank, slot, num_words, part_ptr) + t * D + d
-    total = wait_sum(place, count, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
+    total = wait_sum(place, count, d < D, own, mine, SIZE, BLOCK_D).to(mine.dtype)
     tl.debug_barrier()  # all have read
     for r in tl.static_range(SIZE):
         _empty(place + r * count, d < D)
     at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
     finish(total, residual, weight, t, d, D, *at, eps, NORM=True, QUANTIZE=QUANTIZE)
+    wait_for_earlier(PDL)
     end(state, call, slot, 0)
 
 
@@ -111,9 +124,11 @@ def _take_in(
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A piece of one rank's words a program; in `out` ranks lie `stride` apart."""
     call = tl.load(state)
+    let_later_begin(PDL)
     slot = (call % NUM).to(tl.int64)
     r = (tl.program_id(0) % SIZE).to(tl.int64)
     e = (tl.program_id(0) // SIZE) * CHUNK + tl.arange(0, CHUNK)
@@ -125,6 +140,7 @@ def _take_in(
         tl.debug_barrier()
         _empty(place, e < count)
         tl.store(out_ptr + r * stride + e, x, mask=e < count)
+    wait_for_earlier(PDL)
     end(state, call, slot, 0)
 
 
@@ -160,19 +176,24 @@ def dealt(
     """
     (num_rows, width), size = part.shape, buffers.size
     share = num_rows // size
-    part = part if isinstance(part, Terms) else part.contiguous().view(size, share, width)
-    own_OD = own_rows(part, size) if isinstance(part, Terms) else part[buffers.rank]
     residual_OD, weight_D, eps = norm
     residual_OD = residual_OD if residual_OD.stride(-1) == 1 else residual_OD.contiguous()
-    out_OD, sum_OD = torch.empty_like(own_OD), torch.empty_like(own_OD)
+    if isinstance(part, Terms):
+        out_OD = torch.empty(share, width, dtype=part.y.dtype, device=part.y.device)
+        own_OD = out_OD  # read nowhere
+    else:
+        part = part.contiguous().view(size, share, width)
+        own_OD = part[buffers.rank]
+        out_OD = torch.empty_like(own_OD)
+    sum_OD = torch.empty_like(out_OD)
     data, scale = (out_OD, out_OD) if quantized is None else quantized
-    room = buffers.num_words * 4 // (size * width * own_OD.element_size())
+    room = buffers.num_words * 4 // (size * width * out_OD.element_size())
     step = min(share, room, max(1, (max_rows or num_rows) // size))
     for first in range(0, share, step):
         rows = slice(first, min(first + step, share))
         count = (rows.stop - first) * width
         if isinstance(part, Terms):
-            send_terms(buffers, part, own_OD, rows)
+            send_terms(buffers, part, rows)
         else:
             _sent(buffers, part[0, first:], count, share * width)
         _add_up[(rows.stop - first,)](
@@ -194,9 +215,11 @@ def dealt(
             0 if quantized is None else scale.stride(-1),
             SIZE=size,
             BLOCK_D=max(128, triton.next_power_of_2(width)),
+            HAS_OWN=not isinstance(part, Terms),
             QUANTIZE=quantized is not None,
             NUM=NUM_BUFFERS,
             num_warps=num_warps,
+            **dependent_launch(out_OD.device),
         )
     return out_OD, sum_OD
 
@@ -223,6 +246,7 @@ def gather(buffers: Buffers, part: Tensor) -> Tensor:
             CHUNK=_CHUNK_BYTES // 4,
             NUM=NUM_BUFFERS,
             num_warps=8,
+            **dependent_launch(out.device),
         )
     return out
 
@@ -242,4 +266,5 @@ def _sent(buffers: Buffers, part: Tensor, count: int, stride: int) -> None:
         CHUNK=chunk,
         NUM=NUM_BUFFERS,
         num_warps=8,
+        **dependent_launch(part.device),
     )
