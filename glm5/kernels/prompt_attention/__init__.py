@@ -25,7 +25,9 @@ def prompt_attention(
     `first_T` int32 is the index, in the pass, of the first token of each token's request; that of a padding row lies
     behind it: it sees nothing, which gives zeros and -inf. `k_SHN`, `rope_SR` and `v_SHV` may be strided pieces of one
     product. `start`: the index in the pass of the first token that has a query here; keys are those of the pass from
-    its first token on, at least as far as the last query. Where every visible key is read, this takes less than half the operations of `sparse_mla`, which never expands.
+    its first token on, as far as the last query at least.
+
+    Where every visible key is read, this takes less than half the operations of `sparse_mla`, which never expands.
     """
     if impl == "auto":
         impl = "triton" if chosen(q_THX, k_SHN, rope_SR, v_SHV) else "reference"
