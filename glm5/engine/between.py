@@ -10,7 +10,6 @@ Both give every rank the same bits. Of 2,048 rows of GLM-5, each of eight ranks 
 9 to 11 (docs/performance.md).
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -98,31 +97,18 @@ class Dealt:
         return self.group.all_gather(x_OY).flatten(0, 1)
 
     def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
-        return unpacked([self.whole(part) for part in packed(x, *more)], x, *more)
-
-
-def packed(x: Rows, *more: Tensor) -> list[Tensor]:
-    """Rows and what belongs to them as the tensors that are exchanged, one row of each for a row."""
-    if x.quantized is None:
-        return [x.x_TD, *more]
-    data, scale = x.quantized
-    words = torch.cat([each.view(torch.int32) for each in (scale.view(len(scale), -1), *more)], dim=1)
-    # Where kernels read the codes, something of x's shape and dtype stands in for it.
-    return [data, words] if chosen(x.x_TD) else [data, words, x.x_TD]
-
-
-def unpacked(parts: Sequence[Tensor], x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
-    """`packed` undone, of any number of rows; x and more: some of those that were packed."""
-    if x.quantized is None:
-        return Rows(parts[0]), *parts[1:]
-    data, words_TY, *read = parts
-    scale = x.quantized[1]
-    beside = scale.view(len(scale), -1), *more
-    words = words_TY.split([each.view(torch.int32).shape[1] for each in beside], dim=1)
-    scale_TB, *rest = (part.view(each.dtype) for part, each in zip(words, beside, strict=True))
-    scale_TB = scale_TB if scale.dim() == 2 else scale_TB.flatten().contiguous()
-    x_TD = read[0] if read else x.x_TD.new_empty(len(words_TY), x.x_TD.shape[1])
-    return Rows(x_TD, (data, scale_TB)), *rest
+        if x.quantized is None:
+            return Rows(self.whole(x.x_TD)), *map(self.whole, more)
+        data, scale = x.quantized
+        beside = scale.view(len(scale), -1), *more
+        words_TY = self.whole(torch.cat([each.view(torch.int32) for each in beside], dim=1))
+        parts = words_TY.split([each.shape[1] for each in beside], dim=1)
+        scale, *rest = (part.view(each.dtype) for part, each in zip(parts, beside, strict=True))
+        scale = scale if x.quantized[1].dim() == 2 else scale.flatten().contiguous()
+        # Where kernels read the codes, something of x's shape and dtype stands in for it.
+        is_read = not chosen(x.x_TD)
+        x_TD = self.whole(x.x_TD) if is_read else x.x_TD.new_empty(len(words_TY), x.x_TD.shape[1])
+        return Rows(x_TD, (self.whole(data), scale)), *rest
 
 
 def between_of(group: Group, num_rows: int) -> Between:

@@ -92,22 +92,19 @@ class StepView:
     def parts(self, num_rows: int) -> Iterator["StepView"]:
         """Views of `num_rows` tokens each, which divides their number; to be run in order."""
         for first in range(0, len(self.positions_T), num_rows):
-            yield replace(self.of_rows(slice(first, first + num_rows)), first_T=None)
-
-    def of_rows(self, rows: slice) -> "StepView":
-        """The view of some tokens. `first_T` still counts rows of the whole."""
-        return replace(
-            self,
-            positions_T=self.positions_T[rows],
-            group_T=self.group_T[rows],
-            end_T=self.end_T[rows],
-            place_T=self.place_T[rows],
-            first_T=None if self.first_T is None else self.first_T[rows],
-            _where=None,
-            _planned=None,
-            _is_few={},
-            _step=None,
-        )
+            span = slice(first, first + num_rows)
+            yield replace(
+                self,
+                positions_T=self.positions_T[span],
+                group_T=self.group_T[span],
+                end_T=self.end_T[span],
+                place_T=self.place_T[span],
+                first_T=None,
+                _where=None,
+                _planned=None,
+                _is_few={},
+                _step=None,
+            )
 
     @property
     def reads_all(self) -> bool:

@@ -28,11 +28,6 @@ class Rope:
         cos_TR2, sin_TR2 = rope_table(positions_T, dim, theta, like.dtype)
         return cls(cos_TR2, sin_TR2, rope_turn(cos_TR2, sin_TR2))
 
-    def of_rows(self, rows: slice) -> "Rope":
-        """That of some tokens."""
-        turn_TR2 = None if self.turn_TR2 is None else self.turn_TR2[rows]
-        return Rope(self.cos_TR2[rows], self.sin_TR2[rows], turn_TR2)
-
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """x [T, W] or [T, heads, W] with dimensions `start` to `stop` rotated, interleaved pairs in and out. x is given
         away: the result may lie in its place."""

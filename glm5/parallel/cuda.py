@@ -24,7 +24,7 @@ from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.kernels.row_codes import Kind, Quantized, room
 from glm5.kernels.triton_support import installed
-from glm5.parallel.group import joined, room_for_all
+from glm5.parallel.group import joined
 from glm5.parallel.table import Shard
 
 logger = logging.getLogger(__name__)
@@ -97,15 +97,14 @@ class CudaGroup:
         new_OD = self._dealt_nccl(summed(part)).view_as(residual_OD)
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
-    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        part = part.contiguous()
-        out = room_for_all(part, self.shard.size) if out is None else out
+    def all_gather(self, part: Tensor) -> Tensor:
         if self.buffers is not None and part.numel() and part.numel() * part.element_size() % 4 == 0:
             from glm5.kernels.all_reduce import triton, triton_dealt
 
-            way = triton if triton.can_gather(self.buffers, part) else triton_dealt
-            way.gather(self.buffers, part, out)
-            return out
+            out = triton.gather(self.buffers, part)
+            return triton_dealt.gather(self.buffers, part) if out is None else out
+        part = part.contiguous()
+        out = torch.empty((self.shard.size, *part.shape), dtype=part.dtype, device=part.device)
         if part.numel():
             dist.all_gather_into_tensor(out.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
         return out

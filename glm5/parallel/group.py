@@ -54,8 +54,8 @@ class Group(Protocol):
         added up first, or on their way."""
         ...
 
-    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """All ranks' `part`s, [ranks, ...], in their order; in `out` if it is given, memory in one piece."""
+    def all_gather(self, part: Tensor) -> Tensor:
+        """All ranks' `part`s, [ranks, ...], in their order."""
         ...
 
     def spread(self, x: Tensor) -> None:
@@ -88,10 +88,10 @@ class GlooGroup:
         new_OD = self.all_reduce(summed(part)).unflatten(0, (self.shard.size, -1))[self.shard.rank]
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
-    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+    def all_gather(self, part: Tensor) -> Tensor:
         part = part.contiguous()
         # As bytes: not every dtype is known there.
-        out = room_for_all(part, self.shard.size) if out is None else out
+        out = torch.empty((self.shard.size, *part.shape), dtype=part.dtype, device=part.device)
         if part.numel():
             dist.all_gather([one.view(-1).view(torch.uint8) for one in out], part.view(-1).view(torch.uint8))
         return out
@@ -173,8 +173,8 @@ class Alone:
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         return joined(summed(part), residual_OD, weight_D, eps, quantize=quantize)
 
-    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        return part.unsqueeze(0) if out is None else out.copy_(part.unsqueeze(0))
+    def all_gather(self, part: Tensor) -> Tensor:
+        return part.unsqueeze(0)
 
     def spread(self, x: Tensor) -> None:
         """It is."""
@@ -184,11 +184,6 @@ class Alone:
 
 
 ALONE: Group = Alone()
-
-
-def room_for_all(part: Tensor, size: int) -> Tensor:
-    """Where all ranks' parts go."""
-    return torch.empty((size, *part.shape), dtype=part.dtype, device=part.device)
 
 
 def joined(

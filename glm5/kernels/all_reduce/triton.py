@@ -293,28 +293,29 @@ def _two_shots_of(
     )
 
 
-def can_gather(buffers: Buffers, part: Tensor) -> bool:
-    """Whether it is few enough words, a whole number of them, for `gather`."""
-    count = part.numel() * part.element_size() // 4
-    return buffers.size * count <= buffers.num_words and triton.cdiv(count, _CHUNK) <= buffers.max_programs
-
-
-def gather(buffers: Buffers, part: Tensor, out: Tensor) -> None:
-    """All ranks' parts to `out` [N, ...], both in one piece. A word 0x80008000 becomes 0x80008001, on every rank."""
-    words = part.view(-1).view(torch.int32)
-    _gather[(triton.cdiv(len(words), _CHUNK),)](
+def gather(buffers: Buffers, part: Tensor) -> Tensor | None:
+    """[N, ...] of whatever is a whole number of words; None where it is too large. A word 0x80008000 becomes
+    0x80008001, on every rank."""
+    words = part.contiguous().view(-1).view(torch.int32)
+    count = len(words)
+    programs = triton.cdiv(count, _CHUNK)
+    if buffers.size * count > buffers.num_words or programs > buffers.max_programs:
+        return None
+    out = torch.empty((buffers.size, *part.shape), dtype=part.dtype, device=part.device)
+    _gather[(programs,)](
         buffers.pointers,
         buffers.state,
         words,
         out.view(-1).view(torch.int32),
         buffers.rank,
         buffers.num_words,
-        len(words),
+        count,
         SIZE=buffers.size,
         CHUNK=_CHUNK,
         NUM=NUM_BUFFERS,
         num_warps=4,
     )
+    return out
 
 
 def _outputs(part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor, Given]:

@@ -224,10 +224,10 @@ def dealt(
     return out_OD, sum_OD
 
 
-def gather(buffers: Buffers, part: Tensor, out: Tensor) -> None:
-    """All ranks' parts, of whatever is a whole number of words, to `out` [N, ...], both in one piece. A word 0x80008000
-    becomes 0x80008001, on every rank."""
-    words = part.view(-1).view(torch.int32)
+def gather(buffers: Buffers, part: Tensor) -> Tensor:
+    """[N, ...] of whatever is a whole number of words. A word 0x80008000 becomes 0x80008001, on every rank."""
+    words = part.contiguous().view(-1).view(torch.int32)
+    out = torch.empty((buffers.size, *part.shape), dtype=part.dtype, device=part.device)
     out_NW = out.view(buffers.size, -1).view(torch.int32)
     step = buffers.num_words // buffers.size // 32 * 32
     for first in range(0, len(words), step):
@@ -248,6 +248,7 @@ def gather(buffers: Buffers, part: Tensor, out: Tensor) -> None:
             num_warps=8,
             **dependent_launch(out.device),
         )
+    return out
 
 
 def _sent(buffers: Buffers, part: Tensor, count: int, stride: int) -> None:

@@ -18,7 +18,6 @@ def _send_terms(
     y_ptr,
     rank,
     num_words,
-    begin,
     first,
     share,
     count,
@@ -31,16 +30,15 @@ def _send_terms(
     NUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row `first` + i of a rank's share of the tokens from `begin` on, i the program's number over SIZE; neighbouring
-    programs have different ranks'. This rank's own go the same way, so that who adds them up need not wait for this
-    kernel's end."""
+    """Row `first` + i of a rank's share, i the program's number over SIZE; neighbouring programs have different ranks'.
+    This rank's own go the same way, so that who adds them up need not wait for this kernel's end."""
     wait_for_earlier(PDL)
     call = tl.load(state)
     let_later_begin(PDL)
     slot = (call % NUM).to(tl.int64)
     i = (tl.program_id(0) // SIZE).to(tl.int64)
     peer = ((rank + 1 + tl.program_id(0) % SIZE) % SIZE).to(tl.int64)
-    t = begin + peer * share + first + i
+    t = peer * share + first + i
     d = tl.arange(0, BLOCK_D)
     x = sum_of_terms(y_ptr, t, d, T, D, A, SHARED).to(y_ptr.dtype.element_ty)
     tl.store(buffer(pointers, peer, slot, num_words, y_ptr) + rank * count + i * D + d, sendable(x), mask=d < D)
@@ -49,7 +47,7 @@ def _send_terms(
 
 def send_terms(buffers: Buffers, terms: Terms, rows: slice, *, num_warps: int = 8) -> None:
     """`rows` of each rank's share of the sums go there."""
-    num_meant, width = terms.shape
+    num_tokens, width = terms.shape
     num_rows = rows.stop - rows.start
     _send_terms[(num_rows * buffers.size,)](
         buffers.pointers,
@@ -57,11 +55,10 @@ def send_terms(buffers: Buffers, terms: Terms, rows: slice, *, num_warps: int = 
         terms.y,
         buffers.rank,
         buffers.num_words,
-        terms.meant.start,
         rows.start,
-        num_meant // buffers.size,
+        num_tokens // buffers.size,
         num_rows * width,
-        terms.num_tokens,
+        num_tokens,
         width,
         SIZE=buffers.size,
         A=terms.active,

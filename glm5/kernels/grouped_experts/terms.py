@@ -1,6 +1,6 @@
 """What each token's experts make of it, before it is added up: by whoever reads it, where that saves a pass."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,28 +12,18 @@ class Terms:
     read only if there is one. Their sum over a token runs in float32, in this order, and is rounded to y's dtype.
 
     They are A times as much memory as their sums: who has read them for the last time calls `release`, for others up
-    the stack may still know of them. `rows`: the tokens that are meant, if not all.
+    the stack may still know of them.
     """
 
     y: Tensor
     num_tokens: int
     active: int
     has_shared: bool
-    rows: range | None = None
-
-    @property
-    def meant(self) -> range:
-        """The tokens whose sums these are."""
-        return range(self.num_tokens) if self.rows is None else self.rows
 
     @property
     def shape(self) -> tuple[int, int]:
         """(T, D), of the sums."""
-        return len(self.meant), self.y.shape[1]
-
-    def __getitem__(self, rows: slice) -> "Terms":
-        """Those of some tokens, in the same memory."""
-        return replace(self, rows=self.meant[rows])
+        return self.num_tokens, self.y.shape[1]
 
     def release(self) -> None:
         """Let go of the memory."""
@@ -43,9 +33,9 @@ class Terms:
         """[T, D] in y's dtype, on a GPU."""
         from glm5.kernels.grouped_experts.triton import combine
 
-        out_TD = torch.empty(self.num_tokens, self.y.shape[1], dtype=self.y.dtype, device=self.y.device)
+        out_TD = torch.empty(self.shape, dtype=self.y.dtype, device=self.y.device)
         combine(self.y, out_TD, self.active, has_shared=self.has_shared)
-        return out_TD[self.meant.start : self.meant.stop]
+        return out_TD
 
 
 def summed(part: Tensor | Terms) -> Tensor:

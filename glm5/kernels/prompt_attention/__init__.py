@@ -11,30 +11,26 @@ from glm5.kernels.triton_support import chosen
 
 def prompt_attention(
     q_THX: Tensor,
-    k_SHN: Tensor,
-    rope_SR: Tensor,
-    v_SHV: Tensor,
+    k_THN: Tensor,
+    rope_TR: Tensor,
+    v_THV: Tensor,
     first_T: Tensor,
     *,
     scale: float,
-    start: int = 0,
     impl: Literal["auto", "reference", "triton"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V] in q's dtype, lse [T, H] float32, natural log): token t sees tokens first_T[t]..t of the pass.
 
     `first_T` int32 is the index, in the pass, of the first token of each token's request; that of a padding row lies
-    behind it: it sees nothing, which gives zeros and -inf. `k_SHN`, `rope_SR` and `v_SHV` may be strided pieces of one
-    product. `start`: the index in the pass of the first token that has a query here; keys are those of the pass from
-    its first token on, as far as the last query at least.
-
+    behind it: it sees nothing, which gives zeros and -inf. `k_THN` and `v_THV` may be strided pieces of one product.
     Where every visible key is read, this takes less than half the operations of `sparse_mla`, which never expands.
     """
     if impl == "auto":
-        impl = "triton" if chosen(q_THX, k_SHN, rope_SR, v_SHV) else "reference"
+        impl = "triton" if chosen(q_THX, k_THN, rope_TR, v_THV) else "reference"
     if impl == "reference":
-        return _reference(q_THX, k_SHN, rope_SR, v_SHV, first_T, scale=scale, start=start)
+        return _reference(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale)
     if impl == "triton":
         from glm5.kernels.prompt_attention.triton import prompt_attention as run
 
-        return run(q_THX, k_SHN, rope_SR, v_SHV, first_T, scale=scale, start=start)
+        return run(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale)
     raise unknown_impl("prompt_attention", impl, ("reference", "triton"))

@@ -86,7 +86,6 @@ def _attend(
     out_ptr,
     lse_ptr,
     num_tokens,
-    begin_at,
     q_stride,
     k_stride,
     k_head,
@@ -107,35 +106,34 @@ def _attend(
     PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """program_id(0): head; (1): tile of queries, the last first, as they see most. Query 0 is token `begin_at`."""
+    """program_id(0): head; (1): tile of queries, the last first, as they see most."""
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     h, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    t, end_at = begin_at + row, begin_at + num_tokens
-    real = row < num_tokens
-    first = tl.load(first_ptr + row, mask=real, other=end_at)
-    q = q_ptr + row.to(tl.int64) * q_stride + h * (N + R)
+    t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = t < num_tokens
+    first = tl.load(first_ptr + t, mask=real, other=num_tokens)
+    q = q_ptr + t.to(tl.int64) * q_stride + h * (N + R)
     q_GMN, q_1MR = _pieces(q, real, 0, N, BLOCK_N, PIECES), _pieces(q, real, N, R, BLOCK_R, 1)
     k = k_ptr + h * k_head, k_stride, rope_ptr, rope_stride, v_ptr + h * v_head, v_stride
     sums = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     top_M, sum_M, out_MV = sums[0], sums[1], tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     # Blocks before `whole` and from `diagonal` on are not seen by every query of the tile.
-    stop = tl.cdiv(tl.minimum(begin_at + (tile + 1) * BLOCK_M, end_at), BLOCK_S)
+    stop = tl.cdiv(tl.minimum((tile + 1) * BLOCK_M, num_tokens), BLOCK_S)
     start = tl.minimum(tl.min(first, axis=0) // BLOCK_S, stop)
     whole = tl.minimum(tl.cdiv(tl.max(first, axis=0), BLOCK_S), stop)
-    diagonal = tl.maximum((begin_at + tile * BLOCK_M) // BLOCK_S, whole)
+    diagonal = tl.maximum(tile * BLOCK_M // BLOCK_S, whole)
     for part in tl.static_range(3):
         begin, end = start, whole
         if part == 1:
             begin, end = whole, diagonal
         elif part == 2:
             begin, end = diagonal, stop
-        what = (q_GMN, q_1MR[0]), (top_M, sum_M, out_MV), begin, end, t, first, k, end_at, scale, N, R, V
+        what = (q_GMN, q_1MR[0]), (top_M, sum_M, out_MV), begin, end, t, first, k, num_tokens, scale, N, R, V
         top_M, sum_M, out_MV = _add_blocks(*what, BLOCK_S, BLOCK_N, BLOCK_R, BLOCK_V, PIECES, part != 1)
 
-    at, v = row.to(tl.int64) * H + h, tl.arange(0, BLOCK_V)[None, :]
+    at, v = t.to(tl.int64) * H + h, tl.arange(0, BLOCK_V)[None, :]
     divisor_M = tl.where(sum_M > 0, sum_M, 1.0)
     tl.store(lse_ptr + at, tl.where(sum_M > 0, (top_M + tl.log2(divisor_M)) * LN2, float("-inf")), mask=real)
     out_MV = (out_MV / divisor_M[:, None]).to(out_ptr.dtype.element_ty)
@@ -156,18 +154,17 @@ WIDE, SMALL = Tiling(128, 64, warps=8, stages=2), Tiling(16, 16, warps=4, stages
 
 def prompt_attention(
     q_THX: Tensor,
-    k_SHN: Tensor,
-    rope_SR: Tensor,
-    v_SHV: Tensor,
+    k_THN: Tensor,
+    rope_TR: Tensor,
+    v_THV: Tensor,
     first_T: Tensor,
     *,
     scale: float,
-    start: int = 0,
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.prompt_attention`, without a gradient. Raises ValueError for rows that are not in one piece."""
-    (num_tokens, H, X), N, V = q_THX.shape, k_SHN.shape[2], v_SHV.shape[2]
-    for name, x in (("k_SHN", k_SHN), ("rope_SR", rope_SR), ("v_SHV", v_SHV)):
+    (num_tokens, H, X), N, V = q_THX.shape, k_THN.shape[2], v_THV.shape[2]
+    for name, x in (("k_THN", k_THN), ("rope_TR", rope_TR), ("v_THV", v_THV)):
         if x.stride(-1) != 1:
             raise ValueError(f"prompt_attention[triton] needs {name} with rows in one piece, got strides {x.stride()}")
     q_THX = q_THX.contiguous()
@@ -181,20 +178,19 @@ def prompt_attention(
     block_n = piece if piece >= 16 else max(16, triton.next_power_of_2(N))
     _attend[(H, triton.cdiv(num_tokens, tiling.queries))](
         q_THX,
-        k_SHN,
-        rope_SR,
-        v_SHV,
+        k_THN,
+        rope_TR,
+        v_THV,
         first_T,
         out_THV,
         lse_TH,
         num_tokens,
-        start,
         H * X,
-        k_SHN.stride(0),
-        k_SHN.stride(1),
-        rope_SR.stride(0),
-        v_SHV.stride(0),
-        v_SHV.stride(1),
+        k_THN.stride(0),
+        k_THN.stride(1),
+        rope_TR.stride(0),
+        v_THV.stride(0),
+        v_THV.stride(1),
         scale * math.log2(math.e),
         H=H,
         N=N,

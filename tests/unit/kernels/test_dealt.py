@@ -53,12 +53,6 @@ def work(rank, _port, ranks, folder, calls):
     ]
     pointers = torch.tensor([each.data_ptr() for each in memory])
     buffers = Buffers(pointers, empty_state(torch.device("cpu")), rank, ranks, NUM_WORDS, 1)
-
-    def gathered(part):
-        out = torch.empty(ranks, *part.shape, dtype=part.dtype)
-        gather(buffers, part, out)
-        return out
-
     share, got = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks), []
     for call in range(calls):
         parts, residual, weight = _parts(ranks, call)
@@ -69,18 +63,16 @@ def work(rank, _port, ranks, folder, calls):
         of_terms = dealt(buffers, terms[rank], norm, max_rows=max_rows)
         of_sums = dealt(buffers, _sum_of(terms[rank]), norm, max_rows=max_rows)
         assert all(torch.equal(*pair) for pair in zip(of_terms, of_sums, strict=True)), "added up on their way"
-        for rows in (slice(0, ranks), slice(ranks, ROWS - ROWS % ranks)):
-            some = residual[: (rows.stop - rows.start) // ranks], weight, EPS
-            pair = dealt(buffers, terms[rank][rows], some), dealt(buffers, _sum_of(terms[rank])[rows], some)
-            assert all(torch.equal(*each) for each in zip(*pair, strict=True)), f"of {rows}"
         wrong = Terms(terms[rank].y.roll(1, 0), ROWS, 3, terms[rank].has_shared)
         assert not torch.equal(dealt(buffers, wrong, norm)[1], of_sums[1])
         for _ in range(call):
             assert torch.equal(two_shots(buffers, parts[rank], programs=1)[0], all_reduce_reference(parts))
         few = one_shot(buffers, parts[rank][:1], splits=1)[0]
         assert torch.equal(few, all_reduce_reference(parts[:, :1]))
-        got.append((*both, quantized[0].float(), quantized[1], gathered(both[0]), gathered(parts[rank].double())))
-    gathered(parts[rank][0])
+        got.append(
+            (*both, quantized[0].float(), quantized[1], gather(buffers, both[0]), gather(buffers, parts[rank].double()))
+        )
+    gather(buffers, parts[rank][0])
     assert int((memory[rank] != memory[rank][0]).sum()) == 0, "not emptied"
     return got
 
