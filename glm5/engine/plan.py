@@ -6,13 +6,14 @@ How a runner must read a plan, in this order:
    points at a dump page), then `table`, single entries of rows that changed.
 2. `page_copies`, in order, before anything of this step is computed.
 3. `loads` and `stores` may run beside the steps. A load waits for all that is launched so far, its own step's page
-   copies included (the page may just have been another's). A store needs to wait for nothing: its content was read
-   back as tokens. Each is answered by one `CopyDone`, also when `cancelled`.
+   copies included (the page may just have been another's). A store waits for what was launched before its step: the
+   step that filled its page may still be in the draft layer. Each is answered by one `CopyDone`, also when `cancelled`.
 4. `items`. Rows of a prompt chunk are `start .. start + num_rows - 1` exactly. Rows of a decoding sequence begin at its
    true length - 1, which the device alone knows; `start` is the furthest that this can be. What falls on positions
    that the row of the page table does not cover goes to the dump page: its tokens will be discarded.
 5. A step writes no row before its first. After it, rows before the new true length - 1 are final in all layers, the
-   MTP layer included: a page that they fill may be shared and copied as soon as the step's tokens have been applied.
+   MTP layer included: a page that they fill may be shared and copied as soon as the step's tokens have been applied,
+   by what is launched then (tokens are read before the MTP layer is done with a prompt).
    (So the MTP row of the last token of a shared page was computed with whatever token followed it first, and steps of
    decoding sequences that draft nothing leave their MTP rows as they are: that touches drafts, never answers.) What is
    drafted ahead for the next step may be written up to 2 * depth - 1 rows further than `start`; pages for that are

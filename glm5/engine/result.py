@@ -15,7 +15,8 @@ from glm5.engine.wire import RoutedExperts, TokenLogprobs
 
 @dataclass
 class StepResult:
-    """By sequence id. `tokens`: what `Scheduler.apply` takes. `drafts`: what the next step of a sequence assumes.
+    """By sequence id. `tokens`: what `Scheduler.apply` takes. `drafts`: what the next step of a sequence assumes, for
+    those with a grammar; of others they may be missing.
 
     `logprobs`: one entry a token, of those that ask; `prompt_logprobs`: of the prompt tokens behind each row of the
     chunk. `stuck`: sequences for which no token was possible. `num_drafted` and `num_accepted` count by position.
@@ -44,15 +45,15 @@ class PromptLogprobs:
 class Pending:
     """Tensors of a launched step that its result is made of. `sampling`: items that sampled, `place_C` as in `Batch`.
     `shown`: sequence id to the likeliest it asks for. `parts` of `whole`: token_CJ, count_C, draft_CK and stuck_Q,
-    which come to the host in one copy."""
+    which come to the host in one copy. `draft_CK`: None where nobody asks for drafts."""
 
     sampling: Sequence[Item]
     place_C: Ints
     max_depth: int
     token_CJ: Tensor
     count_C: Tensor
-    draft_CK: Tensor
     stuck_Q: Tensor
+    draft_CK: Tensor | None = None
     logprobs: Logprobs | None = None
     shown: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
@@ -83,6 +84,13 @@ class Launched:
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
 
+    def add_drafts(self, draft_CK: Tensor) -> None:
+        """Drafts that were made since: `read` waits for them too."""
+        assert self._pending is not None
+        self._pending.draft_CK = _to_host(draft_CK)
+        if self._arrived is not None:
+            self._arrived.record()
+
     def read(self) -> StepResult:
         """The step's result; empty for a plan without items."""
         if self._arrived is not None:
@@ -111,14 +119,16 @@ def _each_tensor(owner: Any, change: Any) -> None:
 
 def _result(pending: Pending) -> StepResult:
     result = StepResult()
-    tokens, counts, drafts = pending.token_CJ.tolist(), pending.count_C.tolist(), pending.draft_CK.tolist()
+    tokens, counts = pending.token_CJ.tolist(), pending.count_C.tolist()
+    drafts = None if pending.draft_CK is None else pending.draft_CK.tolist()
     any_stuck = bool(pending.stuck_Q.any())
     drafted, accepted = [0] * pending.max_depth, [0] * pending.max_depth
     rows = None if pending.logprobs is None else _entries(pending.logprobs)
     for index, item in enumerate(pending.sampling):
         seq_id, count = item.seq_id, counts[index]
         result.tokens[seq_id] = tokens[index][:count]
-        result.drafts[seq_id] = drafts[index]
+        if drafts is not None:
+            result.drafts[seq_id] = drafts[index]
         for position in range(item.depth):
             drafted[position] += 1
             accepted[position] += position < count - 1

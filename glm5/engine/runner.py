@@ -29,6 +29,7 @@ from glm5.engine.sampling import Accepted, Placement, Rows, Sampled, Sampler, Sa
 from glm5.engine.sampling.logprobs import Logprobs
 from glm5.engine.sampling.parts import Part
 from glm5.engine.slot_state import SlotState
+from glm5.engine.upload import upload
 from glm5.engine.view import StepView
 from glm5.model.glm5 import Glm5
 from glm5.model.native import parameters_moved
@@ -128,27 +129,30 @@ class Runner:
             self.slots.enter(plan.entered)
         self.slots.change(plan.table)
         self.cache.copy_pages(plan.page_copies)
+        batch = self.pack(plan) if plan.items else None
+        if batch is not None and (self.steps is None or not batch.samples_all):
+            return self._run(plan, batch, specs)
+        self._tell_sampler(plan, specs)
+        return Launched(None if batch is None else self._decode(plan, batch, specs))
+
+    def pack(self, plan: StepPlan) -> Batch:
+        """The batch of a plan that has items."""
+        return self._packer.pack(plan)
+
+    def _tell_sampler(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> None:
+        """What it must know before it samples this step."""
         if plan.entered:
             self.sampler.place([_placement(one.slot, one.token_ids, specs[one.seq_id]) for one in plan.entered])
         if self._masks is not None:
             # Not before: a sequence that takes a slot is free of any mask at first.
             self.sampler.permit(*self._masks)
             self._masks = None
-        if not plan.items:
-            return Launched(None)
-        batch = self.pack(plan)
-        if self.steps is not None and batch.samples_all:
-            return Launched(self._decode(self.steps, plan, batch, specs))
-        return Launched(self._run(plan, batch, specs))
 
-    def pack(self, plan: StepPlan) -> Batch:
-        """The batch of a plan that has items."""
-        return self._packer.pack(plan)
-
-    def _decode(self, steps: DecodeSteps, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
+    def _decode(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
         """A step of decoding sequences alone, in pieces of static shape."""
-        bucket, items = plan.bucket, plan.items
+        bucket, items, steps = plan.bucket, plan.items, self.steps
         assert bucket is not None, f"{plan.step=}"
+        assert steps is not None, f"{plan.step=}"
         shape, max_end = Shape(bucket.num_seqs, bucket.depth), _max_end(plan) + self.max_depth
         buffers, sampled = steps.run(batch, shape, max_end, plan.draft_depth if self._drafter is not None else 0)
         token_CJ, count_C, draft_CK, stuck_Q = buffers.parts(buffers.result)
@@ -169,18 +173,23 @@ class Runner:
             self._add_routing(pending, plan, specs, buffers.expert_RLA, buffers.position_R)
         return pending
 
-    def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
-        """A step with prompts, and any other where steps have no pieces."""
-        on = self._upload(batch)
+    def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Launched:
+        """A step with prompts, and any other where steps have no pieces.
+
+        Who waits for it waits for the model alone: what that does not need is uploaded once it is under way, and tokens
+        start for the host before the draft layer sees them.
+        """
         if plan.depth:
-            self.slots.assume(on.slot_C)
+            self.slots.assume(self._upload(batch).slot_C)
         sampling = tuple([item for item in plan.items if item.samples])
         max_end = _max_end(plan)  # without what is drafted: else whole prompts of index_topk tokens would select
         if self.prompts is not None:
             ran = self.prompts.run(batch, max_end)
+            on = self._upload(batch)
             position_R, hidden_RD, expert_RLA = ran.rows.position_R, ran.rows.hidden_RD, ran.rows.expert_RLA
             extend = partial(self.prompts.extend, ran)
         else:
+            on = self._upload(batch)
             view = self._view(on, max_end)
             position_R, expert_RLA = view.positions_T, None
             if self._routing is not None:
@@ -189,22 +198,15 @@ class Runner:
             if self._routing is not None:
                 expert_RLA = self._routing.take()
             extend = partial(self._extend, on, view, hidden_RD)
+        self._tell_sampler(plan, specs)
         prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
         sampled, accepted = self._sample(batch, on, position_R, hidden_RD)
-        # Where nothing is drafted, the draft layer need not keep up with what is generated: drafts after that are worse
-        # for a while. With prompts it does, as their pages are shared.
-        if self._drafter is not None and (plan.draft_depth or not batch.samples_all):
-            extended = extend()
-            if sampling:
-                rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
-                self._drafter.draft(extended, rows, plan.draft_depth, max_end=max_end + self.max_depth)
         pending = Pending(
             sampling,
             batch.place_C,
             max_depth=self.max_depth,
             token_CJ=accepted.token_SJ.index_select(0, on.slot_C),
             count_C=accepted.count_S.index_select(0, on.slot_C),
-            draft_CK=self.slots.draft_SK.index_select(0, on.slot_C),
             stuck_Q=sampled.stuck_R,
             logprobs=sampled.logprobs,
             shown=_shown(sampling, specs),
@@ -212,7 +214,17 @@ class Runner:
         )
         if expert_RLA is not None:
             self._add_routing(pending, plan, specs, expert_RLA, position_R)
-        return pending
+        launched = Launched(pending)
+        # Where nothing is drafted, the draft layer need not keep up with what is generated: drafts after that are worse
+        # for a while. With prompts it does, as their pages are shared.
+        if self._drafter is not None and (plan.draft_depth or not batch.samples_all):
+            extended = extend()
+            if sampling:
+                rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
+                self._drafter.draft(extended, rows, plan.draft_depth, max_end=max_end + self.max_depth)
+        if any(specs[item.seq_id].params.constrained for item in sampling):
+            launched.add_drafts(self.slots.draft_SK.index_select(0, on.slot_C))
+        return launched
 
     def _extend(self, on: OnDevice, view: StepView, hidden_RD: Tensor) -> Extended:
         assert self._drafter is not None, f"{self.max_depth=}"
@@ -282,9 +294,7 @@ class Runner:
         """All arrays, in one copy; nothing to do where they are those of the last step."""
         if self._uploaded is None or self._uploaded[0] is not batch:
             parts = arrays(batch)
-            packed = torch.from_numpy(np.concatenate(parts))
-            if self.cache.device.type != "cpu":
-                packed = packed.pin_memory().to(self.cache.device, non_blocking=True)
+            packed = upload(np.concatenate(parts), self.cache.device)
             self._uploaded = batch, OnDevice(*packed.split([len(part) for part in parts]))
         return self._uploaded[1]
 

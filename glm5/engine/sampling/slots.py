@@ -22,6 +22,7 @@ from glm5.engine.sampling.params import (
     MAX_STOP_IDS,
     SamplingParams,
 )
+from glm5.engine.upload import upload
 
 NO_TOKEN = -1  # before the first output token
 ANY_TOKEN = -2  # in front of a bad word shorter than the longest
@@ -236,9 +237,7 @@ class SlotTables:
         self.permitted_SJM[placement.slot] = self._upload(mask)
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        """On the device, without waiting for it."""
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        return upload(array, self.device)
 
 
 def _floats(params: SamplingParams) -> tuple[float, ...]:

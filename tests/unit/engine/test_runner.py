@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from glm5.config.presets import preset
+from glm5.engine import result, slot_state
 from glm5.engine.messages import SetDepth
 from glm5.engine.sampling import SamplingParams
 from tests.support.models import random_model
@@ -215,3 +216,31 @@ def test_padding_writes_to_the_dump_page_alone(model, rng):
     assert used
     assert unused
     assert all(bool((part[unused] == 7).all()) for part in parts.values())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["whole", "in pieces"])
+def test_who_waits_for_a_prompt_waits_for_the_model_alone(model, monkeypatch, fused):
+    """What the sampler must know is told once it runs, and tokens start for the host before the draft layer runs."""
+    bench, order = Bench(model, depth=2, fused=fused), []
+
+    def noting(owner, name):
+        known = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: order.append(name) or known(*args))
+
+    noting(bench.runner.passes, "hidden")
+    noting(bench.runner.sampler, "place")
+    noting(result.Launched, "__init__")
+    noting(bench.runner.passes, "draft")
+    bench.run([list(range(40))], SamplingParams(temperature=0, max_tokens=1))
+    assert order[:4] == ["hidden", "place", "__init__", "draft"]
+
+
+def test_sequences_enter_in_one_copy(model, monkeypatch, rng):
+    """From memory that a copy does not wait for: steps that are under way go on meanwhile."""
+    copies, upload = [], slot_state.upload
+    monkeypatch.setattr(slot_state, "upload", lambda array, device: copies.append(len(array)) or upload(array, device))
+    prompts, params = random_prompts(rng, 3, longest=20), SamplingParams(temperature=0, max_tokens=2)
+    run = Bench(model, max_tokens_per_step=64).run(prompts, params)
+    assert run.tokens == {i: greedy(model, prompt, 2) for i, prompt in enumerate(prompts)}
+    entered = [plan.entered for plan in run.plans if plan.entered]
+    assert len(copies) == len(entered) + sum(bool(plan.table) for plan in run.plans)

@@ -1,0 +1,16 @@
+"""From the host to a device, without waiting for it.
+
+A copy from memory that is not pinned may wait for all that the device was told before.
+"""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def upload(array: NDArray[Any], device: torch.device) -> Tensor:
+    """`array` on `device`; on a CPU, a tensor over the same memory."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
