@@ -3,10 +3,12 @@
     dealt    rank r gets the r-th of N equal shares of rows: the sum over ranks, added to the residual stream, its norm
     gather   the shares of all ranks, side by side
 
-Two launches each. The first sends and waits for nothing; a program of the second waits for what others sent and empties
-the place where it came. So no program waits for one that has yet to begin, and grids may be of any size. The second is
-a dependent launch that begins once all programs of the first have, and ends after them: what follows it may write where
-they read.
+One launch each, in which some programs send and wait for nothing; each other waits for what peers send in programs that
+come LAG places before it, and empties the place where it came. Programs begin in the order of their numbers, so none
+waits for one that cannot begin, and grids may be of any size: the link is busy while memory is.
+
+What experts make of each token (terms) is added up on its way to the rank that keeps the row: read once, and no sums
+are written and read again.
 """
 
 import torch
@@ -26,46 +28,20 @@ from glm5.kernels.all_reduce.triton_buffers import (
     wait,
     wait_sum,
 )
-from glm5.kernels.all_reduce.triton_terms import send_terms
 from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.grouped_experts.triton_few import sum_of_terms
 from glm5.kernels.row_codes import Quantized
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
-_CHUNK_BYTES = 8192  # that a program sends, or takes in
+_CHUNK_BYTES = 8192  # that a program of `gather` sends, or takes in
+_LAG = 64
 
 Norm = tuple[Tensor, Tensor, float]  # residual of this rank's rows, weight, eps
 
 
 @triton.jit
-def _send(
-    pointers,
-    state,
-    part_ptr,
-    rank,
-    num_words,
-    count,
-    stride,
-    SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """`count` elements for each other rank, which begin `stride` apart; neighbouring programs have different ones."""
-    wait_for_earlier(PDL)
-    call = tl.load(state)
-    let_later_begin(PDL)
-    slot = (call % NUM).to(tl.int64)
-    peer = ((rank + 1 + tl.program_id(0) % (SIZE - 1)) % SIZE).to(tl.int64)
-    e = (tl.program_id(0) // (SIZE - 1)) * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(part_ptr + peer * stride + e, mask=e < count, other=0)
-    place = buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + e
-    tl.store(place, sendable(x), mask=e < count)
-    empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
-
-
-@triton.jit
-def _add_up(
+def _deal(
     pointers,
     state,
     part_ptr,
@@ -77,42 +53,65 @@ def _add_up(
     scale_ptr,
     rank,
     num_words,
-    count,
+    first,
+    num_rows,
+    share,
+    T,
     D,
     stride_r,
     eps,
     stride_b,
     SIZE: tl.constexpr,
+    A: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_OWN: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    LAG: tl.constexpr,
     NUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row of this rank's share a program. HAS_OWN: what this rank adds lies in `part`, else it was sent too."""
+    """Of `num_rows` rows of every rank's share, from `first` on: for each, a program for each peer that sends it the
+    row of its share, and one that adds up this rank's, LAG rows later."""
+    wait_for_earlier(PDL)
     call = tl.load(state)
     let_later_begin(PDL)
-    slot = (call % NUM).to(tl.int64)
-    t = tl.program_id(0).to(tl.int64)
+    slot, count = (call % NUM).to(tl.int64), num_rows * D
+    i, k = (tl.program_id(0) // SIZE).to(tl.int64), tl.program_id(0) % SIZE
     d = tl.arange(0, BLOCK_D)
-    mine, own = tl.zeros((BLOCK_D,), part_ptr.dtype.element_ty), -1
-    if HAS_OWN:
-        mine, own = sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0)), rank
-    residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
-    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
-    place = buffer(pointers, rank, slot, num_words, part_ptr) + t * D + d
-    total = wait_sum(place, count, d < D, own, mine, SIZE, BLOCK_D).to(mine.dtype)
-    tl.debug_barrier()  # all have read
-    for r in tl.static_range(SIZE):
-        _empty(place + r * count, d < D)
-    at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
-    finish(total, residual, weight, t, d, D, *at, eps, NORM=True, QUANTIZE=QUANTIZE)
-    wait_for_earlier(PDL)
+    if k < SIZE - 1:
+        if i < num_rows:
+            peer = ((rank + 1 + k) % SIZE).to(tl.int64)
+            x = sendable(_new(part_ptr, peer * share + first + i, d, T, D, A, SHARED))
+            tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + i * D + d, x, mask=d < D)
+    elif i >= LAG:
+        i -= LAG
+        t = first + i
+        mine = sendable(_new(part_ptr, rank * share + t, d, T, D, A, SHARED))
+        residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
+        weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
+        place = buffer(pointers, rank, slot, num_words, part_ptr) + i * D + d
+        total = wait_sum(place, count, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
+        tl.debug_barrier()  # all have read
+        for r in tl.static_range(SIZE):
+            _empty(place + r * count, d < D)
+        at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
+        finish(total, residual, weight, t, d, D, *at, eps, NORM=True, QUANTIZE=QUANTIZE)
+    empty_last(pointers, state, rank, call, num_words, BLOCK_D, NUM)
     end(state, call, slot, 0)
 
 
 @triton.jit
-def _take_in(
+def _new(part_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr):
+    """Row t of what is new: the sum of A terms and the shared expert's, or, if there are none, what lies there."""
+    if A > 0:
+        x = sum_of_terms(part_ptr, t, d, T, D, A, SHARED).to(part_ptr.dtype.element_ty)
+    else:
+        x = tl.load(part_ptr + t * D + d, mask=d < D, other=0.0)
+    return x
+
+
+@triton.jit
+def _gather(
     pointers,
     state,
     part_ptr,
@@ -123,24 +122,34 @@ def _take_in(
     stride,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
+    LAG: tl.constexpr,
     NUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A piece of one rank's words a program; in `out` ranks lie `stride` apart."""
+    """For each piece of `count` words, a program that sends it to all peers and keeps it, and one for each peer that
+    takes in its piece, LAG pieces later. In `out` ranks lie `stride` apart."""
+    wait_for_earlier(PDL)
     call = tl.load(state)
     let_later_begin(PDL)
     slot = (call % NUM).to(tl.int64)
-    r = (tl.program_id(0) % SIZE).to(tl.int64)
-    e = (tl.program_id(0) // SIZE) * CHUNK + tl.arange(0, CHUNK)
-    if r == rank:
-        tl.store(out_ptr + r * stride + e, sendable(tl.load(part_ptr + e, mask=e < count, other=0)), mask=e < count)
-    else:
+    piece, k = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE
+    e = tl.arange(0, CHUNK)
+    if k == SIZE - 1:
+        e += piece * CHUNK
+        x = sendable(tl.load(part_ptr + e, mask=e < count, other=0))
+        tl.store(out_ptr + tl.cast(rank, tl.int64) * stride + e, x, mask=e < count)
+        for other in tl.static_range(SIZE - 1):
+            peer = ((rank + 1 + other) % SIZE).to(tl.int64)
+            tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + e, x, mask=e < count)
+    elif piece >= LAG:
+        e += (piece - LAG) * CHUNK
+        r = ((rank + 1 + k) % SIZE).to(tl.int64)
         place = buffer(pointers, rank, slot, num_words, part_ptr) + r * count + e
         x = wait(place, e < count)
         tl.debug_barrier()
         _empty(place, e < count)
         tl.store(out_ptr + r * stride + e, x, mask=e < count)
-    wait_for_earlier(PDL)
+    empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
     end(state, call, slot, 0)
 
 
@@ -167,64 +176,58 @@ def dealt(
     quantized: Quantized | None = None,
     *,
     max_rows: int | None = None,
-    num_warps: int = 16,
+    lag: int = _LAG,
+    num_warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
-    """(out, sum) of this rank's share, [T / ranks, D] each: `add_rms_norm` of the sum over ranks. Terms are added up on
-    their way.
+    """(out, sum) of this rank's share, [T / ranks, D] each: `add_rms_norm` of the sum over ranks.
 
     `quantized`: filled with out as codes. `max_rows`: of all ranks' shares together, at a time.
     """
     (num_rows, width), size = part.shape, buffers.size
-    share = num_rows // size
+    share, terms = num_rows // size, part if isinstance(part, Terms) else None
+    new = part.y if isinstance(part, Terms) else part.contiguous()
     residual_OD, weight_D, eps = norm
     residual_OD = residual_OD if residual_OD.stride(-1) == 1 else residual_OD.contiguous()
-    if isinstance(part, Terms):
-        out_OD = torch.empty(share, width, dtype=part.y.dtype, device=part.y.device)
-        own_OD = out_OD  # read nowhere
-    else:
-        part = part.contiguous().view(size, share, width)
-        own_OD = part[buffers.rank]
-        out_OD = torch.empty_like(own_OD)
-    sum_OD = torch.empty_like(out_OD)
+    out_OD, sum_OD = new.new_empty(share, width), new.new_empty(share, width)
     data, scale = (out_OD, out_OD) if quantized is None else quantized
-    room = buffers.num_words * 4 // (size * width * out_OD.element_size())
+    room = max(1, buffers.num_words * 4 // (size * width * new.element_size()) // 16 * 16)  # of few kinds of numbers
     step = min(share, room, max(1, (max_rows or num_rows) // size))
     for first in range(0, share, step):
-        rows = slice(first, min(first + step, share))
-        count = (rows.stop - first) * width
-        if isinstance(part, Terms):
-            send_terms(buffers, part, rows)
-        else:
-            _sent(buffers, part[0, first:], count, share * width)
-        _add_up[(rows.stop - first,)](
+        count = min(step, share - first)
+        _deal[((count + lag) * size,)](
             buffers.pointers,
             buffers.state,
-            own_OD[rows],
-            residual_OD[rows],
+            new,
+            residual_OD,
             weight_D,
-            out_OD[rows],
-            sum_OD[rows],
-            data[rows],
-            scale[rows],
+            out_OD,
+            sum_OD,
+            data,
+            scale,
             buffers.rank,
             buffers.num_words,
+            first,
             count,
+            share,
+            num_rows,
             width,
             residual_OD.stride(0),
             eps,
             0 if quantized is None else scale.stride(-1),
             SIZE=size,
+            A=0 if terms is None else terms.active,
+            SHARED=terms is not None and terms.has_shared,
             BLOCK_D=max(128, triton.next_power_of_2(width)),
-            HAS_OWN=not isinstance(part, Terms),
             QUANTIZE=quantized is not None,
+            LAG=lag,
             NUM=NUM_BUFFERS,
             num_warps=num_warps,
-            **dependent_launch(out_OD.device),
+            **dependent_launch(new.device),
         )
     return out_OD, sum_OD
 
 
-def gather(buffers: Buffers, part: Tensor) -> Tensor:
+def gather(buffers: Buffers, part: Tensor, *, lag: int = _LAG, num_warps: int = 8) -> Tensor:
     """[N, ...] of whatever is a whole number of words. A word 0x80008000 becomes 0x80008001, on every rank."""
     words = part.contiguous().view(-1).view(torch.int32)
     out = torch.empty((buffers.size, *part.shape), dtype=part.dtype, device=part.device)
@@ -232,8 +235,7 @@ def gather(buffers: Buffers, part: Tensor) -> Tensor:
     step = buffers.num_words // buffers.size // 32 * 32
     for first in range(0, len(words), step):
         count = min(step, len(words) - first)
-        _sent(buffers, words[first:], count, 0)
-        _take_in[(triton.cdiv(count, _CHUNK_BYTES // 4) * buffers.size,)](
+        _gather[((triton.cdiv(count, _CHUNK_BYTES // 4) + lag) * buffers.size,)](
             buffers.pointers,
             buffers.state,
             words[first:],
@@ -244,27 +246,9 @@ def gather(buffers: Buffers, part: Tensor) -> Tensor:
             len(words),
             SIZE=buffers.size,
             CHUNK=_CHUNK_BYTES // 4,
+            LAG=lag,
             NUM=NUM_BUFFERS,
-            num_warps=8,
-            **dependent_launch(out.device),
+            num_warps=num_warps,
+            **dependent_launch(part.device),
         )
     return out
-
-
-def _sent(buffers: Buffers, part: Tensor, count: int, stride: int) -> None:
-    """The first `count` elements of `part` go to rank 0, those that begin `stride` further on to rank 1, .."""
-    chunk = _CHUNK_BYTES // part.element_size()
-    _send[(triton.cdiv(count, chunk) * (buffers.size - 1),)](
-        buffers.pointers,
-        buffers.state,
-        part,
-        buffers.rank,
-        buffers.num_words,
-        count,
-        stride,
-        SIZE=buffers.size,
-        CHUNK=chunk,
-        NUM=NUM_BUFFERS,
-        num_warps=8,
-        **dependent_launch(part.device),
-    )
