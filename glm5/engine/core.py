@@ -72,8 +72,9 @@ class StepRunner(Protocol):
 class Followers(Protocol):
     """The other ranks of an engine over several (`glm5.engine.ranks`)."""
 
-    def hear(self, messages: list[Message]) -> None:
-        """What the scheduler is told before the plan that is launched next."""
+    def hear(self, step: int, messages: list[Message], specs: Mapping[int, SeqSpec], *, is_masked: bool) -> None:
+        """What the scheduler is told before `step`, the plan that is launched next. `specs` has the sequences that it
+        hears of; `is_masked`: grammars may bar tokens (`StepRunner.permit`)."""
         ...
 
     def close(self) -> None: ...
@@ -261,7 +262,7 @@ class EngineCore:
                 self.tell(SetDepth(depth))
         messages, self._messages = self._messages, []
         if self.ranks is not None:
-            self.ranks.hear(messages)
+            self.ranks.hear(scheduler.next_step, messages, self._specs, is_masked=bool(self._constrained))
         scheduler.deliver(scheduler.next_step, messages)
         plan = scheduler.plan(scheduler.next_step)
         self.counters.count_plan(plan)

@@ -25,11 +25,13 @@ from glm5.engine.control import Memory
 from glm5.engine.core import Launched, StepRunner
 from glm5.engine.failure import ORPHANED, reason_of, words_of
 from glm5.engine.loaded import LoadedPages
+from glm5.engine.messages import Message
 from glm5.engine.plan import StepPlan
 from glm5.engine.process import Pulse, take_stdout
 from glm5.engine.rank_wire import (
     Begin,
     End,
+    Masks,
     Order,
     ReleaseCache,
     ReleaseWeights,
@@ -75,6 +77,7 @@ class Follower:
         self.weights, self.cache = weights, cache
         self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
         self._specs: dict[int, SeqSpec] = {}
+        self._planned: tuple[StepPlan, list[Message]] | None = None
         self._unread: deque[tuple[StepPlan, Launched]] = deque()
         self._staged: Any = None
         self._digest = 0
@@ -83,7 +86,13 @@ class Follower:
         """Do what the first rank has told."""
         match order:
             case Turn():
-                self._turn(order)
+                self._plan(order)
+                if not order.is_masked:
+                    self._launch()
+            case Masks(masks=masks):
+                if masks is not None:
+                    self.runner.permit(*masks)
+                self._launch()
             case Stage(call=call, folder=folder):
                 self._staged = future = self.weights.stage(folder)
                 future.add_done_callback(lambda done: self.say(_said(call, done.exception())))
@@ -103,8 +112,8 @@ class Follower:
             case Begin() | End():
                 raise AssertionError(f"{order=}")
 
-    def _turn(self, turn: Turn) -> None:
-        """As `EngineCore.step`, without anybody to tell."""
+    def _plan(self, turn: Turn) -> None:
+        """With `_launch` as `EngineCore.step`, without anybody to tell."""
         if turn.digest != self._digest:
             raise RuntimeError(f"ranks differ in the tokens before step {turn.step}; they must compute the same bits")
         self._specs |= turn.specs
@@ -112,9 +121,12 @@ class Follower:
         plan = self.scheduler.plan(turn.step)
         for output in plan.ended:
             self._forget(output.seq_id, output.reason)
-        if turn.masks is not None:
-            self.runner.permit(*turn.masks)
-        self.pages.share(turn.messages)
+        self._planned = plan, turn.messages
+
+    def _launch(self) -> None:
+        assert self._planned is not None, "there was no turn"
+        (plan, messages), self._planned = self._planned, None
+        self.pages.share(messages)
         launched = self.runner.launch(plan, self._specs)
         self.pages.expect(plan)
         if plan.items:

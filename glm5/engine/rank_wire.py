@@ -33,14 +33,22 @@ class Begin:
 
 @dataclass(frozen=True)
 class Turn:
-    """Deliver, plan, launch. `specs`: of sequences that are new. `masks`: of grammars (`Runner.permit`). `digest`: of
-    the tokens that the first rank has read so far; another one means that ranks do not compute the same."""
+    """Deliver, plan, launch. `specs`: of sequences that are new. `digest`: of the tokens that the first rank has read
+    so far; another one means that ranks do not compute the same. `is_masked`: `Masks` follow, which the launch waits
+    for: they are made for a plan, and this is told before the first rank has one."""
 
     step: int
     messages: list[Message]
     specs: dict[int, SeqSpec]
-    masks: tuple[list[int], torch.Tensor] | None
     digest: int
+    is_masked: bool
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What grammars leave for the step of the last turn (`Runner.permit`); None if it has no rows of theirs."""
+
+    masks: tuple[list[int], torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,17 @@ class End:
 
 
 Order = (
-    Begin | Turn | Stage | Swap | ReleaseWeights | RestoreWeights | ReleaseCache | RestoreCache | WeightsChanged | End
+    Begin
+    | Turn
+    | Masks
+    | Stage
+    | Swap
+    | ReleaseWeights
+    | RestoreWeights
+    | ReleaseCache
+    | RestoreCache
+    | WeightsChanged
+    | End
 )
 
 
@@ -109,11 +127,10 @@ class Said(msgspec.Struct, tag=True):
     kind: str = "GlmError"
 
 
-def write(pipe: IO[bytes], order: Order) -> None:
-    """Send a rank its next order."""
+def encoded(order: Order) -> bytes:
+    """An order as it goes into a rank's pipe."""
     data = pickle.dumps(order, protocol=pickle.HIGHEST_PROTOCOL)
-    pipe.write(_LENGTH.pack(len(data)) + data)
-    pipe.flush()
+    return _LENGTH.pack(len(data)) + data
 
 
 def read_all(pipe: IO[bytes]) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """The first rank's side of an engine over several: it starts the others, tells them what it hears, and ends with them.
 
-    what schedulers hear, masks of grammars      before each launch (`RankedRunner`)
+    what schedulers hear                         before each plan (`RankedRunner`)
+    masks of grammars                            before each launch
     pages that came back from lower tiers        likewise (`LoadedPages`)
     new weights, sleep, wake                     every rank its own part (`RankedWeights`, `RankedCache`)
     a rank that dies, hangs or stays silent      the engine's end, with that rank's reason
@@ -33,6 +34,7 @@ from glm5.engine.plan import StepPlan
 from glm5.engine.rank_wire import (
     Begin,
     End,
+    Masks,
     Order,
     ReleaseCache,
     ReleaseWeights,
@@ -44,7 +46,7 @@ from glm5.engine.rank_wire import (
     Turn,
     WeightsChanged,
     digest_of,
-    write,
+    encoded,
 )
 from glm5.engine.result import StepResult
 from glm5.engine.runner import SeqSpec
@@ -76,10 +78,11 @@ class _Rank:
         self.last_words: Dead | None = None
         threading.Thread(target=self._listen, name=f"glm5-rank-{number}", daemon=True).start()
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: bytes) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: the thread that listens knows
-            write(self.process.stdin, order)
+            self.process.stdin.write(order)
+            self.process.stdin.flush()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
@@ -107,7 +110,7 @@ class Ranks:
         self._is_closing, self._has_lost = False, threading.Event()
         self._others = [_Rank(number, self) for number in range(1, size)]
         for rank in self._others:
-            rank.tell(Begin(start, rank.number, size, port))
+            rank.tell(encoded(Begin(start, rank.number, size, port)))
         threading.Thread(target=self._watch, name="glm5-ranks", daemon=True).start()
 
     @property
@@ -116,8 +119,9 @@ class Ranks:
 
     def tell(self, order: Order) -> None:
         """All of them."""
+        data = encoded(order)
         for rank in self._others:
-            rank.tell(order)
+            rank.tell(data)
 
     def ask(self, make: Callable[[int], Order]) -> list["Future[Said]"]:
         """Tell them something that is answered; one future each."""
@@ -190,24 +194,28 @@ class RankedRunner:
     def __init__(self, runner: StepRunner, ranks: Ranks, pages: LoadedPages):
         self.runner, self.ranks, self.pages = runner, ranks, pages
         self._messages: list[Message] = []
+        self._is_masked = False
         self._masks: tuple[list[int], Tensor] | None = None
         self._digest = 0
 
-    def hear(self, messages: list[Message]) -> None:
-        """What the scheduler was told before the plan that is launched next."""
-        self._messages = messages
+    def hear(self, step: int, messages: list[Message], specs: Mapping[int, SeqSpec], *, is_masked: bool) -> None:
+        """See `Followers`. Others plan while this rank does."""
+        submitted = [message.seq_ids for message in messages if isinstance(message, Submit)]
+        new = {seq_id: specs[seq_id] for seq_ids in submitted for seq_id in seq_ids}
+        self.ranks.tell(Turn(step, messages, new, self._digest, is_masked))
+        self._messages, self._is_masked = messages, is_masked
 
     def close(self) -> None:
         self.ranks.close()
 
     def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
+        assert self._is_masked, f"{slots=}"
         self._masks = slots, masks_BJM.clone()
         self.runner.permit(slots, masks_BJM)
 
     def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
-        submitted = [message.seq_ids for message in self._messages if isinstance(message, Submit)]
-        new = {seq_id: specs[seq_id] for seq_ids in submitted for seq_id in seq_ids}
-        self.ranks.tell(Turn(plan.step, self._messages, new, self._masks, self._digest))
+        if self._is_masked:
+            self.ranks.tell(Masks(self._masks))
         self.pages.share(self._messages)
         self._messages, self._masks = [], None
         launched = self.runner.launch(plan, specs)

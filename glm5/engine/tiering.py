@@ -82,7 +82,7 @@ class Tiering:
         return ended
 
     def begin_stores(self, plan: StepPlan) -> None:
-        """To be called before the plan is launched: what it stores was filled by earlier steps, and waits for no other."""
+        """To be called before the plan is launched: what it stores was filled by earlier steps, and waits for those."""
         for copy_id in plan.cancelled:
             if copy_id in self._handle_of:
                 self.copies.cancel(self._handle_of[copy_id])

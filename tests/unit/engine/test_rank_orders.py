@@ -1,0 +1,112 @@
+"""What the first rank tells the others, obeyed in this process by followers whose runners have no model."""
+
+import io
+
+import pytest
+
+from glm5.engine.messages import CopyDone
+from glm5.engine.rank import Follower
+from glm5.engine.rank_wire import Masks, Order, Turn, encoded, read_all
+from glm5.engine.ranks import RankedRunner, Ranks
+from glm5.engine.sampling.params import StructuredOutputsParams
+from glm5.engine.wire import Drop
+from tests.support.core_driver import CoreDriver
+from tests.support.fake_runner import FakeRunner
+from tests.unit.engine.sampling.schemas import compiler, vocabulary
+
+
+class Pages:
+    """Nothing is loaded."""
+
+    def share(self, messages) -> None:
+        assert not any(isinstance(message, CopyDone) for message in messages)
+
+    def expect(self, plan) -> None:
+        assert not plan.loads
+
+
+class Told:
+    """Ranks to whom orders go as bytes, as they do through a pipe."""
+
+    def __init__(self, driver: CoreDriver):
+        runner, config = driver.runner, driver.config
+        self.orders: list[Order] = []
+        self.runner = FakeRunner(
+            driver.weights,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            vocab_size=driver.vocab_size,
+            max_depth=config.max_depth,
+        )
+        others = {"weights": driver.weights, "cache": self.runner, "pages": Pages(), "say": print}
+        self.follower = Follower(self.runner, config, **others)
+        driver.core.runner = driver.core.ranks = RankedRunner(runner, self, Pages())
+
+    def tell(self, order: Order) -> None:
+        (read,) = read_all(io.BytesIO(encoded(order)))
+        self.orders.append(read)
+        self.follower.obey(read)
+
+    def close(self) -> None:
+        pass
+
+
+def test_others_hear_of_a_request_before_this_rank_plans():
+    """They plan and launch meanwhile."""
+    driver = CoreDriver(max_depth=2)
+    told, plan, heard = Told(driver), driver.core.scheduler.plan, []
+
+    def planning(step):
+        heard.append((step, [order.step for order in told.orders if isinstance(order, Turn)]))
+        return plan(step)
+
+    driver.core.scheduler.plan = planning
+    driver.ask(30, 6)
+    driver.ask(9, 4)
+    driver.run()
+    driver.check()
+    assert heard
+    assert all(turns[-1] == step for step, turns in heard)
+
+
+@pytest.mark.parametrize("launch_ahead", [True, False])
+def test_masks_reach_ranks_that_have_planned_already(launch_ahead):
+    """A runner that had no mask for a grammar's rows, or another one, would fail."""
+    driver = CoreDriver(compiler=compiler(), launch_ahead=launch_ahead, max_depth=2)
+    told = Told(driver)
+    wanted, stops = StructuredOutputsParams(choice=["ada", "grace"]), tuple(vocabulary().eos_ids)
+    (constrained,) = driver.ask(5, max_tokens=20, stop_ids=stops, structured_outputs=wanted)
+    (plain,) = driver.ask(9, max_tokens=40)
+    while driver.core.has_work:  # compiling takes real time
+        driver.num_turns = 0
+        driver.turn()
+    driver.check(plain)
+    assert driver.heard[constrained].reason == "stop"
+    masked = [order for order in told.orders if isinstance(order, Masks)]
+    assert any(order.masks is not None for order in masked)
+    assert len(masked) == sum(order.is_masked for order in told.orders if isinstance(order, Turn))
+    assert not told.follower.scheduler.live
+
+
+def test_a_request_may_be_dropped_in_the_turn_that_it_came():
+    driver = CoreDriver()
+    told = Told(driver)
+    driver.ask(8, 4)
+    (gone,) = driver.ask(8, 4)
+    driver.core.receive(Drop((gone,)))
+    driver.run()
+    assert driver.heard[gone].reason == "abort"
+    assert not told.follower.scheduler.live
+
+
+def test_an_order_is_written_once_for_all_ranks():
+    class Rank:
+        def tell(self, data: bytes) -> None:
+            written.append(data)
+
+    written, ranks = [], object.__new__(Ranks)
+    ranks._others = [Rank(), Rank(), Rank()]
+    ranks.tell(Masks(None))
+    assert len(written) == 3
+    assert all(data is written[0] for data in written)
+    assert list(read_all(io.BytesIO(b"".join(written)))) == [Masks(None)] * 3
