@@ -7,6 +7,7 @@ from glm5.config.presets import preset
 from glm5.engine import result, slot_state
 from glm5.engine.messages import SetDepth
 from glm5.engine.sampling import SamplingParams
+from glm5.engine.sampling.params import StructuredOutputsParams
 from tests.support.models import random_model
 from tests.support.running import Bench, experts_of, greedy, logprobs_of
 
@@ -244,3 +245,25 @@ def test_sequences_enter_in_one_copy(model, monkeypatch, rng):
     assert run.tokens == {i: greedy(model, prompt, 2) for i, prompt in enumerate(prompts)}
     entered = [plan.entered for plan in run.plans if plan.entered]
     assert len(copies) == len(entered) + sum(bool(plan.table) for plan in run.plans)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["whole", "in pieces"])
+def test_drafts_are_read_with_the_tokens_where_a_grammar_needs_them(model, fused):
+    """What the next step assumes, as the slots have it; of prompts without a grammar, nobody waits for them."""
+    bench, found = Bench(model, depth=2, fused=fused, launch_ahead=False), {}
+    launch = bench.runner.launch
+
+    def noting(plan, specs):
+        launched = launch(plan, specs)
+        for item in plan.items:
+            if item.kind == "prefill" and item.samples:
+                drafts = launched.read().drafts.get(item.seq_id)
+                found[item.seq_id] = drafts, bench.runner.slots.draft_SK[item.slot].tolist()
+        return launched
+
+    bench.runner.launch = noting
+    plain = SamplingParams(temperature=0, max_tokens=3)
+    bench.run([[5, 6, 7]], plain.but(structured_outputs=StructuredOutputsParams(choice=["a"])))
+    bench.run([[8, 9]], plain)
+    assert found[0][0] == found[0][1] != [0, 0]
+    assert found[1][0] is None
