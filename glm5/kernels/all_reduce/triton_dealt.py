@@ -23,7 +23,6 @@ from glm5.kernels.all_reduce.triton_buffers import (
     buffer,
     empty_last,
     end,
-    finish,
     sendable,
     wait,
     wait_sum,
@@ -31,10 +30,12 @@ from glm5.kernels.all_reduce.triton_buffers import (
 from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.grouped_experts.triton_few import sum_of_terms
 from glm5.kernels.row_codes import Quantized
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
+from glm5.kernels.triton_rows import row_codes, row_scale
 from glm5.kernels.triton_support import dependent_launch
 
 _CHUNK_BYTES = 8192  # that a program of `gather` sends, or takes in
+_PIECE = 2048  # values of a row that a program of `dealt` holds at a time
 _LAG = 64
 
 Norm = tuple[Tensor, Tensor, float]  # residual of this rank's rows, weight, eps
@@ -64,7 +65,7 @@ def _deal(
     SIZE: tl.constexpr,
     A: tl.constexpr,
     SHARED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PIECE: tl.constexpr,
     QUANTIZE: tl.constexpr,
     LAG: tl.constexpr,
     NUM: tl.constexpr,
@@ -77,27 +78,89 @@ def _deal(
     let_later_begin(PDL)
     slot, count = (call % NUM).to(tl.int64), num_rows * D
     i, k = (tl.program_id(0) // SIZE).to(tl.int64), tl.program_id(0) % SIZE
-    d = tl.arange(0, BLOCK_D)
     if k < SIZE - 1:
         if i < num_rows:
             peer = ((rank + 1 + k) % SIZE).to(tl.int64)
-            x = sendable(_new(part_ptr, peer * share + first + i, d, T, D, A, SHARED))
-            tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + i * D + d, x, mask=d < D)
+            place = buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + i * D
+            for begin in range(0, D, PIECE):
+                d = begin + tl.arange(0, PIECE)
+                x = _new(part_ptr, peer * share + first + i, d, T, D, A, SHARED)
+                tl.store(place + d, sendable(x), mask=d < D)
     elif i >= LAG:
         i -= LAG
         t = first + i
-        mine = sendable(_new(part_ptr, rank * share + t, d, T, D, A, SHARED))
-        residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
-        weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
-        place = buffer(pointers, rank, slot, num_words, part_ptr) + i * D + d
-        total = wait_sum(place, count, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
-        tl.debug_barrier()  # all have read
-        for r in tl.static_range(SIZE):
-            _empty(place + r * count, d < D)
-        at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
-        finish(total, residual, weight, t, d, D, *at, eps, NORM=True, QUANTIZE=QUANTIZE)
-    empty_last(pointers, state, rank, call, num_words, BLOCK_D, NUM)
+        place = buffer(pointers, rank, slot, num_words, part_ptr) + i * D
+        squares = 0.0
+        for begin in range(0, D, PIECE):
+            d = begin + tl.arange(0, PIECE)
+            mine = sendable(_new(part_ptr, rank * share + t, d, T, D, A, SHARED))
+            residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
+            total = wait_sum(place + d, count, d < D, rank, mine, SIZE, PIECE).to(mine.dtype)
+            tl.debug_barrier()  # all have read
+            for r in tl.static_range(SIZE):
+                _empty(place + r * count + d, d < D)
+            x = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+            tl.store(sum_ptr + t * D + d, x, mask=d < D)
+            wide = tl.where(d < D, x.to(tl.float32), 0.0)
+            squares += tl.sum(wide * wide, 0)
+        tl.debug_barrier()  # all have written
+        _put_normed(
+            t,
+            tl.rsqrt(squares / D + eps),
+            D,
+            sum_ptr,
+            weight_ptr,
+            out_ptr,
+            codes_ptr,
+            scale_ptr,
+            stride_b,
+            PIECE,
+            QUANTIZE,
+        )
+    empty_last(pointers, state, rank, call, num_words, PIECE, NUM)
     end(state, call, slot, 0)
+
+
+@triton.jit
+def _put_normed(
+    t,
+    inverse,
+    D,
+    sum_ptr,
+    weight_ptr,
+    out_ptr,
+    codes_ptr,
+    scale_ptr,
+    stride_b,
+    PIECE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
+    """Row t of the stream times `inverse`, one over its root mean square, and the norm's weight; as codes too if
+    wanted, in blocks where they are e4m3, else under one scale."""
+    IN_BLOCKS: tl.constexpr = QUANTIZE and codes_ptr.dtype.element_ty != tl.int8
+    largest = 0.0
+    for begin in range(0, D, PIECE):
+        d = begin + tl.arange(0, PIECE)
+        x = tl.load(sum_ptr + t * D + d, mask=d < D, other=0.0)
+        weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
+        normed = (x.to(tl.float32) * inverse).to(x.dtype)
+        out = (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+        tl.store(out_ptr + t * D + d, out, mask=d < D)
+        if IN_BLOCKS:
+            codes, scale = quantized_row(out.to(tl.float32))
+            b = begin // 128 + tl.arange(0, PIECE // 128)
+            tl.store(codes_ptr + t * D + d, codes, mask=d < D)
+            tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < D)
+        else:
+            largest = tl.maximum(largest, tl.max(tl.abs(out.to(tl.float32)), 0))
+    if QUANTIZE and not IN_BLOCKS:
+        scale = row_scale(tl.full([1], 0.0, tl.float32) + largest, "int8")
+        tl.store(scale_ptr + t + tl.arange(0, 1), scale)
+        tl.debug_barrier()  # all have written
+        for begin in range(0, D, PIECE):
+            d = begin + tl.arange(0, PIECE)
+            out = tl.load(out_ptr + t * D + d, mask=d < D, other=0.0)
+            tl.store(codes_ptr + t * D + d, row_codes(out.to(tl.float32), scale, "int8"), mask=d < D)
 
 
 @triton.jit
@@ -139,7 +202,7 @@ def _gather(
         x = sendable(tl.load(part_ptr + e, mask=e < count, other=0))
         tl.store(out_ptr + tl.cast(rank, tl.int64) * stride + e, x, mask=e < count)
         for other in tl.static_range(SIZE - 1):
-            peer = ((rank + 1 + other) % SIZE).to(tl.int64)
+            peer = tl.cast((rank + 1 + other) % SIZE, tl.int64)
             tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + e, x, mask=e < count)
     elif piece >= LAG:
         e += (piece - LAG) * CHUNK
@@ -177,7 +240,7 @@ def dealt(
     *,
     max_rows: int | None = None,
     lag: int = _LAG,
-    num_warps: int = 8,
+    num_warps: int = 4,
 ) -> tuple[Tensor, Tensor]:
     """(out, sum) of this rank's share, [T / ranks, D] each: `add_rms_norm` of the sum over ranks.
 
@@ -217,7 +280,7 @@ def dealt(
             SIZE=size,
             A=0 if terms is None else terms.active,
             SHARED=terms is not None and terms.has_shared,
-            BLOCK_D=max(128, triton.next_power_of_2(width)),
+            PIECE=min(_PIECE, max(128, triton.next_power_of_2(width))),
             QUANTIZE=quantized is not None,
             LAG=lag,
             NUM=NUM_BUFFERS,
