@@ -111,18 +111,24 @@ def wait(place, mask):
 
 
 @triton.jit
+def unless(mask, rank, r):
+    """The mask, of nothing where r is this rank."""
+    return mask & (tl.zeros(mask.shape, tl.int32) + r != rank)
+
+
+@triton.jit
 def wait_sum(place, stride, mask, rank, mine, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Sum over ranks of what lies `stride` apart; of this rank `mine`, which need not have come."""
     missing = 1
     while missing != 0:
         is_missing = tl.zeros((BLOCK,), tl.int32)
         for r in tl.static_range(SIZE):
-            x = tl.load(place + r * stride, mask=mask, other=1.0, volatile=True)
-            is_missing |= tl.where(rank == r, 0, is_empty(x).to(tl.int32))
+            x = tl.load(place + r * stride, mask=unless(mask, rank, r), other=1.0, volatile=True)
+            is_missing |= is_empty(x).to(tl.int32)
         missing = tl.max(is_missing, 0)
     total = tl.zeros((BLOCK,), tl.float32)
     for r in tl.static_range(SIZE):
-        x = tl.load(place + r * stride, mask=mask, other=1.0, volatile=True)
+        x = tl.load(place + r * stride, mask=unless(mask, rank, r), other=1.0, volatile=True)
         total += tl.where(rank == r, mine, x).to(tl.float32)
     return total
 

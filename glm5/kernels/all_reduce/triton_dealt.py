@@ -3,9 +3,9 @@
     dealt    rank r gets the r-th of N equal shares of rows: the sum over ranks, added to the residual stream, its norm
     gather   the shares of all ranks, side by side
 
-One launch each, in which some programs send and wait for nothing; each other waits for what peers send in programs that
-come LAG places before it, and empties the place where it came. Programs begin in the order of their numbers, so none
-waits for one that cannot begin, and grids may be of any size: the link is busy while memory is.
+One launch each, in which some programs send and wait for nothing; each other waits for what peers send in programs of
+smaller numbers, and empties the place where it came. Programs begin in the order of their numbers, so none waits for
+one that cannot begin, and grids may be of any size: the link is busy while memory is.
 
 What experts make of each token (terms) is added up on its way to the rank that keeps the row: read once, and no sums
 are written and read again.
@@ -24,6 +24,7 @@ from glm5.kernels.all_reduce.triton_buffers import (
     empty_last,
     end,
     sendable,
+    unless,
     wait,
     wait_sum,
 )
@@ -36,7 +37,6 @@ from glm5.kernels.triton_support import dependent_launch
 
 _CHUNK_BYTES = 8192  # that a program of `gather` sends, or takes in
 _PIECE = 2048  # values of a row that a program of `dealt` holds at a time
-_LAG = 64
 
 Norm = tuple[Tensor, Tensor, float]  # residual of this rank's rows, weight, eps
 
@@ -67,28 +67,24 @@ def _deal(
     SHARED: tl.constexpr,
     PIECE: tl.constexpr,
     QUANTIZE: tl.constexpr,
-    LAG: tl.constexpr,
     NUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Of `num_rows` rows of every rank's share, from `first` on: for each, a program for each peer that sends it the
-    row of its share, and one that adds up this rank's, LAG rows later."""
+    row of its share, and one that adds up this rank's."""
     wait_for_earlier(PDL)
     call = tl.load(state)
     let_later_begin(PDL)
     slot, count = (call % NUM).to(tl.int64), num_rows * D
     i, k = (tl.program_id(0) // SIZE).to(tl.int64), tl.program_id(0) % SIZE
+    t = first + i
     if k < SIZE - 1:
-        if i < num_rows:
-            peer = ((rank + 1 + k) % SIZE).to(tl.int64)
-            place = buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + i * D
-            for begin in range(0, D, PIECE):
-                d = begin + tl.arange(0, PIECE)
-                x = _new(part_ptr, peer * share + first + i, d, T, D, A, SHARED)
-                tl.store(place + d, sendable(x), mask=d < D)
-    elif i >= LAG:
-        i -= LAG
-        t = first + i
+        peer = ((rank + 1 + k) % SIZE).to(tl.int64)
+        place = buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + i * D
+        for begin in range(0, D, PIECE):
+            d = begin + tl.arange(0, PIECE)
+            tl.store(place + d, sendable(_new(part_ptr, peer * share + t, d, T, D, A, SHARED)), mask=d < D)
+    else:
         place = buffer(pointers, rank, slot, num_words, part_ptr) + i * D
         squares = 0.0
         for begin in range(0, D, PIECE):
@@ -98,7 +94,7 @@ def _deal(
             total = wait_sum(place + d, count, d < D, rank, mine, SIZE, PIECE).to(mine.dtype)
             tl.debug_barrier()  # all have read
             for r in tl.static_range(SIZE):
-                _empty(place + r * count + d, d < D)
+                _empty(place + r * count + d, unless(d < D, rank, r))
             x = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
             tl.store(sum_ptr + t * D + d, x, mask=d < D)
             wide = tl.where(d < D, x.to(tl.float32), 0.0)
@@ -185,28 +181,25 @@ def _gather(
     stride,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
-    LAG: tl.constexpr,
     NUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """For each piece of `count` words, a program that sends it to all peers and keeps it, and one for each peer that
-    takes in its piece, LAG pieces later. In `out` ranks lie `stride` apart."""
+    takes in its piece. In `out` ranks lie `stride` apart."""
     wait_for_earlier(PDL)
     call = tl.load(state)
     let_later_begin(PDL)
     slot = (call % NUM).to(tl.int64)
     piece, k = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE
-    e = tl.arange(0, CHUNK)
-    if k == SIZE - 1:
-        e += piece * CHUNK
+    e = piece * CHUNK + tl.arange(0, CHUNK)
+    if k == 0:
         x = sendable(tl.load(part_ptr + e, mask=e < count, other=0))
         tl.store(out_ptr + tl.cast(rank, tl.int64) * stride + e, x, mask=e < count)
         for other in tl.static_range(SIZE - 1):
             peer = tl.cast((rank + 1 + other) % SIZE, tl.int64)
             tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + e, x, mask=e < count)
-    elif piece >= LAG:
-        e += (piece - LAG) * CHUNK
-        r = ((rank + 1 + k) % SIZE).to(tl.int64)
+    else:
+        r = ((rank + k) % SIZE).to(tl.int64)
         place = buffer(pointers, rank, slot, num_words, part_ptr) + r * count + e
         x = wait(place, e < count)
         tl.debug_barrier()
@@ -239,8 +232,6 @@ def dealt(
     quantized: Quantized | None = None,
     *,
     max_rows: int | None = None,
-    lag: int = _LAG,
-    num_warps: int = 4,
 ) -> tuple[Tensor, Tensor]:
     """(out, sum) of this rank's share, [T / ranks, D] each: `add_rms_norm` of the sum over ranks.
 
@@ -257,7 +248,7 @@ def dealt(
     step = min(share, room, max(1, (max_rows or num_rows) // size))
     for first in range(0, share, step):
         count = min(step, share - first)
-        _deal[((count + lag) * size,)](
+        _deal[(count * size,)](
             buffers.pointers,
             buffers.state,
             new,
@@ -282,15 +273,14 @@ def dealt(
             SHARED=terms is not None and terms.has_shared,
             PIECE=min(_PIECE, max(128, triton.next_power_of_2(width))),
             QUANTIZE=quantized is not None,
-            LAG=lag,
             NUM=NUM_BUFFERS,
-            num_warps=num_warps,
+            num_warps=4 if size == 2 else 8,  # what more ranks sent takes more registers
             **dependent_launch(new.device),
         )
     return out_OD, sum_OD
 
 
-def gather(buffers: Buffers, part: Tensor, *, lag: int = _LAG, num_warps: int = 8) -> Tensor:
+def gather(buffers: Buffers, part: Tensor) -> Tensor:
     """[N, ...] of whatever is a whole number of words. A word 0x80008000 becomes 0x80008001, on every rank."""
     words = part.contiguous().view(-1).view(torch.int32)
     out = torch.empty((buffers.size, *part.shape), dtype=part.dtype, device=part.device)
@@ -298,7 +288,7 @@ def gather(buffers: Buffers, part: Tensor, *, lag: int = _LAG, num_warps: int = 
     step = buffers.num_words // buffers.size // 32 * 32
     for first in range(0, len(words), step):
         count = min(step, len(words) - first)
-        _gather[((triton.cdiv(count, _CHUNK_BYTES // 4) + lag) * buffers.size,)](
+        _gather[(triton.cdiv(count, _CHUNK_BYTES // 4) * buffers.size,)](
             buffers.pointers,
             buffers.state,
             words[first:],
@@ -309,9 +299,8 @@ def gather(buffers: Buffers, part: Tensor, *, lag: int = _LAG, num_warps: int = 
             len(words),
             SIZE=buffers.size,
             CHUNK=_CHUNK_BYTES // 4,
-            LAG=lag,
             NUM=NUM_BUFFERS,
-            num_warps=num_warps,
+            num_warps=8,
             **dependent_launch(part.device),
         )
     return out

@@ -1,7 +1,5 @@
 """Rows dealt out to ranks and gathered again, by several processes under Triton's interpreter (more in tests/gpu)."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from tests.support.interpreter import interpreted
 from tests.support.sharded import run_ranks
 
 ROWS, WIDTH, NUM_WORDS = 6, 136, 4096
-LAG = 2
 EPS = 1e-5
 DTYPE, ROUNDING = torch.float16, 5e-4
 E4M3 = 0.04  # three bits behind the point: 2.6 % measured
@@ -46,11 +43,9 @@ def _sum_of(terms):
 
 def work(rank, _port, ranks, folder, calls):
     """What one rank gets in several calls, of parts that fit at once and that do not, between calls of other kinds."""
-    from glm5.kernels.all_reduce import triton_dealt
     from glm5.kernels.all_reduce.triton import one_shot, two_shots
     from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, Buffers, empty_state
-
-    dealt, gather = partial(triton_dealt.dealt, lag=LAG), partial(triton_dealt.gather, lag=LAG)
+    from glm5.kernels.all_reduce.triton_dealt import dealt, gather
 
     memory = [
         torch.from_file(str(folder / str(r)), shared=True, size=NUM_BUFFERS * NUM_WORDS, dtype=torch.int32)
