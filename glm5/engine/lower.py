@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,8 +48,6 @@ from glm5.model.moe import MoE
 from glm5.model.norm import RMSNorm
 from glm5.model.seams import Rope, Selection
 from glm5.parallel.group import ALONE, Group
-
-T = TypeVar("T")
 
 _FEW_ROWS = 16  # up to here `mla_keys` computes the weights of index heads along the way
 
@@ -91,15 +88,10 @@ class LoweredAttention:
             assert module.indexer is not None
             weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, between)
         q_lat = self._keys(qkv_TY, key_TI, weights, rope, view)
-        expanded = None
-        if view.first_T is not None and selection is not None and selection.keys_TK is None:
-            expanded = Beside(lambda: self._expanded(qkv_TY, rope), qkv_TY.device)
         query_TY = self.of_query(q_lat, 0, 2 if selection is None else 1)
         q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
-        if expanded is not None:
-            assert view.first_T is not None, f"{layer_idx=}"
-            assert selection is not None, f"{layer_idx=}"
-            return self._prompt(q_THX, expanded, rope, view.first_T), selection
+        if view.first_T is not None and selection is not None and selection.keys_TK is None:
+            return self._prompt(q_THX, qkv_TY, rope, view.first_T), selection
         turns, early = (rope.cos_TR2, rope.sin_TR2), None
         if selection is None:
             assert beside is not None
@@ -154,44 +146,37 @@ class LoweredAttention:
         values_TV, *codes = mla_values_quantized(out_THC, self.w_v_HCV, kind)
         return Rows(values_TV, (codes[0], codes[1]))
 
-    def _expanded(self, qkv_TY: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys [T, H, N] of this pass's tokens, their rotated parts [T, R] and values [T, H, V]."""
+    def _prompt(self, q_THX: Tensor, qkv_TY: Tensor, rope: Rope, first_T: Tensor) -> Tensor:
+        """Attention of whole prompts to themselves."""
         module, cfg = self.module, self.module.cfg
+        q_THX = rope_part(q_THX, rope.cos_TR2, rope.sin_TR2, None, cfg.qk_nope_head_dim, module.qk_head_dim)
         kv_TC = qkv_TY[:, cfg.q_lora_rank : cfg.q_lora_rank + cfg.kv_lora_rank]
         kv_TC = rms_norm(kv_TC, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps)
         turned_TR = rope_part(
             qkv_TY[:, cfg.q_lora_rank + cfg.kv_lora_rank :], rope.cos_TR2, rope.sin_TR2, None, 0, cfg.qk_rope_head_dim
         )
         k_THN = F.linear(kv_TC, self.w_k_HNC.flatten(0, 1)).unflatten(1, (cfg.num_attention_heads, -1))
-        return k_THN, turned_TR, torch.matmul(kv_TC, self.w_v_HCV).transpose(0, 1)
-
-    def _prompt(
-        self, q_THX: Tensor, expanded: "Beside[tuple[Tensor, Tensor, Tensor]]", rope: Rope, first_T: Tensor
-    ) -> Tensor:
-        """Attention of whole prompts to themselves."""
-        module, cfg = self.module, self.module.cfg
-        q_THX = rope_part(q_THX, rope.cos_TR2, rope.sin_TR2, None, cfg.qk_nope_head_dim, module.qk_head_dim)
-        out_THV, _ = prompt_attention(q_THX, *expanded.take(), first_T, scale=module.qk_head_dim**-0.5)
+        v_THV = torch.matmul(kv_TC, self.w_v_HCV).transpose(0, 1)
+        out_THV, _ = prompt_attention(q_THX, k_THN, turned_TR, v_THV, first_T, scale=module.qk_head_dim**-0.5)
         return product(Rows(out_THV.flatten(1)), module.o_proj)
 
 
-class Beside(Generic[T]):
+class Beside:
     """A result that nothing waits for until it is taken. In a graph it is computed beside what comes meanwhile."""
 
-    def __init__(self, compute: Callable[[], T], device: torch.device):
-        self._streams = None
+    def __init__(self, compute: Callable[[], Tensor], device: torch.device):
+        self._stream = None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._streams = main, side = torch.cuda.current_stream(device), _side_stream(device)
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
+            self._stream = _side_stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
                 self._result = compute()
         else:
             self._result = compute()
 
-    def take(self) -> T:
-        if self._streams is not None:
-            main, side = self._streams
-            main.wait_stream(side)
+    def take(self) -> Tensor:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._result.device).wait_stream(self._stream)
         return self._result
 
 
@@ -200,7 +185,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[HeadWeights | None, Beside[Tensor]]:
+def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[HeadWeights | None, Beside]:
     """(what `mla_keys` is to compute along the way, the weights)."""
     if isinstance(between, Dealt):
         w_TJ = between.whole(product(Rows(x_OD), linear))  # not beside: ranks exchange on one stream
