@@ -62,10 +62,16 @@ def main() -> int:
 
 
 def _written(folder: Path, gigabytes: float) -> str:
-    """Write a checkpoint unless one is there, which is whole: a folder takes its name when all is in it."""
-    if (folder / "config.json").exists():
-        return "there already"
+    """Write a checkpoint unless it is there, which is whole: a folder takes its name when all is in it."""
     cfg, began = sized(gigabytes), time.monotonic()
+    if (folder / "config.json").exists():
+        there = ModelConfig.from_file(folder)
+        if _num_bytes(there) != _num_bytes(cfg):
+            raise UsageError(
+                f"--folder: {folder} holds a checkpoint of {_num_bytes(there) / 1e9:.1f} GB, and --gigabytes "
+                f"{gigabytes:g} asks for one of {_num_bytes(cfg) / 1e9:.1f}; give another folder, or remove that one"
+            )
+        return "there already"
     write_random(cfg, folder, seed=0, fp8=True)
     return f"written at {_num_bytes(cfg) / (time.monotonic() - began) / 1e9:.2f} GB/s"
 

@@ -8,7 +8,7 @@ import pytest
 
 from glm5.bench.load import __main__ as bench
 from glm5.checkpoint.init import Numbers
-from glm5.common.errors import GlmError
+from glm5.common.errors import GlmError, UsageError
 from glm5.config.presets import preset
 
 WIDE = {  # two ranks have whole blocks of every FP8 weight, or share one; four do not
@@ -48,6 +48,14 @@ def test_a_line_for_each_number_of_ranks_and_a_checkpoint_that_is_used_again(run
     assert run() == 0
     assert "there already" in capfd.readouterr().out
     assert {path.name: path.stat().st_ino for path in (tmp_path / "ck").iterdir()} == written
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+def test_a_checkpoint_of_another_size_is_refused(run, tmp_path, monkeypatch):
+    assert run() == 0
+    monkeypatch.setattr(bench, "sized", lambda _gigabytes: preset("tiny").replace(**WIDE | {"n_routed_experts": 8}))
+    with pytest.raises(UsageError, match=r"--folder: .*ck holds a checkpoint of .* GB, and --gigabytes 8 asks for one"):
+        run()
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
