@@ -194,7 +194,7 @@ def test_best_keys(T, S, levels, gen):
 
 
 @pytest.mark.parametrize("num_heads", [8, 16])
-@pytest.mark.parametrize("lengths", [(1,), (128,), (300, 7, 129, 64), (1000,)], ids=str)
+@pytest.mark.parametrize("lengths", [(1,), (128,), (300, 7, 129, 64), (1000,), (2200, 5)], ids=str)
 def test_prompt_attention(lengths, num_heads, gen):
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     first = torch.cat(

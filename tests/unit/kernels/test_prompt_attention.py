@@ -69,6 +69,16 @@ def test_triton(name, dtype, gen):
     assert len(CASES[name][0]) == 0 or errors(wrong, want) > 3 * BUDGET[torch.float32]
 
 
+@pytest.mark.parametrize("name", ["WIDE", "NARROW", "SMALL"])
+def test_every_tiling(name, gen):
+    triton = pytest.importorskip("glm5.kernels.prompt_attention.triton")
+    case = make_case("a tile and more", gen, torch.float16)
+    want = prompt_attention(*(x.double() for x in case[:4]), case[4], scale=SCALE, impl="reference")
+    at = [x.to(DEVICE) for x in case]
+    got = triton.prompt_attention(*at, scale=SCALE, tiling=getattr(triton, name))
+    assert errors(got, want) < BUDGET[torch.float16]
+
+
 def test_what_is_refused(gen):
     q, k, rope, v, first = make_case("ragged", gen, torch.float32)
     with pytest.raises(ValueError, match=r"prompt_attention\[triton\] needs v_THV with rows in one piece"):
