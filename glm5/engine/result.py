@@ -69,20 +69,18 @@ class Launched:
 
     def __init__(self, pending: Pending | None):
         self._pending, self._arrived = pending, None
-        if pending is not None and pending.whole is not None and pending.parts is not None:
+        if pending is None:
+            return
+        is_here = pending.token_CJ.is_cpu
+        if pending.whole is not None and pending.parts is not None:
             # The next step writes where this one did.
-            whole = pending.whole.clone() if pending.whole.is_cpu else _to_host(pending.whole)
+            whole = pending.whole.clone() if is_here else _to_host(pending.whole)
             pending.token_CJ, pending.count_C, pending.draft_CK, pending.stuck_Q = pending.parts(whole)
             pending.whole = None
-            if whole.is_pinned():
-                self._arrived = torch.cuda.Event()
-                _each_tensor(pending, _to_host)
-                self._arrived.record()
-        elif pending is not None and not pending.token_CJ.is_cpu:
+        if not is_here:
             _each_tensor(pending, _to_host)
-            if pending.token_CJ.is_pinned():
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
 
     def add_drafts(self, draft_CK: Tensor) -> None:
         """Drafts that were made since: `read` waits for them too."""
