@@ -8,6 +8,7 @@ outlive this one, so it is random for weights that no file holds.
 import ctypes
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -142,12 +143,16 @@ def _return_freed(device: torch.device) -> None:
 def in_background(job: Callable[[], Result], name: str) -> "Future[Result]":
     """Run `job` on a daemon thread of its own: one that hangs keeps nobody from ending."""
     future: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(job())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=name, daemon=True).start()
+    threading.Thread(target=_work, args=(job, future), name=name, daemon=True).start()
     return future
+
+
+def _work(job: Callable[[], Result], future: "Future[Result]") -> None:
+    try:
+        future.set_result(job())
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
+        # Its frames hold what was read, as large as the weights, and it may live until cycles are collected.
+        traceback.clear_frames(error.__traceback__)
+        future.set_exception(error)
+    finally:
+        del job, future  # from this frame, which is one of them

@@ -1,12 +1,14 @@
 """The engine core over a real model: what training needs of it, checked against the model itself."""
 
 import re
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from glm5.checkpoint import update as updating
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.engine import EngineConfig
@@ -203,16 +205,22 @@ def test_weights_change_under_load(models, folders, policy, launch_ahead, depth)
         assert abs(entry.logprob - own[position - 1, ids[position]].item()) < LOGPROB_BUDGET
 
 
-def test_a_damaged_update_changes_nothing(models, folders, tmp_path):
+@pytest.fixture
+def damaged(folders, tmp_path) -> Path:
+    """The second checkpoint with NaN in it."""
     bad = tmp_path / "bad"
     bad.mkdir()
     for file in folders[1].iterdir():
         (bad / file.name).write_bytes(file.read_bytes())
     edit_tensors(bad, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    return bad
+
+
+def test_a_damaged_update_changes_nothing(models, damaged):
     session = Session(load_copy(models[0]))
     first = session.ask(30, 40, temperature=0.0)
     session.turn(6)
-    answer = session.call(UpdateWeightsCall(1, str(bad)))
+    answer = session.call(UpdateWeightsCall(1, str(damaged)))
     assert answer.kind == "CheckpointError"
     assert "NaN" in answer.error
     session.run()
@@ -222,6 +230,21 @@ def test_a_damaged_update_changes_nothing(models, folders, tmp_path):
     assert all(
         abs(e.logprob - own[29 + i, ids[30 + i]].item()) < LOGPROB_BUDGET for i, e in enumerate(session.logprobs(first))
     )
+
+
+def test_a_damaged_update_leaves_no_memory_in_use(models, damaged, monkeypatch):
+    """Nor until Python looks for cycles: what was read is as large as the weights."""
+    read, is_finite = [], updating._is_finite
+
+    def noting(tensor):
+        read.append(weakref.ref(tensor))
+        return is_finite(tensor)
+
+    monkeypatch.setattr(updating, "_is_finite", noting)
+    session = Session(load_copy(models[0]))
+    assert session.call(UpdateWeightsCall(1, str(damaged))).kind == "CheckpointError"
+    assert read
+    assert not any(tensor() is not None for tensor in read)
 
 
 def greedy(model, num_prompt: int = 40, max_tokens: int = 50) -> list[int]:
