@@ -121,7 +121,8 @@ class Weights:
         identity = identity_of(self.source)
         try:
             read_all(self.model, self.source, self.shard)
-        except GlmError:
+        except GlmError as error:
+            traceback.clear_frames(error.__traceback__)  # which hold the memory that is given back
             self.release(2)
             raise
         if self.version:

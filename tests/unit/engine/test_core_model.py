@@ -11,8 +11,10 @@ import torch
 from glm5.checkpoint import update as updating
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
+from glm5.common.errors import CheckpointError
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
+from glm5.engine import weights
 from glm5.engine.build import build_core
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import (
@@ -315,6 +317,23 @@ def test_weights_that_cannot_be_read_again_leave_the_engine_asleep(models, folde
     assert session.call(WakeCall(3)).error is None
     session.run()
     assert session.tokens(0) == greedy(load_copy(models[0]))
+
+
+def test_a_wake_up_that_fails_gives_all_memory_back(folders, monkeypatch):
+    """What anybody held of it, an allocator could not return."""
+    taken, held = [], []
+
+    def fail(parameters, *_, **__):
+        taken.extend([weakref.ref(tensor) for tensor in parameters.values()])
+        raise CheckpointError("the disk has gone")
+
+    monkeypatch.setattr(updating, "read_weights", fail)
+    monkeypatch.setattr(weights, "_return_freed", lambda _: held.append(sum(tensor() is not None for tensor in taken)))
+    session = Session(load(folders[0]), source=folders[0])
+    session.call(SleepCall(1, 2))
+    assert session.call(WakeCall(2)).error == "the disk has gone"
+    assert taken
+    assert held == [0, 0]
 
 
 def test_a_model_from_memory_keeps_its_weights(models):
