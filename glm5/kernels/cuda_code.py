@@ -94,19 +94,31 @@ def tile_map(place: int, rows: int, cols: int, tile_rows: int) -> TileMap:
 
     `place` and `cols` are multiples of 16.
     """
-    room = (ctypes.c_uint64 * 24)()
+    return _map(place, (cols, rows), (cols,), (128, tile_rows))
+
+
+def heads_map(x_THX: Tensor, tile_rows: int) -> TileMap:
+    """Of rows of heads, for tiles of 128 bytes of so many rows of one head, zeros behind the last row.
+
+    Rows lie in one piece; where they and heads begin are multiples of 16 bytes.
+    """
+    (rows, heads, width), size = x_THX.shape, x_THX.element_size()
+    row_step, head_step, _ = (step * size for step in x_THX.stride())
+    return _heads_map(x_THX.data_ptr(), (width * size, rows, heads), (row_step, head_step), (128, tile_rows, 1))
+
+
+def _map(place: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...]) -> TileMap:
+    room, rank = (ctypes.c_uint64 * 24)(), len(sizes)
     aligned = TileMap.from_buffer(room, -ctypes.addressof(room) % 64)
-    sizes, pitch = (ctypes.c_uint64 * 2)(cols, rows), (ctypes.c_uint64 * 1)(cols)
-    box, steps = (ctypes.c_uint32 * 2)(128, tile_rows), (ctypes.c_uint32 * 2)(1, 1)
-    layout = (0, _SWIZZLE_128, _FETCH_256, 0)
-    encode = _driver().cuTensorMapEncodeTiled
-    _check(
-        encode(
-            ctypes.byref(aligned), _UNSIGNED_BYTES, 2, ctypes.c_void_p(place), sizes, pitch, box, steps,
-            *layout,
-        )
-    )  # fmt: skip
+    shape, pitches = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*steps)
+    tile, apart = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
+    encode, layout = _driver().cuTensorMapEncodeTiled, (0, _SWIZZLE_128, _FETCH_256, 0)
+    address = ctypes.c_void_p(place)
+    _check(encode(ctypes.byref(aligned), _UNSIGNED_BYTES, rank, address, shape, pitches, tile, apart, *layout))
     return aligned
+
+
+_heads_map = lru_cache(maxsize=1 << 12)(_map)
 
 
 def build(source: Path, name: str, shared_bytes: int, device: torch.device, **constants: int) -> CudaKernel | None:

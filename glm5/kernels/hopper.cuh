@@ -60,6 +60,13 @@ static __device__ void fetch_shared_box(u32 to, const Map* map, int column, int 
         ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
+// Rows of 128 bytes of a head's matrix, of a map of several.
+static __device__ void fetch_of_head(u32 to, const Map* map, int column, int row, int head, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+        ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(barrier) : "memory");
+}
+
 static __device__ void fetch_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -77,6 +84,12 @@ template <int LEFT> static __device__ void wait_for_copies() {
 
 // What this thread's stores and copies wrote to shared memory may be read by matrix units, once it has arrived.
 static __device__ void for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+static __device__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // Bits in bfloat16, rounded; codes in e4m3.
 static __device__ u32 as_pair(float low, float high) {

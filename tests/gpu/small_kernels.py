@@ -132,8 +132,12 @@ def attention() -> None:
             sparse_mla(rows(5, 8, C + R), latents, keys, table, row, end, scale=0.06, value_dim=C, impl="cuda")
         opts = {"scale": 0.06, "value_dim": C}
         sparse_mla(rows(70, 8, C + R), latents, None, table[:1], *prompt, **opts, impl="triton")
-    first = torch.zeros(70, device="cuda", dtype=torch.int32)
-    prompt_attention(rows(70, 8, 256), rows(70, 8, 192), rows(70, R), rows(70, 8, 256), first, scale=0.06)
+    for T in (70, 400):  # of which the longer has two programs a tile
+        first = torch.zeros(T, device="cuda", dtype=torch.int32)
+        for impl in ("triton", "cuda"):
+            prompt_attention(
+                rows(T, 2, 256), rows(T, 2, 192), rows(T, R), rows(T, 2, 256), first, scale=0.06, impl=impl
+            )
 
 
 def selection() -> None:

@@ -194,8 +194,9 @@ def test_best_keys(T, S, levels, gen):
 
 
 @pytest.mark.parametrize("num_heads", [8, 16])
+@pytest.mark.parametrize("impl", ["triton", "cuda"])
 @pytest.mark.parametrize("lengths", [(1,), (128,), (300, 7, 129, 64), (1000,), (2200, 5)], ids=str)
-def test_prompt_attention(lengths, num_heads, gen):
+def test_prompt_attention(lengths, impl, num_heads, gen):
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     first = torch.cat(
         [torch.full((n,), int(start)) for n, start in zip(lengths, starts, strict=True)] + [starts[-1:] + 5000]
@@ -206,13 +207,13 @@ def test_prompt_attention(lengths, num_heads, gen):
     case = q, kv[..., :192], rope, kv[..., 192:]
     want = prompt_attention(*(x.double() for x in case), first, scale=0.0625, impl="reference")
     with poisoned():
-        got = prompt_attention(*case, first, scale=0.0625)
+        got = prompt_attention(*case, first, scale=0.0625, impl=impl)
     assert_same(got[0], want[0], ATTENTION_BUDGET)
     assert_same(got[1], want[1], LSE_BUDGET["bfloat16"])
     for _ in range(REPEATS):
-        for again, once in zip(prompt_attention(*case, first, scale=0.0625), got, strict=True):
+        for again, once in zip(prompt_attention(*case, first, scale=0.0625, impl=impl), got, strict=True):
             assert torch.equal(again, once)
-    wrong = prompt_attention(*case, first, scale=0.0725)  # the control
+    wrong = prompt_attention(*case, first, scale=0.0725, impl=impl)  # the control
     assert num_tokens < 60 or rel_rms(wrong[0], want[0]) > 2 * ATTENTION_BUDGET
 
 

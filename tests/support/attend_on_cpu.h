@@ -2,15 +2,8 @@
 
 #include "hopper_on_cpu.h"
 
-static float __int_as_float(int x) { return __uint_as_float(x); }
 static u32 __byte_perm(u32 a, u32 b, u32 which) { return bytes_of(a, b, which); }
-static float exp2_of(float x) { return exp2f(x); }
 static u32 as_halves(float low, float high) { return float16_of(low) | (u32)float16_of(high) << 16; }
-
-static float __shfl_sync(u32, float x, int lane) {
-    const u32 mine = __float_as_uint(x);
-    return __uint_as_float(met(&mine, 1)[lane][0]);
-}
 
 static void widen(u32 codes, u32& low, u32& high) {
     low = as_halves(of_e4m3(codes), of_e4m3(codes >> 8));

@@ -86,6 +86,15 @@ static float __shfl_xor_sync(u32, float x, int across) {
     return __uint_as_float(met(&mine, 1)[current % 32 ^ across][0]);
 }
 
+static int __reduce_max_sync(u32, int x) {
+    const u32 mine = x;
+    u32(*all)[MOST_WORDS] = met(&mine, 1);
+    for (int i = 0; i < 32; ++i) x = max(x, (int)all[i][0]);
+    return x;
+}
+
+static int __reduce_min_sync(u32, int x) { return -__reduce_max_sync(~0u, -x); }
+
 static u32 __ballot_sync(u32, bool is) {
     const u32 mine = is;
     u32(*all)[MOST_WORDS] = met(&mine, 1), found = 0;

@@ -21,6 +21,19 @@ class Matrix(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("place", "rows", "cols", "tile_rows")]
 
 
+class HeadsMatrix(ctypes.Structure):
+    """Stands in for cuda_code.heads_map."""
+
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in ("place", "width", "rows", "heads", "row_step", "head_step", "tile_rows")
+    ]
+
+    def __init__(self, x_THX: Tensor, tile_rows: int):
+        (rows, heads, width), size = x_THX.shape, x_THX.element_size()
+        row_step, head_step, _ = (step * size for step in x_THX.stride())
+        super().__init__(x_THX.data_ptr(), width * size, rows, heads, row_step, head_step, tile_rows)
+
+
 class OnCpu:
     """Stands in for cuda_code.CudaKernel."""
 

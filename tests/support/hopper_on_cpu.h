@@ -15,8 +15,16 @@ struct Map { const Matrix* matrix; };
 
 static u8*& shared_memory = memory;
 
+static float __int_as_float(int x) { return __uint_as_float(x); }
+static float exp2_of(float x) { return exp2f(x); }
+static float __shfl_sync(u32, float x, int lane) {
+    const u32 mine = __float_as_uint(x);
+    return __uint_as_float(met(&mine, 1)[lane][0]);
+}
+
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 static u32 shared_at(const void* p) { return (const u8*)p - memory; }
 static void rest() { swapcontext(&fibers[current], &scheduler); }
@@ -67,6 +75,20 @@ static void fetch_box(u32 to, const Map* map, int column, int row, u32 barrier) 
 
 static void fetch_shared_box(u32 to, const Map* map, int column, int row, u32 barrier) {
     fetch_box(to, map, column, row, barrier);
+}
+
+// Matrices of heads, zeros behind the last row of each.
+struct Heads { const u8* place; u64 width, rows, heads, row_step, head_step, tile_rows; };
+
+static void fetch_of_head(u32 to, const Map* map, int column, int row, int head, u32 barrier) {
+    const Heads& from = *(const Heads*)map->matrix;
+    if (to % 1024 || row < 0 || head < 0 || head >= (int)from.heads || column + 128 > (int)from.width) abort();
+    for (int i = 0; i < 128 * (int)from.tile_rows; ++i) {
+        const u64 its_row = row + i / 128, at = head * from.head_step + its_row * from.row_step + column + i % 128;
+        memory[to + place_of(i)] = its_row < from.rows ? from.place[at] : 0;
+    }
+    arrivals[barrier].bytes -= 128 * from.tile_rows;
+    arrivals[barrier].check();
 }
 
 static void meet_peers() {

@@ -7,10 +7,12 @@ keys are random. Bytes are those of the keys that are read, once for each reques
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glm5.bench.command import command
 from glm5.bench.kernels.case import Case, Launch
@@ -153,8 +155,8 @@ def selection_case(kind: str, requests: int, queries: int, keys: int, tiling: An
     return Case("select_keys", f"{kind} {requests}x{queries} of {keys}", make, error, SCORE_BUDGET, size, flops, "bf16")
 
 
-def prompt_case(heads: int, requests: int, tokens: int, tiling: tuple[int, int, int, int] | None = None) -> Case:
-    """Attention of prompts to themselves, over expanded keys and values; `tiling` as in prompt_attention/triton.py."""
+def prompt_case(heads: int, requests: int, tokens: int, impl: Literal["auto", "triton", "cudnn"] = "auto") -> Case:
+    """Attention of prompts to themselves, over expanded keys and values; cuDNN's keys hold their rotated part."""
     nope = QK_HEAD - ROPE
 
     def inputs(i: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -163,27 +165,40 @@ def prompt_case(heads: int, requests: int, tokens: int, tiling: tuple[int, int, 
         first = torch.arange(requests, device="cuda", dtype=torch.int32).repeat_interleave(tokens) * tokens
         return q, kv[..., :nope], random_rows(gen, num, ROPE), kv[..., nope:], first
 
-    def run(*case: Tensor) -> Tensor:
-        if tiling is None:
-            return prompt_attention(*case, scale=QK_HEAD**-0.5)[0]
-        from glm5.kernels.prompt_attention import triton
+    def launch(q: Tensor, k: Tensor, rope: Tensor, v: Tensor, first: Tensor) -> Launch:
+        ours = None if impl == "cudnn" else impl
+        if ours is not None:
+            return lambda: prompt_attention(q, k, rope, v, first, scale=QK_HEAD**-0.5, impl=ours)[0]
+        k = torch.cat([k, rope[:, None].expand(-1, heads, -1)], dim=-1)
+        q, k, v = (x.unflatten(0, (requests, -1)).transpose(1, 2).contiguous() for x in (q, k, v))
 
-        return triton.prompt_attention(*case, scale=QK_HEAD**-0.5, tiling=triton.Tiling(*tiling))[0]
+        def run() -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=QK_HEAD**-0.5)
+            return out.transpose(1, 2).flatten(0, 1)
 
-    def make(i: int) -> Launch:
-        case = inputs(i, tokens)
-        return lambda: run(*case)
+        return run
 
     def error() -> float:
         q, k, rope, v, first = inputs(0, min(tokens, 512))
         exact = q.double(), k.double(), rope.double(), v.double(), first
         want = prompt_attention(*exact, scale=QK_HEAD**-0.5, impl="reference")[0]
-        return rel_rms(run(q, k, rope, v, first), want)
+        return rel_rms(launch(q, k, rope, v, first)(), want)
 
     size = 2 * requests * tokens * (heads * (2 * QK_HEAD + 2 * V_HEAD) + ROPE)
     flops = requests * tokens * (tokens + 1) // 2 * heads * 2 * (QK_HEAD + V_HEAD)
-    shape, variant = f"H={heads} {requests}x{tokens}", f"{tiling}" if tiling else ""
-    return Case("prompt_attention", shape, make, error, ATTENTION_BUDGET, size, flops, "bf16", variant)
+    shape, variant = f"H={heads} {requests}x{tokens}", "" if impl == "auto" else impl
+    return Case(
+        "prompt_attention",
+        shape,
+        lambda i: launch(*inputs(i, tokens)),
+        error,
+        ATTENTION_BUDGET,
+        size,
+        flops,
+        "bf16",
+        variant,
+    )
 
 
 def top_k_case(rows: int, keys: int) -> Case:
@@ -213,8 +228,9 @@ def cases() -> Iterator[Case]:
             yield attention_case(kind, HEADS // ranks, 1, 2048, TOP_K, selected=False)
             yield attention_case(kind, HEADS // ranks, 1, 2048, 8192, selected=True)
             if kind == "bf16":
-                yield prompt_case(HEADS // ranks, 1, 2048)
-                yield prompt_case(HEADS // ranks, 4, 2048)
+                for requests, tokens in ((1, 512), (1, 1024), (1, 2048), (4, 2048)):
+                    for impl in ("auto", "triton", "cudnn"):
+                        yield prompt_case(HEADS // ranks, requests, tokens, impl)
         for requests in QUERIES:
             yield selection_case(kind, requests, 1, 2304)
         for requests, keys in ((1, 8192), (1, 32768), (1, 131072), (32, 32768)):

@@ -28,12 +28,6 @@ template <bool F16> static __device__ void add_product_of(float (&d)[4], const u
         ADD_PRODUCT("bf16");
 }
 
-static __device__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // 16 bytes, or as many zeros.
 static __device__ void fetch_or_clear(u32 to, const u8* from, bool is) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"

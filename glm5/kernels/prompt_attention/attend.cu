@@ -1,0 +1,336 @@
+// Attention of a prompt's tokens to one another on Hopper, over expanded keys and values of 256 in bfloat16.
+//
+// A program has 128 queries of a head, a group of four warps half of them, and reads their keys in blocks of 64. One
+// thread fetches: blocks of keys and of values take turns in a ring of places, in the order in which they are read. While
+// the matrix units multiply p by values, a group computes the next p, and the other group's products run beside both.
+//
+//     logits[t, s] = q[t] . [k[s], rope[s]]      out[t] = sum_s p[t, s] v[s]
+//
+// With SHARES 2 a cluster of two programs has half of the blocks each. In the end the first one merges what both found for
+// the first group's queries, the second one for the second group's.
+//
+// `scale` is a float's bits: of logits, by the logarithm of 2.
+
+#include "hopper.cuh"
+
+constexpr int GROUPS = 2, QUERIES = 64, KEYS = 64, PARTS = 4, SLOTS = 5;  // of a group, of a block; 128 bytes each
+constexpr int BOX = 64 * 128, TILE = PARTS * BOX, CONSUMERS = 128 * GROUPS, THREADS = CONSUMERS + 128, VALUES = 256;
+constexpr int NOPE_PARTS = 3;  // of a key; the rotated part is the last
+
+struct Beside {
+    u64 full[SLOTS], empty[SLOTS], q_full;
+    int least[4], most[4];
+};
+static_assert(sizeof(Beside) <= BESIDE, "cuda.py counts less");
+
+#ifndef ON_CPU
+#define TO127                                                                                                     \
+    TO63 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+         "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, "     \
+         "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
+         "%120, %121, %122, %123, %124, %125, %126, %127"
+
+// 64 rows of 16 values in bfloat16 by 64 rows of as many; `more`: added to d.
+static __device__ void add_logits(float (&d)[32], u64 q, u64 k, int more) {
+    asm volatile("{\n.reg .pred more;\nsetp.ne.b32 more, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TO31 "}, %32, %33, more, 1, 1, 0, 0;\n}"
+                 : R16(0), R16(16) : "l"(q), "l"(k), "r"(more));
+}
+
+// 64 rows of 16 values of p, which lie as logits do, by 16 rows of 256.
+static __device__ void add_values(float (&d)[128], const u32* p, u64 v) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TO127 "}, {%128, %129, %130, %131}, %132, "
+                 "1, 1, 1, 1;"
+                 : R16(0), R16(16), R16(32), R16(48), R16(64), R16(80), R16(96), R16(112)
+                 : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
+}
+
+// Before anything behind this begins, a sum is known, which is not negative: the assembler would put off what leads to it
+// until products have ended.
+static __device__ void known_first(float sum, u32 at) {
+    asm volatile("{\n.reg .pred is;\nsetp.lt.f32 is, %0, 0f00000000;\n@is st.volatile.shared.f32 [%1], %0;\n}"
+                 ::"f"(sum), "r"(at) : "memory");
+}
+
+template <int N> static __device__ void kept(u32 (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+#endif
+
+// What a product is told of 16 rows of values: boxes of 64 columns, one after the other.
+static __device__ u64 values_at(u32 at) { return (u64)(at >> 4 & 0x3FFF) | (u64)(BOX / 16) << 16 | 64ull << 32 | 1ull << 62; }
+
+static __device__ void begin_logits(float (&s)[32], u32 q, u32 k) {
+    settled(s);
+    begin_products();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            add_logits(s, matrix_at(q + part * BOX) + 2 * i, matrix_at(k + part * BOX) + 2 * i, part + i);
+    end_products();
+}
+
+static __device__ void begin_values(float (&out)[128], u32 (&p)[16], u32 v) {
+    settled(out);
+    kept(p);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_values(out, p + 4 * i, values_at(v + 16 * 128 * i));
+    end_products();
+}
+
+static __device__ float infinity() { return __int_as_float(0x7F800000); }
+
+// Of a thread's two rows: the largest logit, the sum of its exponentials.
+struct Softmax {
+    float top[2], sum[2], shrink[2];
+    int t[2], first[2];
+
+    // s becomes p; `shrink` is what sums so far count for.
+    template <bool MASKED> __device__ void take(float (&s)[32], int block, float scale) {
+        const int key = block * KEYS + threadIdx.x % 4 * 2;
+        float most[2] = {-infinity(), -infinity()}, base[2];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const int its = key + i / 4 * 8 + i % 2, r = i % 4 / 2;
+            if (MASKED && (its > t[r] || its < first[r])) s[i] = -infinity();
+            most[r] = fmaxf(most[r], s[i]);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
+            most[r] = fmaxf(fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2)), top[r]);
+            base[r] = MASKED && most[r] == -infinity() ? 0 : most[r] * scale;
+            shrink[r] = exp2_of(top[r] * scale - base[r]);
+            top[r] = most[r], sum[r] *= shrink[r];
+        }
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            s[i] = exp2_of(s[i] * scale - base[i % 4 / 2]);
+            sum[i % 4 / 2] += s[i];
+        }
+    }
+};
+
+static __device__ void round_p(const float (&s)[32], u32 (&p)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) p[i] = as_pair(s[2 * i], s[2 * i + 1]);
+}
+
+// Places of blocks in the ring: keys 0, keys 1, values 0, keys 2, values 1, .., of `count` blocks.
+struct Ring {
+    u32 data, full, empty;
+    int count;
+
+    static __device__ int of_keys(int j) { return j ? 2 * j - 1 : 0; }
+    __device__ int of_values(int j) const { return j < count - 1 ? 2 * j + 2 : 2 * count - 1; }
+
+    __device__ u32 wait_for(int item) const {
+        wait(full + 8 * (item % SLOTS), item / SLOTS % 2);
+        return data + item % SLOTS * TILE;
+    }
+    __device__ void release(int item) const {
+        if (threadIdx.x % 32 == 0) arrive(empty + 8 * (item % SLOTS));
+    }
+};
+
+static __device__ void fetch(const Ring& ring, const Map* k, const Map* rope, const Map* v, int from, int head) {
+    for (int item = 0; item < 2 * ring.count; ++item) {
+        const bool last = item == 2 * ring.count - 1, is_keys = item == 0 || item % 2 && !last;
+        const int row = KEYS * (from + (is_keys ? (item + 1) / 2 : last ? ring.count - 1 : item / 2 - 1));
+        const u32 at = ring.data + item % SLOTS * TILE, full = ring.full + 8 * (item % SLOTS);
+        wait(ring.empty + 8 * (item % SLOTS), item / SLOTS % 2 ^ 1);
+        arrive_with(full, TILE);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+            if (is_keys && part == NOPE_PARTS)
+                fetch_of_head(at + part * BOX, rope, 0, row, 0, full);
+            else
+                fetch_of_head(at + part * BOX, is_keys ? k : v, 128 * part, row, head, full);
+    }
+}
+
+// Logits and p of block j, and meanwhile the values of the block before.
+template <bool MASKED>
+static __device__ void add_block(const Ring& ring, u32 q, int from, int j, float scale, Softmax& soft, float (&s)[32],
+                                 u32 (&p)[16], float (&out)[128]) {
+    begin_logits(s, q, ring.wait_for(ring.of_keys(j)));
+    begin_values(out, p, ring.wait_for(ring.of_values(j - 1)));
+    finish<1>(s);
+    ring.release(ring.of_keys(j));
+    soft.take<MASKED>(s, from + j, scale);
+    known_first(soft.sum[0] + soft.sum[1], ring.data);
+    finish<0>(out);
+    kept(p);
+    ring.release(ring.of_values(j - 1));
+#pragma unroll
+    for (int i = 0; i < 128; ++i) out[i] *= soft.shrink[i % 4 / 2];
+    round_p(s, p);
+}
+
+// Softmax and sums over the first `count` blocks from `from` on, which all see from `whole` to `diagonal`.
+static __device__ void add_up(const Ring& ring, u32 q, int from, int count, int whole, int diagonal, float scale,
+                              Softmax& soft, float (&out)[128]) {
+    float s[32];
+    u32 p[16];
+    begin_logits(s, q, ring.wait_for(0));
+    finish<0>(s);
+    ring.release(0);
+    soft.take<true>(s, from, scale);
+    round_p(s, p);
+    int j = 1;
+    for (; j < count && from + j < whole; ++j) add_block<true>(ring, q, from, j, scale, soft, s, p, out);
+    for (; j < count && from + j < diagonal; ++j) add_block<false>(ring, q, from, j, scale, soft, s, p, out);
+    for (; j < count; ++j) add_block<true>(ring, q, from, j, scale, soft, s, p, out);
+    begin_values(out, p, ring.wait_for(ring.of_values(count - 1)));
+    finish<0>(out);
+    kept(p);
+}
+
+// Rows of a group's queries, 16 a warp, by way of its part of shared memory.
+static __device__ void store(const float (&out)[128], const float (&factor)[2], u8* memory, u16* to, int t0, int num_tokens,
+                             u64 step) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane / 4;
+    u8* const mine = memory + warp * 16 * 128;
+#pragma unroll
+    for (int i = 0; i < 128; i += 2) {
+        const int r = i % 4 / 2, column = i / 4;  // eight values
+        *(u32*)(mine + column / 8 * BOX + (row + 8 * r) * 128 + (column % 8 ^ row) * 16 + lane % 4 * 4) =
+            as_pair(out[i] * factor[r], out[i + 1] * factor[r]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int part = 0; part < 16; part += 8) {
+        uint4 rows[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            rows[i] = *(const uint4*)(mine + lane / 8 * BOX + (part + i) * 128 + (lane % 8 ^ i) * 16);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int t = t0 + 16 * warp + part + i;
+            if (t < num_tokens) ((uint4*)(to + t * step))[lane] = rows[i];
+        }
+    }
+}
+
+// What one group of each program found for the other program's queries: merged by the group whose queries they are.
+static __device__ void merge(Softmax& soft, float (&out)[128], u8* there, int group, int share) {
+    meet(1, CONSUMERS);  // places of the ring have been read
+    if (group != share) {
+#pragma unroll
+        for (int i = 0; i < 128; i += 4)
+            *(float4*)(there + 512 * i) = make_float4(out[i], out[i + 1], out[i + 2], out[i + 3]);
+        *(float4*)(there + 512 * 128) = make_float4(soft.top[0], soft.top[1], soft.sum[0], soft.sum[1]);
+    }
+    meet_peers();
+    if (group == share) {
+        const float4 found = of_peer(shared_at(there + 512 * 128), 1 - share);
+        const float tops[2] = {found.x, found.y}, sums[2] = {found.z, found.w};
+        float mine[2], its[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float top = fmaxf(soft.top[r], tops[r]), base = top == -infinity() ? 0 : top;
+            mine[r] = exp2_of(soft.top[r] - base), its[r] = exp2_of(tops[r] - base);
+            soft.top[r] = top, soft.sum[r] = soft.sum[r] * mine[r] + sums[r] * its[r];
+        }
+#pragma unroll
+        for (int part = 0; part < 128; part += 32) {
+            float4 theirs[8];  // all under way before the first is waited for
+#pragma unroll
+            for (int i = 0; i < 8; ++i) theirs[i] = of_peer(shared_at(there + 512 * (part + 4 * i)), 1 - share);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                float* const sum = out + part + 4 * i;
+                sum[0] = sum[0] * mine[0] + theirs[i].x * its[0], sum[1] = sum[1] * mine[0] + theirs[i].y * its[0];
+                sum[2] = sum[2] * mine[1] + theirs[i].z * its[1], sum[3] = sum[3] * mine[1] + theirs[i].w * its[1];
+            }
+        }
+    }
+    leave_peers();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attend_prompt(const __grid_constant__ Map q, const __grid_constant__ Map k, const __grid_constant__ Map rope,
+              const __grid_constant__ Map v, const int* firsts, u16* to, float* lse, int num_tokens, int num_heads,
+              int scale_bits) {
+    u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
+    Beside& beside = *(Beside*)(memory + (GROUPS + SLOTS) * TILE);
+    const int head = blockIdx.x / SHARES, share = blockIdx.x % SHARES, t0 = (gridDim.y - 1 - blockIdx.y) * GROUPS * QUERIES;
+    const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // which the compiler knows then to be all of a warp's
+    const u32 data = shared_at(memory), q_full = shared_at(&beside.q_full);
+    if (threadIdx.x == 0) {
+        make_barrier(q_full, 1);
+#pragma unroll
+        for (int s = 0; s < SLOTS; ++s)
+            make_barrier(shared_at(beside.full + s), 1), make_barrier(shared_at(beside.empty + s), 4 * GROUPS);
+    }
+    wait_for_earlier();
+    let_later_begin();
+    if (group == 0) {
+        const int t = t0 + thread, first = t < num_tokens ? firsts[t] : num_tokens;
+        const int least = __reduce_min_sync(~0u, first <= t ? first : num_tokens);
+        const int most = __reduce_max_sync(~0u, first <= t ? first : 0);
+        if (lane == 0) beside.least[thread / 32] = least, beside.most[thread / 32] = most;
+    }
+    __syncthreads();
+    const int least = min(min(beside.least[0], beside.least[1]), min(beside.least[2], beside.least[3]));
+    const int most = max(max(beside.most[0], beside.most[1]), max(beside.most[2], beside.most[3]));
+    const int stop = (min(t0 + GROUPS * QUERIES, num_tokens) + KEYS - 1) / KEYS, start = min(least / KEYS, stop);
+    const int each = (stop - start + SHARES - 1) / SHARES, from = start + share * each;
+    const Ring ring = {data + GROUPS * TILE, shared_at(beside.full), shared_at(beside.empty), max(min(each, stop - from), 0)};
+    if (group == GROUPS) {
+        keep_registers<24>();
+        if (thread == 0 && ring.count) {
+            arrive_with(q_full, GROUPS * TILE);
+            for (int i = 0; i < GROUPS * PARTS; ++i)
+                fetch_of_head(data + i * BOX, &q, 128 * (i % PARTS), t0 + i / PARTS * QUERIES, head, q_full);
+            fetch(ring, &k, &rope, &v, from, head);
+        }
+        if constexpr (SHARES == 2) {
+            __syncwarp();
+            meet_peers();
+            leave_peers();
+        }
+        return;
+    }
+    keep_registers<240>();
+    const float scale = __int_as_float(scale_bits);
+    const int diagonal = t0 / KEYS + group, count = min(ring.count, diagonal + 1 - from);
+    float out[128];
+    Softmax soft;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        soft.t[r] = t0 + QUERIES * group + thread / 32 * 16 + lane / 4 + 8 * r;
+        soft.first[r] = soft.t[r] < num_tokens ? firsts[soft.t[r]] : num_tokens;
+        soft.top[r] = -infinity(), soft.sum[r] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 128; ++i) out[i] = 0;
+    if (count > 0) {
+        wait(q_full, 0);
+        add_up(ring, data + group * TILE, from, count, (most + KEYS - 1) / KEYS, diagonal, scale, soft, out);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        soft.sum[r] += __shfl_xor_sync(~0u, soft.sum[r], 1);
+        soft.sum[r] += __shfl_xor_sync(~0u, soft.sum[r], 2);
+        soft.top[r] *= scale;
+    }
+    if constexpr (SHARES == 2) {
+        merge(soft, out, memory + GROUPS * TILE + 16 * thread, group, share);
+        if (group != share) return;
+    }
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const bool sees = soft.first[r] <= soft.t[r];
+        factor[r] = sees ? 1 / soft.sum[r] : 0;
+        if (lane % 4 == 0 && soft.t[r] < num_tokens)
+            lse[(u64)soft.t[r] * num_heads + head] =
+                sees ? (soft.top[r] + log2f(soft.sum[r])) * 0.69314718f : -infinity();
+    }
+    store(out, factor, memory + group * TILE, to + head * VALUES, t0 + group * QUERIES, num_tokens, (u64)num_heads * VALUES);
+}

@@ -1,0 +1,74 @@
+"""prompt_attention on Hopper, in CUDA C++ (attend.cu): heads as GLM-5 has them, in bfloat16."""
+
+import math
+import struct
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from glm5.kernels import cuda_code, triton_support
+
+SOURCE = Path(__file__).with_name("attend.cu")
+_WIDTHS = (192, 64, 256)  # of a head: what is not rotated of q and k, what is, and values
+_QUERIES, _KEYS, _THREADS, _BESIDE = 128, 64, 384, 128  # as in attend.cu
+_SHARED_BYTES = 1023 + (2 + 5) * 4 * 64 * 128 + _BESIDE
+
+
+def refusal(q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor) -> str:
+    """Why these cannot be handled; empty if they can."""
+    widths = k_THN.shape[2], rope_TR.shape[1], v_THV.shape[2]
+    given = {"q_THX": q_THX, "k_THN": k_THN, "rope_TR": rope_TR, "v_THV": v_THV}
+    if {x.dtype for x in given.values()} != {torch.bfloat16} or widths != _WIDTHS:
+        dtypes = sorted({str(x.dtype) for x in given.values()})
+        return f"needs bfloat16 and widths of {list(_WIDTHS)}, got {', '.join(dtypes)} and {list(widths)}"
+    for name, x in given.items():
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(step % 8 for step in x.stride()[:-1]):
+            return f"needs {name} with rows at multiples of 16 bytes, got strides {x.stride()}"
+    if not q_THX.is_cuda or torch.cuda.get_device_capability(q_THX.device)[0] != 9:
+        return f"needs Hopper, got {q_THX.device}"
+    return "" if cuda_code.can_build() else "needs NVRTC"
+
+
+def prompt_attention(
+    q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor, first_T: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `reference.prompt_attention`, without a gradient, for a scale above zero.
+
+    Raises ValueError where `refusal` has a reason.
+    """
+    if reason := refusal(q_THX, k_THN, rope_TR, v_THV):
+        raise ValueError(f"prompt_attention[cuda] {reason}; use impl='triton'")
+    if not scale > 0:
+        raise ValueError(f"prompt_attention[cuda] needs a scale above zero, got {scale}; use impl='triton'")
+    (num_tokens, num_heads, _), device = q_THX.shape, q_THX.device
+    out_THV = torch.empty_like(v_THV, memory_format=torch.contiguous_format)
+    lse_TH = q_THX.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    if num_tokens == 0:
+        return out_THV, lse_TH
+    tiles = -(-num_tokens // _QUERIES)
+    shares = num_shares(num_heads, tiles, triton_support.multiprocessors(device))
+    (factor,) = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))
+    maps = (cuda_code.heads_map(x, _KEYS) for x in (q_THX, k_THN, rope_TR[:, None], v_THV))
+    kernel, sizes = _kernel(shares, device), (num_tokens, num_heads, factor)
+    kernel((num_heads * shares, tiles), _THREADS, *maps, first_T, out_THV, lse_TH, *sizes, cluster=shares)
+    return out_THV, lse_TH
+
+
+def num_shares(num_heads: int, tiles: int, multiprocessors: int) -> int:
+    """Programs that share a tile's keys, 1 or 2, so that all end soonest if the tokens are one request's.
+
+    In blocks of keys: a tile's own work, what a program costs beside it, and what is left to the longest one alone.
+    """
+    blocks, count = num_heads * tiles * (tiles + 1), num_heads * tiles
+    whole = max(2 * tiles + 3.0, (blocks + 4.2 * count) / multiprocessors)
+    halves = max(tiles + 5.8, (blocks + 14.4 * count) / multiprocessors)
+    return 1 if whole <= halves else 2
+
+
+@cache
+def _kernel(shares: int, device: torch.device) -> cuda_code.CudaKernel:
+    kernel = cuda_code.build(SOURCE, "attend_prompt", _SHARED_BYTES, device, SHARES=shares, BESIDE=_BESIDE)
+    assert kernel is not None
+    return kernel
