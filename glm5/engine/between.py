@@ -3,8 +3,8 @@
     Whole    every rank has all rows; what is new is added up over ranks for all of them
     Dealt    prompts of ranks that share a model: rank r has the r-th of equal shares. What is new is added up where it
              belongs, and what every rank would compute alike (norm, products with weights that all of them hold,
-             router) is computed once. Then rows are gathered, as narrow as they ever are: latents and index keys
-             before attention, FP8 with scales and choices before experts
+             router, selection of keys) is computed once. Then rows are gathered, as narrow as they ever are: latents
+             and index keys before attention, which keys they select, FP8 with scales and choices before experts
 
 Both give every rank the same bits. Of 2,048 rows of GLM-5, each of eight ranks sends 44 MB a sum; dealt, 22 MB and then
 9 to 11 (docs/performance.md).
@@ -21,11 +21,15 @@ from glm5.kernels.row_codes import Kind
 from glm5.kernels.triton_support import chosen
 from glm5.model.norm import RMSNorm
 from glm5.parallel.group import Group
+from glm5.parallel.table import WHOLE, Shard
 
 MIN_DEALT_ROWS = 512  # fewer are a matter of latency, of which gathering has its own
 
 
 class Between(Protocol):
+    shard: Shard
+    """This rank, and how many share the rows."""
+
     def mine(self, x_TD: Tensor) -> Tensor:
         """Of rows that every rank has, those that this one goes on with: [O, D]."""
         ...
@@ -50,6 +54,8 @@ class Between(Protocol):
 
 class Whole:
     """All rows on every rank of `group`."""
+
+    shard = WHOLE
 
     def __init__(self, group: Group):
         self.group = group
@@ -80,10 +86,10 @@ class Dealt:
     """A share of the rows on each rank of `group`, which divides their number."""
 
     def __init__(self, group: Group):
-        self.group = group
+        self.group, self.shard = group, group.shard
 
     def mine(self, x_TD: Tensor) -> Tensor:
-        rank, size = self.group.shard
+        rank, size = self.shard
         return x_TD.unflatten(0, (size, -1))[rank]
 
     def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:

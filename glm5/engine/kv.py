@@ -115,6 +115,7 @@ class KVCache:
         rotation: tuple[Tensor, Tensor] | None = None,
         impl: Impl = "auto",
         few: FewQueries | None = None,
+        num_shares: int = 1,
     ) -> Tensor:
         """`kernels.select_keys` over the index keys of a layer: int32 [T, top_k]. `few`: the queries, planned."""
         key_PZI = self._index_key_PZI[layer_idx]
@@ -123,7 +124,17 @@ class KVCache:
                 q_TJI = rope_part(q_TJI, *rotation, None, 0, 2 * rotation[0].shape[1])
             return select_few(few, q_TJI, key_PZI, w_TJ, top_k=top_k, scale=scale)
         where = table_BN, row_T, end_T
-        return select_keys(q_TJI, key_PZI, w_TJ, *where, top_k=top_k, scale=scale, rotation=rotation, impl=impl)
+        return select_keys(
+            q_TJI,
+            key_PZI,
+            w_TJ,
+            *where,
+            top_k=top_k,
+            scale=scale,
+            rotation=rotation,
+            num_shares=num_shares,
+            impl=impl,
+        )
 
     def attend(
         self,

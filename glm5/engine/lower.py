@@ -88,19 +88,20 @@ class LoweredAttention:
             assert module.indexer is not None
             weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, between)
         q_lat = self._keys(qkv_TY, key_TI, weights, rope, view)
-        query_TY = self.of_query(q_lat, 0, 2 if selection is None else 1)
-        q_THX = query_TY[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+        query_TY, index_OY = self._queries(q_lat, between, has_index=selection is None)
+        q_THX = query_TY.unflatten(1, (heads, head_dim))
         if view.first_T is not None and selection is not None and selection.keys_TK is None:
             return self._prompt(q_THX, qkv_TY, rope, view.first_T), selection
         turns, early = (rope.cos_TR2, rope.sin_TR2), None
         if selection is None:
             assert beside is not None
-            index_TJI = query_TY[:, heads * head_dim :].unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
-            w_TJ = beside.take()
+            index_OJI = index_OY.unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
+            w_OJ, mine = beside.take(), (between.mine(turns[0]), between.mine(turns[1]))
             scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
             # Taken before selection gives memory back, so that queries may be made while keys are selected.
             early = q_THX.new_empty(len(q_THX), heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
-            selection = view.select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale, turns)
+            found = view.share(between.shard).select(layer_idx, index_OJI, w_OJ, cfg.index_topk, scale, mine)
+            selection = Selection(None if found.keys_TK is None else between.whole(found.keys_TK))
         q_THL = mla_queries(q_THX, self.w_k_HNC, *turns, early=early)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
         return product(self._values(out_THC), module.o_proj), selection
@@ -137,6 +138,18 @@ class LoweredAttention:
             return Rows(mla_keys(qkv_TY, *norms, *where))
         q_TQ, *codes = mla_keys_quantized(qkv_TY, *norms, *where, kind)
         return Rows(q_TQ, (codes[0], codes[1]))
+
+    def _queries(self, q_lat: Rows, between: Between, *, has_index: bool) -> tuple[Tensor, Tensor]:
+        """Queries of heads [T, Y], and of the indexer for those rows that this rank selects keys for, nothing if not
+        asked for."""
+        num_heads = self.of_query.rows[0]
+        if between.shard.size == 1 or not has_index:
+            query_TY = self.of_query(q_lat, 0, 1 + has_index)
+            return query_TY[:, :num_heads], query_TY[:, num_heads:]
+        codes = (
+            None if q_lat.quantized is None else (between.mine(q_lat.quantized[0]), between.mine(q_lat.quantized[1]))
+        )
+        return self.of_query(q_lat, 0, 1), self.of_query(Rows(between.mine(q_lat.x_TD), codes), 1)
 
     def _values(self, out_THC: Tensor) -> Rows:
         """Of every head, for the product with o_proj."""
@@ -186,11 +199,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[HeadWeights | None, Beside]:
-    """(what `mla_keys` is to compute along the way, the weights)."""
-    if isinstance(between, Dealt):
-        w_TJ = between.whole(product(Rows(x_OD), linear))  # not beside: ranks exchange on one stream
-        return None, Beside(lambda: w_TJ, torch.device("cpu"))
-    if len(x_OD) > _FEW_ROWS or not isinstance(linear, Linear):
+    """(what `mla_keys` is to compute along the way, the weights), of rows that this rank selects keys for."""
+    if len(x_OD) > _FEW_ROWS or not isinstance(linear, Linear) or between.shard.size > 1:
         return None, Beside(lambda: product(Rows(x_OD), linear), x_OD.device)
     w_TJ = x_OD.new_empty(len(x_OD), len(linear.weight))
     return HeadWeights(x_OD, linear.weight, w_TJ), Beside(lambda: w_TJ, torch.device("cpu"))

@@ -6,6 +6,7 @@ writes to the dump page.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from glm5.kernels.groups import FewQueries, few_queries
 from glm5.kernels.step_rows import StepRows
 from glm5.kernels.store_rows.in_place import Where
 from glm5.model.seams import Selection
+from glm5.parallel.table import Shard
 
 
 @dataclass(slots=True)
@@ -29,6 +31,8 @@ class StepView:
 
     `first_T` int32: where all rows are those of whole prompts, the row with which each token's prompt begins; of
     padding, one behind it.
+
+    `num_shares`: of a step's rows, of which these are one.
     """
 
     cache: KVCache
@@ -40,6 +44,7 @@ class StepView:
     max_end: int
     invariant: bool
     first_T: Tensor | None = None
+    num_shares: int = 1
     _where: Where | None = None
     _planned: FewQueries | None = None
     _is_few: dict[int, bool] = field(default_factory=dict[int, bool])
@@ -66,7 +71,7 @@ class StepView:
         if positions_T.is_cpu:
             table_BN, end_T, where = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
             table_BN, place_T = table_BN[:, :num_pages], torch.from_numpy(where[0] * size + where[1])
-            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant, None, where)
+            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant, _where=where)
         column_T = (positions_T // size).clamp_max_(slots.num_columns - 1)
         page_T = torch.where(live_T > 0, slots.table_SN[slot_T, column_T].long(), cache.dump_page)
         return cls(
@@ -105,6 +110,13 @@ class StepView:
                 _is_few={},
                 _step=None,
             )
+
+    def share(self, shard: Shard) -> "StepView":
+        """A view of the rows of one of the ranks that share them."""
+        if shard.size == 1:
+            return self
+        parts = self.parts(len(self.positions_T) // shard.size)
+        return replace(next(islice(parts, shard.rank, None)), num_shares=shard.size)
 
     @property
     def reads_all(self) -> bool:
@@ -147,6 +159,7 @@ class StepView:
                 rotation=rotation,
                 impl=self._impl,
                 few=few,
+                num_shares=self.num_shares,
             )
         )
 

@@ -43,7 +43,9 @@ def rank_main(group: Group, of: int, layers: Sequence[int], loads: Sequence[Prom
                     case, group, load, min_rows, anatomy=is_first and count == layers[0]
                 )
                 if is_first:
-                    say(f"{count} layers, {load.batch} x {load.context} tokens, rows {way}: {milliseconds:.3f} ms")
+                    say(
+                        f"{count} layers, {load.num_tokens} tokens to {load.context}, rows {way}: {milliseconds:.3f} ms"
+                    )
             off = rel_rms(found["dealt"], found["whole"].double())
             assert off < BUDGET, f"{off=}"
             if is_first:
@@ -77,6 +79,7 @@ def main() -> int:
     parser.add_argument("--of", type=int, help="GPUs whose widths each rank has, a multiple of --ranks")
     parser.add_argument("--layers", type=int, nargs="+", default=[6])
     parser.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens of a prompt")
+    parser.add_argument("--start", type=int, default=0, help="tokens of the prompts that are in the cache already")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="prompts of a step")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--port", type=int)
@@ -89,13 +92,14 @@ def main() -> int:
         device = torch.device("cuda", given.rank)
         shard = Shard(given.rank, given.ranks)
         group = open_group(shard, device, store_at(given.port, given.ranks), timeout_s=SECONDS)
-        loads = [Prompts(batch, length) for length in given.prompt for batch in given.batch]
+        loads = [Prompts(batch, length, given.start) for length in given.prompt for batch in given.batch]
         rank_main(group, of, given.layers, loads)
         torch.cuda.synchronize()
         group.close()
         return 0
     arguments = ["--of", str(of), "--layers", *map(str, given.layers), "--prompt", *map(str, given.prompt)]
-    return run_ranks("glm5.bench.steps.shared", given.ranks, [*arguments, "--batch", *map(str, given.batch)])
+    arguments += ["--start", str(given.start), "--batch", *map(str, given.batch)]
+    return run_ranks("glm5.bench.steps.shared", given.ranks, arguments)
 
 
 if __name__ == "__main__":

@@ -164,9 +164,10 @@ def tiling_for(*, crowded: bool, is_float32: bool) -> Tiling:
     return Tiling(64, _QUERIES, 4, 2, programs=528) if crowded else Tiling(64, 1, 4, 2, programs=2112)
 
 
-def tiling_of(q_TJI: Tensor, key_PZI: Pool, page_table_BN: Tensor) -> Tiling:
-    """For these queries together: they are crowded where a request has many."""
-    num_queries, J, I = q_TJI.shape
+def tiling_of(q_TJI: Tensor, key_PZI: Pool, page_table_BN: Tensor, num_shares: int = 1) -> Tiling:
+    """For these queries together, and others if they are one of several shares: they are crowded where a request has
+    many."""
+    num_queries, J, I = num_shares * q_TJI.shape[0], *q_TJI.shape[1:]
     crowded = num_queries >= _QUERIES * page_table_BN.shape[0]
     tiling = None
     if q_TJI.element_size() == 2:

@@ -7,6 +7,7 @@ from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
 from glm5.engine import between
+from glm5.engine.kv import KVCache
 from glm5.engine.lower import Lowered
 from glm5.engine.stack import Rows
 from glm5.kernels.grouped_experts import Terms
@@ -71,6 +72,18 @@ def test_dealt_rows_are_those_of_the_whole(checkpoint, dtype, monkeypatch):
             assert torch.equal(mine, want) or (dtype == "float32" and far(mine, want) < BUDGET)
             assert far(mine * 1.02, want) > BUDGET
         assert all(torch.equal(one, want) for one, want in zip(experts, whole[0][1], strict=True))
+
+
+def test_ranks_share_out_the_selection_of_keys(checkpoint, monkeypatch):
+    asked, select_keys = [], KVCache.select_keys
+
+    def noted(self, layer_idx, q_TJI, *given, **opts):
+        asked.append((len(q_TJI), opts["num_shares"]))
+        return select_keys(self, layer_idx, q_TJI, *given, **opts)
+
+    monkeypatch.setattr(KVCache, "select_keys", noted)
+    computed(checkpoint, "float32", 1, monkeypatch)
+    assert set(asked) == {(26, RANKS), (3, RANKS)}  # of 52 and 6 rows
 
 
 def test_rows_in_int8_are_gathered_with_their_scales():

@@ -103,6 +103,15 @@ def test_control_other_keys_are_no_near_ties(gen):
     assert changes.share > 0.5
 
 
+def test_a_share_of_queries_is_tiled_as_all_of_them():
+    """Or ranks that share a prompt's rows would read a request's keys once a query."""
+    triton = pytest.importorskip("glm5.kernels.index_score.triton")
+    q_TJI, table = torch.zeros(512, 4, 8), torch.zeros(60, 5)
+    whole = triton.tiling_of(q_TJI, torch.zeros(9, 4, 8), table)
+    assert triton.tiling_of(q_TJI[:128], torch.zeros(9, 4, 8), table, num_shares=4) == whole
+    assert triton.tiling_of(q_TJI[:128], torch.zeros(9, 4, 8), table) != whole  # the control
+
+
 def test_unknown_implementation(gen):
     where, q, pool, w = make_case("one query, one key", gen)
     with pytest.raises(ValueError, match="index_score: unknown impl 'fast'"):
