@@ -11,7 +11,7 @@ from glm5.engine.ranks import RankedRunner, Ranks
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.wire import Drop
 from tests.support.core_driver import CoreDriver
-from tests.support.fake_runner import FakeRunner
+from tests.support.fake_runner import FakeRunner, FakeWeights
 from tests.unit.engine.sampling.schemas import compiler, vocabulary
 
 
@@ -97,6 +97,18 @@ def test_a_request_may_be_dropped_in_the_turn_that_it_came():
     driver.run()
     assert driver.heard[gone].reason == "abort"
     assert not told.follower.scheduler.live
+
+
+def test_a_rank_that_draws_other_tokens_says_so():
+    """Before it plans with them."""
+    driver = CoreDriver()
+    told = Told(driver)
+    told.runner.weights = FakeWeights()
+    told.runner.weights.number = 1
+    told.runner.weights_changed()
+    driver.ask(8, 6)
+    with pytest.raises(RuntimeError, match="ranks differ in the tokens before step"):
+        driver.run()
 
 
 def test_an_order_is_written_once_for_all_ranks():
