@@ -17,8 +17,9 @@ from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
 from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
 
 _TRAINED_HEADS = 64  # that fit into a program
-# Queries: of fewer Triton's smaller programs begin sooner, of more products take the time.
-_CUDA, _FP8_CUDA = range(24, 513), range(4, 513)
+# Queries from which on it is faster; of fewer Triton's smaller programs begin sooner.
+_CUDA, _FP8_CUDA = 24, 4
+_MANY_HEADS, _MOST = 16, 512  # of so many heads in bfloat16, products of more queries take the time
 
 
 def sparse_mla(
@@ -77,8 +78,11 @@ def _cheaper(
     keys in context per key selected; with one query a request, up to 3.
     """
     if triton_support.chosen(q_THL, *(() if isinstance(latent_PZL, tuple) else (latent_PZL,))):
-        is_step = len(q_THL) in (_FP8_CUDA if isinstance(latent_PZL, Fp8Latents) else _CUDA)
-        refused = not is_step or cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
+        num_queries = len(q_THL)
+        is_faster = num_queries >= _FP8_CUDA
+        if isinstance(latent_PZL, Tensor):
+            is_faster = num_queries >= _CUDA and (num_queries <= _MOST or q_THL.shape[1] < _MANY_HEADS)
+        refused = not is_faster or cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
         return "triton" if refused else "cuda"
     is_trained = q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS and keys_TK is not None
     if is_trained and isinstance(latent_PZL, Tensor) and triton_support.runs_on(q_THL, latent_PZL):

@@ -1,5 +1,7 @@
 """sparse_mla in CUDA C++: attend.cu on a CPU, a program at a time, and what it is for. tests/gpu has it on a GPU."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -86,3 +88,23 @@ def test_what_is_refused():
         sparse_mla(q[:, :4], pool, None, *where, **opts)
     with pytest.raises(ValueError, match="needs Hopper, got cpu"):
         sparse_mla(q, pool, None, *where, **opts)
+
+
+def test_auto_takes_it_where_it_is_faster_and_can_be_built(monkeypatch):
+    module = import_module("glm5.kernels.sparse_mla")
+    monkeypatch.setattr(module.triton_support, "chosen", lambda *given: True)
+    monkeypatch.setattr(cuda, "refusal", lambda *given: "")
+    pool, form = torch.zeros(2, 64, 576, dtype=torch.bfloat16), LatentFormat(512, 64)
+    fp8 = Fp8Latents(quantize_latents(pool.flatten(0, 1), form).unflatten(0, (2, 64)), form)
+
+    def taken(pool, H):
+        given = torch.zeros(1, 1).int(), torch.zeros(1, 2).int(), torch.zeros(1).int(), 512
+        counts = (3, 4, 23, 24, 512, 513, 8192)
+        choices = {T: module._cheaper(torch.zeros(T, H, 576, dtype=torch.bfloat16), pool, *given) for T in counts}
+        return [T for T, choice in choices.items() if choice == "cuda"]
+
+    assert taken(fp8, 8) == taken(fp8, 16) == [4, 23, 24, 512, 513, 8192]
+    assert taken(pool, 8) == [24, 512, 513, 8192]
+    assert taken(pool, 16) == [24, 512]
+    monkeypatch.setattr(cuda, "refusal", lambda *given: "needs NVRTC")
+    assert taken(fp8, 8) == []
