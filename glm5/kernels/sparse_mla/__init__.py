@@ -7,7 +7,7 @@ from torch import Tensor
 
 from glm5.kernels import triton_support
 from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.fp8_pool import Fp8Latents, Pool
+from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import few_queries
 from glm5.kernels.sparse_mla import cuda
 from glm5.kernels.sparse_mla.chunked import sparse_mla as _chunked
