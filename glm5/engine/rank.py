@@ -30,6 +30,7 @@ from glm5.engine.plan import StepPlan
 from glm5.engine.process import Pulse, take_stdout
 from glm5.engine.rank_wire import (
     Begin,
+    Discard,
     End,
     Masks,
     Order,
@@ -98,6 +99,8 @@ class Follower:
                 future.add_done_callback(lambda done: self.say(_said(call, done.exception())))
             case Swap(version=version):
                 self.weights.swap(self._staged.result(), version)
+                self._staged = None
+            case Discard():
                 self._staged = None
             case ReleaseWeights(call=call, level=level):
                 self.say(Said(call, self.weights.release(level)))

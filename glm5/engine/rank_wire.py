@@ -67,6 +67,11 @@ class Swap:
 
 
 @dataclass(frozen=True)
+class Discard:
+    """Forget the weights that were staged last, as another rank refused its part of them."""
+
+
+@dataclass(frozen=True)
 class ReleaseWeights:
     """Answered with the bytes."""
 
@@ -109,6 +114,7 @@ Order = (
     | Masks
     | Stage
     | Swap
+    | Discard
     | ReleaseWeights
     | RestoreWeights
     | ReleaseCache

@@ -33,6 +33,7 @@ from glm5.engine.messages import Message, Submit
 from glm5.engine.plan import StepPlan
 from glm5.engine.rank_wire import (
     Begin,
+    Discard,
     End,
     Masks,
     Order,
@@ -118,7 +119,7 @@ class Ranks:
         return [rank.process.pid for rank in self._others]
 
     def tell(self, order: Order) -> None:
-        """All of them."""
+        """All of them. Any thread may."""
         data = encoded(order)
         for rank in self._others:
             rank.tell(data)
@@ -259,8 +260,12 @@ class RankedWeights:
         mine = self._mine.stage(folder)
 
         def wait() -> Any:
-            staged = mine.result()
-            _raise_first(others)
+            try:
+                staged = mine.result()
+                _raise_first(others)
+            except Exception:
+                self._ranks.tell(Discard())
+                raise
             return staged
 
         return in_background(wait, "glm5-ranks-stage")

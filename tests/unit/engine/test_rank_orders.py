@@ -1,13 +1,16 @@
 """What the first rank tells the others, obeyed in this process by followers whose runners have no model."""
 
 import io
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
+from glm5.common.errors import CheckpointError
 from glm5.engine.messages import CopyDone
 from glm5.engine.rank import Follower
-from glm5.engine.rank_wire import Masks, Order, Turn, encoded, read_all
-from glm5.engine.ranks import RankedRunner, Ranks
+from glm5.engine.rank_wire import Masks, Order, Said, Turn, encoded, read_all
+from glm5.engine.ranks import RankedRunner, RankedWeights, Ranks
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.wire import Drop
 from tests.support.core_driver import CoreDriver
@@ -38,7 +41,8 @@ class Told:
             vocab_size=driver.vocab_size,
             max_depth=config.max_depth,
         )
-        others = {"weights": driver.weights, "cache": self.runner, "pages": Pages(), "say": print}
+        self.said: Future[Said] = Future()
+        others = {"weights": driver.weights, "cache": self.runner, "pages": Pages(), "say": self.said.set_result}
         self.follower = Follower(self.runner, config, **others)
         driver.core.runner = driver.core.ranks = RankedRunner(runner, self, Pages())
 
@@ -46,6 +50,10 @@ class Told:
         (read,) = read_all(io.BytesIO(encoded(order)))
         self.orders.append(read)
         self.follower.obey(read)
+
+    def ask(self, make) -> "list[Future[Said]]":
+        self.tell(make(0))
+        return [self.said]
 
     def close(self) -> None:
         pass
@@ -109,6 +117,18 @@ def test_a_rank_that_draws_other_tokens_says_so():
     driver.ask(8, 6)
     with pytest.raises(RuntimeError, match="ranks differ in the tokens before step"):
         driver.run()
+
+
+def test_weights_that_one_rank_refuses_are_kept_by_none():
+    """They are as large as those in use."""
+    told, mine = Told(CoreDriver()), FakeWeights()
+    mine.at_once = False
+    staged = RankedWeights(mine, told).stage(Path("/7"))
+    assert told.follower._staged.result() == 7
+    mine.staging.set_exception(CheckpointError("this part has NaN"))
+    with pytest.raises(CheckpointError, match="this part"):
+        staged.result()
+    assert told.follower._staged is None
 
 
 def test_an_order_is_written_once_for_all_ranks():
