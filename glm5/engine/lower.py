@@ -47,6 +47,7 @@ from glm5.model.mlp import MLP
 from glm5.model.moe import MoE
 from glm5.model.norm import RMSNorm
 from glm5.model.seams import Rope, Selection
+from glm5.parallel.apply import ParallelEmbedding
 from glm5.parallel.group import ALONE, Group
 
 _FEW_ROWS = 16  # up to here `mla_keys` computes the weights of index heads along the way
@@ -400,12 +401,20 @@ class Lowered:
     def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
         cfg, rope, between = self.model.cfg, self._rope(view.positions_T), between_of(self.group, len(ids_T))
-        new, residual_OD, selection = None, between.mine(self.model.model.embed_tokens(ids_T)), None
+        new, residual_OD, selection = *self._embedded(ids_T, between), None
         for layer_idx in self._run:
             inherited = None if cfg.has_indexer(layer_idx) else selection
             layer = self.layers[layer_idx]
             new, residual_OD, selection = layer(new, residual_OD, rope, view, inherited, between)
         return _last(new, residual_OD, self.model.model.norm, between)
+
+    def _embedded(self, ids_T: Tensor, between: Between) -> tuple[Tensor | None, Tensor]:
+        """(what is to be added to the stream, the stream): dealt rows are added up by the first layer's norm."""
+        table = self.model.model.embed_tokens
+        if between.shard.size == 1 or not isinstance(table, ParallelEmbedding):
+            return None, between.mine(table(ids_T))
+        part_TD = table.part(ids_T)
+        return part_TD, torch.zeros_like(between.mine(part_TD))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """`Glm5.head`."""

@@ -28,10 +28,14 @@ class ParallelEmbedding(Embedding):
         self.first = group.shard.rank * len(whole.weight)
 
     def forward(self, ids_T: Tensor) -> Tensor:
+        return self.group.all_reduce(self.part(ids_T))
+
+    def part(self, ids_T: Tensor) -> Tensor:
+        """[T, D] of what this rank holds, zeros elsewhere."""
         place_T = ids_T - self.first
         is_mine_T = (place_T >= 0) & (place_T < len(self.weight))
         rows_TD = F.embedding(torch.where(is_mine_T, place_T, 0), self.weight)
-        return self.group.all_reduce(rows_TD.masked_fill(~is_mine_T[:, None], 0))
+        return rows_TD.masked_fill(~is_mine_T[:, None], 0)
 
 
 class ParallelLayer(DecoderLayer):
