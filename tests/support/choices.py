@@ -36,18 +36,24 @@ class Choices:
         routing, keys, self.flips = iter(self.routing), iter(self.keys), []
         for gate in gates_of(model):
             route = gate.forward
-            gate.forward = lambda x, r=route: self.instead(self.share(next(routing), x), r(x), 1)
+            gate.forward = lambda x, r=route: self.instead(self.share(next(routing), len(x)), r(x), 1)
         select = cache.select_keys
-        cache.select_keys = lambda *args, **kwargs: self.instead(next(keys), select(*args, **kwargs), None)
+
+        def selected(*args, **kwargs):
+            own = select(*args, **kwargs)
+            (forced,) = self.share((next(keys),), len(own))
+            return self.instead(forced, own, None)
+
+        cache.select_keys = selected
 
     def instead(self, forced, own, index):
         left, right = (forced, own) if index is None else (forced[index], own[index])
         self.flips.append(float((left != right).float().mean()))
         return forced
 
-    def share(self, routing, x):
+    def share(self, chosen, count):
         rank, size = self.shard
-        return routing if len(x) == len(routing[0]) else tuple(each.unflatten(0, (size, -1))[rank] for each in routing)
+        return chosen if count == len(chosen[0]) else tuple(each.unflatten(0, (size, -1))[rank] for each in chosen)
 
     @staticmethod
     def note(heard, value):
