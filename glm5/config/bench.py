@@ -53,7 +53,8 @@ class LatencyConfig(BenchConfig):
     weights: Literal["fp8", "bfloat16", "w4a8-channel", "w4a8-group", "w8a8"] = "fp8"
     """With --preset: what weights are stored as; but for fp8 and bfloat16, names of `glm5 quantize`'s recipes."""
     batch: tuple[Count, ...] = (1, 8, 32, 64, 128)
-    """With --preset: sequences that decode together. The most of them are also prompts that come at once."""
+    """With --preset: sequences that decode together. The most of them are also prompts that come at once, and, unless
+    --max-num-seqs is given, the least that it is."""
     context: tuple[Count, ...] = (32768, 131072)
     """With --preset: contexts in tokens at which one sequence decodes."""
     input_len: Count = 2048
@@ -72,4 +73,10 @@ class LatencyConfig(BenchConfig):
             raise ValueError("--load-format dummy with --preset, which has no weights")
         if self.preset is not None and self.against is not None:
             raise ValueError("--against with --model, not with --preset")
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_every_batch(self) -> Self:
+        if self.preset is not None and "max_num_seqs" in self.model_fields_set and max(self.batch) > self.max_num_seqs:
+            raise ValueError(f"--batch up to --max-num-seqs ({self.max_num_seqs}); got {max(self.batch)}")
         return self

@@ -97,12 +97,21 @@ def test_routing_that_spreads_is_told_from_routing_that_does_not():
         ("--preset tiny --model x", "got both"),
         ("--preset tiny", "--load-format dummy"),
         ("--preset tiny --load-format dummy --against transformers", "--against with --model"),
+        ("--preset tiny --load-format dummy --batch 9 --max-num-seqs 8", "up to --max-num-seqs (8); got 9"),
         ("--model x --simulate-acceptance 2", "only with load_format dummy"),
     ],
 )
 def test_flags_that_do_not_fit_together(flags, why, capsys):
     assert main(["bench", "latency", *flags.split()]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_batch_beyond_the_usual_most_has_its_sequences(capsys):
+    """Of the batches that are measured by default, too, which were refused after the start."""
+    flags = "--preset tiny --load-format dummy --dtype float32 --batch 65 --context 32 --input-len 4"
+    flags += " --output-len 1 --max-model-len 192 --num-gpu-blocks-override 400 --device cpu"
+    assert main(["bench", "latency", *flags.split()]) == 0
+    assert "decoding step, batch 65" in capsys.readouterr().out
 
 
 @pytest.mark.slow
