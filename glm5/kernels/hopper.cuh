@@ -85,6 +85,21 @@ template <int LEFT> static __device__ void wait_for_copies() {
 // What this thread's stores and copies wrote to shared memory may be read by matrix units, once it has arrived.
 static __device__ void for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// How often programs came to some point, in memory: with what they, or those of their threads they met, wrote before.
+static __device__ void add_count(int* count) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+
+static __device__ int come_to(const int* count) {
+    int found;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
+    return found;
+}
+
+static __device__ void await_count(const int* count, int wanted) {
+    while (come_to(count) < wanted) __nanosleep(100);
+}
+
 static __device__ float exp2_of(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -160,6 +175,14 @@ static __device__ void meet_peers() {
 // The same for programs that have only read what others wrote, and may leave when all have.
 static __device__ void leave_peers() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+static __device__ int int_of_peer(u32 at, int peer) {
+    int found;
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(peer));
+    asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(found) : "r"(there) : "memory");
+    return found;
 }
 
 static __device__ float4 of_peer(u32 at, int peer) {

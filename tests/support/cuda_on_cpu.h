@@ -86,6 +86,20 @@ static float __shfl_xor_sync(u32, float x, int across) {
     return __uint_as_float(met(&mine, 1)[current % 32 ^ across][0]);
 }
 
+static int __shfl_up_sync(u32, int x, int by) {
+    const u32 mine = x;
+    return met(&mine, 1)[max(current % 32 - by, 0)][0];
+}
+
+static u32 __match_any_sync(u32, int x) {
+    const u32 mine = x;
+    u32(*all)[MOST_WORDS] = met(&mine, 1), found = 0;
+    for (int i = 0; i < 32; ++i) found |= (u32)(all[i][0] == mine) << i;
+    return found;
+}
+
+static int atomicAdd(int* at, int more) { return (*at += more) - more; }
+
 static int __reduce_max_sync(u32, int x) {
     const u32 mine = x;
     u32(*all)[MOST_WORDS] = met(&mine, 1);

@@ -58,6 +58,13 @@ static void arrive_with(u32 barrier, int bytes) {
 static void arrive(u32 barrier) { arrive_with(barrier, 0); }
 static void arrive_with_copies(u32 barrier) { arrive_with(barrier, 0); }
 
+static void add_count(int* count) { ++*count; }
+static int come_to(const int* count) { return *count; }
+
+static void await_count(const int* count, int wanted) {
+    while (*count < wanted) rest();
+}
+
 // Place of a byte in a matrix of rows of 128 bytes at a multiple of 1024.
 static u32 place_of(u32 byte) { return byte ^ byte / 128 % 8 * 16; }
 
@@ -99,6 +106,7 @@ static void meet_peers() {
 
 static void leave_peers() { meet_peers(); }
 
+static int int_of_peer(u32 at, int peer) { return *(const int*)(memories[peer] + at); }
 static float4 of_peer(u32 at, int peer) { return *(const float4*)(memories[peer] + at); }
 
 static void fetch_16(u32 to, const void* from) {

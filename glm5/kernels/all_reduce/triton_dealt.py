@@ -69,6 +69,7 @@ def _deal(
     QUANTIZE: tl.constexpr,
     NUM: tl.constexpr,
     PDL: tl.constexpr,
+    place_ptr=None,
 ):
     """Of `num_rows` rows of every rank's share, from `first` on: for each, a program for each peer that sends it the
     row of its share, and one that adds up this rank's."""
@@ -83,13 +84,13 @@ def _deal(
         place = buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + i * D
         for begin in range(0, D, PIECE):
             d = begin + tl.arange(0, PIECE)
-            tl.store(place + d, sendable(_new(part_ptr, peer * share + t, d, T, D, A, SHARED)), mask=d < D)
+            tl.store(place + d, sendable(_new(part_ptr, peer * share + t, d, T, D, A, SHARED, place_ptr)), mask=d < D)
     else:
         place = buffer(pointers, rank, slot, num_words, part_ptr) + i * D
         squares = 0.0
         for begin in range(0, D, PIECE):
             d = begin + tl.arange(0, PIECE)
-            mine = sendable(_new(part_ptr, rank * share + t, d, T, D, A, SHARED))
+            mine = sendable(_new(part_ptr, rank * share + t, d, T, D, A, SHARED, place_ptr))
             residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
             total = wait_sum(place + d, count, d < D, rank, mine, SIZE, PIECE).to(mine.dtype)
             tl.debug_barrier()  # all have read
@@ -160,10 +161,10 @@ def _put_normed(
 
 
 @triton.jit
-def _new(part_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr):
+def _new(part_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr, place_ptr):
     """Row t of what is new: the sum of A terms and the shared expert's, or, if there are none, what lies there."""
     if A > 0:
-        x = sum_of_terms(part_ptr, t, d, T, D, A, SHARED).to(part_ptr.dtype.element_ty)
+        x = sum_of_terms(part_ptr, t, d, T, D, A, SHARED, place_ptr).to(part_ptr.dtype.element_ty)
     else:
         x = tl.load(part_ptr + t * D + d, mask=d < D, other=0.0)
     return x
@@ -274,6 +275,7 @@ def dealt(
             PIECE=min(_PIECE, max(128, triton.next_power_of_2(width))),
             QUANTIZE=quantized is not None,
             NUM=NUM_BUFFERS,
+            place_ptr=None if terms is None else terms.places,
             num_warps=4 if size == 2 else 8,  # what more ranks sent takes more registers
             **dependent_launch(new.device),
         )

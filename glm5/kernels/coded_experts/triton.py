@@ -16,7 +16,7 @@ from torch import Tensor
 
 from glm5.kernels.coded import Coded, Form
 from glm5.kernels.coded_linear.triton import block_k_of
-from glm5.kernels.grouped_experts.triton import tiles_by_expert
+from glm5.kernels.grouped_experts.plan import tiles_by_expert
 from glm5.kernels.grouped_experts.triton_few import combine
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import int4_product, product, unit, weight_times_rows

@@ -1,5 +1,5 @@
-"""grouped_experts of many tokens on Hopper, in CUDA C++ (rows.cu): the two products. What finds tiles of rows and adds
-up a token's terms is Triton's."""
+"""grouped_experts of many tokens on Hopper, in CUDA C++ (rows.cu): the two products in one launch, behind plan.cu,
+which finds tiles of rows. What adds up a token's terms is Triton's."""
 
 from functools import cache
 from pathlib import Path
@@ -10,19 +10,19 @@ from torch import Tensor
 from glm5.kernels import cuda_code, triton_support
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled
+from glm5.kernels.grouped_experts import plan
 from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.grouped_experts.terms import Terms
 
 SOURCE = Path(__file__).with_name("rows.cu")
 ROWS, _THREADS, _SLICE = 96, 384, 256  # as in rows.cu
-_PITCHES = {"up": 144, "down": 2 * 272}
-_STAGES = {"up": 4, "down": 3}  # blocks of weights under way, as many as there is room for
+_SHARED_BYTES = 232_320  # of a program of rows.cu, as it lays them out
 
 
 def is_faster(num_pairs: int, num_experts: int, inner: int) -> bool:
     """Than Triton's, on an H200 at GLM-5's sizes (docs/performance.md): where most experts' rows are one tile, and
     narrow ones have many."""
-    least = 16 if inner >= 512 else 48
+    least = 16 if inner >= 512 else 32
     return least * num_experts <= num_pairs <= 80 * num_experts
 
 
@@ -36,6 +36,8 @@ def refusal(
     width, inner = down[0].shape[1:]
     if width % _SLICE or inner % BLOCK:
         return f"needs widths of a multiple of {_SLICE} and {BLOCK}, got {list(down[0].shape)}"
+    if len(down[0]) > plan.MOST_EXPERTS:
+        return f"needs at most {plan.MOST_EXPERTS} experts, got {len(down[0])}"
     if not x_TD.is_cuda or torch.cuda.get_device_capability(x_TD.device)[0] != 9:
         return f"needs Hopper, got {x_TD.device}"
     return "" if cuda_code.can_build() else "needs NVRTC"
@@ -71,15 +73,10 @@ def expert_terms(
     """What `grouped_experts` adds up. Raises ValueError where `refusal` has a reason."""
     if reason := refusal(x_TD, gate_up, down, shared):
         raise ValueError(f"grouped_experts[cuda] {reason}; use impl='triton'")
-    from glm5.kernels.grouped_experts.triton import tiles_by_expert
-
     assert isinstance(gate_up, BlockScaled)
     assert isinstance(down, BlockScaled)
-    expert_TA = expert_TA.contiguous()
-    planned = tiles_by_expert(expert_TA, len(down.data), ROWS)
-    y = terms(quantized or act_quant(x_TD), gate_up, down, weight_TA.contiguous(), planned, shared)
-    num_tokens, active = expert_TA.shape
-    return Terms(y, num_tokens, active, shared is not None)
+    quantized = quantized or act_quant(x_TD)
+    return terms(quantized, gate_up, down, weight_TA.contiguous(), expert_TA.int().contiguous(), shared)
 
 
 def terms(
@@ -87,48 +84,40 @@ def terms(
     gate_up: BlockScaled,
     down: BlockScaled,
     weight_TA: Tensor,
-    planned: tuple[Tensor, Tensor],
+    expert_TA: Tensor,
     shared: SharedExpert | None,
-) -> Tensor:
-    """[T * A + T, D] in bfloat16: pair by pair, then those of the shared expert. `planned`: of `tiles_by_expert`."""
-    (x_fp8, x_scale), (order, tiles), device = quantized, planned, weight_TA.device
-    (num_tokens, active), (_, width, inner) = weight_TA.shape, down.data.shape
+) -> Terms:
+    """In bfloat16, those of an expert side by side. `expert_TA` in int32."""
+    (x_fp8, x_scale), device = quantized, weight_TA.device
+    (num_tokens, active), (num_experts, width, inner) = weight_TA.shape, down.data.shape
     rows = num_tokens * (active + 1)
-    shared_tiles = 0 if shared is None else -(-num_tokens // ROWS)
     own = shared or SharedExpert(gate_up, gate_up, down)
     gate, up, shared_down = (weight for weight in own if isinstance(weight, BlockScaled))
+    weights = gate_up, gate, up, down, shared_down
+    shared_tiles = 0 if shared is None else -(-num_tokens // ROWS)
+    planned = plan.planned(expert_TA, num_experts, ROWS, shared_tiles)
     h = torch.empty(rows, inner, dtype=FP8, device=device)
     h_scale = torch.empty(inner // BLOCK, rows, dtype=torch.float32, device=device)
     y = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
-    sizes = (num_tokens, len(tiles) - 1, shared_tiles)
-    grid, made_for = (triton_support.multiprocessors(device), 1), (active, width, inner)
-    _kernel("up", *made_for, device)(
-        grid,
+    _kernel(active, width, inner, device)(
+        (triton_support.multiprocessors(device), 1),
         _THREADS,
         x_fp8.contiguous(),
         x_scale.T.contiguous(),
-        order,
-        tiles,
+        planned.order,
+        planned.tiles,
+        planned.counters,
         weight_TA,
-        *(_map(weight) for weight in (gate_up, gate, up)),
-        *(weight.scale for weight in (gate_up, gate, up)),
+        *(_map(weight) for weight in weights),
+        *(weight.scale for weight in weights),
         h,
         h_scale,
-        *sizes,
-    )
-    _kernel("down", *made_for, device)(
-        grid,
-        _THREADS,
-        h,
-        h_scale,
-        order,
-        tiles,
-        *(_map(weight) for weight in (down, shared_down)),
-        *(weight.scale for weight in (down, shared_down)),
         y,
-        *sizes,
+        num_tokens,
+        len(planned.tiles) - 1,
+        shared_tiles,
     )
-    return y
+    return Terms(y, num_tokens, active, shared is not None, planned.places)
 
 
 def _map(weight: BlockScaled) -> cuda_code.TileMap:
@@ -136,15 +125,8 @@ def _map(weight: BlockScaled) -> cuda_code.TileMap:
     return cuda_code.tile_map(data.data_ptr(), data.numel() // data.shape[-1], data.shape[-1], BLOCK)
 
 
-def shared_bytes(name: str) -> int:
-    """Of a program's memory, as rows.cu lays it out."""
-    stage = -(-(256 * BLOCK + ROWS * BLOCK + 4 * (ROWS + 2)) // 1024) * 1024
-    return 1024 + _STAGES[name] * (stage + 16) + ROWS * (40 + _PITCHES[name])
-
-
 @cache
-def _kernel(name: str, active: int, width: int, inner: int, device: torch.device) -> cuda_code.CudaKernel:
-    sizes = {"A": active, "D": width, "F": inner, "STAGES": _STAGES[name], "IS_UP": int(name == "up")}
-    kernel = cuda_code.build(SOURCE, name, shared_bytes(name), device, **sizes)
+def _kernel(active: int, width: int, inner: int, device: torch.device) -> cuda_code.CudaKernel:
+    kernel = cuda_code.build(SOURCE, "experts", _SHARED_BYTES, device, A=active, D=width, F=inner)
     assert kernel is not None
     return kernel

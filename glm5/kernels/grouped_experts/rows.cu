@@ -1,32 +1,35 @@
 // Experts of many tokens on Hopper, FP8 on both sides: what triton_rows.py computes, from a plan's tiles.
 //
-//     h[p] = silu(gate x) * up x, quantized    `up`: a task is a tile of rows of an expert, and 128 values of h
-//     y[p] = down(h[p]) * weight               `down`: a tile, and 256 outputs
+//     h[p] = silu(gate x) * up x, quantized    up: a task is a tile of rows of an expert, and 128 values of h
+//     y[p] = down(h[p]) * weight               down: a tile, and 256 outputs
 //
-// A program stays on its multiprocessor and does every so-manieth task, so that programs read neighbouring weights at a
-// time. One thread fetches weights, 128 x 128 by one copy, three warps fetch rows; they run ahead of the eight warps that
-// compute by STAGES blocks, across tasks.
+// A program stays on its multiprocessor. One thread claims the next task, tells the others, and fetches weights, 128 x 128
+// by one copy; three warps fetch rows. They run ahead of the eight warps that compute by STAGES blocks, across tasks.
+//
+// Tasks of `up` are few and long, so not all programs end them at once: who finds none left begins with `down`, of the
+// first tiles. `progress`: tasks that were claimed, those of `up` that are done, and those of each tile, for whose h `down`
+// waits. What it waits for was claimed before by a program that runs, and waits for nobody.
 //
 // Weights are the rows of the matrix units' tile and tokens its columns, as many as there are (32 to 96). A block of
-// 128 columns of weights is multiplied, then scaled in registers. Rows of a tile are positions in the order of experts;
-// those of y are pairs, and T * A + t for the shared expert, whose tiles come first.
+// 128 columns of weights is multiplied, then scaled in registers. Rows of a tile are places in the order of experts, as
+// those of h and y are; T * A + t for the shared expert, whose tiles come first.
 //
-// Compiled with A, D, F, STAGES and IS_UP (1 or 0: which of the two); D is a multiple of 256, F of 128.
+// Compiled with A, D and F; D is a multiple of 256, F of 128.
 
 #include "hopper.cuh"
 
 constexpr int COMPUTING = 256, FETCHING = 96, THREADS = 384;
 constexpr int ROWS = 96;  // of a tile
 constexpr int DB = D / 128, FB = F / 128, SLICES = D / 256;
-constexpr int WEIGHTS = 256 * 128;  // bytes of a stage, then rows, scales of rows, of weights
-constexpr int SCALES = WEIGHTS + ROWS * 128;
-constexpr int STAGE = (SCALES + 4 * (ROWS + 2) + 1023) / 1024 * 1024;
+constexpr int STAGES = 4, WEIGHTS = 256 * 128, STAGE = WEIGHTS + ROWS * 128;  // bytes: weights, then rows
+constexpr int CLAIMS = 4;  // tasks that some have begun and others have not ended
 constexpr int MOST_TOGETHER = 80;  // rows of two products under way: registers
-constexpr int PITCH = 144, WIDE = 272;  // of h and of terms on their way to memory: 8 rows in 8 banks
-constexpr int AT_BARRIER = STAGES * STAGE;
-constexpr int AT_COLUMN = AT_BARRIER + 16 * STAGES;
-constexpr int AT_AMAX = AT_COLUMN + 8 * ROWS;
-constexpr int AT_RESULT = AT_AMAX + 32 * ROWS;
+constexpr int PITCH = 144, WIDE = 256;  // of h and of terms on their way to memory
+constexpr int AT_SCALES = STAGES * STAGE, SCALES = 4 * (ROWS + 4);  // of a stage's rows, then of weights
+constexpr int AT_BARRIER = AT_SCALES + STAGES * SCALES;
+constexpr int AT_CLAIMS = AT_BARRIER + 16 * STAGES;
+constexpr int AT_RESULT = (AT_CLAIMS + 48 * CLAIMS + 127) / 128 * 128;  // terms, or
+constexpr int AT_AMAX = AT_RESULT, AT_COLUMN = AT_AMAX + 32 * ROWS, AT_H = AT_COLUMN + 8 * ROWS;
 
 struct Tile { int expert, first, count; };  // -1: the shared expert; position of its first row
 
@@ -43,21 +46,45 @@ struct Tiles {
     }
 };
 
-// A program's tasks.
-template <int SLICES_> struct Tasks {
-    const Tiles& tiles;
-    int i, end;
+enum Kind { UP, DOWN, NONE };
+
+struct alignas(16) Task {
     Tile tile;
+    Kind kind;
+    int index, slice;  // of its tile, and of what is made of it
+    int unused[2];
 
-    __device__ Tasks(const Tiles& all) : tiles(all), i(blockIdx.x), end(all.count() * SLICES_) {
-        if (i < end) tile = tiles.at(i / SLICES_);
+    __device__ Task() {}
+    __device__ Task(const Tiles& tiles, int i) {
+        const int count = tiles.count();
+        const bool up = i < count * FB;
+        if (!up) i -= count * FB;
+        kind = up ? UP : i < count * SLICES ? DOWN : NONE;
+        index = up ? i / FB : i / SLICES, slice = up ? i % FB : i % SLICES;
+        if (kind != NONE) tile = tiles.at(index);
     }
-    __device__ bool left() const { return i < end; }
-    __device__ int slice() const { return i % SLICES_; }
+};
 
-    __device__ void next() {
-        i += gridDim.x;
-        if (i < end) tile = tiles.at(i / SLICES_);
+// What this program has claimed, in a ring of its own, as one role follows it.
+struct Claims {
+    Task* const taken;
+    const u32 told, known;  // barriers: all may read, all have read
+    int n = 0;
+
+    __device__ void tell(const Task& task) {
+        const int slot = n % CLAIMS;
+        wait(known + 8 * slot, (n++ / CLAIMS & 1) ^ 1);
+        taken[slot] = task;
+        arrive(told + 8 * slot);
+    }
+
+    __device__ Task next() {
+        const int slot = n % CLAIMS;
+        wait(told + 8 * slot, n++ / CLAIMS & 1);
+        const Task task = taken[slot];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(known + 8 * slot);
+        return task;
     }
 };
 
@@ -71,7 +98,7 @@ struct Source {
 };
 
 template <bool UP> struct Work {
-    static constexpr int slices = UP ? FB : SLICES, steps = UP ? DB : FB, width = UP ? D : F;
+    static constexpr int steps = UP ? DB : FB, width = UP ? D : F;
 
     // The row of weights where the first or second box begins, and their row of scales.
     static __device__ int box(const Tile& tile, int slice, int second) {
@@ -96,97 +123,130 @@ template <bool UP> struct Work {
     }
 };
 
-// By one thread.
-template <bool UP>
-static __device__ void fetch_weights(const Source& from, const Tiles& tiles, u32 data, u32 full, u32 empty) {
+// Where a role is in the ring of stages.
+struct Ring {
+    u8* memory;
+    u32 data, full, empty;
+    int stage;
+    u32 parity;
+
+    __device__ u32 at() const { return data + stage * STAGE; }
+    __device__ u32 scales() const { return data + AT_SCALES + stage * SCALES; }
+
+    __device__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// By one thread, who claims.
+template <bool UP> static __device__ void fetch_weights(const Source& from, const Task& task, Ring& ring) {
     using Its = Work<UP>;
-    int stage = 0;
-    u32 parity = 1;
-    for (Tasks<Its::slices> task(tiles); task.left(); task.next()) {
-        const Map *first = Its::map(from, task.tile, 0), *second = Its::map(from, task.tile, 1);
-        const int row = Its::box(task.tile, task.slice(), 0), other = Its::box(task.tile, task.slice(), 1);
-        for (int k = 0; k < Its::steps; ++k) {
-            wait(empty + 8 * stage, parity);
-            const u32 at = data + stage * STAGE, barrier = full + 8 * stage;
-            arrive_with(barrier, WEIGHTS);
-            fetch_shared_box(at, first, 128 * k, row, barrier);
-            fetch_shared_box(at + WEIGHTS / 2, second, 128 * k, other, barrier);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
+    const Map *first = Its::map(from, task.tile, 0), *second = Its::map(from, task.tile, 1);
+    const int row = Its::box(task.tile, task.slice, 0), other = Its::box(task.tile, task.slice, 1);
+    for (int k = 0; k < Its::steps; ++k, ring.next()) {
+        wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+        const u32 barrier = ring.full + 8 * ring.stage;
+        arrive_with(barrier, WEIGHTS);
+        fetch_shared_box(ring.at(), first, 128 * k, row, barrier);
+        fetch_shared_box(ring.at() + WEIGHTS / 2, second, 128 * k, other, barrier);
+    }
+}
+
+static __device__ void claim_tasks(const Source& to_up, const Source& to_down, const Tiles& tiles, Claims& claims,
+                                   int* claimed, Ring& ring) {
+    Task task(tiles, atomicAdd(claimed, 1));
+    int after = atomicAdd(claimed, 1);
+    while (true) {
+        const Task next(tiles, after);  // comes while this one's weights are fetched, as does the number of the one after
+        after = atomicAdd(claimed, 1);
+        claims.tell(task);
+        if (task.kind == NONE) return;
+        if (task.kind == UP)
+            fetch_weights<true>(to_up, task, ring);
+        else
+            fetch_weights<false>(to_down, task, ring);
+        task = next;
     }
 }
 
 // Rows and all scales, by FETCHING threads: eight have a row, 16 bytes each, in the order that the matrix units expect.
-template <bool UP>
-static __device__ void fetch_rows(const Source& from, const Tiles& tiles, const int* order, u32 data, u32 full,
-                                  u32 empty) {
-    using Its = Work<UP>;
-    constexpr int AT_ONCE = FETCHING / 8, PASSES = ROWS / AT_ONCE, UNDER_WAY = STAGES - 2;
+struct Rows {
+    static constexpr int AT_ONCE = FETCHING / 8, PASSES = ROWS / AT_ONCE, UNDER_WAY = STAGES - 2;
     static_assert(FETCHING == ROWS);  // of which each has a scale to fetch
-    const int me = threadIdx.x - (THREADS - FETCHING), chunk = me % 8;
-    int stage = 0, count = 0;
-    u32 parity = 1;
-    const auto has_come = [&](int k) {
+    const Tiles& tiles;
+    const int *order, *done;  // how much of `up`, then of each tile
+    Ring ring;
+    int begun = 0, told = 0;  // stages
+
+    __device__ void tell() {
         for_engines();
-        arrive(full + 8 * (k % STAGES));
-    };
-    u32 offset[PASSES];
-    for (Tasks<Its::slices> task(tiles); task.left(); task.next()) {
+        arrive(ring.full + 8 * (told++ % STAGES));
+    }
+
+    __device__ void tell_all() {
+        end_copies();
+        while (told < begun) tell();
+    }
+
+    template <bool UP> __device__ void fetch(const Source& from, const Task& task) {
+        using Its = Work<UP>;
+        const int me = threadIdx.x - (THREADS - FETCHING), chunk = me % 8;
         const Tile& tile = task.tile;
+        u32 offset[PASSES];
 #pragma unroll
         for (int p = 0; p < PASSES; ++p) {
             const int r = min(me / 8 + AT_ONCE * p, tile.count - 1);
             offset[p] = Its::row(tile, order, tile.first + r, tiles.T) * Its::width + 16 * chunk;
         }
-        const float* const scale = from.x_scale + Its::row(tile, order, tile.first + min(me, tile.count - 1), tiles.T);
-        const float* const weight_scale = Its::scales(from, tile, task.slice(), me & 1);
-        for (int k = 0; k < Its::steps; ++k) {
-            wait(empty + 8 * stage, parity);
-            const u32 at = data + stage * STAGE;
+        const int its = Its::row(tile, order, tile.first + min(me, tile.count - 1), tiles.T);
+        const float* const scale = from.x_scale + its;
+        const float* const weight_scale = Its::scales(from, tile, task.slice, me & 1);
+        for (int k = 0; k < Its::steps; ++k, ring.next()) {
+            wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
 #pragma unroll
             for (int p = 0; p < PASSES; ++p) {
                 const int r = me / 8 + AT_ONCE * p;
-                const u32 to = at + WEIGHTS + r * 128 + ((chunk ^ (r & 7)) << 4);
+                const u32 to = ring.at() + WEIGHTS + r * 128 + ((chunk ^ (r & 7)) << 4);
                 if (r < tile.count) fetch_16(to, from.x + offset[p] + 128 * k);
             }
-            if (me < tile.count) fetch_4(at + SCALES + 4 * me, scale + k * from.rows);
-            if (me < 2) fetch_4(at + SCALES + 4 * (ROWS + me), weight_scale + k);
+            if (me < tile.count) fetch_4(ring.scales() + 4 * me, scale + k * from.rows);
+            if (me < 2) fetch_4(ring.scales() + 4 * (ROWS + me), weight_scale + k);
             end_group_of_copies();
             wait_for_copies<UNDER_WAY>();
-            if (++count > UNDER_WAY) has_come(count - 1 - UNDER_WAY);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
+            if (++begun - told > UNDER_WAY) tell();
         }
     }
-    end_copies();
-    for (int k = max(count - UNDER_WAY, 0); k < count; ++k) has_come(k);
-}
 
-struct Pipe {
-    u8* memory;
-    u32 data, full, empty;
-    int stage;
-    u32 parity;
+    __device__ void all(const Source& to_up, const Source& to_down, Claims& claims) {
+        bool has_all = false;
+        while (true) {
+            const Task task = claims.next();
+            if (task.kind == NONE) return tell_all();
+            if (task.kind == UP) {
+                fetch<true>(to_up, task);
+                continue;
+            }
+            if (!has_all) has_all = come_to(done) == tiles.count() * FB;
+            if (!has_all && come_to(done + 1 + task.index) < FB) {
+                tell_all();  // it may be this program that others wait for
+                await_count(done + 1 + task.index, FB);
+            }
+            fetch<false>(to_down, task);
+        }
+    }
 };
-
-// Where a stage lies; it has come. The next one is the pipe's then.
-static __device__ u32 await_stage(Pipe& pipe) {
-    const int stage = pipe.stage;
-    wait(pipe.full + 8 * stage, pipe.parity);
-    if (++pipe.stage == STAGES) pipe.stage = 0, pipe.parity ^= 1;
-    return stage;
-}
 
 // 64 rows of a stage's first weights and 64 of its second, by N rows, over STEPS stages. While one product is scaled the
 // next is under way, but at the end of a group of stages; there are registers for that up to MOST_TOGETHER rows.
 template <int N, int STEPS>
-static __device__ void accumulate(Pipe& pipe, float (&first)[N / 2], float (&second)[N / 2]) {
+static __device__ void accumulate(Ring& ring, float (&first)[N / 2], float (&second)[N / 2]) {
     constexpr bool TOGETHER = N <= MOST_TOGETHER;
-    constexpr int GROUP = !TOGETHER ? 1 : STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1;
+    constexpr int GROUP = TOGETHER && STEPS % 2 == 0 ? 2 : 1;
     const u32 half = threadIdx.x / 128 * (WEIGHTS / 4);
-    const auto scales = [&](int stage) { return (const float*)(pipe.memory + stage * STAGE + SCALES); };
+    const auto scales = [&](int stage) { return (const float*)(ring.memory + AT_SCALES + stage * SCALES); };
     const auto leave = [&](int stage) {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(pipe.empty + 8 * stage);
+        if (threadIdx.x % 32 == 0) arrive(ring.empty + 8 * stage);
     };
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) first[i] = second[i] = 0;
@@ -195,8 +255,10 @@ static __device__ void accumulate(Pipe& pipe, float (&first)[N / 2], float (&sec
         int before = 0;
 #pragma unroll
         for (int j = 0; j < GROUP; ++j) {
-            const int stage = await_stage(pipe);
-            const u32 w = pipe.data + stage * STAGE + half, x = pipe.data + stage * STAGE + WEIGHTS;
+            const int stage = ring.stage;
+            const u32 w = ring.at() + half, x = ring.at() + WEIGHTS;
+            wait(ring.full + 8 * stage, ring.parity);
+            ring.next();
             multiply<N>(part, w, x);
             if (j > 0) {
                 finish<1>(other);
@@ -230,14 +292,14 @@ static __device__ float quotient(float x, float scale, float inverse) {
 
 // 128 values of h of a tile's rows, in FP8. Their scale carries the row's weight, which nobody asks for then.
 template <int N>
-static __device__ void make_h(Pipe& pipe, const Tile& tile, int slice, const int* order, const float* weight, u8* h,
+static __device__ void make_h(Ring& ring, const Tile& tile, int slice, const int* order, const float* weight, u8* h,
                               float* h_scale, int T) {
     float value[N / 2], up[N / 2];
-    accumulate<N, DB>(pipe, value, up);
+    accumulate<N, DB>(ring, value, up);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 + lane / 4;
-    float* const amax = (float*)(pipe.memory + AT_AMAX);
-    float2* const column = (float2*)(pipe.memory + AT_COLUMN);
-    u8* const result = pipe.memory + AT_RESULT;
+    float* const amax = (float*)(ring.memory + AT_AMAX);
+    float2* const column = (float2*)(ring.memory + AT_COLUMN);
+    u8* const result = ring.memory + AT_H;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j)
 #pragma unroll
@@ -283,30 +345,32 @@ static __device__ void make_h(Pipe& pipe, const Tile& tile, int slice, const int
     for (int i = threadIdx.x; i < 8 * tile.count; i += COMPUTING)
         *(uint4*)(h + (u64)(tile.first + i / 8) * F + slice * 128 + 16 * (i % 8)) =
             *(const uint4*)(result + i / 8 * PITCH + 16 * (i % 8));
+    together();
 }
 
-// 256 outputs of a tile's rows; `row`: where those go that this thread stores.
+// 256 outputs of a tile's rows.
 template <int N>
-static __device__ void make_terms(Pipe& pipe, int count, int slice, const int (&row)[ROWS / 8], u16* y) {
+static __device__ void make_terms(Ring& ring, const Tile& tile, int slice, u16* y) {
     const int half = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, me = threadIdx.x % 128;
     float first[N / 2], second[N / 2];
-    accumulate<N, FB>(pipe, first, second);
-    u8* const result = pipe.memory + AT_RESULT + half * ROWS * WIDE;
-    const u32 mine = shared_at(result) + lane % 8 * WIDE + 32 * warp + lane / 8 % 2 * 16;
+    accumulate<N, FB>(ring, first, second);
+    u8* const result = ring.memory + AT_RESULT + half * ROWS * WIDE;
+    const u32 mine = shared_at(result) + lane % 8 * WIDE;  // 16-byte parts in an order of which 8 rows fill 8 banks
+    const auto part = [&](int i) { return (2 * warp + lane / 8 % 2 + i ^ lane % 8) * 16; };
     meet(2 + half, 128);  // the task before has left
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-        store_turned(mine + 8 * j * WIDE, as_pair(first[4 * j], first[4 * j + 1]),
+        store_turned(mine + 8 * j * WIDE + part(0), as_pair(first[4 * j], first[4 * j + 1]),
                      as_pair(first[4 * j + 2], first[4 * j + 3]));
-        store_turned(mine + 8 * j * WIDE + 128, as_pair(second[4 * j], second[4 * j + 1]),
+        store_turned(mine + 8 * j * WIDE + part(8), as_pair(second[4 * j], second[4 * j + 1]),
                      as_pair(second[4 * j + 2], second[4 * j + 3]));
     }
     meet(2 + half, 128);
-    u16* const to = y + slice * 256 + 128 * (me / 8 % 2) + 64 * half + 8 * (me % 8);
+    u16* const to = y + (u64)tile.first * D + slice * 256 + 128 * (me / 8 % 2) + 64 * half + 8 * (me % 8);
 #pragma unroll
     for (int p = 0; p < N / 8; ++p) {
         const int r = me / 16 + 8 * p;
-        if (r < count) *(uint4*)(to + (u64)row[p] * D) = *(const uint4*)(result + r * WIDE + 16 * (me % 16));
+        if (r < tile.count) *(uint4*)(to + r * D) = *(const uint4*)(result + r * WIDE + 16 * (me % 16 ^ r % 8));
     }
 }
 
@@ -316,61 +380,47 @@ static __device__ void make_terms(Pipe& pipe, int count, int slice, const int (&
     else if (count <= 80) { constexpr int N = 80; call; }                                                         \
     else { constexpr int N = ROWS; call; }
 
-// Sets the barriers up and tells everybody apart: fetches where it is for that, else gives the pipe to compute with.
-template <bool UP>
-static __device__ bool computes(Pipe& pipe, const Source& from, const Tiles& tiles, const int* order) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+experts(const u8* x, const float* x_scale, const int* order, const int* planned, int* progress, const float* weight,
+        const __grid_constant__ Map gate_up, const __grid_constant__ Map shared_gate,
+        const __grid_constant__ Map shared_up, const __grid_constant__ Map w_down,
+        const __grid_constant__ Map shared_down, const float* gate_up_scale, const float* shared_gate_scale,
+        const float* shared_up_scale, const float* down_scale, const float* shared_down_scale, u8* h, float* h_scale,
+        u16* y, int T, int room, int shared_tiles) {
+    const Source to_up = {&gate_up, &shared_gate, &shared_up, gate_up_scale, shared_gate_scale, shared_up_scale,
+                          x, x_scale, T};
+    const Source to_down = {&w_down, &shared_down, &shared_down, down_scale, shared_down_scale, shared_down_scale,
+                            h, h_scale, T * A + T};
+    const Tiles tiles = {planned, room, T, shared_tiles};
     u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
-    const u32 data = shared_at(memory), full = data + AT_BARRIER, empty = full + 8 * STAGES;
-    if (threadIdx.x < 2 * STAGES)
-        make_barrier(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 + FETCHING : COMPUTING / 32);
+    const u32 data = shared_at(memory), full = data + AT_BARRIER, told = data + AT_CLAIMS;
+    Ring ring = {memory, data, full, full + 8 * STAGES, 0, 0};
+    Claims claims = {(Task*)(memory + AT_CLAIMS + 16 * CLAIMS), told, told + 8 * CLAIMS};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == 0 && lane < 2 * STAGES) make_barrier(full + 8 * lane, lane < STAGES ? 1 + FETCHING : COMPUTING / 32);
+    if (warp == 1 && lane < 2 * CLAIMS) make_barrier(told + 8 * lane, lane < CLAIMS ? 1 : (COMPUTING + FETCHING) / 32);
     __syncthreads();
     wait_for_earlier();
-    const int warp = threadIdx.x / 32;
-    if (warp < COMPUTING / 32) {
-        keep_registers<216>();
-        pipe = {memory, data, full, empty, 0, 0};
-        return true;
-    }
-    keep_registers<72>();
-    if (warp > COMPUTING / 32)
-        fetch_rows<UP>(from, tiles, order, data, full, empty);
-    else if (threadIdx.x % 32 == 0)
-        fetch_weights<UP>(from, tiles, data, full, empty);
-    return false;
-}
-
-#if IS_UP
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-up(const u8* x, const float* x_scale, const int* order, const int* planned, const float* weight,
-   const __grid_constant__ Map gate_up, const __grid_constant__ Map shared_gate,
-   const __grid_constant__ Map shared_up, const float* gate_up_scale, const float* shared_gate_scale,
-   const float* shared_up_scale, u8* h, float* h_scale, int T, int room, int shared_tiles) {
-    const Source from = {&gate_up, &shared_gate, &shared_up, gate_up_scale, shared_gate_scale, shared_up_scale,
-                         x, x_scale, T};
-    const Tiles tiles = {planned, room, T, shared_tiles};
-    Pipe pipe;
-    if (!computes<true>(pipe, from, tiles, order)) return;
-    for (Tasks<FB> task(tiles); task.left(); task.next())
-        OF_SIZE(task.tile.count, (make_h<N>(pipe, task.tile, task.slice(), order, weight, h, h_scale, T)))
-}
-#else
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-down(const u8* h, const float* h_scale, const int* order, const int* planned, const __grid_constant__ Map w,
-     const __grid_constant__ Map shared, const float* scale, const float* shared_scale, u16* y, int T, int room,
-     int shared_tiles) {
-    const Source from = {&w, &shared, &shared, scale, shared_scale, shared_scale, h, h_scale, T * A + T};
-    const Tiles tiles = {planned, room, T, shared_tiles};
-    Pipe pipe;
-    if (!computes<false>(pipe, from, tiles, order)) return;
-    int row[ROWS / 8];
-    for (Tasks<SLICES> task(tiles); task.left(); task.next()) {
-        const Tile& tile = task.tile;
-#pragma unroll
-        for (int p = 0; p < ROWS / 8; ++p) {
-            const int place = tile.first + min((int)threadIdx.x % 128 / 16 + 8 * p, tile.count - 1);
-            row[p] = tile.expert < 0 ? place : order[place];
+    if (warp >= COMPUTING / 32) {
+        keep_registers<72>();
+        if (warp > COMPUTING / 32) {
+            Rows rows = {tiles, order, progress + 1, ring};
+            rows.all(to_up, to_down, claims);
+        } else if (lane == 0) {
+            claim_tasks(to_up, to_down, tiles, claims, progress, ring);
         }
-        OF_SIZE(tile.count, (make_terms<N>(pipe, tile.count, task.slice(), row, y)))
+        return;
+    }
+    keep_registers<216>();
+    while (true) {
+        const Task task = claims.next();
+        const Tile& tile = task.tile;
+        if (task.kind == NONE) return;
+        if (task.kind == UP) {
+            OF_SIZE(tile.count, (make_h<N>(ring, tile, task.slice, order, weight, h, h_scale, T)))
+            if (threadIdx.x == 0) add_count(progress + 2 + task.index), add_count(progress + 1);
+        } else {
+            OF_SIZE(tile.count, (make_terms<N>(ring, tile, task.slice, y)))
+        }
     }
 }
-#endif

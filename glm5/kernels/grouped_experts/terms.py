@@ -9,7 +9,8 @@ from torch import Tensor
 @dataclass
 class Terms:
     """`y` [T * A + T, D]: row t * A + a of the a-th choice of token t, weighted; row T * A + t of the shared expert,
-    read only if there is one. Their sum over a token runs in float32, in this order, and is rounded to y's dtype.
+    read only if there is one. With `places` [T * A] the a-th choice's is row places[t * A + a]. Their sum over a token
+    runs in float32, in this order, and is rounded to y's dtype.
 
     They are A times as much memory as their sums: who has read them for the last time calls `release`, for others up
     the stack may still know of them.
@@ -19,6 +20,7 @@ class Terms:
     num_tokens: int
     active: int
     has_shared: bool
+    places: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -34,7 +36,7 @@ class Terms:
         from glm5.kernels.grouped_experts.triton import combine
 
         out_TD = torch.empty(self.shape, dtype=self.y.dtype, device=self.y.device)
-        combine(self.y, out_TD, self.active, has_shared=self.has_shared)
+        combine(self.y, out_TD, self.active, has_shared=self.has_shared, places=self.places)
         return out_TD
 
 

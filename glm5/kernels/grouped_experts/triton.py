@@ -3,7 +3,7 @@
     1..VECTOR_TOKENS    matrix-vector products, two kernels      (triton_few.py)
     ..FEW_TOKENS       matrix units, x as it is, three kernels  (triton_few.py)
     a few an expert     FP8 matrix units, four kernels           (triton_tiles.py)
-    more                likewise, tiles found by a plan, six     (triton_plan.py, triton_rows.py)
+    more                likewise, tiles found by a plan, five    (plan.py, triton_rows.py)
 
 Terms are not rounded to x's dtype before they are summed, except in the last two, and the sum runs in float32: nearer
 to float64 than the reference.
@@ -20,15 +20,14 @@ from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks
 from glm5.kernels.grouped_experts import FEW_TOKENS
 from glm5.kernels.grouped_experts import triton_few as few
-from glm5.kernels.grouped_experts import triton_plan as plans
 from glm5.kernels.grouped_experts import triton_rows as by_rows
 from glm5.kernels.grouped_experts import triton_tiles as by_tiles
+from glm5.kernels.grouped_experts.plan import tiles_by_expert
 from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
-_CHUNK, _MANY_PAIRS = 128, 8192  # pairs that one program of the plan places; twice as many where there are more
 _MOST_SOUGHT = 2048  # pairs, among which a program finds its expert's
 _HELD_BLOCKS = 4  # of h, that a program keeps for all of its outputs
 
@@ -146,8 +145,8 @@ def expert_terms(
     return Terms(y, num_tokens, active, weights.has_shared)
 
 
-def combine(y: Tensor, out_TD: Tensor, active: int, *, has_shared: bool) -> None:
-    """Writes what terms `y` [T * A + T, D] of each token are together."""
+def combine(y: Tensor, out_TD: Tensor, active: int, *, has_shared: bool, places: Tensor | None = None) -> None:
+    """Writes what terms `y` [T * A + T, D] of each token are together; `places`: as of `Terms`."""
     few.combine[(len(out_TD), triton.cdiv(out_TD.shape[1], 1024))](
         y,
         out_TD,
@@ -155,6 +154,7 @@ def combine(y: Tensor, out_TD: Tensor, active: int, *, has_shared: bool) -> None
         A=active,
         SHARED=has_shared,
         BLOCK_D=1024,
+        place_ptr=places,
         **dependent_launch(out_TD.device),
     )
 
@@ -406,38 +406,6 @@ def _rows(
         **options,
     )
     return made.y
-
-
-def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their experts [T * A], and as many tiles [.., 3] as there may have to be; the last row
-    begins with how many there are."""
-    device, num_pairs = expert_TA.device, expert_TA.numel()
-    num_tiles = min(num_pairs, num_experts + num_pairs // block_t)
-    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty(num_tiles + 1, 3, dtype=torch.int32, device=device)
-    chunk = _CHUNK if num_pairs <= _MANY_PAIRS else 2 * _CHUNK
-    chunks, experts = triton.cdiv(num_pairs, chunk), triton.next_power_of_2(num_experts + 1)
-    counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
-    ranks = torch.empty_like(order)
-    options = dependent_launch(device)
-    plans.count[(chunks,)](expert_TA, counts, ranks, num_pairs, EXPERTS=experts, CHUNK=chunk, num_warps=8, **options)
-    plans.plan[(chunks,)](
-        expert_TA,
-        counts,
-        ranks,
-        order,
-        tiles,
-        num_pairs,
-        chunks,
-        num_tiles,
-        E=num_experts,
-        EXPERTS=experts,
-        BLOCK_T=block_t,
-        CHUNK=chunk,
-        num_warps=8,
-        **options,
-    )
-    return order, tiles
 
 
 def _weights(gate_up: Tensor | BlockScaled, down: Tensor | BlockScaled, shared: SharedExpert | None) -> Weights:

@@ -317,11 +317,15 @@ def down_pairs(
 
 
 @triton.jit
-def sum_of_terms(y_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr):
-    """Values d of token t's terms together: in the order of its choices, then the shared expert's; float32."""
+def sum_of_terms(y_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr, place_ptr=None):
+    """Values d of token t's terms together: in the order of its choices, then the shared expert's; float32. `place`: of
+    each pair's row, where they are not in order."""
     total = tl.zeros(d.shape, tl.float32)
     for a in tl.static_range(A):
-        total += tl.load(y_ptr + (t * A + a) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        row = t * A + a
+        if place_ptr is not None:
+            row = tl.load(place_ptr + row).to(tl.int64)
+        total += tl.load(y_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
     if SHARED:
         total += tl.load(y_ptr + (tl.cast(T, tl.int64) * A + t) * D + d, mask=d < D, other=0.0).to(tl.float32)
     return total
@@ -338,13 +342,14 @@ def combine(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
     plus_ptr=None,
+    place_ptr=None,
 ):
     """out [T, D]: the sum of each token's terms. `plus`, if there is one, is added to the rounded sum."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    out = sum_of_terms(y_ptr, t, d, T, D, A, SHARED).to(out_ptr.dtype.element_ty)
+    out = sum_of_terms(y_ptr, t, d, T, D, A, SHARED, place_ptr).to(out_ptr.dtype.element_ty)
     if plus_ptr is not None:
         plus = tl.load(plus_ptr + t * D + d, mask=d < D, other=0.0)
         out = (out.to(tl.float32) + plus.to(tl.float32)).to(out.dtype)

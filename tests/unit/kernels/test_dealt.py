@@ -63,6 +63,11 @@ def work(rank, _port, ranks, folder, calls):
         of_terms = dealt(buffers, terms[rank], norm, max_rows=max_rows)
         of_sums = dealt(buffers, _sum_of(terms[rank]), norm, max_rows=max_rows)
         assert all(torch.equal(*pair) for pair in zip(of_terms, of_sums, strict=True)), "added up on their way"
+        order = torch.randperm(3 * ROWS, generator=torch.Generator().manual_seed(call))
+        moved = Terms(terms[rank].y.clone(), ROWS, 3, terms[rank].has_shared, order.argsort().int())
+        moved.y[: 3 * ROWS] = terms[rank].y[order]
+        of_moved = dealt(buffers, moved, norm, max_rows=max_rows)
+        assert all(torch.equal(*pair) for pair in zip(of_moved, of_sums, strict=True)), "in another order"
         wrong = Terms(terms[rank].y.roll(1, 0), ROWS, 3, terms[rank].has_shared)
         assert not torch.equal(dealt(buffers, wrong, norm)[1], of_sums[1])
         for _ in range(call):

@@ -1,0 +1,90 @@
+// Pairs of a token and a choice in the order of their experts, and tiles of up to ROWS of them that share one. What
+// triton_plan.py finds in two launches, by one cluster of PROGRAMS.
+//
+// A warp has neighbouring pairs and counts those of each expert; a thread for each expert then adds up what warps and
+// programs before have. So pairs of an expert keep their order, whoever comes first.
+//
+// Compiled with E, the number of experts (up to 1024), ROWS and PROGRAMS.
+
+#include "hopper.cuh"
+
+constexpr int WARPS = 32, THREADS = 32 * WARPS;
+static_assert(E <= THREADS);
+
+// The sum over threads of smaller numbers; `of_warp`: room for WARPS.
+static __device__ int sum_before(int mine, int* of_warp) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int sum = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+    }
+    if (lane == 31) of_warp[warp] = sum;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) sum += of_warp[w];
+    return sum - mine;
+}
+
+// order [num_pairs], and places, where each pair is in it; tiles [room + 1, 3]: expert, first place in the order, rows; none in those left over; in the last row
+// how many there are. Clears `num_counters` of `counters`.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+plan(const int* expert, int* order, int* places, int* tiles, int* counters, int num_pairs, int room, int num_counters) {
+    int* const count = (int*)shared_memory;  // [WARPS, E]: of a warp's pairs, then where its next one goes
+    int* const own = count + WARPS * E, *const of_warp = own + E;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, program = blockIdx.x;
+    const int rounds = (num_pairs + PROGRAMS * THREADS - 1) / (PROGRAMS * THREADS);
+    const int begin = (program * WARPS + warp) * rounds * 32 + lane;
+    for (int i = threadIdx.x; i < WARPS * E; i += THREADS) count[i] = 0;
+    __syncthreads();
+    wait_for_earlier();
+    let_later_begin();
+    for (int k = 0, j = begin; k < rounds; ++k, j += 32)
+        if (j < num_pairs) atomicAdd(count + warp * E + expert[j], 1);
+    const int mine = program * THREADS + threadIdx.x;
+    for (int i = mine; i < num_counters; i += PROGRAMS * THREADS) counters[i] = 0;
+    for (int i = mine; i < room; i += PROGRAMS * THREADS) tiles[3 * i + 2] = 0;
+    __syncthreads();
+
+    const int e = threadIdx.x;
+    int sum = 0;
+    if (e < E) {
+        for (int w = 0; w < WARPS; ++w) {
+            const int its = count[w * E + e];
+            count[w * E + e] = sum;
+            sum += its;
+        }
+        own[e] = sum;
+    }
+    meet_peers();
+    int total = 0, earlier = 0;
+    if (e < E)
+        for (int p = 0; p < PROGRAMS; ++p) {
+            const int its = int_of_peer(shared_at(own + e), p);
+            total += its;
+            if (p < program) earlier += its;
+        }
+    const int first = sum_before(total, of_warp), its_tiles = (total + ROWS - 1) / ROWS;
+    const int before = sum_before(its_tiles, of_warp + WARPS);
+    if (e < E) {
+        for (int w = 0; w < WARPS; ++w) count[w * E + e] += first + earlier;
+        if (program == 0) {
+            for (int i = 0; i < its_tiles; ++i) {
+                int* const tile = tiles + 3 * (before + i);
+                tile[0] = e, tile[1] = first + i * ROWS, tile[2] = min(ROWS, total - i * ROWS);
+            }
+            if (e == E - 1) tiles[3 * room] = before + its_tiles;
+        }
+    }
+    __syncthreads();
+    for (int k = 0, j = begin; k < rounds; ++k, j += 32) {
+        const int its = j < num_pairs ? expert[j] : E;
+        const u32 alike = __match_any_sync(~0u, its), lower = alike & (1u << lane) - 1;
+        const int place = its < E ? count[warp * E + its] + __popc(lower) : 0;
+        __syncwarp();
+        if (its < E) order[place] = j, places[j] = place;
+        if (its < E && lower == 0) count[warp * E + its] += __popc(alike);
+        __syncwarp();
+    }
+    leave_peers();
+}
