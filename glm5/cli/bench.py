@@ -58,7 +58,7 @@ def run_steps(settings: LatencyConfig) -> int:
     if settings.weights in RECIPES:
         cfg = with_codes(cfg, settings.weights)
     engine: dict[str, Any] = settings.engine_config().model_dump()
-    engine |= {"adaptive_speculation": False, "enable_return_routed_experts": True}
+    engine |= {"adaptive_speculation": False, "enable_return_routed_experts": cfg.has_experts}
     engine["max_num_seqs"] = max(settings.max_num_seqs, *settings.batch)
     with tempfile.TemporaryDirectory() as folder, _kernel_cache(empty=settings.empty_kernel_cache):
         path = write_weightless(cfg, Path(folder) / settings.preset, fp8=settings.weights != "bfloat16")

@@ -172,6 +172,11 @@ class ModelConfig(BaseModel):
         """Whether the layer routes to experts. The MTP layer (index num_hidden_layers) always does."""
         return layer_idx == self.num_hidden_layers or self.mlp_layer_types[layer_idx] == "sparse"
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a decoder layer routes to experts."""
+        return "sparse" in self.mlp_layer_types
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         if self.num_hidden_layers * self.n_routed_experts > MAX_EXPERTS:

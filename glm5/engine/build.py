@@ -147,6 +147,11 @@ def _load(
     path = Path(start.path)
     cfg = ModelConfig.from_file(path)
     check_length(cfg, config.max_model_len)
+    if config.enable_return_routed_experts and not cfg.has_experts:
+        raise ConfigError(
+            f"enable_return_routed_experts: got true, but none of this model's {cfg.num_hidden_layers} layers has "
+            "experts; allowed: false"
+        )
     if device.type == "cuda" and installed():  # while weights are read
         in_background(hash_compiler, "glm5-compiler")
     if device.type == "cpu":

@@ -145,7 +145,7 @@ def _drafted(llm: LLM, prompt: Sequence[int], num_steps: int) -> tuple[float, fl
 
 def _spreads(llm: LLM, prompts: Sequence[Sequence[int]], batches: Sequence[int]) -> list[Spread]:
     """Of the second tokens that the prompts' answers are computed from; none without experts."""
-    if not any(llm.cfg.is_moe(layer_idx) for layer_idx in range(llm.cfg.num_hidden_layers)):
+    if not llm.cfg.has_experts:
         return []
     heard = ask(llm, prompts, max_tokens=3, routed=True)
     experts = [one.experts for one in heard if one.experts is not None]

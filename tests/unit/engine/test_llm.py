@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
+from glm5.checkpoint.init import write_weightless
 from glm5.common.errors import ConfigError, EngineDead, RequestError
+from glm5.config.presets import preset
 from glm5.engine.asking import Options
+from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from tests.support.engines import assert_nothing_left
 
@@ -216,6 +219,12 @@ class TestSizes:
         monkeypatch.setattr("glm5.engine.build.free_bytes", lambda device, share: 2**18)
         with pytest.raises(ConfigError, match=r"max_model_len: 1000 tokens take .* allowed here: up to \d+"):
             make_llm(max_model_len=1000)
+
+
+def test_experts_of_a_model_without_them(tmp_path):
+    path = write_weightless(preset("tiny", 1), tmp_path / "dense", fp8=False)
+    with pytest.raises(ConfigError, match="none of this model's 1 layers has experts; allowed: false"):
+        LLM(path, load_format="dummy", max_model_len=64, enable_return_routed_experts=True)
 
 
 class TestGenerationConfig:

@@ -114,6 +114,15 @@ def test_a_batch_beyond_the_usual_most_has_its_sequences(capsys):
     assert "decoding step, batch 65" in capsys.readouterr().out
 
 
+def test_layers_without_experts(capsys):
+    flags = (
+        "--preset tiny --load-format dummy --dtype float32 --num-hidden-layers 1 --batch 1 --context 32 --input-len 4"
+    )
+    flags += " --output-len 1 --max-model-len 192 --num-gpu-blocks-override 40 --device cpu"
+    assert main(["bench", "latency", *flags.split()]) == 0
+    assert "decoding step, batch 1" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "kinds"), [("bfloat16", "float32 on"), ("w4a8-channel", "w8a8, w4a8 weights")])
 def test_the_command_measures_two_ranks(weights, kinds, tmp_path, capsys):
