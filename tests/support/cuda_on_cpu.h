@@ -227,7 +227,7 @@ typedef void Kernel(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, 
                     u64, u64, u64, u64);
 static Kernel* kernel;
 static u64 given[24];
-constexpr int MOST_TURNS = 1 << 22;  // of a thread: beyond, it waits for what does not come
+constexpr int MOST_TURNS = 1 << 18;  // of a thread: beyond, it waits for what does not come
 
 static void fiber() {
     const u64* g = given;
@@ -238,9 +238,24 @@ static void fiber() {
     swapcontext(&fibers[current], &scheduler);
 }
 
+// Warps that stand still for some hundred turns, now and then: who waits for them, and who does not but should, shows.
+struct Stalls {
+    u32 state;  // of a generator; 0: none do
+    int until[MOST_THREADS / 32];
+
+    u32 random() { return state ^= state << 13, state ^= state >> 17, state ^= state << 5; }
+
+    bool holds(int thread, int turn) {
+        int& its = until[thread / 32];
+        if (state && thread % 32 == 0 && its <= turn && random() % 400 == 0) its = turn + random() % 300;
+        return its > turn;
+    }
+};
+
 // A grid of programs, one cluster after the other; arguments are pointers and ints, 24 at most. Shared memory begins as
-// NaN.
-extern "C" void launch(Kernel* what, int columns, int rows, int num_threads, int cluster, const u64* arguments) {
+// NaN. `stalls`: seed of warps that stand still, or 0.
+extern "C" void launch(Kernel* what, int columns, int rows, int num_threads, int cluster, const u64* arguments,
+                       u32 stalls) {
     if (cluster > MOST_PEERS || columns % cluster) abort();
     kernel = what;
     memcpy(given, arguments, sizeof given);
@@ -258,10 +273,11 @@ extern "C" void launch(Kernel* what, int columns, int rows, int num_threads, int
             fibers[i].uc_stack.ss_size = stacks[i].size();
             makecontext(&fibers[i], fiber, 0);
         }
+        Stalls still = {stalls + first * (stalls != 0), {}};
         for (int turn = 0; *std::max_element(living, living + cluster); ++turn) {
             if (turn > MOST_TURNS) abort();
             for (current = 0; current < cluster * num_threads; ++current) {
-                if (ended[current]) continue;
+                if (ended[current] || still.holds(current, turn)) continue;
                 own = current / num_threads, memory = memories[own];
                 threadIdx = {(u32)(current % num_threads), 0, 0};
                 blockIdx = {(u32)((first + own) % columns), (u32)((first + own) / columns), 0};

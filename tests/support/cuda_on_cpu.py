@@ -35,10 +35,10 @@ class HeadsMatrix(ctypes.Structure):
 
 
 class OnCpu:
-    """Stands in for cuda_code.CudaKernel."""
+    """Stands in for cuda_code.CudaKernel. `stalls`: seed of warps that stand still now and then; 0: none."""
 
-    def __init__(self, library: ctypes.CDLL, name: str):
-        self._launch, self._kernel = library.launch, getattr(library, name)
+    def __init__(self, library: ctypes.CDLL, name: str, stalls: int):
+        self._launch, self._kernel, self._stalls = library.launch, getattr(library, name), stalls
 
     def __call__(
         self,
@@ -47,7 +47,8 @@ class OnCpu:
         *given: Tensor | ctypes.Structure | int | None,
         cluster: int = 1,
     ) -> None:
-        self._launch(self._kernel, *grid, num_threads, cluster, (ctypes.c_uint64 * 24)(*map(_word, given)))
+        words = (ctypes.c_uint64 * 24)(*map(_word, given))
+        self._launch(self._kernel, *grid, num_threads, cluster, words, self._stalls)
 
 
 def _word(given: Tensor | ctypes.Structure | int | None) -> int:
@@ -56,7 +57,15 @@ def _word(given: Tensor | ctypes.Structure | int | None) -> int:
     return given.data_ptr() if isinstance(given, Tensor) else given or 0
 
 
-def build(source: Path, folder: Path, name: str, constants: dict[str, int], header: str = "cuda_on_cpu.h") -> OnCpu:
+def build(
+    source: Path,
+    folder: Path,
+    name: str,
+    constants: dict[str, int],
+    header: str = "cuda_on_cpu.h",
+    *,
+    stalls: int = 0,
+) -> OnCpu:
     """The kernel `name` of `source`, built in `folder`."""
     assert _COMPILER is not None
     out = folder / f"{source.stem}-{abs(hash(tuple(constants.items())))}.so"
@@ -68,4 +77,4 @@ def build(source: Path, folder: Path, name: str, constants: dict[str, int], head
              *options, str(source), "-o", str(out)],
             check=True, timeout=_SECONDS,
         )  # fmt: skip
-    return OnCpu(ctypes.CDLL(str(out)), name)
+    return OnCpu(ctypes.CDLL(str(out)), name, stalls)

@@ -20,16 +20,17 @@ PROGRAMS = 2  # side by side
 
 
 @pytest.fixture
-def on_cpu(monkeypatch, tmp_path):
+def on_cpu(monkeypatch, tmp_path, gen):
     """`cuda.terms` without a GPU."""
+    stalls = int(torch.randint(1, 1 << 31, (), generator=gen))
 
     def planner(num_experts, block_t, device):
         sizes = {"E": num_experts, "ROWS": block_t, "PROGRAMS": PROGRAMS}
-        return build(plan.SOURCE, tmp_path, "plan", sizes, "hopper_on_cpu.h")
+        return build(plan.SOURCE, tmp_path, "plan", sizes, "hopper_on_cpu.h", stalls=stalls)
 
     def kernel(active, width, inner, device):
         sizes = {"A": active, "D": width, "F": inner}
-        run = build(cuda.SOURCE, tmp_path, "experts", sizes, "hopper_on_cpu.h")
+        run = build(cuda.SOURCE, tmp_path, "experts", sizes, "hopper_on_cpu.h", stalls=stalls)
         return lambda *given: run(*given, cluster=PROGRAMS)
 
     monkeypatch.setattr(plan, "_PROGRAMS", PROGRAMS)
