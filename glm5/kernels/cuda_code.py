@@ -146,6 +146,13 @@ def can_build() -> bool:
     return _compiler() is not None
 
 
+def missing_on(device: torch.device) -> str:
+    """What kernels for Hopper, compiled by NVRTC, lack there; empty if nothing."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return f"needs Hopper, got {device}"
+    return "" if can_build() else "needs NVRTC"
+
+
 @lru_cache(maxsize=4)  # for several functions of a source
 def _compiled(compiler: ctypes.CDLL, source: Path, options: tuple[str, ...]) -> bytes:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()

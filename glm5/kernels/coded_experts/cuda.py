@@ -44,9 +44,7 @@ def refusal(x_TD: Tensor, gate_up: Coded, down: Coded, expert_TA: Tensor) -> str
         return f"takes inputs of a multiple of {_CHUNK}, up to {_HELD * _CHUNK * _WARPS}, got {gate_up.width}"
     if down.width % _CHUNK or down.width > _MOST_INNER:
         return f"takes experts of a multiple of {_CHUNK} values, up to {_MOST_INNER}, got {down.width}"
-    if not x_TD.is_cuda or torch.cuda.get_device_capability(x_TD.device)[0] != 9:
-        return f"needs Hopper, got {x_TD.device}"
-    return "" if cuda_code.can_build() else "needs NVRTC"
+    return cuda_code.missing_on(x_TD.device)
 
 
 def coded_experts(

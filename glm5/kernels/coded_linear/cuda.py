@@ -42,9 +42,7 @@ def refusal(x_TD: Tensor, weight: Coded) -> str:
         return f"takes inputs of a multiple of {_UNIT}, as long as few tokens fit into shared memory, got {width}"
     if not is_few and len(weight.codes) % 4:
         return f"takes a multiple of 4 outputs for more than {FEW_TOKENS} tokens, got {len(weight.codes)}"
-    if not x_TD.is_cuda or torch.cuda.get_device_capability(x_TD.device)[0] != 9:
-        return f"needs Hopper, got {x_TD.device}"
-    return "" if cuda_code.can_build() else "needs NVRTC"
+    return cuda_code.missing_on(x_TD.device)
 
 
 def coded_linear(

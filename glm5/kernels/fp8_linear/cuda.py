@@ -42,7 +42,7 @@ def is_faster(num_tokens: int, rows: int, cols: int) -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether there is a GPU for it, and a compiler."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and cuda_code.can_build()
+    return not cuda_code.missing_on(device)
 
 
 def refusal(x_TD: Tensor, weight: BlockScaled) -> str:

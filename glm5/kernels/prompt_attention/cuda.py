@@ -26,9 +26,7 @@ def refusal(q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor) -> str
     for name, x in given.items():
         if x.stride(-1) != 1 or x.data_ptr() % 16 or any(step % 8 for step in x.stride()[:-1]):
             return f"needs {name} with rows at multiples of 16 bytes, got strides {x.stride()}"
-    if not q_THX.is_cuda or torch.cuda.get_device_capability(q_THX.device)[0] != 9:
-        return f"needs Hopper, got {q_THX.device}"
-    return "" if cuda_code.can_build() else "needs NVRTC"
+    return cuda_code.missing_on(q_THX.device)
 
 
 def prompt_attention(

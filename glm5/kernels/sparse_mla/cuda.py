@@ -39,9 +39,7 @@ def refusal(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_
     steps = [step * row_PZX.element_size() for step in row_PZX.stride()]
     if row_PZX.stride(2) != 1 or row_PZX.data_ptr() % 16 or any(step % 16 for step in steps[:2]):
         return f"needs rows at multiples of 16 bytes, got strides {row_PZX.stride()}"
-    if not q_THL.is_cuda or torch.cuda.get_device_capability(q_THL.device)[0] != 9:
-        return f"needs Hopper, got {q_THL.device}"
-    return "" if cuda_code.can_build() else "needs NVRTC"
+    return cuda_code.missing_on(q_THL.device)
 
 
 def sparse_mla(
