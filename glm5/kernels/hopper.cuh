@@ -177,20 +177,22 @@ static __device__ void leave_peers() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-static __device__ int int_of_peer(u32 at, int peer) {
-    int found;
+static __device__ u32 at_peer(u32 at, int peer) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(peer));
-    asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(found) : "r"(there) : "memory");
+    return there;
+}
+
+static __device__ int int_of_peer(u32 at, int peer) {
+    int found;
+    asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(found) : "r"(at_peer(at, peer)) : "memory");
     return found;
 }
 
 static __device__ float4 of_peer(u32 at, int peer) {
     float4 found;
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(peer));
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w) : "r"(there) : "memory");
+                 : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w) : "r"(at_peer(at, peer)) : "memory");
     return found;
 }
 

@@ -16,7 +16,7 @@ from glm5.kernels.grouped_experts.terms import Terms
 
 SOURCE = Path(__file__).with_name("rows.cu")
 ROWS, _THREADS, _SLICE = 96, 384, 256  # as in rows.cu
-_SHARED_BYTES = 232_320  # of a program of rows.cu, as it lays them out
+SHARED_BYTES = 232_320  # of a program of rows.cu, which checks that it needs as many
 
 
 def is_faster(num_pairs: int, num_experts: int, inner: int) -> bool:
@@ -38,9 +38,7 @@ def refusal(
         return f"needs widths of a multiple of {_SLICE} and {BLOCK}, got {list(down[0].shape)}"
     if len(down[0]) > plan.MOST_EXPERTS:
         return f"needs at most {plan.MOST_EXPERTS} experts, got {len(down[0])}"
-    if not x_TD.is_cuda or torch.cuda.get_device_capability(x_TD.device)[0] != 9:
-        return f"needs Hopper, got {x_TD.device}"
-    return "" if cuda_code.can_build() else "needs NVRTC"
+    return cuda_code.missing_on(x_TD.device)
 
 
 def grouped_experts(
@@ -125,8 +123,13 @@ def _map(weight: BlockScaled) -> cuda_code.TileMap:
     return cuda_code.tile_map(data.data_ptr(), data.numel() // data.shape[-1], data.shape[-1], BLOCK)
 
 
+def constants(active: int, width: int, inner: int) -> dict[str, int]:
+    """What rows.cu is compiled with."""
+    return {"A": active, "D": width, "F": inner, "SHARED_BYTES": SHARED_BYTES}
+
+
 @cache
 def _kernel(active: int, width: int, inner: int, device: torch.device) -> cuda_code.CudaKernel:
-    kernel = cuda_code.build(SOURCE, "experts", _SHARED_BYTES, device, A=active, D=width, F=inner)
+    kernel = cuda_code.build(SOURCE, "experts", SHARED_BYTES, device, **constants(active, width, inner))
     assert kernel is not None
     return kernel

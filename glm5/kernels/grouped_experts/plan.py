@@ -27,8 +27,8 @@ def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[
 
 def is_there(expert_TA: Tensor, num_experts: int) -> bool:
     """Whether plan.cu runs where these are."""
-    is_hopper = expert_TA.is_cuda and torch.cuda.get_device_capability(expert_TA.device)[0] == 9
-    return is_hopper and num_experts <= MOST_EXPERTS and expert_TA.dtype == torch.int32 and cuda_code.can_build()
+    fits = num_experts <= MOST_EXPERTS and expert_TA.dtype == torch.int32
+    return fits and not cuda_code.missing_on(expert_TA.device)
 
 
 class Plan(NamedTuple):
@@ -41,8 +41,8 @@ class Plan(NamedTuple):
 
 
 def planned(expert_TA: Tensor, num_experts: int, block_t: int, num_shared: int) -> Plan:
-    """The same by plan.cu; where in the order each pair is; two counters, and one for each of `num_shared` other tiles
-    and of these."""
+    """What `tiles_by_expert` finds, by plan.cu; where in the order each pair is; two counters, and one for each of
+    `num_shared` other tiles and of these."""
     device, num_pairs, room = expert_TA.device, expert_TA.numel(), _room(expert_TA, num_experts, block_t)
     order, places = torch.empty(2, num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(room + 1, 3, dtype=torch.int32, device=device)

@@ -14,7 +14,7 @@
 // 128 columns of weights is multiplied, then scaled in registers. Rows of a tile are places in the order of experts, as
 // those of h and y are; T * A + t for the shared expert, whose tiles come first.
 //
-// Compiled with A, D and F; D is a multiple of 256, F of 128.
+// Compiled with A, D, F and SHARED_BYTES; D is a multiple of 256, F of 128.
 
 #include "hopper.cuh"
 
@@ -30,6 +30,7 @@ constexpr int AT_BARRIER = AT_SCALES + STAGES * SCALES;
 constexpr int AT_CLAIMS = AT_BARRIER + 16 * STAGES;
 constexpr int AT_RESULT = (AT_CLAIMS + 48 * CLAIMS + 127) / 128 * 128;  // terms, or
 constexpr int AT_AMAX = AT_RESULT, AT_COLUMN = AT_AMAX + 32 * ROWS, AT_H = AT_COLUMN + 8 * ROWS;
+static_assert(1024 + AT_RESULT + 2 * ROWS * WIDE == SHARED_BYTES && AT_H + ROWS * PITCH <= AT_RESULT + 2 * ROWS * WIDE);
 
 struct Tile { int expert, first, count; };  // -1: the shared expert; position of its first row
 
@@ -52,7 +53,6 @@ struct alignas(16) Task {
     Tile tile;
     Kind kind;
     int index, slice;  // of its tile, and of what is made of it
-    int unused[2];
 
     __device__ Task() {}
     __device__ Task(const Tiles& tiles, int i) {
@@ -64,6 +64,8 @@ struct alignas(16) Task {
         if (kind != NONE) tile = tiles.at(index);
     }
 };
+
+static_assert(16 + sizeof(Task) == 48);  // of a claim: its barriers, and what it is
 
 // What this program has claimed, in a ring of its own, as one role follows it.
 struct Claims {
@@ -345,7 +347,7 @@ static __device__ void make_h(Ring& ring, const Tile& tile, int slice, const int
     for (int i = threadIdx.x; i < 8 * tile.count; i += COMPUTING)
         *(uint4*)(h + (u64)(tile.first + i / 8) * F + slice * 128 + 16 * (i % 8)) =
             *(const uint4*)(result + i / 8 * PITCH + 16 * (i % 8));
-    together();
+    together();  // all is stored, and who makes terms may write where it was
 }
 
 // 256 outputs of a tile's rows.

@@ -29,7 +29,7 @@ def on_cpu(monkeypatch, tmp_path, gen):
         return build(plan.SOURCE, tmp_path, "plan", sizes, "hopper_on_cpu.h", stalls=stalls)
 
     def kernel(active, width, inner, device):
-        sizes = {"A": active, "D": width, "F": inner}
+        sizes = cuda.constants(active, width, inner)
         run = build(cuda.SOURCE, tmp_path, "experts", sizes, "hopper_on_cpu.h", stalls=stalls)
         return lambda *given: run(*given, cluster=PROGRAMS)
 
@@ -82,6 +82,10 @@ def test_plans_pairs_in_the_order_of_experts(on_cpu, gen, num_pairs):
     assert found.tiles[: len(wanted)].tolist() == wanted
     assert not found.tiles[len(wanted) : room, 2].any()
     assert found.counters.tolist() == [0] * (2 + num_shared + room)
+
+
+def test_programs_fit():
+    assert cuda.SHARED_BYTES <= 227 << 10
 
 
 def test_auto_takes_it_where_it_is_faster_and_can_run(monkeypatch, gen):

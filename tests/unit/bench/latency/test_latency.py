@@ -115,10 +115,8 @@ def test_a_batch_beyond_the_usual_most_has_its_sequences(capsys):
 
 
 def test_layers_without_experts(capsys):
-    flags = (
-        "--preset tiny --load-format dummy --dtype float32 --num-hidden-layers 1 --batch 1 --context 32 --input-len 4"
-    )
-    flags += " --output-len 1 --max-model-len 192 --num-gpu-blocks-override 40 --device cpu"
+    flags = "--preset tiny --load-format dummy --dtype float32 --num-hidden-layers 1 --batch 1 --context 32"
+    flags += " --input-len 4 --output-len 1 --max-model-len 192 --num-gpu-blocks-override 40 --device cpu"
     assert main(["bench", "latency", *flags.split()]) == 0
     assert "decoding step, batch 1" in capsys.readouterr().out
 
