@@ -12,7 +12,6 @@ Both give every rank the same bits. Of 2,048 rows of GLM-5, each of eight ranks 
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from glm5.engine.stack import Rows
@@ -47,8 +46,7 @@ class Between(Protocol):
         ...
 
     def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
-        """The same of rows and what belongs to them, of 4 bytes each. Of quantized rows, products get what they
-        read."""
+        """The same of rows and what belongs to them. Of quantized rows, products get what they read."""
         ...
 
 
@@ -104,17 +102,13 @@ class Dealt:
 
     def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
         if x.quantized is None:
-            return Rows(self.whole(x.x_TD)), *map(self.whole, more)
-        data, scale = x.quantized
-        beside = scale.view(len(scale), -1), *more
-        words_TY = self.whole(torch.cat([each.view(torch.int32) for each in beside], dim=1))
-        parts = words_TY.split([each.shape[1] for each in beside], dim=1)
-        scale, *rest = (part.view(each.dtype) for part, each in zip(parts, beside, strict=True))
-        scale = scale if x.quantized[1].dim() == 2 else scale.flatten().contiguous()
+            x_TD, *rest = self.group.gather_rows(x.x_TD, *more)
+            return Rows(x_TD), *rest
+        data, scale, *rest = self.group.gather_rows(*x.quantized, *more)
         # Where kernels read the codes, something of x's shape and dtype stands in for it.
         is_read = not chosen(x.x_TD)
-        x_TD = self.whole(x.x_TD) if is_read else x.x_TD.new_empty(len(words_TY), x.x_TD.shape[1])
-        return Rows(x_TD, (self.whole(data), scale)), *rest
+        x_TD = self.whole(x.x_TD) if is_read else x.x_TD.new_empty(data.shape)
+        return Rows(x_TD, (data, scale)), *rest
 
 
 def between_of(group: Group, num_rows: int) -> Between:

@@ -11,6 +11,7 @@ start with it turned off (engine/link.py); in one where it is not, there is no s
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.kernels.row_codes import Kind, Quantized, room
 from glm5.kernels.triton_support import installed
-from glm5.parallel.group import joined
+from glm5.parallel.group import joined, rows_of
 from glm5.parallel.table import Shard
 
 logger = logging.getLogger(__name__)
@@ -102,12 +103,21 @@ class CudaGroup:
             from glm5.kernels.all_reduce import triton, triton_dealt
 
             out = triton.gather(self.buffers, part)
-            return triton_dealt.gather(self.buffers, part) if out is None else out
+            if out is None:
+                out = triton_dealt.gather(self.buffers, part.contiguous().view(-1))[0].view(-1, *part.shape)
+            return out
         part = part.contiguous()
         out = torch.empty((self.shard.size, *part.shape), dtype=part.dtype, device=part.device)
         if part.numel():
             dist.all_gather_into_tensor(out.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
         return out
+
+    def gather_rows(self, *parts: Tensor) -> Sequence[Tensor]:
+        if self.buffers is None or any(not part.numel() or part.numel() * part.element_size() % 4 for part in parts):
+            return rows_of(self, parts)
+        from glm5.kernels.all_reduce.triton_dealt import gather
+
+        return gather(self.buffers, *parts)
 
     def _reduced(
         self,

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
-from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.all_reduce import all_reduce_reference, is_turned
 from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.kernels.row_codes import Kind, Quantized
 from glm5.parallel.table import Shard
@@ -56,6 +56,11 @@ class Group(Protocol):
 
     def all_gather(self, part: Tensor) -> Tensor:
         """All ranks' `part`s, [ranks, ...], in their order."""
+        ...
+
+    def gather_rows(self, *parts: Tensor) -> Sequence[Tensor]:
+        """All ranks' rows of each of `parts` [O, ...], in their order: [ranks x O, ...]. Of a part whose columns lie in
+        one piece, so do those of what is returned."""
         ...
 
     def spread(self, x: Tensor) -> None:
@@ -95,6 +100,9 @@ class GlooGroup:
         if part.numel():
             dist.all_gather([one.view(-1).view(torch.uint8) for one in out], part.view(-1).view(torch.uint8))
         return out
+
+    def gather_rows(self, *parts: Tensor) -> Sequence[Tensor]:
+        return rows_of(self, parts)
 
     def spread(self, x: Tensor) -> None:
         dist.broadcast(x, src=0)
@@ -176,6 +184,9 @@ class Alone:
     def all_gather(self, part: Tensor) -> Tensor:
         return part.unsqueeze(0)
 
+    def gather_rows(self, *parts: Tensor) -> Sequence[Tensor]:
+        return parts
+
     def spread(self, x: Tensor) -> None:
         """It is."""
 
@@ -194,6 +205,16 @@ def joined(
         return *add_rms_norm(new_TD, residual_TD, weight_D, eps), None
     out_TD, total_TD, *quantized = add_rms_norm_quantized(new_TD, residual_TD, weight_D, eps, quantize)
     return out_TD, total_TD, (quantized[0], quantized[1])
+
+
+def rows_of(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
+    """`gather_rows`, of one part after the other."""
+    return [
+        group.all_gather(part.T).transpose(0, 1).flatten(1).T
+        if is_turned(part)
+        else group.all_gather(part).flatten(0, 1)
+        for part in parts
+    ]
 
 
 def least(group: Group, numbers: Sequence[int], device: torch.device) -> list[int]:

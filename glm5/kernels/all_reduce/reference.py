@@ -14,3 +14,8 @@ def all_reduce_reference(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total += part
     return total.to(parts.dtype)
+
+
+def is_turned(part: Tensor) -> bool:
+    """Whether columns of [O, Y] lie in one piece, as they do then in all ranks' rows."""
+    return part.dim() == 2 and part.stride(0) == 1

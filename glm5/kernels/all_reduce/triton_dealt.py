@@ -1,7 +1,7 @@
 """Many rows over GPUs that write into each other's memory (triton_buffers.py), half of a sum at a time.
 
     dealt    rank r gets the r-th of N equal shares of rows: the sum over ranks, added to the residual stream, its norm
-    gather   the shares of all ranks, side by side
+    gather   the shares of all ranks, one below the other, of several things at once
 
 One launch each, in which some programs send and wait for nothing; each other waits for what peers send in programs of
 smaller numbers, and empties the place where it came. Programs begin in the order of their numbers, so none waits for
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.all_reduce.reference import is_turned
 from glm5.kernels.all_reduce.triton_buffers import (
     MAX_WIDTH,
     NUM_BUFFERS,
@@ -174,40 +175,70 @@ def _new(part_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr, place_ptr)
 def _gather(
     pointers,
     state,
-    part_ptr,
-    out_ptr,
+    parts,
+    outs,
+    counts,
+    runs,
     rank,
     num_words,
-    count,
-    stride,
+    first,
+    BY_RUNS: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For each piece of `count` words, a program that sends it to all peers and keeps it, and one for each peer that
-    takes in its piece. In `out` ranks lie `stride` apart."""
+    """For each piece of CHUNK words, a program that sends it to all peers and keeps it, and one for each peer that
+    takes in its piece. Pieces of all parts are numbered through; this launch's begin at `first`.
+
+    BY_RUNS: bits of parts whose words lie in runs, of which `outs` have all ranks' first ones, then all second ones.
+    """
     wait_for_earlier(PDL)
     call = tl.load(state)
     let_later_begin(PDL)
     slot = (call % NUM).to(tl.int64)
-    piece, k = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE
-    e = piece * CHUNK + tl.arange(0, CHUNK)
-    if k == 0:
-        x = sendable(tl.load(part_ptr + e, mask=e < count, other=0))
-        tl.store(out_ptr + tl.cast(rank, tl.int64) * stride + e, x, mask=e < count)
-        for other in tl.static_range(SIZE - 1):
-            peer = tl.cast((rank + 1 + other) % SIZE, tl.int64)
-            tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + e, x, mask=e < count)
-    else:
-        r = ((rank + k) % SIZE).to(tl.int64)
-        place = buffer(pointers, rank, slot, num_words, part_ptr) + r * count + e
-        x = wait(place, e < count)
-        tl.debug_barrier()
-        _empty(place, e < count)
-        tl.store(out_ptr + r * stride + e, x, mask=e < count)
+    here, k = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE
+    width = tl.num_programs(0) // SIZE * CHUNK  # of a rank's words in a buffer
+    e, before = tl.arange(0, CHUNK), -first
+    for p in tl.static_range(len(parts)):
+        piece, pieces = here - before, tl.cdiv(counts[p], CHUNK)
+        if (piece >= 0) & (piece < pieces):
+            RUNS: tl.constexpr = (BY_RUNS >> p) % 2 == 1
+            at = here * CHUNK + e, piece * CHUNK + e, counts[p], runs[p]
+            if k == 0:
+                _send(pointers, parts[p], outs[p], rank, slot, num_words, width, at, RUNS, SIZE)
+            else:
+                _take_in(pointers, outs[p], (rank + k) % SIZE, rank, slot, num_words, width, at, RUNS, SIZE)
+        before += pieces
     empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
     end(state, call, slot, 0)
+
+
+@triton.jit
+def _send(pointers, part, out, rank, slot, num_words, width, at, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    """`at`: where words lie in a buffer's piece and in the part, of how many, in runs of how many."""
+    place, e, count, run = at
+    x = sendable(tl.load(part + e, mask=e < count, other=0))
+    tl.store(out + _among(e, tl.cast(rank, tl.int64), count, run, RUNS, SIZE), x, mask=e < count)
+    for other in tl.static_range(SIZE - 1):
+        peer = tl.cast((rank + 1 + other) % SIZE, tl.int64)
+        tl.store(buffer(pointers, peer, slot, num_words, part) + rank * width + place, x, mask=e < count)
+
+
+@triton.jit
+def _take_in(pointers, out, r, rank, slot, num_words, width, at, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    place, e, count, run = at
+    came = buffer(pointers, rank, slot, num_words, out) + r * width + place
+    x = wait(came, e < count)
+    tl.debug_barrier()
+    _empty(came, e < count)
+    tl.store(out + _among(e, r.to(tl.int64), count, run, RUNS, SIZE), x, mask=e < count)
+
+
+@triton.jit
+def _among(e, r, count, run, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    """Where word e of rank r lies among all ranks'."""
+    return (e // run * SIZE + r) * run + e % run if RUNS else r * count + e
 
 
 @triton.jit
@@ -282,27 +313,36 @@ def dealt(
     return out_OD, sum_OD
 
 
-def gather(buffers: Buffers, part: Tensor) -> Tensor:
-    """[N, ...] of whatever is a whole number of words. A word 0x80008000 becomes 0x80008001, on every rank."""
-    words = part.contiguous().view(-1).view(torch.int32)
-    out = torch.empty((buffers.size, *part.shape), dtype=part.dtype, device=part.device)
-    out_NW = out.view(buffers.size, -1).view(torch.int32)
-    step = buffers.num_words // buffers.size // 32 * 32
-    for first in range(0, len(words), step):
-        count = min(step, len(words) - first)
-        _gather[(triton.cdiv(count, _CHUNK_BYTES // 4) * buffers.size,)](
+def gather(buffers: Buffers, *parts: Tensor) -> list[Tensor]:
+    """All ranks' rows [O, ...] of each part, one below the other, in one launch; of a part that `is_turned`, columns in
+    one piece. A part is a whole number of words. A word 0x80008000 becomes 0x80008001, on every rank.
+    """
+    size, turned = buffers.size, [is_turned(part) for part in parts]
+    mine = [(part.T if turns else part).contiguous() for part, turns in zip(parts, turned, strict=True)]
+    outs = [
+        each.new_empty(len(each), size * each.shape[1]) if turns else each.new_empty(size * len(each), *each.shape[1:])
+        for each, turns in zip(mine, turned, strict=True)
+    ]
+    words = tuple(each.view(-1).view(torch.int32) for each in mine)
+    counts, chunk = tuple(len(each) for each in words), _CHUNK_BYTES // 4
+    pieces = sum(triton.cdiv(count, chunk) for count in counts)
+    step = buffers.num_words // size // chunk
+    for first in range(0, pieces, step):
+        _gather[(min(step, pieces - first) * size,)](
             buffers.pointers,
             buffers.state,
-            words[first:],
-            out_NW[:, first:],
+            words,
+            tuple(out.view(-1).view(torch.int32) for out in outs),
+            counts,
+            tuple(count // len(each) for count, each in zip(counts, mine, strict=True)),
             buffers.rank,
             buffers.num_words,
-            count,
-            len(words),
-            SIZE=buffers.size,
-            CHUNK=_CHUNK_BYTES // 4,
+            first,
+            BY_RUNS=sum(turns << i for i, turns in enumerate(turned)),
+            SIZE=size,
+            CHUNK=chunk,
             NUM=NUM_BUFFERS,
             num_warps=8,
-            **dependent_launch(part.device),
+            **dependent_launch(words[0].device),
         )
-    return out
+    return [out.T if turns else out for out, turns in zip(outs, turned, strict=True)]

@@ -11,7 +11,7 @@ from glm5.testing.numerics import rel_rms
 from tests.support.interpreter import interpreted
 from tests.support.sharded import run_ranks
 
-ROWS, WIDTH, NUM_WORDS = 6, 136, 4096
+ROWS, WIDTH, NUM_WORDS = 6, 136, 8192
 EPS = 1e-5
 DTYPE, ROUNDING = torch.float16, 5e-4
 E4M3 = 0.04  # three bits behind the point: 2.6 % measured
@@ -39,6 +39,12 @@ def _sum_of(terms):
     for a in range(3):
         total += chosen[:, a].float()
     return (total + terms.y[3 * ROWS :].float() if terms.has_shared else total).to(DTYPE)
+
+
+def _beside(ranks, call):
+    """[ranks, O, 2000]: of two ranks 6,000 words each, which are several pieces, the last of which is not whole."""
+    shape = ranks, ROWS // ranks, 2000
+    return torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(call)).int()
 
 
 def work(rank, _port, ranks, folder, calls):
@@ -74,9 +80,11 @@ def work(rank, _port, ranks, folder, calls):
             assert torch.equal(two_shots(buffers, parts[rank], programs=1)[0], all_reduce_reference(parts))
         few = one_shot(buffers, parts[rank][:1], splits=1)[0]
         assert torch.equal(few, all_reduce_reference(parts[:, :1]))
-        got.append(
-            (*both, quantized[0].float(), quantized[1], gather(buffers, both[0]), gather(buffers, parts[rank].double()))
-        )
+        beside = _beside(ranks, call)[rank]
+        together = gather(buffers, beside[:, 0], both[0], beside, beside.T.contiguous().T, quantized[0])
+        together[-1] = together[-1].float()
+        alone = [gather(buffers, part)[0] for part in (both[0], parts[rank].double(), beside.T.contiguous().T)]
+        got.append((*both, quantized[0].float(), quantized[1], alone, together))
     gather(buffers, parts[rank][0])
     assert int((memory[rank] != memory[rank][0]).sum()) == 0, "not emptied"
     return got
@@ -98,8 +106,18 @@ def test_shares_are_those_of_the_whole(tmp_path, ranks, calls):
         out = torch.cat([got[call][0] for got in shares])
         assert rel_rms(out, want.double()) < ROUNDING
         for got in shares:
-            assert torch.equal(got[call][4].flatten(0, 1), out)
-            assert torch.equal(got[call][5], parts.double())
+            beside, codes = _beside(ranks, call).flatten(0, 1), torch.cat([got[call][2] for got in shares])
+            rows, doubles, turned = got[call][4]
+            assert torch.equal(rows, out)
+            assert torch.equal(doubles, parts.double().flatten(0, 1))
+            assert torch.equal(turned, beside)
+            assert turned.stride() == (1, ROWS)
+            ones, rows, whole, turned, quantized = got[call][5]
+            assert torch.equal(ones, beside[:, 0])
+            assert torch.equal(rows, out)
+            assert all(torch.equal(each, beside) for each in (whole, turned))
+            assert (whole.stride(), turned.stride()) == ((2000, 1), (1, ROWS))
+            assert torch.equal(quantized, codes)
         if call % 2:
             data, scale = (torch.cat([got[call][which] for got in shares]) for which in (2, 3))
             wide = data.double() * scale.double().repeat_interleave(128, dim=1)[:, :WIDTH]
