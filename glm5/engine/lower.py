@@ -30,11 +30,10 @@ from glm5.engine.stack import AnyLinear, Rows, Stack, product, wanted
 from glm5.engine.view import StepView
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, Terms, expert_terms, grouped_experts
-from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
+from glm5.kernels.mla_keys import HeadWeights, IndexKeys, PlainLatents, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values, mla_values_quantized
-from glm5.kernels.prompt_attention import prompt_attention
-from glm5.kernels.rms_norm import rms_norm
+from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
 from glm5.kernels.rope import rope_part, rope_table
 from glm5.kernels.row_codes import Kind, quantize
 from glm5.kernels.swiglu import swiglu, swiglu_quantized
@@ -88,11 +87,15 @@ class LoweredAttention:
         if selection is None:
             assert module.indexer is not None
             weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, between)
-        q_lat = self._keys(qkv_TY, key_TI, weights, rope, view)
+        is_prompt = view.first_T is not None and selection is not None and selection.keys_TK is None
+        plain = self._plain_room(qkv_TY) if is_prompt else None
+        q_lat = self._keys(qkv_TY, key_TI, weights, rope, view, plain)
         query_TY, index_OY = self._queries(q_lat, between, has_index=selection is None)
         q_THX = query_TY.unflatten(1, (heads, head_dim))
-        if view.first_T is not None and selection is not None and selection.keys_TK is None:
-            return self._prompt(q_THX, qkv_TY, rope, view.first_T), selection
+        if plain is not None:
+            assert selection is not None
+            assert view.first_T is not None
+            return self._prompt(q_THX, plain, rope, view.first_T), selection
         turns, early = (rope.cos_TR2, rope.sin_TR2), None
         if selection is None:
             assert beside is not None
@@ -125,8 +128,9 @@ class LoweredAttention:
         heads: HeadWeights | None,
         rope: Rope,
         view: StepView,
+        plain: PlainLatents | None,
     ) -> Rows:
-        """The query latent; the latents, and index keys if there are any, go to the cache."""
+        """The query latent; the latents, and index keys if there are any, go to the cache, and to `plain`."""
         module, layer_idx, index = self.module, self.module.layer_idx, None
         if key_TI.shape[1]:
             assert module.indexer is not None
@@ -136,8 +140,8 @@ class LoweredAttention:
         where = rope.cos_TR2, rope.sin_TR2, view.place_T, view.cache.latents(layer_idx), index
         kind = self.of_query.wants(len(qkv_TY))
         if kind is None:
-            return Rows(mla_keys(qkv_TY, *norms, *where))
-        q_TQ, *codes = mla_keys_quantized(qkv_TY, *norms, *where, kind)
+            return Rows(mla_keys(qkv_TY, *norms, *where, plain=plain))
+        q_TQ, *codes = mla_keys_quantized(qkv_TY, *norms, *where, kind, plain=plain)
         return Rows(q_TQ, (codes[0], codes[1]))
 
     def _queries(self, q_lat: Rows, between: Between, *, has_index: bool) -> tuple[Tensor, Tensor]:
@@ -160,19 +164,21 @@ class LoweredAttention:
         values_TV, *codes = mla_values_quantized(out_THC, self.w_v_HCV, kind)
         return Rows(values_TV, (codes[0], codes[1]))
 
-    def _prompt(self, q_THX: Tensor, qkv_TY: Tensor, rope: Rope, first_T: Tensor) -> Tensor:
+    def _plain_room(self, qkv_TY: Tensor) -> PlainLatents:
+        cfg = self.module.cfg
+        return PlainLatents(*(qkv_TY.new_empty(len(qkv_TY), n) for n in (cfg.kv_lora_rank, cfg.qk_rope_head_dim)))
+
+    def _prompt(self, q_THX: Tensor, plain: PlainLatents, rope: Rope, first_T: Tensor) -> Tensor:
         """Attention of whole prompts to themselves."""
         module, cfg = self.module, self.module.cfg
         q_THX = rope_part(q_THX, rope.cos_TR2, rope.sin_TR2, None, cfg.qk_nope_head_dim, module.qk_head_dim)
-        kv_TC = qkv_TY[:, cfg.q_lora_rank : cfg.q_lora_rank + cfg.kv_lora_rank]
-        kv_TC = rms_norm(kv_TC, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps)
-        turned_TR = rope_part(
-            qkv_TY[:, cfg.q_lora_rank + cfg.kv_lora_rank :], rope.cos_TR2, rope.sin_TR2, None, 0, cfg.qk_rope_head_dim
-        )
-        k_THN = F.linear(kv_TC, self.w_k_HNC.flatten(0, 1)).unflatten(1, (cfg.num_attention_heads, -1))
-        v_THV = torch.matmul(kv_TC, self.w_v_HCV).transpose(0, 1)
-        out_THV, _ = prompt_attention(q_THX, k_THN, turned_TR, v_THV, first_T, scale=module.qk_head_dim**-0.5)
-        return product(Rows(out_THV.flatten(1)), module.o_proj)
+        k_THN = F.linear(plain.kv_TC, self.w_k_HNC.flatten(0, 1)).unflatten(1, (cfg.num_attention_heads, -1))
+        v_THV = torch.matmul(plain.kv_TC, self.w_v_HCV).transpose(0, 1)
+        given, scale = (q_THX, k_THN, plain.rope_TR, v_THV, first_T), module.qk_head_dim**-0.5
+        if wanted([module.o_proj], len(q_THX)) == "blocks":
+            out_TV, *codes = prompt_attention_quantized(*given, scale=scale)
+            return product(Rows(out_TV, (codes[0], codes[1])), module.o_proj)
+        return product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
 
 
 class Beside:

@@ -24,10 +24,10 @@ from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.gptq_block import gptq_block
 from glm5.kernels.index_kl import index_kl
-from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
+from glm5.kernels.mla_keys import IndexKeys, PlainLatents, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values_quantized
-from glm5.kernels.prompt_attention import prompt_attention
+from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.router import router
@@ -112,7 +112,8 @@ def preparation() -> None:
             table = rope_table(torch.arange(T, device="cuda"), R, 1e6, torch.bfloat16)
             slot = torch.randperm(3 * Z, device="cuda")[:T]
             index = IndexKeys(rows(T, I), rows(I), rows(I), 1e-6, keys)
-            mla_keys_quantized(rows(T, 2048 + C + R), rows(2048), rows(C), 1e-5, *table, slot, latents, index)
+            given = rows(T, 2048 + C + R), rows(2048), rows(C), 1e-5, *table, slot, latents, index
+            mla_keys_quantized(*given, plain=PlainLatents(rows(T, C), rows(T, R)))
             mla_queries(rows(T, 8, 256), rows(8, 192, C), *table, impl="triton")
             mla_values_quantized(rows(T, 8, C), rows(8, C, 256), impl="triton")
             store_rows(latents, slot, rows(T, C + R), impl="triton")
@@ -135,9 +136,9 @@ def attention() -> None:
     for T in (70, 400):  # of which the longer has two programs a tile
         first = torch.zeros(T, device="cuda", dtype=torch.int32)
         for impl in ("triton", "cuda"):
-            prompt_attention(
-                rows(T, 2, 256), rows(T, 2, 192), rows(T, R), rows(T, 2, 256), first, scale=0.06, impl=impl
-            )
+            given = rows(T, 2, 256), rows(T, 2, 192), rows(T, R), rows(T, 2, 256), first
+            prompt_attention(*given, scale=0.06, impl=impl)
+            prompt_attention_quantized(*given, scale=0.06, impl=impl)
 
 
 def selection() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm5.kernels.act_quant import act_quant
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.index_score import index_score
 from glm5.kernels.paging import read_pages
-from glm5.kernels.prompt_attention import prompt_attention
+from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
 from glm5.kernels.select_keys import select_keys
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.top_k import top_k
@@ -213,6 +214,10 @@ def test_prompt_attention(lengths, impl, num_heads, gen):
     for _ in range(REPEATS):
         for again, once in zip(prompt_attention(*case, first, scale=0.0625, impl=impl), got, strict=True):
             assert torch.equal(again, once)
+    out, *codes = prompt_attention_quantized(*case, first, scale=0.0625, impl=impl)
+    assert out.shape == (num_tokens, num_heads * 256)
+    for mine, its in zip(codes, act_quant(got[0].flatten(1)), strict=True):
+        assert torch.equal(mine.float(), its.float())
     wrong = prompt_attention(*case, first, scale=0.0725, impl=impl)  # the control
     assert num_tokens < 60 or rel_rms(wrong[0], want[0]) > 2 * ATTENTION_BUDGET
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
-from glm5.kernels.mla_keys import IndexKeys, mla_keys_quantized
+from glm5.kernels.mla_keys import IndexKeys, PlainLatents, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values, mla_values_quantized
 from glm5.kernels.paging import read_pages
@@ -81,12 +81,15 @@ def test_inputs_of_attention(tokens, kind, gen):
     def run(impl: str, weight: Tensor = weights[0]) -> tuple[list[Tensor], list[Tensor]]:
         latents, keys = make_pool(kind, C + R), make_pool(kind, I)
         extra = IndexKeys(x, weights[2], weights[3], 1e-6, keys)
-        results = mla_keys_quantized(qkv, weight, weights[1], 1e-5, *table, slots, latents, extra, impl=impl)
-        return list(results), [read_pages(pool, every).flatten(0, 1)[slots] for pool in (latents, keys)]
+        plain = PlainLatents(qkv.new_empty(tokens, C), qkv.new_empty(tokens, R))
+        given = qkv, weight, weights[1], 1e-5, *table, slots, latents, extra
+        results = [*mla_keys_quantized(*given, plain=plain, impl=impl), torch.cat(plain, dim=1)]
+        return results, [read_pages(pool, every).flatten(0, 1)[slots] for pool in (latents, keys)]
 
-    (q, q_fp8, scale), pools = run("triton")
-    (want_q, want_fp8, want_scale), want_pools = run("reference")
+    (q, q_fp8, scale, plain), pools = run("triton")
+    (want_q, want_fp8, want_scale, want_plain), want_pools = run("reference")
     assert rel_rms(q, want_q) < BUDGET
+    assert rel_rms(plain, want_plain) < BUDGET
     wide = [
         data.double() * s.double().repeat_interleave(128, -1) for data, s in ((q_fp8, scale), (want_fp8, want_scale))
     ]
@@ -95,7 +98,7 @@ def test_inputs_of_attention(tokens, kind, gen):
         assert rel_rms(got, want) < (FP8_BUDGET if kind == "fp8" else BUDGET)
     for _ in range(REPEATS):
         again, again_pools = run("triton")
-        for one, other in zip([*again, *again_pools], [q, q_fp8, scale, *pools], strict=True):
+        for one, other in zip([*again, *again_pools], [q, q_fp8, scale, plain, *pools], strict=True):
             assert torch.equal(one.float(), other.float())
     assert rel_rms(run("triton", weights[0] * 1.01)[0][0], want_q) > 4 * BUDGET
 

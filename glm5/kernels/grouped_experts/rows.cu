@@ -286,12 +286,6 @@ static __device__ void accumulate(Ring& ring, float (&first)[N / 2], float (&sec
 
 static __device__ void together() { meet(1, COMPUTING); }
 
-static __device__ float quotient(float x, float scale, float inverse) {
-    float near = x * inverse;
-    near = fmaf(fmaf(-near, scale, x), inverse, near);
-    return fminf(fmaxf(near, -448.0f), 448.0f);
-}
-
 // 128 values of h of a tile's rows, in FP8. Their scale carries the row's weight, which nobody asks for then.
 template <int N>
 static __device__ void make_h(Ring& ring, const Tile& tile, int slice, const int* order, const float* weight, u8* h,

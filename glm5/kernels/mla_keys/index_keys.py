@@ -1,4 +1,5 @@
-"""An indexer's part in `mla_keys`: its keys, and the weights of its heads."""
+"""What `mla_keys` makes beside latents in the cache: an indexer's keys and weights, and latents for whoever expands
+them."""
 
 from typing import NamedTuple
 
@@ -13,6 +14,13 @@ class HeadWeights(NamedTuple):
     x_TD: Tensor
     weight_JD: Tensor
     out_TJ: Tensor
+
+
+class PlainLatents(NamedTuple):
+    """Room for each token's latent, normed, and its rotated part, in the dtype of the product that they come from."""
+
+    kv_TC: Tensor
+    rope_TR: Tensor
 
 
 class IndexKeys(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.mla_keys.index_keys import IndexKeys
+from glm5.kernels.mla_keys.index_keys import IndexKeys, PlainLatents
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope
 from glm5.kernels.store_rows import store_rows
@@ -27,12 +27,17 @@ def mla_keys(
     slot_T: Tensor,
     latent_PZL: Pool,
     index: IndexKeys | None = None,
+    *,
+    plain: PlainLatents | None = None,
 ) -> Tensor:
     """The query latent [T, Q] in qkv's dtype."""
     rope_dim = 2 * cos_TR2.shape[1]
     q_TQ, kv_TC, rope_TR = qkv_TY.split([len(q_weight_Q), len(kv_weight_C), rope_dim], dim=-1)
     kv_TC = rms_norm(kv_TC, kv_weight_C, eps, impl="reference")
     rope_TR = rope(rope_TR, cos_TR2, sin_TR2, impl="reference")
+    if plain is not None:
+        plain.kv_TC.copy_(kv_TC)
+        plain.rope_TR.copy_(rope_TR)
     store_rows(latent_PZL, slot_T, torch.cat([kv_TC, rope_TR], dim=-1), impl="reference")
     if index is not None and index.heads is not None:
         index.heads.out_TJ.copy_(F.linear(index.heads.x_TD, index.heads.weight_JD))

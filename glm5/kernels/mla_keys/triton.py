@@ -8,7 +8,7 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.mla_keys.index_keys import IndexKeys
+from glm5.kernels.mla_keys.index_keys import IndexKeys, PlainLatents
 from glm5.kernels.row_codes import Kind, room
 from glm5.kernels.store_rows.triton import Parts, kind_of, put_fp8_key, put_fp8_latent, put_plain
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
@@ -52,7 +52,19 @@ def _put_query(
 
 @triton.jit
 def _put_latent(
-    qkv, weight_ptr, rotation, parts, t, page, slot, eps, C: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr
+    qkv,
+    weight_ptr,
+    rotation,
+    parts,
+    plain,
+    t,
+    page,
+    slot,
+    eps,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    KIND: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     BLOCK_C: tl.constexpr = triton.next_power_of_2(max(C, 128))
     BLOCK_R: tl.constexpr = triton.next_power_of_2(R)
@@ -60,6 +72,10 @@ def _put_latent(
     x = tl.load(qkv + c, mask=c < C, other=0.0)
     values = _rms_normed(x, tl.load(weight_ptr + c, mask=c < C, other=0.0), eps, C)
     rope = _rotated(tl.load(qkv + C + r, mask=r < R, other=0.0), *rotation, t, R // 2)
+    if PLAIN:
+        kv_ptr, rope_ptr = plain
+        tl.store(kv_ptr + t * C + c, values, mask=c < C)
+        tl.store(rope_ptr + t * R + r, rope, mask=r < R)
     if KIND == "plain":
         put_plain(values, c, parts, page, slot, C)
         put_plain(rope, C + r, parts, page, slot, C + R)
@@ -120,6 +136,7 @@ def _mla_keys(
     index,
     key,
     heads,
+    plain,
     out_ptr,
     codes_ptr,
     scale_ptr,
@@ -136,10 +153,11 @@ def _mla_keys(
     LATENT: tl.constexpr,
     KEY: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """latent, key: parts and strides of the pools; index: x, weight, bias, eps and x's stride; heads: x, weight, out
-    and x's stride."""
+    and x's stride; plain: latents and rotated keys."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
@@ -148,7 +166,8 @@ def _mla_keys(
     if part == 0:
         _put_query(qkv, q_weight_ptr, out_ptr, codes_ptr, scale_ptr, t, eps, stride_b, Q, QUANTIZE)
     elif part == 1:
-        _put_latent(qkv + Q, kv_weight_ptr, rotation, latent, t, slot // Z, slot % Z, eps, C, R, LATENT)
+        where = latent, plain, t, slot // Z, slot % Z, eps
+        _put_latent(qkv + Q, kv_weight_ptr, rotation, *where, C, R, LATENT, PLAIN)
     elif part > 2:
         x_ptr, weight_ptr, w_out_ptr, stride = heads
         _put_head_weight(x_ptr, weight_ptr, w_out_ptr, t, part - 3, stride, J, D)
@@ -169,6 +188,7 @@ def mla_keys(
     latent_PZL: Pool,
     index: IndexKeys | None = None,
     *,
+    plain: PlainLatents | None = None,
     kind: Kind | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.mla_keys`, then its codes and their scale, empty of no kind."""
@@ -196,6 +216,7 @@ def mla_keys(
             (x, q_weight_Q, q_weight_Q, 0.0, 0) if index is None else (x, *index[1:4], x.stride(0)),
             (*keys, *keys.strides()),
             (x, q_weight_Q, out_TQ, 0) if heads is None else (*heads, heads.x_TD.stride(0)),
+            (out_TQ, out_TQ) if plain is None else tuple(plain),
             out_TQ,
             codes_TQ,
             scale,
@@ -212,6 +233,7 @@ def mla_keys(
             LATENT=kind_of(latent_PZL),
             KEY=key_kind,
             QUANTIZE=kind is not None,
+            PLAIN=plain is not None,
             num_warps=4,
             enable_fp_fusion=False,  # would skip a rounding
             **dependent_launch(device),

@@ -9,7 +9,8 @@
 // With SHARES 2 a cluster of two programs has half of the blocks each. In the end the first one merges what both found for
 // the first group's queries, the second one for the second group's.
 //
-// `scale` is a float's bits: of logits, by the logarithm of 2.
+// `scale` is a float's bits: of logits, by the logarithm of 2. With QUANTIZE the result is as act_quant has it, of values
+// that were rounded to bfloat16.
 
 #include "hopper.cuh"
 
@@ -80,6 +81,10 @@ static __device__ void begin_values(float (&out)[128], u32 (&p)[16], u32 v) {
     for (int i = 0; i < 4; ++i) add_values(out, p + 4 * i, values_at(v + 16 * 128 * i));
     end_products();
 }
+
+// Of a pair in bfloat16.
+static __device__ float of_low(u32 pair) { return __int_as_float(pair << 16); }
+static __device__ float of_high(u32 pair) { return __int_as_float(pair & 0xFFFF0000); }
 
 static __device__ float infinity() { return __int_as_float(0x7F800000); }
 
@@ -215,6 +220,46 @@ static __device__ void store(const float (&out)[128], const float (&factor)[2], 
     }
 }
 
+// The same in e4m3, 128 values under a scale.
+static __device__ void store_codes(const float (&out)[128], const float (&factor)[2], u8* memory, u8* to, float* scales,
+                                   int t0, int num_tokens, u64 step) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane / 4;
+    u8* const mine = memory + warp * 16 * 128;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float most = 0;
+#pragma unroll
+            for (int i = 64 * half + 2 * r; i < 64 * half + 64; i += 4)
+                most = fmaxf(most, fmaxf(fabsf(out[i]), fabsf(out[i + 1])));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            const float scale = fmaxf(of_low(as_pair(most * factor[r], 0)), 1e-4f) / 448.0f, inverse = 1.0f / scale;
+            const int t = t0 + 16 * warp + row + 8 * r;
+            if (lane % 4 == 0 && t < num_tokens) scales[(u64)half * num_tokens + t] = scale;
+#pragma unroll
+            for (int i = 64 * half + 2 * r; i < 64 * half + 64; i += 4) {
+                const u32 pair = as_pair(out[i] * factor[r], out[i + 1] * factor[r]);
+                const int column = i / 4 % 16;  // eight codes
+                *(u16*)(mine + half * BOX + (row + 8 * r) * 128 + (column / 2 ^ row) * 16 + column % 2 * 8 + lane % 4 * 2) =
+                    as_codes(quotient(of_low(pair), scale, inverse), quotient(of_high(pair), scale, inverse));
+            }
+        }
+    __syncwarp();
+    uint4 rows[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int r = 2 * i + lane / 16;
+        rows[i] = *(const uint4*)(mine + lane / 8 % 2 * BOX + r * 128 + (lane % 8 ^ r % 8) * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int t = t0 + 16 * warp + 2 * i + lane / 16;
+        if (t < num_tokens) ((uint4*)(to + t * step))[lane % 16] = rows[i];
+    }
+}
+
 // What one group of each program found for the other program's queries: merged by the group whose queries they are.
 static __device__ void merge(Softmax& soft, float (&out)[128], u8* there, int group, int share) {
     meet(1, CONSUMERS);  // places of the ring have been read
@@ -253,8 +298,8 @@ static __device__ void merge(Softmax& soft, float (&out)[128], u8* there, int gr
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attend_prompt(const __grid_constant__ Map q, const __grid_constant__ Map k, const __grid_constant__ Map rope,
-              const __grid_constant__ Map v, const int* firsts, u16* to, float* lse, int num_tokens, int num_heads,
-              int scale_bits) {
+              const __grid_constant__ Map v, const int* firsts, u8* to, float* scales, float* lse,
+              int num_tokens, int num_heads, int scale_bits) {
     u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
     Beside& beside = *(Beside*)(memory + (GROUPS + SLOTS) * TILE);
     const int head = blockIdx.x / SHARES, share = blockIdx.x % SHARES, t0 = (gridDim.y - 1 - blockIdx.y) * GROUPS * QUERIES;
@@ -332,5 +377,11 @@ attend_prompt(const __grid_constant__ Map q, const __grid_constant__ Map k, cons
             lse[(u64)soft.t[r] * num_heads + head] =
                 sees ? (soft.top[r] + log2f(soft.sum[r])) * 0.69314718f : -infinity();
     }
-    store(out, factor, memory + group * TILE, to + head * VALUES, t0 + group * QUERIES, num_tokens, (u64)num_heads * VALUES);
+    u8* const there = memory + group * TILE;
+    const int first_row = t0 + group * QUERIES;
+    if constexpr (QUANTIZE)
+        store_codes(out, factor, there, to + head * VALUES, scales + (u64)head * (VALUES / 128) * num_tokens, first_row,
+                    num_tokens, (u64)num_heads * VALUES);
+    else
+        store(out, factor, there, (u16*)to + head * VALUES, first_row, num_tokens, (u64)num_heads * VALUES);
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels import cuda_code, triton_support
+from glm5.kernels.row_codes import Quantized, room
 
 SOURCE = Path(__file__).with_name("attend.cu")
 _WIDTHS = (192, 64, 256)  # of a head: what is not rotated of q and k, what is, and values
@@ -36,22 +37,46 @@ def prompt_attention(
 
     Raises ValueError where `refusal` has a reason.
     """
+    out_THV = torch.empty_like(v_THV, memory_format=torch.contiguous_format)
+    return out_THV, _attend(q_THX, k_THN, rope_TR, v_THV, first_T, scale, out_THV, None)
+
+
+def prompt_attention_quantized(
+    q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor, first_T: Tensor, *, scale: float
+) -> Quantized:
+    """What `act_quant` makes of the same, [T, H * V], which is written nowhere."""
+    codes_TV, scale_TB = room(len(v_THV), v_THV.shape[1] * v_THV.shape[2], "blocks", v_THV.device)
+    _attend(q_THX, k_THN, rope_TR, v_THV, first_T, scale, codes_TV, scale_TB)
+    return codes_TV, scale_TB
+
+
+def _attend(
+    q_THX: Tensor,
+    k_THN: Tensor,
+    rope_TR: Tensor,
+    v_THV: Tensor,
+    first_T: Tensor,
+    scale: float,
+    to: Tensor,
+    scale_TB: Tensor | None,
+) -> Tensor:
+    """lse [T, H]; fills `to` with values, or with codes if there is room for their scales."""
     if reason := refusal(q_THX, k_THN, rope_TR, v_THV):
         raise ValueError(f"prompt_attention[cuda] {reason}; use impl='triton'")
     if not scale > 0:
         raise ValueError(f"prompt_attention[cuda] needs a scale above zero, got {scale}; use impl='triton'")
     (num_tokens, num_heads, _), device = q_THX.shape, q_THX.device
-    out_THV = torch.empty_like(v_THV, memory_format=torch.contiguous_format)
     lse_TH = q_THX.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_tokens == 0:
-        return out_THV, lse_TH
+        return lse_TH
     tiles = -(-num_tokens // _QUERIES)
     shares = num_shares(num_heads, tiles, triton_support.multiprocessors(device))
     (factor,) = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))
     maps = (cuda_code.heads_map(x, _KEYS) for x in (q_THX, k_THN, rope_TR[:, None], v_THV))
-    kernel, sizes = _kernel(shares, device), (num_tokens, num_heads, factor)
-    kernel((num_heads * shares, tiles), _THREADS, *maps, first_T, out_THV, lse_TH, *sizes, cluster=shares)
-    return out_THV, lse_TH
+    kernel, sizes = _kernel(shares, scale_TB is not None, device), (num_tokens, num_heads, factor)
+    given = first_T, to, lse_TH if scale_TB is None else scale_TB, lse_TH
+    kernel((num_heads * shares, tiles), _THREADS, *maps, *given, *sizes, cluster=shares)
+    return lse_TH
 
 
 def num_shares(num_heads: int, tiles: int, multiprocessors: int) -> int:
@@ -66,7 +91,8 @@ def num_shares(num_heads: int, tiles: int, multiprocessors: int) -> int:
 
 
 @cache
-def _kernel(shares: int, device: torch.device) -> cuda_code.CudaKernel:
-    kernel = cuda_code.build(SOURCE, "attend_prompt", _SHARED_BYTES, device, SHARES=shares, BESIDE=_BESIDE)
+def _kernel(shares: int, quantize: bool, device: torch.device) -> cuda_code.CudaKernel:
+    constants = {"SHARES": shares, "BESIDE": _BESIDE, "QUANTIZE": int(quantize)}
+    kernel = cuda_code.build(SOURCE, "attend_prompt", _SHARED_BYTES, device, **constants)
     assert kernel is not None
     return kernel

@@ -6,7 +6,7 @@ import torch
 
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.fp8_pool import Fp8Latents, LatentFormat
-from glm5.kernels.mla_keys import HeadWeights, IndexKeys, mla_keys, mla_keys_quantized
+from glm5.kernels.mla_keys import HeadWeights, IndexKeys, PlainLatents, mla_keys, mla_keys_quantized
 from glm5.kernels.paging import read_pages
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
@@ -67,17 +67,19 @@ def make_case(kind: str, dtype: torch.dtype, gen: torch.Generator):
     return qkv, x[:, :I], weights, table, slots, latents, keys
 
 
-def run(case, index: bool, impl: str, device: str = "cpu"):
+def run(case, index: bool, impl: str, device: str = "cpu", plain: PlainLatents | None = None):
     qkv, x, weights, table, slots, latents, keys = case
     q_w, kv_w, w, b = (weight.to(device) for weight in weights)
     extra = IndexKeys(x.to(device), w, b, 1e-6, keys) if index else None
     where = *(t.to(device) for t in table), slots.to(device), latents, extra
-    return mla_keys_quantized(qkv.to(device), q_w, kv_w, EPS, *where, impl=impl)
+    return mla_keys_quantized(qkv.to(device), q_w, kv_w, EPS, *where, plain=plain, impl=impl)
 
 
 def test_the_definition(gen):
     qkv, x, weights, table, slots, latents, keys = case = make_case("plain", torch.float64, gen)
-    q, _, _ = run(case, index=True, impl="reference")
+    plain = PlainLatents(qkv.new_empty(T, C), qkv.new_empty(T, R))
+    q, _, _ = run(case, index=True, impl="reference", plain=plain)
+    assert torch.equal(latents.flatten(0, 1)[slots], torch.cat(plain, dim=-1))
     assert torch.equal(q, rms_norm(qkv[:, :Q], weights[0], EPS, impl="reference"))
     assert torch.equal(latents.flatten(0, 1)[slots, :C], rms_norm(qkv[:, Q:-R], weights[1], EPS, impl="reference"))
     assert torch.equal(latents.flatten(0, 1)[slots, C:], rope(qkv[:, -R:], *table, impl="reference"))
@@ -94,8 +96,9 @@ def test_one_launch_is_the_same(kind, dtype, index, gen, seed):
     gen_again = torch.Generator().manual_seed(seed)
     want_case, got_case = make_case(kind, dtype, gen), make_case(kind, dtype, gen_again)
     got_case = *got_case[:5], on_device(got_case[5]), on_device(got_case[6])
-    want, got = run(want_case, index, "reference"), run(got_case, index, "triton", DEVICE)
-    for mine, its in zip(got, want, strict=True):
+    plain = [PlainLatents(*(torch.empty(T, n, dtype=dtype, device=d) for n in (C, R))) for d in ("cpu", DEVICE)]
+    want, got = run(want_case, index, "reference", plain=plain[0]), run(got_case, index, "triton", DEVICE, plain[1])
+    for mine, its in zip((*got, *plain[1]), (*want, *plain[0]), strict=True):
         assert rel_rms(mine.cpu().double(), its.double()) < BUDGET
     for place in (5, 6):
         its, mine = (

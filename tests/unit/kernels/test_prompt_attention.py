@@ -4,7 +4,8 @@ implementation (under its interpreter where there is no GPU) against the definit
 import pytest
 import torch
 
-from glm5.kernels.prompt_attention import prompt_attention
+from glm5.kernels.act_quant import act_quant
+from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.testing.numerics import rel_rms
 
@@ -56,6 +57,16 @@ def test_is_absorbed_attention_expanded(gen):
     want = sparse_mla(absorbed, latent.view(3, 4, C + R), None, *where, scale=SCALE, value_dim=C, impl="gather")
     assert rel_rms(got, torch.einsum("thc,hvc->thv", want[0], w_v)) < BUDGET[torch.float64]
     assert rel_rms(lse, want[1]) < BUDGET[torch.float64]
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_quantized(impl, gen):
+    *case, first = make_case("ragged", gen, torch.float16)
+    at = [x.to(DEVICE) for x in (*case, first)]
+    out, codes, scale = prompt_attention_quantized(*at, scale=SCALE, impl=impl)
+    assert torch.equal(out, prompt_attention(*at, scale=SCALE, impl=impl)[0].flatten(1))
+    for mine, want in zip((codes, scale), act_quant(out), strict=True):
+        assert torch.equal(mine.float(), want.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from glm5.kernels.act_quant import act_quant
 from glm5.kernels.prompt_attention import cuda, prompt_attention
 from glm5.testing.numerics import rel_rms
 from tests.support.cuda_on_cpu import HeadsMatrix, build, needs_compiler
@@ -26,12 +27,15 @@ def make_case(lengths: list[int], padding: int, num_heads: int, gen: torch.Gener
 @pytest.mark.parametrize(("lengths", "padding"), [([1], 0), ([270], 0), ([100, 3, 130], 20)], ids=str)
 def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, lengths, padding, shares):
     """Rings that are used again, requests that begin inside a tile, padding rows, a last tile of few rows."""
-    constants = {"SHARES": shares, "BESIDE": cuda._BESIDE}
-    kernel = build(cuda.SOURCE, tmp_path, "attend_prompt", constants, "prompt_on_cpu.h")
+    given = {"SHARES": shares, "BESIDE": cuda._BESIDE}
+    kernels = {
+        quantize: build(cuda.SOURCE, tmp_path, "attend_prompt", given | {"QUANTIZE": int(quantize)}, "prompt_on_cpu.h")
+        for quantize in (False, True)
+    }
     monkeypatch.setattr(cuda, "refusal", lambda *given: "")
     monkeypatch.setattr(cuda, "num_shares", lambda *given: shares)
     monkeypatch.setattr(cuda.triton_support, "multiprocessors", lambda _device: 1)
-    monkeypatch.setattr(cuda, "_kernel", lambda *given: kernel)
+    monkeypatch.setattr(cuda, "_kernel", lambda _shares, quantize, _device: kernels[quantize])
     monkeypatch.setattr(cuda.cuda_code, "heads_map", HeadsMatrix)
     case = make_case(lengths, padding, 2, gen)
     want, want_lse = prompt_attention(*(x.double() for x in case[:4]), case[4], scale=SCALE, impl="reference")
@@ -41,6 +45,10 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, lengths, padding,
     assert (got_lse[:real] - want_lse[:real]).abs().max() < 1e-4
     assert not got[real:].any()
     assert (got_lse[real:] == float("-inf")).all()
+    codes, scales = cuda.prompt_attention_quantized(*case, scale=SCALE)
+    want_codes, want_scales = act_quant(got.flatten(1))
+    assert torch.equal(codes.view(torch.uint8), want_codes.view(torch.uint8))
+    assert torch.equal(scales, want_scales)
     wrong, _ = prompt_attention(*case, scale=1.2 * SCALE, impl="cuda")  # the control
     assert real == 1 or rel_rms(wrong[:real], want[:real]) > BUDGET
 
