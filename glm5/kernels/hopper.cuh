@@ -205,11 +205,10 @@ template <int COUNT> static __device__ void keep_registers() {
 }
 #endif
 
-// x / scale as e4m3 has room for it, rounded correctly, without a division of its own.
+// x / scale, rounded correctly, without a division of its own.
 static __device__ float quotient(float x, float scale, float inverse) {
-    float near = x * inverse;
-    near = fmaf(fmaf(-near, scale, x), inverse, near);
-    return fminf(fmaxf(near, -448.0f), 448.0f);
+    const float near = x * inverse;
+    return fmaf(fmaf(-near, scale, x), inverse, near);
 }
 
 // What a product is told of a matrix: rows of 128 bytes, their 16-byte parts in the order of the copy engine.

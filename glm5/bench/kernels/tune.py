@@ -49,6 +49,7 @@ _KINDS = (("bf16", ""), ("fp8", " fp8"))
 MAX_JOBS = 12
 MOST_TOKENS = 8192  # of a step
 _MOST_SHARES = 8
+_FULL = 96  # programs that nearly fill a GPU
 # Of coded_linear in int8, up to so many tokens: (block_o, block_t, block_k, stages, warps, programs). block_t 0: as
 # many as there are tokens. Inputs are shared for as many programs; 0: not.
 _CODED_CUTS = (
@@ -168,9 +169,16 @@ def _router() -> Iterator[Subject]:
 
     few = ((8, 32, 128, 12, 2), (8, 32, 128, 24, 2), (8, 16, 128, 12, 1), (8, 32, 256, 12, 2), (8, 32, 128, 16, 2, 3))
     some = ((16, 64, 128, 6), (16, 32, 128, 12, 2), (16, 64, 128, 12), (32, 64, 128, 4), (16, 32, 128, 6, 2))
-    many = ((64, 128, 128, 2, 8), (64, 64, 128, 2, 4), (64, 128, 128, 1, 8), (64, 64, 128, 1, 4))
-    for tokens in (1, 8, 32, 64, 128, 2048):
-        cuts = (few if tokens <= 8 else ()) + (some if 8 <= tokens <= 256 else ()) + (many if tokens >= 128 else ())
+    tiles = ((64, 128, 128, 8), (64, 64, 128, 4), (32, 64, 128, 4), (128, 64, 128, 8), (128, 128, 128, 8))
+    # Between a prompt's whole rows and the share of one rank of eight.
+    for tokens in (1, 8, 32, 64, 128, 256, 512, 1024, 2048):
+        many = tuple(
+            (block_t, block_e, block_d, split, warps)
+            for block_t, block_e, block_d, warps in tiles
+            for split in (1, 2, 4, 8, 12)
+            if _FULL <= -(-tokens // block_t) * (EXPERTS // block_e) * split <= 3 * _FULL
+        )
+        cuts = (few if tokens <= 8 else ()) + (some if 8 <= tokens <= 256 else ()) + (many if tokens >= 64 else ())
         candidates = _unlike([op.tiling_for(tokens), *(op.Tiling(*cut) for cut in cuts)])
 
         def case(tiling: Any, tokens: int = tokens) -> Case:

@@ -26,8 +26,8 @@ static __device__ int sum_before(int mine, int* of_warp) {
     return sum - mine;
 }
 
-// order [num_pairs], and places, where each pair is in it; tiles [room + 1, 3]: expert, first place in the order, rows; none in those left over; in the last row
-// how many there are. Clears `num_counters` of `counters`.
+// order [num_pairs], and places, where each pair is in it; tiles [room + 1, 3]: expert, first place in the order, rows;
+// none in those left over; in the last row how many there are. Clears `num_counters` of `counters`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 plan(const int* expert, int* order, int* places, int* tiles, int* counters, int num_pairs, int room, int num_counters) {
     int* const count = (int*)shared_memory;  // [WARPS, E]: of a warp's pairs, then where its next one goes

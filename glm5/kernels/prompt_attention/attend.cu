@@ -225,27 +225,31 @@ static __device__ void store_codes(const float (&out)[128], const float (&factor
                                    int t0, int num_tokens, u64 step) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane / 4;
     u8* const mine = memory + warp * 16 * 128;
+    float scale[4];  // of two halves of two rows
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int part = 0; part < 4; ++part) {
+        const int half = part / 2, r = part % 2, t = t0 + 16 * warp + row + 8 * r;
+        float most = 0;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float most = 0;
+        for (int i = 64 * half + 2 * r; i < 64 * half + 64; i += 4)
+            most = fmaxf(most, fmaxf(fabsf(out[i]), fabsf(out[i + 1])));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        scale[part] = fmaxf(of_low(as_pair(most * factor[r], 0)), 1e-4f) / 448.0f;
+        if (lane % 4 == 0 && t < num_tokens) scales[(u64)half * num_tokens + t] = scale[part];
+    }
 #pragma unroll
-            for (int i = 64 * half + 2 * r; i < 64 * half + 64; i += 4)
-                most = fmaxf(most, fmaxf(fabsf(out[i]), fabsf(out[i + 1])));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-            const float scale = fmaxf(of_low(as_pair(most * factor[r], 0)), 1e-4f) / 448.0f, inverse = 1.0f / scale;
-            const int t = t0 + 16 * warp + row + 8 * r;
-            if (lane % 4 == 0 && t < num_tokens) scales[(u64)half * num_tokens + t] = scale;
+    for (int part = 0; part < 4; ++part) {
+        const int half = part / 2, r = part % 2;
+        const float inverse = 1.0f / scale[part];
 #pragma unroll
-            for (int i = 64 * half + 2 * r; i < 64 * half + 64; i += 4) {
-                const u32 pair = as_pair(out[i] * factor[r], out[i + 1] * factor[r]);
-                const int column = i / 4 % 16;  // eight codes
-                *(u16*)(mine + half * BOX + (row + 8 * r) * 128 + (column / 2 ^ row) * 16 + column % 2 * 8 + lane % 4 * 2) =
-                    as_codes(quotient(of_low(pair), scale, inverse), quotient(of_high(pair), scale, inverse));
-            }
+        for (int i = 64 * half + 2 * r; i < 64 * half + 64; i += 4) {
+            const u32 pair = as_pair(out[i] * factor[r], out[i + 1] * factor[r]);
+            const int column = i / 4 % 16;  // eight codes
+            *(u16*)(mine + half * BOX + (row + 8 * r) * 128 + (column / 2 ^ row) * 16 + column % 2 * 8 + lane % 4 * 2) =
+                as_codes(quotient(of_low(pair), scale[part], inverse), quotient(of_high(pair), scale[part], inverse));
         }
+    }
     __syncwarp();
     uint4 rows[8];
 #pragma unroll

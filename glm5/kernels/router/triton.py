@@ -126,9 +126,9 @@ def tiling_for(num_tokens: int) -> Tiling:
     """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md)."""
     if num_tokens <= 8:
         return Tiling(8, 32, 128, 12, warps=2)
-    if num_tokens <= 256:
+    if num_tokens <= 64:
         return Tiling(16, 64, 128, 6)
-    return Tiling(64, 128, 128, 2, warps=8)
+    return Tiling(32 if num_tokens <= 128 else 64, 64, 128, min(8, max(1, 2048 // num_tokens)))
 
 
 def refusal(x_TD: Tensor, weight_ED: Tensor, n_group: int, topk_group: int, top_k: int) -> str | None:
