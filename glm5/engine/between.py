@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from glm5.engine.stack import Rows
-from glm5.kernels.grouped_experts.terms import Terms, summed
+from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.row_codes import Kind
 from glm5.kernels.triton_support import chosen
 from glm5.model.norm import RMSNorm
@@ -62,16 +62,14 @@ class Whole:
         return x_TD
 
     def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
-        new_TD = summed(new)
+        given, codes = (residual_OD, norm.weight, norm.eps), ()
+        if kind is None:
+            x_TD, total_TD = self.group.add_rms_norm(new, *given)
+        else:
+            x_TD, total_TD, *codes = self.group.add_rms_norm_quantized(new, *given, kind)
         if isinstance(new, Terms):
             new.release()
-        if kind is None:
-            x_TD, total_TD = self.group.add_rms_norm(new_TD, residual_OD, norm.weight, norm.eps)
-            return Rows(x_TD), total_TD
-        x_TD, total_TD, data, scale = self.group.add_rms_norm_quantized(
-            new_TD, residual_OD, norm.weight, norm.eps, kind
-        )
-        return Rows(x_TD, (data, scale)), total_TD
+        return Rows(x_TD, (codes[0], codes[1]) if codes else None), total_TD
 
     def whole(self, x_OY: Tensor) -> Tensor:
         return x_OY

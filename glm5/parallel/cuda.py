@@ -11,6 +11,7 @@ start with it turned off (engine/link.py); in one where it is not, there is no s
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,17 +74,19 @@ class CudaGroup:
         total = self._reduced(part, None)
         return self.all_reduce_nccl(part) if total is None else total[0]
 
-    def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        both = self._reduced(part_TD, (residual_TD, weight_D, eps))
-        return add_rms_norm(self.all_reduce_nccl(part_TD), residual_TD, weight_D, eps) if both is None else both
+    def add_rms_norm(
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        both = self._reduced(part, (residual_TD, weight_D, eps))
+        return add_rms_norm(self.all_reduce_nccl(summed(part)), residual_TD, weight_D, eps) if both is None else both
 
     def add_rms_norm_quantized(
-        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        data, scale = room(len(part_TD), part_TD.shape[1], kind, self.device)
-        both = self._reduced(part_TD, (residual_TD, weight_D, eps), (data, scale))
+        data, scale = room(part.shape[0], part.shape[1], kind, self.device)
+        both = self._reduced(part, (residual_TD, weight_D, eps), (data, scale))
         if both is None:
-            return add_rms_norm_quantized(self.all_reduce_nccl(part_TD), residual_TD, weight_D, eps, kind)
+            return add_rms_norm_quantized(self.all_reduce_nccl(summed(part)), residual_TD, weight_D, eps, kind)
         return *both, data, scale
 
     def add_rms_norm_dealt(
@@ -121,22 +124,24 @@ class CudaGroup:
 
     def _reduced(
         self,
-        part: Tensor,
+        part: Tensor | Terms,
         norm: tuple[Tensor, Tensor, float] | None,
         quantized: Quantized | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Through symmetric memory; None where that is not the way."""
-        if self.buffers is None or not part.numel():
+        if self.buffers is None or not math.prod(part.shape):
             return None
         from glm5.kernels.all_reduce.triton import fits, one_shot, two_shots
 
-        num_bytes = part.numel() * part.element_size()
-        if num_bytes * (self.shard.size - 1) <= ONE_SHOT_BYTES and fits(self.buffers, part, two_shots=False):
-            return one_shot(self.buffers, part, norm, quantized=quantized)
-        num_rows = max(1, TWO_SHOTS_BYTES // (num_bytes // len(part)))
-        if not fits(self.buffers, part[:num_rows], two_shots=True):
+        some, num_rows = part.y if isinstance(part, Terms) else part, part.shape[0]
+        num_bytes = math.prod(part.shape) * some.element_size()
+        is_short = num_bytes * (self.shard.size - 1) <= ONE_SHOT_BYTES
+        if is_short and fits(self.buffers, part, num_rows, two_shots=False):
+            return one_shot(self.buffers, summed(part), norm, quantized=quantized)
+        max_rows = max(1, TWO_SHOTS_BYTES // (num_bytes // num_rows))
+        if not fits(self.buffers, part, min(num_rows, max_rows), two_shots=True):
             return None
-        return two_shots(self.buffers, part, norm, max_rows=num_rows, quantized=quantized)
+        return two_shots(self.buffers, part, norm, max_rows=max_rows, quantized=quantized)
 
     def all_reduce_nccl(self, part: Tensor) -> Tensor:
         """The fallback, of any size."""

@@ -37,12 +37,15 @@ class Group(Protocol):
         """The sum of all ranks' `part`s, added in float32 at least, rounded once."""
         ...
 
-    def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(out, sum): `kernels.add_rms_norm` of the `all_reduce` of `part_TD`."""
+    def add_rms_norm(
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(out, sum): `kernels.add_rms_norm` of the `all_reduce` of `part`; terms are added up before, or on their
+        way."""
         ...
 
     def add_rms_norm_quantized(
-        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same, then what `row_codes.quantize` makes of out."""
         ...
@@ -79,13 +82,15 @@ class GlooGroup:
     def all_reduce(self, part: Tensor) -> Tensor:
         return all_reduce_reference(self.all_gather(part))
 
-    def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.all_reduce(part_TD), residual_TD, weight_D, eps)
+    def add_rms_norm(
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self.all_reduce(summed(part)), residual_TD, weight_D, eps)
 
     def add_rms_norm_quantized(
-        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return add_rms_norm_quantized(self.all_reduce(part_TD), residual_TD, weight_D, eps, kind)
+        return add_rms_norm_quantized(self.all_reduce(summed(part)), residual_TD, weight_D, eps, kind)
 
     def add_rms_norm_dealt(
         self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
@@ -168,13 +173,15 @@ class Alone:
     def all_reduce(self, part: Tensor) -> Tensor:
         return part
 
-    def add_rms_norm(self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(part_TD, residual_TD, weight_D, eps)
+    def add_rms_norm(
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(summed(part), residual_TD, weight_D, eps)
 
     def add_rms_norm_quantized(
-        self, part_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return add_rms_norm_quantized(part_TD, residual_TD, weight_D, eps, kind)
+        return add_rms_norm_quantized(summed(part), residual_TD, weight_D, eps, kind)
 
     def add_rms_norm_dealt(
         self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None

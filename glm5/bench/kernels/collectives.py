@@ -21,6 +21,7 @@ from glm5.common.console import out
 from glm5.engine.between import MIN_DEALT_ROWS
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.grouped_experts import FEW_TOKENS
 from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.parallel.cuda import CudaGroup
 from glm5.parallel.group import Group, open_group, store_at
@@ -98,6 +99,8 @@ def check_dealt(group: CudaGroup) -> None:
                 group.add_rms_norm_dealt(x, residual[mine], weight, eps, quantize=None) for x in (terms, summed(terms))
             ]
             assert torch.equal(ways[0][1], ways[1][1]), f"terms dealt {rows=} {width=} {dtype=}"
+            ways = [group.add_rms_norm(x, residual, weight, eps) for x in (terms, summed(terms))]
+            assert torch.equal(ways[0][1], ways[1][1]), f"terms of all rows {rows=} {width=} {dtype=}"
             for _ in range(REPEATS):
                 again = run()
                 assert all(torch.equal(one, other) for one, other in zip(again[:2], first[:2], strict=True))
@@ -113,7 +116,7 @@ def fits(group: CudaGroup, way: str, part: Tensor) -> bool:
     assert group.buffers is not None
     if way not in ("one shot", "two shots"):
         return True
-    return has_room(group.buffers, part, two_shots=way == "two shots")
+    return has_room(group.buffers, part, len(part), two_shots=way == "two shots")
 
 
 def check(group: CudaGroup) -> dict[str, float]:
@@ -162,6 +165,14 @@ def _check_gather(group: CudaGroup) -> None:
             parts = _parts(group.shard, 1, count, torch.float32, count).mul(1000).to(dtype)
             for _ in range(REPEATS):
                 assert torch.equal(group.all_gather(parts[group.shard.rank]), parts), f"gather {count=} {dtype=}"
+    for share in (1, 5, 96, 1024):
+        rows = _parts(group.shard, share, 200, torch.float32, share)
+        codes = rows.mul(99).to(torch.uint8)
+        for _ in range(REPEATS):
+            mine = [each[group.shard.rank] for each in (codes, rows, rows[:, :, :8])]
+            got = group.gather_rows(mine[0], mine[1].T.contiguous().T, mine[2].contiguous())
+            for one, want in zip(got, (codes, rows, rows[:, :, :8]), strict=True):
+                assert torch.equal(one, want.flatten(0, 1)), f"gathered rows {share=}"
 
 
 def _parts(shard: Shard, rows: int, width: int, dtype: torch.dtype, number: int) -> Tensor:
@@ -221,6 +232,15 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
         for name, joined in norms(group).items():
             if fits(group, name, part):
                 found[f"+ norm, {name}"] = round(measure(partial(joined, part, part, weight)), 1)
+        if count > FEW_TOKENS:
+            terms = Terms(part.repeat(ACTIVE + 1, 1), count, ACTIVE, has_shared=True)
+            given = part, weight, EPS, "blocks"
+            found["experts' terms + norm + FP8"] = round(
+                measure(lambda: group.add_rms_norm_quantized(terms, *given)), 1
+            )
+            found["their sums + norm + FP8"] = round(
+                measure(lambda: group.add_rms_norm_quantized(terms.summed(), *given)), 1
+            )
         if count >= MIN_DEALT_ROWS and count % group.shard.size == 0:
             found |= time_dealt(group, part, weight)
         rows.append(found)
@@ -237,12 +257,14 @@ def time_dealt(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, floa
     """The same rows dealt out, with norm and FP8; and what is gathered of them: FP8, what GLM-5 makes of its input."""
     mine = part[: len(part) // group.shard.size]
     fp8, latents = mine.to(torch.float8_e4m3fn), mine[:, :LATENTS].contiguous()
+    scale, weights = torch.rand(WIDTH // 128, len(mine), device="cuda").T, torch.rand(len(mine), ACTIVE, device="cuda")
     terms = Terms(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True)
     ways = {
         "dealt + norm + FP8": partial(group.add_rms_norm_dealt, part, mine, weight, EPS, quantize="blocks"),
         "experts' terms dealt": partial(group.add_rms_norm_dealt, terms, mine, weight, EPS, quantize="blocks"),
         "their sums dealt": lambda: group.add_rms_norm_dealt(terms.summed(), mine, weight, EPS, quantize="blocks"),
         "gathered in FP8": partial(group.all_gather, fp8),
+        "with scales and choices": partial(group.gather_rows, fp8, scale, weights, weights),
         f"gathered, {LATENTS} of bfloat16": partial(group.all_gather, latents),
     }
     return {name: round(measure(way), 1) for name, way in ways.items()}

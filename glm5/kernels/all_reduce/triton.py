@@ -20,10 +20,12 @@ from glm5.kernels.all_reduce.triton_buffers import (
     empty_last,
     end,
     finish,
+    new_row,
     sendable,
     wait,
     wait_sum,
 )
+from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.kernels.row_codes import Quantized
 
 PIECE = 1024  # elements that have one owner in two shots
@@ -107,6 +109,9 @@ def _two_shots(
     QUANTIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM: tl.constexpr,
+    A: tl.constexpr,
+    SHARED: tl.constexpr,
+    place_ptr=None,
 ):
     """Pieces of rows are owned in turns. Every program sends pieces, adds some up and sends the sums, finishes rows."""
     call = tl.load(state)
@@ -119,8 +124,8 @@ def _two_shots(
     e = tl.arange(0, PIECE)
     for index in range(program, pieces, programs):
         piece = (index + rank * owned) % pieces  # not all ranks to the same owner at once
-        d = (piece % pieces_a_row) * PIECE + e
-        x = tl.load(part_ptr + (piece // pieces_a_row) * D + d, mask=d < D, other=0.0)
+        t, d = (piece // pieces_a_row).to(tl.int64), (piece % pieces_a_row) * PIECE + e
+        x = new_row(part_ptr, t, d, T, D, A, SHARED, place_ptr)
         place = buffer(pointers, piece % SIZE, slot, num_words, part_ptr) + (rank * owned + piece // SIZE) * PIECE
         tl.store(place + e, sendable(x), mask=d < D)
     empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
@@ -175,13 +180,12 @@ def _gather(
     end(state, call, slot, SIZE * count)
 
 
-def fits(buffers: Buffers, part: Tensor, *, two_shots: bool) -> bool:
-    """Whether rows [T, D] can go this way."""
-    if part.dim() != 2 or part.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+def fits(buffers: Buffers, part: Tensor | Terms, num_rows: int, *, two_shots: bool) -> bool:
+    """Whether `num_rows` rows of [T, D] can go this way at once."""
+    dtype = part.y.dtype if isinstance(part, Terms) else part.dtype
+    if len(part.shape) != 2 or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
-    num_rows, width = part.shape
-    size = buffers.size
-    words_a = part.element_size() / 4
+    width, size, words_a = part.shape[1], buffers.size, dtype.itemsize / 4
     if two_shots:
         pieces = num_rows * -(-width // PIECE)
         count = size * -(-pieces // size) * PIECE + num_rows * width
@@ -240,38 +244,42 @@ def one_shot(
 
 def two_shots(
     buffers: Buffers,
-    part_TD: Tensor,
+    part: Tensor | Terms,
     norm: tuple[Tensor, Tensor, float] | None = None,
     programs: int | None = None,
     *,
     max_rows: int | None = None,
     quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same; for more rows. `max_rows`: at a time."""
-    part_TD = part_TD.contiguous()
-    out_TD, sum_TD, given = _outputs(part_TD, norm)
-    for first in range(0, len(part_TD), max_rows or len(part_TD)):
-        span = slice(first, first + (max_rows or len(part_TD)))
+    """The same; for more rows. `max_rows`: at a time. Terms that go at once are added up by who sends them."""
+    num_rows = part.shape[0]
+    max_rows = max_rows or num_rows
+    part = summed(part) if num_rows > max_rows else part
+    out_TD, sum_TD, given = _outputs(part, norm)
+    for first in range(0, num_rows, max_rows):
+        span = slice(first, first + max_rows)
         outputs = out_TD[span], sum_TD[span], None if quantized is None else (quantized[0][span], quantized[1][span])
-        _two_shots_of(buffers, part_TD[span], outputs, (given[0][span], *given[1:]), norm, programs)
+        some = part if isinstance(part, Terms) else part[span].contiguous()
+        _two_shots_of(buffers, some, outputs, (given[0][span], *given[1:]), norm, programs)
     return out_TD, sum_TD
 
 
 def _two_shots_of(
     buffers: Buffers,
-    part_TD: Tensor,
+    part: Tensor | Terms,
     outputs: tuple[Tensor, Tensor, Quantized | None],
     given: Given,
     norm: object,
     programs: int | None,
 ) -> None:
-    (num_rows, width), (out_TD, sum_TD, quantized) = part_TD.shape, outputs
+    (num_rows, width), (out_TD, sum_TD, quantized) = part.shape, outputs
+    terms = part if isinstance(part, Terms) else None
     block = max(128, triton.next_power_of_2(width))
     pieces = num_rows * triton.cdiv(width, PIECE)
     _two_shots[(min(programs or buffers.max_programs, pieces),)](
         buffers.pointers,
         buffers.state,
-        part_TD,
+        part if terms is None else terms.y,
         *given[:2],
         out_TD,
         sum_TD,
@@ -289,6 +297,9 @@ def _two_shots_of(
         QUANTIZE=quantized is not None,
         CHUNK=_CHUNK,
         NUM=NUM_BUFFERS,
+        A=0 if terms is None else terms.active,
+        SHARED=terms is not None and terms.has_shared,
+        place_ptr=None if terms is None else terms.places,
         num_warps=_num_warps(block),
     )
 
@@ -318,14 +329,15 @@ def gather(buffers: Buffers, part: Tensor) -> Tensor | None:
     return out
 
 
-def _outputs(part_TD: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor, Given]:
+def _outputs(part: Tensor | Terms, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor, Given]:
     """(out, sum, what the kernel takes of `norm`)."""
-    out_TD = torch.empty_like(part_TD)
+    some = part.y if isinstance(part, Terms) else part
+    out_TD = some.new_empty(part.shape)
     if norm is None:
-        return out_TD, out_TD, (part_TD, part_TD, 0, 0.0)
+        return out_TD, out_TD, (some, some, 0, 0.0)
     residual_TD, weight_D, eps = norm
     residual_TD = residual_TD if residual_TD.stride(-1) == 1 else residual_TD.contiguous()
-    return out_TD, torch.empty_like(part_TD), (residual_TD, weight_D, residual_TD.stride(0), eps)
+    return out_TD, torch.empty_like(out_TD), (residual_TD, weight_D, residual_TD.stride(0), eps)
 
 
 def _codes(quantized: Quantized | None, anything: Tensor) -> Quantized:

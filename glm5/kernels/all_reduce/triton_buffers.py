@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.grouped_experts.triton_few import sum_of_terms
 from glm5.kernels.triton_rows import put_codes
 
 NUM_BUFFERS = 3
@@ -66,6 +67,16 @@ def sendable(x):
         bits = x.to(tl.int32, bitcast=True)
         sendable = tl.where(bits == -0x7FFF8000, bits + 1, bits).to(x.dtype, bitcast=True)
     return sendable
+
+
+@triton.jit
+def new_row(part_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr, place_ptr):
+    """Row t of what is new: the sum of A terms and the shared expert's, or, if there are none, what lies there."""
+    if A > 0:
+        x = sum_of_terms(part_ptr, t, d, T, D, A, SHARED, place_ptr).to(part_ptr.dtype.element_ty)
+    else:
+        x = tl.load(part_ptr + t * D + d, mask=d < D, other=0.0)
+    return x
 
 
 @triton.jit

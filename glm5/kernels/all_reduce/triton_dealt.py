@@ -24,13 +24,13 @@ from glm5.kernels.all_reduce.triton_buffers import (
     buffer,
     empty_last,
     end,
+    new_row,
     sendable,
     unless,
     wait,
     wait_sum,
 )
 from glm5.kernels.grouped_experts.terms import Terms
-from glm5.kernels.grouped_experts.triton_few import sum_of_terms
 from glm5.kernels.row_codes import Quantized
 from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
 from glm5.kernels.triton_rows import row_codes, row_scale
@@ -85,13 +85,15 @@ def _deal(
         place = buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + i * D
         for begin in range(0, D, PIECE):
             d = begin + tl.arange(0, PIECE)
-            tl.store(place + d, sendable(_new(part_ptr, peer * share + t, d, T, D, A, SHARED, place_ptr)), mask=d < D)
+            tl.store(
+                place + d, sendable(new_row(part_ptr, peer * share + t, d, T, D, A, SHARED, place_ptr)), mask=d < D
+            )
     else:
         place = buffer(pointers, rank, slot, num_words, part_ptr) + i * D
         squares = 0.0
         for begin in range(0, D, PIECE):
             d = begin + tl.arange(0, PIECE)
-            mine = sendable(_new(part_ptr, rank * share + t, d, T, D, A, SHARED, place_ptr))
+            mine = sendable(new_row(part_ptr, rank * share + t, d, T, D, A, SHARED, place_ptr))
             residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
             total = wait_sum(place + d, count, d < D, rank, mine, SIZE, PIECE).to(mine.dtype)
             tl.debug_barrier()  # all have read
@@ -159,16 +161,6 @@ def _put_normed(
             d = begin + tl.arange(0, PIECE)
             out = tl.load(out_ptr + t * D + d, mask=d < D, other=0.0)
             tl.store(codes_ptr + t * D + d, row_codes(out.to(tl.float32), scale, "int8"), mask=d < D)
-
-
-@triton.jit
-def _new(part_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr, place_ptr):
-    """Row t of what is new: the sum of A terms and the shared expert's, or, if there are none, what lies there."""
-    if A > 0:
-        x = sum_of_terms(part_ptr, t, d, T, D, A, SHARED, place_ptr).to(part_ptr.dtype.element_ty)
-    else:
-        x = tl.load(part_ptr + t * D + d, mask=d < D, other=0.0)
-    return x
 
 
 @triton.jit

@@ -53,8 +53,8 @@ def test_kernels_with_one_rank(dtype, seed):
         x, residual = (torch.randn(num_rows, width, generator=generator).to(dtype) for _ in range(2))
         x[0, 1], x[0, 2] = -0.0, 0.0
         weight = torch.randn(width, generator=generator).to(dtype)
-        assert fits(buffer, x, two_shots=True)
-        assert fits(buffer, x, two_shots=False)
+        assert fits(buffer, x, num_rows, two_shots=True)
+        assert fits(buffer, x, num_rows, two_shots=False)
         want, total = add_rms_norm(x, residual, weight, 1e-5, impl="reference")
         for kernel in (lambda *a: one_shot(*a, splits=1), lambda *a: two_shots(*a, programs=1)):
             assert torch.equal(kernel(buffer, x)[0], x)
@@ -80,6 +80,6 @@ def test_kernels_with_one_rank(dtype, seed):
     assert all(torch.equal(mine, right) for mine, right in zip(tokens, token_quant(out, "int8"), strict=True))
     assert buffer.state[:2].tolist() == [4 * 6 + 5, 0]
     assert int((memory != memory[-1]).sum()) > 0  # the last buffer is emptied by the next call
-    assert not fits(buffer, torch.empty(40, 1288), two_shots=True)
-    assert not fits(buffer, torch.empty(2, 9), two_shots=False)
+    assert not fits(buffer, torch.empty(40, 1288), 40, two_shots=True)
+    assert not fits(buffer, torch.empty(2, 9), 2, two_shots=False)
     assert gather(buffer, torch.empty(1 << 20)) is None

@@ -74,6 +74,8 @@ def work(rank, _port, ranks, folder, calls):
         moved.y[: 3 * ROWS] = terms[rank].y[order]
         of_moved = dealt(buffers, moved, norm, max_rows=max_rows)
         assert all(torch.equal(*pair) for pair in zip(of_moved, of_sums, strict=True)), "in another order"
+        of_all = [two_shots(buffers, part, programs=1)[0] for part in (_sum_of(terms[rank]), terms[rank], moved)]
+        assert all(torch.equal(each, of_all[0]) for each in of_all[1:]), "in two shots"
         wrong = Terms(terms[rank].y.roll(1, 0), ROWS, 3, terms[rank].has_shared)
         assert not torch.equal(dealt(buffers, wrong, norm)[1], of_sums[1])
         for _ in range(call):
