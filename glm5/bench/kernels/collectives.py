@@ -233,14 +233,7 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
             if fits(group, name, part):
                 found[f"+ norm, {name}"] = round(measure(partial(joined, part, part, weight)), 1)
         if count > FEW_TOKENS:
-            terms = Terms(part.repeat(ACTIVE + 1, 1), count, ACTIVE, has_shared=True)
-            given = part, weight, EPS, "blocks"
-            found["experts' terms + norm + FP8"] = round(
-                measure(lambda: group.add_rms_norm_quantized(terms, *given)), 1
-            )
-            found["their sums + norm + FP8"] = round(
-                measure(lambda: group.add_rms_norm_quantized(terms.summed(), *given)), 1
-            )
+            found |= time_terms(group, part, weight)
         if count >= MIN_DEALT_ROWS and count % group.shard.size == 0:
             found |= time_dealt(group, part, weight)
         rows.append(found)
@@ -251,6 +244,16 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
     if group.shard.rank == 0:
         out(json.dumps(gathered))
     return rows
+
+
+def time_terms(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
+    """Of experts, all rows on every rank."""
+    terms, given = Terms(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True), (part, weight, EPS, "blocks")
+    ways = {
+        "experts' terms + norm + FP8": lambda: group.add_rms_norm_quantized(terms, *given),
+        "their sums + norm + FP8": lambda: group.add_rms_norm_quantized(terms.summed(), *given),
+    }
+    return {name: round(measure(way), 1) for name, way in ways.items()}
 
 
 def time_dealt(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
