@@ -125,3 +125,9 @@ def test_errors(E, opts, message, gen):
 def test_unknown_implementation(gen):
     with pytest.raises(ValueError, match="router: unknown impl 'fast'"):
         router(*make_case(2, 4, gen), **options(), impl="fast")
+
+
+@pytest.mark.parametrize("num_tokens", [256, 512, 1024, 2048])
+def test_any_share_of_a_prompt_fills_a_gpu(num_tokens):
+    cut = pytest.importorskip("glm5.kernels.router.triton").tiling_for(num_tokens)
+    assert -(-num_tokens // cut.block_t) * (256 // cut.block_e) * cut.split >= 128
