@@ -16,7 +16,7 @@ from torch import Tensor
 
 from glm5.engine.stack import Rows
 from glm5.kernels.grouped_experts.terms import Terms
-from glm5.kernels.row_codes import Kind
+from glm5.kernels.row_codes import Kind, Quantized
 from glm5.kernels.triton_support import chosen
 from glm5.model.norm import RMSNorm
 from glm5.parallel.group import Group
@@ -62,14 +62,8 @@ class Whole:
         return x_TD
 
     def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
-        given, codes = (residual_OD, norm.weight, norm.eps), ()
-        if kind is None:
-            x_TD, total_TD = self.group.add_rms_norm(new, *given)
-        else:
-            x_TD, total_TD, *codes = self.group.add_rms_norm_quantized(new, *given, kind)
-        if isinstance(new, Terms):
-            new.release()
-        return Rows(x_TD, (codes[0], codes[1]) if codes else None), total_TD
+        joined = self.group.add_rms_norm(new, residual_OD, norm.weight, norm.eps, quantize=kind)
+        return _behind(new, *joined)
 
     def whole(self, x_OY: Tensor) -> Tensor:
         return x_OY
@@ -89,11 +83,8 @@ class Dealt:
         return x_TD.unflatten(0, (size, -1))[rank]
 
     def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
-        given = residual_OD, norm.weight, norm.eps
-        x_OD, total_OD, quantized = self.group.add_rms_norm_dealt(new, *given, quantize=kind)
-        if isinstance(new, Terms):
-            new.release()
-        return Rows(x_OD, quantized), total_OD
+        joined = self.group.add_rms_norm_dealt(new, residual_OD, norm.weight, norm.eps, quantize=kind)
+        return _behind(new, *joined)
 
     def whole(self, x_OY: Tensor) -> Tensor:
         return self.group.all_gather(x_OY).flatten(0, 1)
@@ -107,6 +98,13 @@ class Dealt:
         is_read = not chosen(x.x_TD)
         x_TD = self.whole(x.x_TD) if is_read else x.x_TD.new_empty(data.shape)
         return Rows(x_TD, (data, scale)), *rest
+
+
+def _behind(new: Tensor | Terms, x_OD: Tensor, total_OD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
+    """What `join` gives, once nobody reads what was new."""
+    if isinstance(new, Terms):
+        new.release()
+    return Rows(x_OD, quantized), total_OD
 
 
 def between_of(group: Group, num_rows: int) -> Between:

@@ -87,15 +87,13 @@ class LoweredAttention:
         if selection is None:
             assert module.indexer is not None
             weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, between)
-        is_prompt = view.first_T is not None and selection is not None and selection.keys_TK is None
-        plain = self._plain_room(qkv_TY) if is_prompt else None
+        first_T = None if selection is None or selection.keys_TK is not None else view.first_T
+        plain = None if first_T is None else self._plain_room(qkv_TY)
         q_lat = self._keys(qkv_TY, key_TI, weights, rope, view, plain)
         query_TY, index_OY = self._queries(q_lat, between, has_index=selection is None)
         q_THX = query_TY.unflatten(1, (heads, head_dim))
-        if plain is not None:
-            assert selection is not None
-            assert view.first_T is not None
-            return self._prompt(q_THX, plain, rope, view.first_T), selection
+        if selection is not None and first_T is not None and plain is not None:
+            return self._prompt(q_THX, plain, rope, first_T), selection
         turns, early = (rope.cos_TR2, rope.sin_TR2), None
         if selection is None:
             assert beside is not None

@@ -205,6 +205,10 @@ template <int COUNT> static __device__ void keep_registers() {
 }
 #endif
 
+// Of a pair in bfloat16.
+static __device__ float low_of(u32 pair) { return __int_as_float(pair << 16); }
+static __device__ float high_of(u32 pair) { return __int_as_float(pair & 0xFFFF0000); }
+
 // x / scale, rounded correctly, without a division of its own.
 static __device__ float quotient(float x, float scale, float inverse) {
     const float near = x * inverse;

@@ -48,7 +48,7 @@ class ParallelLayer(DecoderLayer):
     def forward(self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None) -> tuple[Tensor, Selection]:
         part_TD, used = self.self_attn(self.input_layernorm(x_TD), rope, view, selection)
         norm = self.post_attention_layernorm
-        normed_TD, x_TD = self.group.add_rms_norm(part_TD, x_TD, norm.weight, norm.eps)
+        normed_TD, x_TD, _ = self.group.add_rms_norm(part_TD, x_TD, norm.weight, norm.eps, quantize=None)
         return x_TD + self.group.all_reduce(self.mlp(normed_TD)), used
 
 

@@ -21,7 +21,6 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._autograd import DeviceType
 
-from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.grouped_experts.terms import Terms, summed
 from glm5.kernels.row_codes import Kind, Quantized, room
@@ -75,19 +74,13 @@ class CudaGroup:
         return self.all_reduce_nccl(part) if total is None else total[0]
 
     def add_rms_norm(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        both = self._reduced(part, (residual_TD, weight_D, eps))
-        return add_rms_norm(self.all_reduce_nccl(summed(part)), residual_TD, weight_D, eps) if both is None else both
-
-    def add_rms_norm_quantized(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        data, scale = room(part.shape[0], part.shape[1], kind, self.device)
-        both = self._reduced(part, (residual_TD, weight_D, eps), (data, scale))
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    ) -> tuple[Tensor, Tensor, Quantized | None]:
+        quantized = room(part.shape[0], part.shape[1], quantize, self.device) if quantize else None
+        both = self._reduced(part, (residual_TD, weight_D, eps), quantized)
         if both is None:
-            return add_rms_norm_quantized(self.all_reduce_nccl(summed(part)), residual_TD, weight_D, eps, kind)
-        return *both, data, scale
+            return joined(self.all_reduce_nccl(summed(part)), residual_TD, weight_D, eps, quantize=quantize)
+        return *both, quantized
 
     def add_rms_norm_dealt(
         self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
@@ -102,7 +95,7 @@ class CudaGroup:
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:
-        if self.buffers is not None and part.numel() and part.numel() * part.element_size() % 4 == 0:
+        if self.buffers is not None and _has_words(part):
             from glm5.kernels.all_reduce import triton, triton_dealt
 
             out = triton.gather(self.buffers, part)
@@ -116,7 +109,7 @@ class CudaGroup:
         return out
 
     def gather_rows(self, *parts: Tensor) -> Sequence[Tensor]:
-        if self.buffers is None or any(not part.numel() or part.numel() * part.element_size() % 4 for part in parts):
+        if self.buffers is None or not all(map(_has_words, parts)):
             return rows_of(self, parts)
         from glm5.kernels.all_reduce.triton_dealt import gather
 
@@ -133,8 +126,7 @@ class CudaGroup:
             return None
         from glm5.kernels.all_reduce.triton import fits, one_shot, two_shots
 
-        some, num_rows = part.y if isinstance(part, Terms) else part, part.shape[0]
-        num_bytes = math.prod(part.shape) * some.element_size()
+        num_rows, num_bytes = part.shape[0], math.prod(part.shape) * part.dtype.itemsize
         is_short = num_bytes * (self.shard.size - 1) <= ONE_SHOT_BYTES
         if is_short and fits(self.buffers, part, num_rows, two_shots=False):
             return one_shot(self.buffers, summed(part), norm, quantized=quantized)
@@ -165,3 +157,8 @@ class CudaGroup:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def _has_words(part: Tensor) -> bool:
+    """Whether it is some whole number of words, as gathering here takes them."""
+    return part.numel() > 0 and part.numel() * part.element_size() % 4 == 0

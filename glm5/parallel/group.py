@@ -38,23 +38,16 @@ class Group(Protocol):
         ...
 
     def add_rms_norm(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(out, sum): `kernels.add_rms_norm` of the `all_reduce` of `part`; terms are added up before, or on their
-        way."""
-        ...
-
-    def add_rms_norm_quantized(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same, then what `row_codes.quantize` makes of out."""
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    ) -> tuple[Tensor, Tensor, Quantized | None]:
+        """(out, sum, its codes if asked for): `kernels.add_rms_norm` of the `all_reduce` of `part`; terms are added up
+        before, or on their way."""
         ...
 
     def add_rms_norm_dealt(
         self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        """(out, sum, its codes if asked for) of this rank's rows alone, the `rank`-th of `size` equal shares; terms are
-        added up first, or on their way."""
+        """The same of this rank's rows alone, the `rank`-th of `size` equal shares."""
         ...
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -83,14 +76,9 @@ class GlooGroup:
         return all_reduce_reference(self.all_gather(part))
 
     def add_rms_norm(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.all_reduce(summed(part)), residual_TD, weight_D, eps)
-
-    def add_rms_norm_quantized(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return add_rms_norm_quantized(self.all_reduce(summed(part)), residual_TD, weight_D, eps, kind)
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    ) -> tuple[Tensor, Tensor, Quantized | None]:
+        return joined(self.all_reduce(summed(part)), residual_TD, weight_D, eps, quantize=quantize)
 
     def add_rms_norm_dealt(
         self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
@@ -174,14 +162,9 @@ class Alone:
         return part
 
     def add_rms_norm(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(summed(part), residual_TD, weight_D, eps)
-
-    def add_rms_norm_quantized(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return add_rms_norm_quantized(summed(part), residual_TD, weight_D, eps, kind)
+        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    ) -> tuple[Tensor, Tensor, Quantized | None]:
+        return joined(summed(part), residual_TD, weight_D, eps, quantize=quantize)
 
     def add_rms_norm_dealt(
         self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None

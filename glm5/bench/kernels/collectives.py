@@ -66,7 +66,7 @@ def norms(group: CudaGroup) -> dict[str, NormWay]:
     return {
         "one shot": lambda x, residual, weight: one_shot(buffers, x, (residual, weight, EPS)),
         "two shots": lambda x, residual, weight: two_shots(buffers, x, (residual, weight, EPS)),
-        "chosen": lambda x, residual, weight: group.add_rms_norm(x, residual, weight, EPS),
+        "chosen": lambda x, residual, weight: group.add_rms_norm(x, residual, weight, EPS, quantize=None)[:2],
         "NCCL, then add_rms_norm": lambda x, residual, weight: add_rms_norm(_nccl(x), residual, weight, EPS),
     }
 
@@ -99,7 +99,7 @@ def check_dealt(group: CudaGroup) -> None:
                 group.add_rms_norm_dealt(x, residual[mine], weight, eps, quantize=None) for x in (terms, summed(terms))
             ]
             assert torch.equal(ways[0][1], ways[1][1]), f"terms dealt {rows=} {width=} {dtype=}"
-            ways = [group.add_rms_norm(x, residual, weight, eps) for x in (terms, summed(terms))]
+            ways = [group.add_rms_norm(x, residual, weight, eps, quantize=None) for x in (terms, summed(terms))]
             assert torch.equal(ways[0][1], ways[1][1]), f"terms of all rows {rows=} {width=} {dtype=}"
             for _ in range(REPEATS):
                 again = run()
@@ -248,10 +248,10 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
 
 def time_terms(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
     """Of experts, all rows on every rank."""
-    terms, given = Terms(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True), (part, weight, EPS, "blocks")
+    terms, given = Terms(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True), (part, weight, EPS)
     ways = {
-        "experts' terms + norm + FP8": lambda: group.add_rms_norm_quantized(terms, *given),
-        "their sums + norm + FP8": lambda: group.add_rms_norm_quantized(terms.summed(), *given),
+        "experts' terms + norm + FP8": lambda: group.add_rms_norm(terms, *given, quantize="blocks"),
+        "their sums + norm + FP8": lambda: group.add_rms_norm(terms.summed(), *given, quantize="blocks"),
     }
     return {name: round(measure(way), 1) for name, way in ways.items()}
 

@@ -21,6 +21,7 @@ from glm5.kernels.all_reduce.triton_buffers import (
     end,
     finish,
     new_row,
+    new_rows,
     sendable,
     wait,
     wait_sum,
@@ -182,10 +183,9 @@ def _gather(
 
 def fits(buffers: Buffers, part: Tensor | Terms, num_rows: int, *, two_shots: bool) -> bool:
     """Whether `num_rows` rows of [T, D] can go this way at once."""
-    dtype = part.y.dtype if isinstance(part, Terms) else part.dtype
-    if len(part.shape) != 2 or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if len(part.shape) != 2 or part.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
-    width, size, words_a = part.shape[1], buffers.size, dtype.itemsize / 4
+    width, size, words_a = part.shape[1], buffers.size, part.dtype.itemsize / 4
     if two_shots:
         pieces = num_rows * -(-width // PIECE)
         count = size * -(-pieces // size) * PIECE + num_rows * width
@@ -259,7 +259,7 @@ def two_shots(
     for first in range(0, num_rows, max_rows):
         span = slice(first, first + max_rows)
         outputs = out_TD[span], sum_TD[span], None if quantized is None else (quantized[0][span], quantized[1][span])
-        some = part if isinstance(part, Terms) else part[span].contiguous()
+        some = part if isinstance(part, Terms) else part[span]
         _two_shots_of(buffers, some, outputs, (given[0][span], *given[1:]), norm, programs)
     return out_TD, sum_TD
 
@@ -273,13 +273,13 @@ def _two_shots_of(
     programs: int | None,
 ) -> None:
     (num_rows, width), (out_TD, sum_TD, quantized) = part.shape, outputs
-    terms = part if isinstance(part, Terms) else None
+    new, options = new_rows(part)
     block = max(128, triton.next_power_of_2(width))
     pieces = num_rows * triton.cdiv(width, PIECE)
     _two_shots[(min(programs or buffers.max_programs, pieces),)](
         buffers.pointers,
         buffers.state,
-        part if terms is None else terms.y,
+        new,
         *given[:2],
         out_TD,
         sum_TD,
@@ -297,9 +297,7 @@ def _two_shots_of(
         QUANTIZE=quantized is not None,
         CHUNK=_CHUNK,
         NUM=NUM_BUFFERS,
-        A=0 if terms is None else terms.active,
-        SHARED=terms is not None and terms.has_shared,
-        place_ptr=None if terms is None else terms.places,
+        **options,
         num_warps=_num_warps(block),
     )
 

@@ -25,6 +25,7 @@ from glm5.kernels.all_reduce.triton_buffers import (
     empty_last,
     end,
     new_row,
+    new_rows,
     sendable,
     unless,
     wait,
@@ -244,8 +245,7 @@ def _empty(place, mask):
 def can_deal(buffers: Buffers, part: Tensor | Terms) -> bool:
     """Whether rows [T, D] can go this way."""
     num_rows, width = part.shape
-    dtype = part.y.dtype if isinstance(part, Terms) else part.dtype
-    is_known = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    is_known = part.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return is_known and num_rows % buffers.size == 0 and width % 8 == 0 and width <= MAX_WIDTH
 
 
@@ -262,8 +262,7 @@ def dealt(
     `quantized`: filled with out as codes. `max_rows`: of all ranks' shares together, at a time.
     """
     (num_rows, width), size = part.shape, buffers.size
-    share, terms = num_rows // size, part if isinstance(part, Terms) else None
-    new = part.y if isinstance(part, Terms) else part.contiguous()
+    share, (new, options) = num_rows // size, new_rows(part)
     residual_OD, weight_D, eps = norm
     residual_OD = residual_OD if residual_OD.stride(-1) == 1 else residual_OD.contiguous()
     out_OD, sum_OD = new.new_empty(share, width), new.new_empty(share, width)
@@ -293,12 +292,10 @@ def dealt(
             eps,
             0 if quantized is None else scale.stride(-1),
             SIZE=size,
-            A=0 if terms is None else terms.active,
-            SHARED=terms is not None and terms.has_shared,
             PIECE=min(_PIECE, max(128, triton.next_power_of_2(width))),
             QUANTIZE=quantized is not None,
             NUM=NUM_BUFFERS,
-            place_ptr=None if terms is None else terms.places,
+            **options,
             num_warps=4 if size == 2 else 8,  # what more ranks sent takes more registers
             **dependent_launch(new.device),
         )

@@ -27,6 +27,11 @@ class Terms:
         """(T, D), of the sums."""
         return self.num_tokens, self.y.shape[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sums."""
+        return self.y.dtype
+
     def release(self) -> None:
         """Let go of the memory."""
         del self.y

@@ -82,10 +82,6 @@ static __device__ void begin_values(float (&out)[128], u32 (&p)[16], u32 v) {
     end_products();
 }
 
-// Of a pair in bfloat16.
-static __device__ float of_low(u32 pair) { return __int_as_float(pair << 16); }
-static __device__ float of_high(u32 pair) { return __int_as_float(pair & 0xFFFF0000); }
-
 static __device__ float infinity() { return __int_as_float(0x7F800000); }
 
 // Of a thread's two rows: the largest logit, the sum of its exponentials.
@@ -235,7 +231,7 @@ static __device__ void store_codes(const float (&out)[128], const float (&factor
             most = fmaxf(most, fmaxf(fabsf(out[i]), fabsf(out[i + 1])));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        scale[part] = fmaxf(of_low(as_pair(most * factor[r], 0)), 1e-4f) / 448.0f;
+        scale[part] = fmaxf(low_of(as_pair(most * factor[r], 0)), 1e-4f) / 448.0f;
         if (lane % 4 == 0 && t < num_tokens) scales[(u64)half * num_tokens + t] = scale[part];
     }
 #pragma unroll
@@ -247,7 +243,7 @@ static __device__ void store_codes(const float (&out)[128], const float (&factor
             const u32 pair = as_pair(out[i] * factor[r], out[i + 1] * factor[r]);
             const int column = i / 4 % 16;  // eight codes
             *(u16*)(mine + half * BOX + (row + 8 * r) * 128 + (column / 2 ^ row) * 16 + column % 2 * 8 + lane % 4 * 2) =
-                as_codes(quotient(of_low(pair), scale[part], inverse), quotient(of_high(pair), scale[part], inverse));
+                as_codes(quotient(low_of(pair), scale[part], inverse), quotient(high_of(pair), scale[part], inverse));
         }
     }
     __syncwarp();

@@ -38,7 +38,7 @@ def prompt_attention(
     Raises ValueError where `refusal` has a reason.
     """
     out_THV = torch.empty_like(v_THV, memory_format=torch.contiguous_format)
-    return out_THV, _attend(q_THX, k_THN, rope_TR, v_THV, first_T, scale, out_THV, None)
+    return out_THV, _attend((q_THX, k_THN, rope_TR, v_THV), first_T, scale, out_THV, None)
 
 
 def prompt_attention_quantized(
@@ -46,22 +46,16 @@ def prompt_attention_quantized(
 ) -> Quantized:
     """What `act_quant` makes of the same, [T, H * V], which is written nowhere."""
     codes_TV, scale_TB = room(len(v_THV), v_THV.shape[1] * v_THV.shape[2], "blocks", v_THV.device)
-    _attend(q_THX, k_THN, rope_TR, v_THV, first_T, scale, codes_TV, scale_TB)
+    _attend((q_THX, k_THN, rope_TR, v_THV), first_T, scale, codes_TV, scale_TB)
     return codes_TV, scale_TB
 
 
 def _attend(
-    q_THX: Tensor,
-    k_THN: Tensor,
-    rope_TR: Tensor,
-    v_THV: Tensor,
-    first_T: Tensor,
-    scale: float,
-    to: Tensor,
-    scale_TB: Tensor | None,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor], first_T: Tensor, scale: float, to: Tensor, scale_TB: Tensor | None
 ) -> Tensor:
     """lse [T, H]; fills `to` with values, or with codes if there is room for their scales."""
-    if reason := refusal(q_THX, k_THN, rope_TR, v_THV):
+    q_THX, k_THN, rope_TR, v_THV = inputs
+    if reason := refusal(*inputs):
         raise ValueError(f"prompt_attention[cuda] {reason}; use impl='triton'")
     if not scale > 0:
         raise ValueError(f"prompt_attention[cuda] needs a scale above zero, got {scale}; use impl='triton'")

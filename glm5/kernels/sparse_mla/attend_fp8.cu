@@ -86,7 +86,7 @@ static __device__ void take_apart(const u16* q, int head, u8* query, float* q_sc
     *(uint4*)pairs = ((const uint4*)q)[2 * lane], *(uint4*)(pairs + 4) = ((const uint4*)q)[2 * lane + 1];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        x[i] = __uint_as_float(i % 2 ? pairs[i / 2] & 0xFFFF0000 : pairs[i / 2] << 16);
+        x[i] = i % 2 ? high_of(pairs[i / 2]) : low_of(pairs[i / 2]);
         most = fmaxf(most, fabsf(x[i]));
     }
     most = most_of<1>(most);

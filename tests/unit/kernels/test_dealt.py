@@ -7,6 +7,8 @@ from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.block_scaled import FP8
 from glm5.kernels.grouped_experts.terms import Terms
+from glm5.parallel.cuda import CudaGroup
+from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
 from tests.support.interpreter import interpreted
 from tests.support.sharded import run_ranks
@@ -47,6 +49,11 @@ def _beside(ranks, call):
     return torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(call)).int()
 
 
+def _of_each_value(scale):
+    """[ROWS, WIDTH], of scales of 128 values or of a row."""
+    return scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(128, dim=1)[:, :WIDTH]
+
+
 def work(rank, _port, ranks, folder, calls):
     """What one rank gets in several calls, of parts that fit at once and that do not, between calls of other kinds."""
     from glm5.kernels.all_reduce.triton import one_shot, two_shots
@@ -59,6 +66,8 @@ def work(rank, _port, ranks, folder, calls):
     ]
     pointers = torch.tensor([each.data_ptr() for each in memory])
     buffers = Buffers(pointers, empty_state(torch.device("cpu")), rank, ranks, NUM_WORDS, 1)
+    group = object.__new__(CudaGroup)  # as on GPUs, but for where its memory lies
+    group.shard, group.device, group.buffers = Shard(rank, ranks), torch.device("cpu"), buffers
     share, got = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks), []
     for call in range(calls):
         parts, residual, weight = _parts(ranks, call)
@@ -76,6 +85,17 @@ def work(rank, _port, ranks, folder, calls):
         assert all(torch.equal(*pair) for pair in zip(of_moved, of_sums, strict=True)), "in another order"
         of_all = [two_shots(buffers, part, programs=1)[0] for part in (_sum_of(terms[rank]), terms[rank], moved)]
         assert all(torch.equal(each, of_all[0]) for each in of_all[1:]), "in two shots"
+        for kind in (None, "blocks", "int8"):
+            asked = residual, weight, EPS
+            ways = [group.add_rms_norm(part, *asked, quantize=kind) for part in (_sum_of(terms[rank]), moved)]
+            assert all(torch.equal(*pair) for pair in zip(ways[0][:2], ways[1][:2], strict=True)), "all rows"
+            assert all((way[2] is None) == (kind is None) for way in ways)
+            if kind is not None:
+                data, scale = ways[1][2]
+                assert all(torch.equal(a.float(), b.float()) for a, b in zip(ways[0][2], ways[1][2], strict=True))
+                wide = data.double() * _of_each_value(scale.double())
+                assert rel_rms(wide, ways[1][0].double()) < E4M3
+        assert torch.equal(group.all_gather(parts[rank]), parts)
         wrong = Terms(terms[rank].y.roll(1, 0), ROWS, 3, terms[rank].has_shared)
         assert not torch.equal(dealt(buffers, wrong, norm)[1], of_sums[1])
         for _ in range(call):
@@ -83,7 +103,7 @@ def work(rank, _port, ranks, folder, calls):
         few = one_shot(buffers, parts[rank][:1], splits=1)[0]
         assert torch.equal(few, all_reduce_reference(parts[:, :1]))
         beside = _beside(ranks, call)[rank]
-        together = gather(buffers, beside[:, 0], both[0], beside, beside.T.contiguous().T, quantized[0])
+        together = group.gather_rows(beside[:, 0], both[0], beside, beside.T.contiguous().T, quantized[0])
         together[-1] = together[-1].float()
         alone = [gather(buffers, part)[0] for part in (both[0], parts[rank].double(), beside.T.contiguous().T)]
         got.append((*both, quantized[0].float(), quantized[1], alone, together))
