@@ -14,10 +14,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from glm5.engine.stack import Rows
+from glm5.engine.stack import AnyLinear, Rows, product
+from glm5.kernels.all_reduce.part import Part, computed
+from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.row_codes import Kind, Quantized
 from glm5.kernels.triton_support import chosen
+from glm5.model.linear import BlockScaledLinear
 from glm5.model.norm import RMSNorm
 from glm5.parallel.group import Group
 from glm5.parallel.table import WHOLE, Shard
@@ -33,7 +37,11 @@ class Between(Protocol):
         """Of rows that every rank has, those that this one goes on with: [O, D]."""
         ...
 
-    def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+    def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
+        """`linear` of rows that every rank has, for `join`."""
+        ...
+
+    def join(self, new: Part, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         """Add what is new, of which each rank has a part, to the residual stream: (normed rows [O, D], the stream).
         Terms of experts are added up first, and their memory is given back.
 
@@ -61,8 +69,11 @@ class Whole:
     def mine(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
-    def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
-        joined = self.group.add_rms_norm(new, residual_OD, norm.weight, norm.eps, quantize=kind)
+    def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
+        return product(rows, linear)
+
+    def join(self, new: Part, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+        joined = self.group.add_rms_norm(computed(new), residual_OD, norm.weight, norm.eps, quantize=kind)
         return _behind(new, *joined)
 
     def whole(self, x_OY: Tensor) -> Tensor:
@@ -82,7 +93,13 @@ class Dealt:
         rank, size = self.shard
         return x_TD.unflatten(0, (size, -1))[rank]
 
-    def join(self, new: Tensor | Terms, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+    def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
+        if not isinstance(linear, BlockScaledLinear):
+            return product(rows, linear)
+        weight = BlockScaled(linear.weight, linear.weight_scale_inv)
+        return PendingLinear(rows.x_TD, weight, rows.codes_for(linear))
+
+    def join(self, new: Part, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         joined = self.group.add_rms_norm_dealt(new, residual_OD, norm.weight, norm.eps, quantize=kind)
         return _behind(new, *joined)
 
@@ -100,7 +117,7 @@ class Dealt:
         return Rows(x_TD, (data, scale)), *rest
 
 
-def _behind(new: Tensor | Terms, x_OD: Tensor, total_OD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
+def _behind(new: Part, x_OD: Tensor, total_OD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
     """What `join` gives, once nobody reads what was new."""
     if isinstance(new, Terms):
         new.release()

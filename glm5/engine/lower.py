@@ -28,7 +28,9 @@ from torch.nn import functional as F
 from glm5.engine.between import Between, Dealt, between_of
 from glm5.engine.stack import AnyLinear, Rows, Stack, product, wanted
 from glm5.engine.view import StepView
+from glm5.kernels.all_reduce.part import Part
 from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, Terms, expert_terms, grouped_experts
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, PlainLatents, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
@@ -73,7 +75,7 @@ class LoweredAttention:
 
     def __call__(
         self, x: Rows, rope: Rope, view: StepView, selection: Selection | None, between: Between
-    ) -> tuple[Tensor, Selection]:
+    ) -> tuple[Tensor | PendingLinear, Selection]:
         """Output [T, D] and the selection used, of `x` [O, D]."""
         module, cfg = self.module, self.module.cfg
         heads, head_dim, layer_idx = cfg.num_attention_heads, module.qk_head_dim, module.layer_idx
@@ -93,7 +95,7 @@ class LoweredAttention:
         query_TY, index_OY = self._queries(q_lat, between, has_index=selection is None)
         q_THX = query_TY.unflatten(1, (heads, head_dim))
         if selection is not None and first_T is not None and plain is not None:
-            return self._prompt(q_THX, plain, rope, first_T), selection
+            return self._prompt(q_THX, plain, rope, first_T, between), selection
         turns, early = (rope.cos_TR2, rope.sin_TR2), None
         if selection is None:
             assert beside is not None
@@ -106,7 +108,7 @@ class LoweredAttention:
             selection = Selection(None if found.keys_TK is None else between.whole(found.keys_TK))
         q_THL = mla_queries(q_THX, self.w_k_HNC, *turns, early=early)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
-        return product(self._values(out_THC), module.o_proj), selection
+        return between.product(self._values(out_THC), module.o_proj), selection
 
     def _of_input(self, x: Rows, between: Between, *, has_key: bool) -> tuple[Tensor, Tensor]:
         """(index keys [T, I], nothing if not asked for, and query and key products [T, Y]) before their norms."""
@@ -166,7 +168,9 @@ class LoweredAttention:
         cfg = self.module.cfg
         return PlainLatents(*(qkv_TY.new_empty(len(qkv_TY), n) for n in (cfg.kv_lora_rank, cfg.qk_rope_head_dim)))
 
-    def _prompt(self, q_THX: Tensor, plain: PlainLatents, rope: Rope, first_T: Tensor) -> Tensor:
+    def _prompt(
+        self, q_THX: Tensor, plain: PlainLatents, rope: Rope, first_T: Tensor, between: Between
+    ) -> Tensor | PendingLinear:
         """Attention of whole prompts to themselves."""
         module, cfg = self.module, self.module.cfg
         q_THX = rope_part(q_THX, rope.cos_TR2, rope.sin_TR2, None, cfg.qk_nope_head_dim, module.qk_head_dim)
@@ -175,8 +179,8 @@ class LoweredAttention:
         given, scale = (q_THX, k_THN, plain.rope_TR, v_THV, first_T), module.qk_head_dim**-0.5
         if wanted([module.o_proj], len(q_THX)) == "blocks":
             out_TV, *codes = prompt_attention_quantized(*given, scale=scale)
-            return product(Rows(out_TV, (codes[0], codes[1])), module.o_proj)
-        return product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
+            return between.product(Rows(out_TV, (codes[0], codes[1])), module.o_proj)
+        return between.product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
 
 
 class Beside:
@@ -235,9 +239,9 @@ class LoweredMLP:
     def stacks(self) -> list[Stack]:
         return [self.gate_up]
 
-    def __call__(self, x: Rows, between: Between) -> Tensor:
+    def __call__(self, x: Rows, between: Between) -> Tensor | PendingLinear:
         (x,) = between.gathered(x)
-        return self.of(x)
+        return between.product(self._hidden(x), self.module.down_proj)
 
     def wants(self, num_rows: int, between: Between) -> Kind | None:
         """How rows should come quantized."""
@@ -246,12 +250,15 @@ class LoweredMLP:
 
     def of(self, x: Rows) -> Tensor:
         """Of rows that are there."""
-        gate_up_TY, down_proj = self.gate_up(x), self.module.down_proj
-        kind = wanted([down_proj], len(gate_up_TY))
+        return product(self._hidden(x), self.module.down_proj)
+
+    def _hidden(self, x: Rows) -> Rows:
+        gate_up_TY = self.gate_up(x)
+        kind = wanted([self.module.down_proj], len(gate_up_TY))
         if kind is None:
-            return product(Rows(swiglu(gate_up_TY)), down_proj)
+            return Rows(swiglu(gate_up_TY))
         h_TM, *codes = swiglu_quantized(gate_up_TY, kind)
-        return product(Rows(h_TM, (codes[0], codes[1])), down_proj)
+        return Rows(h_TM, (codes[0], codes[1]))
 
 
 class LoweredMoE:
@@ -318,13 +325,13 @@ class LoweredLayer:
 
     def __call__(
         self,
-        new: Tensor | Terms | None,
+        new: Part | None,
         residual_OD: Tensor,
         rope: Rope,
         view: StepView,
         selection: Selection | None,
         between: Between,
-    ) -> tuple[Tensor | Terms, Tensor, Selection]:
+    ) -> tuple[Part, Tensor, Selection]:
         """(what the layer adds, of ranks that share it a part, the stream without it, the selection used)."""
         norm, num_rows = self.module.input_layernorm, len(view.positions_T)
         kind = self.attention.of_input.wants(num_rows)
@@ -344,7 +351,7 @@ def _kind(layer: LoweredLayer) -> tuple[object, ...]:
     return tuple((name, weight.shape, weight.dtype) for name, weight in layer.module.state_dict(keep_vars=True).items())
 
 
-def _last(new: Tensor | Terms | None, residual_OD: Tensor, norm: RMSNorm, between: Between) -> Tensor:
+def _last(new: Part | None, residual_OD: Tensor, norm: RMSNorm, between: Between) -> Tensor:
     """The stream behind the last layer, normed, all rows of it."""
     if new is None:
         return between.whole(norm(residual_OD))

@@ -10,6 +10,7 @@ typedef unsigned long long u64;
 struct alignas(64) Map { u64 words[16]; };  // CUtensorMap
 
 extern __shared__ u8 shared_memory[];
+extern __shared__ __align__(1024) u8 aligned_memory[];  // the same, where products' and copies' tiles may begin
 
 static __device__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -60,12 +61,32 @@ static __device__ void fetch_shared_box(u32 to, const Map* map, int column, int 
         ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
+// The same to the same place of each program of a cluster that `peers` has a bit of, and arrives at its barrier there.
+static __device__ void fetch_for_peers(u32 to, const Map* map, int column, int row, u32 barrier, u16 peers) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(peers) : "memory");
+}
+
 // Rows of 128 bytes of a head's matrix, of a map of several.
 static __device__ void fetch_of_head(u32 to, const Map* map, int column, int row, int head, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
         ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(barrier) : "memory");
 }
+
+// From shared memory to any, in 16 bytes: by itself, once `for_engines` has shown what was written. Copies up to
+// `end_copies_out` are one group.
+static __device__ void copy_out(void* to, u32 from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
+static __device__ void end_copies_out() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Of this thread's copies: where they come from may be written to; they have arrived.
+static __device__ void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+static __device__ void wait_until_copied() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 static __device__ void fetch_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -110,6 +131,12 @@ static __device__ float exp2_of(float x) {
 static __device__ u32 as_pair(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// Of a pair in bfloat16, minus zero as zero: by minus zero ranks know that nothing has come.
+static __device__ u32 sendable(u32 pair) {
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(0x3F803F80), "r"(0));
     return pair;
 }
 
@@ -183,6 +210,11 @@ static __device__ u32 at_peer(u32 at, int peer) {
     return there;
 }
 
+// By who has only read, and has ended to: nothing that was written is made known to the peer.
+static __device__ void arrive_at_peer(u32 barrier, int peer) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at_peer(barrier, peer)) : "memory");
+}
+
 static __device__ int int_of_peer(u32 at, int peer) {
     int found;
     asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(found) : "r"(at_peer(at, peer)) : "memory");
@@ -243,4 +275,11 @@ static __device__ void add_scaled(float (&sum)[N / 2], const float (&part)[N / 2
         sum[4 * j] += part[4 * j] * a, sum[4 * j + 1] += part[4 * j + 1] * b;
         sum[4 * j + 2] += part[4 * j + 2] * a, sum[4 * j + 3] += part[4 * j + 3] * b;
     }
+}
+
+// The same where rows are the product's: the scales of a thread's two.
+template <int N>
+static __device__ void add_rows(float (&sum)[N / 2], const float (&part)[N / 2], float upper, float lower) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sum[i] += part[i] * (i % 4 < 2 ? upper : lower);
 }

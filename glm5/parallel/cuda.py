@@ -22,7 +22,8 @@ from torch._C import _distributed_c10d
 from torch._C._autograd import DeviceType
 
 from glm5.kernels.all_reduce import all_reduce_reference
-from glm5.kernels.grouped_experts.terms import Terms, summed
+from glm5.kernels.all_reduce.part import Part, summed
+from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.row_codes import Kind, Quantized, room
 from glm5.kernels.triton_support import installed
 from glm5.parallel.group import joined, rows_of
@@ -83,7 +84,7 @@ class CudaGroup:
         return *both, quantized
 
     def add_rms_norm_dealt(
-        self, part: Tensor | Terms, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: Part, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         if self.buffers is not None:
             from glm5.kernels.all_reduce.triton_dealt import can_deal, dealt

@@ -20,7 +20,7 @@ from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
 from glm5.kernels.coded import Coded
 from glm5.kernels.coded_experts import coded_experts
 from glm5.kernels.coded_linear import coded_linear
-from glm5.kernels.fp8_linear import fp8_linear
+from glm5.kernels.fp8_linear import cuda_rows, fp8_linear
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.gptq_block import gptq_block
 from glm5.kernels.index_kl import index_kl
@@ -58,6 +58,9 @@ def products() -> None:
     for T in (1, 40, 128):
         weight = quantize_blocks(torch.randn(132, 1024) * 0.02)
         fp8_linear(rows(T, 1024), BlockScaled(weight.data.cuda(), weight.scale.cuda()), impl="cuda")
+    for T in (1, 300):
+        weight = quantize_blocks(torch.randn(512, 1536) * 0.02)
+        cuda_rows.fp8_linear(rows(T, 1536), BlockScaled(weight.data.cuda(), weight.scale.cuda()))
     for T in (1, 5):
         router(rows(T, 1024), rows(256, 1024), torch.zeros(256, device="cuda"), top_k=8, n_group=1, topk_group=1,
                norm_topk_prob=True, scaling_factor=2.5, impl="triton")  # fmt: skip

@@ -7,7 +7,7 @@ from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm_quantized
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
 from glm5.kernels.fp8_linear import cuda as cuda_linear
-from glm5.kernels.fp8_linear import fp8_linear
+from glm5.kernels.fp8_linear import cuda_rows, fp8_linear
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.kernels.rope import rope, rope_part, rope_table
 from glm5.kernels.router import router
@@ -137,6 +137,20 @@ def test_rows_of_a_step(T, O, D, shares, gen):
         assert torch.equal(cuda_linear.fp8_linear(x, weight, None, cuda_linear.Cut(shares)), got)
     weight.scale[0, 0] *= 1.5
     assert rel_rms(fp8_linear(x, weight, impl="cuda"), want) > 2 * TILES_BUDGET
+
+
+@pytest.mark.parametrize("T", [1, 100, 300, 2048])
+@pytest.mark.parametrize(("O", "D"), [(256, 256), (512, 1536), (6144, 2048)])
+def test_rows_of_prompts(T, O, D, gen):
+    """What sends rows to other ranks (tests/gpu/test_ranks_cuda.py), keeping all of them."""
+    x, weight = linear(T, O, D, torch.bfloat16, gen)
+    want = fp8_linear(x.double(), weight, impl="reference")
+    got = cuda_rows.fp8_linear(x, weight)
+    assert rel_rms(got, want) < TILES_BUDGET
+    for _ in range(REPEATS):
+        assert torch.equal(cuda_rows.fp8_linear(x, weight), got)
+    weight.scale[0, 0] *= 1.5
+    assert rel_rms(cuda_rows.fp8_linear(x, weight)[:, :128], want[:, :128]) > 2 * TILES_BUDGET
 
 
 @pytest.mark.parametrize("T", [1, 8, 17, 300])

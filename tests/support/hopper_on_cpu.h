@@ -13,7 +13,7 @@ struct float4 { float x, y, z, w; };
 struct Matrix { const u8* place; u64 rows, cols, tile_rows; };
 struct Map { const Matrix* matrix; };
 
-static u8*& shared_memory = memory;
+static u8 *&shared_memory = memory, *&aligned_memory = memory;
 
 static float __int_as_float(int x) { return __uint_as_float(x); }
 static float exp2_of(float x) { return exp2f(x); }
@@ -84,6 +84,25 @@ static void fetch_shared_box(u32 to, const Map* map, int column, int row, u32 ba
     fetch_box(to, map, column, row, barrier);
 }
 
+static void in_place_of(int peer) { own = peer, memory = memories[peer]; }
+
+static void fetch_for_peers(u32 to, const Map* map, int column, int row, u32 barrier, u16 peers) {
+    const int mine = own;
+    for (int peer = 0; peer < MOST_PEERS; ++peer) {
+        if (!(peers >> peer & 1)) continue;
+        in_place_of(peer);
+        fetch_box(to, map, column, row, barrier);
+    }
+    in_place_of(mine);
+}
+
+static void arrive_at_peer(u32 barrier, int peer) {
+    const int mine = own;
+    in_place_of(peer);
+    arrive(barrier);
+    in_place_of(mine);
+}
+
 // Matrices of heads, zeros behind the last row of each.
 struct Heads { const u8* place; u64 width, rows, heads, row_step, head_step, tile_rows; };
 
@@ -109,6 +128,15 @@ static void leave_peers() { meet_peers(); }
 static int int_of_peer(u32 at, int peer) { return *(const int*)(memories[peer] + at); }
 static float4 of_peer(u32 at, int peer) { return *(const float4*)(memories[peer] + at); }
 
+static void copy_out(void* to, u32 from, int bytes) {
+    if ((u64)to % 16 || from % 16 || bytes % 16) abort();
+    memcpy(to, memory + from, bytes);
+}
+
+static void end_copies_out() {}
+static void wait_until_read() {}
+static void wait_until_copied() {}
+
 static void fetch_16(u32 to, const void* from) {
     if (to % 16 || (u64)from % 16) abort();
     memcpy(memory + to, from, 16);
@@ -121,6 +149,8 @@ template <int LEFT> static void wait_for_copies() {}
 static void for_engines() {}
 
 static u32 as_pair(float low, float high) { return bfloat16_of(low) | (u32)bfloat16_of(high) << 16; }
+
+static u32 sendable(u32 pair) { return times_plus_bf16(pair, 0x3F803F80, 0); }
 
 static float of_e4m3(u8 code) {
     static const std::vector<float> numbers = [] {

@@ -19,16 +19,22 @@ from glm5.bench.kernels.shapes import ACTIVE
 from glm5.bench.ranks import run_ranks
 from glm5.common.console import out
 from glm5.engine.between import MIN_DEALT_ROWS
+from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
+from glm5.kernels.all_reduce.part import summed
+from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
+from glm5.kernels.fp8_linear import cuda_rows, fp8_linear
+from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts import FEW_TOKENS
-from glm5.kernels.grouped_experts.terms import Terms, summed
-from glm5.parallel.cuda import CudaGroup
+from glm5.kernels.grouped_experts.terms import Terms
+from glm5.parallel.cuda import BUFFER_BYTES, CudaGroup
 from glm5.parallel.group import Group, open_group, store_at
 from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
 
 WIDTH = 6144
+HEADS = 4096  # outputs of 16 heads
 LATENTS = 2752  # q_a, kv_a and index key side by side
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 EDGES = ((1, 8), (3, 136), (5, 1032), (17, 2048), (131, 6144))
@@ -110,6 +116,28 @@ def check_dealt(group: CudaGroup) -> None:
                 assert error < budget, f"gathered {rows=} {width=} {dtype=} {error=}"
 
 
+def check_sent(group: CudaGroup) -> None:
+    """Rows of a product, sent while others are computed: what adding up whole products gives, to the bit."""
+    (rank, size), eps = group.shard, EPS
+    for rows, columns in ((1408, 256), (1408, 1024), (2048, 1536)):
+        share, width = rows // size, WIDTH
+        mine = slice(rank * share, (rank + 1) * share)
+        both = _parts(group.shard, rows, columns + width, torch.bfloat16, share)[0]
+        x, residual = (part.contiguous() for part in both.split([columns, width], dim=1))
+        weights = [quantize_blocks(each) for each in _parts(group.shard, width, columns, torch.float32, share)]
+        products = torch.stack([cuda_rows.fp8_linear(x, weight) for weight in weights])
+        error = rel_rms(products[rank], fp8_linear(x.double(), weights[rank], impl="reference"))
+        assert error < BUDGET[torch.bfloat16], f"product of {columns=} {error=}"
+        known = add_rms_norm(all_reduce_reference(products), residual, residual[0], eps, impl="reference")
+        pending = PendingLinear(x, weights[rank], None)
+        for _ in range(REPEATS):
+            got = group.add_rms_norm_dealt(pending, residual[mine], residual[0], eps, quantize=None)
+            assert torch.equal(got[1], known[1][mine]), f"sent {rows=} {columns=}: sum"
+        wrong = PendingLinear(x, BlockScaled(weights[rank].data, weights[rank].scale * 1.1), None)
+        got = group.add_rms_norm_dealt(wrong, residual[mine], residual[0], eps, quantize=None)
+        assert not torch.equal(got[1], known[1][mine])
+
+
 def fits(group: CudaGroup, way: str, part: Tensor) -> bool:
     from glm5.kernels.all_reduce.triton import fits as has_room
 
@@ -152,6 +180,7 @@ def check(group: CudaGroup) -> dict[str, float]:
     assert rel_rms(off, exact) > 3 * BUDGET[torch.bfloat16], "the budget notices nothing"
     _check_gather(group)
     check_dealt(group)
+    check_sent(group)
     return worst
 
 
@@ -270,6 +299,13 @@ def time_dealt(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, floa
         "with scales and choices": partial(group.gather_rows, fp8, scale, weights, weights),
         f"gathered, {LATENTS} of bfloat16": partial(group.all_gather, latents),
     }
+    if len(part) * WIDTH * 2 <= BUFFER_BYTES:
+        weight_OD = quantize_blocks(torch.randn(WIDTH, HEADS, device="cuda"))
+        x = part[:, :HEADS].contiguous()
+        pending = PendingLinear(x, weight_OD, act_quant(x))
+        ways[f"product of {HEADS}"] = pending.computed
+        for name, new in (("and then dealt", pending.computed), ("dealt on its way", lambda: pending)):
+            ways[name] = lambda new=new: group.add_rms_norm_dealt(new(), mine, weight, EPS, quantize="blocks")
     return {name: round(measure(way), 1) for name, way in ways.items()}
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.all_reduce.part import summed
 from glm5.kernels.all_reduce.triton_buffers import (
     MAX_WIDTH,
     NUM_BUFFERS,
@@ -26,7 +27,7 @@ from glm5.kernels.all_reduce.triton_buffers import (
     wait,
     wait_sum,
 )
-from glm5.kernels.grouped_experts.terms import Terms, summed
+from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.row_codes import Quantized
 
 PIECE = 1024  # elements that have one owner in two shots

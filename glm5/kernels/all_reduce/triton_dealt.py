@@ -8,14 +8,18 @@ smaller numbers, and empties the place where it came. Programs begin in the orde
 one that cannot begin, and grids may be of any size: the link is busy while memory is.
 
 What experts make of each token (terms) is added up on its way to the rank that keeps the row: read once, and no sums
-are written and read again.
+are written and read again. Rows of a product with FP8 weights are sent by who computes it (fp8_linear/rows.cu), while
+other rows are computed; then nothing is left to send here.
 """
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.kernels.all_reduce.part import Part, computed
 from glm5.kernels.all_reduce.reference import is_turned
 from glm5.kernels.all_reduce.triton_buffers import (
     MAX_WIDTH,
@@ -31,7 +35,8 @@ from glm5.kernels.all_reduce.triton_buffers import (
     wait,
     wait_sum,
 )
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.fp8_linear import cuda_rows
+from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.row_codes import Quantized
 from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
 from glm5.kernels.triton_rows import row_codes, row_scale
@@ -39,6 +44,7 @@ from glm5.kernels.triton_support import dependent_launch
 
 _CHUNK_BYTES = 8192  # that a program of `gather` sends, or takes in
 _PIECE = 2048  # values of a row that a program of `dealt` holds at a time
+_LEAST_SENT = 8 << 20  # bytes that a rank sends, for which a product of its own is worth it: 23 us of the link
 
 Norm = tuple[Tensor, Tensor, float]  # residual of this rank's rows, weight, eps
 
@@ -69,19 +75,21 @@ def _deal(
     SHARED: tl.constexpr,
     PIECE: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    SENT: tl.constexpr,
     NUM: tl.constexpr,
     PDL: tl.constexpr,
     place_ptr=None,
 ):
     """Of `num_rows` rows of every rank's share, from `first` on: for each, a program for each peer that sends it the
-    row of its share, and one that adds up this rank's."""
+    row of its share, unless all were sent before, and one that adds up this rank's."""
+    PROGRAMS: tl.constexpr = 1 if SENT else SIZE  # of a row
     wait_for_earlier(PDL)
     call = tl.load(state)
     let_later_begin(PDL)
     slot, count = (call % NUM).to(tl.int64), num_rows * D
-    i, k = (tl.program_id(0) // SIZE).to(tl.int64), tl.program_id(0) % SIZE
+    i, k = (tl.program_id(0) // PROGRAMS).to(tl.int64), tl.program_id(0) % PROGRAMS
     t = first + i
-    if k < SIZE - 1:
+    if k < PROGRAMS - 1:
         peer = ((rank + 1 + k) % SIZE).to(tl.int64)
         place = buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + i * D
         for begin in range(0, D, PIECE):
@@ -242,7 +250,7 @@ def _empty(place, mask):
         tl.store(place.to(tl.pointer_type(tl.int32)), tl.full(place.shape, -0x7FFF8000, tl.int32), mask=mask)
 
 
-def can_deal(buffers: Buffers, part: Tensor | Terms) -> bool:
+def can_deal(buffers: Buffers, part: Part) -> bool:
     """Whether rows [T, D] can go this way."""
     num_rows, width = part.shape
     is_known = part.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -251,7 +259,7 @@ def can_deal(buffers: Buffers, part: Tensor | Terms) -> bool:
 
 def dealt(
     buffers: Buffers,
-    part: Tensor | Terms,
+    part: Part,
     norm: Norm,
     quantized: Quantized | None = None,
     *,
@@ -262,16 +270,16 @@ def dealt(
     `quantized`: filled with out as codes. `max_rows`: of all ranks' shares together, at a time.
     """
     (num_rows, width), size = part.shape, buffers.size
-    share, (new, options) = num_rows // size, new_rows(part)
+    share, room, sent = num_rows // size, _room(buffers, part), _sent(buffers, part)
+    new, options = new_rows(computed(part) if sent is None else sent)
     residual_OD, weight_D, eps = norm
     residual_OD = residual_OD if residual_OD.stride(-1) == 1 else residual_OD.contiguous()
     out_OD, sum_OD = new.new_empty(share, width), new.new_empty(share, width)
     data, scale = (out_OD, out_OD) if quantized is None else quantized
-    room = max(1, buffers.num_words * 4 // (size * width * new.element_size()) // 16 * 16)  # of few kinds of numbers
     step = min(share, room, max(1, (max_rows or num_rows) // size))
     for first in range(0, share, step):
         count = min(step, share - first)
-        _deal[(count * size,)](
+        _deal[(count * (size if sent is None else 1),)](
             buffers.pointers,
             buffers.state,
             new,
@@ -294,12 +302,31 @@ def dealt(
             SIZE=size,
             PIECE=min(_PIECE, max(128, triton.next_power_of_2(width))),
             QUANTIZE=quantized is not None,
+            SENT=sent is not None,
             NUM=NUM_BUFFERS,
             **options,
             num_warps=4 if size == 2 else 8,  # what more ranks sent takes more registers
             **dependent_launch(new.device),
         )
     return out_OD, sum_OD
+
+
+def _room(buffers: Buffers, part: Part) -> int:
+    """Rows of each share that are dealt at once: of few kinds of numbers."""
+    return max(1, buffers.num_words * 4 // (buffers.size * part.shape[1] * part.dtype.itemsize) // 16 * 16)
+
+
+def _sent(buffers: Buffers, part: Part) -> Tensor | None:
+    """The product whose rows went to their ranks while it was computed, of which this rank's are there; None where it
+    is no such product, or there is no room for all of its rows."""
+    if not isinstance(part, PendingLinear) or cuda_rows.refusal(part.x_TD, part.weight):
+        return None
+    share, num_bytes = part.shape[0] // buffers.size, math.prod(part.shape) * part.dtype.itemsize
+    is_much = num_bytes // buffers.size * (buffers.size - 1) >= _LEAST_SENT
+    if not is_much or share % cuda_rows.SAME_OWNER or share > _room(buffers, part):
+        return None
+    to = cuda_rows.Places(buffers.pointers, buffers.state, buffers.rank, buffers.num_words)
+    return cuda_rows.fp8_linear(part.x_TD, part.weight, part.quantized, to=to)
 
 
 def gather(buffers: Buffers, *parts: Tensor) -> list[Tensor]:

@@ -43,8 +43,3 @@ class Terms:
         out_TD = torch.empty(self.shape, dtype=self.y.dtype, device=self.y.device)
         combine(self.y, out_TD, self.active, has_shared=self.has_shared, places=self.places)
         return out_TD
-
-
-def summed(part: Tensor | Terms) -> Tensor:
-    """[T, D], whatever `part` is."""
-    return part.summed() if isinstance(part, Terms) else part

@@ -10,8 +10,11 @@ from glm5.engine import between
 from glm5.engine.kv import KVCache
 from glm5.engine.lower import Lowered
 from glm5.engine.stack import Rows
+from glm5.kernels.block_scaled import quantize_blocks
+from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts import Terms
 from glm5.kernels.row_codes import quantize
+from glm5.model.linear import BlockScaledLinear, Linear
 from glm5.model.norm import RMSNorm
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE
@@ -116,3 +119,22 @@ def test_terms_are_added_up_and_let_go(kind, monkeypatch):
     assert torch.equal(got[0].x_TD, want[0].x_TD)
     assert torch.equal(got[1], want[1])
     assert not hasattr(new, "y")
+
+
+@pytest.mark.parametrize("kind", [between.Whole, between.Dealt], ids=["whole", "dealt"])
+def test_products_are_those_of_their_weights(kind):
+    """Dealt, FP8 products are computed by whoever sends their rows."""
+    gen = torch.Generator().manual_seed(0)
+    norm, (x_TD, residual_TD) = RMSNorm(128, 1e-5), torch.randn(2, 5, 128, generator=gen)
+    torch.nn.init.ones_(norm.weight)
+    plain, fp8 = Linear(128, 128), BlockScaledLinear(128, 128)
+    weight = quantize_blocks(torch.randn(128, 128, generator=gen))
+    with torch.no_grad():
+        plain.weight.copy_(torch.randn(128, 128, generator=gen))
+        fp8.weight.copy_(weight.data)
+        fp8.weight_scale_inv.copy_(weight.scale)
+    for linear in (plain, fp8):
+        new = kind(ALONE).product(Rows(x_TD), linear)
+        assert isinstance(new, PendingLinear) == (kind is between.Dealt and linear is fp8)
+        want = kind(ALONE).join(linear(x_TD), residual_TD, norm, None)
+        assert torch.equal(kind(ALONE).join(new, residual_TD, norm, None)[1], want[1])

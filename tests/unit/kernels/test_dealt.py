@@ -5,7 +5,8 @@ import torch
 
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
-from glm5.kernels.block_scaled import FP8
+from glm5.kernels.block_scaled import FP8, quantize_blocks
+from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts.terms import Terms
 from glm5.parallel.cuda import CudaGroup
 from glm5.parallel.table import Shard
@@ -14,6 +15,7 @@ from tests.support.interpreter import interpreted
 from tests.support.sharded import run_ranks
 
 ROWS, WIDTH, NUM_WORDS = 6, 136, 8192
+SENT = 16  # rows of a product for each rank
 EPS = 1e-5
 DTYPE, ROUNDING = torch.float16, 5e-4
 E4M3 = 0.04  # three bits behind the point: 2.6 % measured
@@ -54,8 +56,34 @@ def _of_each_value(scale):
     return scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(128, dim=1)[:, :WIDTH]
 
 
+def _sends(memory):
+    """Stands in for rows.cu (tested in test_fp8_linear_cuda.py), of products of float16."""
+
+    def fp8_linear(x_TD, weight, quantized, *, to):
+        y = PendingLinear(x_TD, weight, quantized).computed()
+        shares = y.unflatten(0, (len(memory), -1))
+        slot = int(to.calls[0]) % 3
+        for owner, each in enumerate(memory):
+            if owner != to.rank:
+                place = each.view(3, -1)[slot].view(DTYPE)[to.rank * shares[0].numel() :]
+                place[: shares[0].numel()] = shares[owner].flatten() + 0.0
+        kept = torch.full_like(shares, torch.nan)
+        kept[to.rank] = shares[to.rank]
+        return kept.flatten(0, 1)
+
+    return fp8_linear
+
+
+def _product(rank, ranks, call):
+    """Of a rank's columns of weights."""
+    gen = torch.Generator().manual_seed(1000 * call + rank)
+    x, weight = torch.randn(SENT * ranks, 128, generator=gen).to(DTYPE), torch.randn(WIDTH, 128, generator=gen)
+    return PendingLinear(x, quantize_blocks(weight), None)
+
+
 def work(rank, _port, ranks, folder, calls):
     """What one rank gets in several calls, of parts that fit at once and that do not, between calls of other kinds."""
+    from glm5.kernels.all_reduce import triton_dealt
     from glm5.kernels.all_reduce.triton import one_shot, two_shots
     from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, Buffers, empty_state
     from glm5.kernels.all_reduce.triton_dealt import dealt, gather
@@ -102,6 +130,14 @@ def work(rank, _port, ranks, folder, calls):
             assert torch.equal(two_shots(buffers, parts[rank], programs=1)[0], all_reduce_reference(parts))
         few = one_shot(buffers, parts[rank][:1], splits=1)[0]
         assert torch.equal(few, all_reduce_reference(parts[:, :1]))
+        product, rows = _product(rank, ranks, call), residual.repeat(SENT, 1)[:SENT]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_dealt, "_LEAST_SENT", 0)
+            apart = dealt(buffers, product, (rows, weight, EPS))
+            patch.setattr(triton_dealt.cuda_rows, "refusal", lambda *given: "")
+            patch.setattr(triton_dealt.cuda_rows, "fp8_linear", _sends(memory))
+            on_its_way = dealt(buffers, product, (rows, weight, EPS))
+        assert all(torch.equal(*pair) for pair in zip(on_its_way, apart, strict=True)), "sent by who computes"
         beside = _beside(ranks, call)[rank]
         together = group.gather_rows(beside[:, 0], both[0], beside, beside.T.contiguous().T, quantized[0])
         together[-1] = together[-1].float()

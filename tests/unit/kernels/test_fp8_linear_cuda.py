@@ -1,4 +1,5 @@
-"""linear.cu on a CPU, a program at a time: every number of columns, a last tile of few outputs, stages used twice."""
+"""linear.cu and rows.cu on a CPU, a cluster at a time: every number of columns, a last tile of few outputs, stages used
+twice; rows that go to other ranks."""
 
 from importlib import import_module
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from glm5.kernels.block_scaled import quantize_blocks
-from glm5.kernels.fp8_linear import cuda, fp8_linear
+from glm5.kernels.fp8_linear import cuda, cuda_rows, fp8_linear
 from glm5.testing.numerics import rel_rms
 from tests.support.cuda_on_cpu import Matrix, build, needs_compiler
 
@@ -28,6 +29,50 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path):
         assert rel_rms(got, want) < BUDGET
         weight.scale[0, 1] *= 1.5
         assert rel_rms(got, fp8_linear(x.double(), weight, impl="reference")) > BUDGET
+
+
+@pytest.fixture(params=[0, 7], ids=["steady", "stalling"])
+def rows_on_cpu(request, monkeypatch, tmp_path):
+    def kernel(blocks, device):
+        constants = cuda_rows.constants(blocks)
+        return build(cuda_rows.SOURCE, tmp_path, "rows", constants, "hopper_on_cpu.h", stalls=request.param)
+
+    monkeypatch.setattr(cuda_rows, "refusal", lambda *given: "")
+    monkeypatch.setattr(cuda_rows, "_kernel", kernel)
+    monkeypatch.setattr(cuda_rows.cuda_code, "tile_map", Matrix)
+    monkeypatch.setattr(cuda_rows.triton_support, "multiprocessors", lambda device: 4)
+
+
+@needs_compiler
+# Tiles of rows of several owners and of one; a stage's first use alone; groups of 16, 4 and 2 blocks.
+@pytest.mark.parametrize(("ranks", "T", "O", "D"), [(2, 160, 256, 2048), (3, 384, 512, 512), (4, 512, 256, 768)])
+def test_rows_go_to_their_ranks(rows_on_cpu, gen, ranks, T, O, D):
+    x, weight = torch.randn(T, D, generator=gen).bfloat16(), quantize_blocks(torch.randn(O, D, generator=gen))
+    x[:5] = 0  # whose products are zeros of either sign
+    whole, share, nothing = cuda_rows.fp8_linear(x, weight), T // ranks, -0x7FFF8000
+    assert rel_rms(whole, fp8_linear(x.double(), weight, impl="reference")) < BUDGET
+    buffers = torch.full((ranks, 3, T * O // 2), nothing, dtype=torch.int32)
+    addresses, calls = torch.tensor([each.data_ptr() for each in buffers]), torch.tensor([4], dtype=torch.int32)
+    for rank in range(ranks):
+        places = cuda_rows.Places(addresses, calls, rank, T * O // 2)
+        y = cuda_rows.fp8_linear(x, weight, to=places).unflatten(0, (ranks, share))
+        assert torch.equal(y[rank], whole.unflatten(0, (ranks, share))[rank])
+    assert (buffers[:, [0, 2]] == nothing).all()
+    for owner in range(ranks):
+        came = buffers[owner, 1].view(torch.bfloat16).view(ranks, share, O)
+        want = whole.unflatten(0, (ranks, share))[owner]
+        assert (came[owner].view(torch.int16) == -0x8000).all(), "nobody sends to itself"
+        others = [came[rank] for rank in range(ranks) if rank != owner]
+        assert all(torch.equal(each, want) for each in others)
+        assert all((each.view(torch.int16) != -0x8000).all() for each in others), "minus zero says that nothing came"
+
+
+def test_what_rows_refuse(gen):
+    x, weight = torch.randn(3, 256, generator=gen), quantize_blocks(torch.randn(128, 256, generator=gen))
+    with pytest.raises(ValueError, match=r"needs rows in bfloat16, got 3 in torch.float32; use impl='scaled_mm'"):
+        cuda_rows.fp8_linear(x, weight)
+    with pytest.raises(ValueError, match=r"multiples of 256 and 256, got \[128, 256\]"):
+        cuda_rows.fp8_linear(x.bfloat16(), weight)
 
 
 def test_columns_are_shared_by_as_many_programs_as_run_at_once():

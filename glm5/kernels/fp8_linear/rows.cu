@@ -1,0 +1,198 @@
+// x W^T in FP8 for many rows, on Hopper: what cuBLASLt's block-scaled product computes, for ranks that share the columns
+// of W and deal its rows out. Row t belongs to rank t / share: it goes straight to a buffer there, while other rows are
+// computed, and only this rank's own lie in y afterwards (all_reduce/triton_dealt.py adds up what came).
+//
+// A program has 128 rows of x by 128 outputs at a time; a cluster of two has the same rows, of which each fetches half for
+// both. One thread fetches, and runs ahead of the eight warps that compute by STAGES blocks of 128 columns, across tiles;
+// a group of four warps has half of the rows. While it scales a product, the next one is under way.
+//
+// Compiled with BLOCKS of 128 columns, and GROUP, an even number that divides them: the compiler keeps products under way
+// within as many, not round a loop.
+
+#include "hopper.cuh"
+
+constexpr int PEERS = 2, COMPUTING = 256, THREADS = 384;
+constexpr int ROWS = 128, OUTPUTS = 128;
+constexpr int HALF = ROWS / 2 * 128, WEIGHTS = OUTPUTS * 128, STAGE = 2 * HALF + WEIGHTS;  // bytes: rows, then weights
+constexpr int STAGES = 6, BUFFERS = 3;
+constexpr int PITCH = 2 * OUTPUTS + 16;  // of a row on its way to memory: neighbours lie in other banks
+constexpr int AT_RESULT = STAGES * STAGE, RESULT = 16 * PITCH;  // of a warp
+constexpr int AT_BARRIER = AT_RESULT + COMPUTING / 32 * RESULT;
+static_assert(AT_BARRIER + 16 * STAGES == SHARED_BYTES, "cuda_rows.py counts others");
+
+// Where rows go: to `y`, or to the buffers of other ranks, in which each rank has its place.
+struct Ranks {
+    const u64* buffers;
+    const int* calls;  // so far
+    int rank, words, share;
+
+    // Of 16 rows of one owner.
+    __device__ u16* place(u16* y, int t, int width, int slot) const {
+        const int owner = t / share;
+        if (owner == rank) return y + (u64)t * width;
+        return (u16*)(buffers[owner] + 4ull * slot * words) + (u64)(rank * share + t - owner * share) * width;
+    }
+};
+
+struct Tile { int row, output; };
+
+// What clusters compute, in their order: all rows for some outputs, then for others, so that weights are read once. Rows
+// of other ranks come first, each rank's in turn; while this one's own are computed, the link delivers what is left.
+struct Tiles {
+    int sent, own, outputs;  // tiles of others' rows and of this rank's (of all, where one may have several owners')
+    int owners, rank, share;
+
+    __device__ Tiles(int T, int O, int rank, int share) : outputs(O / (PEERS * OUTPUTS)), rank(rank), share(share) {
+        owners = share % ROWS ? 1 : T / share;
+        own = owners > 1 ? share / ROWS : (T + ROWS - 1) / ROWS, sent = (owners - 1) * own;
+    }
+
+    __device__ int count() const { return (sent + own) * outputs; }
+
+    __device__ Tile at(int i) const {
+        const bool goes = i < sent * outputs;
+        const int rows = goes ? sent : own, left = goes ? i : i - sent * outputs, row = left % rows;
+        const int owner = owners == 1 ? 0 : goes ? (rank + 1 + row % (owners - 1)) % owners : rank;
+        const int output = left / rows * PEERS + blockIdx.x % PEERS;
+        return {owner * share + (goes ? row / (owners - 1) : row) * ROWS, output * OUTPUTS};
+    }
+};
+
+static __device__ void fetch(const Map* x, const Map* w, const Tiles& tiles, int T, u32 data, u32 full, u32 empty) {
+    const int step = gridDim.x / PEERS, begin = blockIdx.x / PEERS, half = blockIdx.x % PEERS;
+    const auto fetch_weights = [&](int k, int output, int stage) {
+        arrive_with(full + 8 * stage, STAGE);
+        fetch_shared_box(data + stage * STAGE + 2 * HALF, w, 128 * k, output, full + 8 * stage);
+    };
+    const int ahead = min(STAGES, BLOCKS);
+    for (int k = 0; k < ahead; ++k) fetch_weights(k, tiles.at(begin).output, k);
+    wait_for_earlier();
+    int stage = 0, parity = 1;
+    bool has_weights = true;  // up to `ahead`
+    for (int i = begin; i < tiles.count(); i += step) {
+        const Tile tile = tiles.at(i);
+        const int row = min(tile.row + half * (ROWS / 2), T - 1);
+        for (int k = 0; k < BLOCKS; ++k) {
+            if (k == ahead) has_weights = false;
+            wait(empty + 8 * stage, parity);
+            if (!has_weights) fetch_weights(k, tile.output, stage);
+            fetch_for_peers(data + stage * STAGE + half * HALF, x, 128 * k, row, full + 8 * stage, (1 << PEERS) - 1);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        has_weights = false;
+    }
+}
+
+// Of a block of 128 columns: of two rows that a thread has a part of, and of the weights.
+struct Scales {
+    float upper, lower, weight;
+
+    __device__ void load(const float* x_scale, const int (&rows)[2], const float* scale) {
+        upper = x_scale[rows[0]], lower = x_scale[rows[1]], weight = *scale;
+    }
+};
+
+// 16 rows of a warp, of 128 outputs, on their way to memory: a few leave at a time, while the next tile is computed. All
+// programs' at once would stand before the link, and what they fetch behind them.
+struct Leaving {
+    static constexpr int MOST = BLOCKS >= 32 ? 8 : 4, EVERY = GROUP < MOST ? GROUP : MOST, TIMES = BLOCKS / EVERY;
+    static constexpr int AT_ONCE = (16 + TIMES - 1) / TIMES;
+    u8* const staged;
+    u16* to = nullptr;
+    int rows = 0, gone = 0;
+
+    __device__ void take(const float (&sum)[64], u16* place, int count) {
+        const int lane = threadIdx.x % 32;
+        wait_until_read();  // those of the tile before
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 64; i += 2)
+            *(u32*)(staged + (lane / 4 + i % 4 / 2 * 8) * PITCH + i / 4 * 16 + lane % 4 * 4) =
+                sendable(as_pair(sum[i], sum[i + 1]));
+        for_engines();
+        __syncwarp();
+        to = place, rows = min(count, 16), gone = 0;
+    }
+
+    __device__ void go(int most, int O) {
+        const int row = gone + threadIdx.x % 32;
+        if (row < min(gone + most, rows)) copy_out(to + (u64)row * O, shared_at(staged + row * PITCH), OUTPUTS * 2);
+        end_copies_out();
+        gone += most;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+rows(const __grid_constant__ Map x, const __grid_constant__ Map w, const float* x_scale, const float* scale, u16* y,
+     const u64* buffers, const int* calls, int rank, int num_words, int share, int T, int O) {
+    u8* const memory = aligned_memory;
+    const u32 data = shared_at(memory), full = data + AT_BARRIER, empty = full + 8 * STAGES;
+    if (threadIdx.x < 2 * STAGES)
+        make_barrier(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 : PEERS * COMPUTING / 32);
+    meet_peers();
+    let_later_begin();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Tiles tiles(T, O, rank, share);
+    if (warp >= COMPUTING / 32) {
+        keep_registers<24>();
+        if (warp == COMPUTING / 32 && lane == 0) fetch(&x, &w, tiles, T, data, full, empty);
+    } else {
+        keep_registers<240>();
+        wait_for_earlier();
+        const Ranks ranks = {buffers, calls, rank, num_words, share};
+        const int slot = calls ? *calls % BUFFERS : 0, group = warp / 4, step = gridDim.x / PEERS;
+        const int mine = group * (ROWS / 2) + warp % 4 * 16;
+        Leaving leaving = {memory + AT_RESULT + warp * RESULT};
+        int begun = 0, parity = 0, ended = 0;  // stages
+        const auto begin = [&](float(&part)[64]) {
+            const u32 from = data + begun * STAGE;
+            wait(full + 8 * begun, parity);
+            multiply<OUTPUTS>(part, from + group * HALF, from + 2 * HALF);
+            if (++begun == STAGES) begun = 0, parity ^= 1;
+        };
+        const auto leave = [&] {
+            __syncwarp();
+            if (lane < PEERS) arrive_at_peer(empty + 8 * ended, lane);
+            if (++ended == STAGES) ended = 0;
+        };
+        const auto add = [&](float(&sum)[64], const float(&part)[64], const Scales& its) {
+            leave();
+            add_rows<OUTPUTS>(sum, part, its.upper * its.weight, its.lower * its.weight);
+        };
+        float sum[64], part[64], other[64];
+        for (int i = blockIdx.x / PEERS; i < tiles.count(); i += step) {
+            const Tile tile = tiles.at(i);
+            const int t0 = tile.row + mine, output = tile.output;
+            const int at[2] = {min(t0 + lane / 4, T - 1), min(t0 + lane / 4 + 8, T - 1)};
+            const float *its = x_scale, *weights = scale + output / 128 * BLOCKS;
+            Scales even, odd;
+            even.load(its, at, weights);
+#pragma unroll
+            for (int r = 0; r < 64; ++r) sum[r] = 0;
+            for (int k = 0; k < BLOCKS; k += GROUP) {
+                begin(part);
+#pragma unroll
+                for (int j = 0; j < GROUP; j += 2) {
+                    odd.load(its + T, at, weights + 1);
+                    begin(other);
+                    finish<1>(part);
+                    add(sum, part, even);
+                    if (k + j + 2 < BLOCKS) its += 2 * T, weights += 2;
+                    even.load(its, at, weights);
+                    if (j + 2 < GROUP) {
+                        begin(part);
+                        finish<1>(other);
+                    } else {
+                        finish<0>(other);
+                    }
+                    add(sum, other, odd);
+                    if (j % Leaving::EVERY == 0) leaving.go(Leaving::AT_ONCE, O);
+                }
+            }
+            leaving.take(sum, t0 < T ? ranks.place(y, t0, O, slot) + output : nullptr, T - t0);
+        }
+        leaving.go(16, O);
+        wait_until_copied();
+    }
+    meet_peers();  // before one leaves to whom the other still sends
+}
