@@ -16,7 +16,6 @@ from torch import Tensor
 
 from glm5.engine.stack import AnyLinear, Rows, product
 from glm5.kernels.all_reduce.part import Part, computed
-from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.row_codes import Kind, Quantized
@@ -96,8 +95,7 @@ class Dealt:
     def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
         if not isinstance(linear, BlockScaledLinear):
             return product(rows, linear)
-        weight = BlockScaled(linear.weight, linear.weight_scale_inv)
-        return PendingLinear(rows.x_TD, weight, rows.codes_for(linear))
+        return PendingLinear(rows.x_TD, linear.block_scaled, rows.codes_for(linear))
 
     def join(self, new: Part, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         joined = self.group.add_rms_norm_dealt(new, residual_OD, norm.weight, norm.eps, quantize=kind)

@@ -304,7 +304,7 @@ def _has_codes(mlp: MLP) -> bool:
 
 def _weight(linear: AnyLinear) -> Tensor | BlockScaled:
     if isinstance(linear, BlockScaledLinear):
-        return BlockScaled(linear.weight, linear.weight_scale_inv)
+        return linear.block_scaled
     return linear.weight
 
 

@@ -110,8 +110,7 @@ def product(rows: Rows, linear: AnyLinear) -> Tensor:
     """`linear` of rows that may be quantized already."""
     match linear:
         case BlockScaledLinear():
-            weight = BlockScaled(linear.weight, linear.weight_scale_inv)
-            return fp8_linear(rows.x_TD, weight, rows.codes_for(linear))
+            return fp8_linear(rows.x_TD, linear.block_scaled, rows.codes_for(linear))
         case CodedLinear():
             return coded_linear(rows.x_TD, linear.coded, rows.codes_for(linear))
         case _:

@@ -41,12 +41,16 @@ class BlockScaledLinear(Direct):
         )
         self.weight_scale_inv = nn.Parameter(torch.empty(grid, dtype=torch.float32), requires_grad=False)
 
+    @property
+    def block_scaled(self) -> BlockScaled:
+        return BlockScaled(self.weight, self.weight_scale_inv)
+
     def forward(self, x: Tensor) -> Tensor:
-        return fp8_linear(x, BlockScaled(self.weight, self.weight_scale_inv))
+        return fp8_linear(x, self.block_scaled)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight [O, I], rounded once to `dtype`."""
-        return BlockScaled(self.weight, self.weight_scale_inv).dequantize(dtype)
+        return self.block_scaled.dequantize(dtype)
 
 
 class CodedLinear(Direct):

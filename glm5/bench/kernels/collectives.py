@@ -120,11 +120,11 @@ def check_sent(group: CudaGroup) -> None:
     """Rows of a product, sent while others are computed: what adding up whole products gives, to the bit."""
     (rank, size), eps = group.shard, EPS
     for rows, columns in ((1408, 256), (1408, 1024), (2048, 1536)):
-        share, width = rows // size, WIDTH
+        share = rows // size
         mine = slice(rank * share, (rank + 1) * share)
-        both = _parts(group.shard, rows, columns + width, torch.bfloat16, share)[0]
-        x, residual = (part.contiguous() for part in both.split([columns, width], dim=1))
-        weights = [quantize_blocks(each) for each in _parts(group.shard, width, columns, torch.float32, share)]
+        both = _parts(group.shard, rows, columns + WIDTH, torch.bfloat16, share)[0]
+        x, residual = (part.contiguous() for part in both.split([columns, WIDTH], dim=1))
+        weights = [quantize_blocks(each) for each in _parts(group.shard, WIDTH, columns, torch.float32, share)]
         products = torch.stack([cuda_rows.fp8_linear(x, weight) for weight in weights])
         error = rel_rms(products[rank], fp8_linear(x.double(), weights[rank], impl="reference"))
         assert error < BUDGET[torch.bfloat16], f"product of {columns=} {error=}"

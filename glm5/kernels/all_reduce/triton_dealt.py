@@ -270,13 +270,15 @@ def dealt(
     `quantized`: filled with out as codes. `max_rows`: of all ranks' shares together, at a time.
     """
     (num_rows, width), size = part.shape, buffers.size
-    share, room, sent = num_rows // size, _room(buffers, part), _sent(buffers, part)
+    room = max(1, buffers.num_words * 4 // (size * width * part.dtype.itemsize) // 16 * 16)  # of few kinds of numbers
+    share = num_rows // size
+    step = min(share, room, max(1, (max_rows or num_rows) // size))
+    sent = _sent(buffers, part) if step == share else None
     new, options = new_rows(computed(part) if sent is None else sent)
     residual_OD, weight_D, eps = norm
     residual_OD = residual_OD if residual_OD.stride(-1) == 1 else residual_OD.contiguous()
     out_OD, sum_OD = new.new_empty(share, width), new.new_empty(share, width)
     data, scale = (out_OD, out_OD) if quantized is None else quantized
-    step = min(share, room, max(1, (max_rows or num_rows) // size))
     for first in range(0, share, step):
         count = min(step, share - first)
         _deal[(count * (size if sent is None else 1),)](
@@ -311,21 +313,16 @@ def dealt(
     return out_OD, sum_OD
 
 
-def _room(buffers: Buffers, part: Part) -> int:
-    """Rows of each share that are dealt at once: of few kinds of numbers."""
-    return max(1, buffers.num_words * 4 // (buffers.size * part.shape[1] * part.dtype.itemsize) // 16 * 16)
-
-
 def _sent(buffers: Buffers, part: Part) -> Tensor | None:
-    """The product whose rows went to their ranks while it was computed, of which this rank's are there; None where it
-    is no such product, or there is no room for all of its rows."""
+    """The product whose rows, all at once, went to their ranks while it was computed, of which this rank's are there;
+    None where it is no such product."""
     if not isinstance(part, PendingLinear) or cuda_rows.refusal(part.x_TD, part.weight):
         return None
     share, num_bytes = part.shape[0] // buffers.size, math.prod(part.shape) * part.dtype.itemsize
     is_much = num_bytes // buffers.size * (buffers.size - 1) >= _LEAST_SENT
-    if not is_much or share % cuda_rows.SAME_OWNER or share > _room(buffers, part):
+    if not is_much or share % cuda_rows.SAME_OWNER:
         return None
-    to = cuda_rows.Places(buffers.pointers, buffers.state, buffers.rank, buffers.num_words)
+    to = cuda_rows.Places(buffers.pointers, NUM_BUFFERS, buffers.state, buffers.rank, buffers.num_words)
     return cuda_rows.fp8_linear(part.x_TD, part.weight, part.quantized, to=to)
 
 

@@ -7,14 +7,14 @@
 // a group of four warps has half of the rows. While it scales a product, the next one is under way.
 //
 // Compiled with BLOCKS of 128 columns, and GROUP, an even number that divides them: the compiler keeps products under way
-// within as many, not round a loop.
+// within as many, not round a loop. NUM_BUFFERS of a rank are taken in turns.
 
 #include "hopper.cuh"
 
 constexpr int PEERS = 2, COMPUTING = 256, THREADS = 384;
 constexpr int ROWS = 128, OUTPUTS = 128;
 constexpr int HALF = ROWS / 2 * 128, WEIGHTS = OUTPUTS * 128, STAGE = 2 * HALF + WEIGHTS;  // bytes: rows, then weights
-constexpr int STAGES = 6, BUFFERS = 3;
+constexpr int STAGES = 6, BUFFERS = NUM_BUFFERS;
 constexpr int PITCH = 2 * OUTPUTS + 16;  // of a row on its way to memory: neighbours lie in other banks
 constexpr int AT_RESULT = STAGES * STAGE, RESULT = 16 * PITCH;  // of a warp
 constexpr int AT_BARRIER = AT_RESULT + COMPUTING / 32 * RESULT;
@@ -23,7 +23,6 @@ static_assert(AT_BARRIER + 16 * STAGES == SHARED_BYTES, "cuda_rows.py counts oth
 // Where rows go: to `y`, or to the buffers of other ranks, in which each rank has its place.
 struct Ranks {
     const u64* buffers;
-    const int* calls;  // so far
     int rank, words, share;
 
     // Of 16 rows of one owner.
@@ -139,7 +138,7 @@ rows(const __grid_constant__ Map x, const __grid_constant__ Map w, const float* 
     } else {
         keep_registers<240>();
         wait_for_earlier();
-        const Ranks ranks = {buffers, calls, rank, num_words, share};
+        const Ranks ranks = {buffers, rank, num_words, share};
         const int slot = calls ? *calls % BUFFERS : 0, group = warp / 4, step = gridDim.x / PEERS;
         const int mine = group * (ROWS / 2) + warp % 4 * 16;
         Leaving leaving = {memory + AT_RESULT + warp * RESULT};

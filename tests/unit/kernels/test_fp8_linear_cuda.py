@@ -33,8 +33,8 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path):
 
 @pytest.fixture(params=[0, 7], ids=["steady", "stalling"])
 def rows_on_cpu(request, monkeypatch, tmp_path):
-    def kernel(blocks, device):
-        constants = cuda_rows.constants(blocks)
+    def kernel(blocks, num_buffers, device):
+        constants = cuda_rows.constants(blocks, num_buffers)
         return build(cuda_rows.SOURCE, tmp_path, "rows", constants, "hopper_on_cpu.h", stalls=request.param)
 
     monkeypatch.setattr(cuda_rows, "refusal", lambda *given: "")
@@ -54,7 +54,7 @@ def test_rows_go_to_their_ranks(rows_on_cpu, gen, ranks, T, O, D):
     buffers = torch.full((ranks, 3, T * O // 2), nothing, dtype=torch.int32)
     addresses, calls = torch.tensor([each.data_ptr() for each in buffers]), torch.tensor([4], dtype=torch.int32)
     for rank in range(ranks):
-        places = cuda_rows.Places(addresses, calls, rank, T * O // 2)
+        places = cuda_rows.Places(addresses, 3, calls, rank, T * O // 2)
         y = cuda_rows.fp8_linear(x, weight, to=places).unflatten(0, (ranks, share))
         assert torch.equal(y[rank], whole.unflatten(0, (ranks, share))[rank])
     assert (buffers[:, [0, 2]] == nothing).all()
