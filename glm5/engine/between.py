@@ -7,7 +7,7 @@
              and index keys before attention, which keys they select, FP8 with scales and choices before experts
 
 Both give every rank the same bits. Of 2,048 rows of GLM-5, each of eight ranks sends 44 MB a sum; dealt, 22 MB and then
-9 to 11 (docs/performance.md).
+9 to 11 (docs/performance-steps.md).
 """
 
 from typing import Protocol

@@ -31,7 +31,7 @@ from tests.support.steps import far
 LAYERS, EXPERTS, TOP_K, VOCAB = 6, 16, 128, 19360
 SECONDS = 120
 # Relative RMS of forced logits. Two correct computations in bfloat16 are 1.1 % apart after six layers
-# (docs/performance.md); FP8 weights are multiplied with activations in FP8.
+# (docs/performance-steps.md); FP8 weights are multiplied with activations in FP8.
 BUDGET = {"bfloat16": {"auto": 2e-2, "fp8": 4e-2}, "fp8": {"auto": 6e-2, "fp8": 6e-2}}
 # Ranks round their parts before they are added up.
 SHARED = 1.25

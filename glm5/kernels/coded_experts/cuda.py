@@ -29,7 +29,7 @@ class Kernels(NamedTuple):
 
 
 def most_tokens(form: Form) -> int:
-    """Up to here these kernels are faster than Triton's on an H200 (docs/performance.md)."""
+    """Up to here these kernels are faster than Triton's on an H200 (docs/performance-kernels.md)."""
     return 32 if form.act == "int8" else 16
 
 
@@ -92,7 +92,7 @@ def run(
 
 
 def constants_for(form: Form, width: int, inner: int, active: int, many: bool) -> dict[str, int]:
-    """What few.cu is compiled with: what was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
+    """What few.cu is compiled with: what was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
     return {
         "ACT": {None: 0, "int8": 1, "fp8": 2}[form.act],
         "GROUP": form.group or 0,

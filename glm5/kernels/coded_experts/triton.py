@@ -45,7 +45,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, form: Form) -> Tiling:
-    """What was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
+    """What was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
     if num_tokens <= PAIR_TOKENS:
         if form.act is None:
             return Tiling(block_t=8, parts=4)

@@ -13,7 +13,7 @@ from glm5.kernels.fp8_linear.reference import fp8_linear as _reference
 from glm5.kernels.triton_support import chosen
 
 _FEW_ROWS = 16  # that Triton's kernels take as they are
-MAX_TILED_ROWS = 128  # beyond, cuBLASLt's tiles are faster than ours (docs/performance.md)
+MAX_TILED_ROWS = 128  # beyond, cuBLASLt's tiles are faster than ours (docs/performance-kernels.md)
 
 
 def fp8_linear(

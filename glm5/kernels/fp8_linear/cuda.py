@@ -27,7 +27,7 @@ class Cut(NamedTuple):
 
 
 def cut_for(rows: int, cols: int) -> Cut:
-    """What was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
+    """What was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
     tiles, blocks = num_blocks(rows), num_blocks(cols)
     return Cut(next(n for n in (4, 2, 1) if n == 1 or (n * tiles <= _PROGRAMS and _LEAST_BLOCKS * n <= blocks)))
 

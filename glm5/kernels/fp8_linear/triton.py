@@ -192,8 +192,8 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int, rows: int, cols: int, *, quantized: bool) -> Tiling:
-    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md); shapes between take the
-    nearest rule.
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance-kernels.md); shapes between
+    take the nearest rule.
     """
     blocks = num_blocks(cols)
     if num_tokens == 1:

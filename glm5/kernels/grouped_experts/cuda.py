@@ -20,8 +20,8 @@ SHARED_BYTES = 232_320  # of a program of rows.cu, which checks that it needs as
 
 
 def is_faster(num_pairs: int, num_experts: int, inner: int) -> bool:
-    """Than Triton's, on an H200 at GLM-5's sizes (docs/performance.md): where most experts' rows are one tile, and
-    narrow ones have many."""
+    """Than Triton's, on an H200 at GLM-5's sizes (docs/performance-kernels.md): where most experts' rows are one tile,
+    and narrow ones have many."""
     least = 16 if inner >= 512 else 32
     return least * num_experts <= num_pairs <= 80 * num_experts
 

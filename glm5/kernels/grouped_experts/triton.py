@@ -74,7 +74,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) -> Tiling:
-    """Without an entry in `kernels/tuned`: what was fastest on an H200 at GLM-5's sizes (docs/performance.md)."""
+    """Without an entry in `kernels/tuned`: what was fastest on an H200, GLM-5's sizes (docs/performance-kernels.md)."""
     blocks = num_blocks(inner)
     wide = blocks > 2
     if num_tokens <= VECTOR_TOKENS and blocks <= _HELD_BLOCKS:

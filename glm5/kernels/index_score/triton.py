@@ -156,8 +156,8 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(*, crowded: bool, is_float32: bool) -> Tiling:
-    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md). 64 keys make the smallest
-    product of a warp group; of 528 programs, two at a time, every multiprocessor has four.
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance-kernels.md). 64 keys make the
+    smallest product of a warp group; of 528 programs, two at a time, every multiprocessor has four.
     """
     if is_float32:  # products of float32 take registers where others take matrix units
         return Tiling(64, _QUERIES if crowded else 1, warps=4, stages=3, programs=1056)

@@ -103,7 +103,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int) -> Tiling:
-    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md)."""
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance-kernels.md)."""
     return Tiling(max(16, min(64, triton.next_power_of_2(num_tokens))), 64 if num_tokens < 512 else 0)
 
 

@@ -123,7 +123,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_tokens: int) -> Tiling:
-    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance.md)."""
+    """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance-kernels.md)."""
     if num_tokens <= 8:
         return Tiling(8, 32, 128, 12, warps=2)
     if num_tokens <= 64:

@@ -54,7 +54,7 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, lengths, padding,
 
 
 def test_two_programs_share_keys_where_it_was_faster():
-    """On an H200 (docs/performance.md): (heads, tokens) and programs a tile."""
+    """On an H200 (docs/performance-kernels.md): (heads, tokens) and programs a tile."""
     halved = [(8, 512), (8, 1024), (8, 2048), (16, 512)]
     whole = [(8, 8192), (16, 256), (16, 1024), (16, 2048), (64, 2048)]
     assert {cuda.num_shares(heads, tokens // 128, 132) for heads, tokens in halved} == {2}
