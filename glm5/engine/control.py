@@ -164,7 +164,7 @@ class Control:
         return {"freed_bytes": freed}
 
     def _wake(self, parts: Collection[Part]) -> dict[str, Any]:
-        """Weights first: if they cannot be read again, the engine sleeps on."""
+        """Weights first: if they cannot be had again, all sleeps on; if only the cache cannot, it alone does."""
         if self.level and "weights" in parts:
             if self.weights.restore():
                 self.engine.tell(SetWeights(self.weights.version, recompute=True, identity=self.weights.identity))

@@ -20,9 +20,13 @@ def words_of(error: BaseException) -> str:
 def reason_of(error: BaseException) -> str:
     """Type and message of an exception, and what to do where memory ran out."""
     reason = f"{type(error).__name__}: {words_of(error)}".rstrip(": ")
-    # By name and text: clients do not import torch, which on the CPU says it in a RuntimeError.
-    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return reason + _MEMORY if is_memory or "can't allocate memory" in str(error) else reason
+    return reason + _MEMORY if is_of_memory(error) else reason
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out. By name and text: clients do not import torch, which on a CPU raises a RuntimeError."""
+    by_name = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return by_name or "can't allocate memory" in str(error)
 
 
 def reason_of_exit(code: int) -> str:

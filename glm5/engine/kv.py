@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glm5.config.model import ModelConfig
-from glm5.engine.memory import Memory
+from glm5.engine.memory import Memory, taking_back
 from glm5.kernels.block_scaled import FP8
 from glm5.kernels.cpu_layer import HostPool, host_pool
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
@@ -179,14 +179,14 @@ class KVCache:
     def release_memory(self) -> int:
         """Give the pool's memory back, and say how many bytes: on a CPU, those of pages that were ever written to.
         Nothing may be read or written until it is restored."""
-        assert self._latent_PZL, "released twice"
         self._latent_PZL, self._index_key_PZI = [], {}
         return self._memory.release()
 
     def restore_memory(self) -> None:
-        """Take the memory again, filled with zeros."""
+        """Take the memory again, filled with zeros. GlmError where there is none: it stays given back."""
         assert not self._latent_PZL, "nothing was released"
-        self._memory.restore()
+        with taking_back("the cache", self._memory.release):
+            self._memory.restore()
         self._lay_out()
 
     def _lay_out(self) -> None:

@@ -6,9 +6,30 @@ On a CPU it is a mapping of its own, whose pages the kernel drops when told so; 
 import ctypes
 import mmap
 import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+from glm5.common.errors import GlmError
+from glm5.engine.failure import is_of_memory, words_of
+
+
+@contextmanager
+def taking_back(what: str, give_back: Callable[[], object]) -> Iterator[None]:
+    """Take memory for `what` again. Where that fails `give_back` is called, and a lack of memory is a GlmError."""
+    try:
+        yield
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # which hold some of it
+        give_back()
+        if not is_of_memory(error):
+            raise
+        raise GlmError(
+            f"there is no memory for {what} ({words_of(error)}); end what took it meanwhile, and call wake_up again"
+        ) from None
 
 
 class Memory:
@@ -27,7 +48,7 @@ class Memory:
             num_bytes = _resident_bytes(self.bytes)
             self._mapping.madvise(mmap.MADV_DONTNEED)
             return num_bytes
-        num_bytes = self.bytes.numel()
+        num_bytes = self.bytes.untyped_storage().nbytes()
         self.bytes.untyped_storage().resize_(0)
         torch.cuda.empty_cache()  # else torch would keep it for itself
         return num_bytes

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
@@ -105,11 +106,11 @@ class Follower:
             case ReleaseWeights(call=call, level=level):
                 self.say(Said(call, self.weights.release(level)))
             case RestoreWeights(call=call):
-                self.say(self._restore(call))
+                self.say(_done(call, self.weights.restore))
             case ReleaseCache(call=call):
                 self.say(Said(call, self.cache.release_memory()))
-            case RestoreCache():
-                self.cache.restore_memory()
+            case RestoreCache(call=call):
+                self.say(_done(call, self.cache.restore_memory))
             case WeightsChanged():
                 self.runner.weights_changed()
             case Begin() | End():
@@ -146,11 +147,13 @@ class Follower:
         if reason is not None:
             self._specs.pop(seq_id, None)
 
-    def _restore(self, call: int) -> Said:
-        try:
-            return Said(call, int(self.weights.restore()))
-        except GlmError as error:
-            return _said(call, error)
+
+def _done(call: int, what: Callable[[], object]) -> Said:
+    try:
+        what()
+    except GlmError as error:
+        return _said(call, error)
+    return Said(call)
 
 
 def _said(call: int, error: BaseException | None) -> Said:

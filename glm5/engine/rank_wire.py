@@ -95,7 +95,9 @@ class ReleaseCache:
 
 @dataclass(frozen=True)
 class RestoreCache:
-    """Not answered."""
+    """Answered."""
+
+    call: int
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,7 @@ class RankedWeights:
 
     def __init__(self, weights: WeightSource, ranks: Ranks):
         self._mine, self._ranks = weights, ranks
+        self._level = 0  # of the last sleep
 
     @property
     def version(self) -> int:
@@ -278,6 +279,7 @@ class RankedWeights:
         self._mine.check_source()
 
     def release(self, level: int) -> int:
+        self._level = level
         others = self._ranks.ask(lambda call: ReleaseWeights(call, level))
         return self._mine.release(level) + sum(_raise_first(others))
 
@@ -287,9 +289,8 @@ class RankedWeights:
             is_other = self._mine.restore()
             _raise_first(others)
         except GlmError:
-            for future in others:
-                future.result()
-            self.release(2)
+            _wait_for(others)
+            self.release(self._level)
             raise
         return is_other
 
@@ -305,8 +306,19 @@ class RankedCache:
         return self._mine.release_memory() + sum(_raise_first(others))
 
     def restore_memory(self) -> None:
-        self._ranks.tell(RestoreCache())
-        self._mine.restore_memory()
+        others = self._ranks.ask(RestoreCache)
+        try:
+            self._mine.restore_memory()
+            _raise_first(others)
+        except GlmError:
+            _wait_for(others)
+            self.release_memory()
+            raise
+
+
+def _wait_for(others: list["Future[Said]"]) -> None:
+    for future in others:
+        future.result()
 
 
 def _raise_first(others: list["Future[Said]"]) -> list[int]:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
-from glm5.common.errors import GlmError, RequestError
+from glm5.common.errors import RequestError
+from glm5.engine.memory import taking_back
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import WHOLE, Shard
 
@@ -108,23 +109,24 @@ class Weights:
         """What was dropped is read from the first checkpoint: updates since then are lost, and the version says so."""
         if not self._shapes:
             return False
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            tensor.data = tensor.data.new_empty(self._shapes[name])
-            if name in self._on_host:
-                tensor.data.copy_(self._on_host[name])
-        is_kept = bool(self._on_host)
+        with taking_back("the weights", self._give_back):
+            for name, tensor in self.model.state_dict(keep_vars=True).items():
+                tensor.data = tensor.data.new_empty(self._shapes[name])
+                if name in self._on_host:
+                    tensor.data.copy_(self._on_host[name])
+            is_other = not self._on_host and self._read_again()
         self._shapes, self._on_host = {}, {}
-        return False if is_kept else self._read_again()
+        return is_other
+
+    def _give_back(self) -> None:
+        for tensor in self.model.state_dict(keep_vars=True).values():
+            tensor.data = tensor.data.new_empty(0)
+        _return_freed(self.model.device)
 
     def _read_again(self) -> bool:
         assert self.source is not None
         identity = identity_of(self.source)
-        try:
-            read_all(self.model, self.source, self.shard)
-        except GlmError as error:
-            traceback.clear_frames(error.__traceback__)  # which hold the memory that is given back
-            self.release(2)
-            raise
+        read_all(self.model, self.source, self.shard)
         if self.version:
             logger.warning("weights of version %d were dropped by sleep; now those of %s", self.version, self.source)
         is_other = (self.version, self.identity) != (0, identity)

@@ -11,11 +11,12 @@ import torch
 from glm5.checkpoint import update as updating
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
-from glm5.common.errors import CheckpointError
+from glm5.common.errors import CheckpointError, GlmError
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine import weights
 from glm5.engine.build import build_core
+from glm5.engine.memory import Memory
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import (
     Answer,
@@ -334,6 +335,53 @@ def test_a_wake_up_that_fails_gives_all_memory_back(folders, monkeypatch):
     assert session.call(WakeCall(2)).error == "the disk has gone"
     assert taken
     assert held == [0, 0]
+
+
+def test_a_cache_for_which_there_is_no_memory_sleeps_on(models, monkeypatch):
+    session = Session(load_copy(models[0]))
+    session.ask(40, 50, temperature=0.0)
+    session.turn(6)
+    session.call(SleepCall(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Memory, "restore", out_of_memory)
+        answer = session.call(WakeCall(2))
+    assert answer.kind == "GlmError"
+    assert answer.error == (
+        "there is no memory for the cache (Tried to allocate 2.00 GiB); end what took it meanwhile, and call "
+        "wake_up again"
+    )
+    session.turn(3)
+    assert session.call(WakeCall(3)).error is None
+    session.run()
+    assert session.tokens(0) == greedy(load_copy(models[0]))
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_for_which_there_is_no_memory_stay_where_they_are(models, folders, monkeypatch, level):
+    """On a GPU, where others may take what is given back: some tensors find a place, the next does not."""
+    model, before = load_copy(models[0]), models[0].state_dict()
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))  # level 1 moves no weights of a CPU
+    asleep = weights.Weights(model, folders[0])
+    assert asleep.release(level) == sum(tensor.nbytes for tensor in before.values())
+    monkeypatch.setattr(type(model), "device", torch.device("cpu"))
+    new_empty, num_places = torch.Tensor.new_empty, iter(range(10**6))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch.Tensor,
+            "new_empty",
+            lambda self, size: new_empty(self, size) if size == 0 or next(num_places) < 5 else out_of_memory(),
+        )
+        with pytest.raises(GlmError, match="no memory for the weights"):
+            asleep.restore()
+    assert next(num_places) == 6
+    assert not any(tensor.numel() for tensor in model.state_dict().values())
+    asleep.restore()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_a_model_from_memory_keeps_its_weights(models):

@@ -109,8 +109,7 @@ def test_after_waking_up_the_pool_is_as_good_as_new(layout):
     cache.release_memory()
     with pytest.raises((AssertionError, IndexError)):
         cache.append_latent(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, 40))
-    with pytest.raises(AssertionError, match="released twice"):
-        cache.release_memory()
+    assert cache.release_memory() == 0
     cache.restore_memory()
     with pytest.raises(AssertionError, match="nothing was released"):
         cache.restore_memory()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from glm5.common.errors import CheckpointError
+from glm5.common.errors import CheckpointError, GlmError
 from glm5.engine.messages import CopyDone
 from glm5.engine.rank import Follower
 from glm5.engine.rank_wire import Masks, Order, Said, Turn, encoded, read_all
-from glm5.engine.ranks import RankedRunner, RankedWeights, Ranks
+from glm5.engine.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.wire import Drop
 from tests.support.core_driver import CoreDriver
@@ -42,7 +42,8 @@ class Told:
             max_depth=config.max_depth,
         )
         self.said: Future[Said] = Future()
-        others = {"weights": driver.weights, "cache": self.runner, "pages": Pages(), "say": self.said.set_result}
+        others = {"weights": driver.weights, "cache": self.runner, "pages": Pages()}
+        others["say"] = lambda said: self.said.set_result(said)
         self.follower = Follower(self.runner, config, **others)
         driver.core.runner = driver.core.ranks = RankedRunner(runner, self, Pages())
 
@@ -52,6 +53,7 @@ class Told:
         self.follower.obey(read)
 
     def ask(self, make) -> "list[Future[Said]]":
+        self.said = Future()
         self.tell(make(0))
         return [self.said]
 
@@ -129,6 +131,39 @@ def test_weights_that_one_rank_refuses_are_kept_by_none():
     with pytest.raises(CheckpointError, match="this part"):
         staged.result()
     assert told.follower._staged is None
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_memory_that_one_rank_cannot_have_again_is_taken_by_none(where, monkeypatch):
+    told, mine = Told(CoreDriver()), FakeRunner(FakeWeights(), num_pages=4, page_size=4, vocab_size=8, max_depth=0)
+    cache = RankedCache(mine, told)
+    assert cache.release_memory() == 2 * 8 * 5 * 4 + told.runner.pool.numel() * 8
+    with monkeypatch.context() as patch:
+        patch.setattr(mine if where == "here" else told.runner, "restore_memory", refused)
+        with pytest.raises(GlmError, match="no memory"):
+            cache.restore_memory()
+    assert (mine.is_released, told.runner.is_released) == (True, True)
+    cache.restore_memory()
+    assert (mine.is_released, told.runner.is_released) == (False, False)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_that_one_rank_cannot_have_again_sleep_as_before(level, monkeypatch):
+    """What level 1 keeps on the host is not dropped."""
+    driver = CoreDriver()
+    told, mine = Told(driver), FakeWeights()
+    both = RankedWeights(mine, told)
+    both.release(level)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.weights, "restore", refused)
+        with pytest.raises(GlmError, match="no memory"):
+            both.restore()
+    assert (mine.level, driver.weights.level) == (level, level)
+    assert both.restore() == (level == 2)
+
+
+def refused() -> None:
+    raise GlmError("there is no memory")
 
 
 def test_an_order_is_written_once_for_all_ranks():
