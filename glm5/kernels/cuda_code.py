@@ -4,6 +4,8 @@ launched through the driver. So nobody needs a CUDA toolkit, and where NVRTC is 
 
 import ctypes
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -45,6 +47,18 @@ class TileMap(ctypes.Structure):
 
 
 Given = Tensor | TileMap | int | None
+_launches = True
+
+
+@contextmanager
+def not_launched() -> Iterator[None]:
+    """Meanwhile kernels are built, and calls of them do nothing."""
+    global _launches
+    _launches = False
+    try:
+        yield
+    finally:
+        _launches = True
 
 
 class CudaKernel:
@@ -64,6 +78,8 @@ class CudaKernel:
 
         `cluster`: neighbours, of the grid's first number, who see each other's shared memory: up to 16.
         """
+        if not _launches:
+            return
         values = [_value(each) for each in given]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         config = self._config(grid, num_threads, cluster)

@@ -103,7 +103,7 @@ template <int LEFT> static __device__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// What this thread's stores and copies wrote to shared memory may be read by matrix units, once it has arrived.
+// What this thread's stores and copies wrote to shared memory may be read by matrix units and the copy engine, once it has arrived.
 static __device__ void for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // How often programs came to some point, in memory: with what they, or those of their threads they met, wrote before.

@@ -24,6 +24,7 @@ from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.all_reduce.part import summed
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
+from glm5.kernels.compile_ahead import missing
 from glm5.kernels.fp8_linear import cuda_rows, fp8_linear
 from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts import FEW_TOKENS
@@ -119,6 +120,7 @@ def check_dealt(group: CudaGroup) -> None:
 def check_sent(group: CudaGroup) -> None:
     """Rows of a product, sent while others are computed: what adding up whole products gives, to the bit."""
     (rank, size), eps = group.shard, EPS
+    _find_sent(group)
     for rows, columns in ((1408, 256), (1408, 1024), (2048, 1536)):
         share = rows // size
         mine = slice(rank * share, (rank + 1) * share)
@@ -136,6 +138,17 @@ def check_sent(group: CudaGroup) -> None:
         wrong = PendingLinear(x, BlockScaled(weights[rank].data, weights[rank].scale * 1.1), None)
         got = group.add_rms_norm_dealt(wrong, residual[mine], residual[0], eps, quantize=None)
         assert not torch.equal(got[1], known[1][mine])
+
+
+def _find_sent(group: CudaGroup) -> None:
+    """As an engine finds its kernels: what this leaves in peers' buffers would be taken for what is sent later."""
+    x = torch.ones(2048, 256, dtype=torch.bfloat16, device=group.device)
+    weight, residual = (
+        quantize_blocks(x[:1, :1].expand(WIDTH, 256).float()),
+        x.new_zeros(2048 // group.shard.size, WIDTH),
+    )
+    with missing():
+        group.add_rms_norm_dealt(PendingLinear(x, weight, None), residual, residual[0], EPS, quantize=None)
 
 
 def fits(group: CudaGroup, way: str, part: Tensor) -> bool:

@@ -63,15 +63,15 @@ def _one_shot(
     NUM: tl.constexpr,
 ):
     """Programs: SPLITS a row send a part of it each, and the first of them adds up."""
-    call = tl.load(state)
-    slot = (call % NUM).to(tl.int64)
+    turn = tl.load(state)
+    slot = turn.to(tl.int64)
     t, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     part = split * (BLOCK_D // SPLITS) + tl.arange(0, BLOCK_D // SPLITS)
     x = sendable(tl.load(part_ptr + t * D + part, mask=part < D, other=0.0))
     for step in tl.static_range(1, SIZE):
         peer = (rank + step) % SIZE
         tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + (rank * T + t) * D + part, x, mask=part < D)
-    empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
+    empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
     if split == 0:
         d = tl.arange(0, BLOCK_D)
         mine = sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0))
@@ -83,7 +83,7 @@ def _one_shot(
         total = wait_sum(place, T * D, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
         at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
         finish(total, residual, weight, t, d, D, *at, eps, NORM, QUANTIZE)
-    end(state, call, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
+    end(state, turn, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1, NUM)
 
 
 @triton.jit
@@ -116,8 +116,8 @@ def _two_shots(
     place_ptr=None,
 ):
     """Pieces of rows are owned in turns. Every program sends pieces, adds some up and sends the sums, finishes rows."""
-    call = tl.load(state)
-    slot = (call % NUM).to(tl.int64)
+    turn = tl.load(state)
+    slot = turn.to(tl.int64)
     program, programs = tl.program_id(0), tl.num_programs(0)
     pieces_a_row = tl.cdiv(D, PIECE)
     pieces = T * pieces_a_row
@@ -130,7 +130,7 @@ def _two_shots(
         x = new_row(part_ptr, t, d, T, D, A, SHARED, place_ptr)
         place = buffer(pointers, piece % SIZE, slot, num_words, part_ptr) + (rank * owned + piece // SIZE) * PIECE
         tl.store(place + e, sendable(x), mask=d < D)
-    empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
+    empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
     mine = buffer(pointers, rank, slot, num_words, part_ptr)
     for index in range(program, owned, programs):
         piece = index * SIZE + rank
@@ -152,7 +152,7 @@ def _two_shots(
         x = wait(mine + sums + row * D + d, d < D)
         at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
         finish(x, residual, weight, row, d, D, *at, eps, NORM, QUANTIZE)
-    end(state, call, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1)
+    end(state, turn, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1, NUM)
 
 
 @triton.jit
@@ -168,18 +168,18 @@ def _gather(
     CHUNK: tl.constexpr,
     NUM: tl.constexpr,
 ):
-    call = tl.load(state)
-    slot = (call % NUM).to(tl.int64)
+    turn = tl.load(state)
+    slot = turn.to(tl.int64)
     w = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     x = sendable(tl.load(part_ptr + w, mask=w < count, other=0))
     for step in tl.static_range(SIZE):
         peer = (rank + step) % SIZE
         tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + w, x, mask=w < count)
-    empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
+    empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
     mine = buffer(pointers, rank, slot, num_words, part_ptr)
     for r in tl.static_range(SIZE):
         tl.store(out_ptr + r * count + w, wait(mine + r * count + w, w < count), mask=w < count)
-    end(state, call, slot, SIZE * count)
+    end(state, turn, slot, SIZE * count, NUM)
 
 
 def fits(buffers: Buffers, part: Tensor | Terms, num_rows: int, *, two_shots: bool) -> bool:

@@ -5,8 +5,8 @@ A buffer is full of EMPTY, a bit pattern that is never sent (minus zero in 16 bi
 left. Calls take three buffers in turns: while one is read, a faster rank may write to the next, and the one before is
 emptied again. Sums are taken in the order of ranks in float32 and rounded once, so every rank has the same bits.
 
-`Buffers.state`, int32 on the device: calls so far, programs that have ended, words used of each buffer; a CUDA graph
-can hold any number of calls. One stream at a time, and all ranks make the same calls.
+`Buffers.state`, int32 on the device: whose turn it is of the buffers, programs that have ended, words used of each
+buffer; a CUDA graph can hold any number of calls. One stream at a time, and all ranks make the same calls.
 """
 
 from dataclasses import dataclass
@@ -95,9 +95,9 @@ def buffer(pointers, rank, slot, num_words, like):
 
 
 @triton.jit
-def empty_last(pointers, state, rank, call, num_words, CHUNK: tl.constexpr, NUM: tl.constexpr):
+def empty_last(pointers, state, rank, turn, num_words, CHUNK: tl.constexpr, NUM: tl.constexpr):
     """Empty the buffer of the call before this one; every program its part."""
-    slot = (call + NUM - 1) % NUM
+    slot = (turn + NUM - 1) % NUM
     used = tl.load(state + 2 + slot)
     words = (tl.load(pointers + rank) + slot.to(tl.int64) * num_words * 4).to(tl.pointer_type(tl.int32))
     words = tl.multiple_of(words, 16)
@@ -107,13 +107,13 @@ def empty_last(pointers, state, rank, call, num_words, CHUNK: tl.constexpr, NUM:
 
 
 @triton.jit
-def end(state, call, slot, used):
-    """The last program to come here counts the call."""
+def end(state, turn, slot, used, NUM: tl.constexpr):
+    """The last program to come here passes the turn on. (Calls are not counted: a server makes 2^31 in two days.)"""
     tl.debug_barrier()
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
         tl.store(state + 2 + slot, used)
-        tl.store(state, call + 1)
+        tl.store(state, (turn + 1) % NUM)
 
 
 # Loops carry no tensor: Triton 3.6 does not compile those. What has come is read once more.

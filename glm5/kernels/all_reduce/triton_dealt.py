@@ -84,9 +84,9 @@ def _deal(
     row of its share, unless all were sent before, and one that adds up this rank's."""
     PROGRAMS: tl.constexpr = 1 if SENT else SIZE  # of a row
     wait_for_earlier(PDL)
-    call = tl.load(state)
+    turn = tl.load(state)
     let_later_begin(PDL)
-    slot, count = (call % NUM).to(tl.int64), num_rows * D
+    slot, count = turn.to(tl.int64), num_rows * D
     i, k = (tl.program_id(0) // PROGRAMS).to(tl.int64), tl.program_id(0) % PROGRAMS
     t = first + i
     if k < PROGRAMS - 1:
@@ -126,8 +126,8 @@ def _deal(
             PIECE,
             QUANTIZE,
         )
-    empty_last(pointers, state, rank, call, num_words, PIECE, NUM)
-    end(state, call, slot, 0)
+    empty_last(pointers, state, rank, turn, num_words, PIECE, NUM)
+    end(state, turn, slot, 0, NUM)
 
 
 @triton.jit
@@ -195,9 +195,9 @@ def _gather(
     BY_RUNS: bits of parts whose words lie in runs, of which `outs` have all ranks' first ones, then all second ones.
     """
     wait_for_earlier(PDL)
-    call = tl.load(state)
+    turn = tl.load(state)
     let_later_begin(PDL)
-    slot = (call % NUM).to(tl.int64)
+    slot = turn.to(tl.int64)
     here, k = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE
     width = tl.num_programs(0) // SIZE * CHUNK  # of a rank's words in a buffer
     e, before = tl.arange(0, CHUNK), -first
@@ -211,8 +211,8 @@ def _gather(
             else:
                 _take_in(pointers, outs[p], (rank + k) % SIZE, rank, slot, num_words, width, at, RUNS, SIZE)
         before += pieces
-    empty_last(pointers, state, rank, call, num_words, CHUNK, NUM)
-    end(state, call, slot, 0)
+    empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
+    end(state, turn, slot, 0, NUM)
 
 
 @triton.jit
@@ -322,7 +322,7 @@ def _sent(buffers: Buffers, part: Part) -> Tensor | None:
     is_much = num_bytes // buffers.size * (buffers.size - 1) >= _LEAST_SENT
     if not is_much or share % cuda_rows.SAME_OWNER:
         return None
-    to = cuda_rows.Places(buffers.pointers, NUM_BUFFERS, buffers.state, buffers.rank, buffers.num_words)
+    to = cuda_rows.Places(buffers.pointers, buffers.state, buffers.rank, buffers.num_words)
     return cuda_rows.fp8_linear(part.x_TD, part.weight, part.quantized, to=to)
 
 

@@ -66,6 +66,7 @@ def fp8_linear(
     if not num_tokens:
         return y_TO
     x_fp8, x_scale = quantized or act_quant(x_TD)
+    x_fp8 = x_fp8.contiguous()
     shares = (cut or cut_for(rows, cols)).shares
     columns = next(n for n in (16, 32, 64, 128) if n >= num_tokens)
     _kernel(columns, device)(

@@ -19,12 +19,11 @@ _THREADS, _PEERS, _ROWS = 384, 2, 128  # as in rows.cu
 
 
 class Places(NamedTuple):
-    """Of ranks that rows are dealt to, the r-th of equal shares to rank r: addresses of their buffers [N], how many of
-    them calls take in turns, calls so far [1], this rank, words of a buffer. As triton_buffers.py has them."""
+    """Of ranks that rows are dealt to, the r-th of equal shares to rank r: addresses of their buffers [N], which of
+    a rank's buffers has its turn [1], this rank, words of a buffer. As triton_buffers.py has them."""
 
     buffers: Tensor
-    num_buffers: int
-    calls: Tensor
+    turn: Tensor
     rank: int
     num_words: int
 
@@ -53,13 +52,14 @@ def fp8_linear(
     if reason := refusal(x_TD, weight.check()):
         raise ValueError(f"fp8_linear[rows] {reason}; use impl='scaled_mm'")
     (num_rows, cols), outputs, device = x_TD.shape, len(weight.data), x_TD.device
-    buffers, num_buffers, calls, rank, num_words = to or (None, 1, None, 0, 0)
+    buffers, turn, rank, num_words = to or (None, None, 0, 0)
     assert buffers is None or not num_rows % (SAME_OWNER * len(buffers)), f"{num_rows=}"
     share = num_rows // (1 if buffers is None else len(buffers))
     y_TO = torch.empty(num_rows, outputs, dtype=x_TD.dtype, device=device)
     x_fp8, x_scale = quantized or act_quant(x_TD)
+    x_fp8 = x_fp8.contiguous()
     tiles = -(-num_rows // _ROWS) * (outputs // (_PEERS * BLOCK))
-    _kernel(cols // BLOCK, num_buffers, device)(
+    _kernel(cols // BLOCK, device)(
         (_PEERS * min(tiles, triton_support.multiprocessors(device) // _PEERS), 1),
         _THREADS,
         cuda_code.tile_map(x_fp8.data_ptr(), num_rows, cols, _ROWS // _PEERS),
@@ -68,7 +68,7 @@ def fp8_linear(
         weight.scale.contiguous(),
         y_TO,
         buffers,
-        calls,
+        turn,
         rank,
         num_words,
         share,
@@ -80,13 +80,13 @@ def fp8_linear(
 
 
 @cache
-def _kernel(blocks: int, num_buffers: int, device: torch.device) -> cuda_code.CudaKernel:
-    kernel = cuda_code.build(SOURCE, "rows", SHARED_BYTES, device, **constants(blocks, num_buffers))
+def _kernel(blocks: int, device: torch.device) -> cuda_code.CudaKernel:
+    kernel = cuda_code.build(SOURCE, "rows", SHARED_BYTES, device, **constants(blocks))
     assert kernel is not None
     return kernel
 
 
-def constants(blocks: int, num_buffers: int) -> dict[str, int]:
-    """What rows.cu is compiled with, for so many blocks of columns and buffers in turns."""
+def constants(blocks: int) -> dict[str, int]:
+    """What rows.cu is compiled with, for so many blocks of columns."""
     group = next(n for n in (16, 8, 4, 2) if not blocks % n)
-    return {"BLOCKS": blocks, "GROUP": group, "NUM_BUFFERS": num_buffers, "SHARED_BYTES": SHARED_BYTES}
+    return {"BLOCKS": blocks, "GROUP": group, "SHARED_BYTES": SHARED_BYTES}

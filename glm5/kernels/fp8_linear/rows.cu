@@ -7,14 +7,14 @@
 // a group of four warps has half of the rows. While it scales a product, the next one is under way.
 //
 // Compiled with BLOCKS of 128 columns, and GROUP, an even number that divides them: the compiler keeps products under way
-// within as many, not round a loop. NUM_BUFFERS of a rank are taken in turns.
+// within as many, not round a loop.
 
 #include "hopper.cuh"
 
 constexpr int PEERS = 2, COMPUTING = 256, THREADS = 384;
 constexpr int ROWS = 128, OUTPUTS = 128;
 constexpr int HALF = ROWS / 2 * 128, WEIGHTS = OUTPUTS * 128, STAGE = 2 * HALF + WEIGHTS;  // bytes: rows, then weights
-constexpr int STAGES = 6, BUFFERS = NUM_BUFFERS;
+constexpr int STAGES = 6;
 constexpr int PITCH = 2 * OUTPUTS + 16;  // of a row on its way to memory: neighbours lie in other banks
 constexpr int AT_RESULT = STAGES * STAGE, RESULT = 16 * PITCH;  // of a warp
 constexpr int AT_BARRIER = AT_RESULT + COMPUTING / 32 * RESULT;
@@ -123,7 +123,7 @@ struct Leaving {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 rows(const __grid_constant__ Map x, const __grid_constant__ Map w, const float* x_scale, const float* scale, u16* y,
-     const u64* buffers, const int* calls, int rank, int num_words, int share, int T, int O) {
+     const u64* buffers, const int* turn, int rank, int num_words, int share, int T, int O) {
     u8* const memory = aligned_memory;
     const u32 data = shared_at(memory), full = data + AT_BARRIER, empty = full + 8 * STAGES;
     if (threadIdx.x < 2 * STAGES)
@@ -135,11 +135,12 @@ rows(const __grid_constant__ Map x, const __grid_constant__ Map w, const float* 
     if (warp >= COMPUTING / 32) {
         keep_registers<24>();
         if (warp == COMPUTING / 32 && lane == 0) fetch(&x, &w, tiles, T, data, full, empty);
+        __syncwarp();
     } else {
         keep_registers<240>();
         wait_for_earlier();
         const Ranks ranks = {buffers, rank, num_words, share};
-        const int slot = calls ? *calls % BUFFERS : 0, group = warp / 4, step = gridDim.x / PEERS;
+        const int slot = turn ? *turn : 0, group = warp / 4, step = gridDim.x / PEERS;
         const int mine = group * (ROWS / 2) + warp % 4 * 16;
         Leaving leaving = {memory + AT_RESULT + warp * RESULT};
         int begun = 0, parity = 0, ended = 0;  // stages

@@ -1,14 +1,16 @@
 """Kernels compiled before they are needed, which takes no GPU: each once, and again when it changes."""
 
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from glm5.kernels import compile_ahead
+from glm5.kernels import compile_ahead, cuda_code
 
 REPO = Path(__file__).parents[3]
 
@@ -65,6 +67,22 @@ def test_entries_on_disk_are_found_again_and_never_stale(tmp_path):
     first = run("2.0")
     assert len(first) == 3
     assert len(run("3.0") - first) == 3
+
+
+def test_kernels_in_cuda_are_not_launched_while_others_are_only_noted(monkeypatch):
+    """What one sends to other GPUs would stay there: those that take it in are noted, and not launched."""
+    launched, kernel = [], object.__new__(cuda_code.CudaKernel)
+    driver = SimpleNamespace(cuLaunchKernelEx=lambda *given: launched.append(given) or 0)
+    monkeypatch.setattr(cuda_code, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_code.CudaKernel, "_config", lambda *given: ctypes.c_int(0))
+    kernel._function = ctypes.c_void_p(0)
+    knobs = SimpleNamespace(runtime=SimpleNamespace(jit_cache_hook=None))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
+    with compile_ahead.missing():
+        kernel((1, 1), 32, 7)
+    assert not launched
+    kernel((1, 1), 32, 7)
+    assert len(launched) == 1
 
 
 def test_what_would_be_anything_is_zeros():

@@ -62,10 +62,12 @@ def _sends(memory):
     def fp8_linear(x_TD, weight, quantized, *, to):
         y = PendingLinear(x_TD, weight, quantized).computed()
         shares = y.unflatten(0, (len(memory), -1))
-        slot = int(to.calls[0]) % to.num_buffers
+        from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS
+
+        slot = int(to.turn[0])
         for owner, each in enumerate(memory):
             if owner != to.rank:
-                place = each.view(to.num_buffers, -1)[slot].view(DTYPE)[to.rank * shares[0].numel() :]
+                place = each.view(NUM_BUFFERS, -1)[slot].view(DTYPE)[to.rank * shares[0].numel() :]
                 place[: shares[0].numel()] = shares[owner].flatten() + 0.0
         kept = torch.full_like(shares, torch.nan)
         kept[to.rank] = shares[to.rank]

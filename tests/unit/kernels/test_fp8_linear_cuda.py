@@ -33,8 +33,8 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path):
 
 @pytest.fixture(params=[0, 7], ids=["steady", "stalling"])
 def rows_on_cpu(request, monkeypatch, tmp_path):
-    def kernel(blocks, num_buffers, device):
-        constants = cuda_rows.constants(blocks, num_buffers)
+    def kernel(blocks, device):
+        constants = cuda_rows.constants(blocks)
         return build(cuda_rows.SOURCE, tmp_path, "rows", constants, "hopper_on_cpu.h", stalls=request.param)
 
     monkeypatch.setattr(cuda_rows, "refusal", lambda *given: "")
@@ -52,9 +52,9 @@ def test_rows_go_to_their_ranks(rows_on_cpu, gen, ranks, T, O, D):
     whole, share, nothing = cuda_rows.fp8_linear(x, weight), T // ranks, -0x7FFF8000
     assert rel_rms(whole, fp8_linear(x.double(), weight, impl="reference")) < BUDGET
     buffers = torch.full((ranks, 3, T * O // 2), nothing, dtype=torch.int32)
-    addresses, calls = torch.tensor([each.data_ptr() for each in buffers]), torch.tensor([4], dtype=torch.int32)
+    addresses, turn = torch.tensor([each.data_ptr() for each in buffers]), torch.tensor([1], dtype=torch.int32)
     for rank in range(ranks):
-        places = cuda_rows.Places(addresses, 3, calls, rank, T * O // 2)
+        places = cuda_rows.Places(addresses, turn, rank, T * O // 2)
         y = cuda_rows.fp8_linear(x, weight, to=places).unflatten(0, (ranks, share))
         assert torch.equal(y[rank], whole.unflatten(0, (ranks, share))[rank])
     assert (buffers[:, [0, 2]] == nothing).all()
