@@ -47,7 +47,7 @@ def dummy(
     cfg = cfg.replace(quantization_config=quantization, dtype=str(dtype).removeprefix("torch."))
     check_groups(stored.values(), shard.size)
     forms = forms_of(stored, cfg, torch.device(device))
-    model = empty_model(local_config(cfg, shard.size), kept, dtype, torch.device(device), forms)
+    model = empty_model(local_config(cfg, shard.size), kept, dtype, torch.device(device), forms, num_ranks=shard.size)
     model.cfg = cfg
     whole = empty_model(cfg, kept, dtype, torch.device("meta"), forms).state_dict()
     generator = torch.Generator(device)

@@ -32,6 +32,7 @@ from glm5.checkpoint.resolve import resolve
 from glm5.checkpoint.shard import DTYPES, TensorEntry, mapped, read_into, read_tensor
 from glm5.checkpoint.staging import Staging, Stagings
 from glm5.checkpoint.stored import BLOCKS, Stored, check_groups, forms_of, place
+from glm5.common import host_memory
 from glm5.common.errors import ConfigError
 from glm5.common.progress import Progress
 from glm5.config.model import ModelConfig
@@ -104,7 +105,7 @@ def read_model(
     local = local_config(whole, shard.size)
     check_blocks(whole, [(name, found.specs[name].shape) for name in sorted(kept)], shard.size)
     check_groups(found.stored.values(), shard.size)
-    model = empty_model(local, kept, compute, target, forms, is_turned=found.is_turned)
+    model = empty_model(local, kept, compute, target, forms, is_turned=found.is_turned, num_ranks=shard.size)
     model.cfg = whole
     if target.type == "meta":
         return model.eval()
@@ -164,9 +165,11 @@ def empty_model(
     forms: Mapping[str, Form | Literal["blocks"]] | None = None,
     *,
     is_turned: bool = False,
+    num_ranks: int = 1,
 ) -> Glm5:
     """A model with uninitialised parameters on `device`, FP8 modules for the weights `kept`, by name on disk; `forms`:
-    of modules that hold codes. `is_turned`: the MTP layer has rotations."""
+    of modules that hold codes. `is_turned`: the MTP layer has rotations. `num_ranks`: of this machine that have as
+    much each. Raises ConfigError where there is not as much memory."""
     forms = forms or {}
     blocks = {slot_of(name).module for name in kept} | {name for name, form in forms.items() if form == BLOCKS}
     with torch.device("meta"):
@@ -181,16 +184,32 @@ def empty_model(
     for path, module in model.named_modules():
         if isinstance(module, CodedLinear | CodedExperts):
             fixed |= {f"{path}.{name}" for name in module.state_dict()}
-    parameters = {
-        name: torch.empty(
-            tensor.shape,
-            dtype=tensor.dtype if name in fixed or name.endswith("e_score_correction_bias") else compute,
-            device=device,
-        )
+    like = {
+        name: tensor if name in fixed or name.endswith("e_score_correction_bias") else tensor.to(compute)
         for name, tensor in model.state_dict().items()
     }
+    _check_room(sum(tensor.nbytes for tensor in like.values()), device, num_ranks)
+    parameters = {name: torch.empty_like(tensor, device=device) for name, tensor in like.items()}
     model.load_state_dict(parameters, assign=True)
     return model
+
+
+def _check_room(num_bytes: int, device: torch.device, num_ranks: int) -> None:
+    """Refuses what cannot be had: a machine that is asked for more memory than it has ends other processes first."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        needed, free = num_bytes, torch.cuda.mem_get_info(device)[0] + kept
+    elif device.type == "cpu" and num_bytes * num_ranks > host_memory.total():
+        needed, free = num_bytes * num_ranks, host_memory.total()  # others may have begun to take theirs
+    elif device.type == "cpu":
+        needed, free = num_bytes, host_memory.available()
+    else:
+        return
+    if needed > free:
+        raise ConfigError(
+            f"the weights take {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB for them; take a smaller or "
+            "quantized model, fewer layers, or more GPUs that share it (--tensor-parallel-size)"
+        )
 
 
 class _Piece(NamedTuple):

@@ -46,24 +46,26 @@ def run(command: str, settings: BenchConfig) -> int:
 
 def run_steps(settings: LatencyConfig) -> int:
     """How long steps of a preset take, and its start. Drafts are as many as asked, at any load."""
-    from glm5.bench.latency.measure import measure
+    from glm5.bench.latency.measure import fitted, measure
     from glm5.bench.latency.report import table
     from glm5.bench.report import about, write_json
     from glm5.bench.steps.case import with_codes
     from glm5.checkpoint.init import write_weightless
     from glm5.engine.llm import LLM
 
-    assert settings.preset is not None
-    cfg = preset(settings.preset, settings.num_hidden_layers)
+    name = settings.preset
+    assert name is not None
+    cfg = preset(name, settings.num_hidden_layers)
+    settings = fitted(settings, settings.max_model_len or cfg.max_position_embeddings)
     if settings.weights in RECIPES:
         cfg = with_codes(cfg, settings.weights)
     engine: dict[str, Any] = settings.engine_config().model_dump()
     engine |= {"adaptive_speculation": False, "enable_return_routed_experts": cfg.has_experts}
     engine["max_num_seqs"] = max(settings.max_num_seqs, *settings.batch)
     with tempfile.TemporaryDirectory() as folder, _kernel_cache(empty=settings.empty_kernel_cache):
-        path = write_weightless(cfg, Path(folder) / settings.preset, fp8=settings.weights != "bfloat16")
+        path = write_weightless(cfg, Path(folder) / name, fp8=settings.weights != "bfloat16")
         with LLM(path, dtype=settings.dtype, device=settings.device, **engine) as llm:
-            _show(f"{settings.preset}, {cfg.num_hidden_layers} layers, random weights", llm)
+            _show(f"{name}, {cfg.num_hidden_layers} layers, random weights", llm)
             known = about("latency", settings) | {"layers": cfg.num_hidden_layers, "engine": dict(llm.table)}
 
             def keep(found: dict[str, Any], **more: bool) -> None:

@@ -56,7 +56,7 @@ class LatencyConfig(BenchConfig):
     """With --preset: sequences that decode together. The most of them are also prompts that come at once, and, unless
     --max-num-seqs is given, the least that it is."""
     context: tuple[Count, ...] = (32768, 131072)
-    """With --preset: contexts in tokens at which one sequence decodes."""
+    """With --preset: contexts in tokens at which one sequence decodes. Default: those of these that the model has."""
     input_len: Count = 2048
     """With --preset: tokens of a prompt."""
     output_len: Count = 256
@@ -73,6 +73,13 @@ class LatencyConfig(BenchConfig):
             raise ValueError("--load-format dummy with --preset, which has no weights")
         if self.preset is not None and self.against is not None:
             raise ValueError("--against with --model, not with --preset")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> Self:
+        only = ("num_hidden_layers", "weights", "batch", "context", "input_len", "output_len", "empty_kernel_cache")
+        if self.model is not None and (given := [name for name in only if name in self.model_fields_set]):
+            raise ValueError(f"--{given[0].replace('_', '-')} with --preset, not with --model")
         return self
 
     @model_validator(mode="after")

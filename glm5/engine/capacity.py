@@ -3,12 +3,9 @@
 Every one of `max_num_seqs` requests gets room for a whole context where memory allows, and one request must.
 """
 
-import os
-import re
-from pathlib import Path
-
 import torch
 
+from glm5.common import host_memory
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
@@ -25,11 +22,7 @@ def free_bytes(device: torch.device, utilization: float) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * utilization) - (total - free))
-    # Linux counts what its file cache would give back; elsewhere all memory must do.
-    meminfo = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
-    available = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(available * _CPU_SHARE * utilization)
+    return int(host_memory.available() * _CPU_SHARE * utilization)
 
 
 def workspace_bytes(

@@ -81,18 +81,43 @@ def _tokens(rng: Random, vocab_size: int, count: int) -> list[int]:
     return rng.choices(range(vocab_size), k=count)
 
 
+def fitted(settings: LatencyConfig, longest: int) -> LatencyConfig:
+    """`settings` for sequences of up to `longest` tokens: contexts that nobody asked for are left out if they are
+    longer. Raises ConfigError for what was asked and is."""
+    more, most = _num_tokens(1, 0), max(settings.batch)
+    given = settings.context
+    if "context" not in settings.model_fields_set:
+        given = tuple(context for context in given if context + more <= longest)
+    if given and max(given) + more > longest:
+        raise ConfigError(
+            f"context: got {max(given)}, and {more} tokens are timed behind it; allowed: up to {longest - more}, as "
+            f"sequences have {longest} tokens (--max-model-len, or the model's own)"
+        )
+    answer = _num_tokens(most, settings.output_len)
+    if settings.input_len + answer > longest:
+        raise ConfigError(
+            f"input_len: got {settings.input_len}, and answers of {answer} tokens are timed (--output-len, --batch); "
+            f"allowed: together up to {longest}, the longest sequence (--max-model-len, or the model's own)"
+        )
+    return settings.model_copy(update={"context": given})
+
+
 def _check_room(settings: LatencyConfig, llm: LLM) -> None:
     facts = llm.client.facts
-    batch = max(settings.batch)
+    batch, num_tokens = max(settings.batch), facts.num_pages * facts.page_size
     longest = settings.input_len + _num_tokens(batch, settings.output_len)
     far = max((context + _num_tokens(1, 0) for context in settings.context), default=0)
-    if max(batch * longest, far) > facts.num_pages * facts.page_size:
+    if batch * longest > num_tokens:
         raise ConfigError(
-            f"batch: {batch} sequences of {longest} tokens, or the longest context, do not fit into the cache of "
-            f"{facts.num_pages * facts.page_size} tokens; take fewer, or --kv-cache-dtype fp8"
+            f"batch: got {batch}, of {longest} tokens each; allowed: {num_tokens // longest}, as the cache has "
+            f"{num_tokens} tokens; or take --kv-cache-dtype fp8"
         )
-    if max(longest, far) > facts.max_model_len:
-        raise ConfigError(f"context: the engine's is {facts.max_model_len} tokens at most")
+    if far > num_tokens:
+        raise ConfigError(
+            f"context: got {max(settings.context)}; allowed: up to {num_tokens - _num_tokens(1, 0)}, as the cache has "
+            f"{num_tokens} tokens; or take --kv-cache-dtype fp8"
+        )
+    fitted(settings, facts.max_model_len)
     if batch > facts.max_num_seqs:
         raise ConfigError(f"batch: got {batch}; allowed: up to --max-num-seqs ({facts.max_num_seqs})")
 

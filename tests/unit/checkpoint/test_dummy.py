@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from glm5.checkpoint.dummy import dummy
+from glm5.checkpoint.load import empty_model
+from glm5.common import host_memory
+from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
 from glm5.model.moe import MoE
-from glm5.parallel.table import Shard
+from glm5.parallel.table import Shard, local_config
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
@@ -26,6 +29,16 @@ def test_activations_keep_their_scale_and_routing_spreads(fp8):
     print(counts)
     assert float(counts.min()) > even / 3
     assert float(counts.max()) < even * 3
+
+
+@pytest.mark.parametrize(("num_ranks", "free"), [(1, 1 << 16), (1 << 30, 1 << 40)], ids=["available", "of all ranks"])
+def test_what_the_machine_has_no_memory_for_is_refused(num_ranks, free, monkeypatch):
+    """Before any of it is taken: else the system would end whichever process it likes."""
+    monkeypatch.setattr(host_memory, "available", lambda: free)
+    cfg = local_config(preset("tiny"), 1)
+    with pytest.raises(ConfigError, match=r"the weights take .* GB, and cpu has .* GB for them; take a smaller"):
+        empty_model(cfg, frozenset(), torch.float32, torch.device("cpu"), num_ranks=num_ranks)
+    empty_model(cfg, frozenset(), torch.float32, torch.device("meta"), num_ranks=num_ranks)
 
 
 def test_one_seed_gives_one_model():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from glm5.bench.latency.asking import ask
-from glm5.bench.latency.measure import measure
+from glm5.bench.latency.measure import fitted, measure
 from glm5.bench.latency.report import table
 from glm5.bench.latency.spread import check, expected_experts, spread_of
 from glm5.cli.main import main
@@ -68,11 +68,29 @@ def test_listening_ends_when_enough_was_heard(llm):
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [({"batch": (64,)}, "do not fit"), ({"batch": (5,)}, "up to --max-num-seqs"), ({"context": (400,)}, "192 tokens")],
+    [
+        ({"batch": (64,)}, r"batch: got 64, of .* each; allowed: \d+, as the cache has"),
+        ({"batch": (5,)}, "up to --max-num-seqs"),
+        ({"context": (400,)}, r"context: got 400, .* allowed: up to 170, as sequences have 192 tokens"),
+        ({"context": (9000,)}, r"context: got 9000; allowed: up to \d+, as the cache has"),
+    ],
 )
 def test_what_does_not_fit_is_refused(llm, changes, why):
     with pytest.raises(ConfigError, match=why):
         measure(SETTINGS.model_copy(update=changes), llm, lambda _line: None)
+
+
+def test_lengths_are_checked_before_the_start():
+    """Contexts that are nobody's wish are left out; others are refused, with what is allowed."""
+    usual = LatencyConfig(preset="tiny", load_format="dummy", batch=(1, 2), output_len=6)
+    assert fitted(usual, 131072).context == (32768,)
+    assert fitted(usual, 131072 + 22).context == (32768, 131072)
+    assert fitted(usual, 2078).context == ()
+    with pytest.raises(ConfigError, match=r"input_len: got 2048, and answers of 30 tokens .* together up to 2077"):
+        fitted(usual, 2077)
+    wished = LatencyConfig(preset="tiny", load_format="dummy", batch=(1,), context=(100, 131072), input_len=50)
+    with pytest.raises(ConfigError, match=r"context: got 131072, and 22 tokens .* allowed: up to 131050"):
+        fitted(wished, 131072)
 
 
 def test_routing_that_spreads_is_told_from_routing_that_does_not():
@@ -96,6 +114,8 @@ def test_routing_that_spreads_is_told_from_routing_that_does_not():
         ("", "either --model or --preset; got neither"),
         ("--preset tiny --model x", "got both"),
         ("--preset tiny", "--load-format dummy"),
+        ("--model x --num-hidden-layers 3", "--num-hidden-layers with --preset, not with --model"),
+        ("--model x --context 500 --weights w8a8", "--weights with --preset"),
         ("--preset tiny --load-format dummy --against transformers", "--against with --model"),
         ("--preset tiny --load-format dummy --batch 9 --max-num-seqs 8", "up to --max-num-seqs (8); got 9"),
         ("--model x --simulate-acceptance 2", "only with load_format dummy"),
