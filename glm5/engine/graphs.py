@@ -195,7 +195,7 @@ class DecodeSteps:
     def buffers(self, shape: Shape) -> Buffers:
         """Of a shape; made when first asked for."""
         if shape not in self._buffers:
-            padding = _nobody(shape, len(self.slots.len_S) - 1)
+            padding = nobody(shape, len(self.slots.len_S) - 1)
             like_D = self.passes.model.model.norm.weight.detach()
             self._buffers[shape] = Buffers(shape, padding, like_D, self.slots.max_depth)
         return self._buffers[shape]
@@ -271,7 +271,7 @@ def _packed(batch: Batch) -> Ints:
     return np.concatenate(arrays(batch))
 
 
-def _nobody(shape: Shape, padding_slot: int) -> Batch:
+def nobody(shape: Shape, padding_slot: int) -> Batch:
     """A batch of padding."""
     C, R = shape.num_seqs, shape.num_rows
 

@@ -5,6 +5,7 @@ A pass runs through all layers before the next one begins: later rows of a seque
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,15 +16,26 @@ from glm5.model.glm5 import Glm5
 from glm5.model.seams import Selection
 
 
+class Pass(Protocol):
+    """What runs the rows of one pass."""
+
+    def hidden(self, ids_R: Tensor, view: StepView) -> Tensor: ...
+
+    def draft(
+        self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None
+    ) -> tuple[Tensor, Selection]: ...
+
+
 class Passes:
     """`num_rows`: the rows of a pass; None runs everything in one. `lowered`: what computes them, if not the model.
 
-    `generation` counts how often weights came to lie elsewhere.
+    `generation` counts how often weights came to lie elsewhere. `captured`: passes as graphs, where there are any.
     """
 
     def __init__(self, model: Glm5, num_rows: int | None, lowered: Lowered | None = None):
         self.model, self.num_rows, self.lowered, self.generation = model, num_rows, lowered, 0
         self._place = None if lowered is None else lowered.place
+        self.captured: Pass | None = None
 
     def weights_changed(self) -> None:
         """Other weights lie in the model, perhaps elsewhere."""
@@ -42,6 +54,7 @@ class Passes:
         run = self.model if self.lowered is None else self.lowered.hidden
         if self.num_rows is None:
             return run(ids_R, view)
+        run = run if self.captured is None else self.captured.hidden
         pairs = zip(ids_R.split(self.num_rows), view.parts(self.num_rows), strict=True)
         return torch.cat([run(ids, part) for ids, part in pairs])
 
@@ -59,6 +72,7 @@ class Passes:
         run = self.model.draft if self.lowered is None else self.lowered.draft
         if self.num_rows is None:
             return run(next_ids_R, hidden_RD, view, selection)
+        run = run if self.captured is None else self.captured.draft
         size, outs = self.num_rows, []
         for index, part in enumerate(view.parts(size)):
             span = slice(index * size, (index + 1) * size)

@@ -18,6 +18,7 @@ class RoutingRecord:
     """Listens to the routers of a model's decoder layers, the MTP layer's excepted."""
 
     def __init__(self, passes: Passes):
+        self._passes: list[Tensor] = []
         if passes.lowered is not None:
             self._layers = passes.lowered.record_routing()
             return
@@ -30,9 +31,22 @@ class RoutingRecord:
 
     def clear(self) -> None:
         """Forget what was heard: others may have run the model."""
-        for heard in self._layers:
-            heard.clear()
+        self._passes.clear()
+        self.pass_begins()
 
     def take(self) -> Tensor:
         """Experts of all rows since `clear`, int16 [R, MoE layers, A]."""
+        return torch.cat(self._passes) if self._passes else self.pass_ended()
+
+    def pass_begins(self) -> None:
+        """Of rows whose experts are to be taken down apart from those before."""
+        for heard in self._layers:
+            heard.clear()
+
+    def pass_ended(self) -> Tensor:
+        """Experts of the rows since `pass_begins`."""
         return torch.stack([torch.cat(heard) for heard in self._layers], dim=1).short()
+
+    def add(self, expert_RLA: Tensor) -> None:
+        """Experts of a pass that was computed unheard, by a graph."""
+        self._passes.append(expert_RLA)

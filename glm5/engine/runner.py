@@ -17,9 +17,10 @@ from torch import Tensor
 from glm5.engine.batch import Batch, Packer, arrays
 from glm5.engine.captured import Graphs
 from glm5.engine.drafting import Drafter, DraftRows, Extended
-from glm5.engine.graphs import DecodeSteps, OnDevice, Shape, reaches_of
+from glm5.engine.graphs import DecodeSteps, OnDevice, Shape, nobody, reaches_of
 from glm5.engine.kv import KVCache
 from glm5.engine.lower import Lowered
+from glm5.engine.pass_graphs import PassGraphs, can_capture
 from glm5.engine.passes import Passes
 from glm5.engine.plan import Item, StepPlan
 from glm5.engine.prompts import PromptSteps
@@ -57,8 +58,9 @@ class Runner:
     """A model with its cache, its slots and its sampler. `max_depth` > 0 needs a cache with the MTP layer's keys.
 
     `pass_rows`: the rows of a pass in deterministic mode, None for the fastest shapes (passes.py). `record_routing`:
-    sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and steps,
-    unless in passes, in pieces of static shape (graphs.py, prompts.py), captured as graphs on a GPU. Default: on a GPU.
+    sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and steps in
+    pieces of static shape (graphs.py, prompts.py), captured as graphs on a GPU; or, with FP8 weights, whole passes
+    (pass_graphs.py). Default: on a GPU.
     `group`: of ranks that do the same, each with its part of the model. `simulate`: as in `Sampler`.
     """
 
@@ -111,6 +113,12 @@ class Runner:
             around = self.passes, cache, self.slots
             self.steps = DecodeSteps(*around, self.sampler, self._drafter, graphs, reaches, self._routing)
             self.prompts = PromptSteps(*around, self._drafter, graphs, reaches, self._routing)
+        self.pass_graphs: PassGraphs | None = None
+        if fused and pass_rows is not None and can_capture(model):
+            graphs = Graphs(self.passes, cache, captures=cache.device.type == "cuda")
+            reaches = reaches_of(model.cfg.index_topk, max_model_len)
+            self.pass_graphs = PassGraphs(self.passes, cache, graphs, reaches, self._routing)
+            self.passes.captured = self.pass_graphs
 
     def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
         """Masks of the rows of the next launch, for sequences with a grammar (`Sampler.permit`)."""
@@ -134,6 +142,13 @@ class Runner:
             return self._run(plan, batch, specs)
         self._tell_sampler(plan, specs)
         return Launched(None if batch is None else self._decode(plan, batch, specs))
+
+    @torch.inference_mode()
+    def sample_nobody(self, num_rows: int) -> None:
+        """Sample rows of padding, as they are, for the kernels of it."""
+        batch, like_D = nobody(Shape(num_rows, 0), self.padding_slot), self.model.model.norm.weight
+        none_R = torch.zeros(num_rows, dtype=torch.int64, device=self.cache.device)
+        self._sample(batch, self._upload(batch), none_R, like_D.new_zeros(num_rows, len(like_D)))
 
     def pack(self, plan: StepPlan) -> Batch:
         """The batch of a plan that has items."""

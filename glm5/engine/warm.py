@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from glm5.engine.graphs import DecodeSteps
+from glm5.engine.pass_graphs import PassGraphs
 from glm5.engine.prompts import PromptSteps
 from glm5.engine.runner import Runner
 from glm5.engine.scheduler_config import SchedulerConfig
@@ -51,6 +52,8 @@ class Warmth:
 @torch.inference_mode()
 def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: Progress) -> Warmth | None:
     """None where steps are not captured: then there is nothing to do that a first step would not do as well."""
+    if runner.pass_graphs is not None:
+        return _warm_passes(runner, runner.pass_graphs, on_progress)
     steps, prompts = runner.steps, runner.prompts
     if steps is None or prompts is None or not steps.graphs.captures:
         return None
@@ -85,6 +88,19 @@ def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: 
     left, _ = torch.cuda.mem_get_info(device)
     ended = time.monotonic()
     return Warmth(warm - began, ended - warm, steps.graphs.num_captured, mark_ready(), max(0, free - left))
+
+
+def _warm_passes(runner: Runner, graphs: PassGraphs, on_progress: Progress) -> Warmth:
+    """One shape has few kernels: they are compiled by the first pass, which is run before it is captured."""
+    device = runner.cache.device
+    (free, _), began = torch.cuda.mem_get_info(device), time.monotonic()
+    for done, of in graphs.capture_all(drafts=runner.max_depth > 0):
+        on_progress("capturing passes", done / of)
+    assert runner.passes.num_rows is not None
+    runner.sample_nobody(runner.passes.num_rows)
+    torch.cuda.synchronize(device)
+    left, _ = torch.cuda.mem_get_info(device)
+    return Warmth(0.0, time.monotonic() - began, graphs.graphs.num_captured, mark_ready(), max(0, free - left))
 
 
 @contextmanager

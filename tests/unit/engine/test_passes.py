@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
+from glm5.engine import runner as runners
 from glm5.engine.lower import Lowered
 from glm5.engine.passes import Passes
 from glm5.engine.sampling import SamplingParams
@@ -44,3 +45,25 @@ def test_answers_are_those_of_the_models_own_modules(depth, seed):
         Bench(model, depth=depth, pass_rows=PASS_ROWS, fused=fused).run(prompts, params) for fused in (False, True)
     )
     assert fused.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["own keys", "shared keys"])
+@pytest.mark.parametrize("depth", [0, 3])
+def test_passes_at_one_place_give_the_same_bits(depth, shares, seed, monkeypatch):
+    """As graphs need them: what a pass reads and writes lies where it always does, whatever the batch is."""
+    cfg = preset("tiny").replace(index_share_for_mtp_iteration=shares)
+    model = random_model(seed, cfg)
+    use_invariant(model)
+    kinds = [{"temperature": 0}, {"seed": 1, "top_p": 0.9}, {"temperature": 0.7, "seed": 2}]
+    params = [SamplingParams(max_tokens=6, logprobs=2, **kind) for kind in kinds]
+    prompts = [torch.randint(2, 60, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 70, 133)]
+    plain = Bench(model, depth=depth, pass_rows=PASS_ROWS, fused=True, routing=True).run(prompts, params, routed=True)
+    monkeypatch.setattr(runners, "can_capture", lambda _: True)
+    bench = Bench(model, depth=depth, pass_rows=PASS_ROWS, fused=True, routing=True)
+    bench.runner.sample_nobody(PASS_ROWS)  # as before the first request
+    static = bench.run(prompts, params, routed=True)
+    assert bench.runner.pass_graphs is not None
+    assert static.tokens == plain.tokens
+    assert static.logprobs == plain.logprobs
+    experts = [[b"".join(part.experts for part in run.routed[i]) for i in range(3)] for run in (static, plain)]
+    assert experts[0] == experts[1]
