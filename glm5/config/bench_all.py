@@ -1,12 +1,21 @@
 """`glm5 bench all`: which size is measured, where its results lie, and how long it may take."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from glm5.config.command import Also, Command
 
 Count = Annotated[int, Field(ge=1)]
+# Of models that are only to try the command: they fit into the shortest context of a preset, 1024.
+_SMALL = {
+    "max_concurrency": (1, 8),
+    "input_len": 128,
+    "output_len": 32,
+    "requests": 4,
+    "context": (256, 512),
+    "batch": (1, 8),
+}
 
 
 class BenchAllConfig(Command):
@@ -22,7 +31,7 @@ class BenchAllConfig(Command):
     tensor_parallel_size: Annotated[Count | None, Also("--tp"), Also("-tp")] = None
     """GPUs. Default: all of this machine. 8 have the whole model, fewer as much a GPU as 8 would."""
     preset: Literal["glm-5", "nano", "tiny"] = "glm-5"
-    """The architecture; all others than glm-5 are only to try this command."""
+    """The architecture. glm-5 needs GPUs; the others are only to try this command, with smaller numbers as defaults."""
     num_hidden_layers: Count | None = None
     """The first so many of its layers. Default: the share of all that so many GPUs have."""
     max_concurrency: tuple[Count, ...] = (1, 8, 16, 32, 64, 128)
@@ -41,3 +50,8 @@ class BenchAllConfig(Command):
     """Flags of every engine, without their dashes."""
     commit: str | None = None
     """What was measured, where there is no git to ask."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _small_numbers(cls, given: Any) -> Any:
+        return _SMALL | given if given.get("preset") in ("nano", "tiny") else given

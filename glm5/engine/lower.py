@@ -239,7 +239,7 @@ class LoweredMLP:
     def stacks(self) -> list[Stack]:
         return [self.gate_up]
 
-    def __call__(self, x: Rows, between: Between) -> Tensor | PendingLinear:
+    def __call__(self, x: Rows, view: StepView, between: Between) -> Tensor | PendingLinear:
         (x,) = between.gathered(x)
         return between.product(self._hidden(x), self.module.down_proj)
 
@@ -275,7 +275,7 @@ class LoweredMoE:
     def stacks(self) -> list[Stack]:
         return [] if self.apart is None else self.apart.stacks
 
-    def __call__(self, x: Rows, between: Between) -> Tensor | Terms:
+    def __call__(self, x: Rows, view: StepView, between: Between) -> Tensor | Terms:
         experts, mlp = self.module.experts, self.module.shared_experts
         x, weight_TA, expert_TA = between.gathered(x, *self.module.gate(x.x_TD))
         if self.heard is not None:
@@ -286,6 +286,8 @@ class LoweredMoE:
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
         if experts.impl == "invariant":
+            # Rows of padding would all go to the same experts, one tile after the other.
+            given = *given[:-1], expert_TA.masked_fill(view.end_T[:, None] == 0, -1)
             return grouped_experts(*given, shared=shared, impl="invariant")
         terms = expert_terms(*given, shared=shared, quantized=x.quantized)
         return grouped_experts(*given, shared=shared, quantized=x.quantized) if terms is None else terms
@@ -343,7 +345,7 @@ class LoweredLayer:
         new_TD, selection = self.attention(x, rope, view, selection, between)
         norm, kind = self.module.post_attention_layernorm, self.mlp.wants(num_rows, between)
         x, residual_OD = between.join(new_TD, residual_OD, norm, kind)
-        return self.mlp(x, between), residual_OD, selection
+        return self.mlp(x, view, between), residual_OD, selection
 
 
 def _kind(layer: LoweredLayer) -> tuple[object, ...]:

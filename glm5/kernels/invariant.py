@@ -1,7 +1,7 @@
 """Results that do not depend on the batch, bit for bit: what the `invariant` implementations rest on.
 
-In deterministic mode a model runs on passes of exactly PASS_ROWS rows, so nearly every operation has one shape whatever
-the batch. Then a matmul computes all of its rows alike, as long as they begin at multiples of 16 bytes (measured with
+In deterministic mode a model runs on passes of exactly `pass_rows` rows, so nearly every operation has one shape,
+whatever the batch. Then a matmul computes all of its rows alike, if they begin at multiples of 16 bytes (measured with
 MKL and oneDNN on AVX-512, with cuBLAS on an H100, and tested in test_invariance.py). So do norms, softmax, sums over
 the last dimension, and arithmetic and exp of single elements. What remains has a form of its own:
 
@@ -23,7 +23,13 @@ from torch import Tensor
 #     32 rows                   27.2   15.4    9.8   11.0        9.3
 #     a prompt of 256          198.0  104.8   59.5   38.8       21.1
 PASS_ROWS = 32
+_PASS_ROWS_GPU = 128  # 251 of 256 experts are read once for as many rows, where 32 read 163 (docs/numerics.md)
 WIDTH_UNIT = 4  # values: 16 bytes in float32
+
+
+def pass_rows(device: torch.device) -> int:
+    """The rows of a pass there."""
+    return PASS_ROWS if device.type == "cpu" else _PASS_ROWS_GPU
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def _coded_form(name: str, module: torch.nn.Module, form: Form) -> CodedLinear |
 
 
 def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
-    """Make rows of `model` independent of each other, bit for bit, in calls with exactly PASS_ROWS rows; in place.
+    """Make rows of `model` independent of each other, bit for bit, in calls with exactly `pass_rows` rows; in place.
     `local`: the widths of its modules, where they are others than the config's.
 
     The view has to do its part: keys selected and read by the kernels' `invariant` implementations. Forward only from

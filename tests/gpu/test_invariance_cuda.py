@@ -14,7 +14,7 @@ from glm5.engine.passes import Passes
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts import grouped_experts
-from glm5.kernels.invariant import PASS_ROWS
+from glm5.kernels.invariant import pass_rows
 from glm5.kernels.router import router
 from glm5.model.lowering import use_invariant
 from tests.support.arranged_keys import Paged, Sizes
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.gpu
 
 GLM5 = Sizes(J=32, I=128, H=64, C=512, R=64, K=2048, pages=40)
 LAYERS, EXPERTS, TOP_K, VOCAB, MAX_LEN = 4, 16, 128, 19360, 512
+ROWS = pass_rows(torch.device("cuda"))
 # (inputs, outputs) of products with a pass's rows.
 FP8_PRODUCTS = [(6144, 2048), (6144, 2624), (2048, 16384), (2048, 20480), (16384, 6144), (6144, 24576), (12288, 6144)]
 PLAIN_PRODUCTS = [(6144, 32), (6144, 128), (6144, 19360)]
@@ -37,7 +38,7 @@ def gen(seed):
 
 @pytest.mark.parametrize("layout", ["plain", "fp8"])
 def test_keys_and_attention_are_of_a_query_alone(layout, gen):
-    case = Paged(gen, torch.bfloat16, GLM5, device="cuda", layout=layout, num_queries=PASS_ROWS)
+    case = Paged(gen, torch.bfloat16, GLM5, device="cuda", layout=layout, num_queries=ROWS)
     every = torch.arange(case.num_queries)
     keys = case.selection(every, "invariant")
     want = case.attention(keys, every, "invariant")
@@ -50,7 +51,7 @@ def test_keys_and_attention_are_of_a_query_alone(layout, gen):
 
 
 def test_a_router_sees_one_row(gen):
-    x, weight = (torch.randn(n, 6144, generator=gen).bfloat16().cuda() for n in (PASS_ROWS, 256))
+    x, weight = (torch.randn(n, 6144, generator=gen).bfloat16().cuda() for n in (ROWS, 256))
     how = {"top_k": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "scaling_factor": 2.5}
     bias = torch.randn(256, generator=gen).cuda()
     want = router(x, weight * 6144**-0.5, bias, impl="invariant", **how)
@@ -61,15 +62,15 @@ def test_a_router_sees_one_row(gen):
 
 
 def test_experts_of_a_row_are_its_own(gen):
-    case = make_experts(PASS_ROWS, 8, 4, 6144, 2048, gen).to("cuda", torch.bfloat16)
+    case = make_experts(ROWS, 8, 4, 6144, 2048, gen).to("cuda", torch.bfloat16)
 
     def run(rows):
         chosen = case.x[rows], case.gate_up, case.down, case.weight[rows], case.expert[rows]
         return grouped_experts(*chosen, shared=case.shared, impl="invariant")
 
-    want = run(torch.arange(PASS_ROWS).cuda())
-    for count in (1, 9, PASS_ROWS):
-        some = torch.randperm(PASS_ROWS, generator=gen)[:count].cuda()
+    want = run(torch.arange(ROWS).cuda())
+    for count in (1, 9, ROWS):
+        some = torch.randperm(ROWS, generator=gen)[:count].cuda()
         assert torch.equal(run(some), want[some])
 
 
@@ -78,7 +79,7 @@ def test_products_compute_the_rows_of_a_pass_alike(kind, gen):
     for inputs, outputs in FP8_PRODUCTS if kind == "fp8" else PLAIN_PRODUCTS:
         dense = torch.randn(outputs, inputs, device="cuda") * inputs**-0.5
         weight = quantize_blocks(dense) if kind == "fp8" else dense.bfloat16()
-        x = torch.randn(PASS_ROWS, inputs, generator=gen).bfloat16().cuda()
+        x = torch.randn(ROWS, inputs, generator=gen).bfloat16().cuda()
 
         def run(x, weight=weight):
             return fp8_linear(x, weight) if kind == "fp8" else F.linear(x, weight)
@@ -115,7 +116,7 @@ def test_the_usual_steps_do_show_their_batch(model, rng):
 @torch.inference_mode()
 def test_a_row_is_the_same_in_any_pass(model, layout, rng):
     use_invariant(model)
-    passes, ids = Passes(model, PASS_ROWS, Lowered(model, MAX_LEN)), make_ids(model.cfg, rng)
+    passes, ids = Passes(model, ROWS, Lowered(model, MAX_LEN)), make_ids(model.cfg, rng)
     want = in_turn(passes, ids, rng, layout=layout)
     for _ in range(2):
         assert mixed(passes, ids, rng, layout=layout).num_unlike(want) == 0

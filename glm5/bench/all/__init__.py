@@ -5,7 +5,8 @@
     shared        steps again, briefly, with 5.2's shared indices
     kernels       `glm5 bench kernels`
 
-Each part is commands of this package, run as a person would, and leaves one file. What is there is not done again, so a
-run that was cut short goes on where it was; figures of the part that was cut short are recorded, and found anew then.
+Each part is commands of this package, run as a person would, and leaves one file. What is there of the same commands
+and the same commit is not done again, so a run that was cut short goes on where it was; figures of the part that was
+cut short are recorded, and found anew then.
 Kernels lie in a folder that is empty when steps begin, so later parts start with what steps compiled.
 """

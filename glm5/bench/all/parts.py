@@ -13,7 +13,7 @@ DEPTH, ACCEPTED = 3, 2.99
 # By number of GPUs: each has what one of eight would have of the whole.
 NAMES = {8: "whole_tp8", 4: "half_tp4", 2: "quarter_tp2", 1: "eighth_tp1"}
 _SERVE_SECONDS = {1: 45, 8: 70, 16: 90, 32: 125, 64: 160, 128: 280}  # of eight requests a client
-START_SECONDS = 60
+_START_SECONDS = 60
 _BRIEF = 64  # steps timed with shared indices
 
 
@@ -30,25 +30,19 @@ def read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """A command and its file of results. `seconds`: expected. `clients`: of a server, which is started before."""
+    """A command that leaves a file of results. `seconds`: expected. `clients`: of a server, which is started before,
+    with the flags `server`. The server's port and places of files are not among the words: they decide no result."""
 
     name: str
     command: tuple[str, ...]
     seconds: float
     clients: int | None = None
+    server: tuple[str, ...] = ()
 
-    def file(self, work: Path) -> Path:
-        return work / f"{self.name}.json"
-
-    def found(self, work: Path) -> dict[str, Any] | None:
-        """What it left, with `partial` where it was cut short. Raises ConfigError for a file that is damaged."""
-        return read(path) if (path := self.file(work)).exists() else None
-
-    def is_done(self, work: Path) -> bool:
-        """Whether it came to its end, and all requests of a load with it."""
-        if (found := self.found(work)) is None:
-            return False
-        return not found.get("partial") and not any(run["failed"] for run in found.get("runs", ()))
+    @property
+    def whole_seconds(self) -> float:
+        """Expected, with the start of its server."""
+        return self.seconds + (_START_SECONDS if self.server else 0)
 
 
 @dataclass(frozen=True)
@@ -56,15 +50,17 @@ class Size:
     """What is measured: `layers` of a preset on `gpus`, under the entry `name`."""
 
     name: str
+    preset: str
     gpus: int
     layers: int
 
 
 def size_of(settings: BenchAllConfig, gpus: int) -> Size:
-    """As much of the model as `gpus` would have, were there eight."""
+    """As much of the model as the GPUs in use would have, were there eight. `gpus`: of this machine."""
+    used = settings.tensor_parallel_size or gpus or 1
     whole = preset(settings.preset).num_hidden_layers
-    layers = settings.num_hidden_layers or min(whole, max(1, round(whole * gpus / 8)))
-    return Size(NAMES.get(gpus, f"tp{gpus}"), gpus, layers)
+    layers = settings.num_hidden_layers or min(whole, max(1, round(whole * used / 8)))
+    return Size(NAMES.get(used, f"tp{used}"), settings.preset, used, layers)
 
 
 def engine_flags(settings: BenchAllConfig, size: Size) -> list[str]:
@@ -75,8 +71,8 @@ def engine_flags(settings: BenchAllConfig, size: Size) -> list[str]:
     return [*flags, *given]
 
 
-def parts(settings: BenchAllConfig, size: Size, *, kernels: bool, port: int) -> list[Part]:
-    """All of them, in order. `port`: the server's."""
+def parts(settings: BenchAllConfig, size: Size, *, kernels: bool) -> list[Part]:
+    """All of them, in order."""
     latency = ["bench", "latency", "--num-hidden-layers", str(size.layers), *engine_flags(settings, size)]
     latency += ["--input-len", str(settings.input_len)]
     batches, contexts = ([str(number) for number in numbers] for numbers in (settings.batch, settings.context))
@@ -84,12 +80,14 @@ def parts(settings: BenchAllConfig, size: Size, *, kernels: bool, port: int) -> 
     sizes = ["--batch", *batches, "--context", *contexts]
     half = ["--output-len", str(max(1, settings.output_len // 2))]
     found = [Part("steps", (*latency, "--preset", settings.preset, *half, *drafts, *sizes), 180)]
-    load = ["bench", "serve", "--port", str(port), "--vocab-size", str(preset(settings.preset).vocab_size)]
+    load = ["bench", "serve", "--vocab-size", str(preset(settings.preset).vocab_size)]
     load += ["--random-input-len", str(settings.input_len), "--random-output-len", str(settings.output_len)]
+    served = tuple(server_flags(settings, size))
     for clients in settings.max_concurrency:
         seconds = _SERVE_SECONDS.get(clients, 300) * settings.requests / 8
         number = ["--max-concurrency", str(clients), "--num-prompts", str(clients * settings.requests)]
-        found.append(Part(f"serve-{clients}", (*load, *number, "--seed", str(clients)), seconds, clients))
+        command = (*load, *number, "--seed", str(clients))
+        found.append(Part(f"serve-{clients}", command, seconds, clients, served))
     if settings.preset == "glm-5":
         brief = ["--preset", "glm-5.2", "--num-speculative-tokens", "0", "--output-len", str(_BRIEF)]
         found.append(Part("shared", (*latency, *brief, *sizes), 80))
@@ -98,7 +96,7 @@ def parts(settings: BenchAllConfig, size: Size, *, kernels: bool, port: int) -> 
     return found
 
 
-def server(settings: BenchAllConfig, size: Size, model: Path, port: int) -> list[str]:
-    """The command that serves `model` without drafts, as the published figures were taken."""
+def server_flags(settings: BenchAllConfig, size: Size) -> list[str]:
+    """Of `glm5 serve`, which serves without drafts, as the published figures were taken."""
     flags = [*engine_flags(settings, size), "--num-speculative-tokens", "0", "--no-enable-prefix-caching"]
-    return ["serve", str(model), "--port", str(port), "--host", "127.0.0.1", "--log-level", "warning", *flags]
+    return ["--host", "127.0.0.1", "--log-level", "warning", *flags]

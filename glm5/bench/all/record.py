@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from glm5.bench.all.parts import Part, Size, read
+from glm5.bench.all.parts import Part, read
+from glm5.bench.all.work import Work
 from glm5.common.atomic import atomic_write
 
 _STEPS = (
@@ -32,10 +33,11 @@ _STEPS = (
 )
 
 
-def entry(size: Size, parts: list[Part], work: Path, commit: str | None) -> dict[str, Any]:
+def entry(parts: list[Part], work: Work) -> dict[str, Any]:
     """Of the parts that are done, and of what there is of the one that was cut short."""
-    done = {part.name: document for part in parts if (document := part.found(work)) is not None}
-    found: dict[str, Any] = {"layers": size.layers, "gpus": size.gpus, "commit": commit}
+    size = work.size
+    done = {part.name: document for part in parts if (document := work.found(part)) is not None}
+    found: dict[str, Any] = {"preset": size.preset, "layers": size.layers, "gpus": size.gpus, "commit": work.commit}
     if (steps := done.get("steps")) is not None:
         found |= {name: _short(steps[name]) for name in _STEPS if name in steps}
         found |= {"date": steps["date"], "machine": steps["machine"], "engine": steps["engine"]}
@@ -44,7 +46,7 @@ def entry(size: Size, parts: list[Part], work: Path, commit: str | None) -> dict
     serve = {str(part.clients): _load(done[part.name]) for part in parts if part.clients and part.name in done}
     if serve:
         found["serve"] = serve
-    found["missing"] = [part.name for part in parts if not part.is_done(work)]
+    found["missing"] = [part.name for part in parts if not work.is_done(part)]
     return found
 
 
@@ -52,7 +54,6 @@ def write(path: Path, name: str, found: dict[str, Any]) -> None:
     """Put an entry into the file, whole, beside the others."""
     whole = read(path) if path.exists() else {}
     whole[name] = found
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(os.fspath(path), "wb") as handle:
         handle.write(msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
 

@@ -1,5 +1,6 @@
 """Does the parts that are missing, as long as there is time, and records what is there."""
 
+import math
 import os
 import shutil
 import signal
@@ -17,11 +18,12 @@ from pathlib import Path
 
 import torch
 
-from glm5.bench.all.parts import START_SECONDS, Part, Size, parts, read, server, size_of
+from glm5.bench.all.parts import Part, parts, read, size_of
 from glm5.bench.all.record import entry, table, write
+from glm5.bench.all.work import Work
 from glm5.checkpoint.init import write_weightless
 from glm5.common.console import out
-from glm5.common.errors import ConfigError, GlmError
+from glm5.common.errors import GlmError, UsageError
 from glm5.common.interrupt import end_with_parent
 from glm5.config.bench_all import BenchAllConfig
 from glm5.config.presets import preset
@@ -34,61 +36,96 @@ _POLL_SECONDS = 0.5
 
 
 def run(settings: BenchAllConfig, kernels: Path) -> int:
-    """0 once every part is done, 3 while some are missing. Raises GlmError when a part failed, after the others, and
-    ConfigError at once where results cannot be written.
+    """0 once every part is done, 3 while some are missing. Raises GlmError when a part failed, after the others; at
+    once, ConfigError where results cannot be read, and UsageError where they cannot be written or no part is begun.
 
     `kernels`: the folder where processes that are started keep what they compile; emptied before steps.
     """
-    ends = time.monotonic() + settings.time_limit
     gpus = torch.cuda.device_count()
-    size = size_of(settings, settings.tensor_parallel_size or gpus or 1)
-    work = Path(settings.work).absolute() / size.name
+    size = size_of(settings, gpus)
+    work = Work(Path(settings.work).absolute() / size.name, size, settings.commit or _commit())
     results = Path(settings.json_)
-    _check_folder("--work", work)
+    _check_folder("--work", work.folder)
     _check_folder("--json", results.parent)
     if results.exists():
         read(results)
-    model, port = work / "model", _free_port()
-    every = parts(settings, size, kernels=gpus > 0 and installed(), port=port)
-    out(f"{size.name}: {settings.preset}, {size.layers} layers on {size.gpus}; results in {work}", flush=True)
-    commit = settings.commit or _commit()
+    every = parts(settings, size, kernels=gpus > 0 and installed())
+    missing = [part for part in every if not work.is_done(part)]
+    if missing and all(part.whole_seconds > settings.time_limit for part in missing):
+        raise UsageError(f"nothing could be begun; {_need(missing, settings.time_limit)}")
+    out(f"{size.name}: {settings.preset}, {size.layers} layers on {size.gpus}; results in {work.folder}", flush=True)
+    _record(results, every, work)
+    if every[0] in missing:
+        shutil.rmtree(kernels, ignore_errors=True)
+    if failed := _measure(missing, work, _Clock(settings.time_limit), lambda: _record(results, every, work)):
+        raise failed[0]
+    out("\n" + table(entry(every, work)))
+    if left := [part for part in missing if not work.is_done(part)]:
+        need = _need(left, settings.time_limit)
+        names = ", ".join(part.name for part in left)
+        out(f"not done yet: {names}; {need and f'{need}, and '}the same command goes on")
+    return 3 if left else 0
+
+
+def _need(missing: Sequence[Part], limit: float) -> str:
+    """What to say of parts that take longer than the limit of any run; "" where there are none."""
+    seconds = {part.name: math.ceil(part.whole_seconds) for part in missing if part.whole_seconds > limit}
+    if not seconds:
+        return ""
+    expected = ", ".join(f"{name} {number} s" for name, number in seconds.items())
+    return f"expected to take longer than --time-limit {limit:g}: {expected}; give at least {max(seconds.values())}"
+
+
+def _record(results: Path, every: list[Part], work: Work) -> None:
+    """Write the entry, if there is anything to write: what others have measured stays until then."""
+    if any(work.found(part) is not None for part in every):
+        write(results, work.size.name, entry(every, work))
+
+
+class _Clock:
+    """Of a run that should end within `limit` seconds."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.ends = limit, time.monotonic() + limit
+        self.is_unused = True
+
+    def allows(self, part: Part, seconds: float) -> bool:
+        """Whether the part, which takes so many seconds from now, is expected to end in time. The first of a run has
+        the whole limit, however long what came before took: else the same would be left again next time."""
+        if self.is_unused:
+            return part.whole_seconds <= self.limit
+        return time.monotonic() + seconds <= self.ends
+
+
+def _measure(missing: Sequence[Part], work: Work, clock: _Clock, record: Callable[[], None]) -> list[GlmError]:
+    """Do the parts for which there is time; the errors of those that failed."""
     failed: list[GlmError] = []
 
-    def measure(part: Part, beside: Process | None = None) -> None:
+    def measure(part: Part, address: Sequence[str] = (), beside: Process | None = None) -> None:
+        clock.is_unused = False
+        work.begin(part)
         try:
             with _noted(failed):
-                _call([*part.command, "--json", str(part.file(work))], ends, beside)
+                _call([*part.command, *address, "--json", str(work.file(part))], clock.ends, beside)
         finally:
-            if part.file(work).exists():
-                write(results, size.name, entry(size, every, work, commit))
+            record()
 
-    missing = [part for part in every if not part.is_done(work)]
-    if not every[0].is_done(work):
-        shutil.rmtree(kernels, ignore_errors=True)
-    for serves, group in groupby(missing, lambda part: part.clients is not None):
+    for flags, group in groupby(missing, lambda part: part.server):
         some = list(group)
-        if not serves:
-            _each(some, ends, measure)
-        elif any(_fits(part, ends, START_SECONDS) for part in some):
-            _write_model(settings, size, model)
-            with _noted(failed), _served(server(settings, size, model, port), port, ends) as process:
-                _each(some, ends, partial(measure, beside=process))
-    if failed:
-        raise failed[0]
-    found = entry(size, every, work, commit)
-    out("\n" + table(found))
-    if found["missing"]:
-        out(f"not done yet: {', '.join(found['missing'])}; the same command goes on")
-    return 3 if found["missing"] else 0
+        if not flags:
+            _each(some, clock, measure)
+        elif any(clock.allows(part, part.whole_seconds) for part in some):
+            address = ["--port", str(_free_port())]
+            command = ["serve", str(_write_model(work)), *address, *flags]
+            with _noted(failed), _served(command, int(address[1]), clock.ends) as process:
+                _each(some, clock, partial(measure, address=address, beside=process))
+            clock.is_unused = False
+    return failed
 
 
-def _fits(part: Part, ends: float, more: float = 0.0) -> bool:
-    return time.monotonic() + part.seconds + more < ends
-
-
-def _write_model(settings: BenchAllConfig, size: Size, model: Path) -> None:
-    cfg = preset(settings.preset, size.layers)
-    write_weightless(cfg, model, fp8=settings.preset == "glm-5")
+def _write_model(work: Work) -> Path:
+    size = work.size
+    return write_weightless(preset(size.preset, size.layers), work.folder / "model", fp8=size.preset == "glm-5")
 
 
 @contextmanager
@@ -101,9 +138,9 @@ def _noted(failed: list[GlmError]) -> Iterator[None]:
         failed.append(error)
 
 
-def _each(some: Sequence[Part], ends: float, measure: Callable[[Part], None]) -> None:
+def _each(some: Sequence[Part], clock: _Clock, measure: Callable[[Part], None]) -> None:
     for part in some:
-        if _fits(part, ends):
+        if clock.allows(part, part.seconds):
             measure(part)
 
 
@@ -156,13 +193,13 @@ def _waited(process: Process) -> int | None:
 
 
 def _check_folder(flag: str, folder: Path) -> None:
-    """Make it. ConfigError where nothing can be written into it."""
+    """Make it. UsageError where nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"{flag}: cannot write to {folder}: {error.strerror}; name another place") from None
+        raise UsageError(f"{flag}: cannot write to {folder}: {error.strerror}; name another place") from None
 
 
 def _is_ready(port: int) -> bool:

@@ -3,8 +3,10 @@
 An expert's rows are cut into tiles of _ROWS, the last one filled up with zeros. Terms, rounding and order of the sum
 are the reference's. Forward only.
 
-On a GPU block-scaled weights take the kernels of few tokens, whose tiles are of 8 rows too, always cut the same way.
-They multiply rows as they are and sum in float32, in expert order, the shared expert last.
+On a GPU block-scaled weights take the kernels whose tiles are an expert's rows, always cut the same way. They quantize
+rows, and sum terms in float32, in expert order, the shared expert last.
+
+Rows whose experts are all -1 are nobody's: they get anything finite, and on a GPU they go to no expert.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts.shared import SharedExpert
-from glm5.kernels.invariant import PASS_ROWS, silu
+from glm5.kernels.invariant import silu
 from glm5.kernels.triton_support import chosen
 
 _ROWS = 8
@@ -36,7 +38,7 @@ def grouped_experts(
         return torch.zeros_like(x_TD)
     if isinstance(gate_up_proj, BlockScaled) and chosen(x_TD, gate_up_proj.scale):
         return _on_device(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared)
-    expert_TA, column_TA = expert_TA.long().sort(dim=-1, stable=True)
+    expert_TA, column_TA = expert_TA.long().clamp_min(0).sort(dim=-1, stable=True)
     weight_TA = weight_TA.gather(1, column_TA)
     gate_ups, downs = _unstack(gate_up_proj), _unstack(down_proj)
     place_G, experts = _tiles(expert_TA.flatten(), len(gate_ups))
@@ -65,10 +67,9 @@ def _on_device(
     from glm5.kernels.grouped_experts.triton import Tiling
     from glm5.kernels.grouped_experts.triton import grouped_experts as fused
 
-    tiling = Tiling("pairs", 64, 4, block_d=64, down_tiles=8)
-    parts = zip(*(rows.split(PASS_ROWS) for rows in (x_TD, weight_TA, expert_TA.int())), strict=True)
-    outs = [fused(x, gate_up_proj, down_proj, weight, expert, shared, tiling) for x, weight, expert in parts]
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    tiling = Tiling("tiles", 128, 8, 128, 8, down_tiles=8, up_stages=5, block_t=16)
+    out_TD = fused(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA.int(), shared, tiling)
+    return out_TD.masked_fill_(expert_TA[:, :1] < 0, 0.0)
 
 
 def _tiles(expert_G: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:

@@ -82,6 +82,11 @@ def test_experts_of_a_row_are_its_own(dtype, with_shared, fused, gen):
     for count in (1, 2, 9, 40):
         some = torch.randperm(40, generator=gen)[:count]
         assert torch.equal(run(some), want[some])
+    nobodys = torch.arange(40) % 3 == 0
+    case.expert[nobodys] = -1
+    got = run(torch.arange(40))
+    assert torch.equal(got[~nobodys], want[~nobodys])
+    assert not got[nobodys].any()
     assert set(fused) == {"grouped_experts"}
 
 

@@ -5,15 +5,17 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from glm5.bench.all import run as module
-from glm5.bench.all.parts import Part, parts, size_of
+from glm5.bench.all.parts import parts, size_of
 from glm5.bench.all.record import entry, table, write
+from glm5.bench.all.work import Work
 from glm5.cli.main import main
-from glm5.common.errors import ConfigError, GlmError
+from glm5.common.errors import ConfigError, GlmError, UsageError
 from glm5.config.bench_all import BenchAllConfig
 
 STEPS = {
@@ -43,13 +45,13 @@ TINY += " --input-len 24 --output-len 12 --requests 2 --engine max-model-len=192
 )
 def test_fewer_gpus_have_fewer_layers(gpus, name, layers):
     size = size_of(BenchAllConfig(), gpus)
-    assert (size.name, size.gpus, size.layers) == (name, gpus, layers)
+    assert (size.name, size.preset, size.gpus, size.layers) == (name, "glm-5", gpus, layers)
 
 
 def test_parts_are_commands_of_this_package():
     settings = BenchAllConfig()
     size = size_of(settings, 8)
-    every = parts(settings, size, kernels=True, port=1)
+    every = parts(settings, size, kernels=True)
     assert [part.name for part in every] == [
         "steps",
         *(f"serve-{n}" for n in (1, 8, 16, 32, 64, 128)),
@@ -66,10 +68,12 @@ def test_parts_are_commands_of_this_package():
 def test_what_is_done_is_recorded_beside_other_entries(tmp_path):
     settings = BenchAllConfig(max_concurrency=(1, 8))
     size = size_of(settings, 4)
-    every = parts(settings, size, kernels=False, port=1)
-    (tmp_path / "steps.json").write_text(json.dumps(STEPS))
-    (tmp_path / "serve-1.json").write_text(json.dumps({"runs": [RUN], "partial": False}))
-    found = entry(size, every, tmp_path, "abc")
+    every, work = parts(settings, size, kernels=False), Work(tmp_path, size, "abc")
+    for part, content in zip(every, (STEPS, {"runs": [RUN], "partial": False}), strict=False):
+        work.begin(part)
+        work.file(part).write_text(json.dumps(content))
+    found = entry(every, work)
+    assert (found["preset"], found["commit"]) == ("glm-5", "abc")
     assert found["missing"] == ["serve-8", "shared"]
     assert found["decode_ms"] == {"1": 6.543}
     assert found["serve"]["1"] == {
@@ -86,7 +90,7 @@ def test_what_is_done_is_recorded_beside_other_entries(tmp_path):
         "failed": 0,
     }
     assert "| 1 | 80.0 | 90.0 | 91.0 | - | 7.0 | 9.0 |" in table(found)
-    path = tmp_path / "docs" / "all.json"
+    path = tmp_path / "all.json"
     write(path, "whole_tp8", {"projected": True})
     write(path, size.name, found)
     assert set(json.loads(path.read_text())) == {"whole_tp8", "half_tp4"}
@@ -97,75 +101,123 @@ class Called(list):
 
     def __call__(self, command, _ends, _beside=None):
         self.append(command)
-        Path(command[-1]).write_text(json.dumps(STEPS))
+        content = STEPS if command[1] == "latency" else {"runs": [RUN], "partial": False}
+        Path(command[-1]).write_text(json.dumps(content))
 
 
-def short_of_time(folder):
-    files = {"json": str(folder / "all.json"), "work": str(folder), "preset": "tiny"}
-    return BenchAllConfig(**files, tensor_parallel_size=8, time_limit=190, max_concurrency=(128,))
+def short_of_time(folder, **changes):
+    files = {"json": str(folder / "all.json"), "work": str(folder), "preset": "tiny", "commit": "abc"}
+    sizes = {"tensor_parallel_size": 8, "time_limit": 190, "max_concurrency": (128,), "requests": 8}
+    return BenchAllConfig(**(files | sizes | changes))
 
 
-def test_what_does_not_fit_into_the_time_is_done_next_time(tmp_path, monkeypatch, capsys):
-    called = Called()
-    monkeypatch.setattr(module, "_call", called)
-    settings = short_of_time(tmp_path)
+def recorded(folder):
+    return json.loads((folder / "all.json").read_text())["whole_tp8"]
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Commands of parts, which are not run."""
+    commands = Called()
+    monkeypatch.setattr(module, "_call", commands)
+    monkeypatch.setattr(module, "_served", lambda _command, _port, _ends: nullcontext())
+    return commands
+
+
+def test_what_does_not_fit_into_the_time_is_done_next_time(tmp_path, called, capsys):
+    settings = short_of_time(tmp_path, time_limit=340)
     assert module.run(settings, tmp_path / "kernels") == 3
     assert [command[1] for command in called] == ["latency"]
-    assert "not done yet: serve-128;" in capsys.readouterr().out
-    assert module.run(settings, tmp_path / "kernels") == 3
-    assert len(called) == 1
+    assert capsys.readouterr().out.endswith("\nnot done yet: serve-128; the same command goes on\n")
+    assert module.run(settings, tmp_path / "kernels") == 0
+    assert [command[1] for command in called] == ["latency", "serve"]
 
 
-def test_what_was_cut_short_is_recorded_and_done_again(tmp_path, monkeypatch):
-    called = Called()
-    monkeypatch.setattr(module, "_call", called)
+def test_what_fits_into_no_run_is_said_with_the_limit_that_it_needs(tmp_path, called, capsys):
     settings = short_of_time(tmp_path)
-    (tmp_path / "whole_tp8").mkdir()
-    (tmp_path / "whole_tp8" / "steps.json").write_text(json.dumps(STEPS | {"partial": True}))
+    long = "expected to take longer than --time-limit 190: serve-128 340 s; give at least 340"
+    assert module.run(settings, tmp_path / "kernels") == 3
+    assert f"not done yet: serve-128; {long}, and the same command goes on\n" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=f"^nothing could be begun; {long}$"):
+        module.run(settings, tmp_path / "kernels")
+    assert module.run(short_of_time(tmp_path, time_limit=340), tmp_path / "kernels") == 0
+    assert [command[1] for command in called] == ["latency", "serve"]
+
+
+def test_nothing_is_begun_of_which_no_part_fits(tmp_path, called):
+    long = "longer than --time-limit 60: steps 180 s, serve-128 340 s; give at least 340"
+    with pytest.raises(UsageError, match=f"^nothing could be begun; expected to take {long}$"):
+        module.run(short_of_time(tmp_path, time_limit=60), tmp_path / "kernels")
+    assert called == []
+
+
+def test_results_of_another_commit_or_command_are_measured_anew(tmp_path, called):
+    done = {"time_limit": 1000, "max_concurrency": (1,)}
+    again = []
+    for change in ({}, {"commit": "def"}, {"input_len": 99}, {"preset": "nano"}, {}, {"requests": 3}):
+        assert module.run(short_of_time(tmp_path, **(done | change)), tmp_path / "kernels") == 0
+        again.append([command[1] for command in called])
+        called.clear()
+        assert recorded(tmp_path)["missing"] == []
+        assert recorded(tmp_path)["commit"] == change.get("commit", "abc")
+    assert again == [["latency", "serve"]] * 5 + [["serve"]]
+    assert module.run(short_of_time(tmp_path, **done, requests=3), tmp_path / "kernels") == 0
+    assert called == []
+
+
+def test_results_of_another_commit_are_not_recorded_as_of_this_one(tmp_path, called):
+    module.run(short_of_time(tmp_path, time_limit=1000), tmp_path / "kernels")
+    assert recorded(tmp_path).keys() >= {"decode_ms", "serve"}
+    assert module.run(short_of_time(tmp_path, commit="def"), tmp_path / "kernels") == 3
+    found = recorded(tmp_path)
+    assert (found["commit"], found["missing"]) == ("def", ["serve-128"])
+    assert "serve" not in found
+
+
+def test_what_is_done_is_written_to_another_file_too(tmp_path, called):
+    module.run(short_of_time(tmp_path, time_limit=1000), tmp_path / "kernels")
+    other = tmp_path / "other.json"
+    assert module.run(short_of_time(tmp_path, json=str(other)), tmp_path / "kernels") == 0
+    assert other.read_bytes() == (tmp_path / "all.json").read_bytes()
+    assert len(called) == 2
+
+
+def test_what_was_cut_short_is_recorded_and_done_again(tmp_path, called):
+    settings = short_of_time(tmp_path)
     size = size_of(settings, 8)
-    every = parts(settings, size, kernels=False, port=1)
-    found = entry(size, every, tmp_path / "whole_tp8", None)
+    every, work = parts(settings, size, kernels=False), Work(tmp_path / "whole_tp8", size, "abc")
+    work.folder.mkdir()
+    work.begin(every[0])
+    work.file(every[0]).write_text(json.dumps(STEPS | {"partial": True}))
+    found = entry(every, work)
     assert found["prefill_ms"] == 61.0
     assert found["missing"] == ["steps", "serve-128"]
     assert module.run(settings, tmp_path / "kernels") == 3
     assert [command[1] for command in called] == ["latency"]
-    assert json.loads((tmp_path / "all.json").read_text())["whole_tp8"]["missing"] == ["serve-128"]
+    assert recorded(tmp_path)["missing"] == ["serve-128"]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [("{", "cannot be read as results: Expecting property"), ("[1]", "holds no JSON object"), (None, "Is a directory")],
 )
-def test_results_that_are_none_are_refused_before_anything_is_measured(tmp_path, monkeypatch, content, message):
-    monkeypatch.setattr(module, "_call", Called())
+def test_results_that_are_none_are_refused_before_anything_is_measured(tmp_path, called, content, message):
     path = tmp_path / "all.json"
     path.mkdir() if content is None else path.write_text(content)
     with pytest.raises(ConfigError, match=f"^{path} .*{message}.*; mend it, or move it away$"):
         module.run(short_of_time(tmp_path), tmp_path / "kernels")
     assert content is None or path.read_text() == content
-    assert not (tmp_path / "whole_tp8" / "steps.json").exists()
+    assert called == []
 
 
-@pytest.mark.parametrize("flag", ["--json", "--work"])
-def test_places_that_cannot_be_written_to_are_refused_first(tmp_path, monkeypatch, capsys, flag):
-    monkeypatch.setattr(module, "_call", Called())
+@pytest.mark.parametrize(("flag", "message"), [("--json", "there is no folder"), ("--work", "cannot write to")])
+def test_places_that_cannot_be_written_to_are_refused_first(tmp_path, called, capsys, flag, message):
     (tmp_path / "file").write_text("")
     places = {"--json": tmp_path / "all.json", "--work": tmp_path / "work"} | {flag: tmp_path / "file" / "there"}
     flags = [word for name, place in places.items() for word in (name, str(place))]
-    assert main(["bench", "all", *TINY.split(), *flags]) == 1
-    assert f"glm5: error: {flag}: cannot write to {tmp_path / 'file'}" in capsys.readouterr().err
-    assert not list(tmp_path.rglob("*.json"))
-
-
-def test_a_part_is_done_when_it_can_be_read_and_all_its_requests_were_answered(tmp_path):
-    part = Part("serve-1", (), 1, clients=1)
-    assert not part.is_done(tmp_path)
-    for failed, done in ((0, True), (3, False)):
-        part.file(tmp_path).write_text(json.dumps({"runs": [RUN | {"failed": failed}], "partial": False}))
-        assert part.is_done(tmp_path) == done
-    part.file(tmp_path).write_text("{")
-    with pytest.raises(ConfigError, match=r"serve-1\.json cannot be read as results"):
-        part.is_done(tmp_path)
+    assert main(["bench", "all", *TINY.split(), *flags]) == 2
+    assert f"glm5: error: {flag}: {message} {tmp_path / 'file'}" in capsys.readouterr().err
+    assert called == []
 
 
 def test_a_part_ends_with_the_server_that_it_measures(monkeypatch):
@@ -199,7 +251,7 @@ def test_what_was_begun_ends_with_a_run_that_was_killed():
 @pytest.mark.slow
 def test_a_part_that_fails_is_an_error_and_leaves_no_result(tmp_path, capsys):
     flags = ["--json", str(tmp_path / "all.json"), "--work", str(tmp_path), "--time-limit", "2000"]
-    assert main(["bench", "all", *TINY.replace("max-model-len=192", "max-model-len=20").split(), *flags]) == 1
+    assert main(["bench", "all", *TINY.split(), *flags, "--engine", "kv-cache-memory-bytes=1"]) == 1
     assert "glm5 bench latency ended with code 1" in capsys.readouterr().err
     assert not (tmp_path / "all.json").exists()
 
@@ -207,11 +259,11 @@ def test_a_part_that_fails_is_an_error_and_leaves_no_result(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_command_measures_steps_and_a_server(tmp_path):
     flags = ["--json", str(tmp_path / "all.json"), "--work", str(tmp_path), "--time-limit", "2000"]
-    assert main(["bench", "all", *TINY.split(), *flags]) == 0
+    assert main(["bench", "all", "--preset", "tiny", "--tp", "1", *flags]) == 0
     found = json.loads((tmp_path / "all.json").read_text())["eighth_tp1"]
     assert found["missing"] == []
-    assert found["serve"]["1"]["requests"] == 2
-    assert found["decode_ms"].keys() == {"1", "2"}
+    assert found["serve"]["1"]["requests"] == 4
+    assert found["decode_ms"].keys() == {"1", "8"}
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_routing_that_spreads_is_told_from_routing_that_does_not():
         ("--model x --context 500 --weights w8a8", "--weights with --preset"),
         ("--preset tiny --load-format dummy --against transformers", "--against with --model"),
         ("--preset tiny --load-format dummy --batch 9 --max-num-seqs 8", "up to --max-num-seqs (8); got 9"),
-        ("--model x --simulate-acceptance 2", "only with load_format dummy"),
+        ("--model x --simulate-acceptance 2", "only with --load-format dummy"),
     ],
 )
 def test_flags_that_do_not_fit_together(flags, why, capsys):
