@@ -82,9 +82,7 @@ class ChatTemplate:
         if name in BUNDLED:
             return cls.bundled(name, tokenizer)
         if not Path(override).is_file():
-            raise ConfigError(
-                f"chat template {override!r} is neither a bundled one ({', '.join(BUNDLED)}) nor a file that exists"
-            )
+            raise ConfigError(f"chat_template: got {override!r}; allowed: {', '.join(BUNDLED)}, or a file that exists")
         return cls(_read(Path(override)), override, tokenizer)
 
     def render(

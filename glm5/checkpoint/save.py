@@ -142,6 +142,16 @@ def write_checkpoint(
     return out_dir
 
 
+def check_unwritten(out_dir: Path) -> None:
+    """Raise `CheckpointError` where `save` would replace weights: for commands, which are not told to do that."""
+    folder = out_dir.expanduser()
+    if weights := sorted(path.name for path in folder.glob("*.safetensors") if _SHARD_FILE.fullmatch(path.name)):
+        raise CheckpointError(
+            f"{out_dir} holds weights, {counted(weights, 'file')}; use them as they are, give another directory, or "
+            "--overwrite to replace them"
+        )
+
+
 def check_target(out_dir: Path, num_bytes: int) -> None:
     """Raise `CheckpointError` unless a checkpoint of `num_bytes` may and can be written at `out_dir`."""
     if out_dir.exists():

@@ -20,6 +20,7 @@ def run(args: argparse.Namespace) -> int:
     settings = read(ConvertConfig, args)
     from glm5.quantize.convert import convert
 
-    path = convert(settings.model, Path(settings.out), settings.dtype, int(settings.max_shard_gb * 1e9))
+    shards = int(settings.max_shard_gb * 1e9)
+    path = convert(settings.model, Path(settings.out), settings.dtype, shards, overwrite=settings.overwrite)
     out(f"wrote {path}; look at it with  glm5 inspect {path}")
     return 0

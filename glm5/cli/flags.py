@@ -12,17 +12,18 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from glm5.common.errors import UsageError
+from glm5.common.errors import ConfigError, GlmError, UsageError
 from glm5.config.command import Also, Command, NoEffect, Positional
 from glm5.config.refusal import first_error, refuse
 
 C = TypeVar("C", bound=Command)
+_SETTING = re.compile(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+(?![\w./-])")
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,7 +72,7 @@ class _Flag(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "--" + ".".join([self.path[0].replace("_", "-"), *self.path[1:]])
+        return ".".join([_flag_of(self.path[0]), *self.path[1:]])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,7 +129,17 @@ def read(config: type[C], args: argparse.Namespace) -> C:
         if flag is None:
             raise UsageError(f"allowed: {allowed}") from None
         name = flag.path[0].upper() if flag.mark(Positional) else flag.name
-        raise UsageError(str(refuse(name, value, allowed))) from None
+        names = [name for flag in known.values() for name in flag.names]
+        raise UsageError(str(refuse(name, value, _with_flags(allowed, names)))) from None
+
+
+def blamed(error: ConfigError, flags: Collection[str]) -> GlmError:
+    """The error; where it is about a setting that one of `flags` gives, a UsageError that names the flag."""
+    key, colon, text = str(error).partition(": ")
+    flag = key if key.startswith("--") else _flag_of(key)
+    if flag not in flags:
+        return error
+    return UsageError(f"{flag}{colon}{_with_flags(text, flags)}")
 
 
 def notes(settings: Command) -> list[str]:
@@ -139,6 +150,15 @@ def notes(settings: Command) -> list[str]:
         if mark is not None and len(flag.path) == 1 and flag.path[0] in settings.model_fields_set:
             lines.append(f"{flag.name} has no effect: {mark.why}")
     return lines
+
+
+def _flag_of(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
+
+
+def _with_flags(text: str, flags: Collection[str]) -> str:
+    """Names of settings in a sentence as flags. Those of one word are words like others."""
+    return _SETTING.sub(lambda name: flag if (flag := _flag_of(name[0])) in flags else name[0], text)
 
 
 def _flags(config: type[Command], path: tuple[str, ...] = ()) -> Iterator[_Flag]:

@@ -18,8 +18,11 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = read(InitConfig, args)
     from glm5.checkpoint.init import write_random, write_weightless
+    from glm5.checkpoint.save import check_unwritten
 
     cfg, folder = preset(settings.preset, settings.num_hidden_layers), Path(settings.out)
+    if not settings.overwrite:
+        check_unwritten(folder)
     if settings.weights == "none":
         write_weightless(cfg, folder)
         out(f"wrote {folder}, which has no weights; serve it with  glm5 serve {folder} --load-format dummy")

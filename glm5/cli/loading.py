@@ -1,5 +1,6 @@
 """From a command's settings to a loaded model, its template and its sampling parameters."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from glm5.config.command import ModelSource, Sampling
@@ -11,14 +12,27 @@ if TYPE_CHECKING:
     from glm5.engine.sampling.params import SamplingParams
 
 
-def load_llm(settings: ModelSource, engine: EngineConfig, **more: Any) -> "LLM":
-    """The model of the settings. A chat template that does not exist is refused before anything is downloaded. `more`:
-    keywords of `LLM`."""
+def check(settings: ModelSource, engine: EngineConfig) -> None:
+    """Raises ConfigError for a chat template that does not exist, and for a length or a number of ranks that does not
+    fit a model whose folder is here. Nothing is downloaded, and torch not imported."""
     from glm5.chat.template import ChatTemplate
-    from glm5.engine.llm import LLM
+    from glm5.config.model import ModelConfig
+    from glm5.engine.checks import check_length
+    from glm5.parallel.table import local_config
 
     if settings.chat_template is not None:
         ChatTemplate.for_checkpoint(None, override=settings.chat_template)
+    if os.path.isdir(folder := os.path.expanduser(settings.model)):
+        cfg = ModelConfig.from_file(folder)
+        check_length(cfg, engine.max_model_len)
+        local_config(cfg, engine.tensor_parallel_size)
+
+
+def load_llm(settings: ModelSource, engine: EngineConfig, **more: Any) -> "LLM":
+    """The model of the settings. `more`: keywords of `LLM`."""
+    from glm5.engine.llm import LLM
+
+    check(settings, engine)
     return LLM(
         settings.model,
         dtype=settings.dtype,

@@ -1,6 +1,7 @@
 """`glm5 COMMAND ...`: finds the command's file, parses its flags, turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 an error of files, models or requests, 2 a wrong command line, 130 Ctrl-C.
+Exit codes: 0 done, 1 an error of files, models or requests, 2 a wrong command line, flags that the model or the machine
+does not allow among them, 130 Ctrl-C.
 Only the command that is run is imported, and no command imports torch before its `run`.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from glm5 import __version__
 from glm5.common import log
-from glm5.common.errors import GlmError, UsageError
+from glm5.common.errors import ConfigError, GlmError, UsageError
 from glm5.common.interrupt import held_interrupt
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The parsed line; `run` in it is the command. Raises UsageError, or SystemExit after --help and --version."""
+    """The parsed line; `run` in it is the command, `flags` are all that it has. Raises UsageError, or SystemExit after
+    --help and --version."""
     name = argv[0] if argv else ""
     command: Parser | None = None
     own = argv[1] if len(argv) > 1 else ""
@@ -131,7 +133,7 @@ def parsers(*names: str) -> "tuple[Parser, dict[str, Parser]]":
             "--log-level", choices=LOG_LEVELS, default="info", help="What to log. Default: info."
         )
         commands[name].add_argument("--log-format", choices=LOG_FORMATS, default="text", help=LOG_FORMAT_HELP)
-        commands[name].set_defaults(run=module.run)
+        commands[name].set_defaults(run=module.run, flags=commands[name].flags())
     return root, commands
 
 
@@ -163,7 +165,12 @@ def _run(argv: list[str]) -> int:
     except SystemExit as stop:  # after --help or --version; bare `glm5` shows the help and fails
         return int(stop.code or 0) if argv else 2
     log.configure(args.log_level, args.log_format)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except ConfigError as err:
+        from glm5.cli.flags import blamed
+
+        raise blamed(err, args.flags) from err
 
 
 def _is_of_memory(err: MemoryError | RuntimeError) -> bool:

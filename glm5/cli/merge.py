@@ -21,11 +21,13 @@ def run(args: argparse.Namespace) -> int:
     from glm5.checkpoint.adapters import merge
     from glm5.checkpoint.load import load
     from glm5.checkpoint.resolve import resolve
-    from glm5.checkpoint.save import save
+    from glm5.checkpoint.save import check_unwritten, save
     from glm5.common.errors import CheckpointError
     from glm5.model.experts import CodedExperts
     from glm5.model.linear import CodedLinear
 
+    if not settings.overwrite:
+        check_unwritten(Path(settings.out))
     source = resolve(settings.model)
     model = load(source)
     if any(isinstance(part, CodedLinear | CodedExperts) for part in model.modules()):

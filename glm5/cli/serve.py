@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm5.cli.flags import add_flags, notes, read
-from glm5.cli.loading import load_llm, load_template, resolved
+from glm5.cli.loading import check, load_llm, load_template, resolved
 from glm5.common.console import out
 from glm5.common.extras import require
 from glm5.common.interrupt import held_interrupt
@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     with held_interrupt():  # some modules catch everything while they are imported, a signal's exception too
         for package in ("fastapi", "uvicorn"):
             require(package, "serve")
+        from glm5.engine.checks import check_gpus
         from glm5.serve.server import bind
         from glm5.serve.state import ServerState
         from glm5.serve.supervise import House
@@ -38,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
 
         for line in notes(settings):
             out(line, flush=True)
-        # Keys, traces and address before the model: a mistake there should not cost minutes to find out.
+        # Before the model, with keys, traces and address: a mistake there should not cost minutes to find out.
+        check(settings, engine := settings.engine_config())
+        check_gpus(settings.device, engine.tensor_parallel_size)
         keys, endpoint = read_keys(settings), settings.otlp_traces_endpoint
         program = _Program(settings, keys, ServerState(), None if endpoint is None else Tracing.to(endpoint))
     with bind(settings.host, settings.port, settings.client_timeout) as listener:

@@ -4,11 +4,12 @@ Names are vLLM's where it has one. What depends on the checkpoint or the machine
 resolves it when it starts and prints every choice.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from glm5.config.command import Also, Command
+from glm5.config.refusal import Refused
 from glm5.config.tokens import number_of
 
 MAX_DEPTH = 16
@@ -33,7 +34,7 @@ class EngineConfig(Command):
     for auto or -1: what the checkpoint and the memory allow."""
     max_num_seqs: Annotated[int, Field(ge=1, lt=_MANY)] = 64
     """Requests that are answered at the same time; more wait."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1, lt=_MANY, validate_default=True)] = 2048
+    max_num_batched_tokens: Annotated[int, Field(ge=1, lt=_MANY)] = 2048
     """Tokens computed in one step, of all requests together; at least max_num_seqs."""
     long_prefill_token_threshold: Annotated[int, Field(ge=0, lt=_MANY)] = 0
     """Tokens of one prompt in one step, at most; 0: up to the step's budget, half of it while others wait."""
@@ -85,13 +86,24 @@ class EngineConfig(Command):
             return None
         return number_of(value) if isinstance(value, str) else value
 
-    @field_validator("max_num_batched_tokens")
-    @classmethod
-    def _room_for_all(cls, value: int, info: ValidationInfo) -> int:
-        least = info.data.get("max_num_seqs", 0)
-        if value < least:
-            raise ValueError(f"at least max_num_seqs ({least}), so that every request can take part in every step")
-        return value
+    @model_validator(mode="after")
+    def _room_for_all(self) -> Self:
+        num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if num_tokens >= num_seqs:
+            return self
+        why = "so that every request can take part in every step"
+        if "max_num_batched_tokens" in self.model_fields_set:
+            allowed = f"at least max_num_seqs ({num_seqs}), {why}; raise it, or lower max_num_seqs"
+            raise Refused("max_num_batched_tokens", num_tokens, allowed)
+        instead = f"lower it, or give max_num_batched_tokens {num_seqs} too"
+        raise Refused("max_num_seqs", num_seqs, f"up to max_num_batched_tokens ({num_tokens}), {why}; {instead}")
+
+    @model_validator(mode="after")
+    def _prefixes_to_keep(self) -> Self:
+        tier = "kv_disk_dir" if self.kv_disk_dir is not None else "kv_offloading_size"
+        if getattr(self, tier) and not self.enable_prefix_caching:
+            raise Refused(tier, getattr(self, tier), "none without enable_prefix_caching: what it keeps are prefixes")
+        return self
 
     @field_validator("simulate_acceptance")
     @classmethod

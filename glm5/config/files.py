@@ -36,7 +36,9 @@ class InitConfig(Command):
     weights: Literal["bfloat16", "fp8", "none"] = "bfloat16"
     """What is written: bfloat16; fp8 with block scales, as published; none, for --load-format dummy."""
     out: str
-    """Folder to write. A checkpoint that is there is replaced; a folder with other files is refused."""
+    """Folder to write. One that holds weights, or what belongs to no checkpoint, is refused."""
+    overwrite: bool = False
+    """Replace weights that are there."""
     seed: int = 0
     """The same seed gives the same weights."""
 
@@ -49,7 +51,9 @@ class MergeConfig(Command):
     adapter: Annotated[str, Positional()]
     """Folder of the adapter, in PEFT's layout."""
     out: str
-    """Folder to write."""
+    """Folder to write. One that holds weights, or what belongs to no checkpoint, is refused."""
+    overwrite: bool = False
+    """Replace weights that are there."""
 
 
 class DemoConfig(Command):

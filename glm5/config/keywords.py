@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from glm5.config.command import NoEffect
 from glm5.config.engine import EngineConfig
@@ -24,7 +24,28 @@ logger = logging.getLogger(__name__)
 
 _FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 
-_ONE_DEVICE = NoEffect("a model runs on one device")
+
+def _only_one(instead: str) -> AfterValidator:
+    def check(value: int) -> int:
+        if value != 1:
+            raise ValueError(f"1 ({instead})")
+        return value
+
+    return AfterValidator(check)
+
+
+Pipeline = Annotated[
+    int,
+    _only_one("every GPU has its part of every layer; --tensor-parallel-size says how many GPUs share a model"),
+    NoEffect("every GPU has its part of every layer"),
+]
+Copies = Annotated[
+    int,
+    _only_one(
+        "an engine runs one copy of a model; start one for each, or deal one out to GPUs: --tensor-parallel-size"
+    ),
+    NoEffect("an engine runs one copy of a model"),
+]
 _DETAIL = NoEffect("there is nothing of the kind here to switch")
 _TEXT = NoEffect("the model reads text only")
 _FILES = NoEffect("a checkpoint's safetensors are read")
@@ -34,11 +55,11 @@ class EngineKeywords(EngineFlags):
     """The engine's settings, and what is understood beside them."""
 
     trust_remote_code: Annotated[bool, NoEffect("no code of a checkpoint is ever run")] = False
-    pipeline_parallel_size: Annotated[Literal[1], _ONE_DEVICE] = 1
-    data_parallel_size: Annotated[Literal[1], _ONE_DEVICE] = 1
-    enable_expert_parallel: Annotated[bool, _ONE_DEVICE] = False
-    distributed_executor_backend: Annotated[Literal["mp", "uni"] | None, _ONE_DEVICE] = None
-    disable_custom_all_reduce: Annotated[bool, _ONE_DEVICE] = False
+    pipeline_parallel_size: Pipeline = 1
+    data_parallel_size: Copies = 1
+    enable_expert_parallel: Annotated[bool, NoEffect("every GPU has its part of every expert")] = False
+    distributed_executor_backend: Annotated[Literal["mp", "uni"] | None, NoEffect("every GPU has a process")] = None
+    disable_custom_all_reduce: Annotated[bool, NoEffect("how GPUs add up is the engine's choice")] = False
     enforce_eager: Annotated[bool, NoEffect("what is captured as a graph is the engine's choice")] = False
     compilation_config: Annotated[Any, NoEffect("what is captured as a graph is the engine's choice")] = None
     max_seq_len_to_capture: Annotated[int | None, NoEffect("what is captured as a graph is the engine's choice")] = None

@@ -134,7 +134,9 @@ class ConvertConfig(Command):
     model: Annotated[str, Positional()]
     """Checkpoint folder, or a Hugging Face id."""
     out: Annotated[str, Positional()]
-    """Folder to write. A checkpoint that is there is replaced; a folder with other files is refused."""
+    """Folder to write. One that holds weights, or what belongs to no checkpoint, is refused."""
+    overwrite: bool = False
+    """Replace weights that are there."""
     dtype: Literal["bfloat16", "fp8", "float16", "float32"]
     """What to write. fp8: in blocks of 128x128, what published FP8 checkpoints quantize; the rest bfloat16."""
     max_shard_gb: Annotated[float, Field(gt=0, le=1e6)] = 5.0

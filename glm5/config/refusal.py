@@ -8,6 +8,15 @@ from pydantic import ValidationError
 
 from glm5.common.errors import ConfigError
 
+
+class Refused(ValueError):
+    """A validator's word on another field than the one, or the whole, that it was called for."""
+
+    def __init__(self, key: str, value: Any, allowed: str) -> None:
+        super().__init__(allowed)
+        self.key, self.value = key, value
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
@@ -52,6 +61,8 @@ def first_error(err: ValidationError) -> tuple[tuple[str, ...], Any, str]:
 
 def complaint(first: Mapping[str, Any]) -> tuple[tuple[str, ...], Any, str]:
     """The same of a complaint as pydantic lists it."""
+    if isinstance(cause := first.get("ctx", {}).get("error"), Refused):
+        return (cause.key,), cause.value, str(cause)
     text = _ALLOWED.get(first["type"])
     allowed = first["msg"] if text is None else text.format(**first.get("ctx", {}))
     return tuple(str(part) for part in first["loc"]), first["input"], allowed

@@ -1,6 +1,6 @@
 """`glm5 serve`: flags under vLLM's names, so that a deployment guide's command is understood as it stands.
 
-A flag that changes nothing here is marked NoEffect and says so at start. A value that this version cannot
+A flag that changes nothing here is marked NoEffect and says so at start. A value that no model here could
 honour is refused before anything is downloaded.
 """
 

@@ -46,7 +46,7 @@ class EngineFlags(EngineConfig):
     def _same_as_number(cls, value: SpeculativeConfig | None, info: ValidationInfo) -> SpeculativeConfig | None:
         given = info.data.get("num_speculative_tokens")
         if value is not None and given not in (None, value.num_speculative_tokens):
-            raise ValueError(f"num_speculative_tokens {given}, as --num-speculative-tokens says; or one of the two")
+            raise ValueError(f"{given} of them, as --num-speculative-tokens says; or one of the two")
         return value
 
     @field_validator("speculative_algorithm")

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import field_validator
 
 from glm5.config.command import Also, Command, NoEffect
-from glm5.config.keywords import EngineKeywords
+from glm5.config.keywords import Copies, EngineKeywords, Pipeline
 
 
 def _as_keyword(name: str) -> NoEffect:
@@ -78,11 +78,11 @@ class VllmFlags(Command):
 
     quantization: Annotated[Literal["fp8"] | None, Also("-q")] = None
     """How the weights are held. Only as the checkpoint holds them: fp8 is refused where that has none."""
-    pipeline_parallel_size: Annotated[int, Also("-pp"), _as_keyword("pipeline_parallel_size")] = 1
+    pipeline_parallel_size: Annotated[Pipeline, Also("-pp")] = 1
     """GPUs that have layers each. Only 1."""
-    data_parallel_size: Annotated[int, Also("-dp"), _as_keyword("data_parallel_size")] = 1
+    data_parallel_size: Annotated[Copies, Also("-dp")] = 1
     """Copies of the model. Only 1."""
-    enable_expert_parallel: Annotated[bool, NoEffect("all experts are on one device")] = False
+    enable_expert_parallel: Annotated[bool, _as_keyword("enable_expert_parallel")] = False
     """Spread experts over GPUs."""
     distributed_executor_backend: Annotated[
         Literal["mp", "uni"] | None, _as_keyword("distributed_executor_backend")
@@ -106,13 +106,6 @@ class VllmFlags(Command):
     """Write no prompts to the log."""
     disable_log_stats: Annotated[bool, NoEffect("figures are on /metrics, not in the log")] = False
     """Write no figures to the log."""
-
-    @field_validator("pipeline_parallel_size", "data_parallel_size")
-    @classmethod
-    def _one_device(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError("1 (this version runs a model on one device)")
-        return value
 
     @field_validator("block_size")
     @classmethod

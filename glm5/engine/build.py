@@ -14,11 +14,13 @@ from glm5.checkpoint.adapters import merge
 from glm5.checkpoint.dtypes import parse_dtype
 from glm5.checkpoint.dummy import dummy
 from glm5.checkpoint.load import load, parse_device
+from glm5.checkpoint.update import identity_of
 from glm5.common.errors import ConfigError
 from glm5.config.engine import EngineConfig
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
-from glm5.engine.capacity import check_length, free_bytes, plan_cache, planned_length, workspace_bytes
+from glm5.engine.capacity import free_bytes, plan_cache, planned_length, workspace_bytes
+from glm5.engine.checks import check_gpus, check_length
 from glm5.engine.core import EngineCore
 from glm5.engine.defaults import read_defaults
 from glm5.engine.depth import AdaptiveDepth, StepCost
@@ -38,7 +40,7 @@ from glm5.engine.weights import Weights, in_background
 from glm5.engine.wire import Facts, Start
 from glm5.kernels import cpu_layer
 from glm5.kernels.compile_ahead import hash_compiler
-from glm5.kernels.invariant import PASS_ROWS
+from glm5.kernels.invariant import pass_rows
 from glm5.kernels.kernel_count import start_counting
 from glm5.kernels.triton_support import installed
 from glm5.model.direct import pin_members
@@ -110,11 +112,8 @@ def build_follower(begin: Begin, say: Say) -> Follower:
 
 def _device(start: Start, rank: int, size: int) -> torch.device:
     """Of a rank: GPUs are dealt out in order."""
+    check_gpus(start.device, size)
     name = ("cuda" if torch.cuda.is_available() else "cpu") if start.device == "auto" else start.device
-    if size > 1 and name.startswith("cuda:"):
-        raise ConfigError(
-            f"device: got {name}, which is one GPU, and tensor_parallel_size asks for more; allowed: cuda"
-        )
     return parse_device(f"cuda:{rank}" if name == "cuda" and size > 1 else name)
 
 
@@ -262,9 +261,9 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         use_invariant(model, local_config(cfg, group.shard.size))
     pin_members(model)
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
-    weights = Weights(model, source, group.shard)
+    weights = Weights(model, source, group.shard, made_of(config))
     # Ranks have the same keys in the same pages: the first one's are kept for all (loaded.py).
-    copies = _copies(config, cache, is_native=is_native) if group.shard.rank == 0 else None
+    copies = _copies(config, cache, group.shard.size, is_native=is_native) if group.shard.rank == 0 else None
     machine = "native" if is_native else model.device.type
     cost = StepCost.of(cfg, weight_bytes(model), machine, group.shard.size)
     scheduler = SchedulerConfig(
@@ -289,7 +288,7 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         max_depth=depth,
-        pass_rows=PASS_ROWS if in_passes else None,
+        pass_rows=pass_rows(model.device) if in_passes else None,
         record_routing=config.enable_return_routed_experts,
         group=group,
         simulate=None if simulated is None else probability_of(simulated, depth),
@@ -379,12 +378,17 @@ def _has_tiers(config: EngineConfig) -> bool:
     return bool(config.kv_offloading_size) or config.kv_disk_dir is not None
 
 
-def _copies(config: EngineConfig, cache: KVCache, *, is_native: bool) -> CopyQueue | None:
+def made_of(config: EngineConfig) -> bytes:
+    """What weights follow from beside their checkpoint: keys of other weights must not be taken for theirs."""
+    if config.load_format == "dummy":
+        return b"dummy"
+    return b"" if config.adapter is None else identity_of(Path(config.adapter))
+
+
+def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: bool) -> CopyQueue | None:
     """Tiers behind the cache, if any were asked for."""
     if not _has_tiers(config):
         return None
-    if not config.enable_prefix_caching:
-        raise ConfigError("kv_offloading_size and kv_disk_dir keep prefixes, and enable_prefix_caching is off")
     facts = {
         "model": cache.cfg.to_dict(),
         "deterministic": config.deterministic,
@@ -393,6 +397,7 @@ def _copies(config: EngineConfig, cache: KVCache, *, is_native: bool) -> CopyQue
         "layout": cache.layout,
     }
     if config.deterministic:
+        facts["ranks"] = num_ranks
         facts["arithmetic"] = str(cpu_layer.identity()) if is_native else _arithmetic(cache.device)
     parts = cache.parts()
     layout = layout_of(parts, facts)

@@ -8,7 +8,9 @@ import torch
 from glm5.common import host_memory
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
+from glm5.engine.checks import check_count, check_length
 from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
+from glm5.engine.sampling.parts import MOST_SOUGHT, SEARCH_BYTES
 
 _SCORES_BYTES = 1 << 29  # of the indexer, for a piece of a prompt, and what finds the best of them
 _PROMPT_LOGITS = 256  # rows
@@ -33,19 +35,11 @@ def workspace_bytes(
     heads, vocab_size = cfg.num_attention_heads // ranks, cfg.vocab_size // ranks
     absorbed = heads * (cfg.qk_nope_head_dim + cfg.v_head_dim) * cfg.kv_lora_rank * dtype.itemsize
     rows = num_tokens * (cfg.num_experts_per_tok + 1) * cfg.hidden_size * 8
-    logits = max(num_seqs * (1 + depth), _PROMPT_LOGITS) * vocab_size * 16
+    num_logits = max(num_seqs * (1 + depth), _PROMPT_LOGITS) * vocab_size
+    logits = num_logits * 16 + min(num_logits, MOST_SOUGHT) * SEARCH_BYTES
     tables = num_seqs * (cfg.vocab_size * 5 + cfg.max_position_embeddings * 8)
     graphs = cfg.num_layers_with_mtp * _GRAPH_BYTES
     return absorbed * cfg.num_layers_with_mtp + rows + logits + tables + graphs + _SCORES_BYTES
-
-
-def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:
-    """Raises ConfigError when a given length is none, or longer than the model was made for."""
-    longest = cfg.max_position_embeddings
-    if max_model_len is not None:
-        _check_count("max_model_len", max_model_len)
-    if max_model_len is not None and max_model_len > longest:
-        raise ConfigError(f"max_model_len: got {max_model_len}; allowed: up to {longest}, the model's longest context")
 
 
 def plan_cache(
@@ -66,7 +60,7 @@ def plan_cache(
     per_page = KVCache.bytes_per_page(cfg, dtype, layout, mtp=mtp)
     fits = max(0, memory // per_page - 1) * PAGE_SIZE
     check_length(cfg, max_model_len)
-    _check_count("max_num_seqs", max_num_seqs)
+    check_count("max_num_seqs", max_num_seqs)
     if not fits:
         raise ConfigError(
             f"the cache: {memory:,} bytes are free for it, and a page of {PAGE_SIZE} tokens, beside the one that no "
@@ -92,8 +86,3 @@ def planned_length(cfg: ModelConfig, max_model_len: int | None, num_pages: int) 
             f"{-(-max_model_len // PAGE_SIZE)}, for one request of max_model_len {max_model_len}"
         )
     return max_model_len or min(cfg.max_position_embeddings, holds)
-
-
-def _check_count(name: str, number: object) -> None:
-    if type(number) is not int or number < 1:
-        raise ConfigError(f"{name}: got {number!r}; allowed: an integer of at least 1")

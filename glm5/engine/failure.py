@@ -1,11 +1,13 @@
 """Why an engine ended, in words for the person who runs it."""
 
 import signal
+from pathlib import Path
 
 from glm5.common.interrupt import signal_name
 
-ORPHANED, HUNG = 70, 71
-"""Exit codes of the engine process: its parent ended; a step took longer than the watchdog allows."""
+ORPHANED, HUNG, LOST = 70, 71, 72
+"""Exit codes of the engine process: its parent ended; a step took longer than the watchdog allows; another rank ended
+or said nothing."""
 
 _MEMORY = (
     "; out of memory: lower gpu_memory_utilization or kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs"
@@ -37,3 +39,19 @@ def reason_of_exit(code: int) -> str:
         return f"its process ended with exit code {code}; its last lines on stderr may say why"
     cause = " (by hand, or by the system for lack of memory)" if -code == signal.SIGKILL else ""
     return f"its process was killed by {signal_name(-code)}{cause}"
+
+
+def silence(pid: int, seconds: float, watchdog_timeout: float, meanwhile: str = "") -> str:
+    """Why a process that has said nothing for so long was killed; asked before that. `meanwhile`: what that held up."""
+    how = "it was stopped" if is_stopped(pid) else "it was stopped or hangs"
+    words = f"its process said nothing for {seconds:.1f} s{meanwhile} (watchdog_timeout is {watchdog_timeout:g} s)"
+    return f"{words}; {how}, and has been killed"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still by SIGSTOP, or under a debugger. Linux tells; elsewhere nobody is said to."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")  # behind the command's name, which may hold anything

@@ -25,7 +25,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from glm5.engine.failure import reason_of, reason_of_exit
+from glm5.engine.failure import LOST, reason_of, reason_of_exit, silence
 from glm5.engine.process import INBOX, OUTBOX
 from glm5.engine.wire import Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
 
@@ -209,10 +209,7 @@ class ProcessLink:
             # Not by the clock alone: this process may have been stopped too, and for longer.
             self._silent += min(time.monotonic() - began, timeout)
         if self._silent > self._allowed:
-            return messages + self._kill(
-                f"its process said nothing for {self._silent:.1f} s (watchdog_timeout is {self.watchdog_timeout:g} s); "
-                "it was stopped or hangs, and has been killed"
-            )
+            return messages + self._kill(silence(self.pid, self._silent, self.watchdog_timeout))
         if self._closing_since is not None and time.monotonic() - self._closing_since > CLOSE_SECONDS:
             return messages + self._kill(f"{CLOSED}, and killed as it did not end within {CLOSE_SECONDS:g} s")
         return messages
@@ -247,7 +244,7 @@ class ProcessLink:
             self._last_words = Dead(CLOSED)
         elif self._last_words is None:
             self._last_words = Dead(reason_of_exit(code))
-        elif self._last_words.kind == "EngineDead":
+        elif self._last_words.kind == "EngineDead" and code != LOST:
             self._last_words.reason += f" (exit code {code})"
         self._release()
         return [*messages, self._last_words]

@@ -26,7 +26,7 @@ import zmq
 
 from glm5.common import log
 from glm5.common.errors import GlmError
-from glm5.engine.failure import HUNG, ORPHANED, reason_of, words_of
+from glm5.engine.failure import HUNG, LOST, ORPHANED, reason_of, words_of
 from glm5.engine.wire import Beat, Close, Dead, Loading, Ready, Start, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,8 @@ class Ranks(Protocol):
 
     def kill(self) -> None: ...
 
+    def held_up_by(self, rank: int) -> str | None: ...
+
 
 class Pulse:
     """Says now and then that the process lives, and ends it when a step takes too long.
@@ -156,6 +158,7 @@ class Pulse:
         self.num_steps: int = 0
         self.busy_since: float | None = None
         self._pipe, self._parent, self._lock = pipe, os.getppid(), threading.Lock()
+        self._ending = threading.Lock()
         self._watchdog = float("inf")
 
     def start(self, watchdog_timeout: float) -> None:
@@ -171,6 +174,8 @@ class Pulse:
         self.num_steps += 1
 
     def end(self, last_words: Dead, code: int) -> NoReturn:
+        """Any thread may; the first reason is told, as what follows from it is not why."""
+        self._ending.acquire()
         last_words.reason = last_words.reason[:_MAX_REASON]
         if self.ranks is not None:
             self.ranks.kill()
@@ -188,6 +193,8 @@ class Pulse:
             busy = 0.0 if since is None else time.monotonic() - since
             if busy > self._watchdog:
                 _dump_stacks()
+                if self.ranks is not None and (reason := self.ranks.held_up_by(0)) is not None:
+                    self.end(Dead(reason), LOST)
                 self.end(Dead(_hung(busy, self._watchdog)), HUNG)
             self.say(Beat(self.num_steps, busy))
 

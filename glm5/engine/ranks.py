@@ -6,6 +6,8 @@
     new weights, sleep, wake                     every rank its own part (`RankedWeights`, `RankedCache`)
     a rank that dies, hangs or stays silent      the engine's end, with that rank's reason
 
+Where a step hangs, a rank that was silent meanwhile is what it waited for, and is named in place of the one that hung.
+
 Everything else, from requests to text, happens here alone.
 """
 
@@ -27,7 +29,7 @@ from torch import Tensor
 from glm5.common.errors import GlmError, named
 from glm5.engine.control import Memory
 from glm5.engine.core import Launched, StepRunner
-from glm5.engine.failure import reason_of_exit
+from glm5.engine.failure import HUNG, LOST, reason_of_exit, silence
 from glm5.engine.loaded import LoadedPages
 from glm5.engine.messages import Message, Submit
 from glm5.engine.plan import StepPlan
@@ -56,13 +58,13 @@ from glm5.engine.wire import Beat, Dead, Start
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 60.0  # a rank may take so long to say its first word
+START_SECONDS = 60.0  # a rank may take so much longer to say its first word
 _LEAVE_SECONDS = 5.0  # to end in order
 _CAUSE_SECONDS = 0.3  # what one rank dies of may be another's death
 
 
 class Life(Protocol):
-    """The process that this rank is. `end` ends it."""
+    """The process that this rank is. `end` ends it, and the others with it: the first call of all."""
 
     def end(self, last_words: Dead, code: int) -> Any: ...
 
@@ -75,9 +77,14 @@ class _Rank:
         command = [sys.executable, "-m", "glm5.engine.rank"]
         home, pipe = Path(__file__).parents[2], subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe)
-        self.heard_at, self.last_words = time.monotonic() + START_SECONDS, None
+        self.heard_at, self.has_spoken = time.monotonic(), False
         self.last_words: Dead | None = None
         threading.Thread(target=self._listen, name=f"glm5-rank-{number}", daemon=True).start()
+
+    @property
+    def silent(self) -> float:
+        """Seconds since its last sign of life, or its start."""
+        return time.monotonic() - self.heard_at
 
     def tell(self, order: bytes) -> None:
         assert self.process.stdin is not None
@@ -96,7 +103,7 @@ class _Rank:
                         self.last_words = dead
                     case Beat():
                         pass
-                self.heard_at = time.monotonic()
+                self.heard_at, self.has_spoken = time.monotonic(), True
         self.ranks.lost(self.number, self.last_words, self.process.wait())
 
 
@@ -148,11 +155,18 @@ class Ranks:
             return
         self._is_closing = True
         if last_words is not None and last_words.kind != "EngineDead":  # a mistake of whoever started it
-            self.kill()
             self._life.end(last_words, 1)
         reason = last_words.reason if last_words is not None else reason_of_exit(code)
-        self.kill()
-        self._life.end(Dead(f"rank {number} of {self.size}: {reason}"), 1)
+        reason = (self.held_up_by(number) if code == HUNG else None) or f"rank {number} of {self.size}: {reason}"
+        self._life.end(Dead(reason), LOST)
+
+    def held_up_by(self, rank: int) -> str | None:
+        """Why a step of `rank` hangs, where another one was silent for most of the time: it was stopped, or hangs."""
+        meanwhile = f", while a step of rank {rank} hung"
+        for other in self._others:
+            if other.number != rank and other.process.poll() is None and other.silent > self._patience / 2:
+                return self._silence(other, meanwhile)
+        return None
 
     def explain(self) -> None:
         """Called when something failed here: if it did because a rank has gone, wait for that one's words to end this
@@ -179,14 +193,13 @@ class Ranks:
         pause = threading.Event()
         while not pause.wait(min(1.0, self._patience / 4)):
             for rank in self._others:
-                silent = time.monotonic() - rank.heard_at
-                if silent > self._patience and not self._is_closing:
-                    words = f"said nothing for {silent:.1f} s (watchdog_timeout is {self._patience:g} s)"
-                    words += "; it was stopped or hangs"
-                    self.kill()
-                    self._life.end(
-                        Dead(f"rank {rank.number} of {self.size}: its process {words}, and has been killed"), 1
-                    )
+                allowed = self._patience + (0.0 if rank.has_spoken else START_SECONDS)
+                if rank.silent > allowed and not self._is_closing:
+                    self._life.end(Dead(self._silence(rank)), LOST)
+
+    def _silence(self, rank: _Rank, meanwhile: str = "") -> str:
+        reason = silence(rank.process.pid, rank.silent, self._patience, meanwhile)
+        return f"rank {rank.number} of {self.size}: {reason}"
 
 
 class RankedRunner:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
@@ -63,12 +64,14 @@ class WeightSource(Protocol):
 
 class Weights:
     """The weights of `model`. `source`: the folder that they were loaded from, None if they came from memory. `shard`:
-    the part of them that it has."""
+    the part of them that it has. `made_of`: what else than that folder's files they follow from, if anything."""
 
-    def __init__(self, model: Glm5, source: Path | None, shard: Shard = WHOLE):
-        self.model, self.source, self.shard = model, source, shard
+    def __init__(self, model: Glm5, source: Path | None, shard: Shard = WHOLE, made_of: bytes = b""):
+        self.model, self.source, self.shard, self.made_of = model, source, shard, made_of
         self.version = 0
         self.identity = uuid4().bytes if source is None else identity_of(source)
+        if made_of:
+            self.identity = blake2b(self.identity + made_of, digest_size=len(self.identity)).digest()
         # Tensors given back: their shapes, and their content on the host unless that was dropped too.
         self._shapes: dict[str, torch.Size] = {}
         self._on_host: dict[str, Tensor] = {}
@@ -85,6 +88,11 @@ class Weights:
         if self.source is None:
             raise RequestError(
                 "sleep level 2 drops the weights, and these came from memory: they could not be read again; use level 1"
+            )
+        if self.made_of:
+            raise RequestError(
+                "sleep level 2 drops the weights, and these are not the checkpoint's alone, but random or with an "
+                "adapter: they could not be read again; use level 1"
             )
 
     def release(self, level: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glm5.checkpoint.dtypes import cast, parse_dtype
 from glm5.checkpoint.names import SCALE_SUFFIX
-from glm5.checkpoint.save import config_dict, copy_assets, write_checkpoint
+from glm5.checkpoint.save import check_unwritten, config_dict, copy_assets, write_checkpoint
 from glm5.checkpoint.shard import CODES, read_tensor
 from glm5.checkpoint.writer import TensorLayout
 from glm5.common.errors import ConfigError
@@ -21,8 +21,9 @@ from glm5.quant.qat import KEY, is_int4
 from glm5.quantize.source import Source, check_finite, place_of
 
 
-def convert(model: str | Path, out: Path, dtype: str, max_shard_bytes: int) -> Path:
+def convert(model: str | Path, out: Path, dtype: str, max_shard_bytes: int, *, overwrite: bool = False) -> Path:
     """Write `model` at `out` in `dtype`: "fp8" (the published selection, the rest bfloat16) or a name of plain floats.
+    Weights that are at `out` are replaced only with `overwrite`.
 
     FP8 weights that stay FP8 are copied as they are. All or nothing; raises as `save` does, CheckpointError for a
     number that is infinite or none at all, and ConfigError where `out` is `model` or within it, or FP8 would lose what
@@ -30,6 +31,8 @@ def convert(model: str | Path, out: Path, dtype: str, max_shard_bytes: int) -> P
     """
     source = Source(model)
     source.check_apart(out)
+    if not overwrite:
+        check_unwritten(out)
     to_fp8 = dtype == "fp8"
     if to_fp8 and (why := _why_int4(source)) is not None:
         raise ConfigError(

@@ -21,6 +21,8 @@ from glm5.kernels.top_k import top_k
 
 _BITS, _BINS = 8, 256  # of each of four passes over the 31 bits of a magnitude
 _NO_CUT = torch.iinfo(torch.int64).max
+# Logits among which cuts are sought at a time: a search takes SEARCH_BYTES for each.
+MOST_SOUGHT, SEARCH_BYTES = 1 << 22, 92
 
 
 class Exchange(Protocol):
@@ -47,13 +49,13 @@ class Best(NamedTuple):
 
 
 def best_of(values_RW: Tensor, part: Part) -> Best:
-    """See `Best`. Rows of NaN or of -inf alone give any token."""
+    """See `Best`. Rows of NaN or of -inf alone give any token, the same on every rank."""
     mine = values_RW.max(dim=-1)
     pairs_2R = torch.stack([mine.values.double(), (mine.indices + part.first).double()])
     value_NR, token_NR = part.exchange.all_gather(pairs_2R).unbind(dim=1)
     value_R = value_NR.amax(dim=0)
     token_R = token_NR.masked_fill(value_NR != value_R, torch.inf).amin(dim=0)
-    return Best(value_R.float(), torch.where(token_R.isfinite(), token_R, part.first).long())
+    return Best(value_R.float(), token_R.masked_fill(token_R.isinf(), 0).long())
 
 
 def draw_part(
@@ -65,7 +67,9 @@ def draw_part(
     if min_p:
         z_RW.masked_fill_(z_RW < params.log_min_p_R[:, None], -torch.inf)
     if head:
-        z_RW.masked_fill_(_dropped(z_RW, params.top_k_R, params.top_p_R, part), -torch.inf)
+        num_rows = max(1, MOST_SOUGHT // part.size)
+        for rows in (slice(first, first + num_rows) for first in range(0, len(z_RW), num_rows)):
+            z_RW[rows].masked_fill_(_dropped(z_RW[rows], params.top_k_R[rows], params.top_p_R[rows], part), -torch.inf)
     z_RW -= log_exponential(params.seed_R, position_R, part.size, part.first)
     return torch.where(greedy_R, best.token_R, best_of(z_RW, part).token_R)
 

@@ -45,7 +45,7 @@ def test_override_comes_before_all(checkpoint, tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_text("mine")
     assert ChatTemplate.for_checkpoint(checkpoint, True, str(file)).name == str(file)
-    with pytest.raises(ConfigError, match=r"'glm-6' is neither a bundled one \(glm-5, .*glm-5.3\) nor a file"):
+    with pytest.raises(ConfigError, match=r"got 'glm-6'; allowed: glm-5, .*glm-5.3, or a file"):
         ChatTemplate.for_checkpoint(checkpoint, True, "glm-6")
 
 

@@ -1,4 +1,4 @@
-"""`glm5 inspect` and `glm5 init`."""
+"""`glm5 inspect` and `glm5 init`, and what `glm5 merge` does not replace either."""
 
 import json
 import subprocess
@@ -49,6 +49,28 @@ def tiny_checkpoint(tmp_path_factory):
     out = tmp_path_factory.mktemp("init") / "tiny"
     assert main(["init", "--preset", "tiny", "--out", str(out), "--seed", "3"]) == 0
     return out
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "none"])
+def test_init_replaces_weights_only_when_told(tmp_path, capsys, weights):
+    out = tmp_path / "out"
+    init = ["init", "--preset", "tiny", "--out", str(out)]
+    assert main([*init, "--weights", "none"]) == 0
+    assert main(init) == 0  # nothing is lost
+    before = (out / "model.safetensors").read_bytes()
+    assert main([*init, "--seed", "4", "--weights", weights]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"glm5: error: {out} holds weights, 1 file (model.safetensors); use them as they are, give another directory, "
+        "or --overwrite to replace them"
+    )
+    assert (out / "model.safetensors").read_bytes() == before
+    assert main([*init, "--seed", "4", "--weights", weights, "--overwrite"]) == 0
+    assert not (out / "model.safetensors").exists() or (out / "model.safetensors").read_bytes() != before
+
+
+def test_merge_asks_before_a_model_is_read(tiny_checkpoint, capsys):
+    assert main(["merge", "nowhere", "adapter", "--out", str(tiny_checkpoint)]) == 1
+    assert "tiny holds weights, 1 file (model.safetensors); use them as they are" in capsys.readouterr().err
 
 
 def test_init_writes_what_inspect_accepts(tiny_checkpoint, capsys):

@@ -11,13 +11,15 @@ from glm5 import __version__
 from glm5.cli import init, serve
 from glm5.cli import main as module
 from glm5.cli.main import COMMANDS, main
-from glm5.common.errors import GlmError
+from glm5.common.errors import ConfigError, GlmError
 
 GUIDE = (
     "serve zai-org/GLM-5-FP8 --tensor-parallel-size 8 --max-model-len 32768 "
     "--gpu-memory-utilization 0.90 --trust-remote-code"
 )
 
+WHOLE = "every GPU has its part of every layer"
+SHARED = "--tensor-parallel-size says how many GPUs share a model"
 LESS = "; a smaller model, batch or length needs less"
 
 
@@ -59,7 +61,7 @@ def test_every_command_has_help(name, capsys):
         ("init --preset huge --out x", "--preset: got 'huge'; allowed: 'glm-5', 'glm-5.2', 'nano' or 'tiny'"),
         ("inspect", "allowed: either a checkpoint (folder or id) or --preset; got neither"),
         ("inspect x --preset nano", "allowed: either a checkpoint (folder or id) or --preset; got both"),
-        (GUIDE + " -pp 2", "--pipeline-parallel-size: got '2'; allowed: 1 (this version runs a model on one device)"),
+        (GUIDE + " -pp 2", f"--pipeline-parallel-size: got '2'; allowed: 1 ({WHOLE}; {SHARED})"),
         ("serve m --max-model-length 1", "glm5 serve has no flag --max-model-length; did you mean --max-model-len?"),
         ("serve m --kv-cache-dtype int4",
          "--kv-cache-dtype: got 'int4'; allowed: 'auto', 'bfloat16', 'fp8_key' or 'fp8'"),
@@ -97,6 +99,23 @@ def test_errors_of_a_command(monkeypatch, capsys, error, code, line):
     monkeypatch.setattr(module, "_run", fail)
     assert main(["init"]) == code
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "line"),
+    [
+        ("seed: got 1; allowed: 2 or num_hidden_layers", 2, "--seed: got 1; allowed: 2 or --num-hidden-layers"),
+        ("max_model_len: got 1; allowed: 2", 1, "max_model_len: got 1; allowed: 2"),
+        ("/seed/config.json: seed: got 1", 1, "/seed/config.json: seed: got 1"),
+    ],
+)
+def test_a_setting_is_a_flag_where_the_command_has_it(monkeypatch, capsys, said, code, line):
+    def fail(_args):
+        raise ConfigError(said)
+
+    monkeypatch.setattr(init, "run", fail)
+    assert main(["init", "--preset", "nano", "--out", "nowhere"]) == code
+    assert capsys.readouterr().err == f"glm5: error: {line}\n"
 
 
 def lose_ctrl_c(*_):

@@ -11,6 +11,8 @@ import pytest
 from glm5.cli.main import main
 
 SECONDS = 60  # an upper limit for what takes a few
+ALL = "so that every request can take part in every step"
+KV_CACHE = "--kv-cache-dtype: got bfloat16, but the model computes in torch.float32; allowed here: auto"
 ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "ignore_eos": True}
 
 
@@ -65,17 +67,14 @@ def test_ctrl_c_ends_running_answers(checkpoint):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["--max-model-len", "9999999"], 1, "max_model_len: got 9999999; allowed: up to "),
-        (["--chat-template", "7"], 1, "chat template '7' is neither a bundled one"),
-        (["--generation-config", "/nowhere"], 1, "generation_config: got /nowhere; allowed: auto, vllm, or a folder"),
+        (["--generation-config", "/nowhere"], 2, "--generation-config: got /nowhere; allowed: auto, vllm, or a folder"),
+        (["--dtype", "float32", "--kv-cache-dtype", "bfloat16"], 2, KV_CACHE),
         (["--host", "\udcff"], 2, "--host: got '\\udcff'; allowed: a text in valid Unicode"),
         (["--host", ""], 2, "--host: got ''; allowed: a text that is not empty"),
         (["--speculative-config", "[" * 100_000], 2, "--speculative-config: got '[[["),
         (["--speculative-config", "9" * 5000], 2, "--speculative-config: got '999"),
         (["--host", "256.1.1.1"], 1, "cannot listen on 256.1.1.1 port 0: "),
-        (["--device", "cuda:7"], 1, "device: got cuda:7; allowed: "),
-        (["--max-num-batched-tokens", "10"], 2, "--max-num-batched-tokens: got '10'; allowed: at least max_num_seqs ("),
-        (["--max-num-seqs", "5000"], 2, "--max-num-batched-tokens: got 2048; allowed: at least max_num_seqs (5000)"),
+        (["--api-keys-file", "/nowhere"], 1, "/nowhere: No such file or directory; allowed: a file of API keys"),
         (["--otlp-traces-endpoint", "x:4318"], 2, "--otlp-traces-endpoint: got 'x:4318'; allowed: an address "),
     ],
 )
@@ -83,6 +82,37 @@ def test_what_cannot_be_honoured_is_one_line(checkpoint, argv, code, message, ca
     assert main(["serve", checkpoint, "--port", "0", "--device", "cpu", *argv]) == code
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"glm5: error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--max-model-len 9999999", "--max-model-len: got 9999999; allowed: up to "),
+        ("--tp 3", "--tensor-parallel-size: got 3, which does not divide "),
+        ("--chat-template 7", "--chat-template: got '7'; allowed: glm-5, "),
+        ("--device cuda:2", "--device: got cuda:2; torch finds 2 of them here; allowed here: auto, cpu, cuda, or "),
+        ("--device cuda --tp 4", "--tensor-parallel-size: got 4, which needs 4 GPUs, and torch finds 2 here"),
+        (
+            "--max-num-batched-tokens 10",
+            f"--max-num-batched-tokens: got 10; allowed: at least --max-num-seqs (64), {ALL}; raise it, or lower --max",
+        ),
+        (
+            "--max-num-seqs 5000",
+            f"--max-num-seqs: got 5000; allowed: up to --max-num-batched-tokens (2048), {ALL}; lower it, or give --max",
+        ),
+        (
+            "--kv-offloading-size 1 --no-enable-prefix-caching",
+            "--kv-offloading-size: got 1.0; allowed: none without --enable-prefix-caching: ",
+        ),
+    ],
+)
+def test_what_needs_no_loaded_model_is_refused_before_the_start(checkpoint, line, message, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("glm5.serve.server.bind", lambda *_: pytest.fail("it started"))
+    assert main(["serve", checkpoint, *line.split()]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"glm5: error: {message}")
+    assert said.out == ""
 
 
 def test_no_such_model(capsys):

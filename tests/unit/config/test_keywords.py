@@ -47,7 +47,14 @@ def test_fp8_is_what_an_fp8_checkpoint_is():
     ("given", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: got 0; allowed: at least 1"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2; allowed: 1"),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "pipeline_parallel_size: got 2; allowed: 1 (every GPU has its part of every layer; tensor_parallel_size",
+        ),
+        ({"data_parallel_size": 2}, "data_parallel_size: got 2; allowed: 1 (an engine runs one copy of a model; start"),
+        ({"max_num_seqs": 4096}, "max_num_seqs: got 4096; allowed: up to max_num_batched_tokens (2048), so that"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens: got 8; allowed: at least "),
+        ({"kv_disk_dir": "x", "enable_prefix_caching": False}, "kv_disk_dir: got 'x'; allowed: none without "),
         ({"quantization": "awq"}, "quantization: got 'awq'; allowed: 'fp8'"),
         ({"block_size": 16}, "block_size: got 16; allowed: 64"),
         ({"hf_overrides": {"a": 1}}, "hf_overrides: got {'a': 1}; allowed: None"),

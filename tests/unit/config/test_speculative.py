@@ -43,7 +43,7 @@ REFUSED = [
     ("--num-speculative-tokens 17", "--num-speculative-tokens: got '17'; allowed: at most 16"),
     ("--speculative-config.method eagle3", "--speculative-config.method: got 'eagle3'; allowed: 'mtp'"),
     ("--speculative-config.num_speculative_tokens 4 --num-speculative-tokens 3",
-     "allowed: num_speculative_tokens 3, as --num-speculative-tokens says; or one of the two"),
+     "allowed: 3 of them, as --num-speculative-tokens says; or one of the two"),
     ("--speculative-algorithm EAGLE3", "--speculative-algorithm: got 'EAGLE3'; allowed: 'EAGLE' or 'NEXTN'"),
     ("--speculative-algorithm EAGLE --speculative-config.method mtp",
      "--speculative-algorithm: got 'EAGLE'; allowed: either vLLM's --speculative-config or SGLang's flags"),

@@ -11,10 +11,10 @@ import torch
 from glm5.checkpoint import update as updating
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
-from glm5.common.errors import CheckpointError, GlmError
+from glm5.common.errors import CheckpointError, GlmError, RequestError
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
-from glm5.engine import weights
+from glm5.engine import build, weights
 from glm5.engine.build import build_core
 from glm5.engine.memory import Memory
 from glm5.engine.sampling.params import SamplingParams
@@ -382,6 +382,19 @@ def test_weights_for_which_there_is_no_memory_stay_where_they_are(models, folder
     asleep.restore()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_weights_that_are_not_a_checkpoints_alone_are_told_from_it(models, folders):
+    """On disk their pages would be taken for each other's; and what was dropped could not be had again."""
+    plain, made = (weights.Weights(load_copy(models[0]), folders[0], made_of=of) for of in (b"", b"dummy"))
+    again = weights.Weights(load_copy(models[0]), folders[0], made_of=b"dummy")
+    assert plain.identity != made.identity == again.identity
+    plain.check_source()
+    with pytest.raises(RequestError, match=r"random or with an adapter: .* use level 1"):
+        made.check_source()
+    of = EngineConfig(load_format="dummy"), EngineConfig(adapter=str(folders[0])), EngineConfig()
+    assert [bool(build.made_of(config)) for config in of] == [True, True, False]
+    assert build.made_of(of[0]) != build.made_of(of[1])
 
 
 def test_a_model_from_memory_keeps_its_weights(models):

@@ -11,13 +11,15 @@ import torch
 
 from glm5.checkpoint.init import write_random
 from glm5.checkpoint.load import load
-from glm5.common.errors import CheckpointError, ConfigError, EngineDead
+from glm5.common.errors import CheckpointError, ConfigError, EngineDead, RequestError
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.build import build_for
+from glm5.engine.failure import HUNG, LOST
 from glm5.engine.llm import LLM
+from glm5.engine.ranks import Ranks
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.wire import Start
+from glm5.engine.wire import Dead, Start
 from tests.support.models import random_model
 
 SIZES = {"max_model_len": 320, "max_num_seqs": 4, "max_num_batched_tokens": 24, "num_threads": 1}
@@ -25,6 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprob
 PROMPTS = [[5, 6, 7], list(range(40)), [9] * 20]
 BUDGET = 2e-3  # of log-probabilities: float32, sums over two or four parts; rounding alone gives 1e-5
 SECONDS = 60
+STOPPED = "; it was stopped, and has been killed"
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +142,16 @@ def test_new_weights_sleep_and_wake(two, alone, tmp_path):
     assert tokens(answers(two)) == before
 
 
+def test_a_row_without_a_possible_token_is_one_requests_fault(two, alone):
+    """The only token that is allowed may not come yet, so all of them are barred."""
+    params = SamplingParams(temperature=1.0, max_tokens=8, allowed_token_ids=[7], stop_token_ids=[7], min_tokens=3)
+    before = answers(two)
+    for llm in (two, alone):
+        with pytest.raises(RequestError, match="no token"):
+            llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert_same(answers(two), before)
+
+
 def start(checkpoint, **config) -> Start:
     return Start(checkpoint, EngineConfig(**SIZES, **config).model_dump(), "auto", "cpu", None, None)
 
@@ -175,12 +188,65 @@ def ends(rank: int) -> bool:
     return ended
 
 
+class Mute:
+    """A rank that says nothing, last heard of `silent` seconds ago."""
+
+    def __init__(self, number, silent):
+        self.number, self.silent, self.has_spoken = number, silent, True
+        self.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+    def tell(self, order: bytes) -> None:
+        pass
+
+
+class Life(list):
+    """What it was ended with."""
+
+    def end(self, last_words, code):
+        self.append((last_words.reason, code))
+
+
+@pytest.fixture
+def mutes(monkeypatch):
+    """Two of three ranks: the second was heard of a moment ago, the third is stopped, and was not for most of the time
+    that a step may take."""
+    made = {}
+    monkeypatch.setattr("glm5.engine.ranks._CAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(
+        "glm5.engine.ranks._Rank", lambda number, _: made.setdefault(number, Mute(number, {1: 0.1, 2: 3.0}[number]))
+    )
+    life = Life()
+    ranks = Ranks(start("nowhere", watchdog_timeout=4.0), 3, 0, life)
+    os.kill(made[2].process.pid, signal.SIGSTOP)
+    os.waitpid(made[2].process.pid, os.WUNTRACED)
+    yield ranks, life
+    for rank in made.values():
+        with rank.process as process:
+            process.kill()
+
+
+def test_a_step_that_hangs_is_laid_to_the_rank_that_was_silent(mutes):
+    ranks, life = mutes
+    assert ranks.held_up_by(2) is None
+    said = "rank 2 of 3: its process said nothing for 3.0 s, while a step of rank {} hung (watchdog_timeout is 4 s)"
+    assert ranks.held_up_by(0) == said.format(0) + STOPPED
+    ranks.lost(1, Dead("a step hung for 4.1 s"), HUNG)
+    assert life == [(said.format(1) + STOPPED, LOST)]
+
+
+def test_a_step_that_hangs_while_all_are_alive_is_that_ranks(mutes):
+    ranks, life = mutes
+    ranks.lost(2, Dead("a step hung for 4.1 s"), HUNG)
+    assert life == [("rank 2 of 3: a step hung for 4.1 s", LOST)]
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_the_engine(checkpoint):
-    """It says nothing, nor can the first rank go on; it does not live on."""
+    """It says nothing, nor can the first rank go on, whose watchdog may be the one to notice; it does not live on."""
     llm = LLM(checkpoint, tensor_parallel_size=2, watchdog_timeout=4.0, **SIZES)
     (rank,) = ranks_of(llm)
-    assert re.search(r"rank 1 of 2: .* said nothing|a step hung", lost(llm, rank, signal.SIGSTOP))
+    said = r"rank 1 of 2: its process said nothing for .* s(, while a step of rank 0 hung)? \(watchdog_timeout is 4 s\)"
+    assert re.fullmatch(said + STOPPED, lost(llm, rank, signal.SIGSTOP))
     assert ends(rank)
 
 
@@ -195,5 +261,6 @@ def test_ranks_end_with_the_first(checkpoint):
 def test_a_rank_that_is_killed_ends_the_engine(two):
     """The last test here: nothing is left of the module's engine."""
     (rank,) = ranks_of(two)
-    assert lost(two, rank, signal.SIGKILL).startswith("rank 1 of 2: its process was killed by SIGKILL")
+    why = "its process was killed by SIGKILL (by hand, or by the system for lack of memory)"
+    assert lost(two, rank, signal.SIGKILL) == f"rank 1 of 2: {why}"
     assert ends(rank)

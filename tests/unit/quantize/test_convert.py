@@ -50,6 +50,15 @@ def test_a_weight_that_is_no_number_is_refused(dtype, tmp_path, capsys):
     assert [each.name for each in tmp_path.iterdir()] == ["broken"]
 
 
+def test_weights_are_replaced_only_when_told(fp8, tmp_path, capsys):
+    line = ["convert", str(fp8), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(line) == 0
+    assert main(line) == 1
+    assert "out holds weights, 1 file (model.safetensors); use them as they are" in capsys.readouterr().err
+    assert main([*line[:-1], "fp8", "--overwrite"]) == 0
+    assert same(tmp_path / "out", fp8)
+
+
 @pytest.mark.parametrize("within", ["", "sub"])
 def test_what_is_read_is_not_written_over(within, fp8, tmp_path, capsys):
     model = tmp_path / "model"

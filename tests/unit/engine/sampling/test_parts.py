@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from glm5.engine.sampling import Placement, Rows, Sampler, SamplingParams
+from glm5.engine.sampling import Placement, Rows, Sampler, SamplingParams, parts
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.sampling.parts import Part
 
@@ -84,9 +84,11 @@ def sampled(params, logits_RW, draft_SK, part=None, num_rounds=6):
     return out
 
 
+@pytest.mark.parametrize("most_sought", [1 << 22, 100], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("kind", ["wide", "ties", "peaked"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_same_tokens_as_from_all_logits(size, kind, seed):
+def test_the_same_tokens_as_from_all_logits(size, kind, most_sought, seed, monkeypatch):
+    monkeypatch.setattr(parts, "MOST_SOUGHT", most_sought)
     generator = torch.Generator().manual_seed(seed)
     logits = (
         torch.randn(6, 2 * len(PARAMS), VOCAB, generator=generator) * {"wide": 1.0, "ties": 1.0, "peaked": 20.0}[kind]
@@ -116,9 +118,11 @@ def test_rows_without_a_possible_token_are_stuck_on_every_rank():
     drafts = torch.zeros(3, 1, dtype=torch.int64)
     want = sampled(params, logits, drafts, num_rounds=1)[0].stuck_R
     assert want.tolist() == [False, True, True, False]
-    for (got,) in together(4, lambda part: sampled(params, logits, drafts, part, num_rounds=1)):
+    ranks = [got for (got,) in together(4, lambda part: sampled(params, logits, drafts, part, num_rounds=1))]
+    for got in ranks:
         assert torch.equal(got.stuck_R, want)
         assert ((got.token_R >= 0) & (got.token_R < VOCAB)).all()
+        assert torch.equal(got.token_R, ranks[0].token_R), "ranks compare the tokens of a step"
 
 
 def test_masks_of_grammars_hold_for_each_ranks_ids():

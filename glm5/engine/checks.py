@@ -1,0 +1,59 @@
+"""What can be refused before a model is loaded: lengths and GPUs that there are not."""
+
+from glm5.common.errors import ConfigError
+from glm5.config.model import ModelConfig
+
+
+def check_count(name: str, number: object) -> None:
+    """Raises ConfigError for what is no count of anything."""
+    if type(number) is not int or number < 1:
+        raise ConfigError(f"{name}: got {number!r}; allowed: an integer of at least 1")
+
+
+def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:
+    """Raises ConfigError when a given length is none, or longer than the model was made for."""
+    longest = cfg.max_position_embeddings
+    if max_model_len is not None:
+        check_count("max_model_len", max_model_len)
+    if max_model_len is not None and max_model_len > longest:
+        raise ConfigError(f"max_model_len: got {max_model_len}; allowed: up to {longest}, the model's longest context")
+
+
+def check_gpus(device: str, ranks: int) -> None:
+    """Raises ConfigError where an engine of so many ranks needs GPUs that this machine lacks. torch, which counts them,
+    is imported only where some may be lacking: with one rank, "auto" takes what there is."""
+    if not device.startswith("cuda") and (device != "auto" or ranks == 1):
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    name, colon, index = device.partition(":")
+    if colon and ranks > 1:
+        raise ConfigError(
+            f"device: got {device}, which is one GPU, and tensor_parallel_size {ranks} needs {ranks}; allowed: cuda"
+        )
+    if name == "cuda" and not count:
+        needed = f"tensor_parallel_size {ranks} needs {ranks} GPUs, and " if ranks > 1 else ""
+        raise ConfigError(
+            f"device: got {device}; {needed}torch finds no GPU here{_why_none()}; allowed here: auto, cpu"
+        )
+    if colon and int(index) >= count:
+        allowed = f"auto, cpu, cuda, or cuda:0 to cuda:{count - 1}"
+        raise ConfigError(f"device: got {device}; torch finds {count} of them here; allowed here: {allowed}")
+    if count and ranks > count:
+        raise ConfigError(
+            f"tensor_parallel_size: got {ranks}, which needs {ranks} GPUs, and torch finds {count} here; allowed here: "
+            f"up to {count}, or more with device cpu"
+        )
+
+
+def _why_none() -> str:
+    """What torch says of it, such as that there is no driver."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason, _, _ = str(error).partition("\n")
+        return f" ({reason.rstrip('.')})"
+    return ""

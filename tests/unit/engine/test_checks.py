@@ -1,0 +1,45 @@
+"""GPUs that a machine lacks are counted in the refusal; what it has is not."""
+
+import pytest
+import torch
+
+from glm5.common.errors import ConfigError
+from glm5.engine.checks import check_gpus
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Lets this machine have so many."""
+
+    def no_driver():
+        raise RuntimeError("Found no NVIDIA driver on your system.\nPlease install one")
+
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "ranks", "message"),
+    [
+        (0, "cuda", 1, "device: got cuda; torch finds no GPU here (Found no NVIDIA driver on your system); allowed"),
+        (0, "cuda", 2, "device: got cuda; tensor_parallel_size 2 needs 2 GPUs, and torch finds no GPU here (Found no"),
+        (0, "cuda:1", 1, "device: got cuda:1; torch finds no GPU here"),
+        (2, "cuda:2", 1, "device: got cuda:2; torch finds 2 of them here; allowed here: auto, cpu, cuda, or cuda:0 to"),
+        (2, "cuda:1", 2, "device: got cuda:1, which is one GPU, and tensor_parallel_size 2 needs 2; allowed: cuda"),
+        (2, "cuda", 4, "tensor_parallel_size: got 4, which needs 4 GPUs, and torch finds 2 here; allowed here: up to"),
+        (1, "auto", 2, "tensor_parallel_size: got 2, which needs 2 GPUs, and torch finds 1 here; allowed here: up to"),
+    ],
+)  # fmt: skip
+def test_too_few_gpus_are_counted(gpus, count, device, ranks, message):
+    gpus(count)
+    with pytest.raises(ConfigError) as caught:
+        check_gpus(device, ranks)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "ranks"), [(0, "auto", 8), (0, "cpu", 2), (1, "auto", 1), (2, "cuda:1", 1), (2, "cuda", 2)]
+)
+def test_what_is_there_is_allowed(gpus, count, device, ranks):
+    gpus(count)
+    check_gpus(device, ranks)
