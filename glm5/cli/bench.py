@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm5.cli.cached import kernels_in
+from glm5.cli.folders import check_parent
 from glm5.common.console import out
-from glm5.common.errors import UsageError
 from glm5.config.bench import RECIPES, BenchConfig, LatencyConfig
 from glm5.config.presets import preset
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 def run(command: str, settings: BenchConfig) -> int:
     """Measure and show what `settings` ask for."""
-    if settings.json_ is not None and not Path(settings.json_).resolve().parent.is_dir():
-        raise UsageError(f"--json: there is no folder {Path(settings.json_).parent}")
+    check_parent("--json", settings.json_)
     if isinstance(settings, LatencyConfig) and settings.preset is not None:
         return run_steps(settings)
     assert settings.model is not None, "checked by the settings"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.folders import check_parent
 from glm5.common.console import out
 from glm5.common.errors import UsageError
 from glm5.config.bench_kernels import BenchKernelsConfig
@@ -19,9 +20,8 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = read(BenchKernelsConfig, args)
-    for flag, path in (("--json", settings.json_), ("--tuned", settings.tuned)):
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise UsageError(f"{flag}: there is no folder {Path(path).parent}")
+    check_parent("--json", settings.json_)
+    check_parent("--tuned", settings.tuned)
     if settings.tuned is not None and not settings.tune:
         raise UsageError("--tuned says where --tune writes; add --tune")
     from glm5.bench.command import need_gpus

@@ -3,12 +3,12 @@
 import argparse
 import asyncio
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.folders import check_parent
 from glm5.common.console import out
-from glm5.common.errors import GlmError, UsageError
+from glm5.common.errors import GlmError
 from glm5.config.bench_serve import BenchServeConfig
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = read(BenchServeConfig, args)
-    for flag, path in (("--json", settings.json_), ("--plot", settings.plot)):
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise UsageError(f"{flag}: there is no folder {Path(path).parent}")
+    check_parent("--json", settings.json_)
+    check_parent("--plot", settings.plot)
     if settings.plot is not None:
         from glm5.bench.serve import plot
 

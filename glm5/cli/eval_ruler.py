@@ -4,11 +4,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm5 import __version__
 from glm5.cli.flags import add_flags, read
+from glm5.cli.folders import check_parent
 from glm5.common.atomic import atomic_write
 from glm5.common.console import out
 from glm5.common.errors import UsageError
@@ -28,8 +28,7 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = read(RulerConfig, args)
-    if settings.json_ is not None and not Path(settings.json_).resolve().parent.is_dir():
-        raise UsageError(f"--json: there is no folder {Path(settings.json_).parent}")
+    check_parent("--json", settings.json_)
     from glm5.eval.ruler import document, evaluate, table, tasks_of
 
     tasks = tasks_of(settings.tasks)

@@ -5,7 +5,7 @@ from pathlib import Path
 from glm5.common.errors import UsageError
 
 
-def check_parent(flag: str, path: str) -> None:
-    """Raises UsageError where the folder of the file to write is not there."""
-    if not Path(path).resolve().parent.is_dir():
+def check_parent(flag: str, path: str | None) -> None:
+    """Raises UsageError where a file is to be written and its folder is not there."""
+    if path is not None and not Path(path).resolve().parent.is_dir():
         raise UsageError(f"{flag}: there is no folder {Path(path).parent}")

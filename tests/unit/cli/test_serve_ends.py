@@ -55,7 +55,7 @@ class Load:
                     assert answer.status_code == 200, answer.read()
                     accepted = True
                     lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
-            except (httpx.ConnectError, httpx.RemoteProtocolError):
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
                 if accepted:
                     raise
                 next(self.turned_away)
