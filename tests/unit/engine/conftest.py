@@ -1,6 +1,9 @@
+import math
+
 import pytest
 
 from glm5.engine.llm import LLM
+from glm5.engine.sampling import grammar
 from tests.support.models import random_model
 
 
@@ -8,6 +11,12 @@ from tests.support.models import random_model
 def tiny():
     """A random model whose greedy answers wander over the vocabulary, in float32."""
     return random_model(11)
+
+
+@pytest.fixture(autouse=True)
+def _no_grammar_is_slow(monkeypatch):
+    """No outcome follows from how fast this machine is, but where a test asks for that."""
+    monkeypatch.setattr(grammar, "MAX_SECONDS", math.inf)
 
 
 @pytest.fixture
