@@ -11,7 +11,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev &
 WORKDIR /opt/glm5
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY glm5 glm5
-RUN pip install --no-cache-dir --constraint constraints.txt '.[serve,gpu,grammar,otel]'
+RUN pip install --no-cache-dir --constraint constraints.txt '.[serve,gpu,otel]'
 
 ENV HF_HOME=/models PYTHONUNBUFFERED=1
 VOLUME /models
