@@ -57,7 +57,7 @@ def missing(packages: set[str], *extras: str) -> set[str]:
 
 
 class Imports(ast.NodeVisitor):
-    """Modules that a file imports: while it is imported itself, and later, in functions. TYPE_CHECKING imports nothing."""
+    """Modules that a file imports: early, while it is imported itself, and late, in functions. Types import none."""
 
     def __init__(self, path: Path):
         self.early: set[str] = set()
