@@ -2,9 +2,19 @@
 
 A piece takes nothing and returns nothing: it reads and writes tensors that stay where they are. Graphs hold addresses,
 so all of them are dropped once weights or cache lie elsewhere.
+
+What else happens in the process can end a capture (cudaErrorStreamCaptureInvalidated): a graph that is destroyed by the
+thread that captures, as when the garbage collector finds a closed engine; a synchronization of the device by any
+thread, with which each capture begins; one of the capture's own stream. So captures of a process take turns, without
+the collector, on a stream that nothing else is given, and one that fails for others' doing is tried again.
 """
 
-from collections.abc import Callable, Hashable
+import gc
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -12,6 +22,37 @@ from glm5.engine.kv import KVCache
 from glm5.engine.passes import Passes
 
 Piece = Callable[[], object]
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 5
+_DISTURBED = (900, 901)  # cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated
+_alone = threading.RLock()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same for all engines of the process, as libraries keep workspaces of tens of megabytes for each stream.
+    Of high priority, as torch gives out its 32 streams of the usual one in turn, again and again."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, between captures."""
+    with _alone:
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    with _alone:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 class Graphs:
@@ -22,8 +63,7 @@ class Graphs:
         self.num_captured = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._place: object = None
-        # Always the same stream: libraries keep workspaces of tens of megabytes for each.
-        self._stream = torch.cuda.Stream(cache.device) if captures else None
+        self._stream = _capture_stream(cache.device) if captures else None
         self._pool = torch.cuda.graph_pool_handle() if captures else None
 
     def has(self, key: Hashable) -> bool:
@@ -38,8 +78,21 @@ class Graphs:
 
     def capture(self, key: Hashable, piece: Piece, *, warm: bool) -> None:
         """`warm`: run it first, so that kernels are compiled and libraries have chosen theirs."""
+        with _undisturbed():
+            for attempt in range(1, _ATTEMPTS + 1):
+                try:
+                    self._graphs[key] = self._captured(piece, warm=warm)
+                    break
+                except torch.AcceleratorError as error:
+                    if getattr(error, "error_code", None) not in _DISTURBED or attempt == _ATTEMPTS:
+                        raise
+                    reason = str(error).partition("\n")[0]
+                    logger.warning("another thread disturbed the capture of a CUDA graph (%s); trying again", reason)
+        self.num_captured += 1
+
+    def _captured(self, piece: Piece, *, warm: bool) -> torch.cuda.CUDAGraph:
         main, side = torch.cuda.current_stream(self.cache.device), self._stream
-        assert side is not None, f"{key=}"
+        assert side is not None
         side.wait_stream(main)
         if warm:
             with torch.cuda.stream(side):
@@ -48,8 +101,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             piece()
-        self._graphs[key] = graph
-        self.num_captured += 1
+        return graph
 
     def forget_if_moved(self) -> None:
         """Drop all graphs if what they read has moved. To be called before each step."""

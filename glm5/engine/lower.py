@@ -204,7 +204,7 @@ class Beside:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)  # as that of captures (captured.py)
 
 
 def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[HeadWeights | None, Beside]:

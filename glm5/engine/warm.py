@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from glm5.engine.captured import synchronize
 from glm5.engine.graphs import DecodeSteps
 from glm5.engine.pass_graphs import PassGraphs
 from glm5.engine.prompts import PromptSteps
@@ -76,7 +77,7 @@ def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: 
                     least(group, [0], device)  # all have come here, and what they compiled is on disk
                     compilers.compile(wanted, lambda _done: None)
         _rehearse(steps, prompts, buckets, counts, depths, lambda share: on_progress("loading kernels", share))
-    torch.cuda.synchronize(device)
+    synchronize(device)
     torch.cuda.empty_cache()  # graphs have memory of their own
     warm = time.monotonic()
     # Between none and as many as can be, drafts are adapted seldom: such graphs are captured when they are needed.
@@ -84,7 +85,7 @@ def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: 
         on_progress("capturing decoding steps", done / of)
     for done, of in prompts.capture_all(buckets):
         on_progress("capturing prompts", done / of)
-    torch.cuda.synchronize(device)
+    synchronize(device)
     left, _ = torch.cuda.mem_get_info(device)
     ended = time.monotonic()
     return Warmth(warm - began, ended - warm, steps.graphs.num_captured, mark_ready(), max(0, free - left))
@@ -98,7 +99,7 @@ def _warm_passes(runner: Runner, graphs: PassGraphs, on_progress: Progress) -> W
         on_progress("capturing passes", done / of)
     assert runner.passes.num_rows is not None
     runner.sample_nobody(runner.passes.num_rows)
-    torch.cuda.synchronize(device)
+    synchronize(device)
     left, _ = torch.cuda.mem_get_info(device)
     return Warmth(0.0, time.monotonic() - began, graphs.graphs.num_captured, mark_ready(), max(0, free - left))
 
