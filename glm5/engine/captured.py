@@ -87,6 +87,7 @@ class Graphs:
                     if getattr(error, "error_code", None) not in _DISTURBED or attempt == _ATTEMPTS:
                         raise
                     reason = str(error).partition("\n")[0]
+                    self._abandon_pool()
                     logger.warning("another thread disturbed the capture of a CUDA graph (%s); trying again", reason)
         self.num_captured += 1
 
@@ -102,6 +103,13 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             piece()
         return graph
+
+    def _abandon_pool(self) -> None:
+        """Take another one: of a capture that failed, torch goes on recording what is allocated."""
+        assert self._pool is not None
+        end_recording = torch._C._cuda_endAllocateToPool  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        end_recording(self.cache.device.index or 0, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def forget_if_moved(self) -> None:
         """Drop all graphs if what they read has moved. To be called before each step."""

@@ -5,8 +5,8 @@
 
 import gc
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -78,21 +78,21 @@ def test_closed_engines_are_not_collected_during_a_capture(graphs):
     graphs.run("piece", piece)
 
 
-def test_other_threads_may_synchronize_the_device(graphs):
-    ended = threading.Event()
+def test_another_thread_may_synchronize_the_device(graphs, caplog):
+    attempts = []
 
-    def synchronize():
-        while not ended.is_set():
-            torch.cuda.synchronize()
+    def disturbed():
+        piece()
+        attempts.append(None)
+        if len(attempts) < 3:
+            with ThreadPoolExecutor(1) as other, pytest.raises(torch.AcceleratorError):
+                other.submit(torch.cuda.synchronize).result()
 
-    thread = threading.Thread(target=synchronize)
-    thread.start()
-    try:
-        for i in range(50):
-            graphs.capture(i, piece, warm=False)
-    finally:
-        ended.set()
-        thread.join()
+    graphs.capture("disturbed", disturbed, warm=False)
+    assert len(attempts) == 3
+    assert [line for line in caplog.messages if "another thread disturbed the capture" in line]
+    graphs.run("disturbed", disturbed)
+    torch.cuda.synchronize()
 
 
 def test_engines_in_turn():
@@ -102,18 +102,11 @@ def test_engines_in_turn():
 
 
 def test_engines_beside_each_other():
-    models, found = models_of(), {}
+    models = models_of()
     alone = [answers_of(model) for model in models]
-
-    def start(i):
-        found[i] = [answers_of(models[i]) for _ in range(3)]
-
-    threads = [threading.Thread(target=start, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {i: [alone[i]] * 3 for i in range(4)}
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(answers_of, models * 3))
+    assert found == alone * 3
 
 
 def main(count: int) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,12 @@ DISTURBED, OUT_OF_MEMORY = 901, 2
 def graphs(monkeypatch):
     """Graphs of a device whose captures end in the errors of `failures`, one after another, and then succeed."""
     failures: list[int] = []
+    pools, ended = count(), []
     stream = SimpleNamespace(wait_stream=lambda _other: None)
 
     @contextmanager
-    def graph(_graph, **_options):
+    def graph(_graph, *, pool, **_options):
+        assert pool not in ended
         yield
         if failures:
             error = torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture\nmore")
@@ -31,7 +34,8 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _device, pool: ended.append(pool), raising=False)
     cache = SimpleNamespace(device=torch.device("meta"))
     return Graphs(passes=SimpleNamespace(), cache=cache, captures=True), failures
 
