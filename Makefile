@@ -1,6 +1,7 @@
 # Needs python3 (3.11 or newer) with venv and pip, and make. Each target sets up .venv by itself, once.
 #   make run     train, serve and question a small model       make test   unit tests
-#   make check   lint, format, types                           make soak   long tests and the demo
+#   make check   lint, format, types                           make soak   tests of half a minute each
+#   make long    hours: the longest tests, and numerics under every instruction set; by hand, before a release
 #   make screenshots   the pictures of the pages in docs, which needs Chromium
 # Options for pip go in PIP_ARGS: a mirror, or PyTorch's index of CPU builds, a tenth of the default download.
 
@@ -12,13 +13,13 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARG
 # A file's tests share fixtures; two files at a time.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: run test check soak screenshots
+.PHONY: run test check soak long screenshots
 
 run: .venv/.ready-demo
 	$(BIN)/glm5 demo
 
 test: .venv/.ready-dev
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" -o faulthandler_timeout=240
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long and not gpu" -o faulthandler_timeout=240
 
 check: .venv/.ready-dev
 	$(BIN)/ruff check
@@ -26,8 +27,11 @@ check: .venv/.ready-dev
 	$(BIN)/pyright
 
 soak: .venv/.ready-dev
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu"
-	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(BIN)/glm5 demo --out "$$out/demo"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not long and not gpu"
+
+long: .venv/.ready-dev
+	$(BIN)/python -m pytest $(PARALLEL) -m "long and not gpu"
+	SOAK_SECONDS=600 $(BIN)/python -m pytest tests/soak/test_server_load.py
 
 screenshots: .venv/.ready-dev
 	$(BIN)/python -m tests.browser.screenshots docs/images

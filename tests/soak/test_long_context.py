@@ -112,9 +112,10 @@ def status(name: str) -> int:
     return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's count of resident pages")
-@pytest.mark.parametrize("layers", ["native", "torch"])
+@pytest.mark.parametrize(
+    "layers", [pytest.param("native", marks=pytest.mark.long), pytest.param("torch", marks=pytest.mark.slow)]
+)
 def test_a_prompt_of_many_tokens(layers, rng, monkeypatch):
     if layers == "torch":
         monkeypatch.setattr(build, "use_native", lambda _model: False)

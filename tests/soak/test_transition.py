@@ -7,7 +7,7 @@ import pytest
 
 from glm5.cli.main import main
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "needle-dsa.toml"
 

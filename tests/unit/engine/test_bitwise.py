@@ -5,7 +5,7 @@ itself first, without cache, drafts or launch-ahead; then all of them in one eng
 default mode the same is measured: a first difference may only stand where the two best choices are nearly equal.
 
 Layers in native code give every row the same bits in either mode; layers on torch take passes of fixed shapes for it.
-`make test` asks 16 requests, half of them greedy; `make soak` asks 64, once greedy and once sampled.
+`make test` asks 16 requests, half of them greedy; `make long` asks 64, once greedy and once sampled.
 """
 
 import dataclasses
@@ -72,8 +72,8 @@ class Crowd:
 
 CROWDS = [
     pytest.param(Crowd(16, "mixed", 150, 14), id="16 mixed"),
-    pytest.param(Crowd(64, "greedy", 200, 16), id="64 greedy", marks=pytest.mark.slow),
-    pytest.param(Crowd(64, "sampled", 200, 16), id="64 sampled", marks=pytest.mark.slow),
+    pytest.param(Crowd(64, "greedy", 200, 16), id="64 greedy", marks=pytest.mark.long),
+    pytest.param(Crowd(64, "sampled", 200, 16), id="64 sampled", marks=pytest.mark.long),
 ]
 
 
