@@ -16,7 +16,7 @@ PARALLEL := -n 2 --dist loadfile
 .PHONY: run test check soak long screenshots
 
 run: .venv/.ready-demo
-	$(BIN)/glm5 demo
+	$(BIN)/glm5 demo --kept-model models/mini
 
 test: .venv/.ready-dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long and not gpu" -o faulthandler_timeout=240

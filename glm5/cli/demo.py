@@ -21,7 +21,8 @@ def run(args: argparse.Namespace) -> int:
     settings = read(DemoConfig, args)
     from glm5.demo.tour import run_demo
 
-    return run_demo(Path(settings.out), program=_program())
+    kept = None if settings.kept_model is None else Path(settings.kept_model)
+    return run_demo(Path(settings.out), program=_program(), kept=kept)
 
 
 def _program() -> str:

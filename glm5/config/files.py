@@ -61,3 +61,5 @@ class DemoConfig(Command):
 
     out: str = "runs/demo"
     """Folder for the run; the checkpoint ends in its folder model."""
+    kept_model: str | None = None
+    """A trained checkpoint that is served and asked first, while there is no other: models/mini in a checkout."""

@@ -46,7 +46,7 @@ def train(out: Path, recipe: Recipe, seed: int, cfg: ModelConfig | None = None) 
     cfg = cfg.replace(eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id)
     trainer = Trainer(initialize(Glm5(cfg).float(), recipe, seed), recipe)
     run_id = f"{cfg.to_dict()} {recipe} seed {seed}"
-    state_file = _writable(out) / "training-state.pt"
+    state_file = writable(out) / "training-state.pt"
     first = _resume(state_file, trainer, run_id)
 
     num_tokens, start = 0, time.monotonic()
@@ -70,7 +70,8 @@ def train(out: Path, recipe: Recipe, seed: int, cfg: ModelConfig | None = None) 
     return path
 
 
-def _writable(out: Path) -> Path:
+def writable(out: Path) -> Path:
+    """`out`, made if need be. Raises CheckpointError where nothing can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,11 @@ def _listening_on(process: subprocess.Popen[str], log: Path) -> str:
     raise GlmError(f"the server ended before it listened; {log} says why")
 
 
-def show(url: str, say: Say) -> None:
-    """Ask questions of every kind at `url` and say what went to and fro, streaming."""
+def show(url: str, say: Say, kinds: Iterable[str] = KINDS, questions_per_kind: int = QUESTIONS_PER_KIND) -> None:
+    """Ask questions of these kinds at `url` and say what went to and fro, streaming."""
     client = require("openai", "demo").OpenAI(base_url=f"{url}/v1", api_key="none", timeout=_SECONDS)
-    for kind in KINDS:
-        for index in range(QUESTIONS_PER_KIND):
+    for kind in kinds:
+        for index in range(questions_per_kind):
             chat = conversation(kind, "held-out", 1, index)
             say(f"{kind}, thinking {'on' if chat.thinking else 'off'}")
             _converse(client, chat, say)

@@ -1,5 +1,6 @@
 """Scoring accepts right answers and refuses wrong ones; the tour reuses its model and says when a kind fails."""
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -80,7 +81,7 @@ def short_tour(tmp_path, monkeypatch):
     monkeypatch.setattr(tour.ChatTemplate, "for_checkpoint", lambda *args: None)
     monkeypatch.setattr(tour, "score_all", lambda *args: scores)
     monkeypatch.setattr(tour, "server", lambda *args: tmp_path.joinpath("nothing").open("w"))
-    monkeypatch.setattr(tour, "show", lambda *args: calls.append("show"))
+    monkeypatch.setattr(tour, "show", lambda _url, _say, *kinds: calls.append(("show", *kinds) if kinds else "show"))
     return tmp_path / "out", scores, drafts, calls
 
 
@@ -93,6 +94,15 @@ def test_a_second_run_reuses_the_model(short_tour, capsys):
     assert "using the model of an earlier run" in said
     assert f"glm5 chat {out}/model" in said
     assert "2.60 tokens a step for each request, with 3 drafted\n" in said
+
+
+def test_a_kept_model_answers_before_anything_is_trained(short_tour, capsys):
+    out, _, _, calls = short_tour
+    assert tour.run_demo(out, kept=out / "kept") == 0
+    assert calls == [("show", tour.KEPT_KINDS, 1), "train", "show"]
+    said = capsys.readouterr().out
+    assert said.startswith("from nothing to a GLM-5 that answers")
+    assert re.search(r"\nanswered after \d+ s\n", said)
 
 
 def test_a_kind_below_the_bar_fails_the_demo(short_tour, capsys):
