@@ -1,4 +1,4 @@
-"""One torch thread, as many processes share the machine; every randomised test prints its seed.
+"""One torch thread unless asked for more, as many processes share the machine; every randomised test prints its seed.
 
 Where there is no GPU, Triton kernels run under Triton's interpreter, on the CPU.
 """
@@ -12,6 +12,10 @@ import zlib
 import pytest
 
 
+def pytest_addoption(parser):
+    parser.addoption("--torch-threads", type=int, default=1, help="threads of torch in the tests' process")
+
+
 def pytest_configure():
     """Triton looks when it is first imported, which any package may do, and when a kernel is defined."""
     import torch
@@ -21,10 +25,10 @@ def pytest_configure():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_torch_thread():
+def torch_threads(request):
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(request.config.getoption("torch_threads"))
 
 
 @pytest.fixture(autouse=True, scope="session")

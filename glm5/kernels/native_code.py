@@ -1,5 +1,6 @@
 """Native code, compiled for this machine when it is first asked for, and kept: a second or two, once.
 
+It is compiled for the processor's instructions, less those that torch has been told not to use (ATEN_CPU_CAPABILITY).
 It is found again under a digest of the sources, the flags, the compiler and the processor, so a stale file is never
 loaded. Without a C++ compiler on the PATH (c++, g++ or clang++) there is none, and everything runs on torch. A source
 is one .cpp with the headers beside it; its folder gives the kept file its name. What a process that was killed while it
@@ -19,10 +20,14 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 # No -ffast-math: it would lose NaN, and set the whole process to flush small numbers to zero.
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+# By what torch uses, on x86. What builds on the named instructions is left out with them.
+_LEFT_OUT = {"DEFAULT": "-mno-avx", "AVX2": "-mno-avx512f"}
 _TIMEOUT_S = 120
 _BEGUN = "begun-"  # folders in which something is compiled
 
@@ -70,12 +75,17 @@ def _loaded(compiler: str, source: Path, path: Path) -> ctypes.CDLL:
     # Under another name first: others may be at it, and half a file must never be loaded.
     with folder:
         made = Path(folder.name) / path.name
-        command = [compiler, *_FLAGS, str(source), "-o", str(made)]
+        command = [compiler, *_flags(), str(source), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         found = ctypes.CDLL(str(made))
         if made.parent.parent == path.parent:
             made.replace(path)
     return found
+
+
+def _flags() -> tuple[str, ...]:
+    left_out = _LEFT_OUT.get(torch.backends.cpu.get_cpu_capability())
+    return (*_FLAGS, left_out) if left_out and platform.machine() in ("x86_64", "AMD64") else _FLAGS
 
 
 def _sweep(folder: Path) -> None:
@@ -91,7 +101,7 @@ def _digest(compiler: str, source: Path) -> str:
     for path in sorted([*source.parent.glob("*.h"), source]):
         digest.update(path.read_bytes())
     stat = os.stat(compiler)
-    digest.update(f"{_FLAGS} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns} {_processor()}".encode())
+    digest.update(f"{_flags()} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns} {_processor()}".encode())
     return digest.hexdigest()
 
 

@@ -7,6 +7,7 @@ a hundred may differ.
 
 import copy
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -212,6 +213,29 @@ def test_a_compiler_that_fails_is_reported_and_leaves_nothing(tmp_path):
     assert done.stdout.strip() == "None"
     assert "error: no such flag" in done.stderr
     assert [path for path in (tmp_path / ".cache").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "used", "left_out"),
+    [
+        ("x86_64", "DEFAULT", ["-mno-avx"]),
+        ("x86_64", "AVX2", ["-mno-avx512f"]),
+        ("x86_64", "AVX512", []),
+        ("aarch64", "DEFAULT", []),
+    ],
+)
+def test_what_torch_must_not_use_is_not_compiled_for(tmp_path, monkeypatch, machine, used, left_out):
+    told = tmp_path / "told"
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" > {told}\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: used)
+    (tmp_path / "some.cpp").touch()
+    assert native_code.library(tmp_path / "some.cpp") is None
+    assert [flag for flag in told.read_text().split() if flag.startswith("-mno")] == left_out
 
 
 @needs_compiler
