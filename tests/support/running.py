@@ -145,6 +145,19 @@ def logprobs_of(model: Glm5, ids: Sequence[int]) -> Tensor:
     return model.head(hidden_TD).float().log_softmax(dim=-1).cpu()
 
 
+def check_logprobs(entry: TokenLogprobs, row_W: Tensor, tolerance: float) -> None:
+    """Raise AssertionError unless `entry` is what the model's own log-probabilities [W] say. Tokens that are as near to
+    each other as rounding may change places."""
+    own, ids = row_W[entry.token_id].item(), [token_id for token_id, _ in entry.likeliest]
+    assert abs(entry.logprob - own) < tolerance
+    first, last = 1 + (row_W > own + 2 * tolerance).sum(), (row_W > own - 2 * tolerance).sum()
+    assert first <= entry.rank <= last
+    told = torch.tensor([logprob for _, logprob in entry.likeliest])
+    assert len(set(ids)) == len(ids)
+    assert torch.allclose(told, row_W[ids], rtol=0, atol=tolerance)
+    assert torch.allclose(row_W[ids], row_W.topk(len(ids)).values, rtol=0, atol=2 * tolerance)
+
+
 def experts_of(model: Glm5, ids: Sequence[int]) -> np.ndarray:
     """What the routers pick in one pass over all tokens: [T, MoE layers, A]."""
     heard: list[Tensor] = []

@@ -101,4 +101,5 @@ def _expected(part: Part, name: str, rank: int) -> tuple[tuple[int, ...], torch.
     """Shape and dtype of what `rank` sends."""
     if name in part.places.shapes:
         return part.places.local_shape(name, rank), part.dtype
-    return (part.model.cfg.n_routed_experts,), torch.float32  # a router's bias, which no cast reaches
+    # A router's bias, which no cast narrows.
+    return (part.model.cfg.n_routed_experts,), torch.promote_types(part.dtype, torch.float32)

@@ -1,5 +1,6 @@
 """Steps on a real model: the tokens of computing everything anew, however the work was cut, batched and drafted."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -8,11 +9,12 @@ from glm5.engine import result, slot_state
 from glm5.engine.messages import SetDepth
 from glm5.engine.sampling import SamplingParams
 from glm5.engine.sampling.params import StructuredOutputsParams
+from glm5.engine.wire import TokenLogprobs
 from tests.support.models import random_model
-from tests.support.running import Bench, experts_of, greedy, logprobs_of
+from tests.support.rounding import logit_rounding
+from tests.support.running import Bench, check_logprobs, experts_of, greedy, logprobs_of
 
-# float32 sums in another order, over layers of unit scale: differences stay below 1e-5 in a logarithm.
-TOLERANCE = 1e-5
+TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module")
@@ -133,22 +135,38 @@ def test_where_nothing_is_drafted_the_draft_layer_sees_prompts_alone(model, rng)
 @pytest.mark.parametrize("depth", [0, 3])
 def test_log_probabilities_are_the_models_own(model, rng, depth):
     prompts = random_prompts(rng, 5, longest=60)
-    params = SamplingParams(temperature=0.7, seed=1, max_tokens=20, logprobs=3, prompt_logprobs=2)
+    params = SamplingParams(temperature=TEMPERATURE, seed=1, max_tokens=20, logprobs=3, prompt_logprobs=2)
+    tolerance = logit_rounding(model.cfg)
     run = Bench(model, depth=depth).run(prompts, params)
     for number, prompt in enumerate(prompts):
         logprob_TW = logprobs_of(model, prompt + run.tokens[number])
-        scaled_TW = (logprob_TW / 0.7).log_softmax(dim=-1)
+        scaled_TW = (logprob_TW / TEMPERATURE).log_softmax(dim=-1)
         shown = [*run.prompt_logprobs.get(number, []), *run.logprobs[number]]
         assert [entry.token_id for entry in shown] == (prompt + run.tokens[number])[1:]
         for position, entry in enumerate(shown):
-            row_W = logprob_TW[position]
-            assert abs(entry.logprob - row_W[entry.token_id]) < TOLERANCE
+            check_logprobs(entry, logprob_TW[position], tolerance)
             if position >= len(prompt) - 1:
-                assert abs(entry.tempered - scaled_TW[position, entry.token_id]) < TOLERANCE
-            assert entry.rank == 1 + int((row_W > row_W[entry.token_id]).sum())
-            best = row_W.topk(len(entry.likeliest))
-            assert [token_id for token_id, _ in entry.likeliest] == best.indices.tolist()
-            assert np.allclose([logprob for _, logprob in entry.likeliest], best.values, atol=TOLERANCE)
+                want = scaled_TW[position, entry.token_id]
+                assert abs(entry.tempered - want) < logit_rounding(model.cfg, TEMPERATURE)
+
+
+def test_log_probabilities_that_are_not_the_models_would_show(model):
+    """The control: another value, rank or choice by a thousandth of the logits' scale."""
+    row_W = logprobs_of(model, [3, 4, 5])[-1]
+    best = row_W.topk(4)
+    token_id, second = best.indices[:2].tolist()
+    pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    right = TokenLogprobs(token_id, pairs[0][1], pairs[0][1], 1, pairs[:2])
+    check_logprobs(right, row_W, logit_rounding(model.cfg))
+    for wrong in (
+        {"logprob": right.logprob + 1e-3},
+        {"rank": 2},
+        {"token_id": second, "logprob": pairs[1][1]},
+        {"likeliest": [pairs[0], pairs[2]]},
+        {"likeliest": [pairs[0], (second, pairs[1][1] + 1e-3)]},
+    ):
+        with pytest.raises(AssertionError):
+            check_logprobs(msgspec.structs.replace(right, **wrong), row_W, logit_rounding(model.cfg))
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -1,7 +1,7 @@
 """Training by several processes is training by one: losses of five steps and all gradients.
 
-In float64 they differ by the order of sums alone. In float32 a choice of experts or keys may flip on that: there the
-choices of the one process are followed, and those that would have been others counted.
+In float64 they differ by the order of sums alone. In float32 a choice of experts or keys may flip on that: there, in
+one step, the choices of the one process are followed, and those that would have been others counted.
 """
 
 from dataclasses import replace
@@ -13,11 +13,13 @@ import torch
 from glm5.config.parallel import ParallelConfig
 from glm5.config.step import LoraConfig
 from glm5.train.step import Phase
+from tests.support.rounding import logit_rounding
 from tests.support.sharded import Done, Job, alone, together
 
 EXACT = 1e-9  # float64; 5e-13 measured
-CLOSE = 1e-5  # float32: losses of all steps, relative, and gradients of the first, of the largest of their tensor
-DRIFT = 1e-3  # float32: gradients of later steps; Muon turns rounding into steps. 6e-4 measured
+# float32, of one step: losses, relative, and gradients, of the largest of their tensor, behind twice as many products.
+# No bound holds for what later steps make of it: AdamW and Muon turn rounding of small gradients into steps.
+CLOSE = 2**0.5 * logit_rounding(Job().cfg)
 WAYS = {
     "2: data": (2, {}),
     "2: experts": (2, {"expert": 2}),
@@ -56,8 +58,13 @@ def dealt(job: Job, way: str) -> Job:
 
 
 @cache
-def reference(dtype=torch.float64, *, records: bool = False) -> Done:
-    return alone(Job(dtype=dtype, records=records))
+def reference() -> Done:
+    return alone(Job())
+
+
+@cache
+def first_step_in_float32() -> Done:
+    return alone(Job(dtype=torch.float32, steps=1, records=True))
 
 
 def distance(got: Done, want: Done) -> tuple[float, float]:
@@ -153,15 +160,13 @@ def is_trunk(name: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["2: data", "2: experts", "2: context", "2: pipeline", "4: context, experts"])
 def test_in_float32_with_the_choices_of_one_process(way):
-    want = reference(torch.float32, records=True)
-    job = Job(dtype=torch.float32, replays=want.choices)
+    want = first_step_in_float32()
+    job = Job(dtype=torch.float32, steps=1, replays=want.choices)
     got = together(dealt(job, way))
     losses, grads = distance(got, want)
-    _, first = distance(replace(got, grads=got.grads[:1], figures=[]), replace(want, grads=want.grads[:1], figures=[]))
     flips = f"{got.flips[0]} of {got.flips[1]} choices flipped"
-    print(f"{way}: losses {losses:.1e}, gradients {first:.1e}, later {grads:.1e}, {flips}")
-    assert max(losses, first) < CLOSE
-    assert grads < DRIFT
+    print(f"{way}: losses {losses:.1e}, gradients {grads:.1e}, {flips}; {CLOSE=:.1e}")
+    assert max(losses, grads) < CLOSE
     assert got.flips[0] < 0.01 * got.flips[1]
 
 

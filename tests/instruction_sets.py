@@ -1,0 +1,118 @@
+"""Tests of numerics as other processors run them: python -m tests.instruction_sets [--ci]
+
+Each setting is a run of pytest of its own, two at a time, in which torch, oneDNN, MKL, OpenBLAS (numpy's) and the
+native code are held to an instruction set, with one thread or two. `--ci`: the files with tolerances alone, under the
+two settings that are furthest from the plain run.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+UNIT = Path(__file__).parent / "unit"
+FOLDERS = ("model", "kernels", "engine", "train", "quant", "quantize", "parallel", "checkpoint")
+WITH_TOLERANCE = re.compile(r"rel_rms|allclose|assert_close|approx|BUDGET|CLOSE|EXACT|ROUNDING|TOLERANCE")
+LEVELS = ("DEFAULT", "AVX2", "AVX512")
+"""As torch calls them; a processor has those up to its own. DEFAULT is SSE4.2 at the most, or what is not x86."""
+LIBRARIES = {  # what holds each of them to a level; the native code follows the first
+    "ATEN_CPU_CAPABILITY": ("default", "avx2", "avx512"),
+    "ONEDNN_MAX_CPU_ISA": ("SSE41", "AVX2", "AVX512_CORE"),
+    "MKL_ENABLE_INSTRUCTIONS": ("SSE4_2", "AVX2", "AVX512"),
+    "OPENBLAS_CORETYPE": ("Nehalem", "Haswell", "SkylakeX"),
+}
+
+
+class Setting(NamedTuple):
+    """`held`: the level of each library that is held to one."""
+
+    threads: int
+    held: Mapping[str, int]
+
+    def __str__(self) -> str:
+        values = [f"{name}={LIBRARIES[name][level]}" for name, level in self.held.items()]
+        return " ".join([*values, f"OMP_NUM_THREADS={self.threads}"])
+
+    def environment(self) -> dict[str, str]:
+        others = {name: value for name, value in os.environ.items() if name not in LIBRARIES}
+        held = {name: LIBRARIES[name][level] for name, level in self.held.items()}
+        return others | held | {"OMP_NUM_THREADS": str(self.threads)}
+
+
+ALL_AT = [dict.fromkeys(LIBRARIES, level) for level in range(len(LEVELS))]
+CI = [Setting(1, ALL_AT[0]), Setting(2, ALL_AT[1])]
+SETTINGS = [
+    *(Setting(threads, held) for held in ALL_AT for threads in (1, 2)),
+    Setting(2, {}),
+    *(Setting(1, {name: level}) for name in list(LIBRARIES)[:3] for level in (0, 1)),
+]
+
+
+class Counts(NamedTuple):
+    passed: int
+    failed: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.instruction_sets", description=__doc__)
+    parser.add_argument("--ci", action="store_true", help="two settings, and files with tolerances alone")
+    args = parser.parse_args()
+    has = LEVELS.index(capability())
+    wanted, files = (CI, files_with_tolerance()) if args.ci else (SETTINGS, [UNIT / name for name in FOLDERS])
+    possible = [one for one in wanted if max(one.held.values(), default=0) <= has]
+    for one in wanted:
+        if one not in possible:
+            print(f"{one}: left out, this processor has no {LEVELS[max(one.held.values())]}", flush=True)
+    with ThreadPoolExecutor(2) as pool:
+        counts = list(pool.map(lambda one: run(one, files), possible))
+    print(f"{sum(one.passed for one in counts)} passed, {sum(one.failed for one in counts)} failed")
+    return int(any(one.failed or not one.passed for one in counts))
+
+
+def capability() -> str:
+    """What torch uses on this processor where it is not held to less."""
+    code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=Setting(1, {}).environment(), capture_output=True, text=True, check=True
+    )
+    return said if (said := done.stdout.strip()) in LEVELS else LEVELS[0]
+
+
+def files_with_tolerance() -> list[Path]:
+    files = (file for name in FOLDERS for file in sorted((UNIT / name).rglob("test_*.py")))
+    return [file for file in files if WITH_TOLERANCE.search(file.read_text())]
+
+
+def run(setting: Setting, files: list[Path]) -> Counts:
+    """The tests in a process of their own; what failed is printed."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-qq", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow and not gpu", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *options, f"--torch-threads={setting.threads}", *map(str, files)]
+        done = subprocess.run(command, env=setting.environment(), capture_output=True, text=True)
+        counts = read(report) if report.exists() else Counts(0, 0)
+    if done.returncode and not counts.failed:  # it ended before it could say
+        counts = Counts(counts.passed, 1)
+    if counts.failed:
+        print(f"{setting}:\n{done.stdout}{done.stderr}", flush=True)
+    print(f"{setting}: {counts.failed} of {sum(counts)} wrong, {time.monotonic() - began:.0f} s", flush=True)
+    return counts
+
+
+def read(report: Path) -> Counts:
+    suite = ElementTree.parse(report).getroot()[0]
+    tests, failures, errors, skipped = (int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped"))
+    return Counts(tests - failures - errors - skipped, failures + errors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
