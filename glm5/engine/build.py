@@ -38,7 +38,7 @@ from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.warm import warm_up
 from glm5.engine.weights import Weights, in_background
 from glm5.engine.wire import Facts, Start
-from glm5.kernels import cpu_layer
+from glm5.kernels import cpu_layer, native_code
 from glm5.kernels.compile_ahead import hash_compiler
 from glm5.kernels.invariant import pass_rows
 from glm5.kernels.kernel_count import start_counting
@@ -410,10 +410,10 @@ def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: 
 
 
 def _arithmetic(device: torch.device) -> str:
-    """Where the same operations give the same bits: a kind of GPU, or a CPU's instructions and threads."""
+    """Where the same operations give the same bits: a kind of GPU; of processor, what torch uses of it, and threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"{native_code.processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[[], Tokenizer]) -> Vocabulary:

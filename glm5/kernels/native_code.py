@@ -59,6 +59,16 @@ def find_compiler() -> str | None:
     return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 
 
+def processor() -> str:
+    """The kind of processor here, by what -march=native goes by: another may add up in another order."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.node()}"
+    wanted = ("vendor_id", "cpu family", "model\t", "flags", "Features", "CPU part")
+    return " ".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
 def _loaded(compiler: str, source: Path, path: Path) -> ctypes.CDLL:
     _sweep(path.parent)
     if path.is_file():
@@ -101,15 +111,5 @@ def _digest(compiler: str, source: Path) -> str:
     for path in sorted([*source.parent.glob("*.h"), source]):
         digest.update(path.read_bytes())
     stat = os.stat(compiler)
-    digest.update(f"{_flags()} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns} {_processor()}".encode())
+    digest.update(f"{_flags()} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns} {processor()}".encode())
     return digest.hexdigest()
-
-
-def _processor() -> str:
-    """What -march=native goes by."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()} {platform.node()}"
-    wanted = ("vendor_id", "cpu family", "model\t", "flags", "Features", "CPU part")
-    return " ".join(sorted({line for line in lines if line.startswith(wanted)}))
