@@ -3,12 +3,12 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from glm5.cli.cached import kernels_in
 from glm5.cli.flags import add_flags, read
 from glm5.cli.folders import check_parent
 from glm5.cli.main import parse
+from glm5.cli.parser import Parser
 from glm5.config.bench import LatencyConfig
 from glm5.config.bench_all import BenchAllConfig
 from glm5.config.bench_serve import BenchServeConfig
@@ -18,10 +18,7 @@ from glm5.config.serve import ServeConfig
 _PARTS: dict[str, type[Command]] = {"latency": LatencyConfig, "serve": BenchServeConfig}
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "all", help="everything about a model on this machine, part by part", description=BenchAllConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, BenchAllConfig)
 
 

@@ -2,19 +2,16 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from glm5.cli.flags import add_flags, read
 from glm5.cli.folders import check_parent
+from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.common.errors import UsageError
 from glm5.config.bench_kernels import BenchKernelsConfig
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "kernels", help="kernels on this GPU: microseconds, floor, share", description=BenchKernelsConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, BenchKernelsConfig)
 
 

@@ -2,17 +2,14 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.config.quantize import LadderConfig
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "quantize", help="methods of quantization side by side", description=LadderConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, LadderConfig)
 
 

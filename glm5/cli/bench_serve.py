@@ -3,10 +3,11 @@
 import argparse
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from glm5.cli.flags import add_flags, read
 from glm5.cli.folders import check_parent
+from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.common.errors import GlmError
 from glm5.config.bench_serve import BenchServeConfig
@@ -15,10 +16,7 @@ if TYPE_CHECKING:
     from glm5.bench.serve.session import Done
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "serve", help="load on a running server: throughput and latency", description=BenchServeConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, BenchServeConfig)
 
 

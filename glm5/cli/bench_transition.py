@@ -3,19 +3,14 @@
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.config.transition import TransitionConfig
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "transition",
-        help="dense attention to selected keys in miniature, beside windows",
-        description=TransitionConfig.__doc__,
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, TransitionConfig)
 
 

@@ -4,11 +4,12 @@ import argparse
 import importlib
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from glm5.chat.parser import OutputParser
 from glm5.cli.flags import add_flags, read
 from glm5.cli.loading import load_llm, load_template, resolved, sampling_params
+from glm5.cli.parser import Parser
 from glm5.cli.screen import Screen
 from glm5.common.console import out
 from glm5.common.errors import RequestError
@@ -26,8 +27,7 @@ HELP = """/help          this list
 Ctrl-C stops an answer; what came of it stays in the conversation."""
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("chat", help="talk with a model in the terminal", description=ChatConfig.__doc__)
+def add(parser: Parser) -> None:
     add_flags(parser, ChatConfig)
 
 

@@ -4,16 +4,13 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.parser import Parser
 from glm5.config.files import DemoConfig
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "demo", help="train a small GLM-5, serve it and ask it", description=DemoConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, DemoConfig)
 
 

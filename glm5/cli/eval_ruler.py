@@ -4,11 +4,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from glm5 import __version__
 from glm5.cli.flags import add_flags, read
 from glm5.cli.folders import check_parent
+from glm5.cli.parser import Parser
 from glm5.common.atomic import atomic_write
 from glm5.common.console import out
 from glm5.common.errors import UsageError
@@ -19,10 +20,7 @@ if TYPE_CHECKING:
     from glm5.eval.ruler import Answerer
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "ruler", help="generated tasks at many lengths, in the manner of RULER", description=RulerConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, RulerConfig)
 
 

@@ -8,59 +8,22 @@ A field that is itself a settings class takes JSON, or dotted flags (--speculati
 """
 
 import argparse
-import difflib
 import json
 import re
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from glm5.cli.parser import Parser
 from glm5.common.errors import ConfigError, GlmError, UsageError
 from glm5.config.command import Also, Command, NoEffect, Positional
 from glm5.config.refusal import first_error, refuse
 
 C = TypeVar("C", bound=Command)
 _SETTING = re.compile(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+(?![\w./-])")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that raises `UsageError` instead of printing its usage, and never guesses from a prefix."""
-
-    elsewhere: Mapping[str, str] = {}
-    more_words = ""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see  {self.prog} --help")
-
-    def flags(self) -> list[str]:
-        """Every argument: flags by their names, positional ones in capitals."""
-        names = [action.option_strings or [str(action.metavar)] for action in self._actions]
-        return [name for group in names for name in group]
-
-    def check_names(self, argv: Sequence[str]) -> None:
-        """Refuse unknown flags, with the nearest known one, before their values are taken for something else."""
-        for token in argv:
-            if token == "--":
-                return
-            name = token.partition("=")[0]
-            if not re.match(r"--?[A-Za-z]", name) or " " in name or name in self._option_string_actions:
-                continue
-            if name in self.elsewhere:
-                raise UsageError(f"{self.prog} has no flag {name}: {self.elsewhere[name]}")
-            near = difflib.get_close_matches(name, list(self._option_string_actions), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"see  {self.prog} --help"
-            raise UsageError(f"{self.prog} has no flag {name}; {hint}")
-
-    def refuse_words(self, words: Sequence[str]) -> NoReturn:
-        """Those that no argument takes."""
-        hint = self.more_words or f"see  {self.prog} --help"
-        raise UsageError(f"{self.prog} takes no {' '.join(map(repr, words)):.80}; {hint}")
 
 
 class _Flag(NamedTuple):
@@ -82,10 +45,10 @@ class _Flag(NamedTuple):
         return next((mark for mark in self.field.metadata if isinstance(mark, kind)), None)
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Command]) -> None:
+def add_flags(parser: Parser, config: type[Command]) -> None:
     """One argument for each field. Values stay text here: the config class is what checks them."""
-    if isinstance(parser, Parser):
-        parser.elsewhere, parser.more_words = config.elsewhere, config.more_words
+    parser.description = config.__doc__
+    parser.elsewhere, parser.more_words = config.elsewhere, config.more_words
     for flag in _flags(config):
         dest, text = ".".join(flag.path), _help(flag)
         if flag.mark(Positional):

@@ -3,10 +3,11 @@
 import argparse
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from glm5.cli.flags import add_flags, read
 from glm5.cli.loading import load_llm, load_template, sampling_params
+from glm5.cli.parser import Parser
 from glm5.cli.screen import Screen
 from glm5.common.console import out
 from glm5.config.generate import GenerateConfig
@@ -15,10 +16,7 @@ if TYPE_CHECKING:
     from glm5.engine.llm import LLM
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "generate", help="continue texts on the terminal", description=GenerateConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, GenerateConfig)
 
 

@@ -2,16 +2,15 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.config.files import InitConfig
 from glm5.config.presets import preset
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("init", help="write a random checkpoint", description=InitConfig.__doc__)
+def add(parser: Parser) -> None:
     add_flags(parser, InitConfig)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.config.files import InspectConfig
 from glm5.config.model import ModelConfig
@@ -19,10 +20,7 @@ if TYPE_CHECKING:
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "inspect", help="what a checkpoint holds, and whether it loads", description=InspectConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, InspectConfig)
 
 

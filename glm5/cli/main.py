@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 an error of files, models or requests, 2 a wrong command line, flags that the model or the machine
 does not allow among them, 130 Ctrl-C.
-Only the command that is run is imported, and no command imports torch before its `run`.
+Only the command that is run is imported, for `glm5 --help` none; and no command imports torch before its `run`.
 """
 
 import argparse
@@ -13,40 +13,38 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from glm5 import __version__
+from glm5.cli.parser import Parser
 from glm5.common import log
 from glm5.common.errors import ConfigError, GlmError, UsageError
 from glm5.common.interrupt import held_interrupt
 
-if TYPE_CHECKING:
-    from glm5.cli.flags import Parser
-
-# Each file has `add(subparsers)`, which adds its parser, and `run(args) -> exit code`. Of two words, the first is a
-# group of commands.
+# What a command does, in the words of `glm5 --help`. Its file, `bench_all.py` for "bench all", has `add(parser)`, which
+# adds its flags, and `run(args) -> exit code`. Of two words, the first is a group of commands.
 COMMANDS = {
-    "demo": "glm5.cli.demo",
-    "serve": "glm5.cli.serve",
-    "key": "glm5.cli.key",
-    "chat": "glm5.cli.chat",
-    "generate": "glm5.cli.generate",
-    "inspect": "glm5.cli.inspect",
-    "init": "glm5.cli.init",
-    "quantize": "glm5.cli.quantize",
-    "quant": "glm5.cli.quant",
-    "convert": "glm5.cli.convert",
-    "merge": "glm5.cli.merge",
-    "tokenize": "glm5.cli.tokenize",
-    "train": "glm5.cli.train",
-    "bench all": "glm5.cli.bench_all",
-    "bench throughput": "glm5.cli.bench_throughput",
-    "bench latency": "glm5.cli.bench_latency",
-    "bench serve": "glm5.cli.bench_serve",
-    "bench kernels": "glm5.cli.bench_kernels",
-    "bench quantize": "glm5.cli.bench_quantize",
-    "bench transition": "glm5.cli.bench_transition",
-    "eval ruler": "glm5.cli.eval_ruler",
+    "demo": "train a small GLM-5, serve it and ask it",
+    "serve": "serve a model over HTTP",
+    "key": "make an API key",
+    "chat": "talk with a model in the terminal",
+    "generate": "continue texts on the terminal",
+    "inspect": "what a checkpoint holds, and whether it loads",
+    "init": "write a random checkpoint",
+    "quantize": "quantize a checkpoint, layer by layer",
+    "quant": "the same with msModelSlim's command line",
+    "convert": "convert a checkpoint between FP8 and BF16",
+    "merge": "merge a LoRA adapter into a checkpoint",
+    "tokenize": "write a token file for training",
+    "train": "train as a recipe says",
+    "bench all": "everything about a model on this machine, part by part",
+    "bench throughput": "tokens a second of requests that come at once",
+    "bench latency": "times of requests that come one by one",
+    "bench serve": "load on a running server: throughput and latency",
+    "bench kernels": "kernels on this GPU: microseconds, floor, share",
+    "bench quantize": "methods of quantization side by side",
+    "bench transition": "dense attention to selected keys in miniature, beside windows",
+    "eval ruler": "generated tasks at many lengths, in the manner of RULER",
 }
 GROUPS = {
     "bench": "measure throughput, latency, servers, kernels and quantization",
@@ -87,21 +85,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     name = argv[0] if argv else ""
     command: Parser | None = None
     own = argv[1] if len(argv) > 1 else ""
-    of_group = [command for command in COMMANDS if command.split()[0] == name]
     if name in GROUPS and f"{name} {own}" in COMMANDS:
         root, commands = parsers(f"{name} {own}")
         command = commands[f"{name} {own}"]
         command.check_names(argv[2:])
-    elif name in GROUPS and own in ("-h", "--help"):
-        root, _ = parsers(*of_group)
-    elif name in GROUPS:
-        raise UsageError(_unknown(own, [command.split()[1] for command in of_group], f"{name} "))
+    elif name in GROUPS and own not in ("-h", "--help"):
+        of_group = [command.split()[1] for command in COMMANDS if command.split()[0] == name]
+        raise UsageError(_unknown(own, of_group, f"{name} "))
     elif name in COMMANDS:
         root, commands = parsers(name)
         command = commands[name]
         command.check_names(argv[1:])
-    elif name.startswith("-"):
-        root, _ = parsers(*(COMMANDS if name in ("-h", "--help") else ()))
+    elif name in GROUPS or name.startswith("-"):
+        root, _ = parsers()
         root.check_names([name])
     else:
         raise UsageError(_unknown(name, list(dict.fromkeys(command.split()[0] for command in COMMANDS))))
@@ -111,36 +107,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def parsers(*names: str) -> "tuple[Parser, dict[str, Parser]]":
-    """The parser of the command line with these commands in it, and the commands' own by name."""
-    from glm5.cli.flags import Parser
-
+def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command line, and those of these commands by name: they alone are imported and have flags."""
     root = Parser(prog="glm5", description="GLM-5: model, checkpoints, chat, server. `glm5 COMMAND --help` tells more.")
     root.add_argument("--version", action="version", version=f"glm5 {__version__}")
-    subparsers = root.add_subparsers(metavar="COMMAND", dest="command", required=True, parser_class=Parser)
+    holders: dict[str, Any] = {"": root.add_subparsers(metavar="COMMAND", dest="command", required=True)}
     commands: dict[str, Parser] = {}
-    groups: dict[str, Any] = {}
+    for name, text in COMMANDS.items():
+        group, _, own = name.rpartition(" ")
+        if group not in holders:
+            holders[group] = _add_group(holders[""], group)
+        commands[name] = holders[group].add_parser(own, help=text)
     for name in names:
-        *group, own = name.split()
-        holder = subparsers
-        if group:
-            holder = groups.get(group[0]) or _add_group(subparsers, group[0])
-            groups[group[0]] = holder
-        module = importlib.import_module(COMMANDS[name])
-        module.add(holder)
-        commands[name] = holder.choices[own]
-        commands[name].add_argument(
-            "--log-level", choices=LOG_LEVELS, default="info", help="What to log. Default: info."
-        )
-        commands[name].add_argument("--log-format", choices=LOG_FORMATS, default="text", help=LOG_FORMAT_HELP)
-        commands[name].set_defaults(run=module.run, flags=commands[name].flags())
-    return root, commands
+        module, command = importlib.import_module(f"glm5.cli.{name.replace(' ', '_')}"), commands[name]
+        module.add(command)
+        command.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="What to log. Default: info.")
+        command.add_argument("--log-format", choices=LOG_FORMATS, default="text", help=LOG_FORMAT_HELP)
+        command.set_defaults(run=module.run, flags=command.flags())
+    return root, {name: commands[name] for name in names}
 
 
 def _add_group(subparsers: Any, name: str) -> Any:
     text = GROUPS[name]
     parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    return parser.add_subparsers(metavar="WHAT", dest="what", required=True, parser_class=type(parser))
+    return parser.add_subparsers(metavar="WHAT", dest="what", required=True)
 
 
 def _unknown(name: str, allowed: list[str], group: str = "") -> str:

@@ -2,19 +2,16 @@
 
 import argparse
 import logging
-from typing import Any
 
 from glm5.cli import quantize
 from glm5.cli.flags import add_flags, notes, read
+from glm5.cli.parser import Parser
 from glm5.config.quantize import QuantConfig
 
 logger = logging.getLogger(__name__)
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "quant", help="the same with msModelSlim's command line", description=QuantConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, QuantConfig)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from glm5.cli.flags import add_flags, notes, read
 from glm5.cli.loading import check, load_llm, load_template, resolved
+from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.common.extras import require
 from glm5.common.interrupt import held_interrupt
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from glm5.serve.tracing import Tracing
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=ServeConfig.__doc__)
+def add(parser: Parser) -> None:
     add_flags(parser, ServeConfig)
 
 

@@ -1,17 +1,14 @@
 """`glm5 tokenize`: texts and conversations to a token file for training."""
 
 import argparse
-from typing import Any
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.config.train import TokenizeConfig
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "tokenize", help="write a token file for training", description=TokenizeConfig.__doc__
-    )
+def add(parser: Parser) -> None:
     add_flags(parser, TokenizeConfig)
 
 

@@ -5,9 +5,9 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.common.errors import UsageError
 from glm5.common.interrupt import end_with_parent
@@ -18,8 +18,7 @@ from glm5.config.train import Recipe, TrainConfig, read_recipe
 logger = logging.getLogger(__name__)
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("train", help="train as a recipe says", description=TrainConfig.__doc__)
+def add(parser: Parser) -> None:
     add_flags(parser, TrainConfig)
 
 

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from glm5.cli.flags import Parser, add_flags, notes, read
+from glm5.cli.flags import add_flags, notes, read
+from glm5.cli.parser import Parser
 from glm5.common.errors import UsageError
 from glm5.config.command import Command, NoEffect, Positional
 

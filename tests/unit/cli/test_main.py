@@ -125,7 +125,7 @@ def lose_ctrl_c(*_):
 
 
 def test_ctrl_c_that_an_import_loses_ends_the_command_all_the_same(monkeypatch, capsys):
-    monkeypatch.setattr(init, "add", lambda subparsers, add=init.add: (lose_ctrl_c(), add(subparsers)))
+    monkeypatch.setattr(init, "add", lambda parser, add=init.add: (lose_ctrl_c(), add(parser)))
     monkeypatch.setattr(init, "run", lambda _args: pytest.fail("it ran"))
     assert main(["init", "--preset", "nano", "--out", "nowhere"]) == 130
     monkeypatch.setattr(serve, "read_keys", lose_ctrl_c)
@@ -134,9 +134,20 @@ def test_ctrl_c_that_an_import_loses_ends_the_command_all_the_same(monkeypatch, 
     assert capsys.readouterr().err == "\n\n"
 
 
-def test_until_ctrl_c_is_understood_little_is_imported():
-    code = "import sys; import glm5.cli.main; sys.exit('pydantic' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.mark.parametrize("argv", ["", "--help", "--version", "inspekt", "bench", "bench --help", "bench no", "--hepl"])
+def test_what_runs_no_command_imports_none_and_no_other_package(argv):
+    code = """
+import sys
+before = set(sys.modules)
+from glm5.cli.main import COMMANDS, main
+main(sys.argv[1:])
+imported = sys.modules.keys() - before
+packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"glm5"}
+commands = {f"glm5.cli.{name.replace(' ', '_')}" for name in COMMANDS} & imported
+sys.exit(f"imported: {packages | commands}" if packages | commands else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code, *argv.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_bug_is_not_hidden(monkeypatch):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from glm5.cli.flags import Parser, add_flags, read
+from glm5.cli.flags import add_flags, read
+from glm5.cli.parser import Parser
 from glm5.common.errors import UsageError
 from glm5.config.engine import EngineConfig
 from glm5.config.serve import ServeConfig

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from glm5.cli.flags import Parser, add_flags, notes, read
+from glm5.cli.flags import add_flags, notes, read
 from glm5.cli.main import parsers
+from glm5.cli.parser import Parser
 from glm5.common.errors import ConfigError, UsageError
 from glm5.config.keywords import engine_config
 from glm5.config.serve import ServeConfig
