@@ -1,0 +1,40 @@
+"""Files from elsewhere, read whole: only regular ones, and only up to a size.
+
+A checkpoint, or whoever names a file, may bring a device that never ends, a pipe that never begins or far more than
+fits into memory. All of them are refused before they are read.
+"""
+
+import os
+import stat
+
+from glm5.common.errors import CheckpointError, GlmError
+
+MIB = 2**20
+
+
+def read_bounded(path: str | os.PathLike[str], max_bytes: int, error: type[GlmError] = CheckpointError) -> bytes:
+    """The content of a regular file of at most `max_bytes` bytes.
+
+    Anything else at that path raises `error`; a file that is missing or may not be read raises OSError.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for somebody to write into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise error(f"{path} is not a regular file (a folder, a device or a pipe): put a plain file there")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(max_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > max_bytes:
+        raise error(f"{path} is larger than {_spelled(max_bytes)}, the most that is read of such a file")
+    return content
+
+
+def read_bounded_text(path: str | os.PathLike[str], max_bytes: int, error: type[GlmError] = CheckpointError) -> str:
+    """The same as text; UnicodeDecodeError where it is not UTF-8. Line ends of all systems become newlines."""
+    return read_bounded(path, max_bytes, error).decode().replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _spelled(size: int) -> str:
+    return f"{size // MIB} MiB" if size % MIB == 0 else f"{size} bytes"
