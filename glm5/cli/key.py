@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from glm5.cli.flags import add_flags, read
+from glm5.cli.folders import check_parent
 from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.config.operations import KeyConfig
@@ -17,6 +18,7 @@ def run(args: argparse.Namespace) -> int:
     settings = read(KeyConfig, args)
     from glm5.serve.keys import add_to_file
 
-    fields = settings.model_dump(exclude={"file"}, exclude_none=True)
-    out(add_to_file(Path(settings.file).expanduser(), fields))
+    path = Path(settings.file).expanduser()
+    check_parent("--file", str(path))
+    out(add_to_file(path, settings.model_dump(exclude={"file"}, exclude_none=True)))
     return 0

@@ -1,31 +1,54 @@
 """What a server is told about its callers, its limits, its end and its records; flags of `glm5 serve`."""
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from glm5.config.command import Command, Positional
 
 _Text = Annotated[str, Field(min_length=1)]
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
+_MAX_NAME = 64
+
+
+def _key_name(value: str) -> str:
+    return _checked(value, r"[\w.@-]", "letters, digits and . _ @ -")
+
+
+def _cache_salt(value: str) -> str:
+    return _checked(value, r"[^/\x00-\x1f\x7f]", "characters that can be printed, without /")
+
+
+def _checked(value: str, allowed: str, spelled: str) -> str:
+    """Raises ValueError saying what is allowed, and the first character that is not."""
+    wrong = re.sub(allowed, "", value)
+    if wrong or not 1 <= len(value) <= _MAX_NAME:
+        told = f", and {wrong[0]!r} is none of them" if wrong else f"; these are {len(value)}"
+        raise ValueError(f"1 to {_MAX_NAME} {spelled}{told}")
+    return value
+
+
+KeyName = Annotated[str, AfterValidator(_key_name)]
+CacheSalt = Annotated[str, AfterValidator(_cache_salt)]
 
 
 class KeyConfig(Command):
     """Make an API key: it is printed, and its hash added to a file for --api-keys-file of glm5 serve."""
 
-    name: Annotated[str, Positional()]
-    """Whose it is, as metrics and logs name the caller."""
+    name: Annotated[KeyName, Positional()]
+    """Whose it is, as metrics and logs name the caller: letters, digits and . _ @ -"""
     file: _Text = "keys.toml"
     """The file, made if there is none."""
     role: Literal["user", "metrics", "admin"] = "user"
     """What it opens: the API, the metrics alone, or everything."""
-    requests_per_minute: _Positive | None = None
+    requests_per_minute: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Limit of its own. Default: that of the server."""
     max_concurrency: _Count | None = None
     """Requests at the same time. Default: those of the server."""
-    cache_salt: _Text | None = None
+    cache_salt: CacheSalt | None = None
     """Share what is cached with the keys of the same salt. Default: with no other key."""
 
 

@@ -9,12 +9,14 @@
     cache_salt = "team"              # shares what is cached with the other keys that say so
 
 Keys are long and random, so a plain hash tells nothing of them. A key that is no hash comes by flag or environment.
+Two processes that add keys to one file take turns, and a reader sees the file as it was before or after.
 """
 
 import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -25,10 +27,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm5.common.atomic import atomic_write
+from glm5.common.bounded import MIB, read_bounded_text
 from glm5.common.errors import ConfigError
+from glm5.common.exclusive import exclusive
+from glm5.config.operations import CacheSalt, KeyName
 from glm5.config.refusal import first_error, refuse
 
 Role = Literal["user", "metrics", "admin"]
+MAX_FILE_BYTES = 16 * MIB  # tens of thousands of keys
+# What comes in a header: an HTTP client may send other characters in one encoding or another, or not at all.
+_SENDABLE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 class Key(BaseModel):
@@ -36,12 +44,12 @@ class Key(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Annotated[str, Field(pattern=r"^[\w.@-]{1,64}$")]
+    name: KeyName
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     role: Role = "user"
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
     max_concurrency: Annotated[int, Field(ge=1)] | None = None
-    cache_salt: Annotated[str, Field(pattern=r"^[^/]{1,64}$")] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 @dataclass(frozen=True)
@@ -74,16 +82,26 @@ def new_key() -> str:
 
 
 def plain_keys(keys: Sequence[str], role: Role, prefix: str) -> list[Key]:
-    """Keys that were given as they are. Raises ConfigError for an empty one."""
-    if not all(key.strip() for key in keys):
-        raise ConfigError(f"an API key is empty; allowed: any text, such as {new_key()}")
+    """Keys that were given as they are. Raises ConfigError for one that no client could send, and does not say it."""
+    for number, key in enumerate(keys, start=1):
+        if not key.strip():
+            raise ConfigError(f"an API key is empty; allowed: any text, such as {new_key()}")
+        if not _SENDABLE.fullmatch(key):
+            raise ConfigError(
+                f"API key {number} of the role {role} cannot be sent in a header: it has a character that is not ASCII "
+                f"or cannot be printed, or a space at an end; allowed: printable ASCII, such as {new_key()}"
+            )
     return [Key(name=f"{prefix}-{number}", sha256=hash_of(key), role=role) for number, key in enumerate(keys, start=1)]
 
 
 def read_file(path: Path) -> list[Key]:
     """The keys of a file. Raises ConfigError naming what is wrong in it, and never a key."""
+    return _parse(_text_of(path), path)
+
+
+def _text_of(path: Path) -> str:
     try:
-        return _parse(path.read_text(encoding="utf-8"), path)
+        return read_bounded_text(path, MAX_FILE_BYTES, ConfigError)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; allowed: a file of API keys (glm5 key NAME makes one)") from None
     except UnicodeDecodeError as error:
@@ -93,7 +111,7 @@ def read_file(path: Path) -> list[Key]:
 def _parse(text: str, path: Path) -> list[Key]:
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of too many digits
         raise ConfigError(f"{path} is not TOML: {error}") from None
     entries = content.pop("key", [])
     if content or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -113,8 +131,16 @@ def _parse(text: str, path: Path) -> list[Key]:
 def add_to_file(path: Path, fields: Mapping[str, Any]) -> str:
     """Make a key, and add its hash with these fields to a file, which only its owner may read. Returns the key. Raises
     ConfigError, and changes nothing then."""
+    try:
+        with exclusive(path):
+            return _add(path, fields)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another with --file") from None
+
+
+def _add(path: Path, fields: Mapping[str, Any]) -> str:
     key = new_key()
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    before = _text_of(path) if path.exists() else ""
     # Texts and numbers are written alike in JSON and TOML.
     written = {**fields, "sha256": hash_of(key)}.items()
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in written]

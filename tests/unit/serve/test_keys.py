@@ -1,9 +1,11 @@
 """Keys by their hashes: what a file may say, whose a key is, and what keeps callers apart."""
 
+import os
+
 import pytest
 
 from glm5.common.errors import ConfigError
-from glm5.serve.keys import ANYONE, KeyRing, Tenant, hash_of, new_key, plain_keys, read_file
+from glm5.serve.keys import ANYONE, MAX_FILE_BYTES, KeyRing, Tenant, hash_of, new_key, plain_keys, read_file
 from tests.support.serving import key
 
 HASH = hash_of("secret")
@@ -27,6 +29,8 @@ def test_a_file_of_keys(tmp_path):
     ("text", "message"),
     [
         ("[[key", "is not TOML"),
+        ("a = " + "[" * 100_000, "is not TOML"),
+        ("a = " + "9" * 5000, "is not TOML"),
         ("keys = []", "has ['keys']; allowed: [[key]] tables alone"),
         ("[key]\nname = 'a'", "has no list of keys; allowed: [[key]] tables alone"),
         (f"[[key]]\nname = 'a b'\nsha256 = '{HASH}'", "key 1: name: got 'a b'"),
@@ -42,6 +46,26 @@ def test_what_a_file_may_not_say(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_file(path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
+        (os.mkfifo, "is not a regular file"),
+        (os.mkdir, "is not a regular file"),
+        (lambda path: (path.touch(), os.truncate(path, MAX_FILE_BYTES + 1)), "larger than 16 MiB"),
+        (lambda path: path.write_bytes(b"\xff"), "is not TOML: 'utf-8' codec can't decode"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links; allowed: a file of API keys"),
+    ],
+)
+def test_what_is_no_file_of_keys_is_refused_and_nobody_waits(tmp_path, make, message):
+    path = tmp_path / "keys.toml"
+    make(path)
+    with pytest.raises(ConfigError) as caught:
+        read_file(path)
+    assert str(caught.value).startswith(str(path))
     assert message in str(caught.value)
 
 
