@@ -11,7 +11,7 @@ from glm5.engine.pages import PagePool
 from glm5.engine.plan import PageCopy, StepPlan, TableEntry
 from glm5.engine.prefix import PrefixTree, cache_salt
 from glm5.engine.scheduler_config import SchedulerConfig
-from glm5.engine.sequence import Sequence
+from glm5.engine.sequence import Restore, Sequence
 from glm5.engine.tiers.key import PageKey
 from glm5.engine.transfers import Transfers
 
@@ -68,14 +68,15 @@ class Holdings:
         if found.lower:
             numbers = range(found.num_matched, found.num_matched + len(found.lower))
             loads = [(number, key, seq.pages[number]) for number, key in zip(numbers, found.lower, strict=True)]
-            seq.restore = self.transfers.restore(loads, found.num_matched)
+            seq.restore = self.transfers.restore(loads, found.num_matched, is_again=seq.was_admitted)
         self._count(seq, found)
 
     def restored(self, seq: Sequence) -> None:
         """All loads of `seq` have ended: its pages up to the first that failed hold what they should."""
-        assert seq.restore is not None
-        seq.computed = seq.confirmed = seq.restore.num_good * self.config.page_size
-        seq.restore = None
+        restore, seq.restore = seq.restore, None
+        assert restore is not None
+        seq.computed = seq.confirmed = restore.num_good * self.config.page_size
+        self._count_loaded(restore)
         self.share_full_pages(seq)
 
     def grow(self, seq: Sequence, num_positions: int) -> bool:
@@ -186,15 +187,21 @@ class Holdings:
 
     def _count(self, seq: Sequence, found: Found) -> None:
         """Sequences that share a prompt are one query: the others never look."""
-        stats, size = self.tree.stats, self.config.page_size
+        stats, num_tokens = self.tree.stats, found.num_matched * self.config.page_size
         if found.donor is not None:
             return
         if seq.was_admitted:
-            stats.again_tokens += (found.num_matched + len(found.lower)) * size
+            stats.again_tokens += num_tokens
             return
         stats.queries += 1
         stats.query_tokens += len(seq.tokens)
-        stats.hit_tokens["device"] += found.num_matched * size
-        for key in found.lower:
-            stats.hit_tokens[self.transfers.tier_of[key.digest]] += size
-        stats.missed_tokens += len(seq.tokens) - (found.num_matched + len(found.lower)) * size
+        stats.hit_tokens["device"] += num_tokens
+
+    def _count_loaded(self, restore: Restore) -> None:
+        """Pages of lower tiers were found once they are here: what was damaged there, and all behind it, was not."""
+        stats, size = self.tree.stats, self.config.page_size
+        for tier in restore.tiers[: restore.num_good - restore.num_held]:
+            if restore.is_again:
+                stats.again_tokens += size
+            else:
+                stats.hit_tokens[tier] += size

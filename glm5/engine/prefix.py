@@ -50,14 +50,18 @@ class Node:
 
 @dataclass
 class PrefixStats:
-    """Since the start. A query is the first admission of a sequence; what a preempted one finds again is `again`."""
+    """Since the start. A query is the first admission of a sequence; what a preempted one finds again is `again`. What
+    lower tiers have counts as found once it is loaded."""
 
     queries: int = 0
     query_tokens: int = 0
     hit_tokens: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
-    missed_tokens: int = 0
     again_tokens: int = 0
     evicted_pages: int = 0
+
+    @property
+    def missed_tokens(self) -> int:
+        return self.query_tokens - sum(self.hit_tokens.values())
 
 
 class PrefixTree:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
-from glm5.engine.messages import Submit
+from glm5.engine.messages import Submit, Tier
 from glm5.engine.plan import EndReason
 from glm5.engine.prefix import Node
 from glm5.engine.tiers.key import PageKey
@@ -35,10 +35,14 @@ class Group:
 @dataclass(eq=False)
 class Restore:
     """Pages that a sequence waits for. `pending`: number, key and page of loads that have not begun. `num_good`: of
-    its pages from the first on, how many will hold what they should if nothing more fails."""
+    its pages from the first on, how many will hold what they should if nothing more fails; the first `num_held` do, and
+    the others come from these `tiers`. `is_again`: the sequence was admitted before, and lost its pages."""
 
     pending: deque[tuple[int, PageKey, int]]
     num_good: int
+    num_held: int
+    tiers: list[Tier]
+    is_again: bool
     num_under_way: int = 0
     copy_ids: list[int] = field(default_factory=list)
 

@@ -57,9 +57,10 @@ class Transfers:
         """One entry for every reference that a copy has."""
         return [copy.page for copies in (self._loads, self._stores) for copy in copies.values()]
 
-    def restore(self, pages: list[tuple[int, PageKey, int]], num_held: int) -> Restore:
+    def restore(self, pages: list[tuple[int, PageKey, int]], num_held: int, *, is_again: bool) -> Restore:
         """Begin to load (number in the sequence, key, page); the `num_held` pages before are there already."""
-        restore = Restore(deque(pages), num_held + len(pages))
+        tiers: list[Tier] = [self.tier_of[key.digest] for _, key, _ in pages]
+        restore = Restore(deque(pages), num_held + len(pages), num_held, tiers, is_again)
         self._restores.append(restore)
         return restore
 

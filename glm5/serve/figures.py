@@ -36,6 +36,9 @@ class Figures:
         self.queries = counter("vllm:prefix_cache_queries_total", "Prompt tokens that were looked up in the cache.")
         self.hits = counter("vllm:prefix_cache_hits_total", "Prompt tokens that were found there, in any tier.")
         self.tier_hits = counter("glm5:prefix_cache_hit_tokens_total", "Prompt tokens found in a tier.", "tier")
+        self.damaged = counter(
+            "glm5:kv_tier_damaged_pages_total", "Pages of a tier that were not what was put there: misses.", "tier"
+        )
         self.preemptions = counter("vllm:num_preemptions_total", "Times that a request lost its pages.")
         self.prompt_tokens = counter("vllm:prompt_tokens_total", "Tokens of prompts.")
         self.generated = counter("vllm:generation_tokens_total", "Tokens of answers.")
@@ -88,6 +91,9 @@ class Figures:
         self.hits.take_over(sum(cache["hit_tokens"].values()))
         for tier, tokens in cache["hit_tokens"].items():
             self.tier_hits.take_over(tokens, tier)
+        tiers = stats["tiers"] or {}
+        for tier, name in (("host", "damaged"), ("disk", "disk_damaged")):
+            self.damaged.take_over(tiers.get(name, 0), tier)
         self.preemptions.take_over(stats["preemptions"])
         self.drafts.take_over(drafts["drafted"][0] if drafts["drafted"] else 0)
         self.drafted.take_over(sum(drafts["drafted"]))

@@ -26,6 +26,7 @@ SCRIPTED_STATS = {
     "preemptions": 1,
     "pages": {"all": 200, "in_use": 50, "idle": 10},
     "prefix_cache": {"query_tokens": 1000, "hit_tokens": {"device": 300, "host": 20, "disk": 1}},
+    "tiers": {"damaged": 2, "disk_damaged": 5},
     "speculation": {"depth": 2, "drafted": [100, 80], "accepted": [90, 40]},
     "weight_version": 4,
     "is_sleeping": False,

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from glm5.engine import tiering
+from glm5.engine.prefix import cache_salt, page_keys
 from glm5.engine.scheduler_config import RestoreCost
 from glm5.engine.tiers import disk as disk_tier
 from glm5.engine.wire import Drop, ResetCacheCall
@@ -108,6 +109,22 @@ def test_damaged_files_are_misses(make, tmp_path):
     second = make(tiers=tmp_path)
     assert again(second) == 0
     assert second.core.stats()["tiers"]["disk_damaged"] > 0
+    found = second.core.stats()["prefix_cache"]
+    assert (found["query_tokens"], found["hit_tokens"]) == (30, {"device": 0, "host": 0, "disk": 0})
+    assert found["missed_tokens"] == 30
+
+
+def test_pages_behind_a_damaged_one_are_no_hits(make, tmp_path):
+    first = make(tiers=tmp_path)
+    again(first)
+    key = list(page_keys(first.prompt(30), 4, cache_salt(first.weights.identity, b"")))[3]
+    first.core.close(PATIENCE_S)
+    (file,) = tmp_path.rglob(f"{key.digest.hex()}.page")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    second = make(tiers=tmp_path)
+    assert again(second) == 12
+    assert second.core.stats()["prefix_cache"]["hit_tokens"] == {"device": 0, "host": 0, "disk": 12}
+    assert second.core.stats()["tiers"]["disk_damaged"] == 1
 
 
 def test_a_full_disk_costs_files_only(make, tmp_path, monkeypatch):

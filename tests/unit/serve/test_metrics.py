@@ -90,6 +90,7 @@ def test_the_figures_of_a_server():
         'tier="host"': 20,
         'tier="disk"': 1,
     }
+    assert values(text, "glm5:kv_tier_damaged_pages_total") == {'tier="host"': 2, 'tier="disk"': 5}
     assert values(text, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == {
         'position="0"': 90,
         'position="1"': 40,
