@@ -16,7 +16,7 @@ MAX_OPEN = 100  # requests of an open load that does not say how many
 def _split(value: Any) -> Any:
     """Names with spaces or commas between them."""
     parts = [value] if isinstance(value, str) else value
-    return [name for part in parts for name in str(part).split(",") if name]
+    return [name for part in parts for name in str(part).split(",") if name or not part]
 
 
 def _object(value: Any) -> Any:
@@ -43,7 +43,7 @@ class BenchServeConfig(Command):
     """The route: openai-chat is /v1/chat/completions, openai and vllm are /v1/completions, sglang is /generate."""
     base_url: str | None = None
     """Address of the server, http or https, in place of --host and --port."""
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    host: str = "127.0.0.1"
     """Name or address of the server."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Its port."""

@@ -34,9 +34,10 @@ class NoEffect:
 
 
 class Command(BaseModel):
-    """Base of all commands' settings: frozen, nothing unknown, documented by the strings under the fields."""
+    """Base of all commands' settings: frozen, nothing unknown, no empty text, documented by the strings under the
+    fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", str_min_length=1, use_attribute_docstrings=True)
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Flags of other tools that are none here: what to say instead."""
     more_words: ClassVar[str] = ""

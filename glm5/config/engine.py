@@ -66,7 +66,7 @@ class EngineConfig(Command):
     """Share of the GPU's memory for weights, cache and workspace; without a GPU, half this share of what is free."""
     kv_offloading_size: Annotated[float, Field(ge=0, lt=2**30)] = 0.0
     """GiB of host memory for pages that leave the device; 0: none."""
-    kv_disk_dir: Annotated[str, Field(min_length=1)] | None = None
+    kv_disk_dir: str | None = None
     """Folder for pages that leave host memory; they are found again after a restart. Default: none."""
     kv_disk_size: Annotated[float, Field(gt=0, lt=2**30)] = 10.0
     """GiB that may lie in kv_disk_dir."""

@@ -8,7 +8,6 @@ from pydantic import AfterValidator, Field, field_validator
 
 from glm5.config.command import Command, Positional
 
-_Text = Annotated[str, Field(min_length=1)]
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
 _MAX_NAME = 64
@@ -40,7 +39,7 @@ class KeyConfig(Command):
 
     name: Annotated[KeyName, Positional()]
     """Whose it is, as metrics and logs name the caller: letters, digits and . _ @ -"""
-    file: _Text = "keys.toml"
+    file: str = "keys.toml"
     """The file, made if there is none."""
     role: Literal["user", "metrics", "admin"] = "user"
     """What it opens: the API, the metrics alone, or everything."""
@@ -55,12 +54,12 @@ class KeyConfig(Command):
 class Operations(Command):
     """Keys, limits, timeouts, shutdown, logs and traces of a server."""
 
-    api_key: tuple[_Text, ...] = ()
+    api_key: tuple[str, ...] = ()
     """Keys of which clients must send one. Others on this machine can read a command line: GLM5_API_KEY in the
     environment (several with commas between) and api_keys_file are better."""
-    api_keys_file: _Text | None = None
+    api_keys_file: str | None = None
     """File of hashed keys with names, roles and limits; `glm5 key` writes it."""
-    admin_api_key: _Text | None = None
+    admin_api_key: str | None = None
     """Key for the admin routes, which nobody may use without one; better GLM5_ADMIN_API_KEY in the environment."""
     key_requests_per_minute: _Positive | None = None
     """Requests a minute of each key that has no limit of its own. Default: no limit."""
@@ -88,9 +87,9 @@ class Operations(Command):
     """Start a dead engine again, instead of ending."""
     enable_log_requests: bool = False
     """Write the text of prompts to the log. Without this no text of any request gets there."""
-    profile_dir: _Text | None = None
+    profile_dir: str | None = None
     """Folder for the traces of /start_profile. Default: it is refused."""
-    otlp_traces_endpoint: _Text | None = None
+    otlp_traces_endpoint: str | None = None
     """Send OpenTelemetry traces there, such as http://localhost:4318/v1/traces. Needs the extra `otel`."""
 
     @field_validator("otlp_traces_endpoint")

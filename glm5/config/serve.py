@@ -17,11 +17,11 @@ from glm5.config.vllm import VllmFlags
 class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     """An OpenAI-compatible server for one model."""
 
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes a free one."""
-    served_model_name: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    served_model_name: tuple[str, ...] = ()
     """Names of the model in the API. Default: MODEL as given."""
     reasoning_parser: Literal["glm45"] = "glm45"
     """Splits reasoning from the answer."""

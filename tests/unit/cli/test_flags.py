@@ -1,11 +1,12 @@
 """Flags are made from config classes, and what they say becomes a config or a refusal that names the flag."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_origin
 
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from glm5.cli.flags import add_flags, notes, read
+from glm5.cli.main import COMMANDS, parsers
 from glm5.cli.parser import Parser
 from glm5.common.errors import UsageError
 from glm5.config.command import Command, NoEffect, Positional
@@ -55,6 +56,25 @@ def parse(*argv: str, config: type[Command] = Outer) -> Command:
     add_flags(parser, config)
     parser.check_names(argv)
     return read(config, parser.parse_args(argv))
+
+
+def configs(base: type[Command] = Command) -> list[type[Command]]:
+    """Those of all commands."""
+    return [each for kind in base.__subclasses__() for each in (kind, *configs(kind)) if each not in (Outer, Inner)]
+
+
+def test_no_flag_takes_an_empty_text():
+    parsers(*COMMANDS)
+    seen = 0
+    for config in configs():
+        texts = {name: field for name, field in config.model_fields.items() if "str" in str(field.annotation)}
+        for name, field in texts.items():
+            values = [""] if get_origin(field.annotation) is tuple else ""
+            with pytest.raises(ValidationError) as caught:
+                config.model_validate({field.alias or name: values})
+            assert any(error["loc"][0] == (field.alias or name) for error in caught.value.errors()), (config, name)
+            seen += 1
+    assert seen > 100, seen
 
 
 def test_defaults_are_the_config_s_and_count_as_not_given():

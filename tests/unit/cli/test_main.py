@@ -1,5 +1,6 @@
 """The command line as a person meets it: exit codes and one-line errors."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -71,11 +72,17 @@ def test_every_command_has_help(name, capsys):
         ("generate m Hello you",
          "glm5 generate takes no 'Hello' 'you'; texts are given by  --prompt \"TEXT\"  or on standard input"),
         ("inspect m n", "glm5 inspect takes no 'n'; see  glm5 inspect --help"),
+        ("serve ''", "MODEL: got ''; allowed: a text that is not empty"),
+        ("serve m --served-model-name a ''", "--served-model-name: got ''; allowed: a text that is not empty"),
+        ("serve m --host ''", "--host: got ''; allowed: a text that is not empty"),
+        ("generate m --prompt ''", "--prompt: got ''; allowed: a text that is not empty"),
+        ("inspect ''", "SOURCE: got ''; allowed: a text that is not empty"),
+        ("train ''", "RECIPE: got ''; allowed: a text that is not empty"),
         ("serve m --port 99999", "--port: got '99999'; allowed: at most 65535"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_is_exit_code_2_and_one_line(argv, message, capsys):
-    assert main(argv.split()) == 2
+    assert main(shlex.split(argv)) == 2
     assert capsys.readouterr().err == f"glm5: error: {message}\n"
 
 
