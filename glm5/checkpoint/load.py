@@ -58,6 +58,7 @@ def load(
     lora_norm_eps: float | None = None,
     shard: Shard = WHOLE,
     on_read: Callable[[int, float], None] = lambda _num_bytes, _seconds: None,
+    on_share: Callable[[float], None] = lambda _share: None,
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Glm5:
     """The model of a checkpoint directory or hub id, in eval mode; `model.cfg` says what it became.
@@ -66,10 +67,10 @@ def load(
     (float64 product of weight and scale, rounded once). The router's selection bias is float32 always.
     `lora_norm_eps` overrides the config's. Of a `shard` the modules hold that rank's part of their weights, and nothing
     that adds up the parts (`glm5.parallel.apply` does); `model.cfg` is the whole model's. On device meta there is
-    nothing in them, and nothing is read. `on_read` is told how many bytes were read in how many seconds. `changes`:
-    keys of config.json that differ and leave every weight as it is, such as index_topk. Raises `CheckpointError` for
-    files that are damaged or do not fit the config, `ConfigError` for a bad config.json, dtype or device, and for a
-    model that cannot be dealt out to so many ranks.
+    nothing in them, and nothing is read. `on_read` is told how many bytes were read in how many seconds, and `on_share`
+    meanwhile which share of them is there. `changes`: keys of config.json that differ and leave every weight as it is,
+    such as index_topk. Raises `CheckpointError` for files that are damaged or do not fit the config, `ConfigError` for
+    a bad config.json, dtype or device, and for a model that cannot be dealt out to so many ranks.
     """
     wanted = None if dtype == "auto" else parse_dtype(dtype, special=("auto",))
     target = parse_device(device)
@@ -81,7 +82,7 @@ def load(
     _log(found, cfg)
     changed = dict(changes) if lora_norm_eps is None else {**changes, "lora_norm_eps": lora_norm_eps}
     found = replace(found, cfg=found.cfg.replace(**changed))
-    return read_model(directory, index, found, wanted, target, shard, on_read)
+    return read_model(directory, index, found, wanted, target, shard, on_read, on_share)
 
 
 def read_model(
@@ -92,6 +93,7 @@ def read_model(
     target: torch.device,
     shard: Shard = WHOLE,
     on_read: Callable[[int, float], None] = lambda _num_bytes, _seconds: None,
+    on_share: Callable[[float], None] = lambda _share: None,
 ) -> Glm5:
     """The model of `found.cfg` with the tensors of `found.specs` read into it, as `load` says; others are left
     uninitialised. `wanted`: a dtype to cast to."""
@@ -121,6 +123,7 @@ def read_model(
         stored=found.stored,
         shard=shard,
         may_map=True,
+        on_share=on_share,
     )
     seconds = time.monotonic() - began
     of = f", rank {shard.rank} of {shard.size}" if shard.size > 1 else ""
@@ -231,6 +234,7 @@ def read_weights(
     stored: Mapping[str, Stored],
     shard: Shard = WHOLE,
     may_map: bool = False,
+    on_share: Callable[[float], None] = lambda _share: None,
 ) -> int:
     """Read the weights called `names` on disk into their places in `parameters`, in the order of the files.
 
@@ -284,11 +288,13 @@ def read_weights(
             _read_or_cast_into(directory, entry, target[rows], first_row, staging)
 
     work = [piece for entry in entries for piece in _pieces(entry, spans[entry.name], num_bytes[entry.name], at_once)]
-    title, total = f"loading {directory.name}", sum(num_bytes.values())
+    title, total, num_read = f"loading {directory.name}", sum(num_bytes.values()), 0
     shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 else nullcontext()
     try:
         with ThreadPoolExecutor(num_readers(device)) as readers, shown as progress:
             for piece, _ in zip(work, readers.map(read, work), strict=True):  # an error cancels the rest
+                num_read += piece.num_bytes
+                on_share(num_read / total)
                 if progress is not None:
                     progress.update(piece.num_bytes, shard=piece.entry.file)
     finally:  # also where reading failed: what is under way would be written into memory that others have by then

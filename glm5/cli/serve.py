@@ -12,6 +12,7 @@ from glm5.cli.parser import Parser
 from glm5.common.console import out
 from glm5.common.extras import require
 from glm5.common.interrupt import held_interrupt
+from glm5.common.waits import Waits
 from glm5.config.serve import ServeConfig
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ class _Program:
         self._app: Any = None
 
     def prepare(self) -> None:
-        for name in ("glm5.checkpoint.resolve", "glm5.engine.async_engine", "glm5.serve.app"):
-            importlib.import_module(name)  # and torch and FastAPI with them
+        with Waits("importing torch and FastAPI"):
+            for name in ("glm5.checkpoint.resolve", "glm5.engine.async_engine", "glm5.serve.app", "glm5.serve.health"):
+                importlib.import_module(name)
 
     def start(self) -> "AsyncEngine":
         from glm5.engine.async_engine import AsyncEngine
@@ -94,7 +96,8 @@ class _Program:
         engine = AsyncEngine(load_llm(settings, settings.engine_config(), quantization=settings.quantization))
         engine.start()
         try:
-            warm_up(engine)
+            with Waits("waiting for a first answer"):
+                warm_up(engine)
         except BaseException:
             engine.kill()
             raise

@@ -34,6 +34,7 @@ from glm5.engine.runner import Runner
 from glm5.engine.sampling.compiling import Compiler, Vocabulary
 from glm5.engine.sampling.simulated import probability_of
 from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.startup import WEIGHTS
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.warm import warm_up
 from glm5.engine.weights import Weights, in_background
@@ -81,12 +82,14 @@ def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -
     cfg, device = ModelConfig.from_file(path), _device(start, size - 1, size)
     local_config(cfg, size)
     assert pulse is not None, "ranks need a process of their own"
+    on_progress("waiting for the ranks", 0.0)
     meeting = Meeting()
     store = meeting.open(size)
     pulse.ranks = ranks = Ranks(start, size, meeting.port, pulse)
     group = open_group(Shard(0, size), _device(start, 0, size), store, timeout_s=_MEET_SECONDS)
     read = _Read()
     model = _load(start, config, group.shard, _device(start, 0, size), on_progress, read)
+    on_progress("waiting for the ranks' weights", 0.0)
     connect(model, group)
     rate = read.by_all(group, model.device)
     parts = _parts(model, config, path, group, on_progress)
@@ -157,7 +160,7 @@ def _load(
         cores = max(1, (os.cpu_count() or 1) // shard.size)
         automatic = 1 if count_parameters(cfg).active < _ONE_THREAD else cores
         torch.set_num_threads(config.num_threads or automatic)
-    on_progress("loading weights", 0.0)
+    on_progress(WEIGHTS, 0.0)
     if config.load_format == "dummy":
         model = _dummy(start, cfg, shard, device)
     else:
@@ -168,6 +171,7 @@ def _load(
             lora_norm_eps=start.lora_norm_eps,
             shard=shard,
             on_read=(read or _Read()).note,
+            on_share=lambda share: on_progress(WEIGHTS, share),
         )
     if config.adapter is not None:
         if shard.size > 1:
@@ -176,7 +180,7 @@ def _load(
                 "glm5 merge"
             )
         logger.info("%s: merged into %d matrices", config.adapter, merge(model, config.adapter))
-    on_progress("loading weights", 1.0)
+    on_progress(WEIGHTS, 1.0)
     return model
 
 
@@ -251,6 +255,7 @@ class _Parts:
 
 def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group, on_progress: Progress) -> _Parts:
     """Everything but what talks to clients."""
+    on_progress("preparing layers and cache", 0.0)
     start_counting()
     cfg, simulated = model.cfg, config.simulate_acceptance
     depth, layout = _depth(config, cfg), _layout(config, model.dtype)

@@ -85,32 +85,33 @@ class LLM:
         check_format(engine, self.cfg)
         self.defaults = read_defaults(generation_config, self.path)
         self.tokenizer: Tokenizer | None
-        self.startup = Startup()
-        link: Link
-        if isinstance(model, (str, Path)):
-            link = ProcessLink(
-                Start(
-                    path=str(self.path),
-                    config=self.config.model_dump(),
-                    dtype=str(dtype).removeprefix("torch."),
-                    device=str(device),
-                    lora_norm_eps=lora_norm_eps,
-                    tokenizer=str(tokenizer) if isinstance(tokenizer, (str, Path)) else None,
-                    log_level=logging.getLevelName(logging.getLogger("glm5").getEffectiveLevel()),
-                    log_style=style(),
-                )
-            )
-            try:  # while the process loads the model
-                self.tokenizer = _tokenizer(tokenizer, self.path)
-            except BaseException:
-                link.kill()
-                raise
-        else:
-            self.tokenizer = _tokenizer(tokenizer, None)
-            link = InlineLink(_core_of(model, self.config, self.tokenizer))
         eos_ids = self.cfg.eos_token_id if self.defaults.eos_ids is None else self.defaults.eos_ids
-        self.client = Client(link, self.tokenizer, eos_ids=eos_ids, seed=self.config.seed, on_loading=self.startup.hear)
-        self.startup.ready()
+        with Startup() as self.startup:
+            link: Link
+            if isinstance(model, (str, Path)):
+                link = ProcessLink(
+                    Start(
+                        path=str(self.path),
+                        config=self.config.model_dump(),
+                        dtype=str(dtype).removeprefix("torch."),
+                        device=str(device),
+                        lora_norm_eps=lora_norm_eps,
+                        tokenizer=str(tokenizer) if isinstance(tokenizer, (str, Path)) else None,
+                        log_level=logging.getLevelName(logging.getLogger("glm5").getEffectiveLevel()),
+                        log_style=style(),
+                    )
+                )
+                try:  # while the process loads the model
+                    self.tokenizer = _tokenizer(tokenizer, self.path)
+                except BaseException:
+                    link.kill()
+                    raise
+            else:
+                self.tokenizer = _tokenizer(tokenizer, None)
+                link = InlineLink(_core_of(model, self.config, self.tokenizer))
+            self.client = Client(
+                link, self.tokenizer, eos_ids=eos_ids, seed=self.config.seed, on_loading=self.startup.hear
+            )
         self.max_model_len = self.client.facts.max_model_len
         sampling = ", ".join(f"{name} {value}" for name, value in self.defaults.sampling.items()) or "temperature 1.0"
         self.table = [*self.client.facts.table, ("start", str(self.startup)), ("sampling", sampling)]
