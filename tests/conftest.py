@@ -62,13 +62,26 @@ def rng(seed) -> random.Random:
 
 
 def pytest_collection_modifyitems(items):
-    """GPU tests are skipped, with the reason, where there is no GPU."""
-    if not any(item.get_closest_marker("gpu") for item in items):
-        return
+    """Tests of what is not here are skipped, with the reason."""
+    _skip_without(items, "gpu", _has_gpu, "needs a CUDA device")
+    _skip_without(items, "compiler", _has_compiler, "needs a C++ compiler")
+
+
+def _skip_without(items, marker: str, is_here, reason: str):
+    """`is_here` is asked only where a test has the marker."""
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    if marked and not is_here():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_gpu() -> bool:
     import torch
 
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    return torch.cuda.is_available()
+
+
+def _has_compiler() -> bool:
+    from glm5.kernels.native_code import find_compiler
+
+    return find_compiler() is not None

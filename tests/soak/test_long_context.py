@@ -23,7 +23,6 @@ from glm5.engine.build import build_core
 from glm5.engine.kv import PAGE_SIZE, KVCache
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import Ask, Updates
-from glm5.kernels import cpu_layer
 from tests.support.dispatch import largest_result
 from tests.support.models import random_model
 
@@ -114,13 +113,15 @@ def status(name: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's count of resident pages")
 @pytest.mark.parametrize(
-    "layers", [pytest.param("native", marks=pytest.mark.long), pytest.param("torch", marks=pytest.mark.slow)]
+    "layers",
+    [
+        pytest.param("native", marks=[pytest.mark.long, pytest.mark.compiler]),
+        pytest.param("torch", marks=pytest.mark.slow),
+    ],
 )
 def test_a_prompt_of_many_tokens(layers, rng, monkeypatch):
     if layers == "torch":
         monkeypatch.setattr(build, "use_native", lambda _model: False)
-    elif not cpu_layer.available():
-        pytest.skip("native layers need a C++ compiler")
     before, contexts = status("VmRSS"), CONTEXTS[layers]
     meter = Meter()
     assert meter.is_native == (layers == "native")

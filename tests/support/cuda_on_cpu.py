@@ -3,15 +3,13 @@ threads (cuda_on_cpu.h). What a GPU's own instructions do is taken from their do
 indices and barriers, and a GPU still has the last word."""
 
 import ctypes
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 from torch import Tensor
 
-_COMPILER = shutil.which("g++")
-needs_compiler = pytest.mark.skipif(_COMPILER is None, reason="needs g++")
+from glm5.kernels.native_code import find_compiler
+
 _SECONDS = 60
 
 
@@ -67,13 +65,14 @@ def build(
     stalls: int = 0,
 ) -> OnCpu:
     """The kernel `name` of `source`, built in `folder`."""
-    assert _COMPILER is not None
+    compiler = find_compiler()
+    assert compiler is not None, "mark the test `compiler`"
     out = folder / f"{source.stem}-{abs(hash(tuple(constants.items())))}.so"
     if not out.exists():
         options = [f"-D{constant}={value}" for constant, value in constants.items()]
         before = ["-include", str(Path(__file__).with_name(header)), "-I", str(source.parents[1])]
         subprocess.run(
-            [_COMPILER, "-O1", "-std=c++20", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", *before, "-x", "c++",
+            [compiler, "-O1", "-std=c++20", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", *before, "-x", "c++",
              *options, str(source), "-o", str(out)],
             check=True, timeout=_SECONDS,
         )  # fmt: skip

@@ -88,14 +88,14 @@ def loaded(checkpoint: Path) -> Glm5:
     return glm5.load(checkpoint, dtype="float32")
 
 
-on_both = pytest.mark.parametrize("layers", ["native", "torch"], indirect=True, scope="module")
+NATIVE = pytest.param("native", marks=pytest.mark.compiler)
+on_both = pytest.mark.parametrize("layers", [NATIVE, "torch"], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
 def layers(request):
     """What the layers of this test's engines run on."""
-    if request.param == "native" and not cpu_layer.available():
-        pytest.skip("native layers need a C++ compiler")
+    assert request.param == "torch" or cpu_layer.available()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr(build, "use_native", lambda _model: False)
@@ -172,7 +172,7 @@ WAYS = {
 
 # On torch each takes ten times as long: in `make test` those that combine most.
 ON_TORCH = ("chunks of 7", "adaptive drafts", "one by one", "all at once")
-PAIRS = [("native", way) for way in WAYS] + [
+PAIRS = [pytest.param("native", way, marks=pytest.mark.compiler) for way in WAYS] + [
     pytest.param("torch", way, marks=() if way in ON_TORCH else pytest.mark.slow) for way in WAYS
 ]
 

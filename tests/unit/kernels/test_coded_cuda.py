@@ -14,7 +14,7 @@ from glm5.kernels.coded_linear.tiling import Tiling
 from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
 from tests.support.coded import coded_case, exact_experts, random_coded
-from tests.support.cuda_on_cpu import Matrix, build, needs_compiler
+from tests.support.cuda_on_cpu import Matrix, build
 
 BUDGET = 3e-3  # the result's rounding to bfloat16: measured 1.7e-3
 CASES = [
@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize(("form", "shape"), CASES, ids=str)
 def test_agrees_with_float64(form, shape, gen, tmp_path):
     case = coded_case(*shape, form, gen)
@@ -59,7 +59,7 @@ def test_refusals(gen):
         coded_experts(case.x.bfloat16(), *case[1:], impl="cuda")
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("shape", [(1, 40, 512), (9, 16, 1152), (16, 33, 128)], ids=str)
 def test_a_linear_layer_has_the_references_bits(shape, gen, tmp_path):
     num_tokens, num_rows, width = shape
@@ -74,7 +74,7 @@ def test_a_linear_layer_has_the_references_bits(shape, gen, tmp_path):
     assert not torch.equal(got, coded_linear(x.bfloat16(), weight))
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("shape", [(17, 32, 132, 384), (33, 64, 128, 512), (128, 128, 4, 640)], ids=str)
 def test_tiles_have_the_references_bits(shape, gen, tmp_path, monkeypatch):
     num_tokens, columns, num_rows, width = shape

@@ -9,13 +9,13 @@ import torch
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.fp8_linear import cuda, cuda_rows, fp8_linear
 from glm5.testing.numerics import rel_rms
-from tests.support.cuda_on_cpu import Matrix, build, needs_compiler
+from tests.support.cuda_on_cpu import Matrix, build
 
 module = import_module("glm5.kernels.fp8_linear")
 BUDGET = 3e-3  # the result's rounding to bfloat16: measured 1.7e-3
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_agrees_with_the_reference(monkeypatch, gen, tmp_path):
     def kernel(columns, device):
         return build(cuda.SOURCE, tmp_path, "linear", {"COLS": columns, "STAGES": 2}, "hopper_on_cpu.h")
@@ -43,7 +43,7 @@ def rows_on_cpu(request, monkeypatch, tmp_path):
     monkeypatch.setattr(cuda_rows.triton_support, "multiprocessors", lambda device: 4)
 
 
-@needs_compiler
+@pytest.mark.compiler
 # Tiles of rows of several owners and of one; a stage's first use alone; groups of 16, 4 and 2 blocks.
 @pytest.mark.parametrize(("ranks", "T", "O", "D"), [(2, 160, 256, 2048), (3, 384, 512, 512), (4, 512, 256, 768)])
 def test_rows_go_to_their_ranks(rows_on_cpu, gen, ranks, T, O, D):

@@ -9,7 +9,7 @@ import torch
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.grouped_experts import cuda, grouped_experts, plan
 from glm5.testing.numerics import rel_rms
-from tests.support.cuda_on_cpu import Matrix, build, needs_compiler
+from tests.support.cuda_on_cpu import Matrix, build
 from tests.support.experts import make_experts
 
 module = import_module("glm5.kernels.grouped_experts")
@@ -40,7 +40,7 @@ def on_cpu(monkeypatch, tmp_path, gen):
     monkeypatch.setattr(cuda.triton_support, "multiprocessors", lambda device: PROGRAMS)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("T", [70, 210])
 def test_agrees_with_the_reference(on_cpu, gen, T):
     case = make_experts(T, 5, 2, 512, 256, gen).to("cpu", torch.bfloat16)
@@ -55,7 +55,7 @@ def test_agrees_with_the_reference(on_cpu, gen, T):
     assert rel_rms(got, grouped_experts(x, *case[1:5], shared=shared, impl="reference")) > BUDGET
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_waits_for_a_tile_that_another_program_is_still_with(on_cpu, gen):
     case = make_experts(20, 2, 1, 512, 384, gen).to("cpu", torch.bfloat16)
     case.expert[:] = 1  # three tasks of h, of which one program does two
@@ -64,7 +64,7 @@ def test_waits_for_a_tile_that_another_program_is_still_with(on_cpu, gen):
     assert rel_rms(terms.y[:20].double(), want) < BUDGET
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("num_pairs", [3, 2048, 5000])
 def test_plans_pairs_in_the_order_of_experts(on_cpu, gen, num_pairs):
     num_experts, block_t, num_shared = 40, 96, 7

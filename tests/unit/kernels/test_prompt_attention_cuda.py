@@ -6,7 +6,7 @@ import torch
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.prompt_attention import cuda, prompt_attention
 from glm5.testing.numerics import rel_rms
-from tests.support.cuda_on_cpu import HeadsMatrix, build, needs_compiler
+from tests.support.cuda_on_cpu import HeadsMatrix, build
 
 BUDGET = 6e-3  # of p's and the result's rounding: measured 2.6e-3
 SCALE = 0.0625
@@ -22,7 +22,7 @@ def make_case(lengths: list[int], padding: int, num_heads: int, gen: torch.Gener
     return q, kv[..., :192], rope[:, :64], v, torch.tensor(first + [T + 9] * padding, dtype=torch.int32)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("shares", [1, 2])
 @pytest.mark.parametrize(("lengths", "padding"), [([1], 0), ([270], 0), ([100, 3, 130], 20)], ids=str)
 def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, lengths, padding, shares):

@@ -9,7 +9,7 @@ from glm5.kernels.fp8_pool import Fp8Latents, LatentFormat, quantize_latents
 from glm5.kernels.sparse_mla import cuda, sparse_mla
 from glm5.kernels.sparse_mla.cuda import num_shares
 from glm5.testing.numerics import rel_rms
-from tests.support.cuda_on_cpu import build, needs_compiler
+from tests.support.cuda_on_cpu import build
 
 BUDGET = 6e-3  # of p's and the result's rounding: measured 2.4e-3 in bfloat16, 1.8e-3 in FP8
 
@@ -33,7 +33,7 @@ def test_clusters_that_do_not_fit_are_not_taken():
     assert num_shares(16, 2048, lambda shares: at_once[shares - 1], 16) == 8
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize(("is_fp8", "H", "shares"), [(False, 8, 1), (True, 8, 1), (True, 8, 3), (True, 16, 2)])
 def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, is_fp8, H, shares):
     """A step's queries, keys that are none among those selected; a query that sees nothing."""

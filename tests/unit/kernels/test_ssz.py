@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.kernels.native_code import find_compiler
 from glm5.kernels.ssz import ssz
 from tests.support.interpreter import interpreted
 from tests.support.weights import laplace
 
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 OPTS = {"lowest": -8.0, "highest": 7.0, "starts": (1.0, 0.8, 0.6, 0.45, 0.3), "steps": 2, "polish": 3}
 # (B, O, G, I): one row, many groups, a ragged last program, widths that are no power of two.
 SHAPES = [(1, 1, 1, 5), (2, 3, 4, 32), (3, 5, 1, 300), (1, 67, 2, 128)]
@@ -83,7 +81,7 @@ def test_triton_is_as_good(shape, dtype, weighted, gen):
     assert ssz(w * 0, h, **OPTS, impl="triton")[0, 0, 0] == 1
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -103,7 +101,7 @@ def test_native_is_as_good_by_any_number_of_threads(shape, dtype, weighted, gen)
         assert torch.equal(same, ssz(w, h[:1].expand_as(h), **OPTS, impl="native"))
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_native_in_float64_is_the_formula(gen):
     w, h = make((2, 3, 4, 32), True, gen)
     got, want = (ssz(w.double(), h.double(), **OPTS, impl=impl) for impl in ("native", "reference"))

@@ -19,13 +19,11 @@ from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.build import build_core
 from glm5.engine.kv import KVCache
-from glm5.kernels import cpu_layer, native_code
+from glm5.kernels import cpu_layer
 from glm5.model.native import parameters_moved, use_native
 from glm5.model.packed import PackedView
 from tests.support.cached import CachedRun, view_of
 from tests.support.models import random_model
-
-needs_compiler = pytest.mark.skipif(native_code.find_compiler() is None, reason="needs a C++ compiler")
 
 TOLERANCE, FLIPPED = 1e-4, 0.01
 ODD = {
@@ -63,7 +61,7 @@ def share_unlike(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return (error_T > TOLERANCE).double().mean().item()
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_the_torch_layers(name, seed, rng):
     cfg = CONFIGS[name]
@@ -80,7 +78,7 @@ def test_logits_are_those_of_the_torch_layers(name, seed, rng):
         assert share_unlike(run.logits(i), wanted[i]) <= FLIPPED
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_another_weight_would_show(seed):
     """The control: a tenth of one norm's weights a little off."""
     model = random_model(seed)
@@ -92,7 +90,7 @@ def test_another_weight_would_show(seed):
     assert share_unlike(CachedRun(model, [ids]).finish().logits(), wanted) > 0.5
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_drafts_are_those_of_the_torch_layers(seed, rng):
     model = random_model(seed)
     ids = torch.tensor([rng.randrange(model.cfg.vocab_size) for _ in range(120)])
@@ -109,7 +107,7 @@ def test_drafts_are_those_of_the_torch_layers(seed, rng):
     assert share_unlike(torch.cat(found), wanted) <= FLIPPED
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_a_draft_reads_the_selection_it_is_given(seed):
     model = random_model(seed)
     ids = torch.arange(1, 81)
@@ -128,7 +126,7 @@ def test_a_draft_reads_the_selection_it_is_given(seed):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_weights_may_change_in_place_and_may_move(seed):
     model, other = random_model(seed), random_model(seed + 1)
     ids = list(range(1, 40))
@@ -146,7 +144,7 @@ def test_weights_may_change_in_place_and_may_move(seed):
     assert not torch.allclose(before, wanted, atol=1e-2)
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_scores_that_are_no_numbers_stay_within_bounds(seed):
     """NaN from a broken checkpoint: a NaN answer, not another's memory."""
     model = random_model(seed)
@@ -160,8 +158,8 @@ def test_scores_that_are_no_numbers_stay_within_bounds(seed):
 @pytest.mark.parametrize(
     ("settings", "dtype", "native"),
     [
-        ({}, torch.float32, True),
-        ({"deterministic": True}, torch.float32, True),
+        pytest.param({}, torch.float32, True, marks=pytest.mark.compiler),
+        pytest.param({"deterministic": True}, torch.float32, True, marks=pytest.mark.compiler),
         ({"kv_cache_dtype": "fp8"}, torch.float32, False),
         ({"enable_return_routed_experts": True}, torch.float32, False),
         ({}, torch.bfloat16, False),
@@ -169,18 +167,15 @@ def test_scores_that_are_no_numbers_stay_within_bounds(seed):
     ids=str,
 )
 def test_what_an_engine_runs(settings, dtype, native, seed):
-    if native and native_code.find_compiler() is None:
-        pytest.skip("needs a C++ compiler")
     model = random_model(seed, dtype=dtype)
     core = build_core(model, EngineConfig(num_gpu_blocks_override=4, max_num_seqs=2, **settings))
     assert (model.model.layers[0].native is not None) == native
     assert dict(core.facts.table)["threads"].endswith("native code" if native else "torch")
 
 
+@pytest.mark.compiler
 def test_weights_of_other_shapes_are_not_read(seed):
     """Such as a rank's slices."""
-    if native_code.find_compiler() is None:
-        pytest.skip("needs a C++ compiler")
     model = random_model(seed)
     mlp = model.model.layers[0].mlp
     mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight[:, :8].contiguous())
@@ -238,7 +233,7 @@ def test_what_torch_must_not_use_is_not_compiled_for(tmp_path, monkeypatch, mach
     assert [flag for flag in told.read_text().split() if flag.startswith("-mno")] == left_out
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_what_was_compiled_is_kept_and_damage_is_survived(tmp_path):
     assert "CDLL" in build(tmp_path, os.environ["PATH"]).stdout
     (made,) = (tmp_path / ".cache" / "glm5").iterdir()
@@ -248,7 +243,7 @@ def test_what_was_compiled_is_kept_and_damage_is_survived(tmp_path):
     assert "damaged" in done.stderr
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_what_a_killed_process_had_begun_goes_in_time(tmp_path):
     kept = tmp_path / ".cache" / "glm5"
     for name, seconds in (("begun-then", 3600), ("begun-now", 0), ("other", 3600)):
@@ -260,7 +255,7 @@ def test_what_a_killed_process_had_begun_goes_in_time(tmp_path):
     assert sorted(path.name for path in kept.iterdir() if path.is_dir()) == ["begun-now", "other"]
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_a_home_that_cannot_be_written_to_is_no_obstacle(tmp_path):
     home = tmp_path / "file"
     home.write_text("")
