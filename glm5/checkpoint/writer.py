@@ -53,7 +53,8 @@ def write_shards(
         for name, shard in zip(names, shards, strict=True):
             for planned in write_file(directory / name, shard, source):
                 progress.update(planned.num_bytes, shard=name)
-    assert next(source, None) is None, "more tensors than the layout names"
+    surplus = next(source, None)  # the source may have something to do behind its last tensor
+    assert surplus is None, "more tensors than the layout names"
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}

@@ -110,7 +110,8 @@ class SharedTrainee(Trainee):
             limit = self.recipe.checkpoints.max_shard_bytes
             save_stream(tensors, cfg, folder, held=held, dtype=dtype, max_shard_bytes=limit, assets=assets)
         else:
-            assert next(tensors, None) is None
+            surplus = next(tensors, None)  # takes part until all are sent
+            assert surplus is None, f"{surplus=}"
 
     def write_state(self, store: Store, position: Position) -> None:
         self.writer.write(store, position, self._have, self.shared.optimizers)
