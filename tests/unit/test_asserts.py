@@ -1,4 +1,4 @@
-"""Under `python -O` asserts are left out, and everything else goes on: no assert in glm5 does anything that is needed."""
+"""`python -O` leaves asserts out, and everything else goes on: no assert in glm5 does anything that is needed."""
 
 import ast
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "glm5"
 EFFECTS = {
-    "add", "append", "clear", "close", "discard", "extend", "get_nowait", "next", "open", "pop", "popleft", "put", "read",
-    "readline", "recv", "release", "remove", "send", "setdefault", "unlink", "update", "wait", "write",
+    "add", "append", "clear", "close", "discard", "extend", "get_nowait", "next", "open", "pop", "popleft", "put",
+    "read", "readline", "recv", "release", "remove", "send", "setdefault", "unlink", "update", "wait", "write",
 }  # fmt: skip
 
 
