@@ -258,6 +258,20 @@ def test_ten_minutes_are_kept(page):
     assert page.run(body) == [600, 31, 900]
 
 
+def test_a_clock_that_is_set_back_begins_anew(page):
+    """The browser's: what was noted at times yet to come says nothing about now."""
+    page.open(page.url)
+    body = """
+    const { History } = await import("/page/history.js");
+    const { parseMetrics } = await import("/page/prometheus.js");
+    const history = new History();
+    const add = (t, count) => history.add(t, parseMetrics(`vllm:generation_tokens_total ${count}`));
+    for (let t = 0; t < 20; t += 1) add(4000 + t, 10 * t);
+    for (let t = 20; t < 24; t += 1) add(400 + t, 10 * t);
+    return history.samples.map((one) => [one.time, one.figures.generation]);"""
+    assert page.run(body) == [[420, None], [421, 10], [422, 10], [423, 10]]
+
+
 def test_the_text_format(page):
     page.open(page.url)
     text = (

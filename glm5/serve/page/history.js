@@ -39,11 +39,13 @@ export class History {
   add(time, metrics) {
     const state = metrics && stateOf(time, metrics);
     const last = this.states.at(-1);
-    // After a gap or a restart, what was before says nothing about now.
-    if (last && (time - last.time > MAX_GAP || (state && fell(last.counters, state.counters)))) this.states = [];
+    const isSetBack = time < this.samples.at(-1)?.time;
+    const isGap = isSetBack || (last && time - last.time > MAX_GAP);
+    // After a gap, a restart or a clock that was set back, what was before says nothing about now.
+    if (isGap || (last && state && fell(last.counters, state.counters))) this.states = [];
     if (state) this.states.push(state);
     this.states = this.states.filter((one) => one.time >= time - SHARE_WINDOW);
-    this.samples = this.samples.filter((one) => one.time > time - SPAN);
+    this.samples = isSetBack ? [] : this.samples.filter((one) => one.time > time - SPAN);
     this.samples.push({ time, figures: state ? { ...gauges(metrics), ...this.changes() } : {} });
   }
 
