@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from glm5.checkpoint.index import counted
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.shard import CODES
 from glm5.checkpoint.writer import INDEX_NAME, TensorLayout, write_shards
-from glm5.common.atomic import atomic_dir
+from glm5.common.atomic import atomic_dir, clear_leftovers
 from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs
@@ -163,14 +162,13 @@ def check_target(out_dir: Path, num_bytes: int) -> None:
                 f"{out_dir} holds {counted(other, 'other file')} that no "
                 "checkpoint has and that would be lost; give another directory"
             )
+    if theirs := clear_leftovers(out_dir):
+        names = counted([path.name for path in theirs], "folder")
+        logger.warning("%s: another save of it is running, or was killed on another machine: %s", out_dir, names)
     existing = next(path for path in (out_dir, *out_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if num_bytes > free:
         raise CheckpointError(f"{out_dir}: needs {num_bytes:,} bytes, and {free:,} are free there")
-    if leftovers := sorted(path.name for path in out_dir.parent.glob(f".{escape(out_dir.name)}.*.part")):
-        logger.warning(
-            "%s: left by a save that was killed (or is still running): %s", out_dir.parent, counted(leftovers, "folder")
-        )
 
 
 def _is_ours(path: Path) -> bool:

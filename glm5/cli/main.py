@@ -1,7 +1,7 @@
 """`glm5 COMMAND ...`: finds the command's file, parses its flags, turns errors into one line and an exit code.
 
 Exit codes: 0 done, 1 an error of files, models or requests, 2 a wrong command line, flags that the model or the machine
-does not allow among them, 130 Ctrl-C.
+does not allow among them, 130 Ctrl-C, 143 a request to end (SIGTERM).
 Only the command that is run is imported, for `glm5 --help` none; and no command imports torch before its `run`.
 """
 
@@ -19,7 +19,7 @@ from glm5 import __version__
 from glm5.cli.parser import Parser
 from glm5.common import log
 from glm5.common.errors import ConfigError, GlmError, UsageError
-from glm5.common.interrupt import held_interrupt
+from glm5.common.interrupt import held_interrupt, orderly_end
 
 # What a command does, in the words of `glm5 --help`. Its file, `bench_all.py` for "bench all", has `add(parser)`, which
 # adds its flags, and `run(args) -> exit code`. Of two words, the first is a group of commands.
@@ -156,7 +156,8 @@ def _run(argv: list[str]) -> int:
         return int(stop.code or 0) if argv else 2
     log.configure(args.log_level, args.log_format)
     try:
-        return args.run(args)
+        with orderly_end():
+            return args.run(args)
     except ConfigError as err:
         from glm5.cli.flags import blamed
 

@@ -1,19 +1,21 @@
 """Files and folders that appear whole or not at all.
 
 Written beside their target under a temporary name (so the final rename stays on one file system),
-flushed to disk, then renamed. A failure or Ctrl-C leaves what was there before.
+flushed to disk, then renamed. A failure, Ctrl-C or SIGTERM leaves what was there before. What a process that was killed
+has left of a folder goes with the next one that is written there.
 """
 
+import fcntl
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-_BEGUN = re.compile(r"\..+\.[0-9a-f]{8}\.part")
+_BEGUN = re.compile(r"\..+\.[0-9a-f]{8}\.(part|old)")
 
 
 @contextmanager
@@ -43,14 +45,49 @@ def atomic_dir(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(target)
     building = _beside(target, "part")
     building.mkdir()
     try:
-        yield building
-        _swap(building, target)
+        with _held(building):
+            yield building
+            _swap(building, target)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
+
+
+def clear_leftovers(target: Path) -> list[Path]:
+    """Take away what killed processes have left of `target`; what it was before goes back if one was killed between
+    the two renames. Returns what other processes are at, or may be: where folders cannot be locked nothing is taken."""
+    own = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(old|part)")
+    theirs: list[Path] = []
+    for path in sorted(target.parent.glob(".*"), key=lambda path: path.suffix):  # old ones first
+        if not own.fullmatch(path.name) or not path.is_dir():
+            continue
+        with suppress(FileNotFoundError), _held(path) as is_held:  # its process may come to its end meanwhile
+            if not is_held:
+                theirs.append(path)
+            elif path.suffix == ".old" and not target.exists():
+                path.replace(target)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+    return theirs
+
+
+@contextmanager
+def _held(folder: Path) -> Generator[bool, None, None]:
+    """Lock a folder, whatever it is renamed to. False where another process has, or the file system has no locks."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(held)
 
 
 def sweep(folder: Path) -> None:
@@ -68,13 +105,14 @@ def _swap(building: Path, target: Path) -> None:
         building.replace(target)
         return
     old = _beside(target, "old")
-    target.replace(old)
-    try:
-        building.replace(target)
-    except BaseException:
-        old.replace(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    with _held(target):
+        target.replace(old)
+        try:
+            building.replace(target)
+        except BaseException:
+            old.replace(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(target: Path, ending: str) -> Path:

@@ -45,6 +45,26 @@ def held_interrupt() -> Iterator[None]:
 
 
 @contextmanager
+def orderly_end() -> Iterator[None]:
+    """Inside, a request to end (SIGTERM) is a SystemExit: what was begun is taken back on the way out. A second one
+    ends the process at once. Elsewhere than in the main thread, or where somebody listens already, nothing is done."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
 def noted_interrupt(says: str = "") -> Iterator[list[int]]:
     """A list that Ctrl-C and a request to end (SIGTERM) fill, for a loop to look at between two steps. A second one
     acts at once, by whatever handler there was before. Elsewhere than in the main thread it stays empty.

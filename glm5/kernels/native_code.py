@@ -33,25 +33,25 @@ _BEGUN = "begun-"  # folders in which something is compiled
 
 
 @cache
-def library(source: Path) -> ctypes.CDLL | None:
-    """The compiled code, or None where it cannot be had; the log says why."""
+def library(source: Path, without: str) -> ctypes.CDLL | None:
+    """The compiled code, or None where it cannot be had; the log says why, and what it is to be `without`."""
     compiler, what = find_compiler(), source.parent.name
     if compiler is None:
-        logger.info("no C++ compiler found: %s runs on torch, which takes several times as long", what)
+        logger.info("no C++ compiler (c++, g++ or clang++) on the PATH, so no native code: %s", without)
         return None
     kept = Path.home() / ".cache" / "glm5" / f"{what}-{_digest(compiler, source)}.so"
     try:
         return _loaded(compiler, source, kept)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        logger.warning("%s could not be compiled with %s, torch runs it: %s", what, compiler, said[-2000:])
+        logger.warning("%s could not be compiled with %s: %s: %s", what, compiler, without, said[-2000:])
         return None
 
 
-def identity(source: Path) -> str | None:
+def identity(source: Path, without: str) -> str | None:
     """Tells this machine's native code from any that might give other bits; None where there is none."""
     compiler = find_compiler()
-    return _digest(compiler, source) if compiler is not None and library(source) is not None else None
+    return _digest(compiler, source) if compiler is not None and library(source, without) is not None else None
 
 
 def find_compiler() -> str | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from glm5.kernels.native_code import library
 
 _SOURCE = Path(__file__).parent / "ssz.cpp"
+_WITHOUT = "torch searches for scales, about four times as long"  # docs/quantize-methods.md
 
 
 def _search(number: type[ctypes.c_float] | type[ctypes.c_double]) -> type[ctypes.Structure]:
@@ -34,7 +35,7 @@ _TYPES = {
 
 def available() -> bool:
     """Whether it can run here. The first call may compile it."""
-    return library(_SOURCE) is not None
+    return library(_SOURCE, _WITHOUT) is not None
 
 
 def ssz(
@@ -47,7 +48,7 @@ def ssz(
     polish: int,
 ) -> Tensor:
     """As `reference.ssz`; sums are added up in another order, so a scale may differ in its last bits."""
-    native = library(_SOURCE)
+    native = library(_SOURCE, _WITHOUT)
     if native is None or not w_BOGI.is_cpu:
         raise ValueError(f"ssz[native] needs a C++ compiler and tensors on a CPU, got {w_BOGI.device}")
     dtype = torch.promote_types(w_BOGI.dtype, torch.float32)

@@ -12,6 +12,7 @@ from glm5 import __version__
 from glm5.cli import init, serve
 from glm5.cli import main as module
 from glm5.cli.main import COMMANDS, main
+from glm5.common.atomic import atomic_dir
 from glm5.common.errors import ConfigError, GlmError
 
 GUIDE = (
@@ -155,6 +156,21 @@ sys.exit(f"imported: {packages | commands}" if packages | commands else 0)
 """
     done = subprocess.run([sys.executable, "-c", code, *argv.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_request_to_end_leaves_nothing_half_written(monkeypatch, tmp_path):
+    folder = tmp_path / "model"
+
+    def interrupted(_args):
+        with atomic_dir(folder) as building:
+            (building / "half").write_text("")
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(init, "run", interrupted)
+    with pytest.raises(SystemExit) as left:
+        main(["init", "--preset", "nano", "--out", str(folder)])
+    assert left.value.code == 143
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bug_is_not_hidden(monkeypatch):

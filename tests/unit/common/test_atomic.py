@@ -1,11 +1,14 @@
 """Files and folders appear whole or not at all, and nothing is left behind."""
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 
 import pytest
 
-from glm5.common.atomic import atomic_dir, atomic_write
+from glm5.common.atomic import atomic_dir, atomic_write, clear_leftovers
 
 
 def test_file_appears_with_its_content_only_at_the_end(tmp_path):
@@ -61,3 +64,57 @@ def test_failed_folder_leaves_the_old_one(tmp_path, error):
         raise error
     assert os.listdir(tmp_path) == ["model"]
     assert os.listdir(target) == ["old"]
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from glm5.common import atomic
+target, moment = pathlib.Path(sys.argv[1]), sys.argv[2]
+kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+with atomic.atomic_dir(target) as building:
+    (building / "new").write_text("")
+    if moment == "between the renames":
+        rename = type(target).replace
+        type(target).replace = lambda path, to: rename(path, to) if path == target else kill()
+    if moment == "while the old one is deleted":
+        atomic.shutil.rmtree = kill
+    if moment == "while it is written":
+        kill()
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "there"),
+    [("while it is written", "old"), ("between the renames", "old"), ("while the old one is deleted", "new")],
+)
+def test_what_a_killed_process_has_left_goes_with_the_next(tmp_path, moment, there):
+    target = tmp_path / "[a] model"
+    target.mkdir()
+    (target / "old").write_text("")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(target), moment], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 2
+    assert clear_leftovers(target) == []
+    assert os.listdir(tmp_path) == [target.name]
+    assert os.listdir(target) == [there]
+
+
+def test_what_is_being_written_stays(tmp_path):
+    target = tmp_path / "model"
+    with atomic_dir(target) as first:
+        assert clear_leftovers(target) == [first]
+        with atomic_dir(target) as second:
+            (second / "file").write_text("")
+        (first / "later").write_text("")
+    assert os.listdir(tmp_path) == ["model"]
+    assert os.listdir(target) == ["later"]
+
+
+def test_other_names_are_left_alone(tmp_path):
+    folders = [".model.part", ".model.0123abcd.part.txt", ".models.0123abcd.part", ".model.x.0123abcd.old"]
+    for name in folders:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".model.0123abcd.old").write_text("a file")
+    with atomic_dir(tmp_path / "model"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == sorted([*folders, ".model.0123abcd.old", "model"])

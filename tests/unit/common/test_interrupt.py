@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from glm5.common.interrupt import noted_interrupt
+from glm5.common.interrupt import noted_interrupt, orderly_end
 
 CHILD = """
 import os, sys, time
@@ -38,3 +38,25 @@ def test_a_signal_is_told_at_once_and_a_second_one_acts(capfd):
         assert received == [signal.SIGINT]
         assert capfd.readouterr().err.strip() == "SIGINT: the step is finished first"
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_request_to_end_unwinds_and_a_second_one_acts():
+    undone = []
+    with pytest.raises(SystemExit) as left, orderly_end():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            undone.append(signal.getsignal(signal.SIGTERM))
+    assert (left.value.code, undone) == (143, [signal.SIG_DFL])
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_who_listens_already_goes_on_listening():
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
+    try:
+        with orderly_end():
+            signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -19,7 +19,7 @@ from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.build import build_core
 from glm5.engine.kv import KVCache
-from glm5.kernels import cpu_layer
+from glm5.kernels import cpu_layer, native_code
 from glm5.model.native import parameters_moved, use_native
 from glm5.model.packed import PackedView
 from tests.support.cached import CachedRun, view_of
@@ -188,6 +188,21 @@ def test_without_a_compiler_torch_runs_everything(monkeypatch, seed):
     model = random_model(seed)
     assert not use_native(model)
     assert model.model.layers[0].native is None
+
+
+def test_without_a_compiler_it_is_said_once_in_a_line(monkeypatch, caplog):
+    caplog.set_level("INFO", "glm5")
+    monkeypatch.setenv("PATH", "")
+    native_code.library.cache_clear()
+    try:
+        assert [cpu_layer.available(), cpu_layer.available(), cpu_layer.identity()] == [False, False, None]
+    finally:
+        native_code.library.cache_clear()
+    (line,) = caplog.messages
+    assert line == (
+        "no C++ compiler (c++, g++ or clang++) on the PATH, so no native code: "
+        "layers run on torch, at a third to half of the rate"
+    )
 
 
 BUILD = "from glm5.kernels import cpu_layer; print(cpu_layer.library())"
