@@ -173,6 +173,18 @@ def test_a_request_to_end_leaves_nothing_half_written(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
+    """MKL would end the process, as it cannot find torch's library."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(init, "run", lambda _args: pytest.fail("it ran"))
+    assert main(["init", "--preset", "nano", "--out", "model"]) == 1
+    assert capsys.readouterr().err == (
+        "glm5: error: the folder in which this was started is gone; cd to one that is there\n"
+    )
+
+
 def test_a_bug_is_not_hidden(monkeypatch):
     def fail(_argv):
         raise ZeroDivisionError
