@@ -155,8 +155,10 @@ def _run(argv: list[str]) -> int:
     except SystemExit as stop:  # after --help or --version; bare `glm5` shows the help and fails
         return int(stop.code or 0) if argv else 2
     log.configure(args.log_level, args.log_format)
-    if not os.path.exists(os.curdir):  # libraries would say something else, or end the process
-        raise GlmError("the folder in which this was started is gone; cd to one that is there")
+    try:
+        os.getcwd()
+    except OSError:  # libraries would say something else, or end the process
+        raise GlmError("the folder in which this was started is gone; cd to one that is there") from None
     try:
         with orderly_end():
             return args.run(args)
