@@ -47,8 +47,8 @@ def atomic_dir(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
     target.parent.mkdir(parents=True, exist_ok=True)
     clear_leftovers(target)
     building = _beside(target, "part")
-    building.mkdir()
     try:
+        building.mkdir()
         with _held(building):
             yield building
             _swap(building, target)

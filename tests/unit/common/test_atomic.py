@@ -66,6 +66,20 @@ def test_failed_folder_leaves_the_old_one(tmp_path, error):
     assert os.listdir(target) == ["old"]
 
 
+def test_an_interrupt_that_comes_with_the_folder_leaves_none(tmp_path, monkeypatch):
+    mkdir = type(tmp_path).mkdir
+
+    def interrupted(path, *given, **more):
+        mkdir(path, *given, **more)
+        if path.suffix == ".part":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(tmp_path), "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_dir(tmp_path / "model"):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
 KILLED = """
 import os, pathlib, signal, sys
 from glm5.common import atomic
