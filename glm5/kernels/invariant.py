@@ -16,6 +16,8 @@ All of it holds for one number of threads; with another, MKL may divide a produc
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import forward_only
+
 # Rows of a pass. Milliseconds of a step of nano (all layers, head, MTP layer; float32, one core, contexts of 200):
 #
 #     rows of a pass             8     16     32     64      one pass of any size, default implementations
@@ -32,12 +34,14 @@ def pass_rows(device: torch.device) -> int:
     return PASS_ROWS if device.type == "cpu" else _PASS_ROWS_GPU
 
 
+@forward_only("sigmoid[invariant]")
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x), float32 inside (float64 stays float64)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return wide.neg().exp_().add_(1.0).reciprocal_().to(x.dtype)
 
 
+@forward_only("silu[invariant]")
 def silu(x: Tensor) -> Tensor:
     """x / (1 + e^-x), float32 inside (float64 stays float64)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

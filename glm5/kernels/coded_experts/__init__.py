@@ -8,7 +8,7 @@ from glm5.kernels.coded import Coded
 from glm5.kernels.coded_experts import cuda
 from glm5.kernels.coded_experts.reference import coded_experts as _reference
 from glm5.kernels.coded_linear import refusal
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import refuse_gradient, unknown_impl
 from glm5.kernels.triton_support import chosen
 
 
@@ -35,6 +35,8 @@ def coded_experts(
     """
     if impl == "auto":
         impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA)
+    if impl == "invariant":
+        refuse_gradient("coded_experts[invariant]", x_TD, weight_TA, plus_TD)
     if impl in ("reference", "invariant"):
         out_TD = _reference(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, invariant=impl == "invariant")
         return out_TD if plus_TD is None else out_TD + plus_TD

@@ -24,6 +24,7 @@ from glm5.kernels.cpu_layer.structs import (
     Weights,
     layer_struct,
 )
+from glm5.kernels.dispatch import refuse_gradient
 
 __all__ = [
     "Constants",
@@ -100,7 +101,8 @@ def host_pool(pool_PZX: Tensor) -> HostPool:
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """x [..., I] times a contiguous weight, transposed: [..., O]. float32, no gradient."""
+    """x [..., I] times a contiguous weight, transposed: [..., O]. float32; TrainingError for a gradient."""
+    refuse_gradient("cpu_layer.linear", x, weight_OI)
     x, (num_out, width) = x.contiguous(), weight_OI.shape
     y = x.new_empty(*x.shape[:-1], num_out)
     sizes = x.numel() // width, width, num_out
@@ -109,7 +111,8 @@ def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `kernels.rms_norm`. float32, no gradient."""
+    """As `kernels.rms_norm`. float32; TrainingError where a gradient is asked for."""
+    refuse_gradient("cpu_layer.rms_norm", x, weight)
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     sizes = x.numel() // x.shape[-1], x.shape[-1]
     _native().glm5_norm(_at(x), _at(weight), *map(ctypes.c_int32, sizes), ctypes.c_float(eps), _at(y))
@@ -128,7 +131,8 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
 
 
 class CpuLayer:
-    """One layer's weights, read where they lie: they may change in place, and must not move. Not for gradients."""
+    """One layer's weights, read where they lie: they may change in place, and must not move. TrainingError
+    where a gradient is asked for."""
 
     def __init__(self, sizes: Sizes, constants: Constants, weights: Weights[Tensor]):
         self._run: Callable[..., Any] = _native().glm5_layer
@@ -140,6 +144,7 @@ class CpuLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output [T, D] and the keys that its rows read, int32 [T, index_topk], or None for all that they
         see. `turn_TR2`: cos + i sin, complex64. `selected_TK` is another layer's choice if `is_given`."""
+        refuse_gradient("a native layer", x_TD, self._weights)
         x_TD = x_TD.contiguous()
         if not is_given and not keys.sees_few:
             selected_TK = torch.empty(len(x_TD), self._top_k, dtype=torch.int32)

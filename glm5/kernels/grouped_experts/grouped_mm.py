@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.dispatch import without_gradient
+from glm5.kernels.dispatch import forward_only
 
 _ALIGNMENT = 16  # bytes, of a row of anything that torch's grouped product reads
 
@@ -25,7 +25,7 @@ def refusal(x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor 
     return None
 
 
-@without_gradient
+@forward_only("grouped_experts[grouped_mm]")
 def grouped_experts(
     x_TD: Tensor,
     gate_up_proj: Tensor | BlockScaled,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.dispatch import forward_only
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.invariant import silu
@@ -24,7 +25,7 @@ from glm5.kernels.triton_support import chosen
 _ROWS = 8
 
 
-@torch.no_grad()
+@forward_only("grouped_experts[invariant]")
 def grouped_experts(
     x_TD: Tensor,
     gate_up_proj: Tensor | BlockScaled,

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.dispatch import without_gradient
+from glm5.kernels.dispatch import forward_only
 
 MAX_PAIRS = 4  # of token and expert; beyond, experts meet several tokens at a time
 
 
-@without_gradient
+@forward_only("grouped_experts[one_by_one]")
 def grouped_experts(
     x_TD: Tensor,
     gate_up_proj: Tensor | BlockScaled,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.kernels.dispatch import forward_only
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.paging import read_pages
 
@@ -15,7 +16,7 @@ from glm5.kernels.paging import read_pages
 _TILES_CPU, _TILES = 32, 512
 
 
-@torch.no_grad()
+@forward_only("index_score[invariant]")
 def index_score(
     q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, page_table_BN: Tensor, row_T: Tensor, end_T: Tensor, *, scale: float
 ) -> Tensor:

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.kernels.dispatch import forward_only
 from glm5.kernels.invariant import sigmoid
 from glm5.kernels.router.reference import choose
 
 
-@torch.no_grad()
+@forward_only("router[invariant]")
 def router(
     x_TD: Tensor,
     weight_ED: Tensor,

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glm5.kernels.dispatch import without_gradient
+from glm5.kernels.dispatch import forward_only
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import FewQueries
 from glm5.kernels.paging import EveryRow
@@ -19,7 +19,7 @@ _GATHERED = 1 << 18  # latent values gathered at a time: 1 MB in float32, about 
 _HIDDEN = np.float32(-1e30)
 
 
-@without_gradient
+@forward_only("sparse_mla[grouped]")
 def sparse_mla(
     q_THL: Tensor,
     latent_PZL: Pool,

@@ -11,6 +11,7 @@ order in which it takes keys, sums of shares and the merge knows nothing of othe
 import torch
 from torch import Tensor
 
+from glm5.kernels.dispatch import forward_only
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.paging import key_slots, read_rows
 from glm5.kernels.triton_support import chosen
@@ -20,7 +21,7 @@ _GATHERED_CPU, _GATHERED = 1 << 18, 1 << 25
 _SHARES = 2  # of a query's keys on a GPU: programs of a pass then fill it
 
 
-@torch.no_grad()
+@forward_only("sparse_mla[invariant]")
 def sparse_mla(
     q_THL: Tensor,
     latent_PZL: Pool,
