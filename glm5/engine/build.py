@@ -35,6 +35,7 @@ from glm5.engine.sampling.compiling import Compiler, Vocabulary
 from glm5.engine.sampling.simulated import probability_of
 from glm5.engine.scheduler_config import SchedulerConfig
 from glm5.engine.startup import WEIGHTS
+from glm5.engine.shared import SharedModel
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.warm import warm_up
 from glm5.engine.weights import Weights, in_background
@@ -47,7 +48,7 @@ from glm5.kernels.triton_support import installed
 from glm5.model.direct import pin_members
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_invariant, weight_bytes, weight_kinds
-from glm5.model.native import use_native, use_torch
+from glm5.model.native import use_native
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Group, Meeting, least, open_group, store_at
 from glm5.parallel.table import WHOLE, Shard, local_config
@@ -202,7 +203,8 @@ def build_core(
     load_tokenizer: Callable[[], Tokenizer] | None = None,
     on_progress: Progress = lambda _phase, _share: None,
 ) -> EngineCore:
-    """The core of a model in memory. `source`: the folder that its weights came from.
+    """The core of a model in memory: the caller's, who may train it on (shared.py). With `source`, the folder that its
+    weights came from, it is the engine's own from now on.
 
     The tokenizer spells tokens for grammars; it is loaded by the first request that has one.
     """
@@ -211,7 +213,8 @@ def build_core(
             f"tensor_parallel_size: got {config.tensor_parallel_size}; allowed for a model in memory: 1 (or give its "
             "folder)"
         )
-    parts = _parts(model, config, source, ALONE, on_progress)
+    shared = SharedModel(model) if source is None else None
+    parts = _parts(model if shared is None else shared.model, config, source, ALONE, on_progress, shared)
     if tokenizer is not None:
         known = tokenizer
         load_tokenizer = lambda: known  # noqa: E731
@@ -253,7 +256,14 @@ class _Parts:
         )
 
 
-def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group, on_progress: Progress) -> _Parts:
+def _parts(
+    model: Glm5,
+    config: EngineConfig,
+    source: Path | None,
+    group: Group,
+    on_progress: Progress,
+    shared: SharedModel | None = None,
+) -> _Parts:
     """Everything but what talks to clients."""
     on_progress("preparing layers and cache", 0.0)
     start_counting()
@@ -266,7 +276,7 @@ def _parts(model: Glm5, config: EngineConfig, source: Path | None, group: Group,
         use_invariant(model, local_config(cfg, group.shard.size))
     pin_members(model)
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
-    weights = Weights(model, source, group.shard, made_of(config))
+    weights = Weights(model, source, group.shard, made_of(config), shared)
     # Ranks have the same keys in the same pages: the first one's are kept for all (loaded.py).
     copies = _copies(config, cache, group.shard.size, is_native=is_native) if group.shard.rank == 0 else None
     machine = "native" if is_native else model.device.type
@@ -443,10 +453,7 @@ def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group
     """Small models alone: native layers run on one thread. They tell nobody of their routing."""
     is_small = count_parameters(model.cfg).active < _ONE_THREAD
     is_plain = group.shard.size == 1 and layout == "auto" and not config.enable_return_routed_experts
-    if is_small and is_plain and use_native(model):
-        return True
-    use_torch(model)  # another engine may have had it
-    return False
+    return is_small and is_plain and use_native(model)
 
 
 def _tokens_beside(config: EngineConfig, cost: StepCost) -> int | None:

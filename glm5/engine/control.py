@@ -112,6 +112,12 @@ class Control:
             self._calls.popleft()
             self._turns = self._awaited = None
 
+    def take_changes(self, *, closely: bool) -> None:
+        """What the owner of a shared model has put into it counts as an update."""
+        if not self.level and self.weights.take_changes(self._last_version + 1, closely=closely):
+            self._last_version += 1
+            self._use_other_weights(recompute=True)
+
     def wait(self, timeout_s: float) -> None:
         """For what the present call waits for on another thread, at most `timeout_s`."""
         if self._awaited is not None:
@@ -203,12 +209,14 @@ class Control:
         version = self._last_version + 1 if call.version is None else call.version
         self._last_version = version
         self.weights.swap(staged, version)
-        self._weights_changed()
-        is_kept = call.policy == "keep"
-        self.engine.tell(SetWeights(version, recompute=not is_kept, identity=self.weights.identity))
+        self._use_other_weights(recompute=call.policy != "keep")
         if call.remove:
             shutil.rmtree(call.path, ignore_errors=True)
         return {"version": version}
+
+    def _use_other_weights(self, *, recompute: bool) -> None:
+        self._weights_changed()
+        self.engine.tell(SetWeights(self.weights.version, recompute=recompute, identity=self.weights.identity))
 
     def _reset(self) -> _Turns:
         self.engine.tell(ResetCache())

@@ -22,7 +22,7 @@ from glm5.engine.depth import AdaptiveDepth
 from glm5.engine.failure import words_of
 from glm5.engine.grammars import fill_masks
 from glm5.engine.intake import Admission, Intake, Refusal
-from glm5.engine.messages import Abort, Finish, Message, SetDepth, Submit
+from glm5.engine.messages import Abort, Finish, Message, Resume, SetDepth, Submit
 from glm5.engine.plan import Output, StepPlan
 from glm5.engine.profiling import Profiling
 from glm5.engine.replies import PromptReport, Reply, note_prompts
@@ -150,6 +150,8 @@ class EngineCore:
     def step(self) -> list[ToClient]:
         """One turn. Waits for the device as long as a step takes, for anything else at most `PATIENCE_S`."""
         self._hear()
+        begins = any(isinstance(message, Submit | Resume) for message in self._messages)
+        self.control.take_changes(closely=begins)
         plan = self._plan()
         self._launch(plan)
         num_unread = 1 if self.config.launch_ahead and plan.items else 0

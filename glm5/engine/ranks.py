@@ -288,6 +288,9 @@ class RankedWeights:
         self._ranks.tell(Swap(version))
         self._mine.swap(staged, version)
 
+    def take_changes(self, version: int, *, closely: bool) -> bool:
+        return False  # ranks share no model with anybody
+
     def check_source(self) -> None:
         self._mine.check_source()
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
 from glm5.common.errors import RequestError
 from glm5.engine.memory import taking_back
+from glm5.engine.shared import SharedModel
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import WHOLE, Shard
 
@@ -56,6 +57,11 @@ class WeightSource(Protocol):
         """Give memory back, as far as the level of sleep says; bytes."""
         ...
 
+    def take_changes(self, version: int, *, closely: bool) -> bool:
+        """Whether the owner of a shared model has put other weights into it: they are those of `version` then.
+        `closely`: as `SharedModel.has_changed`. Raises ConfigError where they became another model's."""
+        ...
+
     def restore(self) -> bool:
         """Bring them back. Whether they are other weights than before (`version` and `identity` say which). A GlmError
         leaves them given back."""
@@ -64,10 +70,18 @@ class WeightSource(Protocol):
 
 class Weights:
     """The weights of `model`. `source`: the folder that they were loaded from, None if they came from memory. `shard`:
-    the part of them that it has. `made_of`: what else than that folder's files they follow from, if anything."""
+    the part of them that it has. `made_of`: what else than that folder's files they follow from, if anything. `shared`:
+    whose weights these are, if they are another's; that model's memory is not given back, and updates reach it."""
 
-    def __init__(self, model: Glm5, source: Path | None, shard: Shard = WHOLE, made_of: bytes = b""):
-        self.model, self.source, self.shard, self.made_of = model, source, shard, made_of
+    def __init__(
+        self,
+        model: Glm5,
+        source: Path | None,
+        shard: Shard = WHOLE,
+        made_of: bytes = b"",
+        shared: SharedModel | None = None,
+    ):
+        self.model, self.source, self.shard, self.made_of, self.shared = model, source, shard, made_of, shared
         self.version = 0
         self.identity = uuid4().bytes if source is None else identity_of(source)
         if made_of:
@@ -81,8 +95,17 @@ class Weights:
         return in_background(lambda: stage(self.model, folder, self.shard), "glm5-weights")
 
     def swap(self, staged: Staged, version: int) -> None:
-        replace(self.model, staged)
+        replace(self.model if self.shared is None else self.shared.theirs, staged)
+        if self.shared is not None:
+            self.shared.take()
         self.version, self.identity = version, uuid4().bytes
+
+    def take_changes(self, version: int, *, closely: bool) -> bool:
+        if self.shared is None or not self.shared.has_changed(closely=closely):
+            return False
+        self.shared.take()
+        self.version, self.identity = version, uuid4().bytes
+        return True
 
     def check_source(self) -> None:
         if self.source is None:
@@ -98,7 +121,7 @@ class Weights:
     def release(self, level: int) -> int:
         """Level 1 moves weights on a GPU to host memory, level 2 drops them to be read from their folder again."""
         num_bytes = 0
-        if level == 1 and self.model.device.type == "cpu":
+        if self.shared is not None or (level == 1 and self.model.device.type == "cpu"):
             return num_bytes
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if name not in self._shapes:

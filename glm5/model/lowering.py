@@ -13,6 +13,7 @@ from glm5.model.glm5 import Glm5
 from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
 from glm5.model.mlp import MLP
 from glm5.model.moe import Router
+from glm5.model.mtp import Rotation
 
 # Widths of rows that are multiplied with something.
 _WIDTHS = (
@@ -41,6 +42,22 @@ def use_coded(model: Glm5, forms: Mapping[str, Form]) -> None:
     """Replace `Linear` and `Experts` modules by those that hold codes of a form, by name; likewise."""
     for name, form in forms.items():
         _replace(model, name, lambda path, module, form=form: _coded_form(path, module, form))
+
+
+def empty_like(model: Glm5) -> Glm5:
+    """A model of the same config and the same weight formats, with nothing in it: on the meta device."""
+    kinds = dict(model.named_modules())
+    with torch.device("meta"):
+        empty = Glm5(model.cfg)
+        use_block_scaled(
+            empty, [name for name, kind in kinds.items() if isinstance(kind, BlockScaledLinear | BlockScaledExperts)]
+        )
+        use_coded(
+            empty, {name: kind.form for name, kind in kinds.items() if isinstance(kind, CodedLinear | CodedExperts)}
+        )
+        if any(isinstance(kind, Rotation) for kind in kinds.values()):
+            empty.mtp.turn()
+    return empty
 
 
 def _replace(model: Glm5, name: str, form_of: Callable[[str, torch.nn.Module], torch.nn.Module]) -> None:

@@ -39,12 +39,6 @@ def use_native(model: Glm5) -> bool:
     return True
 
 
-def use_torch(model: Glm5) -> None:
-    """Run layers as torch operations again. (Norms and products around them stay native: nobody listens to those.)"""
-    for layer in _layers(model):
-        layer.native = None
-
-
 def parameters_moved(model: Glm5) -> None:
     """To be called when parameters may lie elsewhere in memory than before."""
     if any(layer.native is not None for layer in _layers(model)):

@@ -92,6 +92,9 @@ class FakeWeights:
     def swap(self, staged: int, version: int) -> None:
         self.number, self.version, self.identity = staged, version, f"{staged} of update {version}".encode()
 
+    def take_changes(self, version: int, *, closely: bool) -> bool:
+        return False
+
     def check_source(self) -> None:
         if not self.has_source:
             raise RequestError("came from memory")

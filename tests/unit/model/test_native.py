@@ -169,7 +169,8 @@ def test_scores_that_are_no_numbers_stay_within_bounds(seed):
 def test_what_an_engine_runs(settings, dtype, native, seed):
     model = random_model(seed, dtype=dtype)
     core = build_core(model, EngineConfig(num_gpu_blocks_override=4, max_num_seqs=2, **settings))
-    assert (model.model.layers[0].native is not None) == native
+    assert (core.runner.model.model.layers[0].native is not None) == native
+    assert model.model.layers[0].native is None  # the caller's
     assert dict(core.facts.table)["threads"].endswith("native code" if native else "torch")
 
 
