@@ -70,6 +70,10 @@ def merge(
         problems.append(f"{source}: {counted(twice, 'tensor')} stored twice")
     elif lost:
         problems.append(f"{source}: {counted(lost, 'tensor')} not where {INDEX_NAME} says")
+    of_save = {held[0].save: file for file, held in by_file.items() if held}
+    if len(of_save) > 1:
+        first, second = sorted(of_save.values())[:2]
+        problems.append(f"{source}: {first} and {second} are of different saves, perhaps of two steps; copy one whole")
     return ShardIndex(source, entries, tuple(files), tuple(problems))
 
 

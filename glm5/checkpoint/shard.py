@@ -37,13 +37,15 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
+SAVE_KEY = "glm5_save"  # among the metadata of a file that is one of several
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 MAX_READ_BYTES = 1 << 30  # Linux reads at most 2**31 - 4096 bytes a call
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor is stored. `start` and `stop` are byte offsets in the file; `dtype` is safetensors' code."""
+    """Where one tensor is stored. `start` and `stop` are byte offsets in the file; `dtype` is safetensors' code; `save`
+    names the save that wrote the file, where it says so."""
 
     name: str
     dtype: str
@@ -51,6 +53,7 @@ class TensorEntry:
     file: str
     start: int
     stop: int
+    save: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -98,8 +101,9 @@ def parse_header(raw: bytes, file: str, data_start: int, where: object) -> list[
         header = json.loads(raw, object_pairs_hook=unique_keys)
         if not isinstance(header, dict):
             raise ValueError("it is no JSON object")
-        header.pop("__metadata__", None)
-        entries = [_entry(name, value, file, data_start) for name, value in header.items()]
+        metadata = header.pop("__metadata__", None)
+        save = metadata.get(SAVE_KEY) if isinstance(metadata, dict) else None
+        entries = [_entry(name, value, file, data_start, save) for name, value in header.items()]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{where}: corrupt: the header cannot be understood ({error}); fetch it again") from None
     entries.sort(key=lambda entry: (entry.start, entry.stop))
@@ -113,7 +117,7 @@ def parse_header(raw: bytes, file: str, data_start: int, where: object) -> list[
     return entries
 
 
-def _entry(name: str, value: Any, file: str, data_start: int) -> TensorEntry:
+def _entry(name: str, value: Any, file: str, data_start: int, save: str | None) -> TensorEntry:
     code, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if not isinstance(code, str):
         raise ValueError(f"{name}: the dtype must be a name, got {code!r:.60}")
@@ -121,7 +125,7 @@ def _entry(name: str, value: Any, file: str, data_start: int) -> TensorEntry:
         raise ValueError(f"{name}: shape and offsets must be whole numbers")
     if code in ITEM_BYTES and stop - start != math.prod(shape) * ITEM_BYTES[code]:
         raise ValueError(f"{name}: {stop - start} bytes for {code} of shape {list(shape)}")
-    return TensorEntry(name, code, shape, file, data_start + start, data_start + stop)
+    return TensorEntry(name, code, shape, file, data_start + start, data_start + stop, save)
 
 
 def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.shard import DTYPES, ITEM_BYTES
+from glm5.checkpoint.shard import DTYPES, ITEM_BYTES, SAVE_KEY
 from glm5.common.progress import Progress
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -43,15 +44,16 @@ def write_shards(
 ) -> None:
     """Write `tensors`, which come in the order of `layout`, as shards of at most `max_shard_bytes` plus the index.
 
-    One file without index when all fit. A tensor larger than the limit gets a shard of its own.
+    One file without index when all fit. A tensor larger than the limit gets a shard of its own. Each of several files
+    names the save that they belong to, so that shards of two saves are never taken for one model's (index.py).
     """
     shards = split_shards(layout, max_shard_bytes)
     total_bytes = sum(tensor.num_bytes for tensor in layout)
     names = [shard_name(i, len(shards)) for i in range(len(shards))]
-    source = iter(tensors)
+    source, save = iter(tensors), uuid4().hex if len(shards) > 1 else None
     with Progress(total=total_bytes, unit="B", desc=desc) as progress:
         for name, shard in zip(names, shards, strict=True):
-            for planned in write_file(directory / name, shard, source):
+            for planned in write_file(directory / name, shard, source, save):
                 progress.update(planned.num_bytes, shard=name)
     surplus = next(source, None)  # the source may have something to do behind its last tensor
     assert surplus is None, "more tensors than the layout names"
@@ -61,10 +63,13 @@ def write_shards(
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_file(path: Path, layout: Sequence[TensorLayout], tensors: Iterator[Tensor]) -> Iterator[TensorLayout]:
-    """Write one file, taking the tensors of `layout` in its order; yields each as it is written. Flushed to disk."""
+def write_file(
+    path: Path, layout: Sequence[TensorLayout], tensors: Iterator[Tensor], save: str | None = None
+) -> Iterator[TensorLayout]:
+    """Write one file, taking the tensors of `layout` in its order; yields each as it is written. Flushed to disk.
+    `save`: the name of the save that it is a part of."""
     with path.open("wb") as file:
-        offsets = _write_header(file, layout)
+        offsets = _write_header(file, layout, save)
         for planned in layout:
             _write_tensor(file, offsets[planned.name], planned, next(tensors))
             yield planned
@@ -90,9 +95,10 @@ def shard_name(shard_idx: int, num_shards: int) -> str:
     return SINGLE_NAME if num_shards == 1 else f"model-{shard_idx + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
-def _write_header(file: IO[bytes], shard: Sequence[TensorLayout]) -> dict[str, int]:
+def _write_header(file: IO[bytes], shard: Sequence[TensorLayout], save: str | None) -> dict[str, int]:
     """Write the header and size the file; returns the file offset of each tensor."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    metadata = {"format": "pt"} if save is None else {"format": "pt", SAVE_KEY: save}
+    header: dict[str, object] = {"__metadata__": metadata}
     starts: dict[str, int] = {}
     position = 0
     for tensor in sorted(shard, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):
