@@ -17,6 +17,7 @@ _FIELDS = {
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
 
@@ -54,8 +55,6 @@ def read_defaults(generation_config: str | Path, checkpoint: Path | None) -> Gen
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}; expected a JSON object")
-    if raw.get("repetition_penalty", 1.0) != 1.0:
-        logger.warning("%s: repetition_penalty %s is not supported and ignored", path, raw["repetition_penalty"])
     sampling = {ours: raw[theirs] for theirs, ours in _FIELDS.items() if raw.get(theirs) is not None}
     try:
         SamplingParams(**sampling)

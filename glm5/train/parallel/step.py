@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm5.common.errors import TrainingError
 from glm5.config.step import LossConfig
 from glm5.model.packed import PackedView
 from glm5.train.batch import Batch
@@ -73,7 +74,9 @@ class SharedStep(Step):
         take_gradients(self.model, self.optimizers.named)
 
     def _everywhere(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over all ranks of the losses that any of them has."""
+        """Sums over all ranks of the losses that any of them has; they are told by their place in LOSSES."""
+        if unknown := sorted(losses.keys() - set(LOSSES)):
+            raise TrainingError(f"loss {unknown[0]!r} cannot be added up over ranks; allowed: {', '.join(LOSSES)}")
         sums = torch.zeros(2, len(LOSSES), dtype=torch.float64, device=self.team.device)
         for i, name in enumerate(LOSSES):
             if name in losses:
