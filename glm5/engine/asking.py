@@ -11,13 +11,13 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import MissingExtra, RequestError
 from glm5.common.plain import plain, plain_list
 from glm5.engine.messages import Submit
-from glm5.engine.sampling.params import MAX_STOP_IDS, SamplingParams
+from glm5.engine.sampling.params import MAX_STOP_IDS, SamplingParams, answer_seeds
 from glm5.engine.sampling.words import bad_word_ids
 from glm5.engine.scheduler_config import SchedulerConfig
 from glm5.engine.wire import Ask, Facts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-_SEEDS = 2**64
+
 _BYTES = (bytes, bytearray, memoryview)  # sequences of integers that are no token ids
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -176,7 +176,7 @@ class Asker:
     def write(
         self, seq_ids: tuple[int, ...], seed: int, prompt_ids: Sequence[int], params: SamplingParams, options: Options
     ) -> Ask:
-        """The message for a request that was checked. `seed` is the first answer's; those of the others count up."""
+        """The message for a request that was checked. `seed`: see `answer_seeds`."""
         encode = None if self.tokenizer is None else self.tokenizer.encode
         starts_after, not_before = self._starts_after(prompt_ids, params, options), options.not_before
         depth = options.num_speculative_tokens
@@ -187,7 +187,7 @@ class Asker:
             seq_ids=seq_ids,
             prompt_ids=list(prompt_ids),
             params=self._plain(params, prompt_ids),
-            seeds=tuple((seed + i) % _SEEDS for i in range(params.n)),
+            seeds=tuple(answer_seeds(seed, params.n)),
             max_tokens=self._max_tokens(prompt_ids, params),
             stop_ids=tuple(sorted(self._stop_ids(params))),
             bad_words=bad_word_ids(params.bad_words, encode) if params.bad_words and encode is not None else (),

@@ -77,7 +77,7 @@ class Growing:
     def _entry(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The token itself first, then the likeliest."""
         spell = self._spell
-        found = {entry.token_id: Logprob(entry.logprob, entry.rank, spell(entry.token_id))}
-        for rank, (token_id, logprob) in enumerate(entry.likeliest, start=1):
-            found.setdefault(token_id, Logprob(logprob, rank, spell(token_id)))
+        found = {entry.token_id: Logprob(entry.logprob, entry.rank, spell(entry.token_id), entry.tempered)}
+        for rank, (token_id, logprob, tempered) in enumerate(entry.likeliest, start=1):
+            found.setdefault(token_id, Logprob(logprob, rank, spell(token_id), tempered))
         return found

@@ -18,11 +18,16 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Logprob(NamedTuple):
-    """Natural log probability of a token before temperature, and its rank among all tokens (1 = likeliest)."""
+    """Natural log probability of a token as the model has it, and its rank among all tokens (1 = likeliest).
+
+    Beside vLLM's fields: `tempered`, that of the distribution that was drawn from, -inf where it had no such token; of
+    a prompt's token, at the request's temperature (sampling/logprobs.py).
+    """
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    tempered: float | None = None
 
 
 class Piece(NamedTuple):
@@ -39,8 +44,8 @@ class Delta(msgspec.Struct, frozen=True):
     certain, by token. `stop_reason` is the stop string or stop token id that ended it, None for end of text. `index`:
     which of the request's n answers. `version`: of the weights that computed the tokens.
 
-    Where asked for: `logprobs`, and `tempered_logprobs` at the temperature, of each token; `prompt_logprobs`, on one
-    delta of the request, of the prompt's tokens but the first; `routed_experts`, as the wire has them.
+    Where asked for: `logprobs` of each token, and `tempered_logprobs`, of what it was drawn from; `prompt_logprobs`, on
+    one delta of the request, of the prompt's tokens but the first; `routed_experts`, as the wire has them.
 
     `arrived`: when, by the monotonic clock. `queued_s`, on an answer's first delta: its wait for a first step.
     """
@@ -68,9 +73,9 @@ class Delta(msgspec.Struct, frozen=True):
 class CompletionOutput:
     """One answer: text without what stopped it, its token ids with, and why it ended.
 
-    Beside vLLM's fields: `tempered_logprobs` of the tokens at the sampling temperature, and `weight_versions`, one a
-    token. `routed_experts`: int16 [tokens, MoE layers, A] of prompt and answer without its last token, which is never
-    computed; -1 where a token was not.
+    Beside vLLM's fields: `tempered_logprobs` of the tokens in the distribution that they were drawn from, and
+    `weight_versions`, one a token. `routed_experts`: int16 [tokens, MoE layers, A] of prompt and answer without its
+    last token, which is never computed; -1 where a token was not.
     """
 
     index: int

@@ -156,12 +156,14 @@ class _Entries:
     rank: Sequence[int]
     likeliest: Sequence[list[int]]
     likeliest_logprob: Sequence[list[float]]
+    likeliest_tempered: Sequence[list[float]]
 
     def of(self, token_ids: list[int], first: int, num_likeliest: int) -> list[TokenLogprobs]:
         """Entries of the rows from `first` on, one a token."""
         entries: list[TokenLogprobs] = []
         for row, token_id in enumerate(token_ids, start=first):
-            best = zip(self.likeliest[row][:num_likeliest], self.likeliest_logprob[row][:num_likeliest], strict=True)
+            columns = self.likeliest[row], self.likeliest_logprob[row], self.likeliest_tempered[row]
+            best = zip(*(column[:num_likeliest] for column in columns), strict=True)
             entries.append(TokenLogprobs(token_id, self.logprob[row], self.tempered[row], self.rank[row], list(best)))
         return entries
 
@@ -173,6 +175,7 @@ def _entries(found: Logprobs) -> _Entries:
         found.rank_R.tolist(),
         found.likeliest_RN.tolist(),
         found.likeliest_logprob_RN.tolist(),
+        found.likeliest_tempered_RN.tolist(),
     )
 
 

@@ -291,7 +291,8 @@ class Runner:
         if plan.bucket is not None and plan.bucket.decodes_only:
             return out
         for item, first in _first_rows(plan):
-            wanted = specs[item.seq_id].params.prompt_logprobs
+            params = specs[item.seq_id].params
+            wanted, temperature = params.prompt_logprobs, 0.0 if params.greedy else params.temperature
             count = min(item.start + item.num_rows, specs[item.seq_id].num_prompt - 1) - item.start
             if item.kind == "decode" or wanted is None or count < 1:
                 continue
@@ -301,7 +302,9 @@ class Runner:
             for begin in range(0, count, _PROMPT_ROWS):
                 span = slice(first + begin, first + min(begin + _PROMPT_ROWS, count))
                 logits_NW = self.passes.logits(_filled(hidden_RD[span], self.passes))[: span.stop - span.start]
-                parts.append(self.sampler.logprobs(logits_NW, next_N[begin : begin + _PROMPT_ROWS], wanted))
+                parts.append(
+                    self.sampler.logprobs(logits_NW, next_N[begin : begin + _PROMPT_ROWS], wanted, temperature)
+                )
             out[item.seq_id] = PromptLogprobs(next_N, Logprobs.joined(parts), wanted)
         return out
 

@@ -155,13 +155,14 @@ ToEngine = (
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of one token in float32: without temperature and with it, its rank, and the likeliest."""
+    """Log-probabilities of one token in float32: the model's own, that of the distribution it was drawn from, its rank,
+    and both of the likeliest (sampling/logprobs.py)."""
 
     token_id: int
     logprob: float
     tempered: float
     rank: int
-    likeliest: list[tuple[int, float]] = []
+    likeliest: list[tuple[int, float, float]] = []
 
 
 class RoutedExperts(msgspec.Struct, array_like=True):

@@ -68,9 +68,9 @@ class Step:
     """What one step added to answer `index`; joined steps are the answer.
 
     `token_ids` are all new tokens, the one that ended the answer included. `logprobs`: a row for each of them, if asked
-    for; `tempered_logprobs` likewise, at the temperature. `prompt_logprobs`: on one step of the request, of the
-    prompt's tokens but the first. `finish_reason` is on the last step of each index: "stop", "length", "tool_calls", or
-    "abort" where somebody else ended it. `version`: of the weights.
+    for. `prompt_logprobs`: on one step of the request, of the prompt's tokens but the first. `finish_reason` is on the
+    last step of each index: "stop", "length", "tool_calls", or "abort" where somebody else ended it. `version`: of the
+    weights.
     """
 
     index: int
@@ -80,7 +80,6 @@ class Step:
     prompt_logprobs: Sequence[LogprobRow] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    tempered_logprobs: Sequence[float] = ()
     routed_experts: RoutedExperts | None = None
     version: int = 0
 
@@ -142,7 +141,6 @@ class _Reading:
             prompt_logprobs=delta.prompt_logprobs,
             finish_reason="tool_calls" if reason == "stop" and answer.has_called else reason,
             stop_reason=delta.stop_reason,
-            tempered_logprobs=delta.tempered_logprobs,
             routed_experts=delta.routed_experts,
             version=delta.version,
         )

@@ -76,8 +76,7 @@ def _prepare(body: GenerateBody, service: Service) -> tuple[list[Job], Answers, 
         # In SGLang a higher number goes first.
         more = Options(priority=-body.priority, cache_salt=salt, routed_experts=body.return_routed_experts)
         jobs.append(Job(name, ids, params, more, names=known_as | {"routed_experts": "return_routed_experts"}))
-        temperature = 1.0 if params.greedy else params.temperature
-        told = Asked(name, ids, wants, temperature, hides=sampling.max_new_tokens == 0)
+        told = Asked(name, ids, wants, hides=sampling.max_new_tokens == 0)
         asked.append(
             replace(
                 told,

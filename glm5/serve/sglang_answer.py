@@ -8,6 +8,7 @@ chunks before it would take as long to write as all of them: what may grow long 
 
 import base64
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +29,11 @@ class Asked:
     """A prompt, and what is to be told of its answers. `shows` None: text is not told in log-probabilities.
 
     `hides`: the answer is not told, as none was asked for. `experts_from`: the first token whose experts are told.
-    `temperature`: of what is drawn, 1 where the likeliest is taken.
     """
 
     id: str
     prompt_ids: Sequence[int]
     wanted: Wanted
-    temperature: float
     shows: Tokenizer | None = None
     hides: bool = False
     experts_from: int | None = None
@@ -119,11 +118,10 @@ class Growing:
             return
         drawn: list[str] = []
         likeliest: list[str] = []
-        for token_id, row, tempered in zip(step.token_ids, step.logprobs, step.tempered_logprobs, strict=True):
-            drawn.append(_triple(tempered, token_id, asked.shows))
+        for token_id, row in zip(step.token_ids, step.logprobs, strict=True):
+            drawn.append(_triple(row[token_id].tempered, token_id, asked.shows))
             if asked.wanted.num_likeliest:
-                told = _tempered(row, token_id, tempered, asked.temperature)
-                likeliest.append(_likeliest(told, row, asked))
+                likeliest.append(_likeliest(row, asked))
         self._logprobs = _longer(self._logprobs, drawn)
         self._likeliest = _longer(self._likeliest, likeliest)
 
@@ -208,26 +206,22 @@ def _of_prompt(asked: Asked, rows: Sequence[LogprobRow]) -> dict[str, str]:
     triples = [_triple(None, token_id, asked.shows) for token_id in ids[:1]]
     likeliest = ["null" for _ in ids[:1]]
     for token_id, row in zip(ids[1:], rows[start:], strict=True):
-        triples.append(_triple(row[token_id].logprob, token_id, asked.shows))
+        triples.append(_triple(row[token_id].tempered, token_id, asked.shows))
         if wanted.num_likeliest:
-            likeliest.append(_likeliest({other: found.logprob for other, found in row.items()}, row, asked))
+            likeliest.append(_likeliest(row, asked))
     told = {"input_token_logprobs": f"[{', '.join(triples)}]"}
     return told | ({"input_top_logprobs": f"[{', '.join(likeliest)}]"} if wanted.num_likeliest else {})
 
 
-def _tempered(row: LogprobRow, token_id: int, tempered: float, temperature: float) -> dict[int, float]:
-    """A row at the temperature, where one of its values is known there: they all have the same divisor."""
-    drawn = row[token_id].logprob
-    return {other: tempered + (found.logprob - drawn) / temperature for other, found in row.items()}
-
-
-def _likeliest(values: Mapping[int, float], row: Mapping[int, Logprob], asked: Asked) -> str:
+def _likeliest(row: Mapping[int, Logprob], asked: Asked) -> str:
     best = sorted(row, key=lambda token_id: row[token_id].rank)[: asked.wanted.num_likeliest]
-    return f"[{', '.join(_triple(values[token_id], token_id, asked.shows) for token_id in best)}]"
+    return f"[{', '.join(_triple(row[token_id].tempered, token_id, asked.shows) for token_id in best)}]"
 
 
 def _triple(value: float | None, token_id: int, shows: Tokenizer | None) -> str:
-    return json.dumps([value, token_id, None if shows is None else shows.decode([token_id])])
+    """JSON has no infinity: null is of a token that could not be drawn."""
+    said = None if value is None or math.isinf(value) else value
+    return json.dumps([said, token_id, None if shows is None else shows.decode([token_id])])
 
 
 def _longer(joined: str, more: Iterable[str]) -> str:

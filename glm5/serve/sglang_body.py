@@ -177,7 +177,8 @@ class GenerateBody(Body):
         Any, Field(json_schema_extra={"anyOf": [_SAMPLING, {"type": "array", "items": _SAMPLING}]})
     ] = {}
     return_logprob: Annotated[Any, Field(json_schema_extra=_FLAG)] = False
-    """Of tokens that were drawn: at their temperature, as a trainer needs them. Of the prompt: without."""
+    """Of drawn tokens: of the distribution that they come from, as a trainer needs them. Of the prompt: at the
+    temperature."""
     logprob_start_len: Annotated[Any, Field(json_schema_extra=_NUMBER)] = -1
     top_logprobs_num: Annotated[Any, Field(json_schema_extra=_NUMBER)] = 0
     return_text_in_logprobs: bool = False

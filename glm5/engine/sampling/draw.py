@@ -34,17 +34,36 @@ class DrawParams:
     seed_R: Tensor
 
 
-def draw(logits_RW: Tensor, position_R: Tensor, params: DrawParams, *, min_p: bool, head: bool) -> Tensor:
-    """Token ids [R]. `min_p`, `head`: whether any row has a min_p, or a top_k or top_p: else that work is skipped."""
-    greedy_R = params.temperature_R == 0
+def kept(logits_RW: Tensor, params: DrawParams, *, min_p: bool, head: bool) -> Tensor:
+    """z of what is kept, -inf elsewhere. `min_p`, `head`: whether any row has a min_p, or a top_k or top_p: else that
+    work is skipped."""
     z_RW = logits_RW - logits_RW.amax(dim=-1, keepdim=True)
-    z_RW /= torch.where(greedy_R, 1.0, params.temperature_R)[:, None]
+    z_RW /= divisor(params.temperature_R)[:, None]
     if min_p:
         z_RW.masked_fill_(z_RW < params.log_min_p_R[:, None], -torch.inf)
     if head:
         z_RW.masked_fill_(_dropped(z_RW, params.top_k_R, params.top_p_R), -torch.inf)
+    return z_RW
+
+
+def race(z_RW: Tensor, logits_RW: Tensor, position_R: Tensor, params: DrawParams) -> Tensor:
+    """Token ids [R] out of z, which is overwritten."""
     z_RW -= log_exponential(params.seed_R, position_R, logits_RW.shape[1])
-    return torch.where(greedy_R, logits_RW.argmax(dim=-1), z_RW.argmax(dim=-1))
+    return torch.where(params.temperature_R == 0, logits_RW.argmax(dim=-1), z_RW.argmax(dim=-1))
+
+
+def divisor(temperature_R: Tensor) -> Tensor:
+    """What logits are divided by: nothing where a row is greedy."""
+    return torch.where(temperature_R == 0, 1.0, temperature_R)
+
+
+def drawn_from(logits_RW: Tensor, temperature_R: Tensor, z_RW: Tensor | None) -> Tensor:
+    """Logits of the distribution that tokens come from: edited ones at the temperature, -inf where `kept` left a token
+    out. A greedy row leaves out none."""
+    scaled_RW = logits_RW / divisor(temperature_R)[:, None]
+    if z_RW is None:
+        return scaled_RW
+    return scaled_RW.masked_fill_((z_RW == -torch.inf) & (temperature_R != 0)[:, None], -torch.inf)
 
 
 def _dropped(z_RW: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:

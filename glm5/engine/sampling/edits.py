@@ -12,7 +12,7 @@ from torch import Tensor
 
 from glm5.engine.sampling.slots import ANY_TOKEN, Feature, SlotTables
 
-_EDITS = Feature.PERMITTED | Feature.BAD_WORDS | Feature.BIASES | Feature.PENALTIES
+EDITS = Feature.PERMITTED | Feature.BAD_WORDS | Feature.BIASES | Feature.PENALTIES
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def edited(
 ) -> Tensor:
     """The logits in float32 as those of the rows' parameters leave them that are `features`: a copy, unless there is
     nothing to do. `first`: they are of the W token ids from there on; None: of all."""
-    if not features & _EDITS:
+    if not features & EDITS:
         return logits_RW.float()
     assumed_RK = _assumed(rows, draft_SK)
     logits_RW = logits_RW.to(torch.float32, copy=True)

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from glm5.common.errors import RequestError
@@ -161,8 +162,8 @@ class SamplingParams:
         return replace(self, **changes)
 
     def sequences(self) -> list[SamplingParams]:
-        """One set of parameters for each of the n answers: their seeds count up from `seed`, as in vLLM."""
-        seeds = [None if self.seed is None else _wrapped(self.seed + index) for index in range(self.n)]
+        """One set of parameters for each of the n answers, with seeds of their own (`answer_seeds`)."""
+        seeds = [None] * self.n if self.seed is None else answer_seeds(self.seed, self.n)
         return [self.but(n=1, seed=seed) for seed in seeds]
 
     def check_token_ids(self, vocab_size: int) -> None:
@@ -309,6 +310,9 @@ def _within(value: object, low: float, high: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
-def _wrapped(seed: int) -> int:
-    """The 64-bit seed after the last one is the first."""
-    return seed if seed < 2**64 else seed - 2**64
+def answer_seeds(seed: int, count: int) -> list[int]:
+    """Seeds of 64 bits for the answers to one request: `seed` itself, and then what it hashes to with the answer's
+    number. Counting up would share them with requests of neighbouring seeds."""
+    seed %= 2**64
+    hashed = (blake2b(b"%d %d" % (seed, index), digest_size=8).digest() for index in range(1, count))
+    return [seed, *(int.from_bytes(digest, "little") for digest in hashed)]

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from glm5.engine.sampling.draw import ONE, DrawParams
+from glm5.engine.sampling.draw import ONE, DrawParams, divisor
 from glm5.engine.sampling.logprobs import Logprobs
 from glm5.engine.sampling.noise import log_exponential
 from glm5.kernels.top_k import top_k
@@ -58,20 +58,22 @@ def best_of(values_RW: Tensor, part: Part) -> Best:
     return Best(value_R.float(), token_R.masked_fill(token_R.isinf(), 0).long())
 
 
-def draw_part(
-    logits_RW: Tensor, best: Best, position_R: Tensor, params: DrawParams, part: Part, *, min_p: bool, head: bool
-) -> Tensor:
-    """`draw` of the whole's logits, of which `best` is the largest."""
-    greedy_R = params.temperature_R == 0
-    z_RW = (logits_RW - best.value_R[:, None]) / torch.where(greedy_R, 1.0, params.temperature_R)[:, None]
+def kept_part(logits_RW: Tensor, best: Best, params: DrawParams, part: Part, *, min_p: bool, head: bool) -> Tensor:
+    """`kept` of the whole's logits, of which `best` is the largest."""
+    z_RW = (logits_RW - best.value_R[:, None]) / divisor(params.temperature_R)[:, None]
     if min_p:
         z_RW.masked_fill_(z_RW < params.log_min_p_R[:, None], -torch.inf)
     if head:
         num_rows = max(1, MOST_SOUGHT // part.size)
         for rows in (slice(first, first + num_rows) for first in range(0, len(z_RW), num_rows)):
             z_RW[rows].masked_fill_(_dropped(z_RW[rows], params.top_k_R[rows], params.top_p_R[rows], part), -torch.inf)
+    return z_RW
+
+
+def race_part(z_RW: Tensor, best: Best, position_R: Tensor, params: DrawParams, part: Part) -> Tensor:
+    """`race`; z is overwritten."""
     z_RW -= log_exponential(params.seed_R, position_R, part.size, part.first)
-    return torch.where(greedy_R, best.token_R, best_of(z_RW, part).token_R)
+    return torch.where(params.temperature_R == 0, best.token_R, best_of(z_RW, part).token_R)
 
 
 class _Cut(NamedTuple):
@@ -131,41 +133,51 @@ def _find_cut(size_RW: Tensor, mass_RW: Tensor, wanted_R: Tensor, part: Part, *,
 
 
 def logprobs_part(
-    logits_RW: Tensor, token_R: Tensor, temperature_R: Tensor | None, num_likeliest: int, part: Part
+    logits_RW: Tensor, token_R: Tensor, drawn_from_RW: Tensor | None, num_likeliest: int, part: Part
 ) -> Logprobs:
     """`logprobs` of the whole's logits."""
     logits_RW = logits_RW.float()
+    drawn_from_RW = logits_RW if drawn_from_RW is None else drawn_from_RW
     place_R = token_R - part.first
     is_mine_R = (place_R >= 0) & (place_R < part.size)
-    mine_R = logits_RW.gather(1, place_R.clamp(0, part.size - 1)[:, None])[:, 0]
-    divisor_R = torch.ones_like(mine_R)
-    if temperature_R is not None:
-        divisor_R = torch.where(temperature_R == 0, divisor_R, temperature_R)
-    rows = [torch.where(is_mine_R, mine_R, 0.0), *_spread(logits_RW), *_spread(logits_RW / divisor_R[:, None])]
+    rows: list[Tensor] = []
+    for each_RW in (logits_RW, drawn_from_RW):
+        mine_R = each_RW.gather(1, place_R.clamp(0, part.size - 1)[:, None])[:, 0]
+        rows += [torch.where(is_mine_R, mine_R, 0.0), *_spread(each_RW)]
     said_NXR = part.exchange.all_gather(torch.stack([row.double() for row in rows]))
-    chosen_R = said_NXR[:, 0].sum(dim=0).float()
-    whole_R, tempered_R = _log_sum(said_NXR[:, 1:3]), _log_sum(said_NXR[:, 3:5])
+    chosen_R, drawn_R = said_NXR[:, 0].sum(dim=0).float(), said_NXR[:, 3].sum(dim=0).float()
+    whole_R, tempered_R = _log_sum(said_NXR[:, 1:3]), _log_sum(said_NXR[:, 4:6])
     logprob_RW = logits_RW - whole_R[:, None]
     logprob_R = chosen_R - whole_R
     num_above_R = (logprob_RW > logprob_R[:, None]).sum(dim=-1)
     count = min(num_likeliest, part.size)
-    columns = [num_above_R.double()[:, None]]
+    columns = [num_above_R[:, None]]
     if count:
         chosen_RN = top_k(logprob_RW, count).long().clamp_min_(0)
-        columns += [logprob_RW.gather(1, chosen_RN).double(), (chosen_RN + part.first).double()]
-    said_NRX = part.exchange.all_gather(torch.cat(columns, dim=1))
+        tempered_RN = drawn_from_RW.gather(1, chosen_RN) - tempered_R[:, None]
+        columns += [logprob_RW.gather(1, chosen_RN), chosen_RN + part.first, tempered_RN]
+    said_NRX = part.exchange.all_gather(torch.cat([column.double() for column in columns], dim=1))
     rank_R = said_NRX[..., 0].sum(dim=0).long() + 1
     # Ranks' ids ascend, and so do each rank's: a stable sort leaves equals in the order of their ids.
-    values_RN = said_NRX[..., 1 : 1 + count].transpose(0, 1).flatten(1).float()
-    ids_RN = said_NRX[..., 1 + count :].transpose(0, 1).flatten(1).long()
+    values_RN, ids_RN, tempered_RN = (
+        said_NRX[..., 1 + k * count : 1 + (k + 1) * count].transpose(0, 1).flatten(1).float() for k in range(3)
+    )
     best = values_RN.sort(dim=-1, descending=True, stable=True)
-    likeliest_RN = ids_RN.gather(1, best.indices)[:, :num_likeliest]
-    return Logprobs(logprob_R, chosen_R / divisor_R - tempered_R, rank_R, likeliest_RN, best.values[:, :num_likeliest])
+    first_RN = best.indices[:, :num_likeliest]
+    return Logprobs(
+        logprob_R,
+        drawn_R - tempered_R,
+        rank_R,
+        ids_RN.gather(1, first_RN).long(),
+        values_RN.gather(1, first_RN),
+        tempered_RN.gather(1, first_RN),
+    )
 
 
 def _spread(logits_RW: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row, and the sum of exponentials relative to it."""
-    largest_R = logits_RW.amax(dim=-1)
+    # Of a part, all tokens may be left out; their sum is 0 then, relative to anything.
+    largest_R = logits_RW.amax(dim=-1).clamp_min(torch.finfo(torch.float32).min)
     return largest_R, (logits_RW - largest_R[:, None]).exp().sum(dim=-1)
 
 

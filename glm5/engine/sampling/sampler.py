@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glm5.engine.sampling.drafts import Accepted
-from glm5.engine.sampling.draw import DrawParams, draw
-from glm5.engine.sampling.edits import Rows, edited
+from glm5.engine.sampling.draw import DrawParams, drawn_from, kept, race
+from glm5.engine.sampling.edits import EDITS, Rows, edited
 from glm5.engine.sampling.logprobs import Logprobs, logprobs
-from glm5.engine.sampling.parts import Part, best_of, draw_part, logprobs_part
+from glm5.engine.sampling.parts import Part, best_of, kept_part, logprobs_part, race_part
 from glm5.engine.sampling.simulated import simulated
 from glm5.engine.sampling.slots import Feature, Placement, SlotTables
 from glm5.kernels.best_token import best_token
 
 _UNKNOWN_AHEAD = Feature.PERMITTED | Feature.LOGPROBS
+_CUTS = Feature.MIN_P | Feature.HEAD
 _ALL = -1
 _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's L2
 
@@ -128,36 +129,45 @@ class Sampler:
             return Sampled(*best_token(logits_RW), None)
         edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features)
         best = edited_RW.max(dim=-1)  # of equal ones the first
-        token_R = self._draw(edited_RW, rows, features) if features & Feature.RANDOM else best.indices
-        temperature_R = self.tables.temperature_S.index_select(0, rows.slot_R) if features & Feature.TEMPERED else None
-        found = logprobs(logits_RW, token_R, temperature_R, num_likeliest) if features & Feature.LOGPROBS else None
+        token_R, drawn_from_RW = best.indices, self._uncut(edited_RW, rows, features)
+        if features & Feature.RANDOM:
+            params = self._draw_params(rows)
+            z_RW = kept(edited_RW, params, **_cuts(features))
+            if drawn_from_RW is not None and features & _CUTS:
+                drawn_from_RW = drawn_from(edited_RW, params.temperature_R, z_RW)
+            token_R = race(z_RW, edited_RW, rows.position_R, params)
+        found = logprobs(logits_RW, token_R, drawn_from_RW, num_likeliest) if features & Feature.LOGPROBS else None
         return Sampled(token_R, best.values.isfinite().logical_not_(), found)
 
-    def logprobs(self, logits_RW: Tensor, token_R: Tensor, num_likeliest: int) -> Logprobs:
-        """`logprobs` of tokens that are given, without temperature."""
+    def logprobs(self, logits_RW: Tensor, token_R: Tensor, num_likeliest: int, temperature: float) -> Logprobs:
+        """`logprobs` of tokens that are given, not drawn; `temperature` 0 counts as 1."""
+        drawn_from_RW = None if temperature in (0, 1) else logits_RW.float() / temperature
         if self.part is not None:
-            return logprobs_part(logits_RW, token_R, None, num_likeliest, self.part)
-        return logprobs(logits_RW, token_R, None, num_likeliest)
+            return logprobs_part(logits_RW, token_R, drawn_from_RW, num_likeliest, self.part)
+        return logprobs(logits_RW, token_R, drawn_from_RW, num_likeliest)
+
+    def _uncut(self, edited_RW: Tensor, rows: Rows, features: int) -> Tensor | None:
+        """What tokens would be drawn from if nothing were cut; None where nobody asks, or it is the model's own."""
+        if not features & Feature.LOGPROBS or not features & (Feature.TEMPERED | EDITS | _CUTS):
+            return None
+        return drawn_from(edited_RW, self.tables.temperature_S.index_select(0, rows.slot_R), None)
 
     def _sample_part(
         self, part: Part, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, features: int, num_likeliest: int
     ) -> Sampled:
         edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features, part.first)
         best = best_of(edited_RW, part)
-        token_R = best.token_R
+        token_R, drawn_from_RW = best.token_R, self._uncut(edited_RW, rows, features)
         if features & Feature.RANDOM:
-            min_p, head = bool(features & Feature.MIN_P), bool(features & Feature.HEAD)
             params = self._draw_params(rows)
-            token_R = draw_part(edited_RW, best, rows.position_R, params, part, min_p=min_p, head=head)
-        temperature_R = self.tables.temperature_S.index_select(0, rows.slot_R) if features & Feature.TEMPERED else None
+            z_RW = kept_part(edited_RW, best, params, part, **_cuts(features))
+            if drawn_from_RW is not None and features & _CUTS:
+                drawn_from_RW = drawn_from(edited_RW, params.temperature_R, z_RW)
+            token_R = race_part(z_RW, best, rows.position_R, params, part)
         found = None
         if features & Feature.LOGPROBS:
-            found = logprobs_part(logits_RW, token_R, temperature_R, num_likeliest, part)
+            found = logprobs_part(logits_RW, token_R, drawn_from_RW, num_likeliest, part)
         return Sampled(token_R, best.value_R.isfinite().logical_not_(), found)
-
-    def _draw(self, logits_RW: Tensor, rows: Rows, features: int) -> Tensor:
-        min_p, head = bool(features & Feature.MIN_P), bool(features & Feature.HEAD)
-        return draw(logits_RW, rows.position_R, self._draw_params(rows), min_p=min_p, head=head)
 
     def _draw_params(self, rows: Rows) -> DrawParams:
         tables, slot_R = self.tables, rows.slot_R
@@ -168,6 +178,10 @@ class Sampler:
             top_k_R=tables.top_k_S.index_select(0, slot_R),
             seed_R=tables.seed_S.index_select(0, slot_R),
         )
+
+
+def _cuts(features: int) -> dict[str, bool]:
+    return {"min_p": bool(features & Feature.MIN_P), "head": bool(features & Feature.HEAD)}
 
 
 def _joined(parts: Any) -> Sampled:

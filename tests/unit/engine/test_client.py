@@ -13,7 +13,7 @@ from glm5.config.presets import preset
 from glm5.engine.asking import Options
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
-from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
+from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams, answer_seeds
 from glm5.engine.wire import RoutedExperts, TokenLogprobs, Update
 from tests.support.cores import FACTS, ScriptedCore
 from tests.support.tokenizers import tiny_tokenizer
@@ -136,7 +136,7 @@ def test_several_answers_to_a_prompt(scripted):
     assert [out.token_ids for out in one.outputs] == [list(range(11 + i, 19 + i)) for i in range(3)]
     assert other.outputs[0].token_ids == list(range(21, 29))
     ask = llm.core.asks[0]
-    assert (len(ask.seq_ids), ask.params.n, ask.seeds) == (3, 1, (2**64 - 1, 0, 1))
+    assert (len(ask.seq_ids), ask.params.n, ask.seeds) == (3, 1, tuple(answer_seeds(2**64 - 1, 3)))
     streamed = list(llm.stream([10], many))
     assert {delta.index for delta in streamed} == {0, 1, 2}
     assert [delta.finish_reason for delta in streamed].count("length") == 3
@@ -151,7 +151,7 @@ def test_seeds_come_from_the_engine_s_where_none_is_given(monkeypatch):
 
     first, second, third = seeds(4)
     assert second == (2**64 - 1,)  # the same 64 bits
-    assert third[1] == (third[0] + 1) % 2**64
+    assert third == tuple(answer_seeds(third[0], 2))
     assert seeds(4) == [first, second, third]
     assert seeds(5)[0] != first
 
@@ -188,7 +188,9 @@ class Telling(ScriptedCore):
         update = super()._grow(seq_id)
         num_prompt, first = len(answer.ask.prompt_ids), answer.num_tokens - len(update.token_ids)
         update.version = 3 + answer.num_tokens // 3
-        update.logprobs = [TokenLogprobs(t, -0.5, -0.25, 2, [(t + 1, -0.1), (t, -0.5)]) for t in update.token_ids]
+        update.logprobs = [
+            TokenLogprobs(t, -0.5, -0.25, 2, [(t + 1, -0.1, -0.05), (t, -0.5, -0.25)]) for t in update.token_ids
+        ]
         start = num_prompt - 1 + first if first or answer.index else 0
         stop = num_prompt + answer.num_tokens - 1
         update.routed = RoutedExperts(
@@ -207,7 +209,7 @@ def test_everything_that_training_asks_for(monkeypatch):
     one, two = out.outputs
     assert [list(entry) for entry in one.logprobs] == [[t, t + 1] for t in one.token_ids]
     entry = one.logprobs[0][one.token_ids[0]]
-    assert entry == (-0.5, 2, tiny_tokenizer().decode(one.token_ids[:1]))
+    assert entry == (-0.5, 2, tiny_tokenizer().decode(one.token_ids[:1]), -0.25)
     assert one.cumulative_logprob == -2.5
     assert one.tempered_logprobs == [-0.25] * 5
     assert one.weight_versions == [3, 3, 4, 4, 4]

@@ -49,6 +49,7 @@ def test_a_chunk_that_samples_nothing_is_waited_for(monkeypatch: pytest.MonkeyPa
         rank_R=on_device(2),
         likeliest_RN=on_device(2, 1),
         likeliest_logprob_RN=on_device(2, 1, dtype=floats),
+        likeliest_tempered_RN=on_device(2, 1, dtype=floats),
     )
     launched = Launched(
         Pending(

@@ -109,6 +109,8 @@ def test_the_same_tokens_as_from_all_logits(size, kind, most_sought, seed, monke
             for name in ("logprob_R", "tempered_R", "likeliest_logprob_RN"):
                 torch.testing.assert_close(getattr(found, name), getattr(known, name), rtol=0, atol=atol)
             assert torch.equal(found.likeliest_RN, known.likeliest_RN)
+            tempered = found.likeliest_tempered_RN, known.likeliest_tempered_RN
+            torch.testing.assert_close(*tempered, rtol=1e-5, atol=1e-5)
             assert torch.equal(found.rank_R, known.rank_R)
 
 

