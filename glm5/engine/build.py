@@ -34,8 +34,8 @@ from glm5.engine.runner import Runner
 from glm5.engine.sampling.compiling import Compiler, Vocabulary
 from glm5.engine.sampling.simulated import probability_of
 from glm5.engine.scheduler_config import SchedulerConfig
-from glm5.engine.startup import WEIGHTS
 from glm5.engine.shared import SharedModel
+from glm5.engine.startup import WEIGHTS
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.warm import warm_up
 from glm5.engine.weights import Weights, in_background

@@ -143,3 +143,26 @@ def test_no_answer_shares_its_seed_with_a_neighbouring_request():
     assert [answer_seeds(seed, 3)[0] for seed in first] == first  # a request of one answer is what it was
     assert answer_seeds(-1, 4) == answer_seeds(2**64 - 1, 4)
     assert answer_seeds(7, 2) == answer_seeds(7, 5)[:2]
+
+
+def test_an_answer_read_as_a_prompt_has_the_log_probabilities_it_was_drawn_with(make_llm, tiny):
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=2)
+    llm, prompt = make_llm(), [5, 9, 200, 31]
+    answer = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    again = llm.generate(prompt + answer.token_ids, params.but(max_tokens=1), use_tqdm=False)[0]
+    told = [entry[token] for entry, token in zip(again.prompt_logprobs[1:], again.prompt_token_ids[1:], strict=True)]
+    tempered = torch.tensor([one.tempered for one in told])
+    torch.testing.assert_close(tempered[3:], torch.tensor(answer.tempered_logprobs), rtol=0, atol=BUDGET)
+    logits_TW, tokens = tiny.logits(again.prompt_token_ids[:-1]).double(), torch.tensor(again.prompt_token_ids[1:])
+    own, want = ((logits_TW / t).log_softmax(-1).gather(1, tokens[:, None])[:, 0] for t in (1.0, 0.9))
+    assert error(tempered, want) < BUDGET
+    assert error(torch.tensor([one.logprob for one in told]), own) < BUDGET
+    assert (tempered - own).abs().max() > 100 * BUDGET  # the control
+
+
+def test_answers_of_neighbouring_seeds_differ(make_llm):
+    params = SamplingParams(n=4, max_tokens=6, ignore_eos=True)
+    asked = [params.but(seed=seed) for seed in (5, 6)]
+    outs = make_llm().generate([[1, 2, 3]] * 2, asked, use_tqdm=False)
+    answers = [tuple(answer.token_ids) for out in outs for answer in out.outputs]
+    assert len(set(answers)) == 8
