@@ -148,11 +148,11 @@ def logprobs_of(model: Glm5, ids: Sequence[int]) -> Tensor:
 def check_logprobs(entry: TokenLogprobs, row_W: Tensor, tolerance: float) -> None:
     """Raise AssertionError unless `entry` is what the model's own log-probabilities [W] say. Tokens that are as near to
     each other as rounding may change places."""
-    own, ids = row_W[entry.token_id].item(), [token_id for token_id, _ in entry.likeliest]
+    own, ids = row_W[entry.token_id].item(), [token_id for token_id, *_ in entry.likeliest]
     assert abs(entry.logprob - own) < tolerance
     first, last = 1 + (row_W > own + 2 * tolerance).sum(), (row_W > own - 2 * tolerance).sum()
     assert first <= entry.rank <= last
-    told = torch.tensor([logprob for _, logprob in entry.likeliest])
+    told = torch.tensor([logprob for _, logprob, _ in entry.likeliest])
     assert len(set(ids)) == len(ids)
     assert torch.allclose(told, row_W[ids], rtol=0, atol=tolerance)
     assert torch.allclose(row_W[ids], row_W.topk(len(ids)).values, rtol=0, atol=2 * tolerance)

@@ -8,6 +8,7 @@ from glm5.config.presets import preset
 from glm5.engine import result, slot_state
 from glm5.engine.messages import SetDepth
 from glm5.engine.sampling import SamplingParams
+from glm5.engine.sampling.params import answer_seeds
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.wire import TokenLogprobs
 from tests.support.models import random_model
@@ -145,9 +146,8 @@ def test_log_probabilities_are_the_models_own(model, rng, depth):
         assert [entry.token_id for entry in shown] == (prompt + run.tokens[number])[1:]
         for position, entry in enumerate(shown):
             check_logprobs(entry, logprob_TW[position], tolerance)
-            if position >= len(prompt) - 1:
-                want = scaled_TW[position, entry.token_id]
-                assert abs(entry.tempered - want) < logit_rounding(model.cfg, TEMPERATURE)
+            want = scaled_TW[position, entry.token_id]
+            assert abs(entry.tempered - want) < logit_rounding(model.cfg, TEMPERATURE)
 
 
 def test_log_probabilities_that_are_not_the_models_would_show(model):
@@ -155,15 +155,15 @@ def test_log_probabilities_that_are_not_the_models_would_show(model):
     row_W = logprobs_of(model, [3, 4, 5])[-1]
     best = row_W.topk(4)
     token_id, second = best.indices[:2].tolist()
-    pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    right = TokenLogprobs(token_id, pairs[0][1], pairs[0][1], 1, pairs[:2])
+    told = [(id_, value, value) for id_, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    right = TokenLogprobs(token_id, told[0][1], told[0][1], 1, told[:2])
     check_logprobs(right, row_W, logit_rounding(model.cfg))
     for wrong in (
         {"logprob": right.logprob + 1e-3},
         {"rank": 2},
-        {"token_id": second, "logprob": pairs[1][1]},
-        {"likeliest": [pairs[0], pairs[2]]},
-        {"likeliest": [pairs[0], (second, pairs[1][1] + 1e-3)]},
+        {"token_id": second, "logprob": told[1][1]},
+        {"likeliest": [told[0], told[2]]},
+        {"likeliest": [told[0], (second, told[1][1] + 1e-3, 0.0)]},
     ):
         with pytest.raises(AssertionError):
             check_logprobs(msgspec.structs.replace(right, **wrong), row_W, logit_rounding(model.cfg))
@@ -186,7 +186,8 @@ def test_routed_experts_are_the_routers(model, rng, depth):
 
 def test_answers_to_one_prompt_share_its_pages(model, rng):
     prompt = random_prompts(rng, 1, longest=150)[0] + [1] * 70
-    alone = [Bench(model).run([prompt], SamplingParams(seed=40 + i, max_tokens=10)).tokens[0] for i in range(4)]
+    seeds = answer_seeds(40, 4)
+    alone = [Bench(model).run([prompt], SamplingParams(seed=seed, max_tokens=10)).tokens[0] for seed in seeds]
     together = Bench(model, depth=2).run([prompt], SamplingParams(n=4, seed=40, max_tokens=10))
     assert [together.tokens[i] for i in range(4)] == alone
     computed = sum(item.num_rows for plan in together.plans for item in plan.items if item.kind == "prefill")
