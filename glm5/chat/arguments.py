@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from glm5.chat.schema import Node, Schema
+from glm5.common.budget import Budget
 
 MAX_LITERAL = 1 << 16
 """Characters of text that are tried as a Python literal, whose parser takes memory in plenty."""
@@ -28,53 +29,81 @@ _GROUPED_DIGITS = re.compile(r"-?\d+(_\d+)+")
 
 
 class Arguments:
-    """How to read the arguments of one function.
+    """How to read the arguments of one function, `owner`'s. Raises RequestError where the schema takes more than the
+    budget to read: all of it is read here, so that a value takes little afterwards.
 
     `depend_on_each_other`: the types of some depend on the values of others (a union of objects), so
     that none can be read before all are there.
     """
 
-    def __init__(self, parameters: Mapping[str, Any] | None) -> None:
-        self._schema = Schema(parameters)
+    def __init__(
+        self, parameters: Mapping[str, Any] | None, owner: str = "the parameters", budget: Budget | None = None
+    ) -> None:
+        self._schema = Schema(parameters, owner, budget)
         self._ways = [
             {key: _all_of(schemas) for key, schemas in way.items()} for way in self._schema.alternatives(parameters)
         ]
         self._nodes: dict[str, Node] = {}
-        for key in {key for way in self._ways for key in way}:
-            nodes = [way[key] for way in self._ways if key in way]
+        for key in dict.fromkeys(key for way in self._ways for key in way):
+            nodes = list({id(way[key]): way[key] for way in self._ways if key in way}.values())
             self._nodes[key] = nodes[0] if len(nodes) == 1 else {"anyOf": nodes}
-
-    @cached_property
-    def depend_on_each_other(self) -> bool:
-        return any(len({self._schema.types(way[key]) for way in self._ways if key in way}) > 1 for key in self._nodes)
+        self._types = {key: self._schema.types(node) for key, node in self._nodes.items()}
+        self.depend_on_each_other = any(
+            len({self._schema.types(way[key]) for way in self._ways if key in way}) > 1 for key in self._nodes
+        )
 
     def is_text(self, key: str) -> bool:
         """Whether the value can only be a string, so that it is known before it is complete."""
-        return self._schema.types(self._nodes.get(key)) == _TEXT
+        return self._types.get(key) == _TEXT
 
     def read(self, key: str, text: str) -> str:
         """JSON of one value."""
-        return self._read(self._nodes.get(key), text)[0]
+        return self._read(self._nodes.get(key), _Value(text))[0]
 
     def read_all(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
         """JSON of all values of a call, under the first alternative that admits them all, or most of them."""
-        readings = [[self._read(way.get(key), text) for key, text in pairs] for way in self._ways]
+        values = [(key, _Value(text)) for key, text in pairs]
+        readings = [[self._read(way.get(key), value) for key, value in values] for way in self._ways]
         best = max(readings, key=lambda reading: sum(admitted for _, admitted in reading))
         return [value for value, _ in best]
 
-    def _read(self, node: Node, text: str) -> tuple[str, bool]:
+    def _read(self, node: Node, value: "_Value") -> tuple[str, bool]:
         """JSON of a value, and whether the schema admits it."""
-        types = self._schema.types(node)
+        types, text = self._schema.types(node), value.text
         if types == _TEXT:
-            return dump(text), self._schema.admits(node, text)
+            return dump(text), self._admits(node, value, text, dump(text))
         first = None
-        for value, written in _readings(text, types):
-            if self._schema.admits(node, value):
+        for read, written in _readings(value, types):
+            if self._admits(node, value, read, written):
                 return written, True
             first = first or written
         if first is None or types is None or "string" in types:
-            return dump(text), self._schema.admits(node, text)
+            return dump(text), self._admits(node, value, text, dump(text))
         return first, False
+
+    def _admits(self, node: Node, value: "_Value", read: Any, written: str) -> bool:
+        return self._schema.admits(node, read, value.admitted.setdefault(written, {}))
+
+
+class _Value:
+    """The text of one value, and what has been found out about it. `admitted`: by the JSON of a reading, which schemas
+    admit it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.admitted: dict[str, dict[int, bool]] = {}
+
+    @cached_property
+    def from_json(self) -> tuple[Any, str] | None:
+        return _from_json(self.text)
+
+    @cached_property
+    def from_escaped_json(self) -> tuple[Any, str] | None:
+        return _from_escaped_json(self.text) if "\\" in self.text else None
+
+    @cached_property
+    def from_python(self) -> list[tuple[Any, str]]:
+        return list(_from_python(self.text))
 
 
 def dump(value: Any) -> str:
@@ -83,27 +112,27 @@ def dump(value: Any) -> str:
     return written if written.isascii() or _has_utf8(written) else json.dumps(value, allow_nan=False)
 
 
-def _readings(text: str, types: frozenset[str] | None) -> Iterator[tuple[Any, str]]:
+def _readings(value: _Value, types: frozenset[str] | None) -> Iterator[tuple[Any, str]]:
     """Values that the text may stand for, each with its JSON."""
     numbers = types is not None and "string" not in types and bool(types & {"integer", "number"})
-    if found := _from_json(text):
+    if found := value.from_json:
         if numbers:
             yield from _quoted_number(found[0], types)
         yield found
     if types is None:
-        if _GROUPED_DIGITS.fullmatch(text):
-            yield from _from_python(text)
+        if _GROUPED_DIGITS.fullmatch(value.text):
+            yield from value.from_python
         return
-    if "\\" in text and (found := _from_escaped_json(text)):
+    if found := value.from_escaped_json:
         if numbers:
             yield from _quoted_number(found[0], types)
         if "string" not in types or not isinstance(found[0], str):
             yield found
     if "string" not in types:
-        for value, written in _from_python(text):
+        for read, written in value.from_python:
             if numbers:
-                yield from _quoted_number(value, types)
-            yield value, written
+                yield from _quoted_number(read, types)
+            yield read, written
 
 
 def _from_json(text: str) -> tuple[Any, str] | None:

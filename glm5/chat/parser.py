@@ -31,6 +31,7 @@ from glm5.chat.events import (
     collect,
 )
 from glm5.chat.message import normalize_tools
+from glm5.chat.schema import reading_budget
 from glm5.chat.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -73,19 +74,31 @@ class _Call:
     pairs: list[tuple[str, str]] = field(default_factory=list)
 
 
+class Functions(dict[str, Arguments]):
+    """The functions that may be called, by name: what any number of parsers need of the tools, worked out once.
+    RequestError for tools whose schemas take too long to read."""
+
+    def __init__(self, tools: Any) -> None:
+        budget = reading_budget()
+        for tool in normalize_tools(tools) or []:
+            function = tool["function"]
+            name = function["name"]
+            self[name] = Arguments(function.get("parameters"), f"the parameters of {name!r:.60}", budget)
+
+
 class OutputParser:
     """Parser of one answer. Feed it the tokens in order, then `finish`; gather with `collect`.
 
     `reasoning`: the answer begins inside reasoning (`ChatTemplate.starts_in_reasoning`); otherwise all
     of it is content. `parse_tools`: calls are looked for; otherwise their tags are text. Calls of
-    functions that are not among `tools` are dropped with a warning; without `tools` every name will do.
+    functions that are not among `tools` are dropped with a warning; without `tools` every name will do. `tools`: as
+    requests have them, or `Functions`.
     """
 
     def __init__(
         self, tokenizer: HasTokens | None, tools: Any = None, *, reasoning: bool, parse_tools: bool = True
     ) -> None:
-        functions = [tool["function"] for tool in normalize_tools(tools) or []]
-        self._functions = {function["name"]: Arguments(function.get("parameters")) for function in functions}
+        self._functions = tools if isinstance(tools, Functions) else Functions(tools)
         self._moves = self._plan_moves(reasoning=reasoning, parse_tools=parse_tools)
         ids = {tag: tokenizer.id_of(tag) if tokenizer else None for tag in TAGS}
         self._tag_of_id = {token_id: tag for tag, token_id in ids.items() if token_id is not None}

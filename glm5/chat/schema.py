@@ -1,12 +1,16 @@
 """What a JSON schema says about the type of a value: enough of it to read tool arguments.
 
 Read are `type` (a name or a list), `enum`, `const`, `anyOf`, `oneOf`, `allOf` and local `$ref`; all
-other keywords say nothing here. Every node is looked at once, so cycles and shared parts cost nothing.
+other keywords say nothing here. Every node is looked at once, so cycles and shared parts cost nothing; what is
+looked at and put together is counted, as a few references can stand for any number of ways.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
+
+from glm5.common.budget import Budget
 
 Node = Any
 JSON_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -14,13 +18,33 @@ MAX_ALTERNATIVES = 64
 """Ways to satisfy a schema that are told apart; a schema with more of them is read as its first ones."""
 MAX_DEPTH = 64
 """Nesting that is followed; what lies deeper says nothing."""
+MAX_STEPS = 1 << 16
+"""Parts of schemas and listed values that are looked at, of all tools of a request together."""
+
+
+def reading_budget() -> Budget:
+    """For the tools of one request."""
+    return Budget(MAX_STEPS, "steps to read", "tools")
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a node says: types, values, schemas that hold besides (the target of its `$ref`, its `allOf`), and lists of
+    schemas of each of which one holds."""
+
+    types: frozenset[str] | None
+    values: list[Any] | None
+    conjuncts: list[Node]
+    unions: list[list[Node]]
 
 
 class Schema:
-    """A root schema and what has been worked out about its nodes."""
+    """A root schema, `owner`'s, and what has been worked out about its nodes. Raises RequestError where that takes more
+    than the budget."""
 
-    def __init__(self, root: Node) -> None:
-        self.root = root
+    def __init__(self, root: Node, owner: str = "the parameters", budget: Budget | None = None) -> None:
+        self.root, self._owner, self._budget = root, owner, budget or reading_budget()
+        self._said_by: dict[int, _Said] = {}
         self._types: dict[int, frozenset[str] | None] = {}
         self._alternatives: dict[int, list[dict[str, list[Node]]]] = {}
 
@@ -34,34 +58,32 @@ class Schema:
         return self._types[id(node)]
 
     def _work_out_types(self, node: Mapping[str, Any], depth: int) -> frozenset[str] | None:
-        said = [_named_types(node.get("type"))]
-        if (allowed := _allowed_values(node)) is not None:
-            said.append(frozenset(json_type(value) for value in allowed))
-        said += [self.types(part, depth) for part in self._conjuncts(node)]
-        for branches in _disjunctions(node):
+        said = self._said(node)
+        found = [said.types]
+        if said.values is not None:
+            found.append(frozenset(json_type(value) for value in said.values))
+        found += [self.types(part, depth) for part in said.conjuncts]
+        for branches in said.unions:
             of_branches = [self.types(branch, depth) for branch in branches]
             known = [types for types in of_branches if types is not None]
-            said.append(frozenset().union(*known) if len(known) == len(of_branches) else None)
-        constraints = [types for types in said if types is not None]
+            found.append(frozenset().union(*known) if len(known) == len(of_branches) else None)
+        constraints = [types for types in found if types is not None]
         return frozenset.intersection(*constraints) if constraints else None
 
-    def admits(self, node: Node, value: Any) -> bool:
-        """Whether a value of this type, and this value where they are listed, fits the node."""
-        return self._admits(node, value, {}, 0)
-
-    def _admits(self, node: Node, value: Any, known: dict[int, bool], depth: int) -> bool:
+    def admits(self, node: Node, value: Any, known: dict[int, bool], depth: int = 0) -> bool:
+        """Whether a value of this type, and this value where they are listed, fits the node. `known`: what has been
+        found for this value."""
         if not isinstance(node, Mapping) or depth > MAX_DEPTH:
             return True
         if id(node) not in known:
             known[id(node)] = True  # what a cycle back to here learns: no objection
-            types, allowed = _named_types(node.get("type")), _allowed_values(node)
+            said = self._said(node)
             known[id(node)] = (
-                (types is None or json_type(value) in types)
-                and (allowed is None or any(json_equal(value, other) for other in allowed))
-                and all(self._admits(part, value, known, depth + 1) for part in self._conjuncts(node))
+                (said.types is None or json_type(value) in said.types)
+                and (said.values is None or any(json_equal(value, other) for other in said.values))
+                and all(self.admits(part, value, known, depth + 1) for part in said.conjuncts)
                 and all(
-                    any(self._admits(branch, value, known, depth + 1) for branch in branches)
-                    for branches in _disjunctions(node)
+                    any(self.admits(branch, value, known, depth + 1) for branch in branches) for branches in said.unions
                 )
             )
         return known[id(node)]
@@ -74,18 +96,42 @@ class Schema:
             self._alternatives[id(node)] = [{}]
             properties = node.get("properties")
             own = {key: [schema] for key, schema in properties.items()} if isinstance(properties, Mapping) else {}
-            groups = [[own], *(self.alternatives(part, depth + 1) for part in self._conjuncts(node))]
-            groups += [
-                [way for branch in branches for way in self.alternatives(branch, depth + 1)]
-                for branches in _disjunctions(node)
-            ]
-            self._alternatives[id(node)] = [_merged(ways) for ways in islice(product(*groups), MAX_ALTERNATIVES)]
+            groups = [[own], *(self.alternatives(part, depth + 1) for part in self._said(node).conjuncts)]
+            for branches in self._said(node).unions:
+                ways = (way for branch in branches for way in self.alternatives(branch, depth + 1))
+                groups.append(list(islice(ways, MAX_ALTERNATIVES)))
+            combined = islice(product(*groups), MAX_ALTERNATIVES)
+            self._alternatives[id(node)] = [self._merged(ways) for ways in combined]
         return self._alternatives[id(node)]
 
-    def _conjuncts(self, node: Mapping[str, Any]) -> list[Node]:
-        """Schemas that hold besides the node's own keywords: the target of its `$ref`, its `allOf`."""
-        parts = node.get("allOf")
-        return [*self._referenced(node.get("$ref")), *(parts if isinstance(parts, list) else [])]
+    def _merged(self, ways: tuple[dict[str, list[Node]], ...]) -> dict[str, list[Node]]:
+        """What holds where all of the ways do. A schema that several of them have for a property holds once."""
+        merged: dict[str, dict[int, Node]] = {}
+        for way in ways:
+            self._budget.spend(1 + sum(map(len, way.values())), self._owner)
+            for key, schemas in way.items():
+                merged.setdefault(key, {}).update((id(schema), schema) for schema in schemas)
+        return {key: list(schemas.values()) for key, schemas in merged.items()}
+
+    def _said(self, node: Mapping[str, Any]) -> _Said:
+        if id(node) not in self._said_by:
+            names, values, parts = node.get("type"), _allowed_values(node), node.get("allOf")
+            conjuncts = [*self._referenced(node.get("$ref")), *(parts if isinstance(parts, list) else [])]
+            unions = [node[key] for key in ("anyOf", "oneOf") if isinstance(node.get(key), list) and node[key]]
+            lists = [conjuncts, *unions, values or [], names if isinstance(names, list) else []]
+            self._budget.spend(1 + sum(map(len, lists)), self._owner)
+            unions = [self._distinct(union) for union in unions]
+            self._said_by[id(node)] = _Said(_named_types(names), values, self._distinct(conjuncts), unions)
+        return self._said_by[id(node)]
+
+    def _distinct(self, nodes: list[Node]) -> list[Node]:
+        """The schemas, each once, where one that is a reference and nothing else is what it refers to."""
+        found: dict[int, Node] = {}
+        for node in nodes:
+            is_reference = isinstance(node, Mapping) and len(node) == 1 and "$ref" in node
+            for one in (self._referenced(node["$ref"]) if is_reference else []) or [node]:
+                found[id(one)] = one
+        return list(found.values())
 
     def _referenced(self, reference: Any) -> list[Node]:
         """The node that a local reference points at; none for others and for those that lead nowhere."""
@@ -132,15 +178,3 @@ def _named_types(names: Any) -> frozenset[str] | None:
 def _allowed_values(node: Mapping[str, Any]) -> list[Any] | None:
     values = [node["const"]] if "const" in node else node.get("enum")
     return values if isinstance(values, list) else None
-
-
-def _disjunctions(node: Mapping[str, Any]) -> list[list[Node]]:
-    return [node[key] for key in ("anyOf", "oneOf") if isinstance(node.get(key), list) and node[key]]
-
-
-def _merged(ways: tuple[dict[str, list[Node]], ...]) -> dict[str, list[Node]]:
-    merged: dict[str, list[Node]] = {}
-    for way in ways:
-        for key, schemas in way.items():
-            merged[key] = merged.get(key, []) + schemas
-    return merged

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5.chat.parser import CALL, CALL_END, KEY, KEY_END, TAGS, VALUE, VALUE_END, HasTokens
+from glm5.common.budget import Budget, least_chars
 from glm5.common.errors import RequestError
-from glm5.serve.value_grammar import ANY_TEXT, ValueGrammar, either, in_turn, maybe
+from glm5.serve.value_grammar import ANY_TEXT, NOTHING, ValueGrammar, either, grammar_budget, in_turn, maybe
 
 Format = dict[str, Any]
 
@@ -43,30 +44,37 @@ class CallGrammar:
         }
 
     def _call(self, tools: Sequence[Mapping[str, Any]], *, strict: bool) -> Format:
-        functions = [tool["function"] for tool in tools]
+        functions, budget = [tool["function"] for tool in tools], grammar_budget()
         bodies = [
-            in_turn(_text(function["name"]), self._arguments(function, strict=strict or bool(function.get("strict"))))
+            in_turn(
+                _text(function["name"]),
+                self._arguments(function, budget, strict=strict or bool(function.get("strict"))),
+            )
             for function in functions
         ]
         return {"type": "tag", "begin": self._tag(CALL), "content": either(bodies), "end": self._tag(CALL_END)}
 
-    def _arguments(self, function: Mapping[str, Any], *, strict: bool) -> Format:
+    def _arguments(self, function: Mapping[str, Any], budget: Budget, *, strict: bool) -> Format:
         """Those of one function: free ones if it is not held to its schema."""
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         free = {"type": "star", "content": self._pair(ANY_TEXT, ANY_TEXT)}
+        owner, exact = f"the parameters of {function['name']!r:.60}", bool(function.get("strict"))
+        budget.spend(least_chars(function["name"], budget.most), owner)
         if not strict:
+            budget.spend(least_chars(free, budget.most), owner)
             return free
-        name, exact = function["name"], bool(function.get("strict"))
-        values = ValueGrammar(schema, f"the parameters of {name!r:.60}", exact=exact)
+        values = ValueGrammar(schema, owner, budget, exact=exact)
         ways = values.objects()
         if ways is None:
             return free
-        return either([self._object(way, values) for way in ways])
+        return either([self._object(way, values, budget) for way in ways])
 
-    def _object(self, schema: Mapping[str, Any], values: ValueGrammar) -> Format:
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    def _object(self, schema: Mapping[str, Any], values: ValueGrammar, budget: Budget) -> Format:
+        properties, required = schema.get("properties") or {}, dict.fromkeys(schema.get("required") or ())
         rest = schema.get("additionalProperties", False)
         names = [*properties, *(name for name in required if name not in properties)]
+        empty = least_chars(self._pair(_text(""), NOTHING), budget.most)
+        budget.spend(sum(empty + least_chars(name, budget.most) for name in names), values.owner)
         if not names and rest is not False:  # a map
             value = ANY_TEXT if rest is True else values.value(rest)
             return {"type": "star", "content": self._pair(ANY_TEXT, value)}

@@ -13,10 +13,9 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from glm5.chat.events import ContentDelta, Event, ToolCallEnd
-from glm5.chat.parser import CALL, THINK_END, OutputParser
+from glm5.chat.parser import CALL, THINK_END, Functions, OutputParser
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import EngineDead
 from glm5.engine.asking import Options
@@ -37,16 +36,16 @@ LogprobRow = dict[int, Logprob]  # the token itself first, then the likeliest
 @dataclass(frozen=True)
 class Reader:
     """How an answer is read: `reasoning` says whether it begins inside reasoning, `parse_tools` whether calls of
-    `tools` are looked for."""
+    `functions` are looked for."""
 
     tokenizer: Tokenizer
-    tools: Any = None
+    functions: Functions | None = None
     reasoning: bool = False
     parse_tools: bool = False
 
     def parser(self) -> OutputParser:
         """For one answer."""
-        return OutputParser(self.tokenizer, self.tools, reasoning=self.reasoning, parse_tools=self.parse_tools)
+        return OutputParser(self.tokenizer, self.functions, reasoning=self.reasoning, parse_tools=self.parse_tools)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from glm5.chat.message import normalize_messages, normalize_tools
-from glm5.chat.parser import CALL, THINK_END
+from glm5.chat.parser import CALL, THINK_END, Functions
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import RequestError
 from glm5.engine.asking import Options
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.serve.call_grammar import CallGrammar
+from glm5.serve.errors import named
 from glm5.serve.generation import Reader
 from glm5.serve.sampling_fields import context_exceeded
 from glm5.serve.service import Service
@@ -91,7 +92,7 @@ def prompted(conversation: Conversation, service: Service, *, field: str = "mess
             f"this model's tokenizer has no token {THINK_END}: structured output needs thinking switched off",
             "structured_outputs",
         )
-    reader = Reader(tokenizer, tools, reasoning=reasoning, parse_tools=tools is not None)
+    reader = Reader(tokenizer, Functions(tools), reasoning=reasoning, parse_tools=tools is not None)
     return Prompt(ids, reader, structured, starts_after, not_before)
 
 
@@ -174,7 +175,8 @@ def _constraint_with_tools(
 
 
 def _tag(form: Format) -> StructuredOutputsParams:
-    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
+    with named({"structured_outputs": "tools"}, "structural_tag"):
+        return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
 
 
 def _format(wanted: StructuredOutputsParams) -> Format:

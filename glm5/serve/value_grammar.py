@@ -7,13 +7,19 @@
     anything else        JSON by the schema
 
 What a strict tool says and a grammar cannot enforce is refused by name; what another tool says is left out then.
+A schema that several places refer to is worked out once. A grammar has no references: what it says in several places is
+written there, which is counted before it is.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from glm5.common.budget import Budget, least_chars
 from glm5.common.errors import RequestError
+from glm5.engine.sampling.params import MAX_CHARS
 from glm5.engine.sampling.schema import refuse_unenforced
 
 Format = dict[str, Any]
@@ -54,16 +60,42 @@ def maybe(form: Format) -> Format:
     return {"type": "optional", "content": form}
 
 
-class ValueGrammar:
-    """Of the properties of the schema `root`, which is `owner`'s. `exact`: what cannot be enforced is refused."""
+def grammar_budget() -> Budget:
+    """For the tools of one request: no longer grammar would be compiled."""
+    return Budget(MAX_CHARS, "characters of a grammar", "tools")
 
-    def __init__(self, root: Mapping[str, Any], owner: str, *, exact: bool) -> None:
-        self.root, self.owner, self.exact = root, owner, exact
-        self._definitions = {key: _bare(root[key]) for key in _DEFINITIONS if isinstance(root.get(key), Mapping)}
+
+@dataclass
+class _Known:
+    """A schema that has been met. `form` None: it is being worked out. `num_chars`: what writing it took."""
+
+    schema: Mapping[str, Any]
+    form: Format | None = None
+    num_chars: int = 0
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A schema, kept so that no other has its id; without remarks; and what it refers to, if that is all it says."""
+
+    schema: Mapping[str, Any]
+    bare: Mapping[str, Any]
+    reference: str | None
+
+
+class ValueGrammar:
+    """Of the properties of the schema `root`, which is `owner`'s. `exact`: what cannot be enforced is refused.
+
+    Raises RequestError where more would be written than the budget has."""
+
+    def __init__(self, root: Mapping[str, Any], owner: str, budget: Budget, *, exact: bool) -> None:
+        self.root, self.owner, self.exact, self._budget = root, owner, exact, budget
+        self._plain: dict[int, _Plain] = {}
+        self._values: dict[int, _Known] = {}
 
     def objects(self) -> list[Mapping[str, Any]] | None:
         """Object schemas of which the arguments must fit one; None where nothing can be said of them."""
-        ways = self._objects(self.root, 0)
+        ways = self._objects()
         if ways is None and self.exact:
             raise self._refusal("must be an object with properties, or anyOf such objects")
         return ways
@@ -72,40 +104,78 @@ class ValueGrammar:
         """One value's grammar."""
         schema = self._resolved(schema)
         if schema is True or schema == {}:
+            self._write(ANY_TEXT)
             return ANY_TEXT
         if not isinstance(schema, Mapping):
             raise self._refusal(f"have a property whose schema is {json.dumps(schema)[:60]}")
         if depth > _MAX_DEPTH:
             return self._cannot(f"nest unions and references more than {_MAX_DEPTH} deep")
+        known = self._values.get(id(schema))
+        if known is None:
+            known = self._values[id(schema)] = _Known(schema)
+            before = self._budget.spent
+            known.form = self._worked_out(schema, depth)
+            known.num_chars = self._budget.spent - before
+        elif known.form is None:
+            return self._cannot("have a union that refers to itself")
+        else:
+            self._budget.spend(known.num_chars, self.owner)
+        return known.form
+
+    def _worked_out(self, schema: Mapping[str, Any], depth: int) -> Format:
         if (listed := _listed(schema)) is not None:
-            return _one_of([_spelled(value) for value in listed])
+            return self._write(_one_of([_spelled(value) for value in listed]))
         for union in ("anyOf", "oneOf", "allOf"):
             parts = schema.get(union)
             if isinstance(parts, list) and parts and not _said(schema) - {union, "type", "nullable"}:
                 if union == "allOf" and len(parts) > 1:
                     break
                 kind = {"type": schema["type"]} if "type" in schema else {}
-                parts = [
-                    {**kind, **part} if isinstance(part, Mapping) and "$ref" not in part else part for part in parts
-                ]
-                return _union([self.value(part, depth + 1) for part in parts])
+                return self._union(
+                    [{**kind, **part} if isinstance(part, Mapping) and "$ref" not in part else part for part in parts]
+                    if kind
+                    else parts,
+                    depth,
+                )
         if isinstance(types := schema.get("type"), list) and types:
-            return _union([self.value({**schema, "type": one}, depth + 1) for one in types])
-        return self._string(schema) if schema.get("type") == "string" else self._json(schema)
+            self._budget.spend(len(types) * len(schema), self.owner)
+            return self._union([{**schema, "type": one} for one in dict.fromkeys(types)], depth)
+        return self._write(self._string(schema) if schema.get("type") == "string" else self._json(schema))
 
-    def _objects(self, schema: Any, depth: int) -> list[Mapping[str, Any]] | None:
-        schema = self._resolved(schema)
-        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-            return None
-        is_object = isinstance(schema.get("properties", {}), Mapping) and schema.get("type", "object") == "object"
-        if not _said(schema) - {"type", "properties", "required", "additionalProperties"}:
-            return [schema] if is_object else None
-        branches = schema.get("anyOf", schema.get("oneOf"))
-        if not isinstance(branches, list) or len(_said(schema) - {"type"}) > 1:
-            return [schema] if is_object and "properties" in schema and not self.exact else None
-        ways = [self._objects(branch, depth + 1) for branch in branches]
-        known = [way for way in ways if way is not None]
-        return [one for way in known for one in way] if len(known) == len(ways) and known else None
+    def _union(self, parts: Sequence[Any], depth: int) -> Format:
+        """One of the values of these schemas; each counts once."""
+        distinct = {id(one): one for one in map(self._resolved, parts)}
+        formats = [self.value(one, depth + 1) for one in distinct.values()]
+        return ANY_TEXT if ANY_TEXT in formats else either(formats)
+
+    def _write(self, form: Format) -> Format:
+        self._budget.spend(least_chars(form, self._budget.most), self.owner)
+        return form
+
+    def _objects(self) -> list[Mapping[str, Any]] | None:
+        ways: dict[int, Mapping[str, Any]] = {}
+        seen: set[int] = set()
+        waiting: list[Any] = [self.root]
+        while waiting:
+            schema = self._resolved(waiting.pop())
+            if not isinstance(schema, Mapping):
+                return None
+            if id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            is_object = isinstance(schema.get("properties", {}), Mapping) and schema.get("type", "object") == "object"
+            branches = schema.get("anyOf", schema.get("oneOf"))
+            if not _said(schema) - {"type", "properties", "required", "additionalProperties"}:
+                is_way = is_object
+            elif isinstance(branches, list) and not len(_said(schema) - {"type"}) > 1:
+                waiting += reversed(branches)
+                continue
+            else:
+                is_way = is_object and "properties" in schema and not self.exact
+            if not is_way:
+                return None
+            ways[id(schema)] = schema
+        return list(ways.values()) or None
 
     def _string(self, schema: Mapping[str, Any]) -> Format:
         pattern, form = schema.get("pattern"), schema.get("format")
@@ -126,23 +196,35 @@ class ValueGrammar:
         return in_turn({"type": "regex", "pattern": f"[\\s\\S]{{{shortest}}}"}, rest) if shortest else rest
 
     def _json(self, schema: Mapping[str, Any]) -> Format:
-        full = {**_bare(schema), **self._definitions}
-        try:
-            refuse_unenforced(full)
-        except RequestError as error:
-            return self._cannot(str(error).removeprefix("structured_outputs.json: "))
-        return {"type": "json_schema", "json_schema": full, "max_whitespace_cnt": _MAX_WHITESPACE}
+        bare = _bare(schema)
+        full = {**bare, **self._definitions} if _refers(bare) else bare
+        form = {"type": "json_schema", "json_schema": full, "max_whitespace_cnt": _MAX_WHITESPACE}
+        if self._budget.spent + least_chars(form, self._budget.most) <= self._budget.most:
+            try:
+                refuse_unenforced(full)
+            except RequestError as error:
+                return self._cannot(str(error).removeprefix("structured_outputs.json: "))
+        return form
+
+    @cached_property
+    def _definitions(self) -> dict[str, Any]:
+        return {key: _bare(self.root[key]) for key in _DEFINITIONS if isinstance(self.root.get(key), Mapping)}
 
     def _resolved(self, schema: Any) -> Any:
-        """What a local reference stands for, without remarks."""
+        """What a local reference stands for, without remarks: the same object, wherever it is referred to."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, Mapping):
                 return schema
-            schema = {key: value for key, value in schema.items() if key not in _REMARKS}
-            reference = schema.get("$ref")
-            if not isinstance(reference, str) or len(_said(schema)) > 1:
-                return schema
-            schema = self._referenced(reference)
+            plain = self._plain.get(id(schema))
+            if plain is None:
+                bare = {key: value for key, value in schema.items() if key not in _REMARKS}
+                reference = bare.get("$ref")
+                refers = isinstance(reference, str) and len(_said(bare)) == 1
+                plain = self._plain[id(schema)] = _Plain(schema, bare, reference if refers else None)
+                self._plain.setdefault(id(bare), _Plain(bare, bare, plain.reference))
+            if plain.reference is None:
+                return plain.bare
+            schema = self._referenced(plain.reference)
         raise self._refusal("have references that lead to references without end")
 
     def _referenced(self, reference: str) -> Any:
@@ -164,10 +246,6 @@ class ValueGrammar:
         return RequestError(f"{self.owner} {why}", "tools")
 
 
-def _union(formats: Sequence[Format]) -> Format:
-    return ANY_TEXT if ANY_TEXT in formats else either(formats)
-
-
 def _one_of(texts: Sequence[str]) -> Format:
     some = [{"type": "const_string", "value": text} for text in dict.fromkeys(texts) if text]
     if not some:
@@ -186,6 +264,20 @@ def _spelled(value: Any) -> str:
 
 def _said(schema: Mapping[str, Any]) -> set[str]:
     return {key for key in schema if not key.startswith("$") or key == "$ref"} - {"definitions"}
+
+
+def _refers(schema: Any) -> bool:
+    """Whether there is a reference in a schema, or what looks like one."""
+    waiting = [schema]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, Mapping):
+            if "$ref" in here:
+                return True
+            waiting += here.values()
+        elif isinstance(here, list):
+            waiting += here
+    return False
 
 
 _NAMES = ("properties", "patternProperties", *_DEFINITIONS)

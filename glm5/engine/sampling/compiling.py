@@ -24,7 +24,6 @@ from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.sampling.schema import refuse_unenforced, too_slow
 from glm5.engine.sampling.workers import Workers
 
-MAX_CHARS = 1 << 17
 MAX_NESTING = 128
 _MAX_OPERATORS = 1024  # *, +, ? and {} of an EBNF grammar: compiling takes more than as much memory as their square
 _MAX_QUOTED = 4096  # characters of a string or a class in one: reading it takes their square
@@ -114,9 +113,7 @@ class Compiler:
 
     def compile(self, wanted: StructuredOutputsParams, salt: bytes = b"") -> Compilation:
         """Start compiling, or join whoever of the same salt does: how long it takes says what others have asked for.
-        Raises RequestError for a text that is too long."""
-        if len(wanted.text) > MAX_CHARS:
-            raise _refusal(f"has {len(wanted.text)} characters; allowed: {MAX_CHARS}")
+        Raises RequestError while too many wait."""
         if self._workers is None:
             self._workers = self._new_workers()
         workers, key = self._workers, (salt, wanted.kind, wanted.text, wanted.disable_any_whitespace)

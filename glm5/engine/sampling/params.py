@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
+from glm5.common.budget import least_chars
 from glm5.common.errors import RequestError
 from glm5.common.plain import plain, plain_list
 
@@ -22,6 +23,7 @@ MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_BIAS = 100.0  # larger ones are clamped, as in vLLM and OpenAI's definition
+MAX_CHARS = 1 << 17  # of a grammar
 # Sizes of the sampler's tables, per sequence.
 MAX_STOP_IDS = 128
 MAX_LOGIT_BIASES = 1024
@@ -238,12 +240,21 @@ def _as_text(kind: str, value: Any) -> str:
         if value is not True:
             raise _refusal(param, value, "true or false")
         return ""
+    if kind == "json" and isinstance(value, type) and hasattr(value, "model_json_schema"):
+        value = _schema_of(value)
+    if not isinstance(value, str) and least_chars(value, MAX_CHARS) > MAX_CHARS:  # writing it would hold others up
+        raise _too_long(param)
+    text = _written(kind, value, param)
+    if len(text) > MAX_CHARS:
+        raise _too_long(param)
+    return text
+
+
+def _written(kind: str, value: Any, param: str) -> str:
     if kind == "choice":
         if not _all(_as_tuple(value), _is_text) or not value:
             raise _refusal(param, value, "a list of non-empty texts")
         return json.dumps(list(value))
-    if kind == "json" and isinstance(value, type) and hasattr(value, "model_json_schema"):
-        value = _schema_of(value)
     if kind in ("json", "structural_tag") and isinstance(value, Mapping):
         try:
             return json.dumps(value)
@@ -252,6 +263,10 @@ def _as_text(kind: str, value: Any) -> str:
     if not _is_text(value):
         raise _refusal(param, value, "a non-empty text")
     return plain(value)
+
+
+def _too_long(param: str) -> RequestError:
+    return RequestError(f"{param} has more than {MAX_CHARS} characters; simplify it", param="structured_outputs")
 
 
 def _schema_of(model: Any) -> Any:

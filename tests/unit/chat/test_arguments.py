@@ -7,7 +7,9 @@ import pytest
 
 from glm5.chat import collect
 from glm5.chat.arguments import MAX_LITERAL, Arguments
-from glm5.chat.schema import MAX_ALTERNATIVES, Schema, json_equal, json_type
+from glm5.chat.parser import Functions
+from glm5.chat.schema import MAX_ALTERNATIVES, MAX_STEPS, Schema, json_equal, json_type
+from glm5.common.errors import RequestError
 from tests.support.answers import CHUNK_SIZES, Case, call, fed_text
 
 OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -202,6 +204,54 @@ def test_shared_branches_cost_no_more_than_once():
         {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(9)]} for i in range(9)]}
     )
     assert len(ways) == MAX_ALTERNATIVES
+
+
+def test_a_schema_that_holds_twice_holds_once():
+    """2**17 times, written out."""
+    for key in ("allOf", "anyOf"):
+        defs = {f"d{i}": {key: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(17)}
+        schema = {"$defs": defs | {"d17": {"properties": {"value": {"type": "string"}}}}, "$ref": "#/$defs/d0"}
+        (way,) = Schema(schema).alternatives(schema)
+        assert len(way["value"]) == 1
+
+
+def branching(depth: int) -> dict:
+    """All branches are different, as are those of them."""
+    defs = {}
+    for i in range(depth):
+        defs |= {f"{name}{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"$ref": f"#/$defs/b{i + 1}"}],
+                                "properties": {f"{name}{i}": {}}} for name in "ab"}  # fmt: skip
+    return {"$defs": defs | {f"a{depth}": {}, f"b{depth}": {}}, "$ref": "#/$defs/a0"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {f"p{i}": {} for i in range(2000)}, "anyOf": [{"title": str(i)} for i in range(64)]},
+        {"properties": {"value": {"enum": list(range(MAX_STEPS))}}},
+        {"properties": {"value": {"type": ["string"] * MAX_STEPS}}},
+        {"properties": {"value": {"anyOf": [{"$ref": "#/$defs/x"}] * MAX_STEPS}}, "$defs": {"x": {}}},
+        {"properties": {f"p{i}": {} for i in range(MAX_STEPS)}},
+    ],
+    ids=["properties times ways", "enum", "types", "union", "properties"],
+)
+def test_what_takes_too_many_steps_is_refused(schema):
+    with pytest.raises(RequestError, match=f"parameters of 'f' need too many steps.*tools together: {MAX_STEPS}") as it:
+        Functions([{"name": "f", "parameters": schema}])
+    assert it.value.param == "tools"
+
+
+def test_all_tools_together_have_one_budget():
+    tools = [{"name": f"f{i}", "parameters": {"properties": {f"p{j}": {} for j in range(1000)}}} for i in range(40)]
+    assert len(Functions(tools[:20])) == 20
+    with pytest.raises(RequestError, match="too many steps"):
+        Functions(tools)
+
+
+def test_branches_that_meet_again_are_read_once():
+    """2**60 ways through 120 nodes."""
+    functions = Functions([{"name": "f", "parameters": branching(60)}])
+    assert functions["f"].read("a0", "7") == "7"
 
 
 TEXT = {"properties": {"kind": {"const": "text"}, "value": {"type": "string"}}}

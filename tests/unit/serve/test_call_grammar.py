@@ -172,3 +172,56 @@ def test_a_tokenizer_without_tags():
 
     with pytest.raises(RequestError, match="no tokens for tool calls"):
         CallGrammar(NoTags())
+
+
+def union(depth: int, *, is_shared: bool) -> dict:
+    """Written out it has 2 ** depth values, of which `depth` are different, or all."""
+    schemas = {f"d{depth}": {"type": "integer"}}
+    for i in range(depth):
+        below = {"$ref": f"#/$defs/d{i + 1}"}
+        schemas[f"d{i}"] = {"anyOf": [below, below if is_shared else {"anyOf": [below, {"const": f"{i}"}]}]}
+    return {**obj("a", a={"$ref": "#/$defs/d0"}), "$defs": schemas}
+
+
+def test_a_union_of_one_schema_is_written_once():
+    form = GRAMMAR.calls([tool("f", union(13, is_shared=True), strict=True)], parallel=False, strict=True)
+    assert json.dumps(form).count("json_schema") == 2
+
+
+def wide_definitions(count: int) -> dict:
+    """Each property brings all definitions."""
+    properties = {f"p{i}": {"type": "array", "items": {"$ref": "#/$defs/d0"}} for i in range(count)}
+    return {**obj(**properties), "$defs": {f"d{i}": {"type": "integer"} for i in range(count)}}
+
+
+TOO_LARGE = {
+    "unions of unions": union(13, is_shared=False),
+    "definitions": wide_definitions(200),
+    "properties": obj(**{f"p{i}": {} for i in range(1000)}),
+    "objects": {"anyOf": [obj(**{f"p{i}{j}": {} for i in range(40)}) for j in range(40)]},
+    "enum": obj(a={"enum": list(range(10_000))}),
+    "types": obj(a={"type": [f"t{i}" for i in range(1000)], **{f"x{i}": 1 for i in range(1000)}}),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_grammar_is_measured_while_it_is_built(name, strict):
+    with pytest.raises(RequestError, match="parameters of 'f' need too many characters of a grammar") as caught:
+        GRAMMAR.calls([tool("f", TOO_LARGE[name], strict=strict)], parallel=False, strict=True)
+    assert caught.value.param == "tools"
+
+
+def test_definitions_are_repeated_where_something_refers_to_them():
+    """A hundred numbers beside a definition that none of them is."""
+    schema = {**obj(**{f"p{i}": {"type": "integer"} for i in range(100)}), "$defs": {"x": {"enum": ["y" * 5000]}}}
+    form = GRAMMAR.calls([tool("f", schema, strict=True)], parallel=False, strict=True)
+    assert "yyy" not in json.dumps(form)
+
+
+def test_unions_of_objects_that_meet_again():
+    leaf = obj("a", a={"type": "integer"})
+    schemas = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(12)}
+    schema = {"$ref": "#/$defs/d0", "$defs": schemas | {"d12": leaf}}
+    form = GRAMMAR.calls([tool("f", schema, strict=True)], parallel=False, strict=True)
+    assert json.dumps(form).count("json_schema") == 2
