@@ -9,6 +9,7 @@ pair count as one character of a bounded string, though they decode as three. On
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from glm5.common.errors import RequestError
@@ -52,26 +53,37 @@ _NOT_ANCHORS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)  # e
 
 def refuse_unenforced(schema: Any) -> None:
     """Raises RequestError naming the first keyword of `schema` (parsed) that a grammar would not honour."""
-    seen: set[str] = set()
-    waiting = [("#", schema, 0)]
+    seen: dict[int, Any] = {}
+    waiting: list[tuple[_Place, Any, int]] = [(_Place("#"), schema, 0)]
     while waiting:
         place, here, depth = waiting.pop()
         if depth > MAX_DEPTH:
             raise _refusal(place, f"is nested more than {MAX_DEPTH} deep; flatten it or use $ref")
-        if place in seen or isinstance(here, bool):
+        if id(here) in seen or isinstance(here, bool):
             continue
-        seen.add(place)
+        seen[id(here)] = here
         if not isinstance(here, Mapping):
             raise _refusal(place, f"is {json.dumps(here)[:80]}; allowed: an object, true or false")
         try:
             for keyword, why in _complaints(here, schema):
                 raise _refusal(f"{place}/{keyword}", why)
-            waiting += [(f"{place}/{step}", child, depth + 1) for step, child in _children(here)]
+            waiting += [(_Place(step, place), child, depth + 1) for step, child in _children(here)]
         except (TypeError, AttributeError, KeyError) as error:
             raise _refusal(place, f"has a keyword whose value is of a wrong type ({error})") from error
         if "$ref" in here:
             target_place, target = _target(here, schema)
-            waiting.append((target_place, target, depth))
+            waiting.append((_Place(target_place), target, depth))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a schema is; written out only for a complaint, as names may be long and there may be many places."""
+
+    step: str
+    outer: "_Place | None" = None
+
+    def __str__(self) -> str:
+        return self.step if self.outer is None else f"{self.outer}/{self.step}"
 
 
 def too_slow(regex: str) -> str | None:
@@ -216,6 +228,8 @@ def _target(here: Mapping[str, Any], root: Any) -> tuple[str, Any]:
         if reference in seen:
             raise _refusal(reference, "refers to itself and nothing else")
         seen.add(reference)
+        if len(seen) > MAX_DEPTH:
+            raise _refusal(f"{here['$ref']:.60}", f"refers through more than {MAX_DEPTH} references; refer to the last")
         target = root
         for name in reference.split("/")[1:]:
             if not isinstance(target, Mapping) or name not in target:
@@ -255,11 +269,20 @@ def _apart(first: Any, second: Any) -> bool:
         return True
     ours, theirs = _values(first), _values(second)
     if ours is not None and theirs is not None:
-        return not any(value in theirs for value in ours)
+        return set(map(_key, ours)).isdisjoint(map(_key, theirs))
     if not kinds[0] == kinds[1] == {"object"}:
         return False
     shared = set(first.get("required", ())) & set(second.get("required", ()))
     return any(_apart(*(side.get("properties", {}).get(name) for side in (first, second))) for name in shared)
+
+
+def _key(value: Any) -> Any:
+    """The same for JSON values that are equal in Python, and only for those."""
+    if isinstance(value, list):
+        return ("list", *map(_key, value))
+    if isinstance(value, Mapping):
+        return ("object", frozenset((name, _key(one)) for name, one in value.items()))
+    return value
 
 
 def _values(here: Mapping[str, Any]) -> list[Any] | None:
@@ -282,7 +305,7 @@ def _may_match(pattern: str, name: str) -> bool:
         return True
 
 
-def _refusal(place: str, why: str) -> RequestError:
+def _refusal(place: object, why: str) -> RequestError:
     return RequestError(f"structured_outputs.json: {place} {why}", param="structured_outputs")
 
 

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+import tracemalloc
 
 import pytest
 
@@ -10,6 +11,7 @@ from glm5.common.errors import MissingExtra, RequestError
 from glm5.engine.sampling import StructuredOutputsParams
 from glm5.engine.sampling.compiling import Compiler, Vocabulary
 from glm5.engine.sampling.params import MAX_CHARS
+from glm5.engine.sampling.schema import refuse_unenforced
 from tests.unit.engine.sampling.schemas import compiler, vocabulary
 
 PATIENCE_S = 60.0
@@ -140,6 +142,38 @@ def test_what_would_take_long_to_look_through_is_refused_at_once():
     assert compiler().compile(StructuredOutputsParams(json=fine)).result()
     assert "#/pattern has 50000 characters; allowed: 4096" in refusal(json={"type": "string", "pattern": "[" * 50_000})
     assert "#/oneOf has 5000 alternatives; allowed: 256" in refusal(json={"oneOf": [{}] * 5000})
+
+
+def test_references_to_references_are_followed_so_far():
+    chain = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(70)} | {"r70": {"type": "integer"}}
+    long = {"$defs": chain, "$ref": "#/$defs/r0"}
+    assert "#/$defs/r0 refers through more than 64 references" in refusal(json=long)
+    assert compiler().compile(StructuredOutputsParams(json=long | {"$ref": "#/$defs/r7"})).result()
+
+
+def test_places_are_written_out_for_a_complaint_alone():
+    """Of a long name with many others in it, each place would be as long."""
+    name, inner = "x" * 10_000, {f"{i}": {} for i in range(2000)}
+    schema = {"type": "object", "properties": {name: {"type": "object", "properties": inner}}}
+    tracemalloc.start()
+    refuse_unenforced(schema)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < len(name) * len(inner) / 4
+    inner["7"] = {"not": {}}
+    with pytest.raises(RequestError, match=f"#/properties/{name}/properties/7/not cannot be enforced"):
+        refuse_unenforced(schema)
+
+
+@pytest.mark.parametrize(("left", "right"), [(1, 1.0), (True, 1), ([1], [1.0]), ({"a": [1]}, {"a": [1]}), ("x", "x")])
+def test_values_of_two_alternatives_that_are_the_same(left, right):
+    both = {"oneOf": [{"enum": [left, "a"]}, {"enum": ["b", right]}]}
+    assert "alternatives that may both hold" in refusal(json=both)
+    assert (
+        compiler()
+        .compile(StructuredOutputsParams(json={"oneOf": [{"enum": [[1], {"a": 1}]}, {"enum": [[2]]}]}))
+        .result()
+    )
 
 
 def optional(count: int, **more) -> dict:
