@@ -7,13 +7,14 @@ configuration shares indices between layers, else GLM-5.1's.
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
 import jinja2
 
-from glm5.chat.guard import encode_guarded, guard
+from glm5.chat.guard import Guard, Spellings
 from glm5.chat.jinja import compile_template
 from glm5.chat.message import MEDIA_PARTS, Message, normalize_messages, normalize_tools
 from glm5.chat.tokenizer import Tokenizer, read_json
@@ -32,10 +33,13 @@ class ChatTemplate:
     """A template and the tokenizer that its prompts are encoded with.
 
     `name`: what to print at start. `source`: the jinja text, to be saved with a checkpoint. `always_thinks`:
-    the template cannot switch thinking off (GLM-5.3).
+    the template cannot switch thinking off (GLM-5.3). `allow_control_tokens`: special tokens that messages spell are
+    special tokens, as in engines that encode a rendered prompt; without it they are the text that they are.
     """
 
-    def __init__(self, source: str, name: str, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self, source: str, name: str, tokenizer: Tokenizer | None = None, *, allow_control_tokens: bool = False
+    ) -> None:
         """Raises CheckpointError naming the line when `source` is not a template."""
         self.source, self.name, self.tokenizer = source, name, tokenizer
         try:
@@ -44,15 +48,16 @@ class ChatTemplate:
             raise CheckpointError(f"chat template {name}, line {error.lineno}: {error.message}") from error
         except _PYTHON_ERRORS as error:  # jinja computes constants such as 1 / 0 while it compiles
             raise CheckpointError(f"chat template {name} cannot be compiled: {_kind(error)}") from error
+        self.allow_control_tokens = allow_control_tokens
         self.always_thinks = "Reasoning Effort:" in source and "enable_thinking" not in source
 
     @classmethod
-    def bundled(cls, name: str, tokenizer: Tokenizer | None = None) -> Self:
+    def bundled(cls, name: str, tokenizer: Tokenizer | None = None, *, allow_control_tokens: bool = False) -> Self:
         """A bundled template: "glm-5", "glm-5.1", "glm-5.2" or "glm-5.3"."""
         if name not in BUNDLED:
             raise ConfigError(f"chat template {name!r}: allowed: {', '.join(BUNDLED)}")
         source = (files("glm5.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
-        return cls(source, name, tokenizer)
+        return cls(source, name, tokenizer, allow_control_tokens=allow_control_tokens)
 
     @classmethod
     def for_checkpoint(
@@ -61,6 +66,8 @@ class ChatTemplate:
         cfg_shares_indices: bool = False,
         override: str | None = None,
         tokenizer: Tokenizer | None = None,
+        *,
+        allow_control_tokens: bool = False,
     ) -> Self:
         """The template for a checkpoint folder (None: a model without files). The module says which.
 
@@ -69,21 +76,10 @@ class ChatTemplate:
         """
         if tokenizer is None and path is not None:
             tokenizer = Tokenizer.from_dir(path)
-        if override is not None:
-            return cls._override(override, tokenizer)
-        own = _own_template(Path(path)) if path is not None else None
-        if own is not None:
-            return cls(*own, tokenizer)
-        return cls.bundled("glm-5.2" if cfg_shares_indices else "glm-5.1", tokenizer)
-
-    @classmethod
-    def _override(cls, override: str, tokenizer: Tokenizer | None) -> Self:
-        name = override if override.startswith("glm-") else f"glm-{override}"
-        if name in BUNDLED:
-            return cls.bundled(name, tokenizer)
-        if not Path(override).is_file():
-            raise ConfigError(f"chat_template: got {override!r}; allowed: {', '.join(BUNDLED)}, or a file that exists")
-        return cls(_read(Path(override)), override, tokenizer)
+        source, name = _found(path, override, "glm-5.2" if cfg_shares_indices else "glm-5.1")
+        if source is None:
+            return cls.bundled(name, tokenizer, allow_control_tokens=allow_control_tokens)
+        return cls(source, name, tokenizer, allow_control_tokens=allow_control_tokens)
 
     def render(
         self,
@@ -100,6 +96,19 @@ class ChatTemplate:
         (or `thinking`), `clear_thinking`, `reasoning_effort`, and whatever else the template reads; one
         that is None counts as not given. Raises RequestError with the offending `param`.
         """
+        unmarked = Guard(self.tokenizer, None)
+        return self.render_marked(unmarked, messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
+
+    def guard(self) -> Guard:
+        """Marks for one prompt, or for prompts that are to be compared: for `render_marked`. Needs the tokenizer."""
+        if self.tokenizer is None:
+            raise ConfigError(f"chat template {self.name} has no tokenizer to encode with: give one")
+        return Guard(self.tokenizer, None if self.allow_control_tokens else self._spellings)
+
+    def render_marked(
+        self, guard: Guard, /, messages: Any, tools: Any = None, *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The prompt with marks on what came from outside: text for `guard.encode`, which also cut up stays right."""
         chat = normalize_messages(messages)
         options = self._options(kwargs)
         self._check_media(chat)
@@ -109,32 +118,21 @@ class ChatTemplate:
                 'ask for less with reasoning_effort="low"',
                 "enable_thinking",
             )
-        return self._render(chat, normalize_tools(tools), add_generation_prompt, options)
+        said, offered, asked = guard.marked([chat, normalize_tools(tools), list(options.values())])
+        return self._render(said, offered, add_generation_prompt, dict(zip(options, asked, strict=True)))
 
     def encode(
-        self,
-        /,
-        messages: Any,
-        tools: Any = None,
-        *,
-        add_generation_prompt: bool = True,
-        literal_content: bool = False,
-        **kwargs: Any,
+        self, /, messages: Any, tools: Any = None, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
-        """The prompt of a conversation, as token ids.
+        """The prompt of a conversation, as token ids."""
+        guard = self.guard()
+        prompt = self.render_marked(guard, messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
+        return guard.encode(prompt)
 
-        Special tokens are recognised wherever they are spelled in the prompt, contents included: that is
-        what other engines do and what the model has seen. With `literal_content` those spelled in user and
-        tool contents are encoded as the text that they are, so that nobody forges a turn with them.
-        """
-        if self.tokenizer is None:
-            raise ConfigError(f"chat template {self.name} has no tokenizer to encode with: give one")
-        if not literal_content:
-            prompt = self.render(messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
-            return self.tokenizer.encode(prompt)
-        guarded = guard(normalize_messages(messages), self.tokenizer.special_tokens)
-        prompt = self.render(guarded, tools, add_generation_prompt=add_generation_prompt, **kwargs)
-        return encode_guarded(self.tokenizer, prompt)
+    @cached_property
+    def _spellings(self) -> Spellings:
+        assert self.tokenizer is not None
+        return Spellings(self.tokenizer.control_spellings)
 
     def starts_in_reasoning(self, /, prompt: str | Sequence[int] | None = None, **kwargs: Any) -> bool:
         """Whether the answer to `prompt` (text or ids) begins inside reasoning: its last think tag opens.
@@ -201,6 +199,19 @@ def ends_in_reasoning(prompt: str | Sequence[int], tokenizer: Tokenizer | None =
     if opening is None or closing is None:
         return ends_in_reasoning(tokenizer.decode(prompt))
     return next((token_id == opening for token_id in reversed(prompt) if token_id in (opening, closing)), False)
+
+
+def _found(path: str | os.PathLike[str] | None, override: str | None, default: str) -> tuple[str | None, str]:
+    """Source and name of the template; no source for a bundled one."""
+    if override is None:
+        own = _own_template(Path(path)) if path is not None else None
+        return own if own is not None else (None, default)
+    name = override if override.startswith("glm-") else f"glm-{override}"
+    if name in BUNDLED:
+        return None, name
+    if not Path(override).is_file():
+        raise ConfigError(f"chat_template: got {override!r}; allowed: {', '.join(BUNDLED)}, or a file that exists")
+    return _read(Path(override)), override
 
 
 def _own_template(folder: Path) -> tuple[str, str] | None:

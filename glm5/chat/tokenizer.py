@@ -97,10 +97,12 @@ class Tokenizer:
         """Id of a special token by its spelling, None where this tokenizer has no such token."""
         return self._added.get(token)
 
-    @property
-    def special_tokens(self) -> list[str]:
-        """Spellings that `encode` turns into one token each."""
-        return list(self._added)
+    @cached_property
+    def control_spellings(self) -> list[str]:
+        """Spellings that `encode` turns into one token each, but for words and white space that were added as text."""
+        words = [token for token, token_id in self._added.items() if token_id not in self._special_ids]
+        plain = {token for token in words if token.isspace() or token.isidentifier()}
+        return [token for token in self._added if token not in plain and len(token) > 1]
 
     def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
         """Ids of `text`, with nothing added.

@@ -49,7 +49,10 @@ def load_template(settings: ModelSource, llm: "LLM") -> "ChatTemplate":
     from glm5.chat.template import ChatTemplate
 
     shares = "shared" in llm.cfg.indexer_types
-    return ChatTemplate.for_checkpoint(llm.path, shares, settings.chat_template, llm.tokenizer)
+    allowed = settings.allow_control_tokens_in_messages
+    return ChatTemplate.for_checkpoint(
+        llm.path, shares, settings.chat_template, llm.tokenizer, allow_control_tokens=allowed
+    )
 
 
 def sampling_params(settings: Sampling, llm: "LLM", **fixed: Any) -> "SamplingParams":

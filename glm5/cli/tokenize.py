@@ -18,7 +18,10 @@ def run(args: argparse.Namespace) -> int:
     from glm5.train.data.tokenize import Options, tokenize
 
     options = Options(
-        str(resolve(settings.tokenizer)), text_key=settings.text_key, chat_template=settings.chat_template
+        str(resolve(settings.tokenizer)),
+        text_key=settings.text_key,
+        chat_template=settings.chat_template,
+        allow_control_tokens=settings.allow_control_tokens_in_messages,
     )
     file = tokenize(settings.files, settings.out, options, settings.processes)
     learnt = "" if file.marks_N is None else f", {int(file.marks_N.sum()):,} of them learnt"

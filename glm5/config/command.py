@@ -57,6 +57,8 @@ class ModelSource(Command):
     """Sampling defaults: auto (the checkpoint's generation_config.json), a folder that holds one, or vllm (none)."""
     chat_template: str | None = None
     """glm-5, 5.1, 5.2, 5.3 or a file. Default: the checkpoint's own, else 5.2 where it shares indices, else 5.1."""
+    allow_control_tokens_in_messages: bool = False
+    """Special tokens that messages and tools spell, such as <|user|>, become those tokens. Without it they are text."""
     lora_norm_eps: Annotated[float, Field(gt=0)] | None = None
     """Epsilon of the low-rank norms: 1e-6 gives transformers' numbers, 1e-5 SGLang's. Default: the checkpoint's."""
 

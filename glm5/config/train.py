@@ -69,6 +69,8 @@ class TokenizeConfig(Command):
     """How many processes work."""
     chat_template: str | None = None
     """glm-5, 5.1, 5.2, 5.3 or a file. Default: the tokenizer's own."""
+    allow_control_tokens_in_messages: bool = False
+    """Special tokens that messages and tools spell, such as <|user|>, become those tokens. Without it they are text."""
 
 
 class ModelSection(Section):

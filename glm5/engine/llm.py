@@ -157,6 +157,7 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        allow_control_tokens_in_messages: bool = False,
         priority: Sequence[int] | None = None,
         routed_experts: bool = False,
         lora_request: None = None,
@@ -164,6 +165,7 @@ class LLM:
         """Answers to one conversation, or to each of a list of them, as the checkpoint's chat template writes them.
 
         `chat_template`: another one, bundled or a file. `chat_template_kwargs`: what it reads, such as enable_thinking.
+        `allow_control_tokens_in_messages`: special tokens that messages spell are special tokens, not text.
         An answer's text holds thinking and tool calls as the model wrote them; structured output holds after thinking.
         """
         _check_adapter(lora_request)
@@ -182,15 +184,23 @@ class LLM:
         if taken := sorted({"messages", "tools", "add_generation_prompt"} & more.keys()):
             raise RequestError(f"chat_template_kwargs may not hold {taken[0]}: it has an argument of its own", taken[0])
         template = ChatTemplate.for_checkpoint(
-            self.path, "shared" in self.cfg.indexer_types, chat_template, self.tokenizer
+            self.path,
+            "shared" in self.cfg.indexer_types,
+            chat_template,
+            self.tokenizer,
+            allow_control_tokens=allow_control_tokens_in_messages,
         )
         chats = list(messages) if isinstance(messages[0], (list, tuple)) else [messages]
-        prompts = [template.render(chat, tools, add_generation_prompt=add_generation_prompt, **more) for chat in chats]
+        prompts: list[ReadPrompt] = []
+        for chat in chats:
+            guard = template.guard()
+            text = template.render_marked(guard, chat, tools, add_generation_prompt=add_generation_prompt, **more)
+            prompts.append(ReadPrompt(guard.text(text), guard.encode(text)))
         params = self._params_for(sampling_params, len(prompts))
         options = _options(priority, routed_experts, len(prompts))
         for i, prompt in enumerate(prompts):
             held = isinstance(params[i], SamplingParams) and params[i].structured_outputs is not None
-            if held and ends_in_reasoning(prompt):
+            if held and ends_in_reasoning(prompt.token_ids, self.tokenizer):
                 options[i] = replace(options[i], starts_after=self.tokenizer.id_of(THINK_END))
         return self._answer(prompts, params, options, use_tqdm=use_tqdm)
 
@@ -275,7 +285,12 @@ class LLM:
         self.close()
 
     def _answer(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], options: Sequence[Options], *, use_tqdm: bool
+        self,
+        prompts: Sequence[Prompt | ReadPrompt],
+        params: Sequence[SamplingParams],
+        options: Sequence[Options],
+        *,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         """Reads all before the first is asked."""
         asked = [
@@ -348,8 +363,8 @@ class LLM:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; give one, or one for each prompt")
         return list(given)
 
-    def _read(self, prompt: Prompt, params: SamplingParams, options: Options, name: str) -> _Asked:
-        read = read_prompt(prompt, self.tokenizer, name)
+    def _read(self, prompt: Prompt | ReadPrompt, params: SamplingParams, options: Options, name: str) -> _Asked:
+        read = prompt if isinstance(prompt, ReadPrompt) else read_prompt(prompt, self.tokenizer, name)
         options = replace(options, cache_salt=read.cache_salt)
         try:
             read = replace(read, token_ids=self.client.check(read.token_ids, params, options))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from glm5.chat.guard import Guard
 from glm5.chat.message import normalize_messages, normalize_tools
 from glm5.chat.parser import CALL, THINK_END, Functions
 from glm5.chat.tokenizer import Tokenizer
@@ -78,7 +79,8 @@ def prompted(conversation: Conversation, service: Service, *, field: str = "mess
     """
     tokenizer, choice = service.tokenizer, conversation.choice
     tools = _shown(conversation)
-    ids = _encoded(_rendered(conversation, tools, service), service, field)
+    guard = service.template.guard()
+    ids = _encoded(_rendered(conversation, tools, service, guard), service, guard, field)
     reasoning = service.template.starts_in_reasoning(ids)
     structured = _constraint(tools or [], choice, conversation.wanted, tokenizer)
     starts_after: int | None = None
@@ -107,20 +109,20 @@ def _shown(conversation: Conversation) -> list[dict[str, Any]] | None:
     return None if choice.mode == "none" else tools
 
 
-def _rendered(conversation: Conversation, tools: list[dict[str, Any]] | None, service: Service) -> str:
-    template = service.template
+def _rendered(conversation: Conversation, tools: list[dict[str, Any]] | None, service: Service, guard: Guard) -> str:
+    template, options = service.template, conversation.template
     if not conversation.continues:
         generates = conversation.generates
-        return template.render(conversation.messages, tools, add_generation_prompt=generates, **conversation.template)
+        return template.render_marked(guard, conversation.messages, tools, add_generation_prompt=generates, **options)
     messages = normalize_messages(conversation.messages)
-    last = messages[-1]
+    last = guard.marked(messages[-1])
     content, reasoning = last["content"], last.get("reasoning_content")
     if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(content, str):
         raise RequestError(
             "continue_final_message needs a last message of the assistant, with text and without calls",
             "continue_final_message",
         )
-    text = template.render(messages, tools, add_generation_prompt=False, **conversation.template)
+    text = template.render_marked(guard, messages, tools, add_generation_prompt=False, **options)
     if content.strip():
         begun, written = content.strip(), content[len(content.rstrip()) :]  # templates strip what a turn says
     elif reasoning and text.endswith(THINK_END):
@@ -135,13 +137,13 @@ def _rendered(conversation: Conversation, tools: list[dict[str, Any]] | None, se
     return text.rstrip() + written if content.strip() else text
 
 
-def _encoded(text: str, service: Service, field: str) -> list[int]:
+def _encoded(text: str, service: Service, guard: Guard, field: str) -> list[int]:
     most = service.engine.max_model_len
-    if (least := service.tokenizer.least_tokens(text)) > most:
+    if (least := service.tokenizer.least_tokens(guard.text(text))) > most:
         # A body of 32 MiB takes half a minute to encode, only to be refused then.
         raise context_exceeded(most, f"at least {least}", param=field)
     try:
-        return service.tokenizer.encode(text)
+        return guard.encode(text)
     except RequestError as error:
         raise RequestError(str(error), field) from None
 

@@ -20,7 +20,7 @@ from glm5.common.errors import RequestError
 _LEVELS = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "max", "max": "max"}
 _PROBE = [{"role": "user", "content": "?"}]
 # What the server itself tells the template.
-_NOT_FOR_TEMPLATES = {"messages", "tools", "add_generation_prompt", "literal_content"}
+_NOT_FOR_TEMPLATES = {"messages", "tools", "add_generation_prompt"}
 
 
 class Thinking(BaseModel):

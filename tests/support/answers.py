@@ -391,7 +391,7 @@ def fed_ids(parser: OutputParser, tokenizer: Tokenizer, ids: Sequence[int], size
     for group in _groups(tokenizer, ids, size):
         stream = tokenizer.stream()
         *texts, last = [stream.feed(token_id) for token_id in group]
-        if hide and tokenizer.decode(group[-1:]) in tokenizer.special_tokens:
+        if hide and tokenizer.decode(group[-1:]) in tokenizer.control_spellings:
             last = ""
         for token_id in group[:-1]:
             events += parser.feed(token_id, "")
@@ -407,7 +407,7 @@ def _groups(tokenizer: Tokenizer, ids: Sequence[int], size: int) -> Iterator[lis
         group.append(token_id)
         stream.feed(token_id)
         whole = not tokenizer.decode(group).endswith("\ufffd")
-        if whole and (len(group) >= size or tokenizer.decode([token_id]) in tokenizer.special_tokens):
+        if whole and (len(group) >= size or tokenizer.decode([token_id]) in tokenizer.control_spellings):
             yield group
             group = []
     if group:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from glm5.chat.guard import Guard
 from glm5.chat.message import normalize_messages
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import DataError, RequestError
@@ -37,7 +38,7 @@ class Example:
 
 @dataclass
 class _Text:
-    """A rendered conversation, and (start, stop) of what the model said in it, last first."""
+    """A rendered conversation with a guard's marks, and (start, stop) of what the model said in it, last first."""
 
     text: str
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -82,11 +83,26 @@ def _from_messages(row: Mapping[str, Any], template: ChatTemplate, where: str) -
         raise DataError(f"{where}: messages must be a list of at least one message")
     messages, learnt = _without_flags(row["messages"], where)
     normalize_messages(messages)  # also where nothing is learnt, and so nothing rendered: a slip in a role is an error
+    if not template.allow_control_tokens:
+        _no_reasoning_in_contents(messages, where)
+    guard = template.guard()
     rendered: list[_Text] = []
     for i in reversed(range(len(messages))):
         if learnt[i]:
-            _add(rendered, *_said(messages[: i + 1], row, thinking, template, where))
-    return [_encoded(text, template) for text in reversed(rendered)]
+            _add(rendered, *_said(messages[: i + 1], row, thinking, template, guard, where))
+    return [_encoded(text, guard) for text in reversed(rendered)]
+
+
+def _no_reasoning_in_contents(messages: Sequence[Mapping[str, Any]], where: str) -> None:
+    """It would be learnt as text that spells tags."""
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        embeds = isinstance(content, str) and content.lstrip().startswith("<think>")
+        if message.get("role") == "assistant" and embeds and not message.get("reasoning_content"):
+            raise DataError(
+                f"{where}: messages[{i}].content begins with <think>, which is text there; put reasoning under "
+                "reasoning_content, or tokenize with --allow-control-tokens-in-messages"
+            )
 
 
 def _without_flags(given: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[bool]]:
@@ -109,7 +125,12 @@ def _without_flags(given: Sequence[Any], where: str) -> tuple[list[dict[str, Any
 
 
 def _said(
-    messages: list[dict[str, Any]], row: Mapping[str, Any], thinking: str, template: ChatTemplate, where: str
+    messages: list[dict[str, Any]],
+    row: Mapping[str, Any],
+    thinking: str,
+    template: ChatTemplate,
+    guard: Guard,
+    where: str,
 ) -> tuple[str, int, str]:
     """(the conversation up to the last message, where what the model said begins, the token that hands over)."""
     options = {key: row[key] for key in ("reasoning_effort",) if key in row}
@@ -128,8 +149,8 @@ def _said(
         if mode is False and template.always_thinks:
             continue
         switch = {} if template.always_thinks else {"enable_thinking": mode}
-        done = template.render(messages, tools, add_generation_prompt=False, **options, **switch)
-        prompt = template.render(messages[:-1], tools, add_generation_prompt=True, **options, **switch)
+        done = template.render_marked(guard, messages, tools, add_generation_prompt=False, **options, **switch)
+        prompt = template.render_marked(guard, messages[:-1], tools, add_generation_prompt=True, **options, **switch)
         if done.startswith(prompt):
             return done, len(prompt), "<|observation|>" if last.get("tool_calls") else "<|user|>"
     raise DataError(
@@ -146,16 +167,14 @@ def _add(rendered: list[_Text], done: str, start: int, handover: str) -> None:
     rendered[-1].spans.append((start, stop))
 
 
-def _encoded(rendered: _Text, template: ChatTemplate) -> Example:
+def _encoded(rendered: _Text, guard: Guard) -> Example:
     """Piece by piece: pieces begin and end at special tokens, over which no token reaches."""
-    tokenizer = template.tokenizer
-    assert tokenizer is not None, "examples need a template with a tokenizer"
     ids: list[int] = []
     marks: list[bool] = []
     at = 0
     for start, stop in reversed(rendered.spans):
         for text, mark in ((rendered.text[at:start], False), (rendered.text[start:stop], True)):
-            piece = tokenizer.encode(text)
+            piece = guard.encode(text)
             ids += piece
             marks += [mark] * len(piece)
         at = stop

@@ -43,12 +43,11 @@ def messages(turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
 def example(template: ChatTemplate, chat: Conversation) -> Example:
     """A conversation as the template renders it. Marked are the tokens after each generation prompt, up to and with
     the one that hands over to the user or the tool."""
-    tokenizer = template.tokenizer
+    tokenizer, guard = template.tokenizer, template.guard()
     assert tokenizer is not None
-    text = template.render(
-        messages(chat.turns), list(chat.tools) or None, add_generation_prompt=False, enable_thinking=chat.thinking
-    )
-    ids = tokenizer.encode(text + NEXT_TURN)
+    tools, switch = list(chat.tools) or None, {"enable_thinking": chat.thinking}
+    text = template.render_marked(guard, messages(chat.turns), tools, add_generation_prompt=False, **switch)
+    ids = guard.encode(text + NEXT_TURN)
     opening = ("<|assistant|>", "<think>") if chat.thinking else ("<|assistant|>", "<think>", "</think>")
     opening_ids = [tokenizer.id_of(tag) for tag in opening]
     labelled: list[bool] = []

@@ -47,6 +47,8 @@ class Options:
     end_token: str | None = END_OF_TEXT
     """Appended to each text; conversations end as their template has it."""
     chat_template: str | None = None
+    allow_control_tokens: bool = False
+    """Of `ChatTemplate`: what messages spell is special tokens, not text."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,12 @@ def _work(batch: _Batch) -> Documents:
 
 def _encoder(options: Options) -> Callable[[_Batch], Documents]:
     tokenizer = Tokenizer.from_dir(options.tokenizer)
-    template = ChatTemplate.for_checkpoint(options.tokenizer, override=options.chat_template, tokenizer=tokenizer)
+    template = ChatTemplate.for_checkpoint(
+        options.tokenizer,
+        override=options.chat_template,
+        tokenizer=tokenizer,
+        allow_control_tokens=options.allow_control_tokens,
+    )
     end: list[int] = []
     if options.end_token is not None:
         token_id = tokenizer.id_of(options.end_token)

@@ -101,8 +101,6 @@ BAD = [
     ({"chat_template_kwargs": {"enable_thinking": "no"}}, "enable_thinking", "enable_thinking"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages is not for chat_template_kwargs",
      "chat_template_kwargs.messages"),
-    ({"chat_template_kwargs": {"literal_content": True}}, "chat_template_kwargs.literal_content is not for",
-     "chat_template_kwargs.literal_content"),
 ]  # fmt: skip
 
 

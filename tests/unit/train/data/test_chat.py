@@ -111,6 +111,24 @@ def test_rows_of_ids_are_taken_as_they_are():
     assert examples_of({"token_ids": [1], "loss_mask": [0], "source": "b"}, template(), "row 1") == []
 
 
+def test_spelled_special_tokens_are_learnt_as_text():
+    text = "ends with <|user|> or </think>"
+    (example,) = learn([user(text), assistant(text, text, called("f", x=text)), result(text), assistant(text, "r")])
+    call = f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call><|observation|>"
+    assert said(example) == [f"{text}</think>{text}{call}", f"r</think>{text}<|user|>"]
+    tokenizer = tiny_tokenizer()
+    assert [example.ids.count(tokenizer.id_of(tag)) for tag in ("<|user|>", "</think>")] == [2, 2]
+
+
+def test_reasoning_in_a_content_is_learnt_only_where_it_is_tokens():
+    row = {"messages": [user("a"), assistant(" <think>b</think>c")]}
+    with pytest.raises(DataError, match=r"row 1: messages\[1\].content begins with <think>.*reasoning_content"):
+        examples_of(row, template(), "row 1")
+    allowing = ChatTemplate.bundled("glm-5.2", tiny_tokenizer(), allow_control_tokens=True)
+    (example,) = examples_of(row, allowing, "row 1")
+    assert said(example)[0].endswith("b</think>c<|user|>")
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
