@@ -8,8 +8,7 @@ from glm5.config.presets import preset
 from glm5.engine import result, slot_state
 from glm5.engine.messages import SetDepth
 from glm5.engine.sampling import SamplingParams
-from glm5.engine.sampling.params import answer_seeds
-from glm5.engine.sampling.params import StructuredOutputsParams
+from glm5.engine.sampling.params import StructuredOutputsParams, answer_seeds
 from glm5.engine.wire import TokenLogprobs
 from tests.support.models import random_model
 from tests.support.rounding import logit_rounding
