@@ -160,7 +160,7 @@ def _from_json(flag: _Flag, text: str) -> Any:
 
 def _without_none(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
-        (annotation,) = (kind for kind in get_args(annotation) if kind is not type(None))
+        annotation = get_args(annotation)[0]  # beside it None, or words that are no value of its kind
     return get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
 
 

@@ -14,6 +14,7 @@ from glm5.config.tokens import number_of
 
 MAX_DEPTH = 16
 MAX_RANKS = 64
+MaxInterTokenMs = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"] | None
 _MANY = 2**31  # of whatever: more fits into no table
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_key", "fp8"]
 
@@ -38,9 +39,10 @@ class EngineConfig(Command):
     """Tokens computed in one step, of all requests together; at least max_num_seqs."""
     long_prefill_token_threshold: Annotated[int, Field(ge=0, lt=_MANY)] = 0
     """Tokens of one prompt in one step, at most; 0: up to the step's budget, half of it while others wait."""
-    max_inter_token_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_inter_token_ms: MaxInterTokenMs = None
     """While requests decode, compute so few tokens of prompts in a step that these get their next token within about so
-    many milliseconds, by estimate. Default: as many as max_num_batched_tokens leaves."""
+    many milliseconds: on a CPU by what steps took before, on a GPU by estimate. auto: 100 on a CPU, none on a GPU.
+    Default: as many as max_num_batched_tokens leaves."""
     enable_prefix_caching: bool = True
     """Keep what was computed of a prompt for later ones that begin alike."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DEPTH)] | None = None

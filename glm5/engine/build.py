@@ -26,6 +26,7 @@ from glm5.engine.defaults import read_defaults
 from glm5.engine.depth import AdaptiveDepth, StepCost
 from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
 from glm5.engine.loaded import LoadedPages
+from glm5.engine.pace import Beside, PromptPace
 from glm5.engine.process import Pulse
 from glm5.engine.rank import Follower, Say
 from glm5.engine.rank_wire import Begin
@@ -234,6 +235,7 @@ class _Parts:
     cache: KVCache
     copies: CopyQueue | None
     depth: AdaptiveDepth | None
+    pace: PromptPace | None
 
     def core(
         self,
@@ -252,6 +254,7 @@ class _Parts:
             compiler=None if load_tokenizer is None else Compiler(_vocabulary(self.cfg, self.source, load_tokenizer)),
             copies=self.copies,
             depth=self.depth,
+            pace=self.pace,
             ranks=followed,
         )
 
@@ -281,6 +284,7 @@ def _parts(
     copies = _copies(config, cache, group.shard.size, is_native=is_native) if group.shard.rank == 0 else None
     machine = "native" if is_native else model.device.type
     cost = StepCost.of(cfg, weight_bytes(model), machine, group.shard.size)
+    beside = Beside.of(config, model.device.type, cost)
     scheduler = SchedulerConfig(
         page_size=PAGE_SIZE,
         num_pages=num_pages,
@@ -291,7 +295,7 @@ def _parts(
         launch_ahead=_launches_ahead(config, model),
         prefix_cache=config.enable_prefix_caching,
         max_prompt_chunk=config.long_prefill_token_threshold or None,
-        max_tokens_beside=_tokens_beside(config, cost),
+        max_tokens_beside=beside.max_tokens,
         # Steps in pieces have a faster attention for these (runner.py: on a GPU, unless in passes).
         whole_prompt=0 if in_passes or model.device.type == "cpu" else cfg.index_topk,
         tiers=_has_tiers(config),
@@ -320,7 +324,7 @@ def _parts(
         routed_experts=config.enable_return_routed_experts,
         simulated_acceptance=simulated,
         table=[
-            *_table(config, model, cache, max_model_len, depth, is_native=is_native),
+            *_table(config, model, cache, max_model_len, depth, beside, is_native=is_native),
             *([("graphs", str(warmth))] if warmth is not None else []),
         ],
     )
@@ -334,6 +338,7 @@ def _parts(
         cache=cache,
         copies=copies,
         depth=AdaptiveDepth(depth, cost) if depth and config.adaptive_speculation else None,
+        pace=beside.pace,
     )
 
 
@@ -456,18 +461,19 @@ def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group
     return is_small and is_plain and use_native(model)
 
 
-def _tokens_beside(config: EngineConfig, cost: StepCost) -> int | None:
-    if config.max_inter_token_ms is None:
-        return None
-    return cost.rows_within(config.max_inter_token_ms / 1e3, config.max_num_batched_tokens)
-
-
 def _launches_ahead(config: EngineConfig, model: Glm5) -> bool:
     return model.device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
 
 
 def _table(
-    config: EngineConfig, model: Glm5, cache: KVCache, max_model_len: int, depth: int, *, is_native: bool
+    config: EngineConfig,
+    model: Glm5,
+    cache: KVCache,
+    max_model_len: int,
+    depth: int,
+    beside: Beside,
+    *,
+    is_native: bool,
 ) -> list[tuple[str, str]]:
     """Every resolved choice, for a person."""
     cfg = model.cfg
@@ -494,6 +500,7 @@ def _table(
         ("tiers", ", ".join(tiers) or off),
         ("prefixes", on if config.enable_prefix_caching else off),
         ("batch", f"{config.max_num_seqs} requests, {config.max_num_batched_tokens} tokens a step"),
+        ("prompts", str(beside)),
         ("drafts", f"up to {depth} a step, {drafts}" if depth else off),
         ("steps", "launched ahead" if _launches_ahead(config, model) else "one after the other"),
         ("deterministic", on if config.deterministic else off),

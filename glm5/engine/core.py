@@ -11,7 +11,7 @@ One thread calls everything here. An exception that leaves `step` is the engine'
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,7 +22,8 @@ from glm5.engine.depth import AdaptiveDepth
 from glm5.engine.failure import words_of
 from glm5.engine.grammars import fill_masks
 from glm5.engine.intake import Admission, Intake, Refusal
-from glm5.engine.messages import Abort, Finish, Message, Resume, SetDepth, Submit
+from glm5.engine.messages import Abort, Finish, Message, Resume, SetBeside, SetDepth, Submit
+from glm5.engine.pace import PromptPace, furthest_prompt
 from glm5.engine.plan import Output, StepPlan
 from glm5.engine.profiling import Profiling
 from glm5.engine.replies import PromptReport, Reply, note_prompts
@@ -83,8 +84,9 @@ class Followers(Protocol):
 class EngineCore:
     """`receive` messages, take `step`s while it `has_work`; `facts` say what it is.
 
-    `compiler` None refuses grammars, `copies` None has no tiers, `depth` None drafts as much as it can. `ranks`: others
-    that compute the same steps; they are told all that the scheduler is.
+    `compiler` None refuses grammars, `copies` None has no tiers, `depth` None drafts as much as it can, `pace` None has
+    as many tokens of prompts in a step as `config` allows; else launching a step must take as long as the step does, by
+    `clock`. `ranks`: others that compute the same steps; they are told all that the scheduler is.
     """
 
     def __init__(
@@ -98,12 +100,15 @@ class EngineCore:
         compiler: Compiler | None = None,
         copies: CopyQueue | None = None,
         depth: AdaptiveDepth | None = None,
+        pace: PromptPace | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         ranks: Followers | None = None,
     ):
         self.ranks = ranks
         self.runner, self.config, self.facts = runner, config, facts
         self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
         self.weights, self.compiler, self.depth = weights, compiler, depth
+        self.pace, self._clock = pace, clock
         self.counters = Counters(config.max_depth)
         self.tiering = Tiering(copies, config.page_size) if copies is not None else None
         self.intake = Intake(
@@ -262,6 +267,10 @@ class EngineCore:
             depth = self.depth.choose(num_seqs)
             if depth != scheduler.depth:
                 self.tell(SetDepth(depth))
+        if self.pace is not None and scheduler.decoding:
+            start = furthest_prompt(scheduler, self._messages)
+            if start is not None:
+                self.tell(SetBeside(self.pace.choose(len(scheduler.decoding), start)))
         messages, self._messages = self._messages, []
         if self.ranks is not None:
             self.ranks.hear(scheduler.next_step, messages, self._specs, is_masked=bool(self._constrained))
@@ -294,7 +303,10 @@ class EngineCore:
             if reply is not None and reply.num_cached is None:
                 reply.num_cached = min(item.start, reply.spec.num_prompt)
                 reply.began = time.monotonic()
+        began = self._clock()
         launched = self.runner.launch(plan, self._specs)
+        if self.pace is not None and plan.items:
+            self.pace.observe(plan.items, self._clock() - began)
         if plan.items:
             self._unread.append((plan, self._draft_depth, launched))
             self._draft_depth = plan.draft_depth

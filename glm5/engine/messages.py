@@ -78,6 +78,13 @@ class SetDepth:
 
 
 @dataclass(frozen=True)
+class SetBeside:
+    """How many tokens of prompts a step has, at most, in which sequences decode, from now on."""
+
+    max_tokens: int
+
+
+@dataclass(frozen=True)
 class Pause:
     """Plan nothing until `Resume`. `release`: sequences give their pages back and the prefix tree is emptied, so that
     no page has a content that matters; sequences are computed anew afterwards."""
@@ -109,4 +116,6 @@ class ResetCache:
     """Empty the prefix tree. Running sequences keep their pages."""
 
 
-Message = Submit | Abort | Finish | CopyDone | TierChange | SetDepth | Pause | Resume | SetWeights | ResetCache
+Message = (
+    Submit | Abort | Finish | CopyDone | TierChange | SetDepth | SetBeside | Pause | Resume | SetWeights | ResetCache
+)

@@ -41,6 +41,7 @@ from glm5.engine.messages import (
     Pause,
     ResetCache,
     Resume,
+    SetBeside,
     SetDepth,
     SetWeights,
     Submit,
@@ -68,9 +69,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, *, version: int = 0, identity: bytes = b""):
         self.config, self.version = config, version
         self.holdings = Holdings(config, identity)
-        self.depth = config.max_depth
-        self.next_step = 0
-        self.is_paused = False
+        self.depth, self.max_beside = config.max_depth, config.max_tokens_beside
+        self.next_step, self.is_paused = 0, False
         self._was_whole = False  # the last step was one of whole prompts
         # Each in order of rank. Running sequences are in one of the last two.
         self.waiting: list[Sequence] = []
@@ -197,6 +197,8 @@ class Scheduler:
             case SetDepth(depth):
                 assert 0 <= depth <= self.config.max_depth, f"{depth=} {self.config.max_depth=}"
                 self.depth = depth
+            case SetBeside(max_tokens):
+                self.max_beside = max_tokens
             case Pause(release):
                 self.is_paused = True
                 if release:
@@ -335,10 +337,10 @@ class Scheduler:
 
     def _plan_whole_prompts(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
         """Prompts that are computed whole, if it is their turn. Whether there are any."""
-        limit = self.config.most_of_whole(beside=bool(self.decoding))
+        few = self.max_beside if self.decoding else None
+        limit, budget = self.config.most_of_whole(few), self.config.most_of_prompts(few)
         if self._was_whole and (self.decoding or any(not self._is_whole(seq, limit) for seq in self.prompting)):
             return False
-        budget = self.config.most_of_prompts(beside=bool(self.decoding))
         if self.decoding and self._num_whole(limit, budget) < self.config.whole_prompt // 2:
             return False  # a step of their own takes longer than what they lose beside others
         chosen: list[Sequence] = []
@@ -378,11 +380,11 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, in_flight: list[InFlight], *, may_admit: bool) -> None:
         """Share the rest of the budget among prompts: first at most half of a step's each, then what is left over."""
-        budget = self.config.max_tokens_per_step - plan.num_tokens
-        budget = min(budget, self.config.most_of_prompts(beside=bool(plan.items)))
-        left = self.config.most_of_whole(beside=True) if self._was_whole and plan.items else 0  # to the next step
+        most = self.config.most_of_prompts(self.max_beside if plan.items else None)
+        budget = min(self.config.max_tokens_per_step - plan.num_tokens, most)
+        left = self.config.most_of_whole(self.max_beside) if self._was_whole and plan.items else 0  # to the next step
         chunk = self.config.max_prompt_chunk or budget
-        half = min(chunk, max(1, self.config.max_tokens_per_step // 2))
+        half = min(chunk, max(1, most // 2))
         shares: list[tuple[Sequence, int]] = []
         for seq in self.prompting:
             if budget and seq.restore is None and not self._is_whole(seq, left):

@@ -49,7 +49,8 @@ class SchedulerConfig:
     max_prompt_chunk: int | None = None
     """Tokens of one prompt a step, beside the half-budget rule."""
     max_tokens_beside: int | None = None
-    """Tokens of prompts in a step in which sequences decode: those wait as long as it takes."""
+    """Tokens of prompts in a step in which sequences decode, until `SetBeside` says otherwise: those wait as long as
+    it takes."""
     whole_prompt: int = 0
     """Prompts of up to so many tokens are computed whole, in steps of their own if they have half as many together:
     where all rows of a step are those of whole prompts, attention is several times as fast (engine/lower.py). 0:
@@ -86,14 +87,13 @@ class SchedulerConfig:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def most_of_prompts(self, *, beside: bool) -> int:
-        """Tokens of prompts in a step, of those `beside` which others decode."""
-        few = self.max_tokens_beside if beside else None
+    def most_of_prompts(self, few: int | None) -> int:
+        """Tokens of prompts in a step, of which those that decode beside them may bear `few`."""
         return self.max_tokens_per_step if few is None else min(few, self.max_tokens_per_step)
 
-    def most_of_whole(self, *, beside: bool) -> int:
+    def most_of_whole(self, few: int | None) -> int:
         """Tokens of a prompt that is computed whole."""
-        most = self.most_of_prompts(beside=beside)
+        most = self.most_of_prompts(few)
         return min(self.whole_prompt, most, self.max_prompt_chunk or most)
 
     def max_len(self, submit: Submit) -> int:
