@@ -4,6 +4,7 @@ Names are vLLM's where it has one. What depends on the checkpoint or the machine
 resolves it when it starts and prints every choice.
 """
 
+from math import inf, nan
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -14,7 +15,7 @@ from glm5.config.tokens import number_of
 
 MAX_DEPTH = 16
 MAX_RANKS = 64
-MaxInterTokenMs = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"] | None
+MaxInterTokenMs = float | Literal["auto"] | None
 _MANY = 2**31  # of whatever: more fits into no table
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_key", "fp8"]
 
@@ -41,7 +42,7 @@ class EngineConfig(Command):
     """Tokens of one prompt in one step, at most; 0: up to the step's budget, half of it while others wait."""
     max_inter_token_ms: MaxInterTokenMs = None
     """While requests decode, compute so few tokens of prompts in a step that these get their next token within about so
-    many milliseconds: on a CPU by what steps took before, on a GPU by estimate. auto: 100 on a CPU, none on a GPU.
+    many milliseconds: on a CPU by what steps took before, on a GPU by estimate. auto: 80 on a CPU, none on a GPU.
     Default: as many as max_num_batched_tokens leaves."""
     enable_prefix_caching: bool = True
     """Keep what was computed of a prompt for later ones that begin alike."""
@@ -87,6 +88,19 @@ class EngineConfig(Command):
         if info.field_name == "max_model_len" and (value in ("auto", "-1") or (value == -1 and type(value) is int)):
             return None
         return number_of(value) if isinstance(value, str) else value
+
+    @field_validator("max_inter_token_ms", mode="plain")
+    @classmethod
+    def _time_or_auto(cls, value: Any) -> MaxInterTokenMs:
+        if value is None or value == "auto":
+            return value
+        try:
+            milliseconds = float(value)
+        except (TypeError, ValueError, OverflowError):
+            milliseconds = nan
+        if isinstance(value, bool) or not 0 < milliseconds < inf:
+            raise ValueError("milliseconds, above 0; auto")
+        return milliseconds
 
     @model_validator(mode="after")
     def _room_for_all(self) -> Self:

@@ -28,7 +28,7 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     """Splits reasoning from the answer."""
     max_inter_token_ms: MaxInterTokenMs = "auto"
     """While requests decode, compute so few tokens of prompts in a step that these get their next token within about so
-    many milliseconds: on a CPU by what steps took before, on a GPU by estimate. auto: 100 on a CPU, none on a GPU."""
+    many milliseconds: on a CPU by what steps took before, on a GPU by estimate. auto: 80 on a CPU, none on a GPU."""
     tool_call_parser: Literal["glm45", "glm47"] = "glm47"
     """Reads tool calls; both names mean the one parser, which reads both formats."""
     enable_auto_tool_choice: Annotated[bool, NoEffect("a request that has tools always lets the model choose")] = False

@@ -1,19 +1,19 @@
 """How many tokens of prompts a step takes beside sequences that decode, so that these get their next tokens in time.
 
-    seconds of a step = decode(sequences) + sum over chunks of rows * row(context)
+    seconds of a step = decode(sequences) + row * rows + key * sum over rows of the keys before each
 
-`decode` is what steps without prompts took, `row` what the rows of others took, kept by powers of two: a row reads the
-keys before it, so it is cheap at the start of a long prompt and dear at its end. Both are measured, as what a CPU does
-in a second cannot be told from the model: elements, instructions and threads change it by a factor of ten. What is not
-measured yet is taken from the nearest shorter context, a row costing twice as much in the next power of two, which is
-the most that it can. A step may take the wanted seconds, or twice as long as without prompts if that is more, so that
-prompts get on beside a crowd too.
+All three are measured, as what a CPU does in a second cannot be told from the model: elements, instructions and
+threads change it by a factor of ten. `decode` is what steps without prompts took, by powers of two of their sequences.
+The other two are moved by what a step took longer than they say, in the direction in which it had rows and keys. A step
+may take the wanted seconds, or twice as long as without prompts if that is more, so that prompts get on beside a crowd
+too.
 
 Nothing here looks at a clock: the same steps and seconds give the same numbers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from glm5.config.engine import EngineConfig
 from glm5.engine.depth import StepCost
@@ -21,8 +21,9 @@ from glm5.engine.messages import Message, Submit
 from glm5.engine.plan import Item
 from glm5.engine.scheduler import Scheduler
 
-CPU_MS = 100.0  # what a server on a CPU aims at: below what a reader notices, many times what a step costs beside rows
+CPU_MS = 80.0  # what a server on a CPU aims at: below what a reader notices, many times what a step costs beside rows
 FIRST_ROWS = 16  # of prompts beside others before anything is known: no longer per row than more of them
+KEYS = 1024.0  # that cost as much as a row's own, at first: fewer than of any model, so that long contexts are dear
 WEIGHT = 0.3  # of a new measurement
 MOST_OF_STEP = 0.5  # that sequences which decode have of a step: what they took before may be out of date
 
@@ -32,51 +33,42 @@ class PromptPace:
 
     def __init__(self, seconds: float, limit: int):
         self.seconds, self.limit = seconds, limit
-        # By bits of the number of sequences, and of the tokens up to and including a chunk.
-        self._decode: dict[int, float] = {}
-        self._row: dict[int, float] = {}
+        self._decode: dict[int, float] = {}  # by bits of the number of sequences
+        self._row = self._keys = 0.0  # seconds of a row, and of KEYS keys before it; 0: nothing is known
 
     def observe(self, items: Sequence[Item], seconds: float) -> None:
         """The rows of a step, and how long it took."""
-        chunks = [((item.start + item.num_rows).bit_length(), item.num_rows) for item in items if item.kind != "decode"]
+        chunks = [item for item in items if item.kind == "prefill"]
         num_decoding = len(items) - len(chunks)
         if not chunks:
-            _note(self._decode, num_decoding.bit_length(), seconds)
+            bits = num_decoding.bit_length()
+            before = self._decode.get(bits, seconds)
+            self._decode[bits] = before + WEIGHT * (seconds - before)
             return
         seconds -= min(self._decode_seconds(num_decoding), MOST_OF_STEP * seconds)
-        expected = {bits: self._row_seconds(bits) or 1.0 for bits, _ in chunks}
-        ratio = seconds / sum(num_rows * expected[bits] for bits, num_rows in chunks)
-        for bits, value in expected.items():
-            _note(self._row, bits, value * ratio)
+        rows = sum(item.num_rows for item in chunks)
+        keys = sum(item.num_rows * (item.start + item.num_rows / 2) for item in chunks) / KEYS
+        if not self._row:
+            self._row = self._keys = seconds / (rows + keys)
+        surprise = WEIGHT * (seconds - self._row * rows - self._keys * keys) / (rows**2 + keys**2)
+        self._row = max(self._row + surprise * rows, 0.0)
+        self._keys = max(self._keys + surprise * keys, 0.0)
 
     def choose(self, num_decoding: int, start: int) -> int:
         """The most tokens of prompts, at least 1, for a step beside `num_decoding`, of which those of the longest
         context follow `start` others."""
+        if not self._row + self._keys:
+            return min(FIRST_ROWS, self.limit)
         decode = self._decode_seconds(num_decoding)
-        seconds = max(self.seconds, 2 * decode) - decode
-        num_rows, bits = 1, (start + 1).bit_length()
-        while num_rows < self.limit:
-            row = self._row_seconds(bits)
-            fit = int(seconds / row) if row else FIRST_ROWS
-            last = (1 << bits) - 1 - start  # the most rows that end at a position of so many bits
-            num_rows = max(num_rows, min(fit, last))
-            if fit <= last:
-                break
-            bits += 1
-        return min(num_rows, self.limit)
+        seconds, key = max(self.seconds, 2 * decode) - decode, self._keys / KEYS
+        # row n + key (start n + n n / 2) = seconds
+        first = self._row + key * start
+        return max(1, int(min(self.limit, 2 * seconds / (first + sqrt(first**2 + 2 * key * seconds)))))
 
     def _decode_seconds(self, num_decoding: int) -> float:
         """Of as many sequences, or of fewer if that is all that is known."""
-        bits = max((bits for bits in self._decode if bits <= num_decoding.bit_length()), default=None)
-        return 0.0 if bits is None else self._decode[bits]
-
-    def _row_seconds(self, bits: int) -> float | None:
-        """At a context of so many bits, at most; None if nothing is known."""
-        shorter = max((known for known in self._row if known <= bits), default=None)
-        longer = min((known for known in self._row if known > bits), default=None)
-        found = [] if shorter is None else [self._row[shorter] * 2.0 ** (bits - shorter)]
-        found += [] if longer is None else [self._row[longer]]
-        return min(found, default=None)
+        known = [bits for bits in self._decode if bits <= num_decoding.bit_length()]
+        return self._decode[max(known)] if known else 0.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,3 @@ def furthest_prompt(scheduler: Scheduler, messages: Sequence[Message]) -> int | 
         starts += [len(seq.tokens) - 1 for seq in scheduler.waiting[:1]]
         starts += [len(message.prompt_ids) - 1 for message in messages if isinstance(message, Submit)]
     return max(starts, default=None)
-
-
-def _note(known: dict[int, float], bits: int, value: float) -> None:
-    known[bits] = value if bits not in known else known[bits] + WEIGHT * (value - known[bits])

@@ -52,9 +52,12 @@ class Heard:
 
 
 class CoreDriver:
-    """Small pages, few of them; `tiers` True puts a host tier behind, a path a disk tier too."""
+    """Small pages, few of them; `tiers` True puts a host tier behind, a path a disk tier too. `core`: more of
+    `EngineCore`'s."""
 
-    def __init__(self, *, tiers=None, host_pages: int = 64, compiler=None, adaptive=None, draft_quality=5, **options):
+    def __init__(
+        self, *, tiers=None, host_pages: int = 64, compiler=None, adaptive=None, draft_quality=5, core=None, **options
+    ):
         defaults = {
             "page_size": 4,
             "num_pages": 100,
@@ -96,6 +99,7 @@ class CoreDriver:
             compiler=compiler,
             copies=self.copies,
             depth=AdaptiveDepth(self.config.max_depth, adaptive) if adaptive is not None else None,
+            **core or {},
         )
         self.heard: dict[int, Heard] = {}
         self.answers: dict[int, Answer] = {}

@@ -59,6 +59,10 @@ MUTANTS = [
         "return self.depth",
     ),
     Mutant("one prompt takes it all", "scheduler", "half = min(chunk, max(1,", "half = max(chunk, max(1,"),
+    Mutant(
+        "those that decode bear anything", "scheduler", "most_of_prompts(self.max_beside if", "most_of_prompts(None if"
+    ),
+    Mutant("half of a step beside others too", "scheduler", "max(1, most // 2)", "max(1, budget)"),
     Mutant("the rest goes to one while others wait", "scheduler", " and not self.waiting:", ":"),
     Mutant("chunks of any size", "scheduler", "min(seq.goal - seq.computed, max(count, chunk), ", "min(10**6, "),
     # Order

@@ -73,7 +73,11 @@ def check_sizes(config: SchedulerConfig, scheduler: Scheduler, plan: StepPlan) -
 
 
 def check_half_budget(config: SchedulerConfig, scheduler: Scheduler, plan: StepPlan) -> None:
-    half = max(1, config.max_tokens_per_step // 2)
+    beside = any(item.kind == "decode" for item in plan.items)
+    most = config.most_of_prompts(scheduler.max_beside if beside else None)
+    prompts = sum(item.num_rows for item in plan.items if item.kind == "prefill")
+    assert prompts <= most, f"{prompts} tokens of prompts beside those that decode, who bear {most}"
+    half = max(1, most // 2)
     if is_whole(config, plan):
         return
     for item in plan.items:

@@ -16,6 +16,7 @@ from glm5.engine.messages import (
     Pause,
     ResetCache,
     Resume,
+    SetBeside,
     SetDepth,
     SetWeights,
     Submit,
@@ -249,7 +250,7 @@ class World:
 
     def _control(self) -> Message:
         rng = self.rng
-        match rng.randrange(9):
+        match rng.randrange(10):
             case 0:
                 self.is_paused = True
                 return Pause(release=rng.random() < 0.5)
@@ -265,6 +266,8 @@ class World:
                 gone = None if rng.random() < 0.7 else self.device.tiers[digest][0]
                 del self.device.tiers[digest]
                 return TierChange(((digest, gone),))
+            case 5:
+                return SetBeside(rng.choice((1, 2, 5, 1000)))
             case _:
                 return SetDepth(rng.randint(0, self.config.max_depth))
 

@@ -134,10 +134,18 @@ def test_logprobs_are_the_models_own(models, launch_ahead, depth):
 
 
 def test_prompts_are_cut_to_a_time_between_tokens(models):
-    model = load_copy(models[0])
-    assert Session(model).core.config.max_tokens_beside is None
-    assert Session(model, max_inter_token_ms=1e-6).core.config.max_tokens_beside == 1
-    assert Session(model, max_inter_token_ms=1e6).core.config.max_tokens_beside == 64
+    """On a CPU by what steps took; tokens are the same (tests/unit/engine/test_pace.py has the rest)."""
+    cut, plain = (Session(load_copy(models[0]), max_inter_token_ms=ms) for ms in ("auto", None))
+    for session in (cut, plain):
+        assert session.core.config.max_tokens_beside is None
+        session.ask(20, 30, temperature=0.0)
+        session.turn(3)
+        session.ask(100, 4, temperature=0.0)
+        session.run()
+    assert (cut.core.pace.seconds, plain.core.pace) == (0.08, None)
+    assert cut.core.scheduler.max_beside >= 1
+    assert plain.core.scheduler.max_beside is None
+    assert [cut.tokens(0), cut.tokens(1)] == [plain.tokens(0), plain.tokens(1)]
 
 
 def test_the_budget_tells_other_weights(models):
