@@ -1,0 +1,25 @@
+"""The wall clock may be set while something runs: it says when something was, never how long it took or what is due.
+
+Everything else goes by `time.monotonic`, `time.perf_counter` or an event loop's clock.
+"""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "glm5"
+WALL_CLOCK = re.compile(r"\btime\.(time|time_ns|localtime|gmtime)\(|\bdatetime\.(now|utcnow|today)\(|\bdate\.today\(")
+DATES = {
+    "chat/jinja.py",  # the day that a template tells the model
+    "engine/tiers/disk.py",  # stamps of files, which several processes compare; one's own always grow
+    "engine/tiers/folder.py",  # their age: an unfinished one that goes too soon is written again
+    "kernels/native_code.py",  # the age of an unfinished library's folder
+    "serve/chat_answer.py",  # `created` of answers, as the API has it
+    "serve/completions_answer.py",
+    "serve/responses_answer.py",
+    "serve/service.py",
+}
+
+
+def test_durations_do_not_go_by_the_wall_clock():
+    found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if WALL_CLOCK.search(path.read_text())}
+    assert found == DATES
