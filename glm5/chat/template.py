@@ -7,26 +7,23 @@ configuration shares indices between layers, else GLM-5.1's.
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
-import jinja2
-
 from glm5.chat.guard import Guard, Spellings
-from glm5.chat.jinja import compile_template
 from glm5.chat.message import MEDIA_PARTS, Message, normalize_messages, normalize_tools
+from glm5.chat.rendering import Apart, Here, Renderer, TemplateFailure
 from glm5.chat.tokenizer import Tokenizer, read_json
+from glm5.common.bounded import MIB, read_bounded_text
 from glm5.common.errors import CheckpointError, ConfigError, RequestError
 
 BUNDLED = ("glm-5", "glm-5.1", "glm-5.2", "glm-5.3")
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token")
 _SWITCHES = ("enable_thinking", "clear_thinking")
-# What Python raises for a template's own mistakes: missing keys, 1 / 0, endless recursion, ranges and texts too large.
-_PYTHON_ERRORS = (
-    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError
-)  # fmt: skip
+MAX_SOURCE = MIB
+"""Bytes of a template's file, and characters of a template; the published ones have 5,000."""
 
 
 class ChatTemplate:
@@ -42,12 +39,13 @@ class ChatTemplate:
     ) -> None:
         """Raises CheckpointError naming the line when `source` is not a template."""
         self.source, self.name, self.tokenizer = source, name, tokenizer
+        if len(source) > MAX_SOURCE:
+            raise CheckpointError(f"chat template {name} has {len(source)} characters; allowed: {MAX_SOURCE}")
         try:
-            self._template = compile_template(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"chat template {name}, line {error.lineno}: {error.message}") from error
-        except _PYTHON_ERRORS as error:  # jinja computes constants such as 1 / 0 while it compiles
-            raise CheckpointError(f"chat template {name} cannot be compiled: {_kind(error)}") from error
+            ours = source.rstrip() in [known.rstrip() for known in _bundled_sources()]  # savers cut the last newline
+            self._renderer: Renderer = Here(source) if ours else Apart(source)
+        except TemplateFailure as failure:
+            raise CheckpointError(f"chat template {name}{failure}") from failure
         self.allow_control_tokens = allow_control_tokens
         self.always_thinks = "Reasoning Effort:" in source and "enable_thinking" not in source
 
@@ -56,8 +54,7 @@ class ChatTemplate:
         """A bundled template: "glm-5", "glm-5.1", "glm-5.2" or "glm-5.3"."""
         if name not in BUNDLED:
             raise ConfigError(f"chat template {name!r}: allowed: {', '.join(BUNDLED)}")
-        source = (files("glm5.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
-        return cls(source, name, tokenizer, allow_control_tokens=allow_control_tokens)
+        return cls(_bundled_sources()[BUNDLED.index(name)], name, tokenizer, allow_control_tokens=allow_control_tokens)
 
     @classmethod
     def for_checkpoint(
@@ -119,7 +116,10 @@ class ChatTemplate:
                 "enable_thinking",
             )
         said, offered, asked = guard.marked([chat, normalize_tools(tools), list(options.values())])
-        return self._render(said, offered, add_generation_prompt, dict(zip(options, asked, strict=True)))
+        try:
+            return self._render(said, offered, add_generation_prompt, dict(zip(options, asked, strict=True)))
+        except RequestError as error:  # which may repeat what it was given
+            raise RequestError(guard.text(str(error)), error.param) from error
 
     def encode(
         self, /, messages: Any, tools: Any = None, *, add_generation_prompt: bool = True, **kwargs: Any
@@ -180,13 +180,9 @@ class ChatTemplate:
         }
         variables = special | options | {"messages": chat, "tools": tools, "add_generation_prompt": generate}
         try:
-            return self._template.render(variables)
-        except jinja2.TemplateError as error:
-            raise RequestError(f"the chat template refused this conversation: {error}", "messages") from error
-        except _PYTHON_ERRORS as error:
-            raise RequestError(
-                f"the chat template {self.name} cannot render this conversation: {_kind(error)}", "messages"
-            ) from error
+            return self._renderer.render(variables)
+        except TemplateFailure as failure:
+            raise RequestError(f"the chat template {self.name}{failure}", "messages") from failure
 
 
 def ends_in_reasoning(prompt: str | Sequence[int], tokenizer: Tokenizer | None = None) -> bool:
@@ -199,6 +195,12 @@ def ends_in_reasoning(prompt: str | Sequence[int], tokenizer: Tokenizer | None =
     if opening is None or closing is None:
         return ends_in_reasoning(tokenizer.decode(prompt))
     return next((token_id == opening for token_id in reversed(prompt) if token_id in (opening, closing)), False)
+
+
+@cache
+def _bundled_sources() -> tuple[str, ...]:
+    folder = files("glm5.chat") / "templates"
+    return tuple((folder / f"{name}.jinja").read_text(encoding="utf-8") for name in BUNDLED)
 
 
 def _found(path: str | os.PathLike[str] | None, override: str | None, default: str) -> tuple[str | None, str]:
@@ -229,11 +231,6 @@ def _own_template(folder: Path) -> tuple[str, str] | None:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_bounded_text(file, MAX_SOURCE)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"chat template {file} cannot be read: {error}") from error
-
-
-def _kind(error: Exception) -> str:
-    """An exception of Python's in one line; some, such as MemoryError, say nothing but their name."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
