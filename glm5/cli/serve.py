@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from glm5.cli.flags import add_flags, notes, read
 from glm5.cli.loading import check, load_llm, load_template, resolved
 from glm5.cli.parser import Parser
+from glm5.common import open_files
 from glm5.common.console import out
 from glm5.common.extras import require
 from glm5.common.interrupt import held_interrupt
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         check_gpus(settings.device, engine.tensor_parallel_size)
         keys, endpoint = read_keys(settings), settings.otlp_traces_endpoint
         program = _Program(settings, keys, ServerState(), None if endpoint is None else Tracing.to(endpoint))
+    open_files.allow_many()
     with bind(settings.host, settings.port, settings.client_timeout) as listener:
         house = House(
             prepare=program.prepare,
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             say=lambda line: out(line, flush=True),
             state=program.state,
             supervise=settings.supervise,
+            client_timeout=settings.client_timeout,
             shutdown_timeout=settings.shutdown_timeout,
             dead_engine_timeout=settings.dead_engine_timeout,
         )

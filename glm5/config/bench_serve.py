@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from glm5.config.command import Command
+from glm5.config.command import MANY, Command, Count, Seconds
 
 METRICS = ("ttft", "tpot", "itl", "gap", "e2el")
 LIMITED = ("ttft", "tpot", "e2el")
@@ -33,7 +33,6 @@ def _object(value: Any) -> Any:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 Percent = Annotated[float, Field(gt=0, le=100)]
-Count = Annotated[int, Field(ge=1)]
 
 
 class BenchServeConfig(Command):
@@ -53,7 +52,7 @@ class BenchServeConfig(Command):
     """Name of the model in requests. Default: the first that /v1/models lists."""
     tokenizer: str | None = None
     """Folder with the model's tokenizer.json: random texts then have exact lengths. Default: lengths are measured."""
-    vocab_size: Annotated[int, Field(ge=2)] | None = None
+    vocab_size: Annotated[int, Field(ge=2, lt=MANY)] | None = None
     """Send random prompts as token ids below this, in place of texts. Not for openai-chat."""
     header: tuple[str, ...] = ()
     """More headers, each KEY=VALUE. OPENAI_API_KEY from the environment is sent as a bearer token."""
@@ -61,26 +60,26 @@ class BenchServeConfig(Command):
     """A JSON object whose keys are added to every request."""
     insecure: bool = False
     """Do not check the server's certificate."""
-    request_timeout: Annotated[float, Field(gt=0)] = 3600.0
+    request_timeout: Seconds = 3600.0
     """Seconds after which a request without a whole answer has failed."""
-    ready_check_timeout_sec: Annotated[float, Field(ge=0)] = 600.0
+    ready_check_timeout_sec: Annotated[float, Field(ge=0, lt=MANY / 1000)] = 600.0
     """Seconds to wait for a server that does not answer yet."""
 
     num_prompts: Count | None = None
     """Requests. Default: eight a client with --max-concurrency, else one a line or arrival time, else 100."""
-    request_rate: Annotated[float, Field(gt=0)] = float("inf")
+    request_rate: Annotated[float, Field(ge=1e-6)] = float("inf")
     """Requests a second, at random times (open load). inf sends whenever a client is free, or all at once."""
-    burstiness: Annotated[float, Field(gt=0)] = 1.0
+    burstiness: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """1 is a Poisson process; below 1 requests come in bursts, above 1 evenly."""
     arrival_times: str | None = None
     """File with the times to send at, one a line: seconds, or a Mooncake trace. In place of --request-rate."""
     max_concurrency: tuple[Count, ...] = ()
     """Clients that each have one request under way (closed load). Several numbers: one run for each, in turn."""
-    num_warmups: Annotated[int, Field(ge=0)] = 0
+    num_warmups: Annotated[int, Field(ge=0, lt=MANY)] = 0
     """Requests before each run that are not measured."""
     flush_cache: bool = False
     """Empty the server's prefix cache before each run: /flush_cache, or /reset_prefix_cache."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of prompts, lengths and arrival times."""
 
     dataset_name: Literal["random", "shared-prefix", "multi-turn", "file"] = "random"
@@ -107,12 +106,12 @@ class BenchServeConfig(Command):
     """With multi-turn: tokens of the system prompt, the same for all."""
     multi_turn_result_len: Count = 512
     """With multi-turn: tokens of a tool's result, which starts each turn but the first."""
-    multi_turn_pause: Annotated[float, Field(ge=0)] = 0.0
+    multi_turn_pause: Annotated[float, Field(ge=0, lt=MANY / 1000)] = 0.0
     """With multi-turn: seconds that a tool runs."""
     output_len: Count | None = None
     """With file: tokens of every answer. Default: what a line says, else its reference answer's length, else 256."""
 
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Temperature of every request."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus of every request. Default: the server's."""

@@ -13,6 +13,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MANY = 2**31  # of whatever: more fits into no table
+Count = Annotated[int, Field(ge=1, lt=MANY)]
+Seconds = Annotated[float, Field(gt=0, lt=MANY / 1000)]
+"""Up to 24 days: the kernel counts milliseconds in 31 bits."""
+
 
 @dataclass(frozen=True)
 class Positional:
@@ -59,18 +64,18 @@ class ModelSource(Command):
     """glm-5, 5.1, 5.2, 5.3 or a file. Default: the checkpoint's own, else 5.2 where it shares indices, else 5.1."""
     allow_control_tokens_in_messages: bool = False
     """Special tokens that messages and tools spell, such as <|user|>, become those tokens. Without it they are text."""
-    lora_norm_eps: Annotated[float, Field(gt=0)] | None = None
+    lora_norm_eps: Annotated[float, Field(gt=0, le=1)] | None = None
     """Epsilon of the low-rank norms: 1e-6 gives transformers' numbers, 1e-5 SGLang's. Default: the checkpoint's."""
 
 
 class Sampling(Command):
     """How the next token is drawn. What is not given comes from the model's generation_config.json."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     """Longest answer in tokens. Default: up to the end of the context."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """0 always takes the likeliest token."""
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=MANY)] | None = None
     """Draw among this many likeliest tokens; 0 and -1: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw among the likeliest tokens that together have this probability."""

@@ -4,19 +4,18 @@ Names are vLLM's where it has one. What depends on the checkpoint or the machine
 resolves it when it starts and prints every choice.
 """
 
-from math import inf, nan
+from math import nan
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from glm5.config.command import Also, Command
+from glm5.config.command import MANY, Also, Command, Count, Seconds
 from glm5.config.refusal import Refused
 from glm5.config.tokens import number_of
 
 MAX_DEPTH = 16
 MAX_RANKS = 64
 MaxInterTokenMs = float | Literal["auto"] | None
-_MANY = 2**31  # of whatever: more fits into no table
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_key", "fp8"]
 
 
@@ -31,14 +30,14 @@ class EngineConfig(Command):
     measure speed with."""
     adapter: str | None = None
     """Folder of a LoRA adapter in PEFT's layout; it is merged into the weights as they are loaded."""
-    max_model_len: Annotated[int, Field(ge=1, lt=_MANY)] | None = None
+    max_model_len: Count | None = None
     """Longest context in tokens, prompt and answer together, such as 32768, 32k (32000) or 32K (32768). Default, and
     for auto or -1: what the checkpoint and the memory allow."""
-    max_num_seqs: Annotated[int, Field(ge=1, lt=_MANY)] = 64
+    max_num_seqs: Count = 64
     """Requests that are answered at the same time; more wait."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1, lt=_MANY)] = 2048
+    max_num_batched_tokens: Count = 2048
     """Tokens computed in one step, of all requests together; at least max_num_seqs."""
-    long_prefill_token_threshold: Annotated[int, Field(ge=0, lt=_MANY)] = 0
+    long_prefill_token_threshold: Annotated[int, Field(ge=0, lt=MANY)] = 0
     """Tokens of one prompt in one step, at most; 0: up to the step's budget, half of it while others wait."""
     max_inter_token_ms: MaxInterTokenMs = None
     """While requests decode, compute so few tokens of prompts in a step that these get their next token within about so
@@ -50,7 +49,7 @@ class EngineConfig(Command):
     """Tokens drafted by the MTP layer in a step; 0 drafts none. Default: 3 if the checkpoint has the layer, else 0."""
     adaptive_speculation: bool = True
     """Draft fewer under load, and where drafts are not accepted."""
-    simulate_acceptance: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    simulate_acceptance: Annotated[float, Field(ge=1, le=MAX_DEPTH + 1)] | None = None
     """Only to measure speed, with dummy weights: drafts stand at random, so that a step gains so many tokens on average
     (that which needs no draft included). Answers are worth nothing."""
     async_scheduling: bool | None = None
@@ -61,7 +60,7 @@ class EngineConfig(Command):
     kv_cache_dtype: KvCacheDtype = "auto"
     """Layout of the cache: auto (the model's element type), bfloat16 (the same, of a bfloat16 model), fp8_key (index
     keys in FP8), fp8 (latents too; vLLM's fp8_ds_mla is another name of it)."""
-    num_gpu_blocks_override: Annotated[int, Field(ge=1, lt=_MANY)] | None = None
+    num_gpu_blocks_override: Count | None = None
     """Pages of 64 tokens in the cache, instead of what the memory allows."""
     kv_cache_memory_bytes: Annotated[int, Field(ge=1, lt=2**60)] | None = None
     """Bytes of the cache, instead of what gpu_memory_utilization leaves."""
@@ -75,7 +74,7 @@ class EngineConfig(Command):
     """GiB that may lie in kv_disk_dir."""
     enable_return_routed_experts: bool = False
     """Let requests ask which experts computed their tokens."""
-    watchdog_timeout: Annotated[float, Field(gt=0)] = 300.0
+    watchdog_timeout: Seconds = 300.0
     """Seconds that a step may take, and that the engine may be silent, before it is ended."""
     num_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads of the engine's process. Default: 1 for small models, else one a core."""
@@ -98,8 +97,8 @@ class EngineConfig(Command):
             milliseconds = float(value)
         except (TypeError, ValueError, OverflowError):
             milliseconds = nan
-        if isinstance(value, bool) or not 0 < milliseconds < inf:
-            raise ValueError("milliseconds, above 0; auto")
+        if isinstance(value, bool) or not 0 < milliseconds < MANY:
+            raise ValueError(f"milliseconds, above 0 and below {MANY}; auto")
         return milliseconds
 
     @model_validator(mode="after")

@@ -1,10 +1,10 @@
 """`glm5 generate` and `glm5 chat`: one model, answers on the terminal."""
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from glm5.config.command import ModelSource, Sampling
+from glm5.config.command import Count, ModelSource, Sampling
 from glm5.config.speculative import EngineFlags
 
 
@@ -13,7 +13,7 @@ class GenerateConfig(Sampling, EngineFlags, ModelSource):
 
     more_words = 'texts are given by  --prompt "TEXT"  or on standard input'
 
-    max_num_seqs: Annotated[int, Field(ge=1)] = 1
+    max_num_seqs: Count = 1
     """Requests that are answered at the same time; here they come one by one."""
     prompt: tuple[str, ...] = ()
     """Texts to continue, as they are. Default: what standard input holds."""
@@ -34,7 +34,7 @@ class GenerateConfig(Sampling, EngineFlags, ModelSource):
 class ChatConfig(Sampling, EngineFlags, ModelSource):
     """Talk with a model in the terminal."""
 
-    max_num_seqs: Annotated[int, Field(ge=1)] = 1
+    max_num_seqs: Count = 1
     """Requests that are answered at the same time; a conversation has one."""
     system: str | None = None
     """A system message that starts the conversation."""

@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from glm5.config.command import Command, Positional
+from glm5.config.command import MANY, Command, Count, Positional, Seconds
 
-_Count = Annotated[int, Field(ge=1)]
-_Positive = Annotated[float, Field(gt=0)]
+_HOST_NAME = re.compile(r"\*|(?:\*\.)?[\w-]+(?:\.[\w-]+)*\.?", flags=re.ASCII)
 _MAX_NAME = 64
+Rate = Annotated[float, Field(ge=1e-3, le=1e9)]
+"""Requests a minute."""
 
 
 def _key_name(value: str) -> str:
@@ -43,9 +44,9 @@ class KeyConfig(Command):
     """The file, made if there is none."""
     role: Literal["user", "metrics", "admin"] = "user"
     """What it opens: the API, the metrics alone, or everything."""
-    requests_per_minute: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    requests_per_minute: Rate | None = None
     """Limit of its own. Default: that of the server."""
-    max_concurrency: _Count | None = None
+    max_concurrency: Count | None = None
     """Requests at the same time. Default: those of the server."""
     cache_salt: CacheSalt | None = None
     """Share what is cached with the keys of the same salt. Default: with no other key."""
@@ -61,27 +62,30 @@ class Operations(Command):
     """File of hashed keys with names, roles and limits; `glm5 key` writes it."""
     admin_api_key: str | None = None
     """Key for the admin routes, which nobody may use without one; better GLM5_ADMIN_API_KEY in the environment."""
-    key_requests_per_minute: _Positive | None = None
+    key_requests_per_minute: Rate | None = None
     """Requests a minute of each key that has no limit of its own. Default: no limit."""
-    key_max_concurrency: _Count | None = None
+    key_max_concurrency: Count | None = None
     """Requests at the same time of each key that has no limit of its own. Default: no limit."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server from a browser; * means all. Default: none but its own."""
-    max_queue: Annotated[int, Field(ge=0)] = 1024
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which the server may be asked, such as llm.example or *.llm.example; * means all. Default: without
+    keys localhost and addresses in numbers, with keys all."""
+    max_queue: Annotated[int, Field(ge=0, lt=MANY)] = 1024
     """Answers that may wait beside the max_num_seqs that are computed; requests beyond are refused with 429."""
-    max_body_bytes: _Count = 32 * 2**20
+    max_body_bytes: Annotated[int, Field(ge=1, lt=2**60)] = 32 * 2**20
     """Largest body of a request; a million tokens of text is about 5 MB."""
-    max_prompt_tokens: _Count | None = None
+    max_prompt_tokens: Count | None = None
     """Longest prompt. Default: what the context allows."""
-    max_output_tokens: _Count | None = None
+    max_output_tokens: Count | None = None
     """Longest answer; longer ones are refused, and requests that do not say get this. Default: up to the context."""
-    request_timeout: _Positive | None = None
+    request_timeout: Seconds | None = None
     """Seconds that an answer may take from the moment it is asked of the engine. Default: no limit."""
-    client_timeout: _Positive = 60.0
+    client_timeout: Seconds = 60.0
     """Seconds in which a client must have sent its whole request, and for which it may leave an answer unread."""
-    shutdown_timeout: _Positive = 300.0
+    shutdown_timeout: Seconds = 300.0
     """Seconds that requests under way have to end after SIGTERM, before they are ended; a second SIGTERM ends all."""
-    dead_engine_timeout: Annotated[float, Field(ge=0)] = 10.0
+    dead_engine_timeout: Annotated[float, Field(ge=0, lt=MANY / 1000)] = 10.0
     """Seconds that the server says on /health why its engine has died, before it ends with code 1."""
     supervise: bool = False
     """Start a dead engine again, instead of ending."""
@@ -99,7 +103,14 @@ class Operations(Command):
             raise ValueError("an address that begins with http:// or https://")
         return value
 
-    @field_validator("allowed_origins", mode="before")
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _host_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(_HOST_NAME.fullmatch(name) for name in value):
+            raise ValueError("names without scheme and port, such as llm.example or *.llm.example, or *")
+        return value
+
+    @field_validator("allowed_origins", "allowed_hosts", mode="before")
     @classmethod
     def _vllm_list(cls, value: Any) -> Any:
         """vLLM takes one JSON list."""
@@ -107,5 +118,5 @@ class Operations(Command):
             try:
                 return json.loads(value[0])
             except (ValueError, RecursionError):
-                raise ValueError("origins, or one JSON list of them") from None
+                raise ValueError("texts, or one JSON list of them") from None
         return value

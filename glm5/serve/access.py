@@ -1,5 +1,6 @@
 """The way in: every HTTP request gets an id, a caller and its places, or is turned away, before a route sees it.
 
+    another server's name            nobody (`glm5.serve.hosts`)
     pages, health, /openapi.json     anyone
     /metrics, /get_server_info       the role "metrics" or "admin", or the only user: they tell of all callers
     admin routes                     the role "admin"; nobody where no key has it
@@ -24,6 +25,7 @@ from glm5.serve.call import Call, begin
 from glm5.serve.errors import ApiError, error_response
 from glm5.serve.figures import Figures
 from glm5.serve.health import draining
+from glm5.serve.hosts import Hosts
 from glm5.serve.keys import ANYONE, KeyRing, Tenant
 from glm5.serve.limits import Limits
 from glm5.serve.state import ServerState
@@ -55,37 +57,40 @@ _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Access:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, limits: Limits, state: ServerState, figures: Figures):
-        self.app, self.keys, self.limits, self.state, self.figures = app, keys, limits, state, figures
+    def __init__(
+        self, app: ASGIApp, *, keys: KeyRing, hosts: Hosts, limits: Limits, state: ServerState, figures: Figures
+    ):
+        self.app, self.keys, self.hosts, self.limits = app, keys, hosts, limits
+        self.state, self.figures = state, figures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        path, given = scope["path"], Headers(scope=scope).get("x-request-id", "")
+        path, headers = scope["path"], Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         call = Call(given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex)
         sending = _Sending(send, call.id, self.state)
         start, is_open = time.monotonic(), path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
         token = REQUEST_ID.set(call.id)
         try:
+            self.hosts.check(headers.get("host", ""))
             if is_open:
                 await self.app(scope, receive, sending)
             else:
                 await self._counted(call, scope, receive, sending)
+        except ApiError as error:
+            self.figures.refused.add(1, error.code or str(error.status))
+            await error_response(error, path)(scope, receive, sending)
         finally:
             self._note(call, scope, sending.status, time.monotonic() - start, is_open=is_open)
             REQUEST_ID.reset(token)
 
     async def _counted(self, call: Call, scope: Scope, receive: Receive, send: "_Sending") -> None:
-        """A request that is answered before the server ends, or refused."""
+        """A request that is answered before the server ends. Raises ApiError for one that is turned away."""
         self.state.enter()
         try:
-            try:
-                self._admit(call, scope)
-            except ApiError as error:
-                self.figures.refused.add(1, error.code or str(error.status))
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
+            self._admit(call, scope)
             # With the last byte, not after it: the client's next request may come before this one's task has ended.
             send.on_end = partial(self.limits.leave, call)
             await self.app(scope, receive, send)

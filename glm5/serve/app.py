@@ -34,6 +34,7 @@ from glm5.serve import (
 from glm5.serve.access import Access
 from glm5.serve.disconnect import CancelOnDisconnect
 from glm5.serve.figures import Figures
+from glm5.serve.hosts import Hosts
 from glm5.serve.incoming import BoundedBody
 from glm5.serve.keys import KeyRing
 from glm5.serve.limits import Limits
@@ -59,7 +60,7 @@ def create_app(
     server while it runs.
     """
     traced: dict[str, Any] = {} if tracing is None else {"telemetry": {"tracer_provider": tracing.provider}}
-    app = FastAPI(title="glm5", version=__version__, docs_url=None, redoc_url=None, **traced)
+    app = FastAPI(title="glm5", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, **traced)
     names = config.served_model_name or (config.model,)
     figures, state, limits = Figures(names[0]), state or ServerState(), _limits(config)
     bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout)
@@ -75,7 +76,9 @@ def create_app(
     # The last one added stands before all others.
     app.add_middleware(BoundedBody, max_bytes=config.max_body_bytes, seconds=config.client_timeout)
     app.add_middleware(CancelOnDisconnect)
-    app.add_middleware(Access, keys=keys or KeyRing(), limits=limits, state=state, figures=figures)
+    keys = keys or KeyRing()
+    hosts = Hosts(None if keys.is_needed and not config.allowed_hosts else (*config.allowed_hosts, config.host))
+    app.add_middleware(Access, keys=keys, hosts=hosts, limits=limits, state=state, figures=figures)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -30,7 +30,8 @@ from glm5.common.atomic import atomic_write
 from glm5.common.bounded import MIB, read_bounded_text
 from glm5.common.errors import ConfigError
 from glm5.common.exclusive import exclusive
-from glm5.config.operations import CacheSalt, KeyName
+from glm5.config.command import Count
+from glm5.config.operations import CacheSalt, KeyName, Rate
 from glm5.config.refusal import first_error, refuse
 
 Role = Literal["user", "metrics", "admin"]
@@ -47,8 +48,8 @@ class Key(BaseModel):
     name: KeyName
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     role: Role = "user"
-    requests_per_minute: Annotated[float, Field(gt=0)] | None = None
-    max_concurrency: Annotated[int, Field(ge=1)] | None = None
+    requests_per_minute: Rate | None = None
+    max_concurrency: Count | None = None
     cache_salt: CacheSalt | None = None
 
 

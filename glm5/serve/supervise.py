@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp
 
 from glm5.common.errors import EngineDead, GlmError
-from glm5.serve.server import GOODBYE_SECONDS, Front, Server
+from glm5.serve.server import CLIENT_SECONDS, GOODBYE_SECONDS, Front, Server, is_everywhere
 from glm5.serve.service import Engine
 from glm5.serve.state import ServerState
 
@@ -61,6 +61,7 @@ class House:
     say: Callable[[str], None]
     state: ServerState
     supervise: bool = False
+    client_timeout: float = CLIENT_SECONDS
     shutdown_timeout: float = 300.0
     dead_engine_timeout: float = 10.0
     pause: float = 5.0
@@ -71,12 +72,13 @@ def run(house: House, listener: socket.socket) -> None:
     whatever `start` raises the first time; KeyboardInterrupt for Ctrl-C before there is an engine."""
     house.state.not_serving = "it is being loaded"
     front = Front(house.state)
-    server = Server(front, listener)
+    server = Server(front, listener, house.client_timeout)
     with _Signals() as signals:
         keeper = _Keeper(house, server, signals)
         server.start()
         try:
-            house.say(f"starting; {server.url}/health says 503 until the model answers")
+            where = " on all addresses" if is_everywhere(listener) else ""
+            house.say(f"starting{where}; {server.url}/health says 503 until the model answers")
             house.prepare()
             front.app = house.make_app(keeper.start())
             house.state.not_serving = None

@@ -9,7 +9,6 @@ would distort what is measured.
 """
 
 import asyncio
-import resource
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -323,10 +322,3 @@ def _tls_context(*, verify: bool) -> ssl.SSLContext:
     if not verify:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
-
-
-def allow_many_files() -> None:
-    """Raise this process's limit of open files, of which every connection is one, as far as the system lets it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

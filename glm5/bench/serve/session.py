@@ -13,12 +13,13 @@ from glm5.bench.serve.arrivals import arrival_times, read_arrivals
 from glm5.bench.serve.client import Client
 from glm5.bench.serve.counters import Gained, gained, read_counters, sglang_acceptance
 from glm5.bench.serve.files import Reader
-from glm5.bench.serve.http import Address, Open, Pool, allow_many_files, opener
+from glm5.bench.serve.http import Address, Open, Pool, opener
 from glm5.bench.serve.load import Outcome, Plan, Tell, run
 from glm5.bench.serve.meeting import Met, flush_cache, meet, token_counter
 from glm5.bench.serve.statistics import Result, summarize
 from glm5.bench.serve.texts import Source, Words
 from glm5.bench.serve.workload import Conversation, generate
+from glm5.common import open_files
 from glm5.common.errors import ConfigError
 from glm5.config.bench_serve import MAX_OPEN, REQUESTS_A_CLIENT, BenchServeConfig
 
@@ -61,7 +62,7 @@ async def measure(
     Raises ConfigError for files that cannot be used, GlmError for a server that does not answer or refuses the first
     request. `connect` replaces how connections are opened.
     """
-    allow_many_files()
+    open_files.allow_many()
     address = Address.of(settings.url)
     given = None if settings.arrival_times is None else read_arrivals(settings.arrival_times)
     open_connection = await (connect(address) if connect else opener(address, verify=not settings.insecure))

@@ -17,10 +17,10 @@ from tests.support.tokenizers import tiny_tokenizer
 CONFIG = ServeConfig(model="org/tiny", served_model_name=("tiny", "alias"))
 
 
-def run_app(engine):
+def run_app(engine, listener=None):
     tokenizer = tiny_tokenizer()
     template = ChatTemplate.bundled("glm-5.1", tokenizer)
-    return serving(create_app(engine, template, tokenizer, CONFIG), engine, bind("127.0.0.1", 0))
+    return serving(create_app(engine, template, tokenizer, CONFIG), engine, listener or bind("127.0.0.1", 0))
 
 
 @pytest.fixture(scope="package")

@@ -246,8 +246,13 @@ def test_bodies_that_are_too_large():
 def test_bodies_that_do_not_come():
     with served(scripted(), client_timeout=0.2) as http:
         with socket.create_connection((http.base_url.host, http.base_url.port), timeout=SECONDS) as client:
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-            client.sendall(head.encode() + b'{"messages"')
+            lines = [
+                f"POST {CHAT} HTTP/1.1",
+                "Host: localhost",
+                "Content-Type: application/json",
+                "Content-Length: 100",
+            ]
+            client.sendall("\r\n".join([*lines, "", '{"messages"']).encode())
             answer = client.makefile("rb").readline()
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert http.post(CHAT, json=ASK).status_code == 200

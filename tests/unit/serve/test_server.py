@@ -1,8 +1,10 @@
 """A real engine behind a real socket: the answers are the engine's, and the end is clean."""
 
 import asyncio
+import re
 import socket
 import threading
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -11,7 +13,7 @@ import pytest
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.server import bind, url_of
+from glm5.serve.server import bind, is_everywhere, url_of
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.serve.conftest import run_app
@@ -129,8 +131,47 @@ def test_answers_do_not_wait_for_acknowledgements():
 
 def test_an_address_that_cannot_be_had():
     with bind("127.0.0.1", 0) as taken:
-        taken.listen()
         port = taken.getsockname()[1]
         assert url_of(taken) == f"http://127.0.0.1:{port}"
-        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1 port {port}: "):
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1 port {port}: .*; choose another --port"):
             bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    "host", ["256.1.1.1", "no such host", "a..b", "a" * 70, "a\0b", "ä" * 70, "http://127.0.0.1", "192.0.2.1", "[::1]"]
+)
+def test_a_host_that_is_none(host):
+    with pytest.raises(OSError, match=f"^cannot listen on {re.escape(host)} port 0: [^\n]+$"):
+        bind(host, 0)
+
+
+def test_ipv6():
+    try:
+        listener = bind("::1", 0)
+    except OSError as error:
+        pytest.skip(str(error))
+    engine = AsyncEngine(LLM(random_model(11), tiny_tokenizer(), max_model_len=128))
+    with run_app(engine, listener) as url, httpx.Client(base_url=url, timeout=30) as client:
+        assert url.startswith("http://[::1]:")
+        assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        (("127.0.0.1", 80), "http://127.0.0.1:80"),
+        (("0.0.0.0", 8000), "http://127.0.0.1:8000"),
+        (("::", 8000, 0, 0), "http://[::1]:8000"),
+        (("2001:db8::1", 8000, 0, 0), "http://[2001:db8::1]:8000"),
+        (("fe80::1%eth0", 8000, 0, 2), "http://[fe80::1%25eth0]:8000"),
+    ],
+)
+def test_urls(name, url):
+    listener = SimpleNamespace(getsockname=lambda: name)
+    assert url_of(listener) == url
+    assert is_everywhere(listener) == (name[0] in ("0.0.0.0", "::"))
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 60, 2_147_483])
+def test_every_client_timeout_is_one_for_the_kernel(seconds):
+    bind("127.0.0.1", 0, client_timeout=seconds).close()
