@@ -7,8 +7,9 @@ would give an answer that the client did not ask for. A field that it does not k
 import asyncio
 import json
 import logging
+import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -22,9 +23,14 @@ from glm5.serve.service import Service
 logger = logging.getLogger(__name__)
 
 MAX_NESTING = 128  # what is written by people nests less, and what looks through it may recurse
+# What one body may hold beside its texts: reading it is one call, during which nobody else is served.
+MAX_VALUES = 1 << 21  # values of lists and objects: token ids, ten times what a context holds
+MAX_PARTS = 1 << 18  # lists, objects, and fields of objects, which take ten times as long
 MAX_LOGGED_FIELDS = 100  # different unknown names of fields; a client may invent any number
 _LARGE = 1 << 16  # bytes that are parsed aside: the event loop serves everyone
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_SEPARATORS, _PARTS = (b",",), (b"[", b"{", b":")
 
 
 _ERRORS = {
@@ -68,6 +74,9 @@ def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
             # Also keeps web pages of other origins out: browsers ask before they send this type, and are not let in.
             got = f"content-type is {content_type!r:.60}"
             raise ApiError(415, f"{got}; allowed: application/json", code="unsupported_media_type")
+        if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+            got = f"content-encoding is {encoding!r:.60}"
+            raise ApiError(415, f"{got}; allowed: none, as bodies are read as they come", code="unsupported_media_type")
         raw = await request.body()  # how large it may be is not for a route to say (incoming.py)
         if len(raw) <= _LARGE:
             body = parse(kind, raw)
@@ -89,15 +98,17 @@ def no_such_model(name: str, service: Service) -> ApiError:
 
 def parse(kind: type[B], raw: bytes) -> B:
     """A body of this kind. Raises ApiError."""
+    _refuse_many(raw)
     try:
-        content = json.loads(raw, parse_constant=_refuse)
+        text = raw.decode("utf-8-sig")
+        content = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise ApiError(400, f"the body is a JSON {type(content).__name__}; expected an object", code="invalid_json")
     if _depth(content) > MAX_NESTING:
         raise ApiError(400, f"the body is nested more than {MAX_NESTING} deep", code="invalid_json")
-    if _SURROGATE.search(raw):
+    if _SURROGATE.search(text):
         _refuse_halves(content)
     return checked(kind, content)
 
@@ -162,6 +173,36 @@ def _depth(content: Any) -> int:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text:.40} is larger than any number that is read here")
+    return number
+
+
+def _refuse_many(raw: bytes) -> None:
+    """Raises ApiError for a body of so many values that reading it would hold everybody up."""
+    for separators, most, what in (
+        (_SEPARATORS, MAX_VALUES, "values in lists and objects"),
+        (_PARTS, MAX_PARTS, "lists, objects and fields"),
+    ):
+        if sum(map(raw.count, separators)) > most and _holds_more(raw, separators, most):
+            raise ApiError(
+                400, f"the body holds more than {most} {what}; send several requests", code="body_too_complex"
+            )
+
+
+def _holds_more(raw: bytes, separators: Sequence[bytes], most: int) -> bool:
+    """Whether there are more of them outside of texts."""
+    count = end = 0
+    for text in _TEXT.finditer(raw):
+        count += sum(raw.count(separator, end, text.start()) for separator in separators)
+        if count > most:
+            return True
+        end = text.end()
+    return count + sum(raw.count(separator, end) for separator in separators) > most
 
 
 def _refuse_halves(content: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from glm5.serve.chat import failed
 from glm5.serve.completions_answer import Asked, CompletionAnswer
 from glm5.serve.completions_body import CompletionBody, TextOrIds
 from glm5.serve.errors import named
-from glm5.serve.generation import Job, Step, Usage, check, merged, steps
+from glm5.serve.generation import Job, Step, Usage, check_all, merged, steps
 from glm5.serve.logprob_forms import Speller
 from glm5.serve.sampling_fields import context_exceeded, fit
 from glm5.serve.service import Service, get_service
@@ -32,8 +32,7 @@ async def completions(body: CompletionBody = Depends(_read), service: Service = 
     """Go on with one or more prompts, as a stream of chunks or in one piece."""
     name = answer_id("cmpl-", body.request_id)
     prompts, jobs = await asyncio.to_thread(_prepare, body, service, name)
-    for job in jobs:
-        check(job, service)
+    await check_all(jobs, service)
     speller = Speller(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, name, body.model or service.model_names[0], prompts, speller)
     if body.stream:
@@ -48,17 +47,18 @@ def _prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[As
     body.check()
     wanted, wanted_by = body.constraint()
     prompts = [_asked_of(prompt, service) for prompt in body.prompts()]
+    names, most = {"structured_outputs": wanted_by}, max(1, body.max_tokens)
+    with named(names):  # once: each prompt would have it looked through again
+        params = body.params(
+            service,
+            max_tokens=most,
+            logprobs=body.logprobs,
+            prompt_logprobs=_prompt_logprobs(body),
+            structured_outputs=wanted,
+        )
     jobs: list[Job] = []
     for number, asked in enumerate(prompts):
-        names = {"structured_outputs": wanted_by}
-        with named(names):
-            params = body.params(
-                service,
-                max_tokens=fit(service, len(asked.ids), max(1, body.max_tokens), prompt="prompt", limit="max_tokens"),
-                logprobs=body.logprobs,
-                prompt_logprobs=_prompt_logprobs(body),
-                structured_outputs=wanted,
-            )
+        fit(service, len(asked.ids), most, prompt="prompt", limit="max_tokens")
         options = Options(priority=body.priority, cache_salt=body.cache_salt)
         job_id = name if len(prompts) == 1 else f"{name}_{number}"
         jobs.append(Job(job_id, asked.ids, params, options, names=names))

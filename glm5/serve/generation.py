@@ -108,6 +108,13 @@ def check(job: Job, service: Service) -> None:
         service.engine.check(job.prompt_ids, job.params, **vars(job.options))
 
 
+async def check_all(jobs: Sequence[Job], service: Service) -> None:
+    """The same for the jobs of one request; others are served between them."""
+    for job in jobs:
+        check(job, service)
+        await asyncio.sleep(0)
+
+
 @dataclass
 class _Answer:
     """One answer being read. `reasons`: its tokens are still reasoning."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from glm5.chat.message import Tool
+from glm5.common.budget import least_chars
 from glm5.common.errors import RequestError
 from glm5.engine.sampling.params import MAX_LOGPROBS, StructuredOutputsParams
 from glm5.serve.chat_body import tool_choice
@@ -15,6 +16,7 @@ from glm5.serve.sampling_fields import MEANINGLESS, REFUSED, SamplingFields
 from glm5.serve.shapes import FUNCTIONS, ITEMS, TOOL_CHOICE, between
 
 LOGPROBS, SEALED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+MAX_TOLD = 1 << 14  # characters of a field that comes back in the response and in events
 # What may be included of tools that this server does not run: there never is any.
 _OF_OTHER_TOOLS = (
     "file_search_call.results",
@@ -97,10 +99,13 @@ class ResponsesBody(SamplingFields):
     chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
-        """RequestError for what is asked to be included and cannot be."""
+        """RequestError for what is asked to be included and cannot be, and for what every answer would repeat."""
         known = (LOGPROBS, SEALED_REASONING, *_OF_OTHER_TOOLS)
         if unknown := [one for one in self.include if one not in known]:
             raise RequestError(f"include holds {unknown[0]!r:.60}; allowed: {', '.join(known)}", "include")
+        for name in ("metadata", "user", "tool_choice"):
+            if least_chars(getattr(self, name), MAX_TOLD) > MAX_TOLD:
+                raise RequestError(f"{name} has more than {MAX_TOLD} characters, too many to be told again", name)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -17,7 +17,7 @@ from glm5.serve.body import body_of, described, log_unknown
 from glm5.serve.call import caller
 from glm5.serve.chat import failed
 from glm5.serve.errors import named
-from glm5.serve.generation import Job, Step, Usage, check, merged, steps
+from glm5.serve.generation import Job, Step, Usage, check_all, merged, steps
 from glm5.serve.sampling_fields import context_exceeded, fit
 from glm5.serve.service import Service, get_service
 from glm5.serve.sglang_answer import Answers, Asked
@@ -33,8 +33,7 @@ async def generate(
 ) -> Response:
     """Go on with one prompt or with several: token ids in, token ids and their log-probabilities out."""
     jobs, answers, is_list = await asyncio.to_thread(_prepare, body, service)
-    for job in jobs:
-        check(job, service)
+    await check_all(jobs, service)
     usages = [Usage(len(job.prompt_ids)) for job in jobs]
     if body.stream:
         return await EventStream.begun(_events(jobs, service, usages, answers, is_list=is_list), failed=failed)

@@ -22,6 +22,8 @@ MAX_N = 128
 MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+MAX_ALLOWED_IDS = 1 << 18  # more than any vocabulary
 MAX_BIAS = 100.0  # larger ones are clamped, as in vLLM and OpenAI's definition
 MAX_CHARS = 1 << 17  # of a grammar
 # Sizes of the sampler's tables, per sequence.
@@ -190,17 +192,20 @@ class SamplingParams:
         yield "n", self.n == 1 or not self.greedy, "1 with temperature 0: all answers would be the same"
 
     def _lists(self) -> Iterator[tuple[str, bool, str]]:
-        few = _all(self.stop, _is_text) and len(self.stop) <= MAX_STOP_STRINGS
+        few = _few(self.stop, _is_text, MAX_STOP_STRINGS)
         yield "stop", few, f"a non-empty text, or up to {MAX_STOP_STRINGS} of them"
-        few = _all(self.stop_token_ids, _is_int) and len(self.stop_token_ids) <= MAX_STOP_IDS
+        short = few and all(len(text) <= MAX_STOP_CHARS for text in self.stop)
+        yield "stop", short, f"texts of up to {MAX_STOP_CHARS} characters"
+        few = _few(self.stop_token_ids, _is_int, MAX_STOP_IDS)
         yield "stop_token_ids", few, f"a list of up to {MAX_STOP_IDS} token ids of at least 0"
-        few = _all(self.bad_words, _is_text) and len(self.bad_words) <= MAX_BAD_WORDS // 2
+        few = _few(self.bad_words, _is_text, MAX_BAD_WORDS // 2)
         yield "bad_words", few, f"a list of up to {MAX_BAD_WORDS // 2} non-empty texts"
         biases = self.logit_bias
-        few = biases is None or (_all(tuple(biases), _is_int) and len(biases) <= MAX_LOGIT_BIASES)
+        few = biases is None or _few(tuple(biases), _is_int, MAX_LOGIT_BIASES)
         yield "logit_bias", few, f"a mapping of up to {MAX_LOGIT_BIASES} token ids to numbers"
         allowed = self.allowed_token_ids
-        yield "allowed_token_ids", allowed is None or (_all(allowed, _is_int) and len(allowed) > 0), "some token ids"
+        few = allowed is None or (_few(allowed, _is_int, MAX_ALLOWED_IDS) and len(allowed) > 0)
+        yield "allowed_token_ids", few, f"some token ids, up to {MAX_ALLOWED_IDS}"
         grammar = self.structured_outputs
         right = grammar is None or isinstance(grammar, StructuredOutputsParams)
         yield "structured_outputs", right, "a StructuredOutputsParams"
@@ -292,11 +297,13 @@ def _as_kind(value: Any) -> Any:
 
 def _as_biases(value: Any) -> dict[int, float]:
     """Token id to a bias within the limits. Ids may come as text: JSON has no other keys."""
+    if isinstance(value, Mapping) and len(value) > MAX_LOGIT_BIASES:
+        raise _refusal("logit_bias", value, f"a mapping of up to {MAX_LOGIT_BIASES} token ids to numbers")
     try:
         biases = {int(key): float(bias) for key, bias in value.items()}
         if any(bias != bias for bias in biases.values()) or any(isinstance(key, float) for key in value):
             raise ValueError
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise _refusal("logit_bias", value, "a mapping of token ids to numbers") from error
     return {key: max(-MAX_BIAS, min(MAX_BIAS, bias)) for key, bias in biases.items()}
 
@@ -309,6 +316,11 @@ def _refusal(param: str, got: object, allowed: str) -> RequestError:
 
 def _all(values: Any, good: Any) -> bool:
     return isinstance(values, tuple) and all(good(value) for value in values)
+
+
+def _few(values: Any, good: Any, most: int) -> bool:
+    """Whether there are so many at most, and all are good; what are too many is not looked through."""
+    return isinstance(values, tuple) and len(values) <= most and _all(values, good)
 
 
 def _is_text(value: object) -> bool:
