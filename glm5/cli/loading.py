@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 
 def check(settings: ModelSource, engine: EngineConfig) -> None:
-    """Raises ConfigError for a chat template that does not exist, and for a length or a number of ranks that does not
-    fit a model whose folder is here. Nothing is downloaded, and torch not imported."""
+    """Raises ConfigError for a chat template that does not exist, for a folder that takes no pages, and for a length or
+    a number of ranks that does not fit a model whose folder is here. Nothing is downloaded, and torch not imported."""
     from glm5.chat.template import ChatTemplate
     from glm5.config.model import ModelConfig
-    from glm5.engine.checks import check_length
+    from glm5.engine.checks import check_disk, check_length
     from glm5.parallel.table import local_config
 
     if settings.chat_template is not None:
         ChatTemplate.for_checkpoint(None, override=settings.chat_template)
+    check_disk(engine.kv_disk_dir)
     if os.path.isdir(folder := os.path.expanduser(settings.model)):
         cfg = ModelConfig.from_file(folder)
         check_length(cfg, engine.max_model_len)

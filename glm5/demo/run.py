@@ -22,6 +22,7 @@ from glm5.checkpoint.save import save
 from glm5.common.atomic import atomic_write
 from glm5.common.errors import CheckpointError
 from glm5.common.progress import Progress
+from glm5.common.writable import try_to_write
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
 from glm5.demo.recipe import Recipe
@@ -74,12 +75,12 @@ def writable(out: Path) -> Path:
     """`out`, made if need be. Raises CheckpointError where nothing can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            return out
+        try_to_write(out)
     except OSError as error:
         raise CheckpointError(
             f"{out}: cannot be written ({error.strerror}); choose another folder with --out"
         ) from None
+    return out
 
 
 def _resume(state_file: Path, trainer: Trainer, run_id: str) -> int:

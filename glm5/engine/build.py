@@ -20,7 +20,7 @@ from glm5.config.engine import EngineConfig
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
 from glm5.engine.capacity import free_bytes, plan_cache, planned_length, workspace_bytes
-from glm5.engine.checks import check_gpus, check_length
+from glm5.engine.checks import check_disk, check_gpus, check_length
 from glm5.engine.core import EngineCore
 from glm5.engine.defaults import read_defaults
 from glm5.engine.depth import AdaptiveDepth, StepCost
@@ -45,7 +45,7 @@ from glm5.kernels import cpu_layer, native_code
 from glm5.kernels.compile_ahead import hash_compiler
 from glm5.kernels.invariant import pass_rows
 from glm5.kernels.kernel_count import start_counting
-from glm5.kernels.triton_support import installed
+from glm5.kernels.triton_support import check_kernel_cache, installed
 from glm5.model.direct import pin_members
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_invariant, weight_bytes, weight_kinds
@@ -75,6 +75,7 @@ def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -
     """The core of an engine process, which `pulse` ends with the other ranks' processes, if there are any. Raises
     ConfigError and CheckpointError."""
     config, path = EngineConfig(**start.config), Path(start.path)
+    check_disk(config.kv_disk_dir)
     folder = Path(start.tokenizer) if start.tokenizer is not None else path
     load_tokenizer = lambda: Tokenizer.from_dir(folder)  # noqa: E731
     size = config.tensor_parallel_size
@@ -156,7 +157,9 @@ def _load(
             f"enable_return_routed_experts: got true, but none of this model's {cfg.num_hidden_layers} layers has "
             "experts; allowed: false"
         )
-    if device.type == "cuda" and installed():  # while weights are read
+    if device.type == "cuda" and installed():
+        check_kernel_cache()
+        # While weights are read.
         in_background(hash_compiler, "glm5-compiler")
     if device.type == "cpu":
         cores = max(1, (os.cpu_count() or 1) // shard.size)

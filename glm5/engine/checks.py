@@ -1,7 +1,12 @@
-"""What can be refused before a model is loaded: lengths and GPUs that there are not."""
+"""What can be refused before a model is loaded: lengths and GPUs that there are not, folders that take no pages."""
+
+from pathlib import Path
 
 from glm5.common.errors import ConfigError
+from glm5.common.writable import try_to_write
 from glm5.config.model import ModelConfig
+
+_SOME_BYTES = 2**20  # a full disk takes an empty file
 
 
 def check_count(name: str, number: object) -> None:
@@ -17,6 +22,20 @@ def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:
         check_count("max_model_len", max_model_len)
     if max_model_len is not None and max_model_len > longest:
         raise ConfigError(f"max_model_len: got {max_model_len}; allowed: up to {longest}, the model's longest context")
+
+
+def check_disk(folder: str | None) -> None:
+    """Raises ConfigError where no page can be written to a folder for them, which is made."""
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        try_to_write(Path(folder), _SOME_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: no path has a zero in it
+        why = "it is a file" if isinstance(error, FileExistsError) else getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"kv_disk_dir: got {folder!r}, where nothing can be written ({why}); allowed: a folder with room, or none"
+        ) from None
 
 
 def check_gpus(device: str, ranks: int) -> None:

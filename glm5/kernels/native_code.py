@@ -39,9 +39,8 @@ def library(source: Path, without: str) -> ctypes.CDLL | None:
     if compiler is None:
         logger.info("no C++ compiler (c++, g++ or clang++) on the PATH, so no native code: %s", without)
         return None
-    kept = Path.home() / ".cache" / "glm5" / f"{what}-{_digest(compiler, source)}.so"
     try:
-        return _loaded(compiler, source, kept)
+        return _loaded(compiler, source, f"{what}-{_digest(compiler, source)}.so")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         logger.warning("%s could not be compiled with %s: %s: %s", what, compiler, without, said[-2000:])
@@ -69,33 +68,42 @@ def processor() -> str:
     return " ".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _loaded(compiler: str, source: Path, path: Path) -> ctypes.CDLL:
-    _sweep(path.parent)
-    if path.is_file():
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:
-            logger.warning("%s is damaged; it is compiled again", path)
+def _loaded(compiler: str, source: Path, name: str) -> ctypes.CDLL:
+    """Kept as `name` in the user's cache; without a home, or with one that cannot be used, for this process alone."""
+    kept: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix=_BEGUN, dir=path.parent)
-    except OSError as error:
-        logger.warning("%s is compiled at every start, as nothing can be kept: %s", path.name, error)
-        folder = tempfile.TemporaryDirectory()
+        folder = Path.home() / ".cache" / "glm5"
+        _sweep(folder)
+        if (folder / name).is_file() and (found := _opened(folder / name)) is not None:
+            return found
+        folder.mkdir(parents=True, exist_ok=True)
+        building = tempfile.TemporaryDirectory(prefix=_BEGUN, dir=folder)
+        kept = folder / name
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
+        logger.warning("%s is compiled at every start, as nothing can be kept: %s", name, error)
+        building = tempfile.TemporaryDirectory()
     # Under another name first: others may be at it, and half a file must never be loaded.
-    with folder:
-        made = Path(folder.name) / path.name
+    with building:
+        made = Path(building.name) / name
         command = [compiler, *_flags(), str(source), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         found = ctypes.CDLL(str(made))
-        if made.parent.parent == path.parent:
-            made.replace(path)
+        if kept is not None:
+            made.replace(kept)
     return found
 
 
 def _flags() -> tuple[str, ...]:
     left_out = _LEFT_OUT.get(torch.backends.cpu.get_cpu_capability())
     return (*_FLAGS, left_out) if left_out and platform.machine() in ("x86_64", "AMD64") else _FLAGS
+
+
+def _opened(path: Path) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        logger.warning("%s is damaged; it is compiled again", path)
+        return None
 
 
 def _sweep(folder: Path) -> None:

@@ -7,9 +7,13 @@ graph can hold them. They are deterministic: sums are split and combined in fixe
 
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from glm5.common.errors import ConfigError
+from glm5.common.writable import try_to_write
 
 NUM_ARRIVALS = 1 << 14
 
@@ -18,6 +22,22 @@ NUM_ARRIVALS = 1 << 14
 def installed() -> bool:
     """Whether Triton can be imported."""
     return find_spec("triton") is not None
+
+
+def check_kernel_cache() -> None:
+    """Raises ConfigError where Triton's folder neither holds kernels nor can take any: it compiles none then."""
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            try_to_write(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"compiled kernels cannot be kept in {folder} ({error.strerror}); set TRITON_CACHE_DIR to a folder that "
+            "can be written"
+        ) from None
 
 
 def chosen(*tensors: Tensor) -> bool:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from glm5.checkpoint.init import write_weightless
 from glm5.common.console import out
 from glm5.common.errors import GlmError, UsageError
 from glm5.common.interrupt import end_with_parent
+from glm5.common.writable import try_to_write
 from glm5.config.bench_all import BenchAllConfig
 from glm5.config.presets import preset
 from glm5.kernels.triton_support import installed
@@ -196,8 +196,7 @@ def _check_folder(flag: str, folder: Path) -> None:
     """Make it. UsageError where nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        try_to_write(folder)
     except OSError as error:
         raise UsageError(f"{flag}: cannot write to {folder}: {error.strerror}; name another place") from None
 

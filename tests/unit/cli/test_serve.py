@@ -108,6 +108,7 @@ def test_what_cannot_be_honoured_is_one_line(checkpoint, argv, code, message, ca
             "--kv-offloading-size 1 --no-enable-prefix-caching",
             "--kv-offloading-size: got 1.0; allowed: none without --enable-prefix-caching: ",
         ),
+        ("--kv-disk-dir /dev/null", "--kv-disk-dir: got '/dev/null', where nothing can be written (it is a file); "),
     ],
 )
 def test_what_needs_no_loaded_model_is_refused_before_the_start(checkpoint, line, message, capsys, monkeypatch):

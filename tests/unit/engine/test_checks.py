@@ -1,10 +1,13 @@
-"""GPUs that a machine lacks are counted in the refusal; what it has is not."""
+"""GPUs that a machine lacks are counted in the refusal; what it has is not. Folders for pages are tried."""
+
+import stat
 
 import pytest
 import torch
 
 from glm5.common.errors import ConfigError
-from glm5.engine.checks import check_gpus
+from glm5.engine import checks
+from glm5.engine.checks import check_disk, check_gpus
 
 
 @pytest.fixture
@@ -43,3 +46,30 @@ def test_too_few_gpus_are_counted(gpus, count, device, ranks, message):
 def test_what_is_there_is_allowed(gpus, count, device, ranks):
     gpus(count)
     check_gpus(device, ranks)
+
+
+def test_a_folder_for_pages_is_made_and_tried(tmp_path):
+    check_disk(None)
+    check_disk(str(tmp_path / "a" / "b"))
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [("/dev/null", "it is a file"), ("/proc/x", "No such file or directory"), ("a\0b", "embedded null byte")],
+)
+def test_a_folder_that_takes_no_pages_is_refused(folder, why):
+    with pytest.raises(ConfigError) as caught:
+        check_disk(folder)
+    assert str(caught.value).startswith(f"kv_disk_dir: got {folder!r}, where nothing can be written ({why}); allowed: ")
+
+
+def test_a_full_disk_is_refused(tmp_path, monkeypatch):
+    def is_full(_, num_bytes):
+        assert num_bytes > 4096, "a full disk may have room for less"
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checks, "try_to_write", is_full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        check_disk(str(tmp_path))
