@@ -1,13 +1,12 @@
 """Tests of numerics as other processors run them: python -m tests.instruction_sets [--ci]
 
 Each setting is a run of pytest of its own, two at a time, in which torch, oneDNN, MKL, OpenBLAS (numpy's) and the
-native code are held to an instruction set, with one thread or two. `--ci`: the files with tolerances alone, under the
+native code are held to an instruction set, with one thread or two. `--ci`: the tests with tolerances alone, under the
 two settings that are furthest from the plain run.
 """
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-UNIT = Path(__file__).parent / "unit"
+ROOT = Path(__file__).parents[1]
 FOLDERS = ("model", "kernels", "engine", "train", "quant", "quantize", "parallel", "checkpoint")
-WITH_TOLERANCE = re.compile(r"rel_rms|allclose|assert_close|approx|BUDGET|CLOSE|EXACT|ROUNDING|TOLERANCE")
 LEVELS = ("DEFAULT", "AVX2", "AVX512")
 """As torch calls them; a processor has those up to its own. DEFAULT is SSE4.2 at the most, or what is not x86."""
 LIBRARIES = {  # what holds each of them to a level; the native code follows the first
@@ -63,16 +61,16 @@ class Counts(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.instruction_sets", description=__doc__)
-    parser.add_argument("--ci", action="store_true", help="two settings, and files with tolerances alone")
+    parser.add_argument("--ci", action="store_true", help="two settings, and tests with tolerances alone")
     args = parser.parse_args()
     has = LEVELS.index(capability())
-    wanted, files = (CI, files_with_tolerance()) if args.ci else (SETTINGS, [UNIT / name for name in FOLDERS])
+    wanted, choice = (CI, ["-p", "tests.tolerances"]) if args.ci else (SETTINGS, [])
     possible = [one for one in wanted if max(one.held.values(), default=0) <= has]
     for one in wanted:
         if one not in possible:
             print(f"{one}: left out, this processor has no {LEVELS[max(one.held.values())]}", flush=True)
     with ThreadPoolExecutor(2) as pool:
-        counts = list(pool.map(lambda one: run(one, files), possible))
+        counts = list(pool.map(lambda one: run(one, choice), possible))
     print(f"{sum(one.passed for one in counts)} passed, {sum(one.failed for one in counts)} failed")
     return int(any(one.failed or not one.passed for one in counts))
 
@@ -86,19 +84,15 @@ def capability() -> str:
     return said if (said := done.stdout.strip()) in LEVELS else LEVELS[0]
 
 
-def files_with_tolerance() -> list[Path]:
-    files = (file for name in FOLDERS for file in sorted((UNIT / name).rglob("test_*.py")))
-    return [file for file in files if WITH_TOLERANCE.search(file.read_text())]
-
-
-def run(setting: Setting, files: list[Path]) -> Counts:
+def run(setting: Setting, choice: list[str]) -> Counts:
     """The tests in a process of their own; what failed is printed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-qq", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow and not gpu", f"--junitxml={report}"]
-        command = [sys.executable, "-m", "pytest", *options, f"--torch-threads={setting.threads}", *map(str, files)]
-        done = subprocess.run(command, env=setting.environment(), capture_output=True, text=True)
+        folders = [f"tests/unit/{name}" for name in FOLDERS]
+        command = [sys.executable, "-m", "pytest", *options, *choice, f"--torch-threads={setting.threads}", *folders]
+        done = subprocess.run(command, env=setting.environment(), cwd=ROOT, capture_output=True, text=True)
         counts = read(report) if report.exists() else Counts(0, 0)
     if done.returncode and not counts.failed:  # it ended before it could say
         counts = Counts(counts.passed, 1)
