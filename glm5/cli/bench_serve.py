@@ -24,13 +24,13 @@ def run(args: argparse.Namespace) -> int:
     settings = read(BenchServeConfig, args)
     check_parent("--json", settings.json_)
     check_parent("--plot", settings.plot)
-    if settings.plot is not None:
-        from glm5.bench.serve import plot
-
-        plot.check()
+    from glm5.bench.serve import plot
     from glm5.bench.serve.live import Live
     from glm5.bench.serve.report import block, write_json
     from glm5.bench.serve.session import measure
+
+    if settings.plot is not None:
+        plot.check()
 
     runs: list[Done] = []
 

@@ -1,6 +1,7 @@
 """`glm5 generate`: continue texts on the terminal, or answer them with `--chat`."""
 
 import argparse
+import importlib
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = read(GenerateConfig, args)
+    if settings.chat:
+        importlib.import_module("glm5.cli.chat")
     prompts = settings.prompt or (sys.stdin.read(),)
     with load_llm(settings, settings.engine_config()) as llm:
         for prompt in prompts:

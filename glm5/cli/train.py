@@ -1,6 +1,7 @@
 """`glm5 train`: the stages of a recipe."""
 
 import argparse
+import importlib
 import logging
 import os
 import sys
@@ -36,6 +37,11 @@ def run(args: argparse.Namespace) -> int:
     if settings.dry_run:
         out(_needs(recipe, world))
         return 0
+    to_pack = [recipe.folder / stage.name for stage in recipe.stage if stage.qat is not None]
+    if to_pack:  # what it lacks is to be found out now, not behind the training
+        importlib.import_module("glm5.quantize.run")
+    if recipe.tensorboard:
+        importlib.import_module("glm5.train.watch").check_board()
     if settings.nproc is not None and settings.nproc > 1:
         _launch(settings)
     elif started > 1:
@@ -44,9 +50,8 @@ def run(args: argparse.Namespace) -> int:
         from glm5.train.loop import train
 
         out(f"trained: {train(recipe, Path(settings.recipe).parent, restart=settings.restart)}")
-    for stage in recipe.stage:
-        if stage.qat is not None:
-            _pack(recipe.folder / stage.name)
+    for stage in to_pack:
+        _pack(stage)
     return 0
 
 

@@ -51,7 +51,7 @@ class Watch:
         self._stream = sys.stderr if stream is None else stream
         is_wide = columns(self._stream) >= LEAST_WIDTH
         self._live = Live(f"{stage.name} ({stage.kind})", stage.steps, first, self._stream) if is_wide else None
-        self._board = _board(out / "tensorboard" / stage.name) if tensorboard else None
+        self._board = check_board().SummaryWriter(str(out / "tensorboard" / stage.name)) if tensorboard else None
         self._first = first
         self._start = time.monotonic()
 
@@ -154,7 +154,7 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _board(folder: Path) -> Any:
-    """TensorBoard's writer. Torch's own module asks for the package; that is the one that may be missing."""
+def check_board() -> Any:
+    """Torch's module for TensorBoard. Raises MissingExtra where the package, which that one asks for, is missing."""
     require("tensorboard", "tensorboard")
-    return require("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+    return require("torch.utils.tensorboard", "tensorboard")

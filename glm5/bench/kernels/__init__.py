@@ -16,5 +16,5 @@ PARTS = ("linear", "experts", "coded", "glue", "preparation", "attention")
 
 def every_case() -> Iterator[Case]:
     """The cases of all files."""
-    for part in PARTS:
-        yield from import_module(f"glm5.bench.kernels.{part}").cases()
+    for module in [import_module(f"glm5.bench.kernels.{part}") for part in PARTS]:
+        yield from module.cases()

@@ -14,6 +14,7 @@ from glm5.bench.serve.failure import CONNECT, DISCONNECTED, TIMEOUT, RequestFail
 from glm5.bench.serve.http import Address, Pool
 from glm5.bench.serve.record import Record
 from glm5.bench.serve.texts import Ids, Source, Words
+from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import GlmError
 from glm5.config.bench_serve import BenchServeConfig
 
@@ -71,8 +72,6 @@ async def flush_cache(client: Client) -> None:
 
 def token_counter(folder: str) -> Callable[[str], int]:
     """Tells the tokens of a text, by the tokenizer in `folder`."""
-    from glm5.chat.tokenizer import Tokenizer
-
     tokenizer = Tokenizer.from_dir(folder)
     return lambda text: len(tokenizer.encode(text))
 

@@ -97,6 +97,8 @@ def _checked(path: Path) -> Path:
         raise DataError(f"{path}: is a folder; name files in it, such as {path}/*.jsonl")
     if not path.is_file():
         raise DataError(f"{path}: no such file")
+    if path.suffix == ".parquet":
+        require("pyarrow.parquet", "data")
     return path
 
 
