@@ -245,7 +245,7 @@ def test_what_torch_must_not_use_is_not_compiled_for(tmp_path, monkeypatch, mach
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: used)
     (tmp_path / "some.cpp").touch()
-    assert native_code.library(tmp_path / "some.cpp") is None
+    assert native_code.library(tmp_path / "some.cpp", "slow") is None
     assert [flag for flag in told.read_text().split() if flag.startswith("-mno")] == left_out
 
 
