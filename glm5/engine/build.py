@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,6 +35,7 @@ from glm5.engine.sampling.compiling import Compiler, Vocabulary
 from glm5.engine.sampling.simulated import probability_of
 from glm5.engine.scheduler_config import SchedulerConfig
 from glm5.engine.shared import SharedModel
+from glm5.engine.start_table import start_table
 from glm5.engine.startup import WEIGHTS
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.warm import warm_up
@@ -48,7 +48,7 @@ from glm5.kernels.kernel_count import start_counting
 from glm5.kernels.triton_support import check_kernel_cache, installed
 from glm5.model.direct import pin_members
 from glm5.model.glm5 import Glm5
-from glm5.model.lowering import use_invariant, weight_bytes, weight_kinds
+from glm5.model.lowering import use_invariant, weight_bytes
 from glm5.model.native import use_native
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Group, Meeting, least, open_group, store_at
@@ -288,22 +288,7 @@ def _parts(
     machine = "native" if is_native else model.device.type
     cost = StepCost.of(cfg, weight_bytes(model), machine, group.shard.size)
     beside = Beside.of(config, model.device.type, cost)
-    scheduler = SchedulerConfig(
-        page_size=PAGE_SIZE,
-        num_pages=num_pages,
-        max_num_seqs=config.max_num_seqs,
-        max_tokens_per_step=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        max_depth=depth,
-        launch_ahead=_launches_ahead(config, model),
-        prefix_cache=config.enable_prefix_caching,
-        max_prompt_chunk=config.long_prefill_token_threshold or None,
-        max_tokens_beside=beside.max_tokens,
-        # Steps in pieces have a faster attention for these (runner.py: on a GPU, unless in passes).
-        whole_prompt=0 if in_passes or model.device.type == "cpu" else cfg.index_topk,
-        tiers=_has_tiers(config),
-        token_buckets=tuple(count for count in _TOKEN_BUCKETS if count < config.max_num_batched_tokens),
-    )
+    scheduler = _scheduler(config, model, max_model_len, num_pages, depth, beside, in_passes=in_passes)
     runner = Runner(
         model,
         cache,
@@ -327,7 +312,7 @@ def _parts(
         routed_experts=config.enable_return_routed_experts,
         simulated_acceptance=simulated,
         table=[
-            *_table(config, model, cache, max_model_len, depth, beside, is_native=is_native),
+            *start_table(config, model, cache, max_model_len, depth, beside, scheduler, is_native=is_native),
             *([("graphs", str(warmth))] if warmth is not None else []),
         ],
     )
@@ -342,6 +327,34 @@ def _parts(
         copies=copies,
         depth=AdaptiveDepth(depth, cost) if depth and config.adaptive_speculation else None,
         pace=beside.pace,
+    )
+
+
+def _scheduler(
+    config: EngineConfig,
+    model: Glm5,
+    max_model_len: int,
+    num_pages: int,
+    depth: int,
+    beside: Beside,
+    *,
+    in_passes: bool,
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_tokens_per_step=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_depth=depth,
+        launch_ahead=_launches_ahead(config, model),
+        prefix_cache=config.enable_prefix_caching,
+        max_prompt_chunk=config.long_prefill_token_threshold or None,
+        max_tokens_beside=beside.max_tokens,
+        # Steps in pieces have a faster attention for these (runner.py: on a GPU, unless in passes).
+        whole_prompt=0 if in_passes or model.device.type == "cpu" else model.cfg.index_topk,
+        tiers=_has_tiers(config),
+        token_buckets=tuple(count for count in _TOKEN_BUCKETS if count < config.max_num_batched_tokens),
     )
 
 
@@ -466,46 +479,3 @@ def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group
 
 def _launches_ahead(config: EngineConfig, model: Glm5) -> bool:
     return model.device.type != "cpu" if config.async_scheduling is None else config.async_scheduling
-
-
-def _table(
-    config: EngineConfig,
-    model: Glm5,
-    cache: KVCache,
-    max_model_len: int,
-    depth: int,
-    beside: Beside,
-    *,
-    is_native: bool,
-) -> list[tuple[str, str]]:
-    """Every resolved choice, for a person."""
-    cfg = model.cfg
-    on, off = "on", "off"
-    kinds = weight_kinds(model)
-    weights = f"{', '.join(kinds)} weights, " if kinds else ""
-    layers = "native code" if is_native else "torch"
-    threads = [("threads", f"{torch.get_num_threads()}; layers in {layers}")] if model.device.type == "cpu" else []
-    names: dict[Layout, Any] = {"auto": str(model.dtype).removeprefix("torch."), "fp8_key": "FP8 keys", "fp8": "FP8"}
-    page = KVCache.bytes_per_page(cfg, model.dtype, cache.layout, mtp=cache.mtp)
-    tiers = [f"{config.kv_offloading_size:g} GiB of host memory"] if config.kv_offloading_size else []
-    tiers += [f"{config.kv_disk_size:g} GiB in {config.kv_disk_dir}"] if config.kv_disk_dir else []
-    drafts = "adaptive" if config.adaptive_speculation else "fixed"
-    if config.simulate_acceptance is not None:
-        drafts += f"; SIMULATED acceptance of {config.simulate_acceptance:g} tokens a step, answers are worth nothing"
-    return [
-        ("dtype", f"{weights}{cfg.dtype} on {model.device}; low-rank norms eps {cfg.lora_norm_eps:g}"),
-        *threads,
-        ("context", f"{max_model_len} tokens, prompt and answer together"),
-        (
-            "cache",
-            f"{cache.num_pages * PAGE_SIZE} tokens, {cache.num_pages} pages of {page} bytes, {names[cache.layout]}",
-        ),
-        ("tiers", ", ".join(tiers) or off),
-        ("prefixes", on if config.enable_prefix_caching else off),
-        ("batch", f"{config.max_num_seqs} requests, {config.max_num_batched_tokens} tokens a step"),
-        ("prompts", str(beside)),
-        ("drafts", f"up to {depth} a step, {drafts}" if depth else off),
-        ("steps", "launched ahead" if _launches_ahead(config, model) else "one after the other"),
-        ("deterministic", on if config.deterministic else off),
-        ("seed", str(config.seed)),
-    ]

@@ -68,7 +68,7 @@ def test_full_size_fp8_equals_the_published_byte_counts(tmp_path):
     weight_map = {}
     for i, shard in enumerate(shards):
         with (tmp_path / shard_name(i, len(shards))).open("wb") as file:
-            _write_header(file, shard)
+            _write_header(file, shard, None)
         weight_map |= {tensor.name: shard_name(i, len(shards)) for tensor in shard}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))

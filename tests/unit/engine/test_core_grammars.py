@@ -186,13 +186,11 @@ def test_one_answer_of_two_goes_while_the_grammar_is_compiling():
 def test_a_grammar_that_is_refused():
     driver = CoreDriver(compiler=compiler())
     (bad,) = ask_json(driver, structured_outputs=StructuredOutputsParams(regex="(a"))
-    (long,) = ask_json(driver, structured_outputs=StructuredOutputsParams(regex="a" * 200_000))
     halves = {"properties": {"\ud800": {"uniqueItems": True}}}
     (half,) = ask_json(driver, structured_outputs=StructuredOutputsParams(json=halves))
     (good,) = driver.ask(5)
     run(driver)
     assert "is not understood" in driver.heard[bad].error
-    assert "has 200000 characters" in driver.heard[long].error
     assert "#/properties/\\ud800/uniqueItems" in driver.heard[half].error  # which can be sent
     driver.check(good)
     driver.check_empty()

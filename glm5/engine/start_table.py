@@ -1,0 +1,56 @@
+"""What an engine has resolved, line by line, for a person."""
+
+from typing import Any
+
+import torch
+
+from glm5.config.engine import EngineConfig
+from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
+from glm5.engine.pace import Beside
+from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.model.glm5 import Glm5
+from glm5.model.lowering import weight_kinds
+
+
+def start_table(
+    config: EngineConfig,
+    model: Glm5,
+    cache: KVCache,
+    max_model_len: int,
+    depth: int,
+    beside: Beside,
+    scheduler: SchedulerConfig,
+    *,
+    is_native: bool,
+) -> list[tuple[str, str]]:
+    """Every resolved choice, for a person."""
+    cfg = model.cfg
+    on, off = "on", "off"
+    kinds = weight_kinds(model)
+    weights = f"{', '.join(kinds)} weights, " if kinds else ""
+    layers = "native code" if is_native else "torch"
+    threads = [("threads", f"{torch.get_num_threads()}; layers in {layers}")] if model.device.type == "cpu" else []
+    names: dict[Layout, Any] = {"auto": str(model.dtype).removeprefix("torch."), "fp8_key": "FP8 keys", "fp8": "FP8"}
+    page = KVCache.bytes_per_page(cfg, model.dtype, cache.layout, mtp=cache.mtp)
+    tiers = [f"{config.kv_offloading_size:g} GiB of host memory"] if config.kv_offloading_size else []
+    tiers += [f"{config.kv_disk_size:g} GiB in {config.kv_disk_dir}"] if config.kv_disk_dir else []
+    drafts = "adaptive" if config.adaptive_speculation else "fixed"
+    if config.simulate_acceptance is not None:
+        drafts += f"; SIMULATED acceptance of {config.simulate_acceptance:g} tokens a step, answers are worth nothing"
+    return [
+        ("dtype", f"{weights}{cfg.dtype} on {model.device}; low-rank norms eps {cfg.lora_norm_eps:g}"),
+        *threads,
+        ("context", f"{max_model_len} tokens, prompt and answer together"),
+        (
+            "cache",
+            f"{cache.num_pages * PAGE_SIZE} tokens, {cache.num_pages} pages of {page} bytes, {names[cache.layout]}",
+        ),
+        ("tiers", ", ".join(tiers) or off),
+        ("prefixes", on if config.enable_prefix_caching else off),
+        ("batch", f"{config.max_num_seqs} requests, {config.max_num_batched_tokens} tokens a step"),
+        ("prompts", str(beside)),
+        ("drafts", f"up to {depth} a step, {drafts}" if depth else off),
+        ("steps", "launched ahead" if scheduler.launch_ahead else "one after the other"),
+        ("deterministic", on if config.deterministic else off),
+        ("seed", str(config.seed)),
+    ]
