@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from glm5.chat.detokenizer import TextStream, byte_alphabet
 from glm5.chat.special import CONTROL_TOKENS, END_OF_TEXT, END_TOKENS, GLM_TOKENS
 from glm5.common.atomic import atomic_write
+from glm5.common.bounded import SETTINGS, TABLES, read_bounded, read_bounded_text
 from glm5.common.errors import CheckpointError, ConfigError, RequestError
 
 _NUM_BYTES = 256
@@ -64,7 +65,9 @@ class Tokenizer:
                 f"no tokenizer.json in {folder}: copy the tokenizer files of the checkpoint's origin there"
             )
         try:
-            backend = Backend.from_file(str(file))
+            backend = Backend.from_buffer(read_bounded(file, TABLES))
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
         # Left over from training in many a file; a prompt is never cut or filled up unasked.
@@ -229,7 +232,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_bounded_text(file, SETTINGS))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

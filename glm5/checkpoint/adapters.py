@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glm5.common.atomic import atomic_dir
+from glm5.common.bounded import SETTINGS, open_regular, read_bounded_text
 from glm5.common.errors import CheckpointError
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.model.glm5 import Glm5
@@ -64,9 +65,10 @@ def read_adapter(folder: str | Path) -> Adapter:
     """Raises CheckpointError for what is no LoRA adapter, or of a kind that is not known here."""
     path = Path(folder)
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_bounded_text(path / CONFIG, SETTINGS))
+        open_regular(path / WEIGHTS).close()
         tensors = load_file(path / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
             f"{path}: not an adapter in PEFT's layout ({CONFIG} and {WEIGHTS}): {str(error).partition(chr(10))[0]}"
         ) from None

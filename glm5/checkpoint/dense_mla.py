@@ -20,6 +20,7 @@ from glm5.checkpoint.dtypes import parse_dtype
 from glm5.checkpoint.fit import fit
 from glm5.checkpoint.index import scan
 from glm5.checkpoint.load import read_model
+from glm5.common.bounded import SETTINGS, read_bounded_text
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.resolve import ARCHITECTURE, MODEL_TYPE
@@ -35,8 +36,11 @@ INDEX_KEYS = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128}
 def has_no_indexers(checkpoint: Path) -> bool:
     """Whether a folder holds dense MLA in a layout that this file reads."""
     try:
-        return json.loads((checkpoint / "config.json").read_text(encoding="utf-8")).get("model_type") in MODEL_TYPES
-    except (OSError, ValueError, AttributeError):
+        return (
+            json.loads(read_bounded_text(checkpoint / "config.json", SETTINGS, ConfigError)).get("model_type")
+            in MODEL_TYPES
+        )
+    except (OSError, ValueError, RecursionError, AttributeError):
         return False  # whoever reads it as a config says what is wrong with it
 
 
@@ -45,7 +49,7 @@ def config_to_train(checkpoint: Path, changes: Mapping[str, Any]) -> ModelConfig
     sizes. Raises ConfigError for what GLM-5's architecture lacks."""
     if not has_no_indexers(checkpoint):
         return ModelConfig.from_file(checkpoint)
-    raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    raw = json.loads(read_bounded_text(checkpoint / "config.json", SETTINGS, ConfigError))
     mine = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
     try:
         return ModelConfig.from_dict({**INDEX_KEYS, **raw, **changes, **mine})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from glm5.checkpoint.shard import TensorEntry, read_header, unique_keys
 from glm5.checkpoint.writer import INDEX_NAME, SINGLE_NAME
+from glm5.common.bounded import TABLES, read_bounded_text
 from glm5.common.errors import CheckpointError
 
 _ASCEND = "quant_model_description.json"
@@ -90,7 +91,7 @@ def read_weight_map(directory: Path) -> dict[str, str] | None:
             )
         raise CheckpointError(f"{directory}: holds neither {INDEX_NAME} nor {SINGLE_NAME}{_other_weights(directory)}")
     try:
-        return parse_weight_map(path.read_text(encoding="utf-8"), path)
+        return parse_weight_map(read_bounded_text(path, TABLES), path)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm5.common.bounded import open_regular
 from glm5.common.errors import CheckpointError
 
 DTYPES = {
@@ -68,7 +69,7 @@ def read_header(path: Path) -> list[TensorEntry]:
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if prefix.startswith(b"version "):

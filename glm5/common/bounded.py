@@ -6,10 +6,15 @@ fits into memory. All of them are refused before they are read.
 
 import os
 import stat
+from typing import BinaryIO
 
 from glm5.common.errors import CheckpointError, GlmError
 
 MIB = 2**20
+SETTINGS = 16 * MIB
+"""Of what people or programs set: configs and recipes. The largest of published checkpoints have less than 1 MiB."""
+TABLES = 256 * MIB
+"""Of what grows with a model: tokenizers and indexes of tensors. The largest published have 35 MiB."""
 
 
 def read_bounded(path: str | os.PathLike[str], max_bytes: int, error: type[GlmError] = CheckpointError) -> bytes:
@@ -17,15 +22,8 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int, error: type[GlmEr
 
     Anything else at that path raises `error`; a file that is missing or may not be read raises OSError.
     """
-    # Without O_NONBLOCK, opening a pipe waits for somebody to write into it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise error(f"{path} is not a regular file (a folder, a device or a pipe): put a plain file there")
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(max_bytes + 1)
-    finally:
-        os.close(descriptor)
+    with open_regular(path, error) as file:
+        content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise error(f"{path} is larger than {_spelled(max_bytes)}, the most that is read of such a file")
     return content
@@ -34,6 +32,19 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int, error: type[GlmEr
 def read_bounded_text(path: str | os.PathLike[str], max_bytes: int, error: type[GlmError] = CheckpointError) -> str:
     """The same as text; UnicodeDecodeError where it is not UTF-8. Line ends of all systems become newlines."""
     return read_bounded(path, max_bytes, error).decode().replace("\r\n", "\n").replace("\r", "\n")
+
+
+def open_regular(path: str | os.PathLike[str], error: type[GlmError] = CheckpointError) -> BinaryIO:
+    """A regular file, open for reading; the same errors."""
+    # Without O_NONBLOCK, opening a pipe waits for somebody to write into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise error(f"{path} is not a regular file (a folder, a device or a pipe): put a plain file there")
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _spelled(size: int) -> str:

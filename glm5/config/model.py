@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from glm5.common.bounded import SETTINGS, read_bounded_text
 from glm5.common.errors import ConfigError
 from glm5.config import resolve
 from glm5.config.refusal import first_error, refuse
@@ -107,7 +108,7 @@ class ModelConfig(BaseModel):
         path = Path(path)
         try:
             path = path / "config.json" if path.is_dir() else path
-            text = path.read_text(encoding="utf-8") if path.is_file() else None
+            text = read_bounded_text(path, SETTINGS, ConfigError) if path.is_file() else None
         except (OSError, UnicodeDecodeError) as err:
             raise ConfigError(f"{path}: cannot be read: {getattr(err, 'strerror', None) or err}") from None
         if text is None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from glm5.common.bounded import SETTINGS, read_bounded_text
 from glm5.common.errors import ConfigError
 from glm5.config.command import Command, Positional
 from glm5.config.model import ModelConfig, known_keys
@@ -344,9 +345,11 @@ def read_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     """The recipe of a file with `settings` (KEY=VALUE) over it. Raises ConfigError naming the file and the key."""
     file = Path(path)
     try:
-        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = read_bounded_text(file, SETTINGS, ConfigError)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        raw = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be understood: {error}") from None
     for setting in settings:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glm5.common.bounded import SETTINGS, read_bounded_text
 from glm5.common.errors import ConfigError, RequestError
 from glm5.engine.sampling.params import SamplingParams
 
@@ -50,8 +51,10 @@ def read_defaults(generation_config: str | Path, checkpoint: Path | None) -> Gen
             return NO_DEFAULTS
         raise ConfigError(f"generation_config: got {generation_config}; allowed: auto, vllm, or a folder with {FILE}")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        raw = json.loads(read_bounded_text(path, SETTINGS, ConfigError))
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}; expected a JSON object")

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from glm5.common.bounded import SETTINGS, read_bounded_text
+
 
 @contextmanager
 def selecting(checkpoint: Path, num_keys: int) -> Iterator[Path]:
@@ -14,7 +16,7 @@ def selecting(checkpoint: Path, num_keys: int) -> Iterator[Path]:
         folder = Path(name)
         for file in checkpoint.iterdir():
             (folder / file.name).symlink_to(file.resolve())
-        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_bounded_text(checkpoint / "config.json", SETTINGS))
         (folder / "config.json").unlink()
         (folder / "config.json").write_text(json.dumps({**config, "index_topk": num_keys}), encoding="utf-8")
         yield folder

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from glm5.common.bounded import SETTINGS, read_bounded_text
 from glm5.common.errors import ConfigError
 from glm5.config.quantize import LadderConfig, QuantizeConfig
 from glm5.config.recipe import ActGrid, FlexAwq, FlexSmooth, LinearQuant, QConfig, QuaRot, Recipe, WeightGrid
@@ -229,7 +230,7 @@ def _check(settings: LadderConfig) -> None:
 def _unmarked(model: Path, folder: Path) -> Path:
     """A checkpoint without the mark of training with quantization in view, for which methods are refused that are to be
     compared here; where it has none, itself."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(read_bounded_text(model / "config.json", SETTINGS))
     if config.pop(KEY, None) is None:
         return model
     folder.mkdir()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
+from glm5.common.bounded import SETTINGS, read_bounded_text
 from glm5.common.errors import ConfigError
 from glm5.config.quantize import QuantizeConfig, Target
 from glm5.config.recipe import LinearQuant, Recipe, WeightExt, parse_recipe
@@ -67,7 +68,7 @@ def built_in(name: str) -> Recipe:
 def read_recipe(path: Path) -> Recipe:
     """A recipe from a .toml, .yaml or .yml file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded_text(path, SETTINGS, ConfigError)
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"{path}: cannot be read: {getattr(err, 'strerror', None) or err}") from None
     try:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm5.common.atomic import atomic_dir, atomic_write
+from glm5.common.bounded import SETTINGS, read_bounded_text
 from glm5.common.errors import DataError
 
 FORMAT, VERSION = "glm5 tokens", 1
@@ -172,10 +173,10 @@ def writing(
 def _read_index(path: Path) -> dict[str, Any]:
     file = path / "index.json"
     try:
-        index = json.loads(file.read_text(encoding="utf-8"))
+        index = json.loads(read_bounded_text(file, SETTINGS, DataError))
     except OSError as error:
         raise DataError(f"{path} is no token file ({file}: {error.strerror}); `glm5 tokenize` writes one") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is damaged: {error}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise DataError(f"{file} is not the index of a token file")
