@@ -101,10 +101,13 @@ class Beside:
 def furthest_prompt(scheduler: Scheduler, messages: Sequence[Message]) -> int | None:
     """Tokens before the next rows of prompts, at most; None if there are no prompts. `messages` are not delivered yet.
 
-    Of a prompt that is not admitted all but the last may be found in a cache.
+    Of a prompt that is about to be admitted all but the last may be found in a cache.
     """
+    config, pool = scheduler.config, scheduler.holdings.pool
+    has_slot = len(scheduler.prompting) + len(scheduler.decoding) < config.max_num_seqs
     starts = [seq.computed for seq in scheduler.prompting]
-    if len(scheduler.prompting) + len(scheduler.decoding) < scheduler.config.max_num_seqs:
-        starts += [len(seq.tokens) - 1 for seq in scheduler.waiting[:1]]
-        starts += [len(message.prompt_ids) - 1 for message in messages if isinstance(message, Submit)]
+    for seq in scheduler.waiting[:1]:
+        fits = config.pages_for(len(seq.tokens)) + config.headroom * config.num_pages <= pool.num_available
+        starts += [len(seq.tokens) - 1] if has_slot and fits else []
+    starts += [len(message.prompt_ids) - 1 for message in messages if isinstance(message, Submit)]
     return max(starts, default=None)

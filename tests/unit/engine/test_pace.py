@@ -175,7 +175,11 @@ def test_several_long_prompts_that_fill_the_cache_beside_short_ones():
         assert len(run.steps) < 5000, f"{run.ended=}"
     entered = [one.seq_id for plan, _ in run.steps for one in plan.entered]
     assert entered == [0, *longs, *shorts], "first come, first served"
-    assert max(seconds for plan, seconds in run.steps if plan.items[0].kind == "decode") < MARGIN * WANTED_S
+    mixed = [
+        seconds for plan, seconds in run.steps if plan.items[0].kind == "decode" and plan.items[-1].kind != "decode"
+    ]
+    assert max(mixed) < 1.5 * WANTED_S, "also when other contexts take turns"
+    assert sum(mixed) > 0.8 * WANTED_S * len(mixed), "the time is used, though one that is not admitted is longer"
     assert not any(plan.preempted for plan, _ in run.steps)
 
 
