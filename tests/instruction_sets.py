@@ -89,7 +89,8 @@ def run(setting: Setting, choice: list[str]) -> Counts:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-qq", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow and not gpu", f"--junitxml={report}"]
+        quick = ["-m", "not slow and not long and not gpu"]
+        options = ["-qq", "--tb=short", "-p", "no:cacheprovider", *quick, f"--junitxml={report}"]
         folders = [f"tests/unit/{name}" for name in FOLDERS]
         command = [sys.executable, "-m", "pytest", *options, *choice, f"--torch-threads={setting.threads}", *folders]
         done = subprocess.run(command, env=setting.environment(), cwd=ROOT, capture_output=True, text=True)
