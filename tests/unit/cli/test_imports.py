@@ -10,11 +10,11 @@ from glm5.checkpoint.init import write_random
 from glm5.config.presets import preset
 from tests.support.training import recipe_file, stage
 
-# Imports torch once, then runs each command in a fork. Of torch, it is looked for no parts.
+# Imports torch once, with what its optimizers fetch late by themselves, then runs each command in a fork.
 RUN = """
 import json, os, sys, traceback
 from importlib import import_module
-import torch
+import torch._dynamo
 
 NEVER_MISSING = {"torch", *sys.stdlib_module_names}
 

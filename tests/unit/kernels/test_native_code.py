@@ -18,7 +18,7 @@ def test_a_home_that_is_not_there_or_is_somebody_else_s_is_no_obstacle(tmp_path,
     source.parent.mkdir()
     source.write_text('extern "C" int one() { return 1; }')
     monkeypatch.setattr(native_code.Path, "home", home)
-    found = library(source)
+    found = library(source, "slow")
     assert found is not None, caplog.text
     assert found.one() == 1
     assert "is compiled at every start, as nothing can be kept" in caplog.text
