@@ -12,6 +12,7 @@ from typing import Any
 
 from glm5.chat.rendering import FAILURE, LENGTH, TEXT, Here, TemplateFailure
 
+_MAX_REASON = 1000
 _MEMORY = 2 * 2**30  # bytes of addresses: of the largest request, with its prompt, a few times over
 
 
@@ -33,7 +34,7 @@ def main(cpu_seconds: int) -> None:
             else:
                 text = template.render(_unpacked(order))
         except TemplateFailure as failure:
-            kind, text = FAILURE, str(failure)
+            kind, text = FAILURE, str(failure)[:_MAX_REASON]
         body = text.encode("utf-8", "surrogatepass")
         with os.fdopen(os.dup(answers), "wb") as answer:
             answer.write(kind + LENGTH.pack(len(body)) + body)

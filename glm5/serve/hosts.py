@@ -8,6 +8,7 @@ told.
 """
 
 import ipaddress
+import re
 from collections.abc import Sequence
 
 from glm5.serve.errors import ApiError
@@ -31,13 +32,17 @@ class Hosts:
         raise ApiError(421, f"the Host header is {host!r:.80}; allowed: {allowed}", code="unknown_host")
 
 
+_HOST = re.compile(r"(?:\[([^]]*)\]|([^:\[\]]*))(?::\d*)?")
+
+
 def _plain(name: str) -> str:
     return name.lower().rstrip(".")
 
 
 def _name_of(host: str) -> str:
-    """Without the port."""
-    return host[1:].partition("]")[0] if host.startswith("[") else _plain(host.partition(":")[0])
+    """Without the port; none where anything else stands behind it."""
+    found = _HOST.fullmatch(host)
+    return "" if found is None else found[1] or _plain(found[2] or "")
 
 
 def _is_address(name: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import isfinite
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -26,6 +27,7 @@ from glm5.engine.sampling.workers import Workers
 
 MAX_NESTING = 128
 _MAX_OPERATORS = 1024  # *, +, ? and {} of an EBNF grammar: compiling takes more than as much memory as their square
+_MAX_INTEGER = 2**63
 _MAX_QUOTED = 4096  # characters of a string or a class in one: reading it takes their square
 _OPERATOR = re.compile(r"[*+?{]")
 # Also where they do not end: what is begun again and again would otherwise be read again and again.
@@ -257,8 +259,14 @@ def _parsed(text: str) -> Any:
         depth += 1
         if depth > MAX_NESTING:
             raise _refusal(f"is nested more than {MAX_NESTING} deep")
+        if any(_is_too_large(one) for one in level):
+            raise _refusal("holds an integer beyond 64 bits, or a number beyond a double: no grammar has it exactly")
         level = [child for one in level for child in _within(one)]
     return value
+
+
+def _is_too_large(value: Any) -> bool:
+    return abs(value) >= _MAX_INTEGER if isinstance(value, int) else isinstance(value, float) and not isfinite(value)
 
 
 def _within(value: Any) -> list[Any]:
@@ -296,7 +304,8 @@ def _reason(error: Exception) -> str:
     """xgrammar's message without clock and file. It may cut a character in two, and that is another error."""
     if isinstance(error, UnicodeDecodeError):
         return _reason(RuntimeError(error.object.decode(errors="replace")))
-    return re.sub(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?", "", str(error)).strip()[:300]
+    said = re.sub(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?", "", str(error)).strip()[:300]
+    return said or "its compiler does not say why"
 
 
 def _refusal(why: str) -> RequestError:

@@ -95,3 +95,9 @@ def test_marks_are_not_shown_in_what_a_template_says(tokenizer):
     template = ChatTemplate("{{ raise_exception('no ' ~ messages[0].content) }}", "own", tokenizer)
     with pytest.raises(RequestError, match=r"chat template own refused this conversation: no <\|user\|>$"):
         template.encode([user("<|user|>")])
+
+
+def test_what_a_template_gives_as_its_reason_is_cut():
+    with pytest.raises(TemplateFailure) as caught:
+        Apart('{{ raise_exception("x" * (100000 * messages|length)) }}').render({"messages": [1]})
+    assert len(str(caught.value)) <= 1100

@@ -36,6 +36,9 @@ NAMES = [
     ("[evil.example]", False, False),
     (":80", False, False),
     ("localhost@evil.example", False, False),
+    ("localhost:80@evil.example", False, False),
+    ("[::1].evil.example", False, False),
+    ("127.0.0.1:evil.example", False, False),
 ]
 
 

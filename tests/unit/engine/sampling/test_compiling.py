@@ -224,6 +224,13 @@ def test_nesting_is_bounded():
     assert "nested more than" in refusal(json=nested(200))
 
 
+@pytest.mark.parametrize("number", ["9223372036854775808", "-18446744073709551617", "1" + "0" * 400, "1e400"])
+def test_numbers_that_no_grammar_has_exactly_are_refused(number):
+    assert "beyond 64 bits" in refusal(json=f'{{"const": {number}}}')
+    assert "beyond 64 bits" in refusal(json=f'{{"type": "integer", "minimum": {number}}}')
+    assert compiler().compile(StructuredOutputsParams(json='{"const": 9223372036854775807}')).result()
+
+
 def test_without_xgrammar_the_request_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     lone = Compiler(vocabulary())
