@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 
+import psutil
 import pytest
 import torch
 
@@ -73,8 +74,7 @@ def assert_same(got, want):
 
 def ranks_of(llm) -> list[int]:
     """Process ids of an engine's ranks, the first's excepted."""
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(llm.client.link.pid)], capture_output=True, text=True)
-    return [int(pid) for pid in found.stdout.split()]
+    return [child.pid for child in psutil.Process(llm.client.link.pid).children()]
 
 
 def test_two_ranks_answer_as_one(two, alone):
