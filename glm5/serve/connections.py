@@ -90,11 +90,11 @@ class Crowd:
         except OSError:
             return
         self.most = max(1, min(MAX_CONNECTIONS, open_files.limit() - others - SPARE_FILES))
-        self._end(len(self._all) - self.most)
+        self._make_room(0)
 
     def enter(self, connection: "Connection") -> bool:
         """Whether there is room for this one, or room could be made."""
-        self._end(len(self._all) + 1 - self.most)
+        self._make_room(1)
         self._all.add(connection)
         has_room = len(self._all) <= self.most
         if not has_room:
@@ -122,16 +122,20 @@ class Crowd:
         self.seldom.warn("accept", f"{text}; raise the limit (ulimit -n)")
         self._end(ACCEPTS_AT_ONCE)
 
-    def _end(self, number: int) -> None:
-        """So many connections that wait for their clients, or as many as there are."""
-        for _ in range(number):
-            victim = next((one for waiting in self._waiting for one in waiting), None)
-            if victim is None:
-                return
-            self.leave(victim)
-            victim.transport.abort()
+    def _make_room(self, wanted: int) -> None:
+        for _ in range(self._end(len(self._all) + wanted - self.most)):
             text = f"there may be {self.most} connections: those that have waited longest for their clients are ended"
             self.seldom.warn("crowd", text)
+
+    def _end(self, number: int) -> int:
+        """So many connections that wait for their clients, or as many as there are. How many that were."""
+        for ended in range(number):
+            victim = next((one for waiting in self._waiting for one in waiting), None)
+            if victim is None:
+                return ended
+            self.leave(victim)
+            victim.transport.abort()
+        return max(0, number)
 
 
 class Connection(H11Protocol):
