@@ -17,6 +17,12 @@ class Refused(ValueError):
         self.key, self.value = key, value
 
 
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
@@ -65,4 +71,5 @@ def complaint(first: Mapping[str, Any]) -> tuple[tuple[str, ...], Any, str]:
         return (cause.key,), cause.value, str(cause)
     text = _ALLOWED.get(first["type"])
     allowed = first["msg"] if text is None else text.format(**first.get("ctx", {}))
-    return tuple(str(part) for part in first["loc"]), first["input"], allowed
+    value = _NOTHING if first["type"] == "missing" else first["input"]  # else all that the field is missing from
+    return tuple(str(part) for part in first["loc"]), value, allowed

@@ -97,7 +97,9 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> ReadP
         raise RequestError(f"{name}: cache_salt is {salt!r:.60}; allowed: a text", param="cache_salt")
     if isinstance(prompt, str) and forms != "a list of token ids":
         if tokenizer is None:
-            raise RequestError(f"{name} is text and there is no tokenizer; give token ids", param="prompt")
+            raise RequestError(
+                f"{name} is text and there is no tokenizer; give token ids, or LLM(..., tokenizer=PATH)", param="prompt"
+            )
         return ReadPrompt(prompt, tokenizer.encode(prompt), salt)
     ids = _ids(prompt)
     if ids is None:

@@ -174,7 +174,9 @@ class LLM:
                 f"messages are {messages!r:.60}; allowed: a list of messages, or a list of such lists", param="messages"
             )
         if self.tokenizer is None:
-            raise RequestError("a conversation needs a tokenizer, and this engine has none", param="messages")
+            raise RequestError(
+                "a conversation needs a tokenizer, and this engine has none: LLM(..., tokenizer=PATH)", param="messages"
+            )
         if not isinstance(chat_template_kwargs, (Mapping, type(None))):
             raise RequestError(
                 f"chat_template_kwargs is {chat_template_kwargs!r:.60}; allowed: names and values",
