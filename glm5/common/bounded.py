@@ -15,6 +15,8 @@ SETTINGS = 16 * MIB
 """Of what people or programs set: configs and recipes. The largest of published checkpoints have less than 1 MiB."""
 TABLES = 256 * MIB
 """Of what grows with a model: tokenizers and indexes of tensors. The largest published have 35 MiB."""
+TEXTS = 4096 * MIB
+"""Of texts that are read whole."""
 
 
 def read_bounded(path: str | os.PathLike[str], max_bytes: int, error: type[GlmError] = CheckpointError) -> bytes:
@@ -23,8 +25,9 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int, error: type[GlmEr
     Anything else at that path raises `error`; a file that is missing or may not be read raises OSError.
     """
     with open_regular(path, error) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
+        # Asked for its size first, since a buffer of the largest one would be allocated otherwise.
+        content = file.read() if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if content is None or len(content) > max_bytes:
         raise error(f"{path} is larger than {_spelled(max_bytes)}, the most that is read of such a file")
     return content
 

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.common.bounded import TEXTS, read_bounded_text
 from glm5.common.errors import ConfigError
 
 GENERATED = "generated"
@@ -108,7 +109,7 @@ def _page(rng: Random, num_words: int) -> str:
 
 def _from_file(path: Path, tokenizer: Tokenizer, sample_len: int) -> Iterator[list[int]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded_text(path, TEXTS, ConfigError)
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"{path}: cannot be read: {getattr(err, 'strerror', None) or err}") from None
     if path.suffix not in (".json", ".jsonl"):
@@ -117,7 +118,7 @@ def _from_file(path: Path, tokenizer: Tokenizer, sample_len: int) -> Iterator[li
         return
     try:
         each = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise ConfigError(f"{path}: is not valid JSON ({err})") from None
     for entry in each if isinstance(each, list) else [each]:
         yield tokenizer.encode(_text_of(entry, path))[:sample_len]

@@ -16,6 +16,7 @@ from glm5.chat.tokenizer import Tokenizer, train_bpe
 from glm5.checkpoint.dense_mla import config_to_train, has_no_indexers, indexers, load_dense
 from glm5.checkpoint.load import load
 from glm5.checkpoint.resolve import resolve
+from glm5.common.bounded import TEXTS, read_bounded
 from glm5.common.errors import ConfigError, DataError
 from glm5.config.model import ModelConfig
 from glm5.config.refusal import refuse
@@ -175,7 +176,7 @@ class Builder:
     def _texts(self) -> Iterator[str]:
         """What a tokenizer is learnt from: files, and samples of what the recipe generates."""
         for file in self._files(self.recipe.model.tokenizer_files):
-            yield from SPELLED.split(file.read_text(encoding="utf-8", errors="replace"))
+            yield from SPELLED.split(read_bounded(file, TEXTS, DataError).decode(errors="replace"))
         sources = [data for stage in self.recipe.stage for data in stage.data]
         for task in sorted({task for data in sources if isinstance(data, RulerSource) for task in data.tasks}):
             for index in range(SAMPLES_PER_TASK):

@@ -12,12 +12,13 @@ from glm5.checkpoint.adapters import read_adapter
 from glm5.checkpoint.dense_mla import has_no_indexers
 from glm5.checkpoint.index import read_weight_map
 from glm5.checkpoint.shard import read_header
-from glm5.common.bounded import SETTINGS, TABLES
+from glm5.common.bounded import SETTINGS, TABLES, TEXTS
 from glm5.common.errors import CheckpointError, ConfigError, DataError, GlmError
 from glm5.config.model import ModelConfig
 from glm5.config.train import read_recipe as read_training
 from glm5.engine.defaults import read_defaults
 from glm5.quantize.recipe import read_recipe as read_quantization
+from glm5.quantize.texts import _from_file
 from glm5.train.data.tokens import TokenFile
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -32,11 +33,17 @@ READS = {
     "adapter": (read_adapter, "adapter_config.json", SETTINGS, CheckpointError),
     "training": (lambda folder: read_training(folder / "recipe.toml"), "recipe.toml", SETTINGS, ConfigError),
     "quantization": (lambda folder: read_quantization(folder / "recipe.toml"), "recipe.toml", SETTINGS, ConfigError),
+    "calibration": (
+        lambda folder: list(_from_file(folder / "a.json", tiny_tokenizer(), 5)),
+        "a.json",
+        TEXTS,
+        ConfigError,
+    ),
     "token file": (TokenFile, "index.json", SETTINGS, DataError),
 }
-JSON = ["config", "defaults", "tokenizer", "tokenizer's settings", "index", "adapter", "token file"]
+JSON = ["config", "defaults", "tokenizer", "tokenizer's settings", "index", "adapter", "token file", "calibration"]
 # Files that are looked for are missing where there is no regular one; these are given by name, or must be there.
-GIVEN = ["adapter", "training", "quantization", "token file"]
+GIVEN = ["adapter", "training", "quantization", "token file", "calibration"]
 
 
 @pytest.fixture
