@@ -13,6 +13,8 @@ from tests.support.interpreter import DTYPES, interpreted
 
 E4M3 = 0.04  # three bits behind the point: 2.6 % measured
 ROUNDING = {torch.float32: 1e-7, torch.float16: 5e-4, torch.bfloat16: 3e-3}
+# Between two norms: each rounds the square root and two products, in float32, by half of 2**-23 at the most.
+BETWEEN_NORMS = {**ROUNDING, torch.float32: 2 * 3 * 2**-24}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -60,7 +62,7 @@ def test_kernels_with_one_rank(dtype, seed):
             assert torch.equal(kernel(buffer, x)[0], x)
             out, added = kernel(buffer, x, (residual, weight, 1e-5))
             assert torch.equal(added, total)
-            assert rel_rms(out, want.double()) < ROUNDING[dtype]
+            assert rel_rms(out, want.double()) < BETWEEN_NORMS[dtype]
         assert torch.equal(gather(buffer, weight[:20].double())[0], weight[:20].double())
         assert torch.equal(gather(buffer, torch.tensor([3, 1 << 40]))[0], torch.tensor([3, 1 << 40]))
     x, residual = (torch.randn(3, 136, generator=generator).to(dtype) for _ in range(2))
@@ -71,7 +73,7 @@ def test_kernels_with_one_rank(dtype, seed):
     quantized = torch.zeros(3, 136, dtype=FP8), torch.zeros(2, 3).T
     out, added = two_shots(buffer, x, (residual, weight, 1e-5), programs=1, max_rows=2, quantized=quantized)
     assert torch.equal(added, total)
-    assert rel_rms(out, want.double()) < ROUNDING[dtype]
+    assert rel_rms(out, want.double()) < BETWEEN_NORMS[dtype]
     assert rel_rms(_widened(quantized), out.double()) < E4M3
     assert torch.equal(again[1], quantized[1][:1])
     assert torch.equal(again[0].view(torch.uint8), quantized[0][:1].view(torch.uint8))
