@@ -1,9 +1,11 @@
 """Results that do not depend on the batch, bit for bit: what the `invariant` implementations rest on.
 
 In deterministic mode a model runs on passes of exactly `pass_rows` rows, so nearly every operation has one shape,
-whatever the batch. Then a matmul computes all of its rows alike, if they begin at multiples of 16 bytes (measured with
-MKL and oneDNN on AVX-512, with cuBLAS on an H100, and tested in test_invariance.py). So do norms, softmax, sums over
-the last dimension, and arithmetic and exp of single elements. What remains has a form of its own:
+whatever the batch. Then a matmul computes all of its rows alike, if they begin at multiples of 16 bytes and if there are
+as many as no implementation has a remainder of: in MKL with AVX2, which takes 12 or 24 at a time, the last 8 of 32 add
+up in another order, with SSE the rows of 4; 24 rows are alike with SSE, AVX2 and AVX-512, with one thread and with two
+(test_invariant.py; cuBLAS measured on an H100). So do norms, softmax, sums over the last dimension, and arithmetic and
+exp of single elements. What remains has a form of its own:
 
     sums over keys, rows of an expert     tiles of one shape: `impl="invariant"` of index_score, sparse_mla,
                                           grouped_experts. On a GPU: Triton's kernels under one tiling
@@ -24,7 +26,8 @@ from glm5.kernels.dispatch import forward_only
 #     1 row                      7.0    7.2    8.1    9.9        5.3
 #     32 rows                   27.2   15.4    9.8   11.0        9.3
 #     a prompt of 256          198.0  104.8   59.5   38.8       21.1
-PASS_ROWS = 32
+PASS_ROWS = 24
+_TILE_ROWS_GPU = 8
 _PASS_ROWS_GPU = 128  # 251 of 256 experts are read once for as many rows, where 32 read 163 (docs/numerics.md)
 WIDTH_UNIT = 4  # values: 16 bytes in float32
 
@@ -32,6 +35,11 @@ WIDTH_UNIT = 4  # values: 16 bytes in float32
 def pass_rows(device: torch.device) -> int:
     """The rows of a pass there."""
     return PASS_ROWS if device.type == "cpu" else _PASS_ROWS_GPU
+
+
+def tile_rows(device: torch.device) -> int:
+    """The rows of an expert that one product takes there."""
+    return PASS_ROWS if device.type == "cpu" else _TILE_ROWS_GPU
 
 
 @forward_only("sigmoid[invariant]")

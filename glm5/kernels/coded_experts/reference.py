@@ -2,7 +2,7 @@
 
     out[t] = sum over t's experts e, in index order:  ( down_e( silu(gate_e x_t) * up_e x_t ) * weight[t, e] ).to(dtype)
 
-Invariant: an expert's rows are cut into tiles of 8, the last one filled up with zeros, so that products of rows that
+Invariant: an expert's rows are cut into tiles of `tile_rows`, the last one filled up with zeros, so that products of rows that
 are no codes have fixed shapes too.
 """
 
@@ -12,9 +12,7 @@ from torch.nn import functional as F
 
 from glm5.kernels.coded import Coded
 from glm5.kernels.coded_linear.reference import coded_linear
-from glm5.kernels.invariant import silu
-
-_ROWS = 8
+from glm5.kernels.invariant import silu, tile_rows
 
 
 def coded_experts(
@@ -37,9 +35,9 @@ def _expert(x_GD: Tensor, gate_up: Coded, down: Coded, *, invariant: bool) -> Te
     if not invariant:
         gate_GF, up_GF = coded_linear(x_GD, gate_up).chunk(2, dim=-1)
         return coded_linear(F.silu(gate_GF) * up_GF, down)
-    num_rows = len(x_GD)
+    num_rows, size = len(x_GD), tile_rows(x_GD.device)
     tiles: list[Tensor] = []
-    for x_RD in F.pad(x_GD, (0, 0, 0, -num_rows % _ROWS)).split(_ROWS):
+    for x_RD in F.pad(x_GD, (0, 0, 0, -num_rows % size)).split(size):
         gate_RF, up_RF = coded_linear(x_RD, gate_up).chunk(2, dim=-1)
         tiles.append(coded_linear(silu(gate_RF) * up_RF, down))
     return torch.cat(tiles)[:num_rows]

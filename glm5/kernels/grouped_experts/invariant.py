@@ -1,6 +1,6 @@
 """The routed experts' sum with a fixed number of rows per matmul: what an expert makes of a row is its own.
 
-An expert's rows are cut into tiles of _ROWS, the last one filled up with zeros. Terms, rounding and order of the sum
+An expert's rows are cut into tiles of `tile_rows`, the last one filled up with zeros. Terms, rounding and order of the sum
 are the reference's. Forward only.
 
 On a GPU block-scaled weights take the kernels whose tiles are an expert's rows, always cut the same way. They quantize
@@ -19,10 +19,8 @@ from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import forward_only
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts.shared import SharedExpert
-from glm5.kernels.invariant import silu
+from glm5.kernels.invariant import silu, tile_rows
 from glm5.kernels.triton_support import chosen
-
-_ROWS = 8
 
 
 @forward_only("grouped_experts[invariant]")
@@ -42,9 +40,10 @@ def grouped_experts(
     expert_TA, column_TA = expert_TA.long().clamp_min(0).sort(dim=-1, stable=True)
     weight_TA = weight_TA.gather(1, column_TA)
     gate_ups, downs = _unstack(gate_up_proj), _unstack(down_proj)
-    place_G, experts = _tiles(expert_TA.flatten(), len(gate_ups))
+    num_rows = tile_rows(x_TD.device)
+    place_G, experts = _tiles(expert_TA.flatten(), len(gate_ups), num_rows)
 
-    x_UD = x_TD.new_zeros(len(experts) * _ROWS, x_TD.shape[1])
+    x_UD = x_TD.new_zeros(len(experts) * num_rows, x_TD.shape[1])
     x_UD.index_copy_(0, place_G, x_TD.repeat_interleave(expert_TA.shape[1], dim=0))
     if isinstance(gate_up_proj, BlockScaled):
         gate_UF, up_UF = (_project(x_UD, _unstack(half), experts) for half in gate_up_proj.split_gate_up())
@@ -73,12 +72,12 @@ def _on_device(
     return out_TD.masked_fill_(expert_TA[:, :1] < 0, 0.0)
 
 
-def _tiles(expert_G: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
+def _tiles(expert_G: Tensor, num_experts: int, num_rows: int) -> tuple[Tensor, list[int]]:
     """Where each (token, choice) pair goes among the rows of all tiles, [G], and the expert of each tile."""
     order_G = expert_G.argsort(stable=True)
     count_E = expert_G.bincount(minlength=num_experts)
-    num_tiles_E = (count_E + _ROWS - 1) // _ROWS
-    moved_E = (num_tiles_E * _ROWS - count_E).cumsum(0) - (num_tiles_E * _ROWS - count_E)  # by filling before
+    num_tiles_E = (count_E + num_rows - 1) // num_rows
+    moved_E = (num_tiles_E * num_rows - count_E).cumsum(0) - (num_tiles_E * num_rows - count_E)  # by filling before
     place_G = torch.arange(len(expert_G), device=expert_G.device) + moved_E[expert_G[order_G]]
     experts = [expert for expert, count in enumerate(num_tiles_E.tolist()) for _ in range(count)]
     return torch.empty_like(order_G).scatter_(0, order_G, place_G), experts
@@ -86,7 +85,7 @@ def _tiles(expert_G: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
 
 def _project(x_UI: Tensor, weights: Sequence[Tensor] | Sequence[BlockScaled], experts: list[int]) -> Tensor:
     """Each tile of rows times the transpose of its expert's weight, [U, O]."""
-    tiles = zip(x_UI.split(_ROWS), (weights[expert] for expert in experts), strict=True)
+    tiles = zip(x_UI.split(tile_rows(x_UI.device)), (weights[expert] for expert in experts), strict=True)
     return torch.cat([fp8_linear(x, w) if isinstance(w, BlockScaled) else F.linear(x, w) for x, w in tiles])
 
 
