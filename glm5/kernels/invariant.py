@@ -1,10 +1,10 @@
 """Results that do not depend on the batch, bit for bit: what the `invariant` implementations rest on.
 
 In deterministic mode a model runs on passes of exactly `pass_rows` rows, so nearly every operation has one shape,
-whatever the batch. Then a matmul computes all of its rows alike, if they begin at multiples of 16 bytes and if there are
-as many as no implementation has a remainder of: in MKL with AVX2, which takes 12 or 24 at a time, the last 8 of 32 add
-up in another order, with SSE the rows of 4; 24 rows are alike with SSE, AVX2 and AVX-512, with one thread and with two
-(test_invariant.py; cuBLAS measured on an H100). So do norms, softmax, sums over the last dimension, and arithmetic and
+whatever the batch. Then a matmul computes all of its rows alike, if they begin at multiples of 16 bytes and if their
+number leaves no implementation a remainder: MKL adds up the last 8 of 32 in another order with AVX2, where it takes 24
+at a time, and rows of 4 with SSE. 24 rows are alike with SSE, AVX2 and AVX-512, with one thread and with two
+(test_invariant.py; cuBLAS measured on an H100). So are norms, softmax, sums over the last dimension, and arithmetic and
 exp of single elements. What remains has a form of its own:
 
     sums over keys, rows of an expert     tiles of one shape: `impl="invariant"` of index_score, sparse_mla,
@@ -12,11 +12,13 @@ exp of single elements. What remains has a form of its own:
     sigmoid, silu on a CPU                below: torch computes the last elements of a piece of memory, or of a
                                           thread's share of it, otherwise than those before them
 
-All of it holds for one number of threads; with another, MKL may divide a product otherwise.
+All of it holds for one number of threads; with another, MKL may divide a product otherwise. With AVX2 and three threads
+or more some products leave a thread such a remainder: `has_alike_rows` finds them.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from glm5.kernels.dispatch import forward_only
 
@@ -40,6 +42,15 @@ def pass_rows(device: torch.device) -> int:
 def tile_rows(device: torch.device) -> int:
     """The rows of an expert that one product takes there."""
     return PASS_ROWS if device.type == "cpu" else _TILE_ROWS_GPU
+
+
+def has_alike_rows(weight_OI: Tensor) -> bool:
+    """Whether this processor, with as many threads as there are now, computes all rows of a pass times `weight_OI`
+    alike. On a CPU."""
+    gen = torch.Generator().manual_seed(0)
+    row_I = torch.randn(weight_OI.shape[1], generator=gen).to(weight_OI.dtype)
+    out_RO = F.linear(row_I.expand(PASS_ROWS, -1).contiguous(), weight_OI)
+    return torch.equal(out_RO, out_RO[:1].expand_as(out_RO))
 
 
 @forward_only("sigmoid[invariant]")

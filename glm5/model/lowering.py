@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.kernels.coded import Form
-from glm5.kernels.invariant import WIDTH_UNIT
+from glm5.kernels.invariant import WIDTH_UNIT, has_alike_rows
 from glm5.model.experts import BlockScaledExperts, CodedExperts, Experts
 from glm5.model.glm5 import Glm5
 from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
@@ -96,7 +97,8 @@ def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
     `local`: the widths of its modules, where they are others than the config's.
 
     The view has to do its part: keys selected and read by the kernels' `invariant` implementations. Forward only from
-    then on. Raises ConfigError for widths that cannot give that. (What it rests on: kernels/invariant.py.)
+    then on. Raises ConfigError for widths that cannot give that, and where products of this processor with so many
+    threads do not. (What it rests on: kernels/invariant.py.)
     """
     wrong = {name: width for name in _WIDTHS if (width := getattr(local or model.cfg, name)) % WIDTH_UNIT}
     if wrong:
@@ -104,9 +106,29 @@ def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
         raise ConfigError(
             f"deterministic mode needs widths that are multiples of {WIDTH_UNIT}, this model has {got}; run without it"
         )
+    if model.device.type == "cpu":
+        _check_products(model)
     for module in model.modules():
         if isinstance(module, Experts | BlockScaledExperts | CodedExperts | Router | MLP):
             module.impl = "invariant"
+
+
+def _check_products(model: Glm5) -> None:
+    """One product of each shape and dtype."""
+    weights: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, Linear):
+            weights[module.weight.shape, module.weight.dtype] = module.weight
+        elif isinstance(module, Experts):
+            for stack in (module.gate_up_proj, module.down_proj):
+                weights[stack.shape[1:], stack.dtype] = stack[0]
+    if all(has_alike_rows(weight.detach()) for weight in weights.values()):
+        return
+    raise ConfigError(
+        f"deterministic mode does not hold on this processor with {torch.get_num_threads()} threads: its products add "
+        "up some rows in another order than others; allowed: num_threads 1 or 2, or MKL_CBWR=AVX2,STRICT in the "
+        "environment"
+    )
 
 
 def weight_kinds(model: Glm5) -> list[str]:

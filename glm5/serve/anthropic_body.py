@@ -103,11 +103,14 @@ class PromptFields(Body):
         return ToolChoice(modes.get(given.type, "auto"), parallel=parallel)
 
     def wanted(self) -> tuple[Format | None, str]:
-        """The format of the answer, and the field that says so. Raises RequestError where two do."""
+        """The format of the answer, and the field that says so: tools, where none does. Raises RequestError where two
+        do."""
         new = None if self.output_config is None else self.output_config.format
         if new is not None and self.output_format is not None:
             raise RequestError("output_format and output_config.format say the same; allowed: one", "output_format")
-        return (new, "output_config.format") if self.output_format is None else (self.output_format, "output_format")
+        if self.output_format is not None:
+            return self.output_format, "output_format"
+        return new, "tools" if new is None else "output_config.format"
 
     def clears_thinking(self) -> bool | None:
         """Whether what was thought in earlier turns is forgotten; None leaves it to the model's template. Raises

@@ -127,7 +127,8 @@ class SamplingFields(Body):
         return service.engine.defaults.params(**{**given, **decided})
 
     def constraint(self) -> "tuple[StructuredOutputsParams | None, str]":
-        """What the answer must look like, and the field that says so. Raises RequestError where two do."""
+        """What the answer must look like, and the field that says so: tools, where nothing else does. Raises
+        RequestError where two do."""
         asked: dict[str, StructuredOutputsParams] = {}
         if self.structured_outputs is not None:
             asked["structured_outputs"] = _structured(self.structured_outputs)
@@ -141,7 +142,7 @@ class SamplingFields(Body):
             raise RequestError(
                 f"{' and '.join(asked)} both say what the answer must look like; allowed: one", [*asked][1]
             )
-        return next(((wanted, name) for name, wanted in asked.items()), (None, "structured_outputs"))
+        return next(((wanted, name) for name, wanted in asked.items()), (None, "tools"))
 
 
 def fit(service: Service, prompt_tokens: int, wanted: int | None, *, prompt: str, limit: str) -> int:

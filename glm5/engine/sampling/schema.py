@@ -114,6 +114,9 @@ def _complaints(here: Mapping[str, Any], root: Any) -> Iterator[tuple[str, str]]
     yield from _string_complaints(here)
     if here.get("uniqueItems") and here.get("maxItems", 2) > 1:
         yield "uniqueItems", "cannot be enforced; remove it, or set maxItems to 1"
+    for keyword in ("minItems", "maxItems"):  # more items than are described are never written
+        if "array" in kinds and "items" not in here and here.get(keyword, 0) > len(here.get("prefixItems", ())):
+            yield keyword, 'is only enforced beside "items"; add "items": {} for items of any kind'
     if "object" in kinds:
         yield from _object_complaints(here)
 

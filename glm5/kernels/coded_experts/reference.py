@@ -2,8 +2,8 @@
 
     out[t] = sum over t's experts e, in index order:  ( down_e( silu(gate_e x_t) * up_e x_t ) * weight[t, e] ).to(dtype)
 
-Invariant: an expert's rows are cut into tiles of `tile_rows`, the last one filled up with zeros, so that products of rows that
-are no codes have fixed shapes too.
+Invariant: an expert's rows are cut into tiles of `tile_rows`, the last one filled up with zeros, so that products of
+rows that are no codes have fixed shapes too.
 """
 
 import torch

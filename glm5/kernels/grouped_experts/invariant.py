@@ -1,7 +1,7 @@
 """The routed experts' sum with a fixed number of rows per matmul: what an expert makes of a row is its own.
 
-An expert's rows are cut into tiles of `tile_rows`, the last one filled up with zeros. Terms, rounding and order of the sum
-are the reference's. Forward only.
+An expert's rows are cut into tiles of `tile_rows`, the last one filled up with zeros. Terms, rounding and order of the
+sum are the reference's. Forward only.
 
 On a GPU block-scaled weights take the kernels whose tiles are an expert's rows, always cut the same way. They quantize
 rows, and sum terms in float32, in expert order, the shared expert last.

@@ -185,7 +185,9 @@ def test_routed_experts_are_the_routers(models, depth):
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
 @pytest.mark.parametrize(("launch_ahead", "depth"), [(True, 3), (False, 0)])
 def test_weights_change_under_load(models, folders, policy, launch_ahead, depth):
-    session = Session(load_copy(models[0]), async_scheduling=launch_ahead, num_speculative_tokens=depth)
+    # Prompts are never cut: the weights, which take as many turns to be read as it comes, would change within one.
+    config = {"num_speculative_tokens": depth, "max_num_batched_tokens": 256}
+    session = Session(load_copy(models[0]), async_scheduling=launch_ahead, **config)
     for number in range(6):
         session.ask(30 + 9 * number, 24, temperature=0.0 if number % 2 else 1.0)
     session.turn(8)

@@ -167,7 +167,12 @@ BAD_PROMPTS = [
     ([[]], {}, "prompt 0: the prompt is empty", "prompt"),
     ([[1, 320]], {}, "holds token ids 1 to 320; allowed: 0 to 319", "prompt"),
     ([[-1]], {}, "allowed: 0 to 319", "prompt"),
-    (["text"], {}, r"prompt 0 is text and there is no tokenizer; give token ids, or LLM\(..., tokenizer=PATH\)", "prompt"),
+    (
+        ["text"],
+        {},
+        r"prompt 0 is text and there is no tokenizer; give token ids, or LLM\(..., tokenizer=PATH\)",
+        "prompt",
+    ),
     ([[1, "a"]], {}, r"prompt 0 is \[1, 'a'\]; allowed: a text or a list of token ids", "prompt"),
     ([[1]], {"stop_token_ids": [999]}, "stop_token_ids holds 999; allowed: token ids below", "stop_token_ids"),
     ([[1]], {"stop": "x"}, "stop strings need a tokenizer", "stop"),

@@ -31,6 +31,8 @@ UNENFORCED = [
     ({"type": "integer", "multipleOf": 7, "maximum": -3}, "#/multipleOf"),
     ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, "#/minimum"),
     ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, "#/uniqueItems"),
+    ({"type": "array", "minItems": 1}, "#/minItems"),
+    ({"type": "array", "maxItems": 2, "prefixItems": [{"type": "string"}]}, "#/maxItems"),
     ({"type": "array", "contains": {"const": 5}}, "#/contains"),
     ({"type": "string", "pattern": "^[ab]*$", "minLength": 3}, "#/minLength"),
     ({"type": "string", "format": "date", "maxLength": 3}, "#/maxLength"),
