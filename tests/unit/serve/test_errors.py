@@ -14,6 +14,14 @@ from tests.unit.serve.conftest import CONFIG
 
 ASK = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "weather"}}
+UNENFORCED = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"days": {"type": "array", "uniqueItems": True}}},
+    },
+}
 
 
 def post(http, body, **options):
@@ -44,6 +52,8 @@ BAD = [
     ({"seed": 2**70}, "seed is ", "seed"),
     ({"stop": 5}, "stop is 5; allowed: a non-empty text, or up to 64 of them", "stop"),
     ({"stop": [""]}, "stop is ['']; allowed: ", "stop"),
+    ({"stop": ["x"] * 65}, "allowed: a non-empty text, or up to 64 of them", "stop"),
+    ({"stop": ["x" * 4097]}, "allowed: texts of up to 4096 characters", "stop"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids is ['a']; allowed: a list of up to 128 token ids", "stop_token_ids"),
     ({"max_tokens": 0}, "max_tokens is 0; allowed: at least 1", "max_tokens"),
     ({"max_completion_tokens": -3}, "max_completion_tokens is -3; allowed: at least 1", "max_completion_tokens"),
@@ -61,6 +71,7 @@ BAD = [
     ({"repetition_penalty": 0}, "repetition_penalty is 0.0; allowed: 0.01 to 100", "repetition_penalty"),
     ({"bad_words": [""]}, "bad_words is ['']; allowed: ", "bad_words"),
     ({"allowed_token_ids": []}, "allowed_token_ids is []; allowed: some token ids", "allowed_token_ids"),
+    ({"allowed_token_ids": [5] * (2**18 + 1)}, "allowed: some token ids, up to 262144", "allowed_token_ids"),
     ({"thinking_token_budget": -1}, "thinking_token_budget is -1; allowed: ", "thinking_token_budget"),
     ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens is -1; allowed: ",
      "thinking.budget_tokens"),
@@ -95,6 +106,7 @@ BAD = [
     ({"tools": {}}, "tools is {}; allowed: ", "tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name ",
      "tools[0].function.name"),
+    ({"tools": [UNENFORCED]}, "/uniqueItems cannot be enforced", "tools"),
     ({"stream": "yes"}, "stream is 'yes'; allowed: ", "stream"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage is 1; allowed: ",
      "stream_options.include_usage"),
