@@ -446,10 +446,14 @@ def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: 
 
 
 def _arithmetic(device: torch.device) -> str:
-    """Where the same operations give the same bits: a kind of GPU; of processor, what torch uses of it, and threads."""
+    """Where the same operations give the same bits: a kind of GPU; of processor, what torch uses of it, and threads;
+    and the rows of a pass."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{native_code.processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        machine = torch.cuda.get_device_name(device)
+    else:
+        capability, num_threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+        machine = f"{native_code.processor()}, {capability}, {num_threads} threads"
+    return f"{machine}, passes of {pass_rows(device)} rows"
 
 
 def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[[], Tokenizer]) -> Vocabulary:
