@@ -26,7 +26,7 @@ from tests.support.streaming_crowd import MAX_COMPLAINTS, PATIENCE_S, Crowd, Loa
 
 pytestmark = pytest.mark.slow
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "30"))
 NUM_CLIENTS, MAX_NUM_SEQS, NUM_QUESTIONS, MAX_TOKENS = 500, 64, 40, 32
 NUM_PAGES = 100  # fewer than the running requests may need: some are preempted, most prefixes are forgotten
 SAMPLE_S = 1.0

@@ -59,7 +59,9 @@ class _Noting:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "least_names"), [("fp8", 20), ("w4a8-channel", 15)])
+@pytest.mark.parametrize(
+    ("weights", "least_names"), [("fp8", 20), pytest.param("w4a8-channel", 15, marks=pytest.mark.long)]
+)
 def test_every_kernel_is_found_without_a_gpu_and_travels_to_who_compiles_it(weights, least_names, tmp_path):
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -152,7 +152,7 @@ def work(rank, _port, ranks, folder, calls):
 
 @interpreted
 # More calls than there are buffers; with three ranks, each kind behind each other one.
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 3), pytest.param(3, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 3), pytest.param(3, 5, marks=pytest.mark.long)])
 def test_shares_are_those_of_the_whole(tmp_path, ranks, calls):
     from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, empty
 
