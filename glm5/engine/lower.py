@@ -41,9 +41,9 @@ from glm5.kernels.row_codes import Kind, quantize
 from glm5.kernels.swiglu import swiglu, swiglu_quantized
 from glm5.model.attention import SparseLatentAttention
 from glm5.model.block import DecoderLayer
-from glm5.model.experts import BlockScaledExperts, CodedExperts, Experts
+from glm5.model.experts import BlockScaledExperts, Experts, QuantizedExperts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
+from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
 from glm5.model.mlp import MLP
 from glm5.model.moe import MoE
 from glm5.model.norm import RMSNorm
@@ -268,7 +268,7 @@ class LoweredMoE:
         self.module, self.heard = module, None
         self.heard: list[Tensor] | None
         # What every token visits is of another kind than codes, or has a scheme of its own: then two sums.
-        has_codes = isinstance(module.experts, CodedExperts) or _has_codes(module.shared_experts)
+        has_codes = isinstance(module.experts, QuantizedExperts) or _has_codes(module.shared_experts)
         self.apart = LoweredMLP(module.shared_experts) if has_codes else None
 
     @property
@@ -282,7 +282,7 @@ class LoweredMoE:
             self.heard.append(expert_TA)
         if self.apart is not None:
             choice, apart_TD = (x.x_TD, weight_TA, expert_TA), self.apart.of(x)
-            return experts(*choice, apart_TD) if isinstance(experts, CodedExperts) else experts(*choice) + apart_TD
+            return experts(*choice, apart_TD) if isinstance(experts, QuantizedExperts) else experts(*choice) + apart_TD
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
         if experts.impl == "invariant":
@@ -301,7 +301,7 @@ class LoweredMoE:
 
 
 def _has_codes(mlp: MLP) -> bool:
-    return any(isinstance(linear, CodedLinear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return any(isinstance(linear, QuantizedLinear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
 def _weight(linear: AnyLinear) -> Tensor | BlockScaled:

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
-from glm5.kernels.coded import Coded
-from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.fp8_linear import few_rows, fp8_linear
+from glm5.kernels.quantized_linear import quantized_linear
+from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.kernels.row_codes import DTYPES, Kind, Quantized
-from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
+from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
 
-AnyLinear = Linear | BlockScaledLinear | CodedLinear
+AnyLinear = Linear | BlockScaledLinear | QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Stack:
         match first:
             case Linear():
                 return F.linear(rows.x_TD, weight)
-            case CodedLinear():
-                coded = Coded(weight, _piece(first.weight_scale, count), first.form)
-                return coded_linear(rows.x_TD, coded, rows.codes_for(first))
+            case QuantizedLinear():
+                quantized = QuantizedWeight(weight, _piece(first.weight_scale, count), first.form)
+                return quantized_linear(rows.x_TD, quantized, rows.codes_for(first))
             case BlockScaledLinear():
                 scale = _piece(first.weight_scale_inv, num_blocks(count))
                 return fp8_linear(rows.x_TD, BlockScaled(weight, scale), rows.codes_for(first))
@@ -98,7 +98,7 @@ def _continues(before: AnyLinear, linear: AnyLinear) -> bool:
     match before, linear:
         case Linear(), Linear():
             return True
-        case CodedLinear(), CodedLinear():
+        case QuantizedLinear(), QuantizedLinear():
             return before.form == linear.form
         case BlockScaledLinear(), BlockScaledLinear():
             return before.weight.shape[0] % BLOCK == 0
@@ -111,8 +111,8 @@ def product(rows: Rows, linear: AnyLinear) -> Tensor:
     match linear:
         case BlockScaledLinear():
             return fp8_linear(rows.x_TD, linear.block_scaled, rows.codes_for(linear))
-        case CodedLinear():
-            return coded_linear(rows.x_TD, linear.coded, rows.codes_for(linear))
+        case QuantizedLinear():
+            return quantized_linear(rows.x_TD, linear.quantized_weight, rows.codes_for(linear))
         case _:
             return linear(rows.x_TD)
 
@@ -129,7 +129,7 @@ def _kind_of(linear: AnyLinear) -> Kind | None:
     match linear:
         case BlockScaledLinear():
             return "blocks"
-        case CodedLinear() if (linear.form.weight, linear.form.act) == ("int8", "int8"):
+        case QuantizedLinear() if (linear.form.weight, linear.form.act) == ("int8", "int8"):
             return "int8"
         case _:
             return None
@@ -139,7 +139,7 @@ def _tensors(linear: AnyLinear) -> tuple[Tensor, ...]:
     match linear:
         case Linear():
             return (linear.weight,)
-        case CodedLinear():
+        case QuantizedLinear():
             return linear.weight, linear.weight_scale
         case BlockScaledLinear():
             return linear.weight, linear.weight_scale_inv

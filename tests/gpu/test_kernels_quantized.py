@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from glm5.kernels.coded import Coded, Form
-from glm5.kernels.coded_experts import coded_experts
-from glm5.kernels.coded_linear import coded_linear, cuda
-from glm5.kernels.coded_linear.tiling import Tiling
+from glm5.kernels.quantized_experts import quantized_experts
+from glm5.kernels.quantized_linear import cuda, quantized_linear
+from glm5.kernels.quantized_linear.tiling import Tiling
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
-from tests.support.coded import FORMS, coded_case, exact_experts, exact_linear, random_coded
+from tests.support.quantized_weights import FORMS, exact_experts, exact_linear, quantized_case, random_quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -38,14 +38,14 @@ def test_rows_bit_by_bit(kind, shape, gen):
 @pytest.mark.parametrize("shape", [(1, 130, 384), (7, 576, 6144), (40, 2624, 2048), (300, 512, 6144)], ids=str)
 def test_linear(shape, form, gen):
     x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
-    weight = random_coded(gen, form, *shape[1:])
-    card = Coded(weight.codes.cuda(), weight.scale.cuda(), form)
-    got = coded_linear(x.cuda(), card, impl="triton")
+    weight = random_quantized(gen, form, *shape[1:])
+    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), form)
+    got = quantized_linear(x.cuda(), card, impl="triton")
     exact = exact_linear(x, weight).cuda()
     assert rel_rms(got, exact) < LINEAR_BUDGET
-    assert all(torch.equal(coded_linear(x.cuda(), card, impl="triton"), got) for _ in range(REPEATS))
+    assert all(torch.equal(quantized_linear(x.cuda(), card, impl="triton"), got) for _ in range(REPEATS))
     card.scale[0] *= 4
-    assert rel_rms(coded_linear(x.cuda(), card, impl="triton"), exact) > LINEAR_BUDGET
+    assert rel_rms(quantized_linear(x.cuda(), card, impl="triton"), exact) > LINEAR_BUDGET
 
 
 @pytest.mark.parametrize(
@@ -58,35 +58,37 @@ def test_linear(shape, form, gen):
 )  # fmt: skip
 def test_linear_of_a_steps_tokens(shape, gen):
     x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
-    weight = random_coded(gen, Form("int8", None, "int8"), *shape[1:])
-    card = Coded(weight.codes.cuda(), weight.scale.cuda(), weight.form)
-    got = coded_linear(x.cuda(), card, impl="cuda")
-    assert torch.equal(got.cpu(), coded_linear(x, weight))
-    assert all(torch.equal(coded_linear(x.cuda(), card, impl="cuda"), got) for _ in range(REPEATS))
+    weight = random_quantized(gen, WeightFormat("int8", None, "int8"), *shape[1:])
+    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), weight.form)
+    got = quantized_linear(x.cuda(), card, impl="cuda")
+    assert torch.equal(got.cpu(), quantized_linear(x, weight))
+    assert all(torch.equal(quantized_linear(x.cuda(), card, impl="cuda"), got) for _ in range(REPEATS))
     quantized = token_quant(x.cuda(), "int8")
     for impl in ("cuda", "triton"):
-        assert torch.equal(coded_linear(torch.zeros_like(x).cuda(), card, quantized, impl=impl), got)
+        assert torch.equal(quantized_linear(torch.zeros_like(x).cuda(), card, quantized, impl=impl), got)
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize("shape", [(17, 132, 1280), (128, 2624, 6144)], ids=str)
 def test_linear_by_clusters(shape, cluster, gen):
     x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
-    weight = random_coded(gen, Form("int8", None, "int8"), *shape[1:])
-    card = Coded(weight.codes.cuda(), weight.scale.cuda(), weight.form)
-    assert torch.equal(cuda.coded_linear(x.cuda(), card, Tiling(cluster=cluster)).cpu(), coded_linear(x, weight))
+    weight = random_quantized(gen, WeightFormat("int8", None, "int8"), *shape[1:])
+    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), weight.form)
+    assert torch.equal(
+        cuda.quantized_linear(x.cuda(), card, Tiling(cluster=cluster)).cpu(), quantized_linear(x, weight)
+    )
 
 
 @pytest.mark.parametrize("tiling", [(16, 8, 256, 1, 4, 2, 8), (64, 32, 128, 1, 4, 4, 3), (64, 128, 128, 1, 4, 8, 2)])
 @pytest.mark.parametrize("shape", [(1, 2624, 6144), (33, 100, 2048), (128, 512, 6144)], ids=str)
 def test_linear_whose_inputs_are_shared(shape, tiling, gen):
-    from glm5.kernels.coded_linear.triton import coded_linear as run
+    from glm5.kernels.quantized_linear.triton import quantized_linear as run
 
     x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
-    weight = random_coded(gen, Form("int8", None, "int8"), *shape[1:])
-    card = Coded(weight.codes.cuda(), weight.scale.cuda(), weight.form)
+    weight = random_quantized(gen, WeightFormat("int8", None, "int8"), *shape[1:])
+    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), weight.form)
     got = run(x.cuda(), card, Tiling(*tiling))
-    assert torch.equal(got.cpu(), coded_linear(x, weight))
+    assert torch.equal(got.cpu(), quantized_linear(x, weight))
     assert all(torch.equal(run(x.cuda(), card, Tiling(*tiling)), got) for _ in range(REPEATS))
 
 
@@ -95,14 +97,14 @@ def test_linear_whose_inputs_are_shared(shape, tiling, gen):
     "shape", [(1, 4, 2, 256, 128), (9, 32, 8, 512, 256), (33, 4, 2, 512, 384), (300, 16, 8, 512, 256)], ids=str
 )
 def test_experts(shape, form, gen):
-    case = coded_case(*shape, form, gen).to("cuda", torch.bfloat16)
-    exact, got = exact_experts(case), coded_experts(*case, impl="triton")
+    case = quantized_case(*shape, form, gen).to("cuda", torch.bfloat16)
+    exact, got = exact_experts(case), quantized_experts(*case, impl="triton")
     assert rel_rms(got, exact) < EXPERTS_BUDGET
-    assert all(torch.equal(coded_experts(*case, impl="triton"), got) for _ in range(REPEATS))
-    assert torch.equal(coded_experts(*case, case.x, impl="triton"), got + case.x)
-    assert rel_rms(got, coded_experts(*case, impl="reference")) < REFERENCE_BUDGET
+    assert all(torch.equal(quantized_experts(*case, impl="triton"), got) for _ in range(REPEATS))
+    assert torch.equal(quantized_experts(*case, case.x, impl="triton"), got + case.x)
+    assert rel_rms(got, quantized_experts(*case, impl="reference")) < REFERENCE_BUDGET
     case.down.scale[int(case.expert[0, 0])] *= 2
-    assert rel_rms(coded_experts(*case, impl="triton"), exact) > EXPERTS_BUDGET
+    assert rel_rms(quantized_experts(*case, impl="triton"), exact) > EXPERTS_BUDGET
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.weight == "int4" and form.group != 64], ids=str)
@@ -110,27 +112,27 @@ def test_experts(shape, form, gen):
     "shape", [(1, 4, 2, 256, 128), (1, 32, 8, 6144, 256), (16, 8, 8, 512, 256), (7, 3, 2, 640, 512)], ids=str
 )
 def test_experts_of_few_tokens(shape, form, gen):
-    case = coded_case(*shape, form, gen).to("cuda", torch.bfloat16)
-    exact, got = exact_experts(case), coded_experts(*case, impl="cuda")
+    case = quantized_case(*shape, form, gen).to("cuda", torch.bfloat16)
+    exact, got = exact_experts(case), quantized_experts(*case, impl="cuda")
     assert rel_rms(got, exact) < EXPERTS_BUDGET
-    assert all(torch.equal(coded_experts(*case, impl="cuda"), got) for _ in range(REPEATS))
-    assert torch.equal(coded_experts(*case, case.x, impl="cuda"), got + case.x)
+    assert all(torch.equal(quantized_experts(*case, impl="cuda"), got) for _ in range(REPEATS))
+    assert torch.equal(quantized_experts(*case, case.x, impl="cuda"), got + case.x)
     case.down.scale[int(case.expert[0, 0])] *= 2
-    assert rel_rms(coded_experts(*case, impl="cuda"), exact) > EXPERTS_BUDGET
+    assert rel_rms(quantized_experts(*case, impl="cuda"), exact) > EXPERTS_BUDGET
 
 
 @pytest.mark.parametrize("tokens", [4, 70])
 @pytest.mark.parametrize("form", [FORMS[2], FORMS[3], FORMS[5]], ids=str)
 def test_in_a_graph(tokens, form, gen):
     """Nothing is asked of the device: other choices in the same memory give other results."""
-    case = coded_case(tokens, 16, 4, 512, 256, form, gen).to("cuda", torch.bfloat16)
-    other = coded_case(tokens, 16, 4, 512, 256, form, gen)
-    coded_experts(*case)
+    case = quantized_case(tokens, 16, 4, 512, 256, form, gen).to("cuda", torch.bfloat16)
+    other = quantized_case(tokens, 16, 4, 512, 256, form, gen)
+    quantized_experts(*case)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = coded_experts(*case)
+        out = quantized_experts(*case)
     case.x.copy_(other.x.bfloat16())
     case.expert.copy_(other.expert)
     graph.replay()
-    assert torch.equal(out, coded_experts(*case))
+    assert torch.equal(out, quantized_experts(*case))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from glm5.kernels import tuned
-from glm5.kernels.coded import Coded, Form
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 
 
 class Tiling(NamedTuple):
@@ -22,15 +22,15 @@ class Tiling(NamedTuple):
     cluster: int = 0
 
 
-def sizes_of(form: Form, rows: int, width: int) -> str:
+def sizes_of(form: WeightFormat, rows: int, width: int) -> str:
     """A weight's name in `kernels/tuned`."""
     return f"{form} O={rows} D={width}"
 
 
-def measured_for(x_TD: Tensor, weight: Coded) -> Tiling | None:
+def measured_for(x_TD: Tensor, weight: QuantizedWeight) -> Tiling | None:
     """What was fastest on this GPU; None if nothing was measured."""
     sizes = sizes_of(weight.form, len(weight.codes), weight.width)
-    return tuned.find(Tiling, "coded_linear", sizes, len(x_TD), x_TD.device)
+    return tuned.find(Tiling, "quantized_linear", sizes, len(x_TD), x_TD.device)
 
 
 def tiling_for(num_tokens: int, rows: int) -> Tiling:

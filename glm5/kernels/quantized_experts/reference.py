@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glm5.kernels.coded import Coded
-from glm5.kernels.coded_linear.reference import coded_linear
 from glm5.kernels.invariant import silu, tile_rows
+from glm5.kernels.quantized_linear.reference import quantized_linear
+from glm5.kernels.quantized_weight import QuantizedWeight
 
 
-def coded_experts(
-    x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, weight_TA: Tensor, expert_TA: Tensor, *, invariant: bool
+def quantized_experts(
+    x_TD: Tensor,
+    gate_up_proj: QuantizedWeight,
+    down_proj: QuantizedWeight,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    *,
+    invariant: bool,
 ) -> Tensor:
     """[T, D] in x's dtype. Experts that no token chose are not touched."""
     gate_up_proj.check()
@@ -31,13 +37,13 @@ def coded_experts(
     return sum(terms[1:], start=terms[0])
 
 
-def _expert(x_GD: Tensor, gate_up: Coded, down: Coded, *, invariant: bool) -> Tensor:
+def _expert(x_GD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, *, invariant: bool) -> Tensor:
     if not invariant:
-        gate_GF, up_GF = coded_linear(x_GD, gate_up).chunk(2, dim=-1)
-        return coded_linear(F.silu(gate_GF) * up_GF, down)
+        gate_GF, up_GF = quantized_linear(x_GD, gate_up).chunk(2, dim=-1)
+        return quantized_linear(F.silu(gate_GF) * up_GF, down)
     num_rows, size = len(x_GD), tile_rows(x_GD.device)
     tiles: list[Tensor] = []
     for x_RD in F.pad(x_GD, (0, 0, 0, -num_rows % size)).split(size):
-        gate_RF, up_RF = coded_linear(x_RD, gate_up).chunk(2, dim=-1)
-        tiles.append(coded_linear(silu(gate_RF) * up_RF, down))
+        gate_RF, up_RF = quantized_linear(x_RD, gate_up).chunk(2, dim=-1)
+        tiles.append(quantized_linear(silu(gate_RF) * up_RF, down))
     return torch.cat(tiles)[:num_rows]

@@ -1,4 +1,4 @@
-"""coded_linear: the matrix units multiply codes that are widened in registers; weights are rows, tokens are columns.
+"""quantized_linear: matrix units multiply codes that are widened in registers; weights are rows, tokens are columns.
 
 Few tokens: a tile of 16 columns reads each weight once, in as many programs as there are tiles of rows, or, where
 int8 meets one scale a row, in `split` times as many: each has a part of the inputs, and the last to arrive adds up
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.coded import Coded
-from glm5.kernels.coded_linear.tiling import Tiling, measured_for, tiling_for
+from glm5.kernels.quantized_linear.tiling import Tiling, measured_for, tiling_for
+from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.kernels.row_codes import Quantized
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import integer_sums, num_steps, unit, weight_times_rows
@@ -21,13 +21,13 @@ from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, wait_for_ea
 from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch
 
 
-def block_k_of(weight: Coded, block_k: int) -> int:
+def block_k_of(weight: QuantizedWeight, block_k: int) -> int:
     """Inputs of a step: no step may cross groups."""
     return 64 if weight.form.group is not None and weight.form.group % block_k else block_k
 
 
 @triton.jit
-def _coded_linear(
+def _quantized_linear(
     x_ptr,
     x_scale_ptr,
     w_ptr,
@@ -89,8 +89,8 @@ def _store(y, x_scale_ptr, out_ptr, column, at, known, QUANTIZED: tl.constexpr):
     tl.store(out_ptr + at, tl.trans(y).to(out_ptr.dtype.element_ty), mask=known)
 
 
-def coded_linear(
-    x_TD: Tensor, weight: Coded, tiling: Tiling | None = None, *, quantized: Quantized | None = None
+def quantized_linear(
+    x_TD: Tensor, weight: QuantizedWeight, tiling: Tiling | None = None, *, quantized: Quantized | None = None
 ) -> Tensor:
     """[T, O] in x's dtype."""
     codes, scale, form = weight.check()
@@ -106,7 +106,7 @@ def coded_linear(
     assert quantized is None or form.weight != "int4", "those come in halves"
     rows, x_scale = quantized or prepare_rows(x_TD, form.act, halves=form.weight == "int4")
     partial = torch.empty(split if split > 1 else 0, *out_TO.shape, dtype=torch.int32, device=x_TD.device)
-    _coded_linear[(*tiles, split)](
+    _quantized_linear[(*tiles, split)](
         rows,
         x_scale if x_scale is not None else rows,
         codes.view(torch.int8) if form.weight == "int4" else codes,

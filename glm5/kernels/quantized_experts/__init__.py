@@ -4,18 +4,18 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.coded import Coded
-from glm5.kernels.coded_experts import cuda
-from glm5.kernels.coded_experts.reference import coded_experts as _reference
-from glm5.kernels.coded_linear import refusal
 from glm5.kernels.dispatch import refuse_gradient, unknown_impl
+from glm5.kernels.quantized_experts import cuda
+from glm5.kernels.quantized_experts.reference import quantized_experts as _reference
+from glm5.kernels.quantized_linear import refusal
+from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.kernels.triton_support import chosen
 
 
-def coded_experts(
+def quantized_experts(
     x_TD: Tensor,
-    gate_up_proj: Coded,
-    down_proj: Coded,
+    gate_up_proj: QuantizedWeight,
+    down_proj: QuantizedWeight,
     weight_TA: Tensor,
     expert_TA: Tensor,
     plus_TD: Tensor | None = None,
@@ -36,23 +36,23 @@ def coded_experts(
     if impl == "auto":
         impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA)
     if impl == "invariant":
-        refuse_gradient("coded_experts[invariant]", x_TD, weight_TA, plus_TD)
+        refuse_gradient("quantized_experts[invariant]", x_TD, weight_TA, plus_TD)
     if impl in ("reference", "invariant"):
         out_TD = _reference(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, invariant=impl == "invariant")
         return out_TD if plus_TD is None else out_TD + plus_TD
     if impl == "triton":
         if why := refusal(gate_up_proj) or refusal(down_proj):
-            raise ValueError(f"coded_experts[triton] {why}; use impl='reference'")
-        from glm5.kernels.coded_experts.triton import coded_experts as run
+            raise ValueError(f"quantized_experts[triton] {why}; use impl='reference'")
+        from glm5.kernels.quantized_experts.triton import quantized_experts as run
 
         return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD=plus_TD)
     if impl == "cuda":
-        return cuda.coded_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD)
-    raise unknown_impl("coded_experts", impl, ("reference", "invariant", "triton", "cuda"))
+        return cuda.quantized_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD)
+    raise unknown_impl("quantized_experts", impl, ("reference", "invariant", "triton", "cuda"))
 
 
 def _choose(
-    x_TD: Tensor, gate_up_proj: Coded, down_proj: Coded, expert_TA: Tensor
+    x_TD: Tensor, gate_up_proj: QuantizedWeight, down_proj: QuantizedWeight, expert_TA: Tensor
 ) -> Literal["reference", "triton", "cuda"]:
     if not chosen(x_TD, gate_up_proj.scale) or refusal(gate_up_proj) or refusal(down_proj):
         return "reference"

@@ -10,17 +10,17 @@ matmul library and whatever rows stand beside it.
 import torch
 from torch import Tensor
 
-from glm5.kernels.coded import Coded
+from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.kernels.row_codes import Quantized
 from glm5.kernels.token_quant import token_quant
 
 
-class _CodedLinear(torch.autograd.Function):
+class _QuantizedLinear(torch.autograd.Function):
     """Forward only. A node of the graph all the same, so that training through it is an error and not a zero."""
 
     @staticmethod
     def forward(_ctx, x_TD: Tensor, codes: Tensor, scale: Tensor, form, quantized) -> Tensor:
-        weight, wide = Coded(codes, scale, form), torch.promote_types(x_TD.dtype, torch.float32)
+        weight, wide = QuantizedWeight(codes, scale, form), torch.promote_types(x_TD.dtype, torch.float32)
         rows_TD, scale_T = x_TD, None
         if form.act is not None:
             rows_TD, scale_T = quantized or token_quant(x_TD, form.act, impl="reference")
@@ -34,10 +34,11 @@ class _CodedLinear(torch.autograd.Function):
     @staticmethod
     def backward(_ctx, *_grads: Tensor):
         raise RuntimeError(
-            "coded_linear has no gradient: to train, load the checkpoint dequantized, for example with dtype='bfloat16'"
+            "quantized_linear has no gradient: to train, load the checkpoint dequantized, for example with "
+            "dtype='bfloat16'"
         )
 
 
-def coded_linear(x_TD: Tensor, weight: Coded, quantized: Quantized | None = None) -> Tensor:
+def quantized_linear(x_TD: Tensor, weight: QuantizedWeight, quantized: Quantized | None = None) -> Tensor:
     """[T, O] in x's dtype."""
-    return _CodedLinear.apply(x_TD, *weight.check(), quantized)
+    return _QuantizedLinear.apply(x_TD, *weight.check(), quantized)

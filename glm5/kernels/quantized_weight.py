@@ -29,7 +29,7 @@ PRODUCTS: tuple[tuple[Element, Act | None], ...] = (
 _CHUNK = 1 << 22  # elements widened at a time
 
 
-class Form(NamedTuple):
+class WeightFormat(NamedTuple):
     """`weight`: what codes are; `group`: neighbours in a row that share a scale, None: the row; `act`: the rows'."""
 
     weight: Element
@@ -56,12 +56,12 @@ class Form(NamedTuple):
         return name + ("-fp8" if "fp8" in (self.weight, self.act) else "")
 
 
-class Coded(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A weight [..., O, I]: codes [..., O, I] (int4: [..., O, I / 2]) and float32 scale [..., O, G]."""
 
     codes: Tensor
     scale: Tensor
-    form: Form
+    form: WeightFormat
 
     @property
     def width(self) -> int:
@@ -73,20 +73,22 @@ class Coded(NamedTuple):
         want = (*self.codes.shape[:-1], self.form.num_scales(self.width))
         if tuple(self.scale.shape) != want or (self.codes.dtype, self.scale.dtype) != (self.form.dtype, torch.float32):
             raise ValueError(
-                f"Coded {self.form}: codes {list(self.codes.shape)} {self.codes.dtype} need {self.form.dtype} and a "
-                f"float32 scale {list(want)}, got {list(self.scale.shape)} {self.scale.dtype}"
+                f"QuantizedWeight {self.form}: codes {list(self.codes.shape)} {self.codes.dtype} need {self.form.dtype} "
+                f"and a float32 scale {list(want)}, got {list(self.scale.shape)} {self.scale.dtype}"
             )
         if (self.form.weight, self.form.act) not in PRODUCTS:
-            raise ValueError(f"Coded: no kernel multiplies {self.form.weight} codes with rows in {self.form.act}")
+            raise ValueError(
+                f"QuantizedWeight: no kernel multiplies {self.form.weight} codes with rows in {self.form.act}"
+            )
         return self
 
-    def of(self, expert: int) -> "Coded":
+    def of(self, expert: int) -> "QuantizedWeight":
         """One matrix of a stack."""
-        return Coded(self.codes[expert], self.scale[expert], self.form)
+        return QuantizedWeight(self.codes[expert], self.scale[expert], self.form)
 
-    def rows(self, start: int, stop: int) -> "Coded":
+    def rows(self, start: int, stop: int) -> "QuantizedWeight":
         """Some rows of a matrix."""
-        return Coded(self.codes[start:stop], self.scale[start:stop], self.form)
+        return QuantizedWeight(self.codes[start:stop], self.scale[start:stop], self.form)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """The codes [..., O, I] as numbers of a dtype that holds them exactly."""
@@ -103,7 +105,7 @@ class Coded(NamedTuple):
         codes, scale = self.codes.flatten(0, -2), self.scale.flatten(0, -2)
         out = torch.empty(len(codes), width, dtype=dtype, device=codes.device)
         for start in range(0, len(codes), step):
-            part = Coded(codes[start : start + step], scale[start : start + step], self.form)
+            part = QuantizedWeight(codes[start : start + step], scale[start : start + step], self.form)
             spread = part.scale.double().repeat_interleave(self.form.group or width, dim=-1)[:, :width]
             out[start : start + step] = round_once(part.values(torch.float64) * spread, dtype)
         return out.view(*self.codes.shape[:-1], width)

@@ -1,5 +1,5 @@
-"""coded_linear and coded_experts at the shapes of one rank, and FP8's experts beside them on the same choices:
-`python -m glm5.bench.kernels.coded`.
+"""quantized_linear and quantized_experts at the shapes of one rank, and FP8's experts beside them on the same choices:
+`python -m glm5.bench.kernels.quantized`.
 
 w8a8 is the articles' scheme of linear layers; experts are w4a8 per channel under int8, w4a8 in groups of 128 under
 e4m3, and w4a16. Routing is uniform, as in experts.py, and no shared expert is among them; so FP8's are measured again
@@ -24,17 +24,17 @@ from glm5.bench.kernels.shapes import (
     HIDDEN,
     RANKS,
     Weight,
-    coded_linears,
     generator,
+    quantized_linears,
     random_rows,
     random_weight,
 )
 from glm5.bench.kernels.table import main
 from glm5.kernels.block_scaled import FP8, BlockScaled, num_blocks
-from glm5.kernels.coded import Coded, Form
-from glm5.kernels.coded_experts import coded_experts
-from glm5.kernels.coded_linear import coded_linear, cuda
 from glm5.kernels.grouped_experts import grouped_experts
+from glm5.kernels.quantized_experts import quantized_experts
+from glm5.kernels.quantized_linear import cuda, quantized_linear
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
 
@@ -42,19 +42,19 @@ from glm5.testing.numerics import rel_rms
 LINEAR_BUDGET, EXPERTS_BUDGET, FP8_BUDGET = 3e-3, 2e-2, 6e-2
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 LINEAR_TOKENS = (1, 8, 16, 32, 64, 128, 512, 2048)
-W8A8, FP8_ROWS = Form("int8", None, "int8"), Form("fp8", None, "fp8")
+W8A8, FP8_ROWS = WeightFormat("int8", None, "int8"), WeightFormat("fp8", None, "fp8")
 EXPERT_FORMS = (
-    Form("int4", None, "int8"),
-    Form("int4", 128, "fp8"),
-    Form("int4", 128, None),
+    WeightFormat("int4", None, "int8"),
+    WeightFormat("int4", 128, "fp8"),
+    WeightFormat("int4", 128, None),
     W8A8,
 )
 _RMS = {"int8": 74.0, "int4": 4.6, "fp8": 130.0}  # of codes, every one alike
-Stack = tuple[Coded, Coded] | tuple[BlockScaled, BlockScaled]
-Run = Callable[[Tensor, Coded], Tensor]
+Stack = tuple[QuantizedWeight, QuantizedWeight] | tuple[BlockScaled, BlockScaled]
+Run = Callable[[Tensor, QuantizedWeight], Tensor]
 
 
-def random_codes(gen: torch.Generator, form: Form, *shape: int) -> Coded:
+def random_codes(gen: torch.Generator, form: WeightFormat, *shape: int) -> QuantizedWeight:
     """Products with rows of unit scale have about unit scale."""
     *lead, width = shape
     codes = torch.randint(0, 256, (*lead, width // form.per_byte), dtype=torch.uint8, device="cuda", generator=gen)
@@ -62,15 +62,15 @@ def random_codes(gen: torch.Generator, form: Form, *shape: int) -> Coded:
         codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # the two that are no numbers
     scale = torch.rand(*lead, form.num_scales(width), device="cuda", generator=gen) + 0.5
     dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}[form.weight]
-    return Coded(codes.view(dtype), scale / (_RMS[form.weight] * width**0.5), form)
+    return QuantizedWeight(codes.view(dtype), scale / (_RMS[form.weight] * width**0.5), form)
 
 
 def linear_case(
-    form: Form, weight: Weight, tokens: int, ranks: int, run: Run = coded_linear, variant: str = ""
+    form: WeightFormat, weight: Weight, tokens: int, ranks: int, run: Run = quantized_linear, variant: str = ""
 ) -> Case:
     """A linear layer on `tokens` rows, by `run`."""
 
-    def inputs(i: int) -> tuple[Tensor, Coded]:
+    def inputs(i: int) -> tuple[Tensor, QuantizedWeight]:
         gen = generator(i)
         return random_rows(gen, tokens, weight.cols), random_codes(gen, form, weight.rows, weight.cols)
 
@@ -87,18 +87,18 @@ def linear_case(
     flops = 2 * tokens * weight.rows * weight.cols
     shape = f"{weight.name} {weight.rows}x{weight.cols} tp{ranks} M={tokens}"
     return Case(
-        "coded_linear", shape, make, error, LINEAR_BUDGET, moved, flops, _unit(form), f"{form} {variant}".rstrip()
+        "quantized_linear", shape, make, error, LINEAR_BUDGET, moved, flops, _unit(form), f"{form} {variant}".rstrip()
     )
 
 
-def experts_case(form: Form | None, tokens: int, ranks: int) -> Case:
+def experts_case(form: WeightFormat | None, tokens: int, ranks: int) -> Case:
     """Experts of a layer on `tokens` tokens; None: in FP8, block-scaled, by `grouped_experts`."""
     inner = EXPERT_INNER // ranks
 
     def run(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         gate_up, down = _stack(form, inner)
-        if isinstance(gate_up, Coded) and isinstance(down, Coded):
-            return coded_experts(x, gate_up, down, weight, expert)
+        if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
+            return quantized_experts(x, gate_up, down, weight, expert)
         assert isinstance(gate_up, BlockScaled)
         assert isinstance(down, BlockScaled)
         return grouped_experts(x, gate_up, down, weight, expert)
@@ -122,17 +122,17 @@ def experts_case(form: Form | None, tokens: int, ranks: int) -> Case:
     shape = f"F={inner} tp{ranks} M={tokens}"
     unit = "fp8" if form is None else _unit(form)
     return Case(
-        "coded_experts", shape, make, error, budget, moved, flops, unit, "fp8-block" if form is None else str(form)
+        "quantized_experts", shape, make, error, budget, moved, flops, unit, "fp8-block" if form is None else str(form)
     )
 
 
-def _unit(form: Form) -> Literal["fp8", "bf16"]:
+def _unit(form: WeightFormat) -> Literal["fp8", "bf16"]:
     """int8 products run as fast as FP8's."""
     return "fp8" if form.act else "bf16"
 
 
 @cache
-def _stack(form: Form | None, inner: int) -> Stack:
+def _stack(form: WeightFormat | None, inner: int) -> Stack:
     gen = generator(inner)
     if form is None:
         gate_up = random_weight(gen, EXPERTS, 2 * inner, HIDDEN, scale_rows=2 * num_blocks(inner))
@@ -146,7 +146,7 @@ def _inputs(gen: torch.Generator, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight / weight.sum(-1, keepdim=True) * 2.5, expert.int().sort(dim=-1).values
 
 
-def _exact_linear(x: Tensor, weight: Coded) -> Tensor:
+def _exact_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
     rows = x.double()
     if weight.form.act is not None:
         codes, scale = token_quant(x, weight.form.act, impl="reference")
@@ -162,7 +162,7 @@ def _exact(stack: Stack, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         rows = share.nonzero()[:, 0]
         if not len(rows):
             continue
-        if isinstance(gate_up, Coded) and isinstance(down, Coded):
+        if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
             gate, up = _exact_linear(x[rows], gate_up.of(e)).chunk(2, dim=-1)
             y = _exact_linear((F.silu(gate) * up).to(x.dtype), down.of(e))
         else:
@@ -182,11 +182,11 @@ def cases() -> Iterator[Case]:
             for tokens in TOKENS:
                 yield experts_case(form, tokens, ranks)
     for ranks in RANKS:
-        for weight in coded_linears(ranks):
+        for weight in quantized_linears(ranks):
             for tokens in LINEAR_TOKENS:
                 for impl in ("triton", "cuda") if tokens <= cuda.MOST_TOKENS else ("triton",):
-                    yield linear_case(W8A8, weight, tokens, ranks, partial(coded_linear, impl=impl), impl)
-    for weight in coded_linears(RANKS[0]):
+                    yield linear_case(W8A8, weight, tokens, ranks, partial(quantized_linear, impl=impl), impl)
+    for weight in quantized_linears(RANKS[0]):
         for tokens in (1, 16, 64, 1024):
             yield linear_case(FP8_ROWS, weight, tokens, RANKS[0])
 

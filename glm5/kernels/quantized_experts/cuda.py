@@ -1,5 +1,5 @@
-"""coded_experts of few tokens on Hopper, in CUDA C++ (few.cu): rows are prepared, then an expert's two products, each
-of which is there, with its weights under way, before the kernel before has ended. x in bfloat16, int4 codes."""
+"""quantized_experts of few tokens on Hopper, in CUDA C++ (few.cu): rows are prepared, then an expert's two products,
+each of which is there, with its weights under way, before the kernel before has ended. x in bfloat16, int4 codes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels import cuda_code
-from glm5.kernels.coded import Coded, Form
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 
 SOURCE = Path(__file__).with_name("few.cu")
 # As in few.cu.
@@ -28,12 +28,12 @@ class Kernels(NamedTuple):
     down: Callable[..., None]
 
 
-def most_tokens(form: Form) -> int:
+def most_tokens(form: WeightFormat) -> int:
     """Up to here these kernels are faster than Triton's on an H200 (docs/performance-kernels.md)."""
     return 32 if form.act == "int8" else 16
 
 
-def refusal(x_TD: Tensor, gate_up: Coded, down: Coded, expert_TA: Tensor) -> str:
+def refusal(x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, expert_TA: Tensor) -> str:
     """Why these cannot be handled; empty if they can."""
     form, active = gate_up.form, expert_TA.shape[1]
     if x_TD.dtype != torch.bfloat16 or form.weight != "int4" or down.form != form or (form.group or 0) % _CHUNK:
@@ -47,10 +47,10 @@ def refusal(x_TD: Tensor, gate_up: Coded, down: Coded, expert_TA: Tensor) -> str
     return cuda_code.missing_on(x_TD.device)
 
 
-def coded_experts(
+def quantized_experts(
     x_TD: Tensor,
-    gate_up_proj: Coded,
-    down_proj: Coded,
+    gate_up_proj: QuantizedWeight,
+    down_proj: QuantizedWeight,
     weight_TA: Tensor,
     expert_TA: Tensor,
     plus_TD: Tensor | None = None,
@@ -59,7 +59,7 @@ def coded_experts(
     `refusal` has a reason."""
     gate_up_proj, down_proj = gate_up_proj.check(), down_proj.check()
     if reason := refusal(x_TD, gate_up_proj, down_proj, expert_TA):
-        raise ValueError(f"coded_experts[cuda] {reason}; use impl='triton'")
+        raise ValueError(f"quantized_experts[cuda] {reason}; use impl='triton'")
     (num_tokens, width), inner, active = x_TD.shape, down_proj.width, expert_TA.shape[1]
     kernels = _kernels(gate_up_proj.form, width, inner, active, num_tokens > 1, x_TD.device)
     return run(kernels, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD)
@@ -68,8 +68,8 @@ def coded_experts(
 def run(
     kernels: Kernels,
     x_TD: Tensor,
-    gate_up_proj: Coded,
-    down_proj: Coded,
+    gate_up_proj: QuantizedWeight,
+    down_proj: QuantizedWeight,
     weight_TA: Tensor,
     expert_TA: Tensor,
     plus_TD: Tensor | None = None,
@@ -91,7 +91,7 @@ def run(
     return out_TD
 
 
-def constants_for(form: Form, width: int, inner: int, active: int, many: bool) -> dict[str, int]:
+def constants_for(form: WeightFormat, width: int, inner: int, active: int, many: bool) -> dict[str, int]:
     """What few.cu is compiled with: what was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
     return {
         "ACT": {None: 0, "int8": 1, "fp8": 2}[form.act],
@@ -112,13 +112,13 @@ def _tiles(many: bool) -> int:
     return 2 if many else 1
 
 
-def _row_bytes(form: Form, width: int) -> int:
+def _row_bytes(form: WeightFormat, width: int) -> int:
     """Of a row of x that is prepared: e4m3 in float16."""
     return width * (1 if form.act == "int8" else 2)
 
 
 @cache
-def _kernels(form: Form, width: int, inner: int, active: int, many: bool, device: torch.device) -> Kernels:
+def _kernels(form: WeightFormat, width: int, inner: int, active: int, many: bool, device: torch.device) -> Kernels:
     constants = constants_for(form, width, inner, active, many)
     shared_bytes = constants["ROWS"] * (_row_bytes(form, width) + 64)
 

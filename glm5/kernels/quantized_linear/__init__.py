@@ -4,18 +4,18 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.coded import Coded
-from glm5.kernels.coded_linear import cuda
-from glm5.kernels.coded_linear.reference import coded_linear as _reference
-from glm5.kernels.coded_linear.tiling import measured_for
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.quantized_linear import cuda
+from glm5.kernels.quantized_linear.reference import quantized_linear as _reference
+from glm5.kernels.quantized_linear.tiling import measured_for
+from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.kernels.row_codes import Quantized
 from glm5.kernels.triton_support import chosen
 
 
-def coded_linear(
+def quantized_linear(
     x_TD: Tensor,
-    weight: Coded,
+    weight: QuantizedWeight,
     quantized: Quantized | None = None,
     *,
     impl: Literal["auto", "reference", "triton", "cuda"] = "auto",
@@ -27,7 +27,7 @@ def coded_linear(
 
     `quantized`: `token_quant` of x as int8, for those who have it already; for weights in int8.
 
-    Inference only: no gradient passes. Raises ValueError where codes and scale do not fit (Coded.check).
+    Inference only: no gradient passes. Raises ValueError where codes and scale do not fit (QuantizedWeight.check).
     """
     if impl == "auto":
         impl = _choose(x_TD, weight)
@@ -35,23 +35,23 @@ def coded_linear(
         return _reference(x_TD, weight, quantized)
     if impl == "triton":
         if why := refusal(weight):
-            raise ValueError(f"coded_linear[triton] {why}; use impl='reference'")
-        from glm5.kernels.coded_linear.triton import coded_linear as run
+            raise ValueError(f"quantized_linear[triton] {why}; use impl='reference'")
+        from glm5.kernels.quantized_linear.triton import quantized_linear as run
 
         return run(x_TD, weight, quantized=quantized)
     if impl == "cuda":
-        return cuda.coded_linear(x_TD, weight, quantized=quantized)
-    raise unknown_impl("coded_linear", impl, ("reference", "triton", "cuda"))
+        return cuda.quantized_linear(x_TD, weight, quantized=quantized)
+    raise unknown_impl("quantized_linear", impl, ("reference", "triton", "cuda"))
 
 
-def _choose(x_TD: Tensor, weight: Coded) -> Literal["reference", "triton", "cuda"]:
+def _choose(x_TD: Tensor, weight: QuantizedWeight) -> Literal["reference", "triton", "cuda"]:
     if not chosen(x_TD, weight.scale) or refusal(weight):
         return "reference"
     measured = measured_for(x_TD, weight)
     return "cuda" if measured is not None and measured.cluster and not cuda.refusal(x_TD, weight) else "triton"
 
 
-def refusal(weight: Coded) -> str | None:
+def refusal(weight: QuantizedWeight) -> str | None:
     """Why the Triton kernels cannot multiply with `weight`; None if they can."""
     group = weight.form.group
     if group is not None and group % 64:

@@ -1,4 +1,4 @@
-"""coded_experts: the expert's two products in one kernel each, codes widened in registers; two ways by tokens.
+"""quantized_experts: the expert's two products in one kernel each, codes widened in registers; two ways by tokens.
 
     1..PAIR_TOKENS      a program stands for a (token, choice) pair and does all pairs of its expert, if it is the first
     more                pairs are sorted by expert first, and a program does a tile of them (as in grouped_experts)
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.coded import Coded, Form
-from glm5.kernels.coded_linear.triton import block_k_of
 from glm5.kernels.grouped_experts.plan import tiles_by_expert
 from glm5.kernels.grouped_experts.triton_few import combine
+from glm5.kernels.quantized_linear.triton import block_k_of
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import int4_product, product, unit, weight_times_rows
 from glm5.kernels.triton_fp8 import experts_of, let_later_begin, pairs_of, wait_for_earlier
@@ -44,7 +44,7 @@ class Tiling(NamedTuple):
     down_stages: int = 3
 
 
-def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, form: Form) -> Tiling:
+def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, form: WeightFormat) -> Tiling:
     """What was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
     if num_tokens <= PAIR_TOKENS:
         if form.act is None:
@@ -241,10 +241,10 @@ def _down(
             tl.store(at, tl.trans(y).to(y_ptr.dtype.element_ty), mask=here[:, None] & (step * BLOCK_D + d < D)[None, :])
 
 
-def coded_experts(
+def quantized_experts(
     x_TD: Tensor,
-    gate_up_proj: Coded,
-    down_proj: Coded,
+    gate_up_proj: QuantizedWeight,
+    down_proj: QuantizedWeight,
     weight_TA: Tensor,
     expert_TA: Tensor,
     tiling: Tiling | None = None,
@@ -276,7 +276,9 @@ def coded_experts(
     return out_TD
 
 
-def _terms(x_TD: Tensor, gate_up: Coded, down: Coded, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
+def _terms(
+    x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling
+) -> Tensor:
     """The terms [T * A, D]: in float32; in x's dtype where there are many, which are then most of what is moved."""
     num_experts, width, _ = down.codes.shape
     inner, num_pairs, few = down.width, expert_TA.numel(), tiling.way == "pairs"
@@ -341,12 +343,12 @@ def _terms(x_TD: Tensor, gate_up: Coded, down: Coded, weight_TA: Tensor, expert_
     return y
 
 
-def _arguments(weight: Coded) -> tuple[Tensor, Tensor]:
+def _arguments(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     codes, scale, form = weight
     return codes.view(torch.int8) if form.weight == "int4" else codes, scale
 
 
-def _meaning(weight: Coded) -> dict[str, int | bool]:
+def _meaning(weight: QuantizedWeight) -> dict[str, int | bool]:
     form = weight.form
     return {
         "QUANTIZED": form.act is not None,

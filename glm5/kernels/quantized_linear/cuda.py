@@ -1,5 +1,5 @@
-"""coded_linear of a step's tokens on Hopper, in CUDA C++: int8 codes with a scale a row under int8 tokens, as attention
-and shared experts have them. x in bfloat16.
+"""quantized_linear of a step's tokens on Hopper, in CUDA C++: int8 codes with a scale a row under int8 tokens, as
+attention and shared experts have them. x in bfloat16.
 
     few.cu     up to 16 tokens: 16 rows of weights a program
     tiles.cu   17 to 128: 128 rows a program, or a cluster of programs that share the inputs
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from glm5.kernels import cuda_code
-from glm5.kernels.coded import Coded, Form
-from glm5.kernels.coded_linear.tiling import Tiling, measured_for
 from glm5.kernels.fp8_linear.cuda import cut_for
+from glm5.kernels.quantized_linear.tiling import Tiling, measured_for
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.kernels.row_codes import Quantized
 from glm5.kernels.token_quant import token_quant
 
 FEW, TILES = Path(__file__).with_name("few.cu"), Path(__file__).with_name("tiles.cu")
-FORM = Form("int8", None, "int8")
+FORM = WeightFormat("int8", None, "int8")
 FEW_TOKENS, MOST_TOKENS = 16, 128
 _UNIT = 128  # of inputs
 # As in few.cu.
@@ -31,7 +31,7 @@ _TILE_ROWS, _TILE_THREADS, _TILE_SHARED = 128, 288, 220 << 10
 _MOST_STAGES = 12
 
 
-def refusal(x_TD: Tensor, weight: Coded) -> str:
+def refusal(x_TD: Tensor, weight: QuantizedWeight) -> str:
     """Why these cannot be handled; empty if they can."""
     if x_TD.dtype != torch.bfloat16 or weight.form != FORM:
         return f"needs rows in bfloat16 and weights in {FORM}, got {x_TD.dtype} and {weight.form}"
@@ -45,8 +45,8 @@ def refusal(x_TD: Tensor, weight: Coded) -> str:
     return cuda_code.missing_on(x_TD.device)
 
 
-def coded_linear(
-    x_TD: Tensor, weight: Coded, tiling: Tiling | None = None, *, quantized: Quantized | None = None
+def quantized_linear(
+    x_TD: Tensor, weight: QuantizedWeight, tiling: Tiling | None = None, *, quantized: Quantized | None = None
 ) -> Tensor:
     """[T, O] in bfloat16, the reference's bits. Raises ValueError where `refusal` has a reason.
 
@@ -54,7 +54,7 @@ def coded_linear(
     """
     weight.check()
     if reason := refusal(x_TD, weight):
-        raise ValueError(f"coded_linear[cuda] {reason}; use impl='triton'")
+        raise ValueError(f"quantized_linear[cuda] {reason}; use impl='triton'")
     if len(x_TD) <= FEW_TOKENS:
         return run_few(_few_kernel(weight.width, _eights(len(x_TD)), x_TD.device), x_TD, weight, quantized)
     columns = next(n for n in (32, 64, 128) if n >= len(x_TD))
@@ -65,7 +65,9 @@ def coded_linear(
     return run_tiles(kernel, columns, x_TD, weight, cluster, quantized)
 
 
-def run_few(kernel: Callable[..., None], x_TD: Tensor, weight: Coded, quantized: Quantized | None = None) -> Tensor:
+def run_few(
+    kernel: Callable[..., None], x_TD: Tensor, weight: QuantizedWeight, quantized: Quantized | None = None
+) -> Tensor:
     """The kernel, made for these sizes, behind what quantizes tokens."""
     rows, scale_T, out_TO = _prepared(x_TD, weight, quantized)
     num_tokens, num_rows = out_TO.shape
@@ -78,7 +80,7 @@ def run_tiles(
     kernel: Callable[..., None],
     columns: int,
     x_TD: Tensor,
-    weight: Coded,
+    weight: QuantizedWeight,
     cluster: int,
     quantized: Quantized | None = None,
 ) -> Tensor:
@@ -106,7 +108,7 @@ def constants_for(width: int, num_tokens: int) -> dict[str, int]:
     return {"K": width, "TILES": _eights(num_tokens), "BLOCKS": 2}
 
 
-def _prepared(x_TD: Tensor, weight: Coded, quantized: Quantized | None) -> tuple[Tensor, Tensor, Tensor]:
+def _prepared(x_TD: Tensor, weight: QuantizedWeight, quantized: Quantized | None) -> tuple[Tensor, Tensor, Tensor]:
     """(codes of x, their scales, room for what comes out)."""
     rows, scale_T = quantized or token_quant(x_TD, "int8")
     return rows, scale_T, torch.empty(len(x_TD), len(weight.codes), dtype=x_TD.dtype, device=x_TD.device)
