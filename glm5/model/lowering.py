@@ -126,8 +126,8 @@ def _check_products(model: Glm5) -> None:
     if all(has_alike_rows(weight.detach()) for weight in weights.values()):
         return
     raise ConfigError(
-        f"deterministic mode does not hold on this processor with {torch.get_num_threads()} threads: its products add "
-        "up some rows in another order than others; allowed: num_threads 1 or 2, or MKL_CBWR=AVX2,STRICT in the "
+        f"deterministic mode does not hold on this processor with num_threads {torch.get_num_threads()}: its products "
+        "add up some rows in another order than others; allowed: num_threads 1 or 2, or MKL_CBWR=AVX2,STRICT in the "
         "environment"
     )
 
