@@ -73,8 +73,8 @@ class QuantizedWeight(NamedTuple):
         want = (*self.codes.shape[:-1], self.form.num_scales(self.width))
         if tuple(self.scale.shape) != want or (self.codes.dtype, self.scale.dtype) != (self.form.dtype, torch.float32):
             raise ValueError(
-                f"QuantizedWeight {self.form}: codes {list(self.codes.shape)} {self.codes.dtype} need {self.form.dtype} "
-                f"and a float32 scale {list(want)}, got {list(self.scale.shape)} {self.scale.dtype}"
+                f"QuantizedWeight {self.form}: codes {list(self.codes.shape)} {self.codes.dtype} need "
+                f"{self.form.dtype} and a float32 scale {list(want)}, got {list(self.scale.shape)} {self.scale.dtype}"
             )
         if (self.form.weight, self.form.act) not in PRODUCTS:
             raise ValueError(
