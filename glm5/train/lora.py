@@ -32,10 +32,10 @@ from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
 from glm5.train.build import Builder
 from glm5.train.optim.build import Optimizers
 from glm5.train.parts import whole_state
+from glm5.train.stage_trainer import StageTrainer, device_of
 from glm5.train.stages import losses_of, phase_of
 from glm5.train.state import Position, Store
 from glm5.train.step import Phase, Step
-from glm5.train.trainee import Trainee, device_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class FrozenExperts(nn.Module):
         return _again(run, x_TD, weight_TA)
 
 
-class LoraTrainee(Trainee):
+class LoraTrainer(StageTrainer):
     """A model as its checkpoint stores it, with adapters, which are all that is trained and written."""
 
     def __init__(self, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:

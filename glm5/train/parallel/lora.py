@@ -20,7 +20,7 @@ from glm5.model.glm5 import Glm5
 from glm5.train.lora import FrozenExperts, adapt
 from glm5.train.parallel.build import Part, build, fill
 from glm5.train.parallel.gather import spread, whole_tensors
-from glm5.train.parallel.trainee import SharedTrainee
+from glm5.train.parallel.trainer import SharedTrainer
 from glm5.train.parts import weight_rows
 from glm5.train.stages import phase_of
 from glm5.train.step import Phase
@@ -28,8 +28,8 @@ from glm5.train.step import Phase
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])")
 
 
-class SharedLora(SharedTrainee):
-    """`LoraTrainee` of one rank of a team."""
+class SharedLora(SharedTrainer):
+    """`LoraTrainer` of one rank of a team."""
 
     @property
     def _lora(self) -> LoraConfig:

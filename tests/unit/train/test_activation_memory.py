@@ -7,9 +7,9 @@ from torch import Tensor
 from glm5.config.model import ModelConfig
 from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.model import Glm5
-from glm5.train import keeping
+from glm5.train import activation_memory
+from glm5.train.activation_memory import keep
 from glm5.train.batch import Batch
-from glm5.train.keeping import keep
 from glm5.train.optim.build import Optimizers
 from glm5.train.step import Phase, Step
 from tests.support.parity import BASE, randomize
@@ -44,7 +44,7 @@ def ran(phase: Phase, recompute, *, offload: bool) -> tuple[dict[str, float], di
 
 @pytest.mark.parametrize("phase", [Phase("dense"), Phase("sparse", learn_index=True)], ids=["dense", "sparse"])
 def test_losses_gradients_and_counts_stay_the_same(phase, monkeypatch):
-    monkeypatch.setattr(keeping, "_SMALL", 16)
+    monkeypatch.setattr(activation_memory, "_SMALL", 16)
     want = ran(phase, None, offload=False)
     for recompute, offload in WAYS:
         got = ran(phase, recompute, offload=offload)

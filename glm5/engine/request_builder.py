@@ -126,7 +126,7 @@ def _ids(prompt: Any) -> list[int] | None:
     return ids if set(map(type, ids)) <= {int} else None
 
 
-class Asker:
+class RequestBuilder:
     """Checks requests against an engine's facts, and writes them. Any thread may use it."""
 
     def __init__(self, facts: Facts, tokenizer: Tokenizer | None, eos_ids: Sequence[int]):

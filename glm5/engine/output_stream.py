@@ -10,7 +10,7 @@ from glm5.engine.wire import TokenLogprobs, Update
 Spell = Callable[[int], str | None]
 
 
-class Growing:
+class OutputStream:
     """State of one answer. `found_stop`: the text ended it, of which the engine knows nothing yet.
 
     `spell` gives the text of a token by itself, for log-probabilities.

@@ -1,5 +1,5 @@
 """What a run trains: a model in this process. The loop asks for steps, figures and files; how many processes there are
-is not its business (`parallel/trainee.py` is the one of several)."""
+is not its business (`parallel/trainer.py` is the one of several)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from glm5.checkpoint.save import save
 from glm5.common.errors import TrainingError
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
+from glm5.train.activation_memory import keep
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.evaluate import held_out
-from glm5.train.keeping import keep
 from glm5.train.masters import Masters
 from glm5.train.optim.build import Optimizers
 from glm5.train.parts import whole_state
@@ -27,7 +27,7 @@ from glm5.train.state import Position, Store
 from glm5.train.step import Phase, Step
 
 
-class Trainee:
+class StageTrainer:
     """A model and its optimizers on one device. `saved`: the state of a run that goes on."""
 
     is_first = True

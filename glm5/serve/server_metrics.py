@@ -24,7 +24,7 @@ _WHOLE_REQUEST = (
 _TOKENS = [factor * 10**power for power in range(7) for factor in (1, 2, 5)]
 
 
-class Figures:
+class ServerMetrics:
     """All metrics of a server, and the page of them."""
 
     def __init__(self, model_name: str):
@@ -110,8 +110,8 @@ class Figures:
 class Measured:
     """One request on its way through the engine; `ended` has to be called, whatever happens to it."""
 
-    def __init__(self, figures: Figures, key: str, num_prompt: int, num_answers: int):
-        self.figures, self.key, self.num_prompt = figures, key, num_prompt
+    def __init__(self, metrics: ServerMetrics, key: str, num_prompt: int, num_answers: int):
+        self.metrics, self.key, self.num_prompt = metrics, key, num_prompt
         self.num_generated = 0
         self.queued_s: float | None = None
         self.first_token_s: float | None = None
@@ -120,24 +120,24 @@ class Measured:
         self._last = dict.fromkeys(range(num_answers), self._start)
         self._began: dict[int, float] = {}
         self._num_tokens = dict.fromkeys(range(num_answers), 0)
-        figures.prompt_tokens.add(num_prompt)
-        figures.prompt_lengths.observe(num_prompt)
-        figures.tenant_tokens.add(num_prompt, key, "prompt")
+        metrics.prompt_tokens.add(num_prompt)
+        metrics.prompt_lengths.observe(num_prompt)
+        metrics.tenant_tokens.add(num_prompt, key, "prompt")
 
     def took(self, delta: Delta) -> None:
         """A step of an answer arrived."""
-        figures, index, now = self.figures, delta.index, delta.arrived
+        metrics, index, now = self.metrics, delta.index, delta.arrived
         if delta.token_ids:
             if self._first is None:
                 self._first = now
                 self._note_first(delta)
             if index in self._began:
-                figures.between.observe(now - self._last[index])
+                metrics.between.observe(now - self._last[index])
             self._began.setdefault(index, now)
             self._last[index] = now
             self._num_tokens[index] += len(delta.token_ids)
             self.num_generated += len(delta.token_ids)
-            figures.generated.add(len(delta.token_ids))
+            metrics.generated.add(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._end_answer(index, delta.finish_reason)
 
@@ -146,26 +146,26 @@ class Measured:
         for index in list(self._num_tokens):
             self._end_answer(index, reason)
         now = max(self._last.values()) if self._first is not None else time.monotonic()
-        self.figures.whole.observe(now - self._start)
+        self.metrics.whole.observe(now - self._start)
         if self._first is not None:
-            self.figures.decode.observe(now - self._first)
+            self.metrics.decode.observe(now - self._first)
 
     def _note_first(self, delta: Delta) -> None:
         assert self._first is not None
         waited = self.first_token_s = self._first - self._start
         self.queued_s = delta.queued_s
-        self.figures.first_token.observe(waited)
+        self.metrics.first_token.observe(waited)
         if delta.queued_s is not None:
-            self.figures.queued.observe(delta.queued_s)
-            self.figures.prefill.observe(max(0.0, waited - delta.queued_s))
+            self.metrics.queued.observe(delta.queued_s)
+            self.metrics.prefill.observe(max(0.0, waited - delta.queued_s))
 
     def _end_answer(self, index: int, reason: str) -> None:
         num_tokens = self._num_tokens.pop(index, None)
         if num_tokens is None:
             return
-        figures = self.figures
-        figures.finished.add(1, reason)
-        figures.answer_lengths.observe(num_tokens)
-        figures.tenant_tokens.add(num_tokens, self.key, "generation")
+        metrics = self.metrics
+        metrics.finished.add(1, reason)
+        metrics.answer_lengths.observe(num_tokens)
+        metrics.tenant_tokens.add(num_tokens, self.key, "generation")
         if num_tokens > 1:
-            figures.per_token.observe((self._last[index] - self._began[index]) / (num_tokens - 1))
+            metrics.per_token.observe((self._last[index] - self._began[index]) / (num_tokens - 1))

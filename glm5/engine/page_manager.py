@@ -26,7 +26,7 @@ class Found:
     lower: list[PageKey] = field(default_factory=list)
 
 
-class Holdings:
+class PageManager:
     """The pool with all that refers to it. `weights`: identity of the weights, part of every salt."""
 
     def __init__(self, config: SchedulerConfig, weights: bytes):

@@ -27,14 +27,14 @@ from glm5.train.parallel.team import Team
 from glm5.train.parts import buffers, read_parts, state_rows, weight_rows
 from glm5.train.qat import make_aware
 from glm5.train.recall import RecallView
+from glm5.train.stage_trainer import StageTrainer, batch_of
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.state import Position, Store
 from glm5.train.step import Phase
-from glm5.train.trainee import Trainee, batch_of
 
 
-class SharedTrainee(Trainee):
-    """`Trainee` of one rank of a team."""
+class SharedTrainer(StageTrainer):
+    """`StageTrainer` of one rank of a team."""
 
     shared: SharedStep
     """`step`, as what it is here."""
