@@ -99,8 +99,8 @@ def test_the_mtp_layer_has_pages_of_its_own(layout, seed):
 
 @pytest.mark.parametrize("cfg", [TINY, NANO], ids=["tiny", "nano"])
 def test_fp8_keys_change_the_choice_at_near_ties_and_nothing_else(cfg, seed):
-    """The first layer chooses among the same keys with the same queries; the logits are the same bit for bit up to the
-    first token that any layer chooses other keys for."""
+    """The first layer chooses among the same keys with the same queries; the logits are the same up to the first token
+    that any layer chooses other keys for. (Not to the bit: of an expert's rows there may be others, later ones.)"""
     model = random_model(seed % 1000, cfg, torch.float64)
     ids = sequences(seed, [150], cfg)
     exact, fp8 = (CachedRun(model, ids, layout).finish() for layout in ("auto", "fp8_key"))
@@ -110,8 +110,9 @@ def test_fp8_keys_change_the_choice_at_near_ties_and_nothing_else(cfg, seed):
     assert 0 < sum(changed[0]) < CHANGED_KEYS * sum(map(len, layers[0]))
     first = next(t for t in range(150) if any(counts[t] for counts in changed.values()))
     assert first >= cfg.index_topk
-    assert torch.equal(fp8.logits()[:first], exact.logits()[:first])
-    assert not torch.equal(fp8.logits()[first], exact.logits()[first])
+    apart = (fp8.logits() - exact.logits()).abs().amax(dim=1)
+    assert apart[:first].max() < BUDGETS[torch.float64]
+    assert apart[first] > 1e3 * BUDGETS[torch.float64]
 
 
 @pytest.mark.parametrize("cfg", [TINY, NANO], ids=["tiny", "nano"])
