@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from glm5.kernels.fp8_linear.pending import PendingLinear
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 
-Part = Tensor | Terms | PendingLinear
+Part = Tensor | ExpertOutputs | PendingLinear
 
 
-def computed(part: Part) -> Tensor | Terms:
+def computed(part: Part) -> Tensor | ExpertOutputs:
     """The rows of a product that nobody sends on their way."""
     return part.computed() if isinstance(part, PendingLinear) else part
 
@@ -16,4 +16,4 @@ def computed(part: Part) -> Tensor | Terms:
 def summed(part: Part) -> Tensor:
     """[T, D], whatever `part` is."""
     part = computed(part)
-    return part.summed() if isinstance(part, Terms) else part
+    return part.summed() if isinstance(part, ExpertOutputs) else part

@@ -8,9 +8,9 @@ import torch
 from glm5.checkpoint.names import slot_of
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
-from glm5.engine.between import Whole
+from glm5.engine.fused_linear import FusedLinear, Rows, wanted
 from glm5.engine.lower import Lowered
-from glm5.engine.stack import Rows, Stack, wanted
+from glm5.engine.row_sharding import ReplicatedRows
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.quantized_linear import quantized_linear
 from glm5.kernels.quantized_weight import WeightFormat
@@ -125,7 +125,7 @@ def test_attention_rule(model, lowered):
         view, other = there.view([(0, 0, 40)]), here.view([(0, 0, 40)])
         rope = model._rope(view)
         want, chosen = layer(x_TD, rope, view, given)
-        got, picked = mine(Rows(x_TD), rope, other, given, Whole(ALONE))
+        got, picked = mine(Rows(x_TD), rope, other, given, ReplicatedRows(ALONE))
         assert typically_far(got, want) < EXACT
         assert torch.equal(chosen.keys_TK, picked.keys_TK)
 
@@ -135,7 +135,7 @@ def test_mlp_rules(model, lowered):
     x_TD = torch.randn(20, model.cfg.hidden_size, generator=torch.Generator().manual_seed(4))
     view = Steps(model, 1, MAX_LEN).view([(0, 0, 20)])
     for layer, mine in zip(model.model.layers, lowered.layers, strict=True):
-        assert typically_far(mine.mlp(Rows(x_TD), view, Whole(ALONE)), layer.mlp(x_TD)) < EXACT
+        assert typically_far(mine.mlp(Rows(x_TD), view, ReplicatedRows(ALONE)), layer.mlp(x_TD)) < EXACT
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])
@@ -171,7 +171,7 @@ def test_products_of_two_kinds_are_not_copied_together(monkeypatch):
         want = model(ids, views[0])
         lowered = Lowered(model, MAX_LEN)
         assert len(lowered.layers[0].attention.of_input.runs) == 2
-        monkeypatch.setattr(Stack, "__call__", single_run(Stack.__call__))
+        monkeypatch.setattr(FusedLinear, "__call__", single_run(FusedLinear.__call__))
         assert typically_far(lowered.hidden(ids, views[1]), want) < EXACT
 
 
@@ -205,7 +205,7 @@ def test_a_stack_holds_nothing_twice():
         torch.nn.init.normal_(linear.weight)
     x_TD = torch.randn(3, 16)
     want = [linear(x_TD).detach() for linear in linears]
-    stack = Stack(linears)
+    stack = FusedLinear(linears)
     assert len({linear.weight.untyped_storage().data_ptr() for linear in linears}) == 1
     torch.testing.assert_close(stack(Rows(x_TD)), torch.cat(want, dim=1))
     torch.testing.assert_close(stack(Rows(x_TD), 1), torch.cat(want[1:], dim=1))
@@ -261,7 +261,7 @@ def test_neighbours_of_one_kind_are_one_product(seed):
             linear.weight.data, linear.weight_scale_inv.data = quantize_blocks(weight)
     rows = Rows(torch.randn(3, 256, generator=gen))
     want = [linear(rows.x_TD) for linear in linears]
-    stack = Stack(linears)
+    stack = FusedLinear(linears)
     assert [list(run) for run in stack.runs] == [[0], [1, 2], [3], [4, 5], [6]]
     for start, stop in ((0, 7), (1, 3), (2, 5), (5, None), (0, 1)):
         torch.testing.assert_close(stack(rows, start, stop), torch.cat(want[start:stop], dim=1))

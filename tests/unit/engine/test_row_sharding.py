@@ -6,13 +6,13 @@ import torch
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
-from glm5.engine import between
+from glm5.engine import row_sharding
+from glm5.engine.fused_linear import Rows
 from glm5.engine.kv import KVCache
 from glm5.engine.lower import Lowered
-from glm5.engine.stack import Rows
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.fp8_linear.pending import PendingLinear
-from glm5.kernels.grouped_experts import Terms
+from glm5.kernels.grouped_experts import ExpertOutputs
 from glm5.kernels.row_codes import quantize
 from glm5.model.linear import BlockScaledLinear, Linear
 from glm5.model.norm import RMSNorm
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory):
 
 def computed(checkpoint, dtype, min_rows, monkeypatch):
     """By rank: hidden states of target and draft layer of all passes, experts that were chosen."""
-    monkeypatch.setattr(between, "MIN_DEALT_ROWS", min_rows)
+    monkeypatch.setattr(row_sharding, "MIN_SHARDED_ROWS", min_rows)
 
     def work(group):
         model = load(checkpoint, dtype, shard=group.shard)
@@ -95,7 +95,7 @@ def test_rows_in_int8_are_gathered_with_their_scales():
 
     def gathered(group):
         mine = [each.unflatten(0, (RANKS, -1))[group.shard.rank] for each in (x, choice)]
-        return between.Dealt(group).gathered(Rows(mine[0], quantize(mine[0], "int8")), mine[1])
+        return row_sharding.ShardedRows(group).gathered(Rows(mine[0], quantize(mine[0], "int8")), mine[1])
 
     for rows, chosen in by_threads(RANKS, gathered):
         assert torch.equal(rows.x_TD, x)
@@ -103,17 +103,17 @@ def test_rows_in_int8_are_gathered_with_their_scales():
         assert all(torch.equal(got, want) for got, want in zip(rows.quantized, quantize(x, "int8"), strict=True))
 
 
-@pytest.mark.parametrize("kind", [between.Whole, between.Dealt], ids=["whole", "dealt"])
+@pytest.mark.parametrize("kind", [row_sharding.ReplicatedRows, row_sharding.ShardedRows], ids=["whole", "dealt"])
 def test_terms_are_added_up_and_let_go(kind, monkeypatch):
     def summed(self):
         routed = self.y[: 3 * self.num_tokens].view(self.num_tokens, 3, -1)
         return routed.sum(1) + self.y[3 * self.num_tokens :]
 
-    monkeypatch.setattr(Terms, "summed", summed)
+    monkeypatch.setattr(ExpertOutputs, "summed", summed)
     gen = torch.Generator().manual_seed(0)
     norm, residual_TD = RMSNorm(8, 1e-5), torch.randn(5, 8, generator=gen)
     torch.nn.init.ones_(norm.weight)
-    new = Terms(torch.randn(20, 8, generator=gen), 5, 3, has_shared=True)
+    new = ExpertOutputs(torch.randn(20, 8, generator=gen), 5, 3, has_shared=True)
     want = kind(ALONE).join(new.summed(), residual_TD, norm, None)
     got = kind(ALONE).join(new, residual_TD, norm, None)
     assert torch.equal(got[0].x_TD, want[0].x_TD)
@@ -121,9 +121,9 @@ def test_terms_are_added_up_and_let_go(kind, monkeypatch):
     assert not hasattr(new, "y")
 
 
-@pytest.mark.parametrize("kind", [between.Whole, between.Dealt], ids=["whole", "dealt"])
+@pytest.mark.parametrize("kind", [row_sharding.ReplicatedRows, row_sharding.ShardedRows], ids=["whole", "dealt"])
 def test_products_are_those_of_their_weights(kind):
-    """Dealt, FP8 products are computed by whoever sends their rows."""
+    """ShardedRows, FP8 products are computed by whoever sends their rows."""
     gen = torch.Generator().manual_seed(0)
     norm, (x_TD, residual_TD) = RMSNorm(128, 1e-5), torch.randn(2, 5, 128, generator=gen)
     torch.nn.init.ones_(norm.weight)
@@ -135,6 +135,6 @@ def test_products_are_those_of_their_weights(kind):
         fp8.weight_scale_inv.copy_(weight.scale)
     for linear in (plain, fp8):
         new = kind(ALONE).product(Rows(x_TD), linear)
-        assert isinstance(new, PendingLinear) == (kind is between.Dealt and linear is fp8)
+        assert isinstance(new, PendingLinear) == (kind is row_sharding.ShardedRows and linear is fp8)
         want = kind(ALONE).join(linear(x_TD), residual_TD, norm, None)
         assert torch.equal(kind(ALONE).join(new, residual_TD, norm, None)[1], want[1])

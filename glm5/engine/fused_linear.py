@@ -23,7 +23,7 @@ AnyLinear = Linear | BlockScaledLinear | QuantizedLinear
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of activations, and their codes where products read those (`Stack.wants`)."""
+    """Rows of activations, and their codes where products read those (`FusedLinear.wants`)."""
 
     x_TD: Tensor
     quantized: Quantized | None = None
@@ -35,7 +35,7 @@ class Rows:
         return self.quantized if is_there else None
 
 
-class Stack:
+class FusedLinear:
     """`linears`, one above the other. Calling it gives the outputs of a run of them side by side: [T, sum of O]."""
 
     def __init__(self, linears: Sequence[AnyLinear]):

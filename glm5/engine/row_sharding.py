@@ -1,10 +1,11 @@
-"""What stands between the blocks of a layer: residual add and norm, and which rows of a step a rank has meanwhile.
+"""Between the blocks of a layer: residual add and norm, and which rows of a step each rank has meanwhile.
 
-    Whole    every rank has all rows; what is new is added up over ranks for all of them
-    Dealt    prompts of ranks that share a model: rank r has the r-th of equal shares. What is new is added up where it
-             belongs, and what every rank would compute alike (norm, products with weights that all of them hold,
-             router, selection of keys) is computed once. Then rows are gathered, as narrow as they ever are: latents
-             and index keys before attention, which keys they select, FP8 with scales and choices before experts
+    ReplicatedRows    every rank has all rows; what is new is added up over ranks for all of them
+    ShardedRows       prompts of ranks that share a model: rank r has the r-th of equal shares. What is new is added up
+                      where it belongs, and what every rank would compute alike (norm, products with weights that all of
+                      them hold, router, selection of keys) is computed once. Then rows are gathered, as narrow as they
+                      ever are: latents and index keys before attention, which keys they select, FP8 with scales and
+                      choices before experts
 
 Both give every rank the same bits. Of 2,048 rows of GLM-5, each of eight ranks sends 44 MB a sum; dealt, 22 MB and then
 9 to 11 (docs/performance-steps.md).
@@ -14,10 +15,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from glm5.engine.stack import AnyLinear, Rows, product
+from glm5.engine.fused_linear import AnyLinear, Rows, product
 from glm5.kernels.all_reduce.part import Part, computed
 from glm5.kernels.fp8_linear.pending import PendingLinear
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.row_codes import Kind, Quantized
 from glm5.kernels.triton_support import chosen
 from glm5.model.linear import BlockScaledLinear
@@ -25,10 +26,10 @@ from glm5.model.norm import RMSNorm
 from glm5.parallel.group import Group
 from glm5.parallel.table import WHOLE, Shard
 
-MIN_DEALT_ROWS = 512  # fewer are a matter of latency, of which gathering has its own
+MIN_SHARDED_ROWS = 512  # fewer are a matter of latency, of which gathering has its own
 
 
-class Between(Protocol):
+class RowSharding(Protocol):
     shard: Shard
     """This rank, and how many share the rows."""
 
@@ -57,7 +58,7 @@ class Between(Protocol):
         ...
 
 
-class Whole:
+class ReplicatedRows:
     """All rows on every rank of `group`."""
 
     shard = WHOLE
@@ -82,7 +83,7 @@ class Whole:
         return x, *more
 
 
-class Dealt:
+class ShardedRows:
     """A share of the rows on each rank of `group`, which divides their number."""
 
     def __init__(self, group: Group):
@@ -98,7 +99,7 @@ class Dealt:
         return PendingLinear(rows.x_TD, linear.block_scaled, rows.codes_for(linear))
 
     def join(self, new: Part, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
-        joined = self.group.add_rms_norm_dealt(new, residual_OD, norm.weight, norm.eps, quantize=kind)
+        joined = self.group.add_rms_norm_sharded(new, residual_OD, norm.weight, norm.eps, quantize=kind)
         return _behind(new, *joined)
 
     def whole(self, x_OY: Tensor) -> Tensor:
@@ -117,12 +118,13 @@ class Dealt:
 
 def _behind(new: Part, x_OD: Tensor, total_OD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
     """What `join` gives, once nobody reads what was new."""
-    if isinstance(new, Terms):
+    if isinstance(new, ExpertOutputs):
         new.release()
     return Rows(x_OD, quantized), total_OD
 
 
-def between_of(group: Group, num_rows: int) -> Between:
+def row_sharding_of(group: Group, num_rows: int) -> RowSharding:
     """What suits a step of so many rows."""
     size = group.shard.size
-    return Dealt(group) if size > 1 and num_rows >= MIN_DEALT_ROWS and not num_rows % size else Whole(group)
+    is_sharded = size > 1 and num_rows >= MIN_SHARDED_ROWS and not num_rows % size
+    return ShardedRows(group) if is_sharded else ReplicatedRows(group)

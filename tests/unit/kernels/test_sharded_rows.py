@@ -7,7 +7,7 @@ from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.block_scaled import FP8, quantize_blocks
 from glm5.kernels.fp8_linear.pending import PendingLinear
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.parallel.cuda import CudaGroup
 from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
@@ -33,11 +33,11 @@ def _terms(ranks, call, has_shared):
     gen = torch.Generator().manual_seed(100 + call)
     y = torch.randn(ranks, ROWS * 3 + ROWS, WIDTH, generator=gen).to(DTYPE)
     y[:, :3] = -0.0
-    return [Terms(each, ROWS, 3, has_shared) for each in y]
+    return [ExpertOutputs(each, ROWS, 3, has_shared) for each in y]
 
 
 def _sum_of(terms):
-    """As `Terms.summed`, whose kernel adds in the same order."""
+    """As `ExpertOutputs.summed`, whose kernel adds in the same order."""
     total = torch.zeros(terms.shape, dtype=torch.float32)
     chosen = terms.y[: 3 * ROWS].view(ROWS, 3, WIDTH)
     for a in range(3):
@@ -85,10 +85,10 @@ def _product(rank, ranks, call):
 
 def work(rank, _port, ranks, folder, calls):
     """What one rank gets in several calls, of parts that fit at once and that do not, between calls of other kinds."""
-    from glm5.kernels.all_reduce import triton_dealt
+    from glm5.kernels.all_reduce import triton_sharded
     from glm5.kernels.all_reduce.triton import one_shot, two_shots
     from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, Buffers, empty_state
-    from glm5.kernels.all_reduce.triton_dealt import dealt, gather
+    from glm5.kernels.all_reduce.triton_sharded import dealt, gather
 
     memory = [
         torch.from_file(str(folder / str(r)), shared=True, size=NUM_BUFFERS * NUM_WORDS, dtype=torch.int32)
@@ -109,7 +109,7 @@ def work(rank, _port, ranks, folder, calls):
         of_sums = dealt(buffers, _sum_of(terms[rank]), norm, max_rows=max_rows)
         assert all(torch.equal(*pair) for pair in zip(of_terms, of_sums, strict=True)), "added up on their way"
         order = torch.randperm(3 * ROWS, generator=torch.Generator().manual_seed(call))
-        moved = Terms(terms[rank].y.clone(), ROWS, 3, terms[rank].has_shared, order.argsort().int())
+        moved = ExpertOutputs(terms[rank].y.clone(), ROWS, 3, terms[rank].has_shared, order.argsort().int())
         moved.y[: 3 * ROWS] = terms[rank].y[order]
         of_moved = dealt(buffers, moved, norm, max_rows=max_rows)
         assert all(torch.equal(*pair) for pair in zip(of_moved, of_sums, strict=True)), "in another order"
@@ -126,7 +126,7 @@ def work(rank, _port, ranks, folder, calls):
                 wide = data.double() * _of_each_value(scale.double())
                 assert rel_rms(wide, ways[1][0].double()) < E4M3
         assert torch.equal(group.all_gather(parts[rank]), parts)
-        wrong = Terms(terms[rank].y.roll(1, 0), ROWS, 3, terms[rank].has_shared)
+        wrong = ExpertOutputs(terms[rank].y.roll(1, 0), ROWS, 3, terms[rank].has_shared)
         assert not torch.equal(dealt(buffers, wrong, norm)[1], of_sums[1])
         for _ in range(call):
             assert torch.equal(two_shots(buffers, parts[rank], programs=1)[0], all_reduce_reference(parts))
@@ -134,10 +134,10 @@ def work(rank, _port, ranks, folder, calls):
         assert torch.equal(few, all_reduce_reference(parts[:, :1]))
         product, rows = _product(rank, ranks, call), residual.repeat(SENT, 1)[:SENT]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(triton_dealt, "_LEAST_SENT", 0)
+            patch.setattr(triton_sharded, "_LEAST_SENT", 0)
             apart = dealt(buffers, product, (rows, weight, EPS))
-            patch.setattr(triton_dealt.cuda_rows, "refusal", lambda *given: "")
-            patch.setattr(triton_dealt.cuda_rows, "fp8_linear", _sends(memory))
+            patch.setattr(triton_sharded.cuda_rows, "refusal", lambda *given: "")
+            patch.setattr(triton_sharded.cuda_rows, "fp8_linear", _sends(memory))
             on_its_way = dealt(buffers, product, (rows, weight, EPS))
         assert all(torch.equal(*pair) for pair in zip(on_its_way, apart, strict=True)), "sent by who computes"
         beside = _beside(ranks, call)[rank]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass
-class Terms:
+class ExpertOutputs:
     """`y` [T * A + T, D]: row t * A + a of the a-th choice of token t, weighted; row T * A + t of the shared expert,
     read only if there is one. With `places` [T * A] the a-th choice's is row places[t * A + a]. Their sum over a token
     runs in float32, in this order, and is rounded to y's dtype.
