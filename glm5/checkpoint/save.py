@@ -73,7 +73,7 @@ def save(
         )
     quantize = dtype == "fp8"
     target = torch.bfloat16 if quantize else None if dtype == "auto" else parse_dtype(dtype, special=("auto", "fp8"))
-    parts = [_Part(spec, model, target, quantize) for spec in tensor_specs(model.cfg)]
+    parts = [_PlannedTensor(spec, model, target, quantize) for spec in tensor_specs(model.cfg)]
     layout = [planned for part in parts for planned in part.layout()]
     scaled = any(part.scaled for part in parts)
     config = config_dict(model.cfg, target or model.dtype, fp8=scaled)
@@ -83,7 +83,7 @@ def save(
     return write_checkpoint(Path(out_dir), config, layout, tensors, add_assets, max_shard_bytes)
 
 
-class _Part:
+class _PlannedTensor:
     """One tensor of the published inventory: how it is stored, and its bytes when their turn comes."""
 
     def __init__(self, spec: TensorSpec, model: Glm5, dtype: torch.dtype | None, quantize: bool) -> None:

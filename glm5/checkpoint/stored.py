@@ -34,7 +34,7 @@ GPU_GROUP = 64  # groups of a multiple of this have kernels on a GPU
 _FLOATS = ("F32", "BF16", "F16")
 
 
-class Part(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor of a quantized matrix: its name, the types it may have, its shape."""
 
     name: str
@@ -50,7 +50,7 @@ class Stored:
     """Of the weight, as a plain checkpoint has it."""
     scheme: Scheme
     shape: tuple[int, int]
-    parts: dict[Role, Part]
+    parts: dict[Role, StoredTensor]
     flips: bool = False
     beside: tuple[str, ...] = ()
 
@@ -112,14 +112,14 @@ def stored_of(cfg: ModelConfig, entries: Mapping[str, TensorEntry] | None = None
 def _own(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) -> Stored:
     grid = scheme.weight
     scales = grid.scale_shape(shape)
-    parts: dict[Role, Part] = {
-        "codes": Part(name, _code_types(grid), _packed(shape, grid)),
-        "scale": Part(f"{module}.weight_scale", ("F8_E4M3",) if grid.kind == "nvfp4" else ("F32",), scales),
+    parts: dict[Role, StoredTensor] = {
+        "codes": StoredTensor(name, _code_types(grid), _packed(shape, grid)),
+        "scale": StoredTensor(f"{module}.weight_scale", ("F8_E4M3",) if grid.kind == "nvfp4" else ("F32",), scales),
     }
     if not grid.symmetric:
-        parts["offset"] = Part(f"{module}.weight_offset", ("F32",), scales)
+        parts["offset"] = StoredTensor(f"{module}.weight_offset", ("F32",), scales)
     if grid.kind == "nvfp4":
-        parts["tensor_scale"] = Part(f"{module}.weight_scale_2", ("F32",), (1,))
+        parts["tensor_scale"] = StoredTensor(f"{module}.weight_scale_2", ("F32",), (1,))
     return Stored(name, scheme, shape, parts)
 
 
@@ -127,17 +127,17 @@ def _compressed(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) 
     grid = scheme.weight
     if not grid.symmetric:
         raise ConfigError("asymmetric weights of compressed-tensors are not read; allowed: symmetric ones")
-    scale = Part(f"{module}.weight_scale", _FLOATS, grid.scale_shape(shape))
+    scale = StoredTensor(f"{module}.weight_scale", _FLOATS, grid.scale_shape(shape))
     if grid.bits != 4:
-        return Stored(name, scheme, shape, {"codes": Part(name, _code_types(grid), shape), "scale": scale})
-    codes = Part(f"{module}.weight_packed", ("I32",), (shape[0], shape[1] // 8))
+        return Stored(name, scheme, shape, {"codes": StoredTensor(name, _code_types(grid), shape), "scale": scale})
+    codes = StoredTensor(f"{module}.weight_packed", ("I32",), (shape[0], shape[1] // 8))
     return Stored(name, scheme, shape, {"codes": codes, "scale": scale}, flips=True, beside=(f"{module}.weight_shape",))
 
 
 def _w4afp8(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) -> Stored:
     """The static scale of inputs is left alone: scales of tokens are found as they come, which is nearer."""
-    codes = Part(name, ("I8", "U8"), _packed(shape, scheme.weight))
-    scale = Part(name + SCALE_SUFFIX, _FLOATS, scheme.weight.scale_shape(shape))
+    codes = StoredTensor(name, ("I8", "U8"), _packed(shape, scheme.weight))
+    scale = StoredTensor(name + SCALE_SUFFIX, _FLOATS, scheme.weight.scale_shape(shape))
     return Stored(name, scheme, shape, {"codes": codes, "scale": scale}, beside=(f"{module}.input_scale",))
 
 

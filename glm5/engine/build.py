@@ -226,7 +226,7 @@ def build_core(
 
 
 @dataclass
-class _Parts:
+class _RankParts:
     """What a rank consists of."""
 
     cfg: ModelConfig
@@ -269,7 +269,7 @@ def _parts(
     group: Group,
     on_progress: Progress,
     shared: SharedModel | None = None,
-) -> _Parts:
+) -> _RankParts:
     """Everything but what talks to clients."""
     on_progress("preparing layers and cache", 0.0)
     start_counting()
@@ -316,7 +316,7 @@ def _parts(
             *([("graphs", str(warmth))] if warmth is not None else []),
         ],
     )
-    return _Parts(
+    return _RankParts(
         cfg=cfg,
         source=source,
         runner=runner,

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from glm5.engine.fused_linear import AnyLinear, FusedLinear, Rows, product, wanted
 from glm5.engine.row_sharding import RowSharding, ShardedRows, row_sharding_of
 from glm5.engine.view import StepView
-from glm5.kernels.all_reduce.part import Part
+from glm5.kernels.all_reduce.part import PartialSum
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts import FEW_TOKENS, ExpertOutputs, SharedExpert, expert_outputs, grouped_experts
@@ -329,13 +329,13 @@ class LoweredLayer:
 
     def __call__(
         self,
-        new: Part | None,
+        new: PartialSum | None,
         residual_OD: Tensor,
         rope: Rope,
         view: StepView,
         selection: Selection | None,
         row_sharding: RowSharding,
-    ) -> tuple[Part, Tensor, Selection]:
+    ) -> tuple[PartialSum, Tensor, Selection]:
         """(what the layer adds, of ranks that share it a part, the stream without it, the selection used)."""
         norm, num_rows = self.module.input_layernorm, len(view.positions_T)
         kind = self.attention.of_input.wants(num_rows)
@@ -355,7 +355,7 @@ def _kind(layer: LoweredLayer) -> tuple[object, ...]:
     return tuple((name, weight.shape, weight.dtype) for name, weight in layer.module.state_dict(keep_vars=True).items())
 
 
-def _last(new: Part | None, residual_OD: Tensor, norm: RMSNorm, row_sharding: RowSharding) -> Tensor:
+def _last(new: PartialSum | None, residual_OD: Tensor, norm: RMSNorm, row_sharding: RowSharding) -> Tensor:
     """The stream behind the last layer, normed, all rows of it."""
     if new is None:
         return row_sharding.whole(norm(residual_OD))

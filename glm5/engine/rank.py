@@ -84,7 +84,7 @@ class Follower:
         self._staged: Any = None
         self._digest = 0
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: Order) -> None:
         """Do what the first rank has told."""
         match order:
             case Turn():
@@ -187,7 +187,7 @@ def main() -> NoReturn:
         began = True
         while not isinstance(order := orders.get(), End):
             with heartbeat.busy():
-                follower.obey(order)
+                follower.execute(order)
     except BaseException as error:  # the first rank must learn of it, whatever it was
         mine = isinstance(error, GlmError) and not began
         if not mine:

@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from glm5.engine.fused_linear import AnyLinear, Rows, product
-from glm5.kernels.all_reduce.part import Part, computed
+from glm5.kernels.all_reduce.part import PartialSum, computed
 from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.row_codes import Kind, Quantized
@@ -41,7 +41,7 @@ class RowSharding(Protocol):
         """`linear` of rows that every rank has, for `join`."""
         ...
 
-    def join(self, new: Part, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+    def join(self, new: PartialSum, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         """Add what is new, of which each rank has a part, to the residual stream: (normed rows [O, D], the stream).
         Terms of experts are added up first, and their memory is given back.
 
@@ -72,7 +72,7 @@ class ReplicatedRows:
     def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
         return product(rows, linear)
 
-    def join(self, new: Part, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+    def join(self, new: PartialSum, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         joined = self.group.add_rms_norm(computed(new), residual_OD, norm.weight, norm.eps, quantize=kind)
         return _behind(new, *joined)
 
@@ -98,7 +98,7 @@ class ShardedRows:
             return product(rows, linear)
         return PendingLinear(rows.x_TD, linear.block_scaled, rows.codes_for(linear))
 
-    def join(self, new: Part, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+    def join(self, new: PartialSum, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
         joined = self.group.add_rms_norm_sharded(new, residual_OD, norm.weight, norm.eps, quantize=kind)
         return _behind(new, *joined)
 
@@ -116,7 +116,7 @@ class ShardedRows:
         return Rows(x_TD, (data, scale)), *rest
 
 
-def _behind(new: Part, x_OD: Tensor, total_OD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
+def _behind(new: PartialSum, x_OD: Tensor, total_OD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
     """What `join` gives, once nobody reads what was new."""
     if isinstance(new, ExpertOutputs):
         new.release()

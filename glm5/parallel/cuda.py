@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d
 from torch._C._autograd import DeviceType
 
 from glm5.kernels.all_reduce import all_reduce_reference
-from glm5.kernels.all_reduce.part import Part, summed
+from glm5.kernels.all_reduce.part import PartialSum, summed
 from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.row_codes import Kind, Quantized, room
 from glm5.kernels.triton_support import installed
@@ -84,7 +84,7 @@ class CudaGroup:
         return *both, quantized
 
     def add_rms_norm_sharded(
-        self, part: Part, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         if self.buffers is not None:
             from glm5.kernels.all_reduce.triton_sharded import can_deal, dealt

@@ -17,6 +17,7 @@ from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.best_token import best_token
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
+from glm5.kernels.commit_tokens import CommittedTokens, commit_tokens
 from glm5.kernels.fp8_linear import cuda_rows, fp8_linear
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.gptq_block import gptq_block
@@ -31,7 +32,6 @@ from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.router import router
-from glm5.kernels.settle import Settled, settle
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.ssz import ssz
 from glm5.kernels.step_rows import step_rows
@@ -177,12 +177,12 @@ def steps() -> None:
         slot_R, offset_R = torch.tensor(places, device="cuda").T.contiguous()
         draft_SK = torch.randint(0, 3, (slots, depth), device="cuda")
         token_R = torch.randint(0, 3, (len(places),), device="cuda")
-        told = Settled(
+        told = CommittedTokens(
             *(torch.zeros(size, dtype=torch.int64, device="cuda") for size in ((4, depth + 1), 4, (4, depth)))
         )
         slot_C = torch.tensor([2, 0, 3, slots - 1], device="cuda")
         position_R = len_S[slot_R] + offset_R
-        settle(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told, impl="triton")
+        commit_tokens(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told, impl="triton")
     best_token(rows(6, 9001), impl="triton")
 
 

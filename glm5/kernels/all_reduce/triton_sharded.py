@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.all_reduce.part import Part, computed
+from glm5.kernels.all_reduce.part import PartialSum, computed
 from glm5.kernels.all_reduce.reference import is_turned
 from glm5.kernels.all_reduce.triton_buffers import (
     MAX_WIDTH,
@@ -250,7 +250,7 @@ def _empty(place, mask):
         tl.store(place.to(tl.pointer_type(tl.int32)), tl.full(place.shape, -0x7FFF8000, tl.int32), mask=mask)
 
 
-def can_deal(buffers: Buffers, part: Part) -> bool:
+def can_deal(buffers: Buffers, part: PartialSum) -> bool:
     """Whether rows [T, D] can go this way."""
     num_rows, width = part.shape
     is_known = part.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -259,7 +259,7 @@ def can_deal(buffers: Buffers, part: Part) -> bool:
 
 def dealt(
     buffers: Buffers,
-    part: Part,
+    part: PartialSum,
     norm: Norm,
     quantized: Quantized | None = None,
     *,
@@ -313,7 +313,7 @@ def dealt(
     return out_OD, sum_OD
 
 
-def _sent(buffers: Buffers, part: Part) -> Tensor | None:
+def _sent(buffers: Buffers, part: PartialSum) -> Tensor | None:
     """The product whose rows, all at once, went to their ranks while it was computed, of which this rank's are there;
     None where it is no such product."""
     if not isinstance(part, PendingLinear) or cuda_rows.refusal(part.x_TD, part.weight):

@@ -16,7 +16,7 @@ from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.evaluate import count, means
 from glm5.train.optim.build import Optimizers
-from glm5.train.parallel.build import Part, build, fill, outline
+from glm5.train.parallel.build import ModelShard, build, fill, outline
 from glm5.train.parallel.context import CutBatch
 from glm5.train.parallel.gather import spread, whole_tensors
 from glm5.train.parallel.mesh import check_stage
@@ -43,7 +43,7 @@ class SharedTrainer(StageTrainer):
         self.recipe, self.builder, self.team = recipe, builder, team
         self.device, self.is_first = team.device, team.is_first
         self.parts = None if saved is None else read_parts(saved, builder.out, team.rank, team.mesh.size)
-        self.part: Part | None = None
+        self.part: ModelShard | None = None
         timeout_s = recipe.parallel.timeout_s
         self.writer = StateWriter(team.rank, team.mesh.size, team.run, timeout_s=timeout_s)
         for stage in recipe.stage:
@@ -124,14 +124,14 @@ class SharedTrainer(StageTrainer):
         self.team.wait()
 
     @property
-    def _have(self) -> Part:
+    def _have(self) -> ModelShard:
         assert self.part is not None, "before a stage began"
         return self.part
 
     def _phase(self, stage: StageConfig) -> Phase:
         return phase_of(stage)
 
-    def _made(self, stage: StageConfig, cfg: ModelConfig) -> Part:
+    def _made(self, stage: StageConfig, cfg: ModelConfig) -> ModelShard:
         """This rank's part of the model, with whatever content."""
         recipe = self.recipe
         dtype = getattr(torch, recipe.model.dtype)
@@ -146,7 +146,7 @@ class SharedTrainer(StageTrainer):
         """The same for all stages of the recipe: so each rank keeps its rows from one to the next."""
         return max((one.losses or self.recipe.losses).mtp_depth for one in self.recipe.stage)
 
-    def _fill(self, part: Part) -> None:
+    def _fill(self, part: ModelShard) -> None:
         """With the rows of the stage before, or of the state that the run goes on from, or of the start."""
         rank, parts, old = self.team.rank, self.parts, self.part
         if parts is not None:
@@ -157,7 +157,7 @@ class SharedTrainer(StageTrainer):
         else:
             spread(part, self.team, self.builder.model(torch.device("cpu")).state_dict() if self.is_first else None)
 
-    def _states(self, part: Part, optimizers: Optimizers) -> dict[str, dict[str, Tensor]]:
+    def _states(self, part: ModelShard, optimizers: Optimizers) -> dict[str, dict[str, Tensor]]:
         """This rank's rows of the saved state of each trained parameter."""
         assert self.parts is not None
         return {

@@ -50,7 +50,7 @@ class Told:
     def tell(self, order: Order) -> None:
         (read,) = read_all(io.BytesIO(encoded(order)))
         self.orders.append(read)
-        self.follower.obey(read)
+        self.follower.execute(read)
 
     def ask(self, make) -> "list[Future[RankReply]]":
         self.said = Future()

@@ -4,15 +4,15 @@ from typing import Literal
 
 from torch import Tensor
 
+from glm5.kernels.commit_tokens.reference import CommittedTokens
+from glm5.kernels.commit_tokens.reference import commit_tokens as _reference
 from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.settle.reference import Settled
-from glm5.kernels.settle.reference import settle as _reference
 from glm5.kernels.triton_support import chosen
 
-__all__ = ["Settled", "settle"]
+__all__ = ["CommittedTokens", "commit_tokens"]
 
 
-def settle(
+def commit_tokens(
     token_R: Tensor,
     slot_R: Tensor,
     offset_R: Tensor,
@@ -21,7 +21,7 @@ def settle(
     slot_C: Tensor,
     token_SN: Tensor,
     len_S: Tensor,
-    told: Settled,
+    told: CommittedTokens,
     *,
     impl: Literal["auto", "reference", "triton"] = "auto",
 ) -> None:
@@ -37,8 +37,8 @@ def settle(
     if impl == "reference":
         _reference(*where)
     elif impl == "triton":
-        from glm5.kernels.settle.triton import settle as run
+        from glm5.kernels.commit_tokens.triton import commit_tokens as run
 
         run(*where)
     else:
-        raise unknown_impl("settle", impl, ("reference", "triton"))
+        raise unknown_impl("commit_tokens", impl, ("reference", "triton"))

@@ -1,16 +1,16 @@
-"""settle in one launch: a program a slot, which looks through all rows for its own."""
+"""commit_tokens in one launch: a program a slot, which looks through all rows for its own."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.settle.reference import Settled
+from glm5.kernels.commit_tokens.reference import CommittedTokens
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
 
 @triton.jit
-def _settle(
+def _commit_tokens(
     token_ptr,
     slot_ptr,
     offset_ptr,
@@ -55,7 +55,7 @@ def _settle(
     tl.store(len_ptr + s, tl.load(len_ptr + s) + count)
 
 
-def settle(
+def commit_tokens(
     token_R: Tensor,
     slot_R: Tensor,
     offset_R: Tensor,
@@ -64,11 +64,11 @@ def settle(
     slot_C: Tensor,
     token_SN: Tensor,
     len_S: Tensor,
-    told: Settled,
+    told: CommittedTokens,
 ) -> None:
-    """As `reference.settle`."""
+    """As `reference.commit_tokens`."""
     (num_slots, depth), num_asked = draft_SK.shape, len(slot_C)
-    _settle[(num_slots,)](
+    _commit_tokens[(num_slots,)](
         token_R.contiguous(),
         slot_R.contiguous(),
         offset_R.contiguous(),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Settled(NamedTuple):
+class CommittedTokens(NamedTuple):
     """Of the slots asked after: tokens drawn [C, 1 + K], how many of them count [C], the drafts they assumed [C, K]."""
 
     token_CJ: Tensor
@@ -14,7 +14,7 @@ class Settled(NamedTuple):
     draft_CK: Tensor
 
 
-def settle(
+def commit_tokens(
     token_R: Tensor,
     slot_R: Tensor,
     offset_R: Tensor,
@@ -23,7 +23,7 @@ def settle(
     slot_C: Tensor,
     token_SN: Tensor,
     len_S: Tensor,
-    told: Settled,
+    told: CommittedTokens,
 ) -> None:
     num_slots, depth = draft_SK.shape
     token_SJ = token_R.new_zeros(num_slots, depth + 1)
