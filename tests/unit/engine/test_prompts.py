@@ -1,6 +1,7 @@
 """Prompts in pieces of static shape, which are graphs on a GPU: the answers and the drafts of steps as they are."""
 
 import pytest
+import torch
 
 from glm5.config.presets import preset
 from glm5.engine.sampling import SamplingParams
@@ -11,7 +12,7 @@ from tests.support.running import Bench
 @pytest.fixture(scope="module", params=[False, True], ids=["own keys", "shared keys"])
 def model(request):
     """Drafts of drafts select keys of their own, or read those of the first."""
-    return random_model(5, preset("tiny").replace(index_share_for_mtp_iteration=request.param))
+    return random_model(5, preset("tiny").replace(index_share_for_mtp_iteration=request.param), torch.float64)
 
 
 def test_drafts_stand_as_often_as_those_of_whole_steps(model, rng):

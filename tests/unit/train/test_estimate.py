@@ -79,7 +79,12 @@ def test_keys_of_each_head_count_in_place_of_latents(tmp_path, monkeypatch):
 
 def _fused(q_THX, k_THX, v_THV, lengths, *, scale):
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THX, k_THX, v_THV))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    try:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    except RuntimeError as error:  # torch 2.13 asks what the processor has, not what it was told to use of it
+        if "only supported when avx512 is supported" not in str(error):
+            raise
+        pytest.skip(f"torch's fused attention in bfloat16, with ATEN_CPU_CAPABILITY=default: {error}")
     return out[0].transpose(0, 1), None
 
 
