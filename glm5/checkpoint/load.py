@@ -37,11 +37,11 @@ from glm5.common.errors import ConfigError
 from glm5.common.progress import Progress
 from glm5.config.model import ModelConfig
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
-from glm5.kernels.coded import Form
-from glm5.model.experts import CodedExperts
+from glm5.kernels.quantized_weight import WeightFormat
+from glm5.model.experts import QuantizedExperts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import CodedLinear
-from glm5.model.lowering import use_block_scaled, use_coded
+from glm5.model.linear import QuantizedLinear
+from glm5.model.lowering import use_block_scaled, use_quantized
 from glm5.parallel.table import WHOLE, Shard, Span, check_blocks, local_config, scale_span, span_of
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def empty_model(
     kept: frozenset[str],
     compute: torch.dtype,
     device: torch.device,
-    forms: Mapping[str, Form | Literal["blocks"]] | None = None,
+    forms: Mapping[str, WeightFormat | Literal["blocks"]] | None = None,
     *,
     is_turned: bool = False,
     num_ranks: int = 1,
@@ -180,12 +180,12 @@ def empty_model(
         use_block_scaled(model, sorted(blocks))
         if is_turned:
             model.mtp.turn()
-        use_coded(model, {name: form for name, form in forms.items() if isinstance(form, Form)})
+        use_quantized(model, {name: form for name, form in forms.items() if isinstance(form, WeightFormat)})
     # Only quantized weights, their scales and the selection bias have a dtype of their own.
     fixed = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float8_e4m3fn}
     fixed |= {name + SCALE_SUFFIX for name in fixed}
     for path, module in model.named_modules():
-        if isinstance(module, CodedLinear | CodedExperts):
+        if isinstance(module, QuantizedLinear | QuantizedExperts):
             fixed |= {f"{path}.{name}" for name in module.state_dict()}
     like = {
         name: tensor if name in fixed or name.endswith("e_score_correction_bias") else tensor.to(compute)
@@ -250,19 +250,19 @@ def read_weights(
         span = spans[scale.name.removesuffix(SCALE_SUFFIX)]
         spans[scale.name] = None if span is None else scale_span(span)
     # A quantized matrix is read as one, when its codes' turn comes.
-    coded = {stored[name].parts["codes"].name: stored[name] for name in names if name in stored}
-    spans |= {name: span_of(matrix.name, matrix.shape, shard) for name, matrix in coded.items()}
-    entries = [*weights, *scales, *(index.entries[name] for name in coded)]
+    quantized = {stored[name].parts["codes"].name: stored[name] for name in names if name in stored}
+    spans |= {name: span_of(matrix.name, matrix.shape, shard) for name, matrix in quantized.items()}
+    entries = [*weights, *scales, *(index.entries[name] for name in quantized)]
     entries.sort(key=lambda entry: (entry.file, entry.start))
     dequantized = scaled - kept
     num_bytes = {
         entry.name: entry.num_bytes // (1 if spans[entry.name] is None else shard.size)
-        if entry.name in coded
+        if entry.name in quantized
         else _num_bytes(entry, spans[entry.name])
         for entry in entries
     }
 
-    at_once = coded.keys() | dequantized | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
+    at_once = quantized.keys() | dequantized | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
     device = next(iter(parameters.values())).device
     stagings = Stagings(device)
 
@@ -272,8 +272,8 @@ def read_weights(
             read_with(staging, piece.entry, piece.rows)
 
     def read_with(staging: Staging, entry: TensorEntry, rows: slice) -> None:
-        if entry.name in coded:
-            place(directory, index.entries, coded[entry.name], parameters, spans[entry.name], staging)
+        if entry.name in quantized:
+            place(directory, index.entries, quantized[entry.name], parameters, spans[entry.name], staging)
             return
         slot = slot_of(entry.name)
         target, span = slot.view(parameters[slot.parameter]), spans[entry.name]

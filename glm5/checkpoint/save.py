@@ -26,9 +26,9 @@ from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks, quantize_blocks
-from glm5.model.experts import CodedExperts
+from glm5.model.experts import QuantizedExperts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import CodedLinear
+from glm5.model.linear import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,16 @@ def save(
     Raises `CheckpointError` when `out_dir` holds anything that is no checkpoint, or writing fails; nothing is left
     behind then.
     """
-    if coded := [name for name, part in model.named_modules() if isinstance(part, CodedLinear | CodedExperts)]:
+    if quantized := [
+        name for name, part in model.named_modules() if isinstance(part, QuantizedLinear | QuantizedExperts)
+    ]:
         raise CheckpointError(
-            f"{out_dir}: the model holds {counted(coded, 'module')} as codes, which only glm5 quantize writes; load it "
-            "with a dtype, which dequantizes, to save it"
+            f"{out_dir}: the model holds {counted(quantized, 'module')} as codes, which only glm5 quantize writes; "
+            "load it with a dtype, which dequantizes, to save it"
         )
     quantize = dtype == "fp8"
     target = torch.bfloat16 if quantize else None if dtype == "auto" else parse_dtype(dtype, special=("auto", "fp8"))
-    parts = [_Part(spec, model, target, quantize) for spec in tensor_specs(model.cfg)]
+    parts = [_PlannedTensor(spec, model, target, quantize) for spec in tensor_specs(model.cfg)]
     layout = [planned for part in parts for planned in part.layout()]
     scaled = any(part.scaled for part in parts)
     config = config_dict(model.cfg, target or model.dtype, fp8=scaled)
@@ -81,7 +83,7 @@ def save(
     return write_checkpoint(Path(out_dir), config, layout, tensors, add_assets, max_shard_bytes)
 
 
-class _Part:
+class _PlannedTensor:
     """One tensor of the published inventory: how it is stored, and its bytes when their turn comes."""
 
     def __init__(self, spec: TensorSpec, model: Glm5, dtype: torch.dtype | None, quantize: bool) -> None:

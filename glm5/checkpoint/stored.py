@@ -3,8 +3,8 @@
     int4, nvfp4   two codes a byte, even input in the low half; compressed-tensors: the same bytes as int32, plus 8 each
     int8, e4m3    one code a byte
 
-A model holds what its kernels multiply: symmetric int4, int8 and e4m3 per row or group (`kernels.coded`), and e4m3 in
-blocks. Everything that a scheme can say can be dequantized, on the way from the file.
+A model holds what its kernels multiply: symmetric int4, int8 and e4m3 per row or group (`kernels.quantized_weight`),
+and e4m3 in blocks. Everything that a scheme can say can be dequantized, on the way from the file.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
-from glm5.kernels.coded import PRODUCTS, Coded, Form
+from glm5.kernels.quantized_weight import PRODUCTS, QuantizedWeight, WeightFormat
 from glm5.parallel.table import Shard, Span, scale_span, span_of
 from glm5.quant.record import FP8_BLOCK, FP8_GROUP, NVFP4, Grid, Quantized, Scheme
 
@@ -34,7 +34,7 @@ GPU_GROUP = 64  # groups of a multiple of this have kernels on a GPU
 _FLOATS = ("F32", "BF16", "F16")
 
 
-class Part(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor of a quantized matrix: its name, the types it may have, its shape."""
 
     name: str
@@ -50,17 +50,17 @@ class Stored:
     """Of the weight, as a plain checkpoint has it."""
     scheme: Scheme
     shape: tuple[int, int]
-    parts: dict[Role, Part]
+    parts: dict[Role, StoredTensor]
     flips: bool = False
     beside: tuple[str, ...] = ()
 
     @property
-    def form(self) -> "Form | Literal['blocks']":
+    def form(self) -> "WeightFormat | Literal['blocks']":
         """How a model holds it. ConfigError where no kernel multiplies such codes."""
         return form_of(self.name.removesuffix(".weight"), self.scheme)
 
 
-def form_of(module: str, scheme: Scheme) -> "Form | Literal['blocks']":
+def form_of(module: str, scheme: Scheme) -> "WeightFormat | Literal['blocks']":
     """How a model holds a matrix of a scheme; ConfigError names what it cannot."""
     grid, act = scheme.weight, scheme.act
     if grid == FP8_BLOCK and act == FP8_GROUP:
@@ -75,7 +75,7 @@ def form_of(module: str, scheme: Scheme) -> "Form | Literal['blocks']":
             "here; allowed: symmetric int4, int8 and fp8 per channel or group, with inputs in 16 bits or per token, "
             "and fp8 in blocks; dtype bfloat16 loads it dequantized"
         )
-    return Form(weight, grid.group, kind)  # type: ignore[arg-type]
+    return WeightFormat(weight, grid.group, kind)  # type: ignore[arg-type]
 
 
 def _say(grid: Grid) -> str:
@@ -112,14 +112,14 @@ def stored_of(cfg: ModelConfig, entries: Mapping[str, TensorEntry] | None = None
 def _own(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) -> Stored:
     grid = scheme.weight
     scales = grid.scale_shape(shape)
-    parts: dict[Role, Part] = {
-        "codes": Part(name, _code_types(grid), _packed(shape, grid)),
-        "scale": Part(f"{module}.weight_scale", ("F8_E4M3",) if grid.kind == "nvfp4" else ("F32",), scales),
+    parts: dict[Role, StoredTensor] = {
+        "codes": StoredTensor(name, _code_types(grid), _packed(shape, grid)),
+        "scale": StoredTensor(f"{module}.weight_scale", ("F8_E4M3",) if grid.kind == "nvfp4" else ("F32",), scales),
     }
     if not grid.symmetric:
-        parts["offset"] = Part(f"{module}.weight_offset", ("F32",), scales)
+        parts["offset"] = StoredTensor(f"{module}.weight_offset", ("F32",), scales)
     if grid.kind == "nvfp4":
-        parts["tensor_scale"] = Part(f"{module}.weight_scale_2", ("F32",), (1,))
+        parts["tensor_scale"] = StoredTensor(f"{module}.weight_scale_2", ("F32",), (1,))
     return Stored(name, scheme, shape, parts)
 
 
@@ -127,17 +127,17 @@ def _compressed(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) 
     grid = scheme.weight
     if not grid.symmetric:
         raise ConfigError("asymmetric weights of compressed-tensors are not read; allowed: symmetric ones")
-    scale = Part(f"{module}.weight_scale", _FLOATS, grid.scale_shape(shape))
+    scale = StoredTensor(f"{module}.weight_scale", _FLOATS, grid.scale_shape(shape))
     if grid.bits != 4:
-        return Stored(name, scheme, shape, {"codes": Part(name, _code_types(grid), shape), "scale": scale})
-    codes = Part(f"{module}.weight_packed", ("I32",), (shape[0], shape[1] // 8))
+        return Stored(name, scheme, shape, {"codes": StoredTensor(name, _code_types(grid), shape), "scale": scale})
+    codes = StoredTensor(f"{module}.weight_packed", ("I32",), (shape[0], shape[1] // 8))
     return Stored(name, scheme, shape, {"codes": codes, "scale": scale}, flips=True, beside=(f"{module}.weight_shape",))
 
 
 def _w4afp8(name: str, module: str, scheme: Scheme, shape: tuple[int, int]) -> Stored:
     """The static scale of inputs is left alone: scales of tokens are found as they come, which is nearer."""
-    codes = Part(name, ("I8", "U8"), _packed(shape, scheme.weight))
-    scale = Part(name + SCALE_SUFFIX, _FLOATS, scheme.weight.scale_shape(shape))
+    codes = StoredTensor(name, ("I8", "U8"), _packed(shape, scheme.weight))
+    scale = StoredTensor(name + SCALE_SUFFIX, _FLOATS, scheme.weight.scale_shape(shape))
     return Stored(name, scheme, shape, {"codes": codes, "scale": scale}, beside=(f"{module}.input_scale",))
 
 
@@ -158,16 +158,21 @@ def _packed(shape: tuple[int, int], grid: Grid) -> tuple[int, int]:
 
 def forms_of(
     stored: Mapping[str, Stored], cfg: ModelConfig, device: torch.device
-) -> dict[str, "Form | Literal['blocks']"]:
+) -> dict[str, "WeightFormat | Literal['blocks']"]:
     """Forms by module of the model. ConfigError where a stack of experts is not of one form, where a form has no kernel
     on this device, or no kernel at all. NVFP4 has none: on a CPU its modules are plain and hold the values."""
-    found: dict[str, Form | Literal["blocks", "values"]] = {}
+    found: dict[str, WeightFormat | Literal["blocks", "values"]] = {}
     for name, matrix in stored.items():
         by_value = matrix.scheme == NVFP4 and device.type == "cpu"
         module, form = slot_of(name).module, "values" if by_value else matrix.form
         if found.setdefault(module, form) != form:
             raise ConfigError(f"{name}: is {form}, and others of {module} are {found[module]}; allowed: one for all")
-        if device.type == "cuda" and isinstance(form, Form) and form.group is not None and form.group % GPU_GROUP:
+        if (
+            device.type == "cuda"
+            and isinstance(form, WeightFormat)
+            and form.group is not None
+            and form.group % GPU_GROUP
+        ):
             raise ConfigError(
                 f"{name}: groups of {form.group} have no kernel on a GPU; allowed: multiples of {GPU_GROUP}, or "
                 "dtype bfloat16, which dequantizes"
@@ -250,7 +255,7 @@ def _quantized(directory: Path, entries: Mapping[str, TensorEntry], matrix: Stor
         if role in ("offset", "tensor_scale")
     }
     if grid.bits == 4:
-        codes = Coded(codes, scale.float(), Form("int4")).values(torch.int8)
+        codes = QuantizedWeight(codes, scale.float(), WeightFormat("int4")).values(torch.int8)
         codes = codes & 15 if grid.kind == "nvfp4" else codes
     whole = further.get("tensor_scale")
     return Quantized(

@@ -20,14 +20,14 @@ def run(args: argparse.Namespace) -> int:
     from glm5.checkpoint.resolve import resolve
     from glm5.checkpoint.save import check_unwritten, save
     from glm5.common.errors import CheckpointError
-    from glm5.model.experts import CodedExperts
-    from glm5.model.linear import CodedLinear
+    from glm5.model.experts import QuantizedExperts
+    from glm5.model.linear import QuantizedLinear
 
     if not settings.overwrite:
         check_unwritten(Path(settings.out))
     source = resolve(settings.model)
     model = load(source)
-    if any(isinstance(part, CodedLinear | CodedExperts) for part in model.modules()):
+    if any(isinstance(part, QuantizedLinear | QuantizedExperts) for part in model.modules()):
         raise CheckpointError(
             f"{settings.model}: holds integer codes, which cannot be written with an adapter merged; merge into the "
             "bfloat16 checkpoint that it was made of, and quantize the result, or serve it as it is: "

@@ -2,7 +2,8 @@
 
 llm, async_engine    what programs call: `LLM`, and `AsyncEngine` under asyncio
 client               requests out, updates in: what both share       link       to the process, or to a core in this one
-asking, growing      a request checked and written; an answer's text text, stop detokenizer and stop strings
+request_builder      a request checked and written            output_stream an answer's text as it grows
+text, stop           detokenizer and stop strings
 process              the child: `python -m glm5.engine.process`      core       its turns: messages, schedule, steps
 scheduler            which rows the next step computes               runner     a plan computed: tokens
 kv, pages, prefix    the cache, its pages, who shares them           tiers      pages in host memory and on disk

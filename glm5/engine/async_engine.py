@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from glm5.common.errors import EngineDead, GlmError, RequestError
 from glm5.config.model import ModelConfig
-from glm5.engine.asking import options_of
 from glm5.engine.calls import Called, Calls
 from glm5.engine.client import Request
 from glm5.engine.defaults import GenerationDefaults
@@ -28,6 +27,7 @@ from glm5.engine.failure import reason_of
 from glm5.engine.link import CLOSED
 from glm5.engine.llm import LLM
 from glm5.engine.outputs import Delta
+from glm5.engine.request_builder import options_of
 from glm5.engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

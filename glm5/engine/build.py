@@ -26,7 +26,7 @@ from glm5.engine.depth import AdaptiveDepth, StepCost
 from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
 from glm5.engine.loaded import LoadedPages
 from glm5.engine.pace import Beside, PromptPace
-from glm5.engine.process import Pulse
+from glm5.engine.process import Heartbeat
 from glm5.engine.rank import Follower, Say
 from glm5.engine.rank_wire import Begin
 from glm5.engine.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
@@ -71,8 +71,8 @@ _TOKEN_BUCKETS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768
 Progress = Callable[[str, float], None]
 
 
-def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -> EngineCore:
-    """The core of an engine process, which `pulse` ends with the other ranks' processes, if there are any. Raises
+def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None = None) -> EngineCore:
+    """The core of an engine process, which `heartbeat` ends with the other ranks' processes, if there are any. Raises
     ConfigError and CheckpointError."""
     config, path = EngineConfig(**start.config), Path(start.path)
     check_disk(config.kv_disk_dir)
@@ -84,11 +84,11 @@ def build_for(start: Start, on_progress: Progress, pulse: Pulse | None = None) -
         return build_core(model, config, source=path, load_tokenizer=load_tokenizer, on_progress=on_progress)
     cfg, device = ModelConfig.from_file(path), _device(start, size - 1, size)
     local_config(cfg, size)
-    assert pulse is not None, "ranks need a process of their own"
+    assert heartbeat is not None, "ranks need a process of their own"
     on_progress("waiting for the ranks", 0.0)
     meeting = Meeting()
     store = meeting.open(size)
-    pulse.ranks = ranks = Ranks(start, size, meeting.port, pulse)
+    heartbeat.ranks = ranks = Ranks(start, size, meeting.port, heartbeat)
     group = open_group(Shard(0, size), _device(start, 0, size), store, timeout_s=_MEET_SECONDS)
     read = _Read()
     model = _load(start, config, group.shard, _device(start, 0, size), on_progress, read)
@@ -226,7 +226,7 @@ def build_core(
 
 
 @dataclass
-class _Parts:
+class _RankParts:
     """What a rank consists of."""
 
     cfg: ModelConfig
@@ -269,7 +269,7 @@ def _parts(
     group: Group,
     on_progress: Progress,
     shared: SharedModel | None = None,
-) -> _Parts:
+) -> _RankParts:
     """Everything but what talks to clients."""
     on_progress("preparing layers and cache", 0.0)
     start_counting()
@@ -316,7 +316,7 @@ def _parts(
             *([("graphs", str(warmth))] if warmth is not None else []),
         ],
     )
-    return _Parts(
+    return _RankParts(
         cfg=cfg,
         source=source,
         runner=runner,

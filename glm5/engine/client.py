@@ -16,10 +16,10 @@ from typing import Any
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import EngineDead, GlmError, RequestError, named
-from glm5.engine.asking import Asker, Options
-from glm5.engine.growing import Growing
 from glm5.engine.link import FORKED, Link
+from glm5.engine.output_stream import OutputStream
 from glm5.engine.outputs import Delta, RequestMetrics
+from glm5.engine.request_builder import Options, RequestBuilder
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.text import AnswerText
 from glm5.engine.wire import Answer, Close, Dead, Drop, Facts, Loading, Ready, Stop, ToEngine, Update, Updates
@@ -59,12 +59,12 @@ class Client:
         self._dead_because: str | None = None
         self._lock = threading.Lock()  # a request or call comes either before the engine's end, or after
         self._seeds, self._seq_ids, self._call_ids, self._numbers = Random(seed), count(1), count(1), count()
-        self._growing: dict[int, tuple[Request, Growing]] = {}
+        self._growing: dict[int, tuple[Request, OutputStream]] = {}
         self._calls: dict[int, Future[dict[str, Any]]] = {}
         # The text of a token by itself, for log-probabilities.
         self._spell = cache(lambda token_id: None if tokenizer is None else tokenizer.decode([token_id]))
         self.facts = self._wait_until_ready(on_loading)
-        self.asker = Asker(self.facts, tokenizer, eos_ids)
+        self.request_builder = RequestBuilder(self.facts, tokenizer, eos_ids)
 
     @property
     def dead_because(self) -> str | None:
@@ -83,7 +83,7 @@ class Client:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> list[int]:
         """The prompt's ids as they are computed. RequestError for a request that cannot be served."""
-        return self.asker.check(prompt_ids, params, options)
+        return self.request_builder.check(prompt_ids, params, options)
 
     def submit(
         self,
@@ -95,17 +95,17 @@ class Client:
     ) -> Request:
         """Send a request. From then on `deliver` gets its deltas, in the thread that pumps; or one error, and nothing
         after it. Raises RequestError for one that cannot be served, EngineDead when the engine has ended."""
-        prompt_ids = self.asker.check(prompt_ids, params, options)
+        prompt_ids = self.request_builder.check(prompt_ids, params, options)
         request = Request(str(next(self._numbers)) if request_id is None else request_id, prompt_ids, params, deliver)
         request.seq_ids = tuple(next(self._seq_ids) for _ in range(params.n))
         request.unfinished.update(request.seq_ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        ask = self.asker.write(request.seq_ids, seed, prompt_ids, params, options)
+        ask = self.request_builder.write(request.seq_ids, seed, prompt_ids, params, options)
         with self._lock:
             self.check_alive()
             for index, seq_id in enumerate(request.seq_ids):
                 text = AnswerText(self.tokenizer if params.detokenize else None, params)
-                self._growing[seq_id] = request, Growing(index, params, text, self._spell)
+                self._growing[seq_id] = request, OutputStream(index, params, text, self._spell)
             try:
                 self.link.send(ask)
             except BaseException:  # nobody will hear of it
@@ -156,8 +156,8 @@ class Client:
         """Ask the engine to end, and end all answers with "abort". A later turn of the pump finds it dead."""
         for seq_id in list(self._growing):
             if (known := self._growing.pop(seq_id, None)) is not None:
-                request, growing = known
-                request.deliver(request, Delta((), (), "abort", index=growing.index))
+                request, stream = known
+                request.deliver(request, Delta((), (), "abort", index=stream.index))
         self.link.send(Close())
 
     def fail(self, reason: str) -> None:
@@ -186,20 +186,20 @@ class Client:
         known = self._growing.get(update.seq_id)
         if known is None:  # it was aborted, or a stop string ended it, while this was on its way
             return
-        request, growing = known
+        request, stream = known
         if update.finish_reason == "error":
             self.abort(request)
             request.deliver(request, RequestError(update.error or "the engine could not answer it", update.param))
             return
         now = time.monotonic()
-        delta = growing.grow(update, request.metrics.arrival_time, now)
+        delta = stream.grow(update, request.metrics.arrival_time, now)
         if delta.token_ids:
             metrics = request.metrics
             metrics.last_token_time = now
             metrics.first_token_time = metrics.first_token_time or now
         if delta.finish_reason is not None:
             self._growing.pop(update.seq_id, None)
-            if growing.found_stop:
+            if stream.found_stop:
                 self.link.send(Stop(update.seq_id))
             request.unfinished.discard(update.seq_id)
             if not request.unfinished:

@@ -215,7 +215,7 @@ class EngineCore:
         match message:
             case Ask():
                 self.counters.requests += 1
-                refusal = self.intake.take(message, self.scheduler.holdings.weights)
+                refusal = self.intake.take(message, self.scheduler.page_manager.weights)
                 for ready in [refusal] if refusal is not None else self.intake.ready():
                     self._admit(ready)
             case Drop(seq_ids=seq_ids):

@@ -31,7 +31,7 @@ from glm5.engine.sampling import Rows, Sampled, Sampler, accept
 from glm5.engine.sampling.slots import Feature
 from glm5.engine.slot_state import SlotState
 from glm5.engine.view import StepView
-from glm5.kernels.settle import Settled, settle
+from glm5.kernels.commit_tokens import CommittedTokens, commit_tokens
 from glm5.kernels.step_rows import StepRows
 
 KINDS = (0, Feature.RANDOM)  # of sampling, that are captured
@@ -195,7 +195,7 @@ class DecodeSteps:
     def buffers(self, shape: Shape) -> Buffers:
         """Of a shape; made when first asked for."""
         if shape not in self._buffers:
-            padding = nobody(shape, len(self.slots.len_S) - 1)
+            padding = padding_batch(shape, len(self.slots.len_S) - 1)
             like_D = self.passes.model.model.norm.weight.detach()
             self._buffers[shape] = Buffers(shape, padding, like_D, self.slots.max_depth)
         return self._buffers[shape]
@@ -228,7 +228,7 @@ class DecodeSteps:
             accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
             self.sampler.record(accepted, slots_of_rows)
         where = on.sample_slot_Q, on.sample_offset_Q, position_Q, draft_SK, on.slot_C, slots.token_SN, slots.len_S
-        settle(sampled.token_R, *where, Settled(*told))
+        commit_tokens(sampled.token_R, *where, CommittedTokens(*told))
         return sampled
 
     def _draft(self, b: Buffers, reach: int, depth: int, kind: int | None, slots_of_rows: Ints) -> None:
@@ -271,7 +271,7 @@ def _packed(batch: Batch) -> Ints:
     return np.concatenate(arrays(batch))
 
 
-def nobody(shape: Shape, padding_slot: int) -> Batch:
+def padding_batch(shape: Shape, padding_slot: int) -> Batch:
     """A batch of padding."""
     C, R = shape.num_seqs, shape.num_rows
 

@@ -227,7 +227,7 @@ def _array(pool: Pool) -> NDArray[Any] | None:
     return as_array(pool) if isinstance(pool, Tensor) and pool.is_cpu else None
 
 
-class _Part(NamedTuple):
+class _PageField(NamedTuple):
     """A piece of a page: `shape` [Z, ...]."""
 
     name: str
@@ -239,18 +239,18 @@ class _Part(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def _parts(cfg: ModelConfig, dtype: torch.dtype, layout: Layout, mtp: bool) -> Iterator[_Part]:
+def _parts(cfg: ModelConfig, dtype: torch.dtype, layout: Layout, mtp: bool) -> Iterator[_PageField]:
     form = _latent_format(cfg)
     for i in range(_num_layers(cfg, mtp)):
         if layout == "fp8":
-            yield _Part(f"latent.{i}", (PAGE_SIZE, form.num_bytes), torch.uint8)
+            yield _PageField(f"latent.{i}", (PAGE_SIZE, form.num_bytes), torch.uint8)
         else:
-            yield _Part(f"latent.{i}", (PAGE_SIZE, form.num_values + form.rope_dim), dtype)
+            yield _PageField(f"latent.{i}", (PAGE_SIZE, form.num_values + form.rope_dim), dtype)
         if not cfg.has_indexer(i):
             continue
-        yield _Part(f"index_key.{i}", (PAGE_SIZE, cfg.index_head_dim), dtype if layout == "auto" else FP8)
+        yield _PageField(f"index_key.{i}", (PAGE_SIZE, cfg.index_head_dim), dtype if layout == "auto" else FP8)
         if layout != "auto":
-            yield _Part(f"index_scale.{i}", (PAGE_SIZE,), torch.float32)
+            yield _PageField(f"index_scale.{i}", (PAGE_SIZE,), torch.float32)
 
 
 def _num_layers(cfg: ModelConfig, mtp: bool) -> int:

@@ -27,12 +27,12 @@ from glm5.common.progress import Progress
 from glm5.config.engine import EngineConfig
 from glm5.config.keywords import check_format, engine_config
 from glm5.config.model import ModelConfig
-from glm5.engine.asking import Options, Prompt, ReadPrompt, listed, read_prompt
 from glm5.engine.calls import Calls
 from glm5.engine.client import Client, Request
 from glm5.engine.defaults import read_defaults
 from glm5.engine.link import Core, InlineLink, Link, ProcessLink
 from glm5.engine.outputs import Delta, RequestOutput, head, join
+from glm5.engine.request_builder import Options, Prompt, ReadPrompt, listed, read_prompt
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.startup import Startup
 from glm5.engine.wire import RoutedExperts, Start

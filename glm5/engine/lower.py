@@ -1,7 +1,7 @@
 """The model in its inference form: the same weights, run by fused kernels, rule by rule.
 
-    residual add, norm (and quantization)      one kernel: `add_rms_norm`, handed from layer to layer (between.py)
-    index key, query and key products of x     one product: a `Stack` of wk, q_a, kv_a; two where wk is of another kind
+    residual add, norm (and quantization)      one kernel: `add_rms_norm`, handed from layer to layer (row_sharding.py)
+    index key, query and key products of x     a `FusedLinear` of wk, q_a, kv_a; two where wk is of another kind
     norms, rotation, both writes to the cache  one kernel: `mla_keys`
     queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
     every visible key is read                  the indexer's queries are not computed
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glm5.engine.between import Between, Dealt, between_of
-from glm5.engine.stack import AnyLinear, Rows, Stack, product, wanted
+from glm5.engine.fused_linear import AnyLinear, FusedLinear, Rows, product, wanted
+from glm5.engine.row_sharding import RowSharding, ShardedRows, row_sharding_of
 from glm5.engine.view import StepView
-from glm5.kernels.all_reduce.part import Part
+from glm5.kernels.all_reduce.part import PartialSum
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear.pending import PendingLinear
-from glm5.kernels.grouped_experts import FEW_TOKENS, SharedExpert, Terms, expert_terms, grouped_experts
+from glm5.kernels.grouped_experts import FEW_TOKENS, ExpertOutputs, SharedExpert, expert_outputs, grouped_experts
 from glm5.kernels.mla_keys import HeadWeights, IndexKeys, PlainLatents, mla_keys, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values, mla_values_quantized
@@ -41,9 +41,9 @@ from glm5.kernels.row_codes import Kind, quantize
 from glm5.kernels.swiglu import swiglu, swiglu_quantized
 from glm5.model.attention import SparseLatentAttention
 from glm5.model.block import DecoderLayer
-from glm5.model.experts import BlockScaledExperts, CodedExperts, Experts
+from glm5.model.experts import BlockScaledExperts, Experts, QuantizedExperts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
+from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
 from glm5.model.mlp import MLP
 from glm5.model.moe import MoE
 from glm5.model.norm import RMSNorm
@@ -59,13 +59,13 @@ class LoweredAttention:
 
     def __init__(self, module: SparseLatentAttention):
         self.module, indexer = module, module.indexer
-        self.of_input = Stack([*([indexer.wk] if indexer is not None else []), *_latent_linears(module)])
-        self.of_query = Stack([module.q_b_proj, *([indexer.wq_b] if indexer is not None else [])])
+        self.of_input = FusedLinear([*([indexer.wk] if indexer is not None else []), *_latent_linears(module)])
+        self.of_query = FusedLinear([module.q_b_proj, *([indexer.wq_b] if indexer is not None else [])])
         self.num_key = module.cfg.index_head_dim if indexer is not None else 0
         self.w_k_HNC, self.w_v_HCV = _absorbed(module)
 
     @property
-    def stacks(self) -> list[Stack]:
+    def stacks(self) -> list[FusedLinear]:
         return [self.of_input, self.of_query]
 
     def refresh(self) -> None:
@@ -74,50 +74,50 @@ class LoweredAttention:
             mine.copy_(now)
 
     def __call__(
-        self, x: Rows, rope: Rope, view: StepView, selection: Selection | None, between: Between
+        self, x: Rows, rope: Rope, view: StepView, selection: Selection | None, row_sharding: RowSharding
     ) -> tuple[Tensor | PendingLinear, Selection]:
         """Output [T, D] and the selection used, of `x` [O, D]."""
         module, cfg = self.module, self.module.cfg
         heads, head_dim, layer_idx = cfg.num_attention_heads, module.qk_head_dim, module.layer_idx
         has_key = selection is None
         assert not has_key or module.indexer is not None, f"{layer_idx=}"
-        key_TI, qkv_TY = self._of_input(x, between, has_key=has_key)
+        key_TI, qkv_TY = self._of_input(x, row_sharding, has_key=has_key)
         if selection is None and not view.selects(cfg.index_topk):
             selection = Selection(None)
         # Weights of index heads are scaled with the scores: they enter in the dtype that the product has.
         beside, weights = None, None
         if selection is None:
             assert module.indexer is not None
-            weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, between)
+            weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, row_sharding)
         first_T = None if selection is None or selection.keys_TK is not None else view.first_T
         plain = None if first_T is None else self._plain_room(qkv_TY)
         q_lat = self._keys(qkv_TY, key_TI, weights, rope, view, plain)
-        query_TY, index_OY = self._queries(q_lat, between, has_index=selection is None)
+        query_TY, index_OY = self._queries(q_lat, row_sharding, has_index=selection is None)
         q_THX = query_TY.unflatten(1, (heads, head_dim))
         if selection is not None and first_T is not None and plain is not None:
-            return self._prompt(q_THX, plain, rope, first_T, between), selection
+            return self._prompt(q_THX, plain, rope, first_T, row_sharding), selection
         turns, early = (rope.cos_TR2, rope.sin_TR2), None
         if selection is None:
             assert beside is not None
             index_OJI = index_OY.unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
-            w_OJ, mine = beside.take(), (between.mine(turns[0]), between.mine(turns[1]))
+            w_OJ, mine = beside.take(), (row_sharding.mine(turns[0]), row_sharding.mine(turns[1]))
             scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
             # Taken before selection gives memory back, so that queries may be made while keys are selected.
             early = q_THX.new_empty(len(q_THX), heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
-            found = view.share(between.shard).select(layer_idx, index_OJI, w_OJ, cfg.index_topk, scale, mine)
-            selection = Selection(None if found.keys_TK is None else between.whole(found.keys_TK))
+            found = view.share(row_sharding.shard).select(layer_idx, index_OJI, w_OJ, cfg.index_topk, scale, mine)
+            selection = Selection(None if found.keys_TK is None else row_sharding.whole(found.keys_TK))
         q_THL = mla_queries(q_THX, self.w_k_HNC, *turns, early=early)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
-        return between.product(self._values(out_THC), module.o_proj), selection
+        return row_sharding.product(self._values(out_THC), module.o_proj), selection
 
-    def _of_input(self, x: Rows, between: Between, *, has_key: bool) -> tuple[Tensor, Tensor]:
+    def _of_input(self, x: Rows, row_sharding: RowSharding, *, has_key: bool) -> tuple[Tensor, Tensor]:
         """(index keys [T, I], nothing if not asked for, and query and key products [T, Y]) before their norms."""
-        if has_key and len(self.of_input.runs) > 1 and not isinstance(between, Dealt):
+        if has_key and len(self.of_input.runs) > 1 and not isinstance(row_sharding, ShardedRows):
             # Two products, which as one tensor would be copies; that of keys has few weights and takes as long.
             key = Beside(lambda: self.of_input(x, 0, 1), x.x_TD.device)
             qkv_TY = self.of_input(x, 1)
             return key.take(), qkv_TY
-        out_TY = between.whole(self.of_input(x, 0 if has_key or not self.num_key else 1))
+        out_TY = row_sharding.whole(self.of_input(x, 0 if has_key or not self.num_key else 1))
         num_key = self.num_key if has_key else 0
         return out_TY[:, :num_key], out_TY[:, num_key:]
 
@@ -144,17 +144,19 @@ class LoweredAttention:
         q_TQ, *codes = mla_keys_quantized(qkv_TY, *norms, *where, kind, plain=plain)
         return Rows(q_TQ, (codes[0], codes[1]))
 
-    def _queries(self, q_lat: Rows, between: Between, *, has_index: bool) -> tuple[Tensor, Tensor]:
+    def _queries(self, q_lat: Rows, row_sharding: RowSharding, *, has_index: bool) -> tuple[Tensor, Tensor]:
         """Queries of heads [T, Y], and of the indexer for those rows that this rank selects keys for, nothing if not
         asked for."""
         num_heads = self.of_query.rows[0]
-        if between.shard.size == 1 or not has_index:
+        if row_sharding.shard.size == 1 or not has_index:
             query_TY = self.of_query(q_lat, 0, 1 + has_index)
             return query_TY[:, :num_heads], query_TY[:, num_heads:]
         codes = (
-            None if q_lat.quantized is None else (between.mine(q_lat.quantized[0]), between.mine(q_lat.quantized[1]))
+            None
+            if q_lat.quantized is None
+            else (row_sharding.mine(q_lat.quantized[0]), row_sharding.mine(q_lat.quantized[1]))
         )
-        return self.of_query(q_lat, 0, 1), self.of_query(Rows(between.mine(q_lat.x_TD), codes), 1)
+        return self.of_query(q_lat, 0, 1), self.of_query(Rows(row_sharding.mine(q_lat.x_TD), codes), 1)
 
     def _values(self, out_THC: Tensor) -> Rows:
         """Of every head, for the product with o_proj."""
@@ -169,7 +171,7 @@ class LoweredAttention:
         return PlainLatents(*(qkv_TY.new_empty(len(qkv_TY), n) for n in (cfg.kv_lora_rank, cfg.qk_rope_head_dim)))
 
     def _prompt(
-        self, q_THX: Tensor, plain: PlainLatents, rope: Rope, first_T: Tensor, between: Between
+        self, q_THX: Tensor, plain: PlainLatents, rope: Rope, first_T: Tensor, row_sharding: RowSharding
     ) -> Tensor | PendingLinear:
         """Attention of whole prompts to themselves."""
         module, cfg = self.module, self.module.cfg
@@ -179,8 +181,8 @@ class LoweredAttention:
         given, scale = (q_THX, k_THN, plain.rope_TR, v_THV, first_T), module.qk_head_dim**-0.5
         if wanted([module.o_proj], len(q_THX)) == "blocks":
             out_TV, *codes = prompt_attention_quantized(*given, scale=scale)
-            return between.product(Rows(out_TV, (codes[0], codes[1])), module.o_proj)
-        return between.product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
+            return row_sharding.product(Rows(out_TV, (codes[0], codes[1])), module.o_proj)
+        return row_sharding.product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
 
 
 class Beside:
@@ -207,9 +209,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # as that of captures (captured.py)
 
 
-def _head_weights(x_OD: Tensor, linear: AnyLinear, between: Between) -> tuple[HeadWeights | None, Beside]:
+def _head_weights(x_OD: Tensor, linear: AnyLinear, row_sharding: RowSharding) -> tuple[HeadWeights | None, Beside]:
     """(what `mla_keys` is to compute along the way, the weights), of rows that this rank selects keys for."""
-    if len(x_OD) > _FEW_ROWS or not isinstance(linear, Linear) or between.shard.size > 1:
+    if len(x_OD) > _FEW_ROWS or not isinstance(linear, Linear) or row_sharding.shard.size > 1:
         return None, Beside(lambda: product(Rows(x_OD), linear), x_OD.device)
     w_TJ = x_OD.new_empty(len(x_OD), len(linear.weight))
     return HeadWeights(x_OD, linear.weight, w_TJ), Beside(lambda: w_TJ, torch.device("cpu"))
@@ -233,20 +235,20 @@ class LoweredMLP:
 
     def __init__(self, module: MLP):
         self.module = module
-        self.gate_up = Stack([module.gate_proj, module.up_proj])
+        self.gate_up = FusedLinear([module.gate_proj, module.up_proj])
 
     @property
-    def stacks(self) -> list[Stack]:
+    def stacks(self) -> list[FusedLinear]:
         return [self.gate_up]
 
-    def __call__(self, x: Rows, view: StepView, between: Between) -> Tensor | PendingLinear:
-        (x,) = between.gathered(x)
-        return between.product(self._hidden(x), self.module.down_proj)
+    def __call__(self, x: Rows, view: StepView, row_sharding: RowSharding) -> Tensor | PendingLinear:
+        (x,) = row_sharding.gathered(x)
+        return row_sharding.product(self._hidden(x), self.module.down_proj)
 
-    def wants(self, num_rows: int, between: Between) -> Kind | None:
+    def wants(self, num_rows: int, row_sharding: RowSharding) -> Kind | None:
         """How rows should come quantized."""
         reads_rows = len(self.gate_up.runs) > 1  # and dealt rows would be gathered as codes alone
-        return None if reads_rows and isinstance(between, Dealt) else self.gate_up.wants(num_rows)
+        return None if reads_rows and isinstance(row_sharding, ShardedRows) else self.gate_up.wants(num_rows)
 
     def of(self, x: Rows) -> Tensor:
         """Of rows that are there."""
@@ -268,40 +270,40 @@ class LoweredMoE:
         self.module, self.heard = module, None
         self.heard: list[Tensor] | None
         # What every token visits is of another kind than codes, or has a scheme of its own: then two sums.
-        has_codes = isinstance(module.experts, CodedExperts) or _has_codes(module.shared_experts)
+        has_codes = isinstance(module.experts, QuantizedExperts) or _has_codes(module.shared_experts)
         self.apart = LoweredMLP(module.shared_experts) if has_codes else None
 
     @property
-    def stacks(self) -> list[Stack]:
+    def stacks(self) -> list[FusedLinear]:
         return [] if self.apart is None else self.apart.stacks
 
-    def __call__(self, x: Rows, view: StepView, between: Between) -> Tensor | Terms:
+    def __call__(self, x: Rows, view: StepView, row_sharding: RowSharding) -> Tensor | ExpertOutputs:
         experts, mlp = self.module.experts, self.module.shared_experts
-        x, weight_TA, expert_TA = between.gathered(x, *self.module.gate(x.x_TD))
+        x, weight_TA, expert_TA = row_sharding.gathered(x, *self.module.gate(x.x_TD))
         if self.heard is not None:
             self.heard.append(expert_TA)
         if self.apart is not None:
             choice, apart_TD = (x.x_TD, weight_TA, expert_TA), self.apart.of(x)
-            return experts(*choice, apart_TD) if isinstance(experts, CodedExperts) else experts(*choice) + apart_TD
+            return experts(*choice, apart_TD) if isinstance(experts, QuantizedExperts) else experts(*choice) + apart_TD
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
         if experts.impl == "invariant":
             # Rows of padding would all go to the same experts, one tile after the other.
             given = *given[:-1], expert_TA.masked_fill(view.end_T[:, None] == 0, -1)
             return grouped_experts(*given, shared=shared, impl="invariant")
-        terms = expert_terms(*given, shared=shared, quantized=x.quantized)
+        terms = expert_outputs(*given, shared=shared, quantized=x.quantized)
         return grouped_experts(*given, shared=shared, quantized=x.quantized) if terms is None else terms
 
-    def wants(self, num_rows: int, between: Between) -> Kind | None:
+    def wants(self, num_rows: int, row_sharding: RowSharding) -> Kind | None:
         """How rows should come quantized."""
         if self.apart is not None:  # experts as codes read the rows themselves
-            return None if isinstance(between, Dealt) else self.apart.gate_up.wants(num_rows)
+            return None if isinstance(row_sharding, ShardedRows) else self.apart.gate_up.wants(num_rows)
         is_fp8 = isinstance(self.module.experts, BlockScaledExperts)
         return "blocks" if is_fp8 and num_rows > FEW_TOKENS else None
 
 
 def _has_codes(mlp: MLP) -> bool:
-    return any(isinstance(linear, CodedLinear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return any(isinstance(linear, QuantizedLinear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
 def _weight(linear: AnyLinear) -> Tensor | BlockScaled:
@@ -327,13 +329,13 @@ class LoweredLayer:
 
     def __call__(
         self,
-        new: Part | None,
+        new: PartialSum | None,
         residual_OD: Tensor,
         rope: Rope,
         view: StepView,
         selection: Selection | None,
-        between: Between,
-    ) -> tuple[Part, Tensor, Selection]:
+        row_sharding: RowSharding,
+    ) -> tuple[PartialSum, Tensor, Selection]:
         """(what the layer adds, of ranks that share it a part, the stream without it, the selection used)."""
         norm, num_rows = self.module.input_layernorm, len(view.positions_T)
         kind = self.attention.of_input.wants(num_rows)
@@ -341,11 +343,11 @@ class LoweredLayer:
             x_OD = norm(residual_OD)
             x = Rows(x_OD, None if kind is None else quantize(x_OD, kind))
         else:
-            x, residual_OD = between.join(new, residual_OD, norm, kind)
-        new_TD, selection = self.attention(x, rope, view, selection, between)
-        norm, kind = self.module.post_attention_layernorm, self.mlp.wants(num_rows, between)
-        x, residual_OD = between.join(new_TD, residual_OD, norm, kind)
-        return self.mlp(x, view, between), residual_OD, selection
+            x, residual_OD = row_sharding.join(new, residual_OD, norm, kind)
+        new_TD, selection = self.attention(x, rope, view, selection, row_sharding)
+        norm, kind = self.module.post_attention_layernorm, self.mlp.wants(num_rows, row_sharding)
+        x, residual_OD = row_sharding.join(new_TD, residual_OD, norm, kind)
+        return self.mlp(x, view, row_sharding), residual_OD, selection
 
 
 def _kind(layer: LoweredLayer) -> tuple[object, ...]:
@@ -353,11 +355,11 @@ def _kind(layer: LoweredLayer) -> tuple[object, ...]:
     return tuple((name, weight.shape, weight.dtype) for name, weight in layer.module.state_dict(keep_vars=True).items())
 
 
-def _last(new: Part | None, residual_OD: Tensor, norm: RMSNorm, between: Between) -> Tensor:
+def _last(new: PartialSum | None, residual_OD: Tensor, norm: RMSNorm, row_sharding: RowSharding) -> Tensor:
     """The stream behind the last layer, normed, all rows of it."""
     if new is None:
-        return between.whole(norm(residual_OD))
-    return between.whole(between.join(new, residual_OD, norm, None)[0].x_TD)
+        return row_sharding.whole(norm(residual_OD))
+    return row_sharding.whole(row_sharding.join(new, residual_OD, norm, None)[0].x_TD)
 
 
 class Lowered:
@@ -413,21 +415,21 @@ class Lowered:
 
     def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
-        cfg, rope, between = self.model.cfg, self._rope(view.positions_T), between_of(self.group, len(ids_T))
-        new, residual_OD, selection = *self._embedded(ids_T, between), None
+        cfg, rope, row_sharding = self.model.cfg, self._rope(view.positions_T), row_sharding_of(self.group, len(ids_T))
+        new, residual_OD, selection = *self._embedded(ids_T, row_sharding), None
         for layer_idx in self._run:
             inherited = None if cfg.has_indexer(layer_idx) else selection
             layer = self.layers[layer_idx]
-            new, residual_OD, selection = layer(new, residual_OD, rope, view, inherited, between)
-        return _last(new, residual_OD, self.model.model.norm, between)
+            new, residual_OD, selection = layer(new, residual_OD, rope, view, inherited, row_sharding)
+        return _last(new, residual_OD, self.model.model.norm, row_sharding)
 
-    def _embedded(self, ids_T: Tensor, between: Between) -> tuple[Tensor | None, Tensor]:
+    def _embedded(self, ids_T: Tensor, row_sharding: RowSharding) -> tuple[Tensor | None, Tensor]:
         """(what is to be added to the stream, the stream): dealt rows are added up by the first layer's norm."""
         table = self.model.model.embed_tokens
-        if between.shard.size == 1 or not isinstance(table, ParallelEmbedding):
-            return None, between.mine(table(ids_T))
+        if row_sharding.shard.size == 1 or not isinstance(table, ParallelEmbedding):
+            return None, row_sharding.mine(table(ids_T))
         part_TD = table.part(ids_T)
-        return part_TD, torch.zeros_like(between.mine(part_TD))
+        return part_TD, torch.zeros_like(row_sharding.mine(part_TD))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """`Glm5.head`."""
@@ -438,10 +440,10 @@ class Lowered:
     ) -> tuple[Tensor, Selection]:
         """`Glm5.draft`."""
         layer, mtp = self.layers[self.model.cfg.num_hidden_layers], self.model.mtp
-        between, rope = between_of(self.group, len(next_ids_T)), self._rope(view.positions_T)
-        merged_OD = between.mine(mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD))
-        new, residual_OD, used = layer(None, merged_OD, rope, view, selection, between)
-        return mtp.handed_on(_last(new, residual_OD, mtp.shared_head.norm, between)), used
+        row_sharding, rope = row_sharding_of(self.group, len(next_ids_T)), self._rope(view.positions_T)
+        merged_OD = row_sharding.mine(mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD))
+        new, residual_OD, used = layer(None, merged_OD, rope, view, selection, row_sharding)
+        return mtp.handed_on(_last(new, residual_OD, mtp.shared_head.norm, row_sharding)), used
 
     def _rope(self, positions_T: Tensor) -> Rope:
         # Rows that are nobody's may lie beyond.

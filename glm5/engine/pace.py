@@ -103,7 +103,7 @@ def furthest_prompt(scheduler: Scheduler, messages: Sequence[Message]) -> int | 
 
     Of a prompt that is about to be admitted all but the last may be found in a cache.
     """
-    config, pool = scheduler.config, scheduler.holdings.pool
+    config, pool = scheduler.config, scheduler.page_manager.pool
     has_slot = len(scheduler.prompting) + len(scheduler.decoding) < config.max_num_seqs
     starts = [seq.computed for seq in scheduler.prompting]
     for seq in scheduler.waiting[:1]:

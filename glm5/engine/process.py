@@ -43,7 +43,7 @@ def main(folder: str, cwd: str) -> NoReturn:
     """Serve until told to close. Ends the process in every case."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's, which ends this in order: a terminal or a service
         signal.signal(number, signal.SIG_IGN)  # manager may send them to both
-    pulse = Pulse(take_stdout())
+    heartbeat = Heartbeat(take_stdout())
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     with suppress(OSError):  # started elsewhere so that nothing there is imported by mistake
         os.chdir(cwd)
@@ -53,39 +53,39 @@ def main(folder: str, cwd: str) -> NoReturn:
         inbox, outbox = _Inbox(context, folder), _Outbox(context, folder)
         start = inbox.start()
         log.configure(start.log_level, start.log_style)
-        pulse.start(start.config["watchdog_timeout"])
-        core = _build(start, lambda phase, share: outbox.send(Loading(phase, share)), pulse)
+        heartbeat.start(start.config["watchdog_timeout"])
+        core = _build(start, lambda phase, share: outbox.send(Loading(phase, share)), heartbeat)
         gc.collect()
         gc.freeze()  # what was loaded stays; no collection needs to look at it again
         outbox.send(Ready(core.facts))
         started = True
-        _serve(core, inbox, outbox, pulse)
+        _serve(core, inbox, outbox, heartbeat)
         inbox.close()
         outbox.close()
         context.term()
     except BaseException as error:  # the clients that wait must learn of it, whatever it was
         mine = isinstance(error, GlmError) and not started
         if not mine:
-            if pulse.ranks is not None:
-                pulse.ranks.explain()
+            if heartbeat.ranks is not None:
+                heartbeat.ranks.explain()
             logger.exception("the engine process ends")
         reason = words_of(error) if mine else reason_of(error)
-        pulse.end(Dead(reason, type(error).__name__ if mine else "EngineDead"), code=1)
+        heartbeat.end(Dead(reason, type(error).__name__ if mine else "EngineDead"), code=1)
     sys.stderr.flush()
     os._exit(0)  # the interpreter's own end takes torch a while, and there is nothing left to save
 
 
-def _build(start: Start, on_progress: Progress, pulse: "Pulse") -> Any:
+def _build(start: Start, on_progress: Progress, heartbeat: "Heartbeat") -> Any:
     """The core. A test may name another builder."""
     if start.builder is None:
         from glm5.engine.build import build_for
 
-        return build_for(start, on_progress, pulse)
+        return build_for(start, on_progress, heartbeat)
     module, _, name = start.builder.partition(":")
     return getattr(importlib.import_module(module), name)(start, on_progress)
 
 
-def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", pulse: "Pulse") -> None:
+def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", heartbeat: "Heartbeat") -> None:
     """Turn after turn; without work, asleep on the inbox."""
     while True:
         for message in inbox.take(wait=not core.has_work):
@@ -93,7 +93,7 @@ def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", pulse: "Pulse") -> Non
                 core.close()
                 return
             core.receive(message)
-        with pulse.busy():
+        with heartbeat.busy():
             for message in core.step():
                 outbox.send(message)
 
@@ -146,7 +146,7 @@ class Ranks(Protocol):
     def held_up_by(self, rank: int) -> str | None: ...
 
 
-class Pulse:
+class Heartbeat:
     """Says now and then that the process lives, and ends it when a step takes too long.
 
     `busy_since`: start of the step that runs, None between steps. `ranks`: they end with this process.
@@ -163,7 +163,7 @@ class Pulse:
 
     def start(self, watchdog_timeout: float) -> None:
         self._watchdog = watchdog_timeout
-        threading.Thread(target=self._run, daemon=True, name="glm5-pulse").start()
+        threading.Thread(target=self._run, daemon=True, name="glm5-heartbeat").start()
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -28,18 +28,18 @@ from glm5.engine.failure import ORPHANED, reason_of, words_of
 from glm5.engine.loaded import LoadedPages
 from glm5.engine.messages import Message
 from glm5.engine.plan import StepPlan
-from glm5.engine.process import Pulse, take_stdout
+from glm5.engine.process import Heartbeat, take_stdout
 from glm5.engine.rank_wire import (
     Begin,
     Discard,
     End,
     Masks,
     Order,
+    RankReply,
     ReleaseCache,
     ReleaseWeights,
     RestoreCache,
     RestoreWeights,
-    Said,
     Stage,
     Swap,
     Turn,
@@ -59,7 +59,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Say(Protocol):
-    def __call__(self, said: Said) -> None: ...
+    def __call__(self, said: RankReply) -> None: ...
 
 
 class Follower:
@@ -84,7 +84,7 @@ class Follower:
         self._staged: Any = None
         self._digest = 0
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: Order) -> None:
         """Do what the first rank has told."""
         match order:
             case Turn():
@@ -104,11 +104,11 @@ class Follower:
             case Discard():
                 self._staged = None
             case ReleaseWeights(call=call, level=level):
-                self.say(Said(call, self.weights.release(level)))
+                self.say(RankReply(call, self.weights.release(level)))
             case RestoreWeights(call=call):
                 self.say(_done(call, self.weights.restore))
             case ReleaseCache(call=call):
-                self.say(Said(call, self.cache.release_memory()))
+                self.say(RankReply(call, self.cache.release_memory()))
             case RestoreCache(call=call):
                 self.say(_done(call, self.cache.restore_memory))
             case WeightsChanged():
@@ -148,20 +148,20 @@ class Follower:
             self._specs.pop(seq_id, None)
 
 
-def _done(call: int, what: Callable[[], object]) -> Said:
+def _done(call: int, what: Callable[[], object]) -> RankReply:
     try:
         what()
     except GlmError as error:
         return _said(call, error)
-    return Said(call)
+    return RankReply(call)
 
 
-def _said(call: int, error: BaseException | None) -> Said:
+def _said(call: int, error: BaseException | None) -> RankReply:
     if error is None:
-        return Said(call)
+        return RankReply(call)
     if isinstance(error, GlmError):
-        return Said(call, error=words_of(error), kind=type(error).__name__)
-    return Said(call, error=reason_of(error))
+        return RankReply(call, error=words_of(error), kind=type(error).__name__)
+    return RankReply(call, error=reason_of(error))
 
 
 def main() -> NoReturn:
@@ -170,7 +170,7 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError, AttributeError):  # Linux: also while it is stopped, when nobody reads the end of its stdin
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    pulse = Pulse(take_stdout())
+    heartbeat = Heartbeat(take_stdout())
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()
     began = False
@@ -178,21 +178,21 @@ def main() -> NoReturn:
         begin = orders.get()
         assert isinstance(begin, Begin), f"{begin=}"
         log.configure(begin.start.log_level, begin.start.log_style)
-        pulse.start(begin.start.config["watchdog_timeout"])
+        heartbeat.start(begin.start.config["watchdog_timeout"])
         from glm5.engine.build import build_follower
 
-        follower = build_follower(begin, lambda said: pulse.say(said))
+        follower = build_follower(begin, lambda said: heartbeat.say(said))
         gc.collect()
         gc.freeze()
         began = True
         while not isinstance(order := orders.get(), End):
-            with pulse.busy():
-                follower.obey(order)
+            with heartbeat.busy():
+                follower.execute(order)
     except BaseException as error:  # the first rank must learn of it, whatever it was
         mine = isinstance(error, GlmError) and not began
         if not mine:
             logger.exception("a rank of the engine ends")
-        pulse.end(
+        heartbeat.end(
             Dead(words_of(error) if mine else reason_of(error), type(error).__name__ if mine else "EngineDead"), 1
         )
     sys.stderr.flush()

@@ -126,7 +126,7 @@ Order = (
 )
 
 
-class Said(msgspec.Struct, tag=True):
+class RankReply(msgspec.Struct, tag=True):
     """A rank's answer: a number, or why not. `kind`: name of the GlmError subclass."""
 
     call: int

@@ -39,11 +39,11 @@ from glm5.engine.rank_wire import (
     End,
     Masks,
     Order,
+    RankReply,
     ReleaseCache,
     ReleaseWeights,
     RestoreCache,
     RestoreWeights,
-    Said,
     Stage,
     Swap,
     Turn,
@@ -96,8 +96,8 @@ class _Rank:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with suppress(msgspec.DecodeError):  # what a library wrote before stdout was taken from it
-                match msgspec.json.decode(line, type=Beat | Dead | Said):
-                    case Said() as said:
+                match msgspec.json.decode(line, type=Beat | Dead | RankReply):
+                    case RankReply() as said:
                         self.ranks.heard(self.number, said)
                     case Dead() as dead:
                         self.last_words = dead
@@ -114,7 +114,7 @@ class Ranks:
         self.size, self._life = size, life
         self._patience: float = start.config["watchdog_timeout"]
         self._calls = itertools.count()
-        self._waiting: dict[tuple[int, int], Future[Said]] = {}
+        self._waiting: dict[tuple[int, int], Future[RankReply]] = {}
         self._is_closing, self._has_lost = False, threading.Event()
         self._others = [_Rank(number, self) for number in range(1, size)]
         for rank in self._others:
@@ -131,14 +131,14 @@ class Ranks:
         for rank in self._others:
             rank.tell(data)
 
-    def ask(self, make: Callable[[int], Order]) -> list["Future[Said]"]:
+    def ask(self, make: Callable[[int], Order]) -> list["Future[RankReply]"]:
         """Tell them something that is answered; one future each."""
         call = next(self._calls)
         futures = [self._waiting.setdefault((rank.number, call), Future()) for rank in self._others]
         self.tell(make(call))
         return futures
 
-    def heard(self, number: int, said: Said) -> None:
+    def heard(self, number: int, said: RankReply) -> None:
         self._waiting.pop((number, said.call)).set_result(said)
 
     def lost(self, number: int, last_words: Dead | None, code: int) -> None:
@@ -332,12 +332,12 @@ class RankedCache:
             raise
 
 
-def _wait_for(others: list["Future[Said]"]) -> None:
+def _wait_for(others: list["Future[RankReply]"]) -> None:
     for future in others:
         future.result()
 
 
-def _raise_first(others: list["Future[Said]"]) -> list[int]:
+def _raise_first(others: list["Future[RankReply]"]) -> list[int]:
     """Their numbers; the first error of any of them is raised. (A rank that dies ends this process.)"""
     answers = [future.result() for future in others]
     for said in answers:

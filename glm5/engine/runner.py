@@ -17,7 +17,7 @@ from torch import Tensor
 from glm5.engine.batch import Batch, Packer, arrays
 from glm5.engine.captured import Graphs
 from glm5.engine.drafting import Drafter, DraftRows, Extended
-from glm5.engine.graphs import DecodeSteps, OnDevice, Shape, nobody, reaches_of
+from glm5.engine.graphs import DecodeSteps, OnDevice, Shape, padding_batch, reaches_of
 from glm5.engine.kv import KVCache
 from glm5.engine.lower import Lowered
 from glm5.engine.pass_graphs import PassGraphs, can_capture
@@ -28,7 +28,7 @@ from glm5.engine.result import Launched, Pending, PromptLogprobs
 from glm5.engine.routing import RoutingRecord
 from glm5.engine.sampling import Accepted, Placement, Rows, Sampled, Sampler, SamplingParams, accept
 from glm5.engine.sampling.logprobs import Logprobs
-from glm5.engine.sampling.parts import Part
+from glm5.engine.sampling.parts import VocabShard
 from glm5.engine.slot_state import SlotState
 from glm5.engine.upload import upload
 from glm5.engine.view import StepView
@@ -144,9 +144,9 @@ class Runner:
         return Launched(None if batch is None else self._decode(plan, batch, specs))
 
     @torch.inference_mode()
-    def sample_nobody(self, num_rows: int) -> None:
+    def sample_padding(self, num_rows: int) -> None:
         """Sample rows of padding, as they are, for the kernels of it."""
-        batch, like_D = nobody(Shape(num_rows, 0), self.padding_slot), self.model.model.norm.weight
+        batch, like_D = padding_batch(Shape(num_rows, 0), self.padding_slot), self.model.model.norm.weight
         none_R = torch.zeros(num_rows, dtype=torch.int64, device=self.cache.device)
         self._sample(batch, self._upload(batch), none_R, like_D.new_zeros(num_rows, len(like_D)))
 
@@ -317,12 +317,12 @@ class Runner:
         return self._uploaded[1]
 
 
-def _part(model: Glm5, group: Group) -> Part | None:
+def _part(model: Glm5, group: Group) -> VocabShard | None:
     """The token ids whose logits this rank has."""
     if group.shard.size == 1:
         return None
     size = model.cfg.vocab_size // group.shard.size
-    return Part(group, group.shard.rank, group.shard.rank * size, size)
+    return VocabShard(group, group.shard.rank, group.shard.rank * size, size)
 
 
 def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:

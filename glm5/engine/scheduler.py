@@ -32,7 +32,6 @@ from collections.abc import Sequence as Ids
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from glm5.engine.holdings import Holdings
 from glm5.engine.messages import (
     Abort,
     CopyDone,
@@ -47,6 +46,7 @@ from glm5.engine.messages import (
     Submit,
     TierChange,
 )
+from glm5.engine.page_manager import PageManager
 from glm5.engine.plan import Bucket, EndReason, Entered, Item, Output, StepPlan, Wait
 from glm5.engine.prefix import PrefixStats
 from glm5.engine.scheduler_config import SchedulerConfig
@@ -68,7 +68,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, *, version: int = 0, identity: bytes = b""):
         self.config, self.version = config, version
-        self.holdings = Holdings(config, identity)
+        self.page_manager = PageManager(config, identity)
         self.depth, self.max_beside = config.max_depth, config.max_tokens_beside
         self.next_step, self.is_paused = 0, False
         self._was_whole = False  # the last step was one of whole prompts
@@ -87,7 +87,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Sequences, results or copies are outstanding."""
-        return bool(self.live or self._unread or self._messages or self.holdings.transfers.has_work)
+        return bool(self.live or self._unread or self._messages or self.page_manager.transfers.has_work)
 
     @property
     def running(self) -> list[Sequence]:
@@ -95,7 +95,7 @@ class Scheduler:
 
     @property
     def stats(self) -> PrefixStats:
-        return self.holdings.tree.stats
+        return self.page_manager.tree.stats
 
     def check(self, submit: Submit) -> None:
         """RequestError for a request that can never be served. Any thread may ask."""
@@ -131,8 +131,8 @@ class Scheduler:
                 self._unread.append((step, in_flight))
                 plan.bucket = self._bucket(plan)
                 plan.draft_depth = min(self.depth, max([seq.max_depth for seq, *_ in in_flight]))
-        self.holdings.transfers.issue(plan)
-        plan.table = self.holdings.table_entries()
+        self.page_manager.transfers.issue(plan)
+        plan.table = self.page_manager.table_entries()
         plan.left, self._left = self._left, []
         if not plan.items:
             plan.wait = self._wait()
@@ -155,7 +155,7 @@ class Scheduler:
             if not gain:
                 if seq.slot is not None:
                     seq.confirmed = end
-                    self.holdings.share_full_pages(seq)
+                    self.page_manager.share_full_pages(seq)
                 continue
             sampled = results[seq.seq_id]
             assert 1 <= len(sampled) <= gain, f"{sampled=} {gain=}"
@@ -165,7 +165,7 @@ class Scheduler:
                 seq.high += len(sampled) - gain
                 seq.confirmed = len(seq.tokens) - 1
                 if seq.confirmed // size > seq.num_in_tree:
-                    self.holdings.share_full_pages(seq)
+                    self.page_manager.share_full_pages(seq)
             if reason is not None:
                 self._end(seq)
             outputs.append(Output(seq.seq_id, taken, reason))
@@ -179,7 +179,7 @@ class Scheduler:
         for message in due:
             self._take(message, plan)
         for seq in [seq for seq in self.prompting if seq.restore is not None and seq.restore.is_over]:
-            self.holdings.restored(seq)
+            self.page_manager.restored(seq)
 
     def _take(self, message: Message, plan: StepPlan) -> None:
         match message:
@@ -191,9 +191,9 @@ class Scheduler:
             case Finish(seq_id, reason):
                 self._end_by_message(seq_id, reason, plan)
             case CopyDone(copy_id, tier):
-                self.holdings.transfers.end(copy_id, tier)
+                self.page_manager.transfers.end(copy_id, tier)
             case TierChange(pages):
-                self.holdings.transfers.update(pages)
+                self.page_manager.transfers.update(pages)
             case SetDepth(depth):
                 assert 0 <= depth <= self.config.max_depth, f"{depth=} {self.config.max_depth=}"
                 self.depth = depth
@@ -206,13 +206,13 @@ class Scheduler:
             case Resume():
                 self.is_paused = False
             case SetWeights(version, recompute, identity):
-                self.version, self.holdings.weights = version, identity
+                self.version, self.page_manager.weights = version, identity
                 if recompute:
                     self._release_all(plan)
                 else:
-                    self.holdings.forget_prefixes(self.running, pure=False)
+                    self.page_manager.forget_prefixes(self.running, pure=False)
             case ResetCache():
-                self.holdings.forget_prefixes(self.running, pure=True)
+                self.page_manager.forget_prefixes(self.running, pure=True)
 
     def _submit(self, submit: Submit) -> None:
         group = Group()
@@ -232,7 +232,7 @@ class Scheduler:
             plan.ended.append(Output(seq_id, (), reason))
 
     def _release_all(self, plan: StepPlan) -> None:
-        self.holdings.forget_prefixes(self.running, pure=False)
+        self.page_manager.forget_prefixes(self.running, pure=False)
         for seq in reversed(self.running):
             self._preempt(seq, plan)
 
@@ -256,7 +256,7 @@ class Scheduler:
         """Give up pages and slot. If others wait for the prompt that it computed, one of them must."""
         assert seq.slot is not None
         (self.decoding if seq.decodes else self.prompting).remove(seq)
-        self.holdings.release(seq)
+        self.page_manager.release(seq)
         heappush(self._free_slots, seq.slot)
         self._left.append(seq.slot)
         seq.slot, seq.decodes = None, False
@@ -284,10 +284,10 @@ class Scheduler:
         worse = [seq for seq in running if seq.rank[0] > head.rank[0]]
         while worse:
             headroom = 0 if len(worse) == len(running) else self._headroom()
-            found = self.holdings.find(head, self._donor(head), headroom)
+            found = self.page_manager.find(head, self._donor(head), headroom)
             if self._free_slots and not found.num_short:
                 return
-            if found.num_short > self.holdings.exclusive_pages(worse):
+            if found.num_short > self.page_manager.exclusive_pages(worse):
                 return
             self._preempt(worse.pop(), plan)
             running = self.running
@@ -325,10 +325,10 @@ class Scheduler:
 
         Best is room for the rows of this step, and for those that the draft layer writes ahead for the next one.
         """
-        if self.holdings.grow(seq, min(seq.high + max(0, 2 * drafts - 1), seq.cap - 1)):
+        if self.page_manager.grow(seq, min(seq.high + max(0, 2 * drafts - 1), seq.cap - 1)):
             return drafts
         need = min(seq.high, seq.cap - 1)
-        while seq.covered < need and not self.holdings.grow(seq, need):
+        while seq.covered < need and not self.page_manager.grow(seq, need):
             youngest = self._youngest()
             if youngest is seq:
                 return -1
@@ -375,7 +375,7 @@ class Scheduler:
         """Of one that waits: nothing of its prompt is there yet, and nobody else computes it."""
         if len(seq.tokens) > limit or self._must_hold(seq) or (donor := self._donor(seq)) is not None:
             return False
-        found = self.holdings.find(seq, donor, self._headroom())
+        found = self.page_manager.find(seq, donor, self._headroom())
         return not (found.num_matched or found.lower)
 
     def _plan_prompts(self, plan: StepPlan, in_flight: list[InFlight], *, may_admit: bool) -> None:
@@ -418,7 +418,7 @@ class Scheduler:
             seq.low = seq.high = seq.goal + 1
             if self.depth:
                 # For what the draft layer writes ahead, if there is room.
-                self.holdings.grow(seq, min(seq.goal + self.depth - 1, seq.cap - 1))
+                self.page_manager.grow(seq, min(seq.goal + self.depth - 1, seq.cap - 1))
             seq.decodes = True
             self.prompting.remove(seq)
             insort(self.decoding, seq, key=_rank)
@@ -436,11 +436,11 @@ class Scheduler:
             if seq.in_flight or not self._free_slots:
                 return None
             donor = self._donor(seq)
-            found = self.holdings.find(seq, donor, self._headroom())
+            found = self.page_manager.find(seq, donor, self._headroom())
             if found.num_short:
                 return None
             self.waiting.pop(0)
-            self.holdings.admit(seq, found, plan)
+            self.page_manager.admit(seq, found, plan)
             seq.slot = heappop(self._free_slots)
             seq.goal = len(seq.tokens)
             seq.is_pure = seq.was_admitted = True
@@ -492,7 +492,7 @@ class Scheduler:
         """Why there is nothing to launch."""
         if self._unread:
             return "results"
-        if self.holdings.transfers.num_under_way:
+        if self.page_manager.transfers.num_under_way:
             return "copies"
         if self.is_paused:
             return "pause"

@@ -52,7 +52,7 @@ class Restore:
 
 
 class Sequence:
-    """State of a sequence; equal only to itself. The scheduler and `Holdings` write it."""
+    """State of a sequence; equal only to itself. The scheduler and `PageManager` write it."""
 
     __slots__ = (
         "cap",

@@ -1,9 +1,10 @@
 """A model that its caller keeps: the engine runs modules of its own over the same weights, and notices other weights.
 
 The caller's modules are never touched, so it can train them before, between and after answers. Weights lie in memory
-once; what a GPU's fused products join (stack.py) is copied. In-place operations count a tensor's version, other memory
-has another address: both are asked after before every step. Fused optimizers and what is written through `.data` count
-nothing: before a request begins, and where a pause ends, sums of all weights that can learn are compared as well.
+once; what a GPU's fused products join (fused_linear.py) is copied. In-place operations count a tensor's version, other
+memory has another address: both are asked after before every step. Fused optimizers and what is written through
+`.data` count nothing: before a request begins, and where a pause ends, sums of all weights that can learn are compared
+as well.
 """
 
 from collections.abc import Mapping

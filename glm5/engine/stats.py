@@ -62,7 +62,7 @@ def stats(
     simulated_acceptance: float | None,
 ) -> dict[str, Any]:
     """Everything, as JSON. `num_held`: answers that wait for a grammar or a lookup before they reach the scheduler."""
-    pool, found = scheduler.holdings.pool, scheduler.stats
+    pool, found = scheduler.page_manager.pool, scheduler.stats
     num_running = len(scheduler.prompting) + len(scheduler.decoding)
     return {
         "requests": counters.requests,

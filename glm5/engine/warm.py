@@ -98,7 +98,7 @@ def _warm_passes(runner: Runner, graphs: PassGraphs, on_progress: Progress) -> W
     for done, of in graphs.capture_all(drafts=runner.max_depth > 0):
         on_progress("capturing passes", done / of)
     assert runner.passes.num_rows is not None
-    runner.sample_nobody(runner.passes.num_rows)
+    runner.sample_padding(runner.passes.num_rows)
     synchronize(device)
     left, _ = torch.cuda.mem_get_info(device)
     return Warmth(0.0, time.monotonic() - began, graphs.graphs.num_captured, mark_ready(), max(0, free - left))

@@ -1,6 +1,6 @@
 """Routed experts, stacked: the seam through which expert formats and expert dispatch enter the model.
 
-`impl` names the implementation of `grouped_experts` or `coded_experts` that they run (lowering.py sets it).
+`impl` names the implementation of `grouped_experts` or `quantized_experts` that they run (lowering.py sets it).
 """
 
 from typing import Literal
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
-from glm5.kernels.coded import Coded, Form
-from glm5.kernels.coded_experts import coded_experts
 from glm5.kernels.grouped_experts import grouped_experts
+from glm5.kernels.quantized_experts import quantized_experts
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.model.direct import Direct
 
 
@@ -58,8 +58,8 @@ class BlockScaledExperts(Direct):
         return grouped_experts(x_TD, gate_up, down, weight_TA, expert_TA, impl=self.impl)
 
 
-class CodedExperts(Direct):
-    """The same with weights as codes under scales, and rows quantized where `form` says so (kernels/coded.py).
+class QuantizedExperts(Direct):
+    """The same with weights as codes under scales, and rows quantized where `form` says so (kernels.quantized_weight).
 
     `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], of 4-bit codes two a byte; `gate_up_proj_scale` [E, 2F, G] and
     `down_proj_scale` [E, D, G], float32.
@@ -67,7 +67,7 @@ class CodedExperts(Direct):
 
     impl: Literal["auto", "invariant"] = "auto"
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, form: Form):
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, form: WeightFormat):
         super().__init__()
         self.form = form
 
@@ -85,6 +85,6 @@ class CodedExperts(Direct):
 
     def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor, plus_TD: Tensor | None = None) -> Tensor:
         """Likewise; `plus_TD` is added."""
-        gate_up = Coded(self.gate_up_proj, self.gate_up_proj_scale, self.form)
-        down = Coded(self.down_proj, self.down_proj_scale, self.form)
-        return coded_experts(x_TD, gate_up, down, weight_TA, expert_TA, plus_TD, impl=self.impl)
+        gate_up = QuantizedWeight(self.gate_up_proj, self.gate_up_proj_scale, self.form)
+        down = QuantizedWeight(self.down_proj, self.down_proj_scale, self.form)
+        return quantized_experts(x_TD, gate_up, down, weight_TA, expert_TA, plus_TD, impl=self.impl)

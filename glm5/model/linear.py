@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
-from glm5.kernels.coded import Coded, Form
-from glm5.kernels.coded_linear import coded_linear
 from glm5.kernels.fp8_linear import fp8_linear
+from glm5.kernels.quantized_linear import quantized_linear
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.model.direct import Direct
 
 
@@ -53,13 +53,13 @@ class BlockScaledLinear(Direct):
         return self.block_scaled.dequantize(dtype)
 
 
-class CodedLinear(Direct):
+class QuantizedLinear(Direct):
     """y = x W^T with a weight as codes under scales, and x quantized per row where `form` says so.
 
-    `weight` [O, I] int8 or e4m3, or two 4-bit codes a byte [O, I / 2]; `weight_scale` [O, G] float32 (kernels.coded).
+    `weight` [O, I] int8 or e4m3, or two 4-bit codes a byte [O, I / 2]; `weight_scale` [O, G] float32.
     """
 
-    def __init__(self, in_features: int, out_features: int, form: Form):
+    def __init__(self, in_features: int, out_features: int, form: WeightFormat):
         super().__init__()
         self.form = form
         weight = torch.empty(out_features, in_features // form.per_byte, dtype=form.dtype)
@@ -68,12 +68,12 @@ class CodedLinear(Direct):
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
 
     @property
-    def coded(self) -> Coded:
-        return Coded(self.weight, self.weight_scale, self.form)
+    def quantized_weight(self) -> QuantizedWeight:
+        return QuantizedWeight(self.weight, self.weight_scale, self.form)
 
     def forward(self, x: Tensor) -> Tensor:
-        return coded_linear(x, self.coded)
+        return quantized_linear(x, self.quantized_weight)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight [O, I], rounded once to `dtype`."""
-        return self.coded.dequantize(dtype)
+        return self.quantized_weight.dequantize(dtype)

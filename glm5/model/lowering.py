@@ -7,11 +7,11 @@ from torch import Tensor
 
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
-from glm5.kernels.coded import Form
 from glm5.kernels.invariant import WIDTH_UNIT, has_alike_rows
-from glm5.model.experts import BlockScaledExperts, CodedExperts, Experts
+from glm5.kernels.quantized_weight import WeightFormat
+from glm5.model.experts import BlockScaledExperts, Experts, QuantizedExperts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
+from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
 from glm5.model.mlp import MLP
 from glm5.model.moe import Router
 from glm5.model.mtp import Rotation
@@ -39,10 +39,10 @@ def use_block_scaled(model: Glm5, module_names: Iterable[str]) -> None:
         _replace(model, name, _block_scaled_form)
 
 
-def use_coded(model: Glm5, forms: Mapping[str, Form]) -> None:
+def use_quantized(model: Glm5, forms: Mapping[str, WeightFormat]) -> None:
     """Replace `Linear` and `Experts` modules by those that hold codes of a form, by name; likewise."""
     for name, form in forms.items():
-        _replace(model, name, lambda path, module, form=form: _coded_form(path, module, form))
+        _replace(model, name, lambda path, module, form=form: _quantized_form(path, module, form))
 
 
 def empty_like(model: Glm5) -> Glm5:
@@ -53,8 +53,9 @@ def empty_like(model: Glm5) -> Glm5:
         use_block_scaled(
             empty, [name for name, kind in kinds.items() if isinstance(kind, BlockScaledLinear | BlockScaledExperts)]
         )
-        use_coded(
-            empty, {name: kind.form for name, kind in kinds.items() if isinstance(kind, CodedLinear | CodedExperts)}
+        use_quantized(
+            empty,
+            {name: kind.form for name, kind in kinds.items() if isinstance(kind, QuantizedLinear | QuantizedExperts)},
         )
         if any(isinstance(kind, Rotation) for kind in kinds.values()):
             empty.mtp.turn()
@@ -80,14 +81,14 @@ def _block_scaled_form(name: str, module: torch.nn.Module) -> BlockScaledLinear 
             raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts have an FP8 form")
 
 
-def _coded_form(name: str, module: torch.nn.Module, form: Form) -> CodedLinear | CodedExperts:
+def _quantized_form(name: str, module: torch.nn.Module, form: WeightFormat) -> QuantizedLinear | QuantizedExperts:
     match module:
         case Linear():
             out_features, in_features = module.weight.shape
-            return CodedLinear(in_features, out_features, form)
+            return QuantizedLinear(in_features, out_features, form)
         case Experts():
             num_experts, hidden_size, intermediate_size = module.down_proj.shape
-            return CodedExperts(num_experts, hidden_size, intermediate_size, form)
+            return QuantizedExperts(num_experts, hidden_size, intermediate_size, form)
         case _:
             raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts have a form of codes")
 
@@ -109,7 +110,7 @@ def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
     if model.device.type == "cpu":
         _check_products(model)
     for module in model.modules():
-        if isinstance(module, Experts | BlockScaledExperts | CodedExperts | Router | MLP):
+        if isinstance(module, Experts | BlockScaledExperts | QuantizedExperts | Router | MLP):
             module.impl = "invariant"
 
 
@@ -135,7 +136,7 @@ def weight_kinds(model: Glm5) -> list[str]:
     """Names of the formats of its quantized weights: FP8, w8a8, w4a8-g128-fp8."""
     kinds: dict[str, None] = {}
     for module in model.modules():
-        if isinstance(module, CodedLinear | CodedExperts):
+        if isinstance(module, QuantizedLinear | QuantizedExperts):
             kinds[str(module.form)] = None
         elif isinstance(module, BlockScaledLinear | BlockScaledExperts):
             kinds["FP8"] = None

@@ -2,7 +2,7 @@
 
     one shot     few rows: every rank sends its part to all others (kernels/all_reduce/triton.py)
     two shots    more rows: each piece has an owner that adds it up; whole prompts some rows after the other
-    dealt        prompts: each rank keeps the rows that it adds up (triton_dealt.py)
+    dealt        prompts: each rank keeps the rows that it adds up (triton_sharded.py)
     NCCL         where there is no symmetric memory, in two collectives
 
 All of them add in the order of ranks, in float32, and round once. (NCCL's own all-reduce would round at every hop.)
@@ -22,8 +22,8 @@ from torch._C import _distributed_c10d
 from torch._C._autograd import DeviceType
 
 from glm5.kernels.all_reduce import all_reduce_reference
-from glm5.kernels.all_reduce.part import Part, summed
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.all_reduce.part import PartialSum, summed
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.row_codes import Kind, Quantized, room
 from glm5.kernels.triton_support import installed
 from glm5.parallel.group import joined, rows_of
@@ -75,7 +75,7 @@ class CudaGroup:
         return self.all_reduce_nccl(part) if total is None else total[0]
 
     def add_rms_norm(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: Tensor | ExpertOutputs, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         quantized = room(part.shape[0], part.shape[1], quantize, self.device) if quantize else None
         both = self._reduced(part, (residual_TD, weight_D, eps), quantized)
@@ -83,25 +83,25 @@ class CudaGroup:
             return joined(self.all_reduce_nccl(summed(part)), residual_TD, weight_D, eps, quantize=quantize)
         return *both, quantized
 
-    def add_rms_norm_dealt(
-        self, part: Part, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    def add_rms_norm_sharded(
+        self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         if self.buffers is not None:
-            from glm5.kernels.all_reduce.triton_dealt import can_deal, dealt
+            from glm5.kernels.all_reduce.triton_sharded import can_deal, dealt
 
             if can_deal(self.buffers, part):
                 quantized = room(len(residual_OD), part.shape[1], quantize, self.device) if quantize else None
                 return *dealt(self.buffers, part, (residual_OD, weight_D, eps), quantized), quantized
-        new_OD = self._dealt_nccl(summed(part)).view_as(residual_OD)
+        new_OD = self._sharded_nccl(summed(part)).view_as(residual_OD)
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:
         if self.buffers is not None and _has_words(part):
-            from glm5.kernels.all_reduce import triton, triton_dealt
+            from glm5.kernels.all_reduce import triton, triton_sharded
 
             out = triton.gather(self.buffers, part)
             if out is None:
-                out = triton_dealt.gather(self.buffers, part.contiguous().view(-1))[0].view(-1, *part.shape)
+                out = triton_sharded.gather(self.buffers, part.contiguous().view(-1))[0].view(-1, *part.shape)
             return out
         part = part.contiguous()
         out = torch.empty((self.shard.size, *part.shape), dtype=part.dtype, device=part.device)
@@ -112,13 +112,13 @@ class CudaGroup:
     def gather_rows(self, *parts: Tensor) -> Sequence[Tensor]:
         if self.buffers is None or not all(map(_has_words, parts)):
             return rows_of(self, parts)
-        from glm5.kernels.all_reduce.triton_dealt import gather
+        from glm5.kernels.all_reduce.triton_sharded import gather
 
         return gather(self.buffers, *parts)
 
     def _reduced(
         self,
-        part: Tensor | Terms,
+        part: Tensor | ExpertOutputs,
         norm: tuple[Tensor, Tensor, float] | None,
         quantized: Quantized | None = None,
     ) -> tuple[Tensor, Tensor] | None:
@@ -143,10 +143,10 @@ class CudaGroup:
         if count % size:
             flat = torch.nn.functional.pad(flat, (0, -count % size))
         total = torch.empty_like(flat)
-        dist.all_gather_into_tensor(total, self._dealt_nccl(flat))
+        dist.all_gather_into_tensor(total, self._sharded_nccl(flat))
         return total[:count].view(part.shape)
 
-    def _dealt_nccl(self, part: Tensor) -> Tensor:
+    def _sharded_nccl(self, part: Tensor) -> Tensor:
         """This rank's share of the sum, flat."""
         part = part.contiguous().view(self.shard.size, -1)
         parts = torch.empty_like(part)

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.all_reduce import all_reduce_reference, is_turned
-from glm5.kernels.all_reduce.part import Part, summed
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.all_reduce.part import PartialSum, summed
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.row_codes import Kind, Quantized
 from glm5.parallel.table import Shard
 
@@ -39,14 +39,14 @@ class Group(Protocol):
         ...
 
     def add_rms_norm(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: Tensor | ExpertOutputs, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         """(out, sum, its codes if asked for): `kernels.add_rms_norm` of the `all_reduce` of `part`; terms are added up
         before, or on their way."""
         ...
 
-    def add_rms_norm_dealt(
-        self, part: Part, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    def add_rms_norm_sharded(
+        self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         """The same of this rank's rows alone, the `rank`-th of `size` equal shares."""
         ...
@@ -77,12 +77,12 @@ class GlooGroup:
         return all_reduce_reference(self.all_gather(part))
 
     def add_rms_norm(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: Tensor | ExpertOutputs, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         return joined(self.all_reduce(summed(part)), residual_TD, weight_D, eps, quantize=quantize)
 
-    def add_rms_norm_dealt(
-        self, part: Part, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    def add_rms_norm_sharded(
+        self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         new_OD = self.all_reduce(summed(part)).unflatten(0, (self.shard.size, -1))[self.shard.rank]
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
@@ -163,12 +163,12 @@ class Alone:
         return part
 
     def add_rms_norm(
-        self, part: Tensor | Terms, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+        self, part: Tensor | ExpertOutputs, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         return joined(summed(part), residual_TD, weight_D, eps, quantize=quantize)
 
-    def add_rms_norm_dealt(
-        self, part: Part, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
+    def add_rms_norm_sharded(
+        self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         return joined(summed(part), residual_OD, weight_D, eps, quantize=quantize)
 

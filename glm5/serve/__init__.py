@@ -4,6 +4,6 @@ path     generation (job -> steps), prompting (conversation -> prompt, reader, g
 OpenAI   chat, completions, tokens, models      body: bodies, refusals by name      logprob_forms, call_grammar
 others   anthropic, sglang
 door     app, access (keys, limits), incoming (sizes), disconnect (leaving aborts), errors, documents
-running  server, supervise, state, health, metered (figures, metrics, bounds), watch, admin, tracing
+running  server, supervise, state, health, metered (server_metrics, metrics, bounds), watch, admin, tracing
 pages    chat and dashboard for people, from page/
 """

@@ -23,11 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from glm5.common.log import REQUEST_ID
 from glm5.serve.call import Call, begin
 from glm5.serve.errors import ApiError, error_response
-from glm5.serve.figures import Figures
 from glm5.serve.health import draining
 from glm5.serve.hosts import Hosts
 from glm5.serve.keys import ANYONE, KeyRing, Tenant
 from glm5.serve.limits import Limits
+from glm5.serve.server_metrics import ServerMetrics
 from glm5.serve.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -58,10 +58,10 @@ class Access:
     """ASGI middleware around the application."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: KeyRing, hosts: Hosts, limits: Limits, state: ServerState, figures: Figures
+        self, app: ASGIApp, *, keys: KeyRing, hosts: Hosts, limits: Limits, state: ServerState, metrics: ServerMetrics
     ):
         self.app, self.keys, self.hosts, self.limits = app, keys, hosts, limits
-        self.state, self.figures = state, figures
+        self.state, self.metrics = state, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,7 +80,7 @@ class Access:
             else:
                 await self._counted(call, scope, receive, sending)
         except ApiError as error:
-            self.figures.refused.add(1, error.code or str(error.status))
+            self.metrics.refused.add(1, error.code or str(error.status))
             await error_response(error, path)(scope, receive, sending)
         finally:
             self._note(call, scope, sending.status, time.monotonic() - start, is_open=is_open)
@@ -135,7 +135,7 @@ class Access:
         route: Any = scope.get("route")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         kind = "left" if status is None else f"{status // 100}xx"
-        self.figures.http.add(1, method, getattr(route, "path", "none"), kind)
+        self.metrics.http.add(1, method, getattr(route, "path", "none"), kind)
         level = logging.DEBUG if is_open or scope["path"] in _WATCHED else logging.INFO
         # As it was sent, percent signs and all: a decoded path may hold line feeds.
         path, fields = scope["raw_path"].decode("ascii", "replace"), {"tenant": call.tenant.name, "seconds": seconds}

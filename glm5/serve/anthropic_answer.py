@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from glm5.serve.encrypted_reasoning import mark, seal
 from glm5.serve.generation import Step, Usage
-from glm5.serve.sealed import mark, seal
 from glm5.serve.segments import Begun, Ended, Grown, Segment, Segments
 
 WireEvent = dict[str, Any]

@@ -18,11 +18,11 @@ CLEAR_THINKING = "clear_thinking_20251015"
 INTERLEAVED = "interleaved-thinking"  # begins the name of a beta
 
 
-class _Part(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class ThinkingConfig(_Part):
+class ThinkingConfig(_StrictModel):
     """`adaptive` thinks without a budget. `display` "omitted": what is thought is not shown, and travels in the
     signature. `clear_thinking`: Z.ai's; forget what was thought in earlier turns."""
 
@@ -32,7 +32,7 @@ class ThinkingConfig(_Part):
     clear_thinking: bool | None = None
 
 
-class ChoiceConfig(_Part):
+class ChoiceConfig(_StrictModel):
     """Whether and which tools are used. `name`: with the type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -40,14 +40,14 @@ class ChoiceConfig(_Part):
     disable_parallel_tool_use: bool | None = None
 
 
-class Format(_Part):
+class Format(_StrictModel):
     """What the text of the answer must look like."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(_Part):
+class OutputConfig(_StrictModel):
     """`effort`: of thinking, where the model's template has one."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 from glm5.chat.message import Message, Tool
 from glm5.common.errors import RequestError
-from glm5.serve.sealed import unseal
+from glm5.serve.encrypted_reasoning import unseal
 
 _TEXT_ONLY = "the model reads text alone"
 _ROLES = ("user", "assistant", "system")

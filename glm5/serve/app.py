@@ -33,12 +33,12 @@ from glm5.serve import (
 )
 from glm5.serve.access import Access
 from glm5.serve.disconnect import CancelOnDisconnect
-from glm5.serve.figures import Figures
 from glm5.serve.hosts import Hosts
 from glm5.serve.incoming import BoundedBody
 from glm5.serve.keys import KeyRing
 from glm5.serve.limits import Limits
 from glm5.serve.metered import Bounds, MeteredEngine
+from glm5.serve.server_metrics import ServerMetrics
 from glm5.serve.service import Engine, Service
 from glm5.serve.state import ServerState
 from glm5.serve.tracing import Tracing
@@ -62,11 +62,11 @@ def create_app(
     traced: dict[str, Any] = {} if tracing is None else {"telemetry": {"tracer_provider": tracing.provider}}
     app = FastAPI(title="glm5", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, **traced)
     names = config.served_model_name or (config.model,)
-    figures, state, limits = Figures(names[0]), state or ServerState(), _limits(config)
+    metrics, state, limits = ServerMetrics(names[0]), state or ServerState(), _limits(config)
     bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout)
     shows = tokenizer if config.enable_log_requests else None
-    metered = MeteredEngine(engine, figures, limits, bounds, shows, tracing)
-    service = Service(metered, template, tokenizer, names, config.model, state, figures, config.profile_dir)
+    metered = MeteredEngine(engine, metrics, limits, bounds, shows, tracing)
+    service = Service(metered, template, tokenizer, names, config.model, state, metrics, config.profile_dir)
     app.state.service, app.state.probe = service, health.Probe()
     apis = (chat, completions, responses, anthropic, sglang, sglang_info, vllm_info, tokens)
     for part in (*apis, models, health, watch, admin, pages):
@@ -78,7 +78,7 @@ def create_app(
     app.add_middleware(CancelOnDisconnect)
     keys = keys or KeyRing()
     hosts = Hosts(None if keys.is_needed and not config.allowed_hosts else (*config.allowed_hosts, config.host))
-    app.add_middleware(Access, keys=keys, hosts=hosts, limits=limits, state=state, figures=figures)
+    app.add_middleware(Access, keys=keys, hosts=hosts, limits=limits, state=state, metrics=metrics)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

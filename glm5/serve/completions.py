@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
-from glm5.engine.asking import Options
+from glm5.engine.request_builder import Options
 from glm5.serve.body import body_of, described
 from glm5.serve.call import answer_id
 from glm5.serve.chat import failed

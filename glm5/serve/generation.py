@@ -18,8 +18,8 @@ from glm5.chat.events import ContentDelta, Event, ToolCallEnd
 from glm5.chat.parser import CALL, THINK_END, Functions, OutputParser
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import EngineDead
-from glm5.engine.asking import Options
 from glm5.engine.outputs import Delta, Logprob
+from glm5.engine.request_builder import Options
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import RoutedExperts
 from glm5.serve.call import caller

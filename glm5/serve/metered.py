@@ -21,8 +21,8 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import Policy
 from glm5.serve.call import caller, current
 from glm5.serve.errors import ApiError
-from glm5.serve.figures import Figures, Measured
 from glm5.serve.limits import Limits
+from glm5.serve.server_metrics import Measured, ServerMetrics
 from glm5.serve.service import Engine
 from glm5.serve.tracing import Tracing
 
@@ -47,20 +47,20 @@ class MeteredEngine:
     def __init__(
         self,
         engine: Engine,
-        figures: Figures,
+        metrics: ServerMetrics,
         limits: Limits,
         bounds: Bounds | None = None,
         shows: Tokenizer | None = None,
         tracing: Tracing | None = None,
     ):
-        self.engine, self.figures, self.limits = engine, figures, limits
+        self.engine, self.metrics, self.limits = engine, metrics, limits
         self.bounds = bounds or Bounds()
         self._shows, self._tracing = shows, tracing
 
     def replace(self, engine: Engine) -> None:
         """Another engine answers from now on."""
         self.engine = engine
-        self.figures.restarts.add(1)
+        self.metrics.restarts.add(1)
 
     @property
     def max_model_len(self) -> int:
@@ -101,7 +101,7 @@ class MeteredEngine:
             try:
                 self.limits.grow(call, params.n)
             except ApiError as error:
-                self.figures.refused.add(1, error.code or str(error.status))
+                self.metrics.refused.add(1, error.code or str(error.status))
                 raise
 
     @asynccontextmanager
@@ -121,7 +121,7 @@ class MeteredEngine:
         asked = self.engine.generate(
             prompt_ids, params, request_id=request_id, cache_salt=tenant.salted(cache_salt), **options
         )
-        measured = Measured(self.figures, tenant.name, len(prompt_ids), params.n)
+        measured = Measured(self.metrics, tenant.name, len(prompt_ids), params.n)
         traced = self._tracing.request(request_id, params, measured) if self._tracing is not None else nullcontext()
         try:
             async with asked as deltas:

@@ -16,7 +16,7 @@ from glm5.chat.message import normalize_messages, normalize_tools
 from glm5.chat.parser import CALL, THINK_END, Functions
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import RequestError
-from glm5.engine.asking import Options
+from glm5.engine.request_builder import Options
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.serve.call_grammar import CallGrammar
 from glm5.serve.errors import named

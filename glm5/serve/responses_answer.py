@@ -17,12 +17,12 @@ from typing import Any
 
 from glm5.chat.parser import CALL, CALL_END, THINK_END
 from glm5.engine.sampling.params import SamplingParams
+from glm5.serve.encrypted_reasoning import seal
 from glm5.serve.errors import ApiError
 from glm5.serve.generation import LogprobRow, Reader, Step, Usage
 from glm5.serve.logprob_forms import Speller, chat_logprobs
 from glm5.serve.responses_body import ResponsesBody
 from glm5.serve.responses_input import new_id
-from glm5.serve.sealed import seal
 from glm5.serve.segments import Begun, Ended, Grown, Kind, Segment, Segments
 
 WireEvent = dict[str, Any]

@@ -28,11 +28,11 @@ _OF_OTHER_TOOLS = (
 )
 
 
-class _Part(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class Reasoning(_Part):
+class Reasoning(_StrictModel):
     """`effort`: none switches it off. `context`: whether what was thought in earlier turns is kept. Reasoning is told
     as it is; there is no `summary` of it."""
 
@@ -43,14 +43,14 @@ class Reasoning(_Part):
     mode: Literal["standard"] | None = None
 
 
-class TextConfig(_Part):
+class TextConfig(_StrictModel):
     """`format`: text, json_object or json_schema."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class StreamOptions(_Part):
+class StreamOptions(_StrictModel):
     """Events are never padded."""
 
     include_obfuscation: Literal[False] | None = None

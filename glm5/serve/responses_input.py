@@ -15,7 +15,7 @@ from typing import Any
 
 from glm5.chat.message import Message
 from glm5.common.errors import RequestError
-from glm5.serve.sealed import unseal
+from glm5.serve.encrypted_reasoning import unseal
 
 Item = Mapping[str, Any]
 

@@ -16,9 +16,9 @@ from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.wire import Policy
-from glm5.serve.figures import Figures
 from glm5.serve.responses_store import ResponseStore
 from glm5.serve.running import Running
+from glm5.serve.server_metrics import ServerMetrics
 from glm5.serve.state import ServerState
 
 MAX_WEIGHT_NAMES = 1000  # the oldest are forgotten: no answer goes on through so many updates
@@ -65,7 +65,7 @@ class Service:
     model_names: tuple[str, ...]
     root: str
     state: ServerState
-    figures: Figures
+    metrics: ServerMetrics
     profile_dir: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     # Names of unknown request fields that were logged already.

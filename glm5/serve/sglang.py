@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
-from glm5.engine.asking import Options
+from glm5.engine.request_builder import Options
 from glm5.engine.sampling.params import SamplingParams
 from glm5.serve.body import body_of, described, log_unknown
 from glm5.serve.call import caller

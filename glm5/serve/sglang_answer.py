@@ -50,7 +50,7 @@ class _Prompt:
     experts: list[RoutedExperts] = field(default_factory=list)
 
 
-class Growing:
+class PartialAnswer:
     """One answer to a prompt, as it grows."""
 
     def __init__(self, prompt: _Prompt, answer_id: str, service: Service):
@@ -171,7 +171,7 @@ class Answers:
         self.num_answers = num_answers
         self._prompts = [_Prompt(one) for one in asked]
         self._growing = [
-            Growing(prompt, prompt.asked.id if num_answers == 1 else f"{prompt.asked.id}_{index}", service)
+            PartialAnswer(prompt, prompt.asked.id if num_answers == 1 else f"{prompt.asked.id}_{index}", service)
             for prompt in self._prompts
             for index in range(num_answers)
         ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from glm5.common.extras import require
 from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.figures import Measured
+from glm5.serve.server_metrics import Measured
 
 
 class Tracing:

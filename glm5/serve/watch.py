@@ -16,15 +16,15 @@ STATS_SECONDS = 1.0  # an engine in the middle of a long step answers after it; 
 @router.get("/metrics", response_class=Response)
 async def metrics(service: Service = Depends(get_service)) -> Response:
     """Counters, gauges and histograms under vLLM's names, in Prometheus' text format."""
-    figures = service.figures
+    found = service.metrics
     try:
         async with asyncio.timeout(STATS_SECONDS):
-            figures.take_stats(await service.engine.stats())
+            found.take_stats(await service.engine.stats())
     except TimeoutError:
         pass
     except GlmError:
-        for gauge in (figures.running, figures.waiting, figures.kv_usage):
+        for gauge in (found.running, found.waiting, found.kv_usage):
             gauge.set(0)
-    figures.up.set(service.state.not_serving is None and service.engine.stopped_because is None)
-    figures.in_flight.set(service.state.num_active)
-    return Response(figures.page.text(), media_type=CONTENT_TYPE)
+    found.up.set(service.state.not_serving is None and service.engine.stopped_because is None)
+    found.in_flight.set(service.state.num_active)
+    return Response(found.page.text(), media_type=CONTENT_TYPE)

@@ -25,8 +25,8 @@ from glm5.train.lora import adapt
 from glm5.train.optim.table import rule_of
 from glm5.train.qat import check_widths
 from glm5.train.schedule import Schedule
+from glm5.train.stage_trainer import device_of
 from glm5.train.stages import choose_parameters, longer, losses_of, phase_of
-from glm5.train.trainee import device_of
 from glm5.train.watch import flops_per_token
 
 EFFICIENCY = 0.3

@@ -24,15 +24,15 @@ from glm5.quant.qat import KEY
 from glm5.train.ahead import Ask, ahead, rows_of
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
-from glm5.train.lora import LoraTrainee
+from glm5.train.lora import LoraTrainer
 from glm5.train.optim.build import Optimizers
 from glm5.train.qat import MARK, STORED, check_widths
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
+from glm5.train.stage_trainer import StageTrainer, device_of
 from glm5.train.stages import longer, losses_of
 from glm5.train.state import Position, Store, clear, locked, writing_to
 from glm5.train.step import Step
-from glm5.train.trainee import Trainee, device_of
 from glm5.train.watch import Silent, Watch, flops_per_token, memory
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ HOST_THREADS = 4
 made sequences, took 1.3 s of a step of a small model for which the GPU worked 0.4 s (docs/tuning.md)."""
 
 
-Makes = Callable[[Recipe, Builder, Mapping[str, Any] | None], Trainee]
+Makes = Callable[[Recipe, Builder, Mapping[str, Any] | None], StageTrainer]
 
 
 def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
@@ -56,7 +56,7 @@ def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
     with locked(out), ordered(recipe):
         if restart:
             clear(out, recipe)
-        return Run(recipe, beside, out, Trainee if recipe.lora is None else LoraTrainee).to_the_end()
+        return Run(recipe, beside, out, StageTrainer if recipe.lora is None else LoraTrainer).to_the_end()
 
 
 @contextmanager
@@ -82,8 +82,8 @@ class Run:
             self.builder.rows(stage)  # whatever is wrong with the data of a later stage is said now
             if stage.qat is not None:
                 check_widths(self.builder.cfg)
-        self.trainee = makes(recipe, self.builder, saved)
-        if not self.trainee.is_first:
+        self.trainer = makes(recipe, self.builder, saved)
+        if not self.trainer.is_first:
             return
         for sentence in longer(recipe, self.builder.cfg):
             logger.warning("%s", sentence)
@@ -105,9 +105,9 @@ class Run:
                     if self.position.stage + 1 == len(self.recipe.stage):
                         break
                     self.position.stage, self.position.step = self.position.stage + 1, 0
-            self.trainee.finish()
+            self.trainer.finish()
             self.position.done = True
-            if self.trainee.is_first:
+            if self.trainer.is_first:
                 with writing_to(self.out / "report.html"):
                     write_report(self.out, self.recipe)
                 self.store.write(self.position, {}, {})
@@ -116,7 +116,7 @@ class Run:
         return best if best.exists() else folder / "last"
 
     def _run_stage(self, before: Optimizers | None, ask: Ask) -> Optimizers:
-        step = self.trainee.begin(self._stage, self._config(), before)
+        step = self.trainer.begin(self._stage, self._config(), before)
         _Stage(self, self._stage, step).run(ask)
         return step.optimizers
 
@@ -134,7 +134,7 @@ class _Stage:
     """The steps of one stage."""
 
     def __init__(self, run: Run, stage: StageConfig, step: Step) -> None:
-        self.run_, self.trainee, self.stage, self.step = run, run.trainee, stage, step
+        self.run_, self.trainer, self.stage, self.step = run, run.trainer, stage, step
         self.recipe, self.position = run.recipe, run.position
         self.schedule = Schedule(stage)
         self.rows = run.builder.rows(stage)
@@ -144,7 +144,7 @@ class _Stage:
         first = self.position.step
         plan = self.recipe.checkpoints
         steps, stop = range(first, self.stage.steps), False
-        says = FINISHING if self.trainee.is_first else ""
+        says = FINISHING if self.trainer.is_first else ""
         with self._watch() as watch, noted_interrupt(says) as interrupted:
             for number, rows in ahead(ask, self.position.stage, self._draws, steps):
                 self._train_on(number, rows, watch)
@@ -154,34 +154,34 @@ class _Stage:
                     figures = self._held_out(watch)
                     if at_checkpoint:
                         self._save_checkpoint(figures)
-                stop = self.trainee.agree(stop=bool(interrupted))
+                stop = self.trainer.agree(stop=bool(interrupted))
                 if stop:
                     break
             if stop:
-                self.trainee.write_state(self.run_.store, self.position)
-                self.trainee.finish()
+                self.trainer.write_state(self.run_.store, self.position)
+                self.trainer.finish()
         if stop:
             logger.warning("stopped at step %d of %s; the same command goes on", self.position.step, self.stage.name)
             raise KeyboardInterrupt
 
     def _watch(self) -> Watch | Silent:
-        if not self.trainee.is_first:
+        if not self.trainer.is_first:
             return Silent()
         return Watch(self.run_.out, self.stage, self.position.step, tensorboard=self.recipe.tensorboard)
 
     def _draws(self, step: int) -> range:
-        return self.trainee.share(self.schedule.draws(step))
+        return self.trainer.share(self.schedule.draws(step))
 
     def _train_on(self, number: int, rows: Sequence[Row], watch: Watch | Silent) -> None:
         began = time.monotonic()
         self.step.cfg = losses_of(self.recipe, self.stage, number)
         lr = self.schedule.lr(number)
         try:
-            figures = self.step.run(self.trainee.batches(self.stage, rows), lr)
+            figures = self.step.run(self.trainer.batches(self.stage, rows), lr)
         except TrainingError as error:
             self._left_out(number, error)
             figures = {}
-        tokens = self.trainee.tokens(sum(len(row.ids) for row in rows))
+        tokens = self.trainer.tokens(sum(len(row.ids) for row in rows))
         seconds = time.monotonic() - began
         self.position.step = number + 1
         self.position.tokens += tokens
@@ -190,7 +190,7 @@ class _Stage:
         figures["optimizer seconds"] = self.step.optimizer_before
         if self.recipe.peak_tflops is not None:
             figures["mfu"] = self.flops * tokens / seconds / self.recipe.peak_tflops / 1e12
-        watch.step(number + 1, figures | {"GiB": memory(self.trainee.device)})
+        watch.step(number + 1, figures | {"GiB": memory(self.trainer.device)})
 
     def _left_out(self, number: int, error: TrainingError) -> None:
         """Count a step that changed nothing; at one too many the run ends, its state on disk."""
@@ -203,8 +203,8 @@ class _Stage:
             logger.warning("%s: %s; left out", where, error)
             return
         self.position.skipped -= 1
-        self.trainee.write_state(self.run_.store, self.position)
-        self.trainee.finish()
+        self.trainer.write_state(self.run_.store, self.position)
+        self.trainer.finish()
         raise TrainingError(
             f"{where}: {error}. The state before it is saved in {self.run_.out}; "
             f"--set skip_steps={self.position.skipped + 1} leaves this step out"
@@ -214,7 +214,7 @@ class _Stage:
         """Figures of the held-out rows; nothing where a source holds none back."""
         if not self.rows.holds_out:
             return {}
-        figures = self.trainee.held_out(self.stage, self._held_out_rows, self.step.phase)
+        figures = self.trainer.held_out(self.stage, self._held_out_rows, self.step.phase)
         watch.held_out(self.position.step, figures)
         return figures
 
@@ -228,18 +228,18 @@ class _Stage:
         folder = store.checkpoint(name, number)
         dtype = self.recipe.checkpoints.dtype if self.stage.qat is None else STORED
         with writing_to(folder):
-            self.trainee.export(folder, dtype, self.run_.builder.assets)
+            self.trainer.export(folder, dtype, self.run_.builder.assets)
             best = self.position.best.get(name)
             loss = figures.get("held-out loss")
             if loss is not None and (best is None or loss < best[0]):
                 self.position.best[name] = [loss, number]
             is_best = self.position.best.get(name) != best
-            if self.trainee.is_first:
+            if self.trainer.is_first:
                 store.point(name, "last", number)
                 if is_best:
                     store.point(name, "best", number)
-        self.trainee.write_state(store, self.position)
-        if self.trainee.is_first:
+        self.trainer.write_state(store, self.position)
+        if self.trainer.is_first:
             store.prune(name, self.recipe.checkpoints.keep)
 
 

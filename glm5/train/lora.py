@@ -24,22 +24,22 @@ from glm5.config.model import ModelConfig
 from glm5.config.step import LoraConfig
 from glm5.config.train import Recipe, StageConfig
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.coded import Coded
 from glm5.kernels.grouped_experts import grouped_experts
-from glm5.model.experts import BlockScaledExperts, CodedExperts
+from glm5.kernels.quantized_weight import QuantizedWeight
+from glm5.model.experts import BlockScaledExperts, QuantizedExperts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
+from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
 from glm5.train.build import Builder
 from glm5.train.optim.build import Optimizers
 from glm5.train.parts import whole_state
+from glm5.train.stage_trainer import StageTrainer, device_of
 from glm5.train.stages import losses_of, phase_of
 from glm5.train.state import Position, Store
 from glm5.train.step import Phase, Step
-from glm5.train.trainee import Trainee, device_of
 
 logger = logging.getLogger(__name__)
 
-AnyLinear = Linear | BlockScaledLinear | CodedLinear
+AnyLinear = Linear | BlockScaledLinear | QuantizedLinear
 
 
 class Frozen(nn.Module):
@@ -76,7 +76,7 @@ class Adapted(Frozen):
 class FrozenExperts(nn.Module):
     """Quantized experts that pass gradients to their input."""
 
-    def __init__(self, base: BlockScaledExperts | CodedExperts):
+    def __init__(self, base: BlockScaledExperts | QuantizedExperts):
         super().__init__()
         self.base = base
 
@@ -88,7 +88,7 @@ class FrozenExperts(nn.Module):
         return _again(run, x_TD, weight_TA)
 
 
-class LoraTrainee(Trainee):
+class LoraTrainer(StageTrainer):
     """A model as its checkpoint stores it, with adapters, which are all that is trained and written."""
 
     def __init__(self, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
@@ -142,9 +142,9 @@ def adapt(model: Glm5, lora: LoraConfig, seed: int) -> dict[str, Adapted]:
             new: nn.Module | None = None
             if isinstance(module, AnyLinear) and leaf in lora.targets:
                 new = adapted[name] = Adapted(module, lora.rank, lora.alpha, model.device)
-            elif isinstance(module, BlockScaledLinear | CodedLinear):
+            elif isinstance(module, BlockScaledLinear | QuantizedLinear):
                 new = Frozen(module)
-            elif isinstance(module, BlockScaledExperts | CodedExperts):
+            elif isinstance(module, BlockScaledExperts | QuantizedExperts):
                 new = FrozenExperts(module)
             if new is not None:
                 setattr(model.get_submodule(parent), leaf, new)
@@ -155,11 +155,11 @@ def adapt(model: Glm5, lora: LoraConfig, seed: int) -> dict[str, Adapted]:
     return adapted
 
 
-def _dense(experts: BlockScaledExperts | CodedExperts, name: str, dtype: torch.dtype) -> Tensor:
+def _dense(experts: BlockScaledExperts | QuantizedExperts, name: str, dtype: torch.dtype) -> Tensor:
     """The stack [E, O, I] of that name as a plain tensor."""
     weight = getattr(experts, name)
-    if isinstance(experts, CodedExperts):
-        return Coded(weight, getattr(experts, f"{name}_scale"), experts.form).dequantize(dtype)
+    if isinstance(experts, QuantizedExperts):
+        return QuantizedWeight(weight, getattr(experts, f"{name}_scale"), experts.form).dequantize(dtype)
     scale = getattr(experts, f"{name}_scale_inv")
     if name == "down_proj":
         return BlockScaled(weight, scale).dequantize(dtype)

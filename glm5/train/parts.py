@@ -25,11 +25,11 @@ DAMAGED = (
     *(pickle.UnpicklingError, struct.error, zipfile.BadZipFile, zlib.error),
 )
 """What reading a file of tensors raises, where it is none, or holds something else."""
-Part = Mapping[str, Any]
+SavedShard = Mapping[str, Any]
 Span = tuple[int, int]
 
 
-def read_parts(state: Mapping[str, Any], folder: Path, rank: int = 0, num_ranks: int = 1) -> list[Part]:
+def read_parts(state: Mapping[str, Any], folder: Path, rank: int = 0, num_ranks: int = 1) -> list[SavedShard]:
     """Of a state file's content: what it names, or the content itself. Tensors are read when they are used.
 
     The files are checked by all of `num_ranks` together, each by one of them. Raises `TrainingError`.
@@ -49,7 +49,7 @@ def read_parts(state: Mapping[str, Any], folder: Path, rank: int = 0, num_ranks:
     ]
 
 
-def _read_part(file: Path, *, check: bool) -> Part:
+def _read_part(file: Path, *, check: bool) -> SavedShard:
     try:
         if check:
             check_bytes(file)
@@ -98,12 +98,12 @@ def whole_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"model": model | buffers(parts), "optimizer": optimizer}
 
 
-def weight_rows(parts: Sequence[Part], name: str, spans: Sequence[Span]) -> Tensor:
+def weight_rows(parts: Sequence[SavedShard], name: str, spans: Sequence[Span]) -> Tensor:
     """Rows of a weight, below each other: [n, C], of a vector [n]."""
     return _rows(parts, name, lambda part: part["weights"][name], spans)
 
 
-def state_rows(parts: Sequence[Part], name: str, spans: Sequence[Span]) -> dict[str, Tensor]:
+def state_rows(parts: Sequence[SavedShard], name: str, spans: Sequence[Span]) -> dict[str, Tensor]:
     """An optimizer's state of a weight: rows as the weight's, numbers as they are. {} where it had none."""
     holders = [part for part in parts if name in part["optimizer"]]
     if not holders:
@@ -115,7 +115,7 @@ def state_rows(parts: Sequence[Part], name: str, spans: Sequence[Span]) -> dict[
     }
 
 
-def buffers(parts: Sequence[Part]) -> dict[str, Tensor]:
+def buffers(parts: Sequence[SavedShard]) -> dict[str, Tensor]:
     return {name: one for part in parts for name, one in part["buffers"].items()}
 
 
@@ -123,7 +123,7 @@ def num_rows(shape: Sequence[int]) -> int:
     return math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
 
 
-def _rows(parts: Sequence[Part], name: str, of: Callable[[Part], Tensor], spans: Sequence[Span]) -> Tensor:
+def _rows(parts: Sequence[SavedShard], name: str, of: Callable[[SavedShard], Tensor], spans: Sequence[Span]) -> Tensor:
     """KeyError where the parts do not hold all of the rows."""
     found: list[tuple[int, Tensor]] = []
     shape: Sequence[int] = ()

@@ -17,9 +17,7 @@ from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from glm5.kernels.best_token import best_token
 from glm5.kernels.block_scaled import BlockScaled, quantize_blocks
-from glm5.kernels.coded import Coded
-from glm5.kernels.coded_experts import coded_experts
-from glm5.kernels.coded_linear import coded_linear
+from glm5.kernels.commit_tokens import CommittedTokens, commit_tokens
 from glm5.kernels.fp8_linear import cuda_rows, fp8_linear
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool, quantize_keys, quantize_latents
 from glm5.kernels.gptq_block import gptq_block
@@ -28,10 +26,12 @@ from glm5.kernels.mla_keys import IndexKeys, PlainLatents, mla_keys_quantized
 from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.mla_values import mla_values_quantized
 from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
+from glm5.kernels.quantized_experts import quantized_experts
+from glm5.kernels.quantized_linear import quantized_linear
+from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope, rope_table
 from glm5.kernels.router import router
-from glm5.kernels.settle import Settled, settle
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.ssz import ssz
 from glm5.kernels.step_rows import step_rows
@@ -39,8 +39,8 @@ from glm5.kernels.store_rows import store_rows
 from glm5.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantized
 from glm5.kernels.top_k import top_k
 from glm5.kernels.weighted_rows import weighted_rows
-from tests.support.coded import FORMS, coded_case, random_coded
 from tests.support.experts import make_experts
+from tests.support.quantized_weights import FORMS, quantized_case, random_quantized
 
 C, R, J, I, Z = 512, 64, 32, 128, 64
 FORM = LatentFormat(C, R)
@@ -177,28 +177,28 @@ def steps() -> None:
         slot_R, offset_R = torch.tensor(places, device="cuda").T.contiguous()
         draft_SK = torch.randint(0, 3, (slots, depth), device="cuda")
         token_R = torch.randint(0, 3, (len(places),), device="cuda")
-        told = Settled(
+        told = CommittedTokens(
             *(torch.zeros(size, dtype=torch.int64, device="cuda") for size in ((4, depth + 1), 4, (4, depth)))
         )
         slot_C = torch.tensor([2, 0, 3, slots - 1], device="cuda")
         position_R = len_S[slot_R] + offset_R
-        settle(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told, impl="triton")
+        commit_tokens(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told, impl="triton")
     best_token(rows(6, 9001), impl="triton")
 
 
-def coded() -> None:
+def quantized() -> None:
     gen = torch.Generator().manual_seed(1)
     for form in (FORMS[i] for i in (0, 2, 3, 5, 7)):
         for T in (1, 8, 70):
-            case = coded_case(T, 6, 2, 256, 128, form, gen).to("cuda", torch.bfloat16)
-            coded_experts(*case, impl="triton")
+            case = quantized_case(T, 6, 2, 256, 128, form, gen).to("cuda", torch.bfloat16)
+            quantized_experts(*case, impl="triton")
             if T <= 8 and form.weight == "int4":
-                coded_experts(*case, impl="cuda")
-            weight = random_coded(gen, form, 132, 384)
-            weight = Coded(weight.codes.cuda(), weight.scale.cuda(), form)
-            coded_linear(rows(T, 384), weight, impl="triton")
+                quantized_experts(*case, impl="cuda")
+            weight = random_quantized(gen, form, 132, 384)
+            weight = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), form)
+            quantized_linear(rows(T, 384), weight, impl="triton")
             if form == FORMS[0]:
-                coded_linear(rows(T, 384), weight, impl="cuda")
+                quantized_linear(rows(T, 384), weight, impl="cuda")
 
 
 def quantization() -> None:
@@ -253,7 +253,7 @@ PARTS: tuple[Callable[[], None], ...] = (
     attention,
     selection,
     steps,
-    coded,
+    quantized,
     quantization,
     training,
 )

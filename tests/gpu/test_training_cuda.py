@@ -15,9 +15,9 @@ from glm5.kernels.sequence_attention import sequence_attention
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.model import Glm5
 from glm5.testing.numerics import rel_rms
-from glm5.train import keeping
+from glm5.train import activation_memory
+from glm5.train.activation_memory import keep
 from glm5.train.batch import Batch
-from glm5.train.keeping import keep
 from glm5.train.masters import Masters
 from glm5.train.optim.build import Optimizers
 from glm5.train.step import Phase, Step
@@ -205,7 +205,7 @@ def test_steps_of_a_model(phase, gen):
 @pytest.mark.parametrize(("recompute", "offload"), [("mlp", False), ("layer", False), (None, True), ("layer", True)])
 def test_less_is_kept(recompute, offload, monkeypatch):
     """The same gradients, and less memory between the passes."""
-    monkeypatch.setattr(keeping, "_SMALL", 1 << 10)
+    monkeypatch.setattr(activation_memory, "_SMALL", 1 << 10)
     cfg = ModelConfig.from_dict(BASE | {"num_nextn_predict_layers": 0, "index_topk": 8})
     batch = Batch(torch.arange(4096) % 60 + 2, torch.ones(4096), [2048, 2048]).to("cuda")
 

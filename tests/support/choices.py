@@ -4,10 +4,10 @@ passes over prompts and then some rows."""
 import torch
 
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.coded import Coded
-from glm5.model.experts import CodedExperts
+from glm5.kernels.quantized_weight import QuantizedWeight
+from glm5.model.experts import QuantizedExperts
 from glm5.model.glm5 import Glm5
-from glm5.model.linear import CodedLinear
+from glm5.model.linear import QuantizedLinear
 from glm5.model.moe import MoE
 from glm5.parallel.table import WHOLE
 from tests.support.steps import Steps, random_ids
@@ -69,7 +69,7 @@ def exact(model):
     """The same weights in float32, dequantized where they are FP8 or codes."""
     with torch.device("meta"):
         other = Glm5(model.cfg.replace(quantization_config=None))
-    weights, stored, coded = {}, model.state_dict(), coded_of(model)
+    weights, stored, quantized = {}, model.state_dict(), quantized_of(model)
     for name, tensor in stored.items():
         if name.endswith(("_scale_inv", "_scale")):
             continue
@@ -77,20 +77,22 @@ def exact(model):
         if scale is not None:
             weights[name] = BlockScaled(tensor, scale).dequantize(torch.float32)
         else:
-            weights[name] = coded[name].dequantize(torch.float32) if name in coded else tensor.float()
+            weights[name] = quantized[name].dequantize(torch.float32) if name in quantized else tensor.float()
     other.load_state_dict(weights, assign=True)
     return other.eval()
 
 
-def coded_of(model):
+def quantized_of(model):
     """Weights that are codes, by name."""
     found = {}
     for path, module in model.named_modules():
-        if isinstance(module, CodedLinear):
-            found[f"{path}.weight"] = module.coded
-        elif isinstance(module, CodedExperts):
+        if isinstance(module, QuantizedLinear):
+            found[f"{path}.weight"] = module.quantized_weight
+        elif isinstance(module, QuantizedExperts):
             for leaf in ("gate_up_proj", "down_proj"):
-                found[f"{path}.{leaf}"] = Coded(getattr(module, leaf), getattr(module, f"{leaf}_scale"), module.form)
+                found[f"{path}.{leaf}"] = QuantizedWeight(
+                    getattr(module, leaf), getattr(module, f"{leaf}_scale"), module.form
+                )
     return found
 
 

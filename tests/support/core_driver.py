@@ -177,7 +177,7 @@ class CoreDriver:
         assert not core.has_work
         kept = core._replies, core._specs, core._reports, core._constrained, core._unread, core.scheduler.live
         assert not any(kept), kept
-        pool = core.scheduler.holdings.pool
+        pool = core.scheduler.page_manager.pool
         assert pool.num_available == pool.num_pages
 
     def _hear(self, update: Update) -> None:

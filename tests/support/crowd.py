@@ -184,9 +184,9 @@ def _leaves_nothing(core: EngineCore, folder: Path) -> None:
     scheduler = core.scheduler
     assert not scheduler.live
     assert not scheduler.has_work
-    pool = scheduler.holdings.pool
+    pool = scheduler.page_manager.pool
     assert pool.num_free == pool.num_pages
-    assert len(scheduler.holdings.tree) == 0
+    assert len(scheduler.page_manager.tree) == 0
     for record in (core._replies, core._specs, core._reports, core._constrained, core._unread):
         assert not record
     assert core.tiering is not None

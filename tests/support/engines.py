@@ -157,7 +157,7 @@ def assert_nothing_left(llm: LLM) -> None:
     assert llm.client.num_unfinished == 0
     assert not core.scheduler.decoding
     stats = core.stats()
-    pool = core.scheduler.holdings.pool
+    pool = core.scheduler.page_manager.pool
     assert pool.num_available == pool.num_pages, stats
 
 

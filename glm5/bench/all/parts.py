@@ -29,7 +29,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Part:
+class BenchCommand:
     """A command that leaves a file of results. `seconds`: expected. `clients`: of a server, which is started before,
     with the flags `server`. The server's port and places of files are not among the words: they decide no result."""
 
@@ -71,7 +71,7 @@ def engine_flags(settings: BenchAllConfig, size: Size) -> list[str]:
     return [*flags, *given]
 
 
-def parts(settings: BenchAllConfig, size: Size, *, kernels: bool) -> list[Part]:
+def parts(settings: BenchAllConfig, size: Size, *, kernels: bool) -> list[BenchCommand]:
     """All of them, in order."""
     latency = ["bench", "latency", "--num-hidden-layers", str(size.layers), *engine_flags(settings, size)]
     latency += ["--input-len", str(settings.input_len)]
@@ -79,7 +79,7 @@ def parts(settings: BenchAllConfig, size: Size, *, kernels: bool) -> list[Part]:
     drafts = ["--num-speculative-tokens", str(DEPTH), "--simulate-acceptance", str(ACCEPTED)]
     sizes = ["--batch", *batches, "--context", *contexts]
     half = ["--output-len", str(max(1, settings.output_len // 2))]
-    found = [Part("steps", (*latency, "--preset", settings.preset, *half, *drafts, *sizes), 180)]
+    found = [BenchCommand("steps", (*latency, "--preset", settings.preset, *half, *drafts, *sizes), 180)]
     load = ["bench", "serve", "--vocab-size", str(preset(settings.preset).vocab_size)]
     load += ["--random-input-len", str(settings.input_len), "--random-output-len", str(settings.output_len)]
     served = tuple(server_flags(settings, size))
@@ -87,12 +87,12 @@ def parts(settings: BenchAllConfig, size: Size, *, kernels: bool) -> list[Part]:
         seconds = _SERVE_SECONDS.get(clients, 300) * settings.requests / 8
         number = ["--max-concurrency", str(clients), "--num-prompts", str(clients * settings.requests)]
         command = (*load, *number, "--seed", str(clients))
-        found.append(Part(f"serve-{clients}", command, seconds, clients, served))
+        found.append(BenchCommand(f"serve-{clients}", command, seconds, clients, served))
     if settings.preset == "glm-5":
         brief = ["--preset", "glm-5.2", "--num-speculative-tokens", "0", "--output-len", str(_BRIEF)]
-        found.append(Part("shared", (*latency, *brief, *sizes), 80))
+        found.append(BenchCommand("shared", (*latency, *brief, *sizes), 80))
     if kernels:
-        found.append(Part("kernels", ("bench", "kernels"), 120))
+        found.append(BenchCommand("kernels", ("bench", "kernels"), 120))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from glm5.bench.all.parts import Part, read
+from glm5.bench.all.parts import BenchCommand, read
 from glm5.bench.all.work import Work
 from glm5.common.atomic import atomic_write
 
@@ -33,7 +33,7 @@ _STEPS = (
 )
 
 
-def entry(parts: list[Part], work: Work) -> dict[str, Any]:
+def entry(parts: list[BenchCommand], work: Work) -> dict[str, Any]:
     """Of the parts that are done, and of what there is of the one that was cut short."""
     size = work.size
     done = {part.name: document for part in parts if (document := work.found(part)) is not None}

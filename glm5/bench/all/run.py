@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from glm5.bench.all.parts import Part, parts, read, size_of
+from glm5.bench.all.parts import BenchCommand, parts, read, size_of
 from glm5.bench.all.record import entry, table, write
 from glm5.bench.all.work import Work
 from glm5.checkpoint.init import write_weightless
@@ -67,7 +67,7 @@ def run(settings: BenchAllConfig, kernels: Path) -> int:
     return 3 if left else 0
 
 
-def _need(missing: Sequence[Part], limit: float) -> str:
+def _need(missing: Sequence[BenchCommand], limit: float) -> str:
     """What to say of parts that take longer than the limit of any run; "" where there are none."""
     seconds = {part.name: math.ceil(part.whole_seconds) for part in missing if part.whole_seconds > limit}
     if not seconds:
@@ -76,7 +76,7 @@ def _need(missing: Sequence[Part], limit: float) -> str:
     return f"expected to take longer than --time-limit {limit:g}: {expected}; give at least {max(seconds.values())}"
 
 
-def _record(results: Path, every: list[Part], work: Work) -> None:
+def _record(results: Path, every: list[BenchCommand], work: Work) -> None:
     """Write the entry, if there is anything to write: what others have measured stays until then."""
     if any(work.found(part) is not None for part in every):
         write(results, work.size.name, entry(every, work))
@@ -89,7 +89,7 @@ class _Clock:
         self.limit, self.ends = limit, time.monotonic() + limit
         self.is_unused = True
 
-    def allows(self, part: Part, seconds: float) -> bool:
+    def allows(self, part: BenchCommand, seconds: float) -> bool:
         """Whether the part, which takes so many seconds from now, is expected to end in time. The first of a run has
         the whole limit, however long what came before took: else the same would be left again next time."""
         if self.is_unused:
@@ -97,11 +97,11 @@ class _Clock:
         return time.monotonic() + seconds <= self.ends
 
 
-def _measure(missing: Sequence[Part], work: Work, clock: _Clock, record: Callable[[], None]) -> list[GlmError]:
+def _measure(missing: Sequence[BenchCommand], work: Work, clock: _Clock, record: Callable[[], None]) -> list[GlmError]:
     """Do the parts for which there is time; the errors of those that failed."""
     failed: list[GlmError] = []
 
-    def measure(part: Part, address: Sequence[str] = (), beside: Process | None = None) -> None:
+    def measure(part: BenchCommand, address: Sequence[str] = (), beside: Process | None = None) -> None:
         clock.is_unused = False
         work.begin(part)
         try:
@@ -138,7 +138,7 @@ def _noted(failed: list[GlmError]) -> Iterator[None]:
         failed.append(error)
 
 
-def _each(some: Sequence[Part], clock: _Clock, measure: Callable[[Part], None]) -> None:
+def _each(some: Sequence[BenchCommand], clock: _Clock, measure: Callable[[BenchCommand], None]) -> None:
     for part in some:
         if clock.allows(part, part.seconds):
             measure(part)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from glm5 import __version__
-from glm5.bench.all.parts import Part, Size, read
+from glm5.bench.all.parts import BenchCommand, Size, read
 from glm5.common.atomic import atomic_write
 
 
@@ -25,21 +25,21 @@ class Work:
     size: Size
     commit: str | None
 
-    def file(self, part: Part) -> Path:
+    def file(self, part: BenchCommand) -> Path:
         return self.folder / f"{part.name}.json"
 
-    def found(self, part: Part) -> dict[str, Any] | None:
+    def found(self, part: BenchCommand) -> dict[str, Any] | None:
         """What the part left, with `partial` where it was cut short."""
         path = self.file(part)
         return read(path) if path.exists() and self._is_own(part) else None
 
-    def is_done(self, part: Part) -> bool:
+    def is_done(self, part: BenchCommand) -> bool:
         """Whether it came to its end, and all requests of a load with it."""
         if (found := self.found(part)) is None:
             return False
         return not found.get("partial") and not any(run["failed"] for run in found.get("runs", ()))
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: BenchCommand) -> None:
         """Note down what the part's result will have come of; one that came of something else goes before that."""
         if self._is_own(part):
             return
@@ -47,14 +47,14 @@ class Work:
         with atomic_write(os.fspath(self._origin_file(part)), "wb") as handle:
             handle.write(msgspec.json.format(msgspec.json.encode(self._origin(part)), indent=1) + b"\n")
 
-    def _is_own(self, part: Part) -> bool:
+    def _is_own(self, part: BenchCommand) -> bool:
         path = self._origin_file(part)
         return path.exists() and read(path) == self._origin(part)
 
-    def _origin_file(self, part: Part) -> Path:
+    def _origin_file(self, part: BenchCommand) -> Path:
         return self.folder / f"{part.name}.origin.json"
 
-    def _origin(self, part: Part) -> dict[str, Any]:
+    def _origin(self, part: BenchCommand) -> dict[str, Any]:
         served = {"preset": self.size.preset, "layers": self.size.layers, "flags": list(part.server)}
         return {
             "commit": self.commit,

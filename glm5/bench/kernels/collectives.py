@@ -18,7 +18,7 @@ from glm5.bench.command import command, need_gpus
 from glm5.bench.kernels.shapes import ACTIVE
 from glm5.bench.ranks import run_ranks
 from glm5.common.console import out
-from glm5.engine.between import MIN_DEALT_ROWS
+from glm5.engine.row_sharding import MIN_SHARDED_ROWS
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
@@ -28,7 +28,7 @@ from glm5.kernels.compile_ahead import missing
 from glm5.kernels.fp8_linear import cuda_rows, fp8_linear
 from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts import FEW_TOKENS
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.parallel.cuda import BUFFER_BYTES, CudaGroup
 from glm5.parallel.group import Group, open_group, store_at
 from glm5.parallel.table import Shard
@@ -84,7 +84,7 @@ def _nccl(part: Tensor) -> Tensor:
     return part
 
 
-def check_dealt(group: CudaGroup) -> None:
+def check_sharded(group: CudaGroup) -> None:
     """Shares of rows and what is gathered of them, between calls of the other ways."""
     (rank, size), eps = group.shard, EPS
     for dtype, budget in BUDGET.items():
@@ -93,7 +93,7 @@ def check_dealt(group: CudaGroup) -> None:
             parts, mine = _parts(group.shard, rows, width, dtype, number), slice(rank * share, (rank + 1) * share)
             residual, weight = _parts(group.shard, 2, rows * width, dtype, 99)[0, 0].view(rows, width), parts[0, 0]
             known = add_rms_norm(all_reduce_reference(parts), residual, weight, eps, impl="reference")
-            run = partial(group.add_rms_norm_dealt, parts[rank], residual[mine], weight, eps, quantize="blocks")
+            run = partial(group.add_rms_norm_sharded, parts[rank], residual[mine], weight, eps, quantize="blocks")
             first = run()
             assert torch.equal(first[1], known[1][mine]), f"dealt {rows=} {width=} {dtype=}: sum"
             error = rel_rms(first[0], known[0][mine].double())
@@ -101,9 +101,10 @@ def check_dealt(group: CudaGroup) -> None:
             assert first[2] is not None
             wide = first[2][0].double() * first[2][1].double().repeat_interleave(128, dim=1)[:, :width]
             assert rel_rms(wide, first[0].double()) < E4M3, f"dealt {rows=} {width=} {dtype=}: FP8"
-            terms = Terms(parts[rank].repeat(3, 1) * 0.3, rows, 2, has_shared=True)
+            terms = ExpertOutputs(parts[rank].repeat(3, 1) * 0.3, rows, 2, has_shared=True)
             ways = [
-                group.add_rms_norm_dealt(x, residual[mine], weight, eps, quantize=None) for x in (terms, summed(terms))
+                group.add_rms_norm_sharded(x, residual[mine], weight, eps, quantize=None)
+                for x in (terms, summed(terms))
             ]
             assert torch.equal(ways[0][1], ways[1][1]), f"terms dealt {rows=} {width=} {dtype=}"
             ways = [group.add_rms_norm(x, residual, weight, eps, quantize=None) for x in (terms, summed(terms))]
@@ -133,10 +134,10 @@ def check_sent(group: CudaGroup) -> None:
         known = add_rms_norm(all_reduce_reference(products), residual, residual[0], eps, impl="reference")
         pending = PendingLinear(x, weights[rank], None)
         for _ in range(REPEATS):
-            got = group.add_rms_norm_dealt(pending, residual[mine], residual[0], eps, quantize=None)
+            got = group.add_rms_norm_sharded(pending, residual[mine], residual[0], eps, quantize=None)
             assert torch.equal(got[1], known[1][mine]), f"sent {rows=} {columns=}: sum"
         wrong = PendingLinear(x, BlockScaled(weights[rank].data, weights[rank].scale * 1.1), None)
-        got = group.add_rms_norm_dealt(wrong, residual[mine], residual[0], eps, quantize=None)
+        got = group.add_rms_norm_sharded(wrong, residual[mine], residual[0], eps, quantize=None)
         assert not torch.equal(got[1], known[1][mine])
 
 
@@ -148,7 +149,7 @@ def _find_sent(group: CudaGroup) -> None:
         x.new_zeros(2048 // group.shard.size, WIDTH),
     )
     with missing():
-        group.add_rms_norm_dealt(PendingLinear(x, weight, None), residual, residual[0], EPS, quantize=None)
+        group.add_rms_norm_sharded(PendingLinear(x, weight, None), residual, residual[0], EPS, quantize=None)
 
 
 def fits(group: CudaGroup, way: str, part: Tensor) -> bool:
@@ -192,7 +193,7 @@ def check(group: CudaGroup) -> dict[str, float]:
     off = group.all_reduce(wrong[group.shard.rank] * (1.1 if group.shard.rank == 0 else 1.0))
     assert rel_rms(off, exact) > 3 * BUDGET[torch.bfloat16], "the budget notices nothing"
     _check_gather(group)
-    check_dealt(group)
+    check_sharded(group)
     check_sent(group)
     return worst
 
@@ -276,8 +277,8 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
                 found[f"+ norm, {name}"] = round(measure(partial(joined, part, part, weight)), 1)
         if count > FEW_TOKENS:
             found |= time_terms(group, part, weight)
-        if count >= MIN_DEALT_ROWS and count % group.shard.size == 0:
-            found |= time_dealt(group, part, weight)
+        if count >= MIN_SHARDED_ROWS and count % group.shard.size == 0:
+            found |= time_sharded(group, part, weight)
         rows.append(found)
         if group.shard.rank == 0:
             out(json.dumps(found))
@@ -290,7 +291,7 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
 
 def time_terms(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
     """Of experts, all rows on every rank."""
-    terms, given = Terms(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True), (part, weight, EPS)
+    terms, given = ExpertOutputs(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True), (part, weight, EPS)
     ways = {
         "experts' terms + norm + FP8": lambda: group.add_rms_norm(terms, *given, quantize="blocks"),
         "their sums + norm + FP8": lambda: group.add_rms_norm(terms.summed(), *given, quantize="blocks"),
@@ -298,16 +299,16 @@ def time_terms(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, floa
     return {name: round(measure(way), 1) for name, way in ways.items()}
 
 
-def time_dealt(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
+def time_sharded(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
     """The same rows dealt out, with norm and FP8; and what is gathered of them: FP8, what GLM-5 makes of its input."""
     mine = part[: len(part) // group.shard.size]
     fp8, latents = mine.to(torch.float8_e4m3fn), mine[:, :LATENTS].contiguous()
     scale, weights = torch.rand(WIDTH // 128, len(mine), device="cuda").T, torch.rand(len(mine), ACTIVE, device="cuda")
-    terms = Terms(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True)
+    terms = ExpertOutputs(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True)
     ways = {
-        "dealt + norm + FP8": partial(group.add_rms_norm_dealt, part, mine, weight, EPS, quantize="blocks"),
-        "experts' terms dealt": partial(group.add_rms_norm_dealt, terms, mine, weight, EPS, quantize="blocks"),
-        "their sums dealt": lambda: group.add_rms_norm_dealt(terms.summed(), mine, weight, EPS, quantize="blocks"),
+        "dealt + norm + FP8": partial(group.add_rms_norm_sharded, part, mine, weight, EPS, quantize="blocks"),
+        "experts' terms dealt": partial(group.add_rms_norm_sharded, terms, mine, weight, EPS, quantize="blocks"),
+        "their sums dealt": lambda: group.add_rms_norm_sharded(terms.summed(), mine, weight, EPS, quantize="blocks"),
         "gathered in FP8": partial(group.all_gather, fp8),
         "with scales and choices": partial(group.gather_rows, fp8, scale, weights, weights),
         f"gathered, {LATENTS} of bfloat16": partial(group.all_gather, latents),
@@ -318,7 +319,7 @@ def time_dealt(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, floa
         pending = PendingLinear(x, weight_OD, act_quant(x))
         ways[f"product of {HEADS}"] = pending.computed
         for name, new in (("and then dealt", pending.computed), ("dealt on its way", lambda: pending)):
-            ways[name] = lambda new=new: group.add_rms_norm_dealt(new(), mine, weight, EPS, quantize="blocks")
+            ways[name] = lambda new=new: group.add_rms_norm_sharded(new(), mine, weight, EPS, quantize="blocks")
     return {name: round(measure(way), 1) for name, way in ways.items()}
 
 

@@ -41,9 +41,9 @@ def linears(ranks: int) -> list[Weight]:
     return whole + sharded if ranks == RANKS[0] else sharded
 
 
-def coded_linears(ranks: int) -> list[Weight]:
-    """The products of a decoder layer whose linear layers are codes, those of one input as one (engine/stack.py). The
-    indexer's wk has no codes, and q_b is alone where no keys are selected.
+def quantized_linears(ranks: int) -> list[Weight]:
+    """The products of a decoder layer whose linear layers are codes, those of one input as one
+    (engine/fused_linear.py). The indexer's wk has no codes, and q_b is alone where no keys are selected.
     """
     heads = HEADS * QK_HEAD // ranks
     return [

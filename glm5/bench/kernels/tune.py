@@ -19,12 +19,12 @@ import torch
 from glm5.bench.kernels.attention import TOP_K, attention_case, selection_case
 from glm5.bench.kernels.case import Case
 from glm5.bench.kernels.clock import measure
-from glm5.bench.kernels.coded import LINEAR_TOKENS, W8A8
-from glm5.bench.kernels.coded import linear_case as coded_linear_case
 from glm5.bench.kernels.experts import experts_case
 from glm5.bench.kernels.glue import router_case
 from glm5.bench.kernels.linear import linear_case
 from glm5.bench.kernels.preparation import queries_case
+from glm5.bench.kernels.quantized import LINEAR_TOKENS, W8A8
+from glm5.bench.kernels.quantized import linear_case as quantized_linear_case
 from glm5.bench.kernels.shapes import (
     ACTIVE,
     EXPERT_INNER,
@@ -37,8 +37,8 @@ from glm5.bench.kernels.shapes import (
     QK_HEAD,
     RANKS,
     ROPE,
-    coded_linears,
     linears,
+    quantized_linears,
 )
 from glm5.common.console import out
 from glm5.kernels import tuned
@@ -50,7 +50,7 @@ MAX_JOBS = 12
 MOST_TOKENS = 8192  # of a step
 _MOST_SHARES = 8
 _FULL = 96  # programs that nearly fill a GPU
-# Of coded_linear in int8, up to so many tokens: (block_o, block_t, block_k, stages, warps, programs). block_t 0: as
+# Of quantized_linear in int8, up to so many tokens: (block_o, block_t, block_k, stages, warps, programs). block_t 0: as
 # many as there are tokens. Inputs are shared for as many programs; 0: not.
 _CODED_CUTS = (
     (16, (
@@ -136,11 +136,11 @@ def _linears() -> Iterator[Subject]:
             yield Subject("fp8_linear", sizes, tokens, _unlike([default, *some]), case)
 
 
-def _coded_linears() -> Iterator[Subject]:
-    from glm5.kernels.coded_linear import cuda, triton
-    from glm5.kernels.coded_linear import tiling as op
+def _quantized_linears() -> Iterator[Subject]:
+    from glm5.kernels.quantized_linear import cuda, triton
+    from glm5.kernels.quantized_linear import tiling as op
 
-    weights = {op.sizes_of(W8A8, w.rows, w.cols): (w, ranks) for ranks in RANKS for w in coded_linears(ranks)}
+    weights = {op.sizes_of(W8A8, w.rows, w.cols): (w, ranks) for ranks in RANKS for w in quantized_linears(ranks)}
     for sizes, (weight, ranks) in weights.items():
         for tokens in LINEAR_TOKENS:
             some = [op.tiling_for(tokens, weight.rows)]
@@ -156,12 +156,12 @@ def _coded_linears() -> Iterator[Subject]:
             some += [op.Tiling(cluster=cluster) for cluster in clusters if cluster <= weight.cols // 256]
 
             def case(tiling: Any, weight: Any = weight, tokens: int = tokens, ranks: int = ranks) -> Case:
-                run = cuda.coded_linear if tiling.cluster else triton.coded_linear
-                return coded_linear_case(W8A8, weight, tokens, ranks, lambda x, w: run(x, w, tiling))
+                run = cuda.quantized_linear if tiling.cluster else triton.quantized_linear
+                return quantized_linear_case(W8A8, weight, tokens, ranks, lambda x, w: run(x, w, tiling))
 
             # Steps of more tokens have as many tiles to choose from.
             upto = MOST_TOKENS if tokens == max(LINEAR_TOKENS) else tokens
-            yield Subject("coded_linear", sizes, upto, _unlike(some), case)
+            yield Subject("quantized_linear", sizes, upto, _unlike(some), case)
 
 
 def _router() -> Iterator[Subject]:
@@ -249,7 +249,7 @@ def _unlike(candidates: Sequence[Any]) -> tuple[Any, ...]:
 
 def subjects(only: str = "") -> list[Subject]:
     """All of them, of one size in order of tokens, whose name contains `only`."""
-    every = (_attention, _scores, _queries, _router, _linears, _coded_linears, _experts)
+    every = (_attention, _scores, _queries, _router, _linears, _quantized_linears, _experts)
     return [subject for some in every for subject in some() if only in subject.name]
 
 

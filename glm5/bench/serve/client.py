@@ -18,7 +18,7 @@ MAX_REPLY = 1 << 26  # bytes of a plain answer; a page of metrics has a few hund
 
 
 @dataclass
-class Said:
+class ReplyText:
     """The answer in words, which the next turn of its conversation repeats."""
 
     text: str = ""
@@ -49,7 +49,7 @@ class Client:
         """Raises ConfigError for a prompt that this route does not take."""
         self._dialect.body(prompt, 1)
 
-    async def ask(self, record: Record, prompt: Prompt, max_tokens: int, tools: Sequence[Message] = ()) -> Said:
+    async def ask(self, record: Record, prompt: Prompt, max_tokens: int, tools: Sequence[Message] = ()) -> ReplyText:
         """Send a request and fill in its record; what it fails of is in `record.error`, None if it did not."""
         body = self._dialect.body(prompt, max_tokens, tools)
         request = self._address.request("POST", self._path, self._headers, body)
@@ -97,7 +97,7 @@ class _Reading:
         self._dialect, self._record = dialect, record
         self._events = Events()
         self._error = bytearray()
-        self.said = Said()
+        self.said = ReplyText()
         self.num_chunks = 0
 
     def receive(self, answer: Answer, piece: bytes, now: float) -> None:

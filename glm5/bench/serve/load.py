@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from glm5.bench.serve.client import Client, Said
+from glm5.bench.serve.client import Client, ReplyText
 from glm5.bench.serve.dialects import Prompt
 from glm5.bench.serve.record import Record
 from glm5.bench.serve.workload import Conversation, extend
@@ -129,7 +129,9 @@ async def _converse(client: Client, outcome: Outcome, number: int, slots: asynci
             slots.release()
 
 
-async def _ask(client: Client, outcome: Outcome, record: Record, prompt: Prompt, conversation: Conversation) -> Said:
+async def _ask(
+    client: Client, outcome: Outcome, record: Record, prompt: Prompt, conversation: Conversation
+) -> ReplyText:
     outcome.records.append(record)
     outcome.running[id(record)] = record
     try:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from glm5.bench.serve.client import Said
+from glm5.bench.serve.client import ReplyText
 from glm5.bench.serve.dialects import Message, Prompt
 from glm5.bench.serve.texts import Source
 from glm5.config.bench_serve import BenchServeConfig
@@ -64,7 +64,7 @@ def generate(settings: BenchServeConfig, source: Source, num_requests: int, clie
             return [_random(settings, source, rng) for _ in range(num_requests)]
 
 
-def extend(prompt: Prompt, said: Said, following: Turn) -> Prompt:
+def extend(prompt: Prompt, said: ReplyText, following: Turn) -> Prompt:
     """The prompt of the next turn: everything so far, the answer, and what comes after it."""
     if isinstance(prompt, str):
         return prompt + said.text + cast("str", following.content)

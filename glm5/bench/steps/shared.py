@@ -1,7 +1,7 @@
 """Prompts on GPUs that share GLM-5, what ranks say to each other included: `python -m glm5.bench.steps.shared`.
 
-One process a GPU. Rows dealt out to ranks (engine/between.py) and, for comparison, all rows on every rank, of one model
-with random weights. Hidden states are the same on every rank and nearly the same both ways, or nothing is timed.
+One process a GPU. Rows dealt out to ranks (engine/row_sharding.py) and, for comparison, all rows on every rank, of one
+model with random weights. Hidden states are the same on every rank and nearly the same both ways, or nothing is timed.
 
 `--of N` gives each rank the widths that it has as one of N: what a machine with more GPUs computes, between fewer.
 """
@@ -19,7 +19,7 @@ from glm5.bench.ranks import run_ranks
 from glm5.bench.steps.__main__ import say
 from glm5.bench.steps.anatomy import kernels_of, timed
 from glm5.bench.steps.case import Prompts, StepCase, rank_config
-from glm5.engine import between
+from glm5.engine import row_sharding
 from glm5.parallel.group import Group, open_group, store_at
 from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
@@ -38,7 +38,7 @@ def rank_main(group: Group, of: int, layers: Sequence[int], loads: Sequence[Prom
         case = StepCase(cfg, loads, fp8=True, device=f"cuda:{group.shard.rank}", group=group)
         for load in loads:
             found: dict[str, Tensor] = {}
-            for way, min_rows in (("whole", sys.maxsize), ("dealt", between.MIN_DEALT_ROWS)):
+            for way, min_rows in (("whole", sys.maxsize), ("dealt", row_sharding.MIN_SHARDED_ROWS)):
                 found[way], milliseconds = _measured(
                     case, group, load, min_rows, anatomy=is_first and count == layers[0]
                 )
@@ -56,7 +56,7 @@ def rank_main(group: Group, of: int, layers: Sequence[int], loads: Sequence[Prom
 
 def _measured(case: StepCase, group: Group, load: Prompts, min_rows: int, *, anatomy: bool) -> tuple[Tensor, float]:
     """(hidden states, milliseconds of a step)."""
-    usual, between.MIN_DEALT_ROWS = between.MIN_DEALT_ROWS, min_rows
+    usual, row_sharding.MIN_SHARDED_ROWS = row_sharding.MIN_SHARDED_ROWS, min_rows
     case.runner.passes.generation += 1  # graphs are captured anew
     try:
         plan, specs = case.enter(load)
@@ -69,7 +69,7 @@ def _measured(case: StepCase, group: Group, load: Prompts, min_rows: int, *, ana
         for kernel in kernels[: _SHOWN * anatomy]:
             say(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
     finally:
-        between.MIN_DEALT_ROWS = usual
+        row_sharding.MIN_SHARDED_ROWS = usual
     return hidden_RD, milliseconds
 
 

@@ -25,7 +25,7 @@ from glm5.config.tensors import count_parameters
 from glm5.parallel.group import Meeting, store_at
 from glm5.train.batch import Batch
 from glm5.train.optim.build import INDEXER, Optimizers
-from glm5.train.parallel.build import Part, build, outline
+from glm5.train.parallel.build import ModelShard, build, outline
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.step import SharedStep, shards_of
 from glm5.train.parallel.team import Team
@@ -139,7 +139,7 @@ def _figures(
 
 
 @torch.no_grad()
-def _randomize(part: Part, rank: int) -> None:
+def _randomize(part: ModelShard, rank: int) -> None:
     gen = torch.Generator(next(iter(part.local.values())).device).manual_seed(rank)
     for name, weight in part.local.items():
         nn.init.ones_(weight) if "norm" in name else weight.normal_(std=0.02, generator=gen)

@@ -23,8 +23,8 @@ from glm5.train.build import Builder
 from glm5.train.evaluate import held_out
 from glm5.train.loop import train
 from glm5.train.recall import attention_recall
+from glm5.train.stage_trainer import batch_of, device_of
 from glm5.train.step import Phase
-from glm5.train.trainee import batch_of, device_of
 from glm5.train.window import search_pattern
 
 DENSE, DENSE_MORE = "dense", "dense, trained on"

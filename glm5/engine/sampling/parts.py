@@ -32,7 +32,7 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class VocabShard:
     """This rank's token ids: `size` from `first` on, the rank-th part of all."""
 
     exchange: Exchange
@@ -48,7 +48,7 @@ class Best(NamedTuple):
     token_R: Tensor
 
 
-def best_of(values_RW: Tensor, part: Part) -> Best:
+def best_of(values_RW: Tensor, part: VocabShard) -> Best:
     """See `Best`. Rows of NaN or of -inf alone give any token, the same on every rank."""
     mine = values_RW.max(dim=-1)
     pairs_2R = torch.stack([mine.values.double(), (mine.indices + part.first).double()])
@@ -58,7 +58,9 @@ def best_of(values_RW: Tensor, part: Part) -> Best:
     return Best(value_R.float(), token_R.masked_fill(token_R.isinf(), 0).long())
 
 
-def kept_part(logits_RW: Tensor, best: Best, params: DrawParams, part: Part, *, min_p: bool, head: bool) -> Tensor:
+def kept_part(
+    logits_RW: Tensor, best: Best, params: DrawParams, part: VocabShard, *, min_p: bool, head: bool
+) -> Tensor:
     """`kept` of the whole's logits, of which `best` is the largest."""
     z_RW = (logits_RW - best.value_R[:, None]) / divisor(params.temperature_R)[:, None]
     if min_p:
@@ -70,7 +72,7 @@ def kept_part(logits_RW: Tensor, best: Best, params: DrawParams, part: Part, *, 
     return z_RW
 
 
-def race_part(z_RW: Tensor, best: Best, position_R: Tensor, params: DrawParams, part: Part) -> Tensor:
+def race_part(z_RW: Tensor, best: Best, position_R: Tensor, params: DrawParams, part: VocabShard) -> Tensor:
     """`race`; z is overwritten."""
     z_RW -= log_exponential(params.seed_R, position_R, part.size, part.first)
     return torch.where(params.temperature_R == 0, best.token_R, best_of(z_RW, part).token_R)
@@ -84,7 +86,7 @@ class _Cut(NamedTuple):
     mass_R: Tensor
 
 
-def _dropped(z_RW: Tensor, top_k_R: Tensor, top_p_R: Tensor, part: Part) -> Tensor:
+def _dropped(z_RW: Tensor, top_k_R: Tensor, top_p_R: Tensor, part: VocabShard) -> Tensor:
     """Mask [R, W] of this rank's tokens that top_k and then top_p leave out."""
     # No z is above 0, so the larger it is the smaller are its bits without the sign.
     size_RW = (z_RW.view(torch.int32) & 0x7FFFFFFF).long()
@@ -101,7 +103,7 @@ def _dropped(z_RW: Tensor, top_k_R: Tensor, top_p_R: Tensor, part: Part) -> Tens
     return (size_RW > last_R[:, None]) | (tied_RW & (tied_RW.cumsum(dim=-1) > left_R[:, None]))
 
 
-def _find_cut(size_RW: Tensor, mass_RW: Tensor, wanted_R: Tensor, part: Part, *, by_mass: bool) -> _Cut:
+def _find_cut(size_RW: Tensor, mass_RW: Tensor, wanted_R: Tensor, part: VocabShard, *, by_mass: bool) -> _Cut:
     """The cut behind which `wanted_R` tokens, or so much mass, are kept; all, if there are not so many."""
     num_rows = len(size_RW)
     prefix_R1 = torch.zeros_like(wanted_R)[:, None]
@@ -133,7 +135,7 @@ def _find_cut(size_RW: Tensor, mass_RW: Tensor, wanted_R: Tensor, part: Part, *,
 
 
 def logprobs_part(
-    logits_RW: Tensor, token_R: Tensor, drawn_from_RW: Tensor | None, num_likeliest: int, part: Part
+    logits_RW: Tensor, token_R: Tensor, drawn_from_RW: Tensor | None, num_likeliest: int, part: VocabShard
 ) -> Logprobs:
     """`logprobs` of the whole's logits."""
     logits_RW = logits_RW.float()

@@ -16,7 +16,7 @@ from glm5.engine.sampling.drafts import Accepted
 from glm5.engine.sampling.draw import DrawParams, drawn_from, kept, race
 from glm5.engine.sampling.edits import EDITS, Rows, edited
 from glm5.engine.sampling.logprobs import Logprobs, logprobs
-from glm5.engine.sampling.parts import Part, best_of, kept_part, logprobs_part, race_part
+from glm5.engine.sampling.parts import VocabShard, best_of, kept_part, logprobs_part, race_part
 from glm5.engine.sampling.simulated import simulated
 from glm5.engine.sampling.slots import Feature, Placement, SlotTables
 from glm5.kernels.best_token import best_token
@@ -51,7 +51,7 @@ class Sampler:
         *,
         max_drafts: int = 0,
         device: torch.device | str = "cpu",
-        part: Part | None = None,
+        part: VocabShard | None = None,
         simulate: float | None = None,
     ) -> None:
         self.part, self._simulate = part, simulate
@@ -153,7 +153,13 @@ class Sampler:
         return drawn_from(edited_RW, self.tables.temperature_S.index_select(0, rows.slot_R), None)
 
     def _sample_part(
-        self, part: Part, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, features: int, num_likeliest: int
+        self,
+        part: VocabShard,
+        logits_RW: Tensor,
+        rows: Rows,
+        draft_SK: Tensor | None,
+        features: int,
+        num_likeliest: int,
     ) -> Sampled:
         edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features, part.first)
         best = best_of(edited_RW, part)

@@ -3,17 +3,17 @@
 from torch import Tensor
 
 from glm5.kernels.fp8_linear.pending import PendingLinear
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 
-Part = Tensor | Terms | PendingLinear
+PartialSum = Tensor | ExpertOutputs | PendingLinear
 
 
-def computed(part: Part) -> Tensor | Terms:
+def computed(part: PartialSum) -> Tensor | ExpertOutputs:
     """The rows of a product that nobody sends on their way."""
     return part.computed() if isinstance(part, PendingLinear) else part
 
 
-def summed(part: Part) -> Tensor:
+def summed(part: PartialSum) -> Tensor:
     """[T, D], whatever `part` is."""
     part = computed(part)
-    return part.summed() if isinstance(part, Terms) else part
+    return part.summed() if isinstance(part, ExpertOutputs) else part

@@ -27,7 +27,7 @@ from glm5.kernels.all_reduce.triton_buffers import (
     wait,
     wait_sum,
 )
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.row_codes import Quantized
 
 PIECE = 1024  # elements that have one owner in two shots
@@ -182,7 +182,7 @@ def _gather(
     end(state, turn, slot, SIZE * count, NUM)
 
 
-def fits(buffers: Buffers, part: Tensor | Terms, num_rows: int, *, two_shots: bool) -> bool:
+def fits(buffers: Buffers, part: Tensor | ExpertOutputs, num_rows: int, *, two_shots: bool) -> bool:
     """Whether `num_rows` rows of [T, D] can go this way at once."""
     if len(part.shape) != 2 or part.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
@@ -245,7 +245,7 @@ def one_shot(
 
 def two_shots(
     buffers: Buffers,
-    part: Tensor | Terms,
+    part: Tensor | ExpertOutputs,
     norm: tuple[Tensor, Tensor, float] | None = None,
     programs: int | None = None,
     *,
@@ -260,14 +260,14 @@ def two_shots(
     for first in range(0, num_rows, max_rows):
         span = slice(first, first + max_rows)
         outputs = out_TD[span], sum_TD[span], None if quantized is None else (quantized[0][span], quantized[1][span])
-        some = part if isinstance(part, Terms) else part[span]
+        some = part if isinstance(part, ExpertOutputs) else part[span]
         _two_shots_of(buffers, some, outputs, (given[0][span], *given[1:]), norm, programs)
     return out_TD, sum_TD
 
 
 def _two_shots_of(
     buffers: Buffers,
-    part: Tensor | Terms,
+    part: Tensor | ExpertOutputs,
     outputs: tuple[Tensor, Tensor, Quantized | None],
     given: Given,
     norm: object,
@@ -328,9 +328,9 @@ def gather(buffers: Buffers, part: Tensor) -> Tensor | None:
     return out
 
 
-def _outputs(part: Tensor | Terms, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor, Given]:
+def _outputs(part: Tensor | ExpertOutputs, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor, Given]:
     """(out, sum, what the kernel takes of `norm`)."""
-    some = part.y if isinstance(part, Terms) else part
+    some = part.y if isinstance(part, ExpertOutputs) else part
     out_TD = some.new_empty(part.shape)
     if norm is None:
         return out_TD, out_TD, (some, some, 0, 0.0)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.grouped_experts.terms import Terms
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.grouped_experts.triton_few import sum_of_terms
 from glm5.kernels.triton_rows import put_codes
 
@@ -80,9 +80,9 @@ def new_row(part_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr, place_p
     return x
 
 
-def new_rows(part: Tensor | Terms) -> tuple[Tensor, dict[str, object]]:
+def new_rows(part: Tensor | ExpertOutputs) -> tuple[Tensor, dict[str, object]]:
     """What `new_row` reads, and its options."""
-    if isinstance(part, Terms):
+    if isinstance(part, ExpertOutputs):
         return part.y, {"A": part.active, "SHARED": part.has_shared, "place_ptr": part.places}
     return part.contiguous(), {"A": 0, "SHARED": False, "place_ptr": None}
 

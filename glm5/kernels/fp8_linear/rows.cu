@@ -1,6 +1,6 @@
 // x W^T in FP8 for many rows, on Hopper: what cuBLASLt's block-scaled product computes, for ranks that share the columns
 // of W and deal its rows out. Row t belongs to rank t / share: it goes straight to a buffer there, while other rows are
-// computed, and only this rank's own lie in y afterwards (all_reduce/triton_dealt.py adds up what came).
+// computed, and only this rank's own lie in y afterwards (all_reduce/triton_sharded.py adds up what came).
 //
 // A program has 128 rows of x by 128 outputs at a time; a cluster of two has the same rows, of which each fetches half for
 // both. One thread fetches, and runs ahead of the eight warps that compute by STAGES blocks of 128 columns, across tiles;

@@ -8,6 +8,7 @@ from torch import Tensor
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import unknown_impl
 from glm5.kernels.grouped_experts import cuda
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.grouped_experts.grouped_mm import grouped_experts as _grouped_mm
 from glm5.kernels.grouped_experts.grouped_mm import refusal
 from glm5.kernels.grouped_experts.invariant import grouped_experts as _invariant
@@ -16,11 +17,10 @@ from glm5.kernels.grouped_experts.one_by_one import MAX_PAIRS
 from glm5.kernels.grouped_experts.one_by_one import grouped_experts as _one_by_one
 from glm5.kernels.grouped_experts.reference import grouped_experts as _reference
 from glm5.kernels.grouped_experts.shared import SharedExpert
-from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.grouped_experts.trained import grouped_experts as _trained
 from glm5.kernels.triton_support import chosen
 
-__all__ = ["FEW_TOKENS", "SharedExpert", "Terms", "expert_terms", "grouped_experts"]
+__all__ = ["FEW_TOKENS", "ExpertOutputs", "SharedExpert", "expert_outputs", "grouped_experts"]
 
 FEW_TOKENS = 32  # up to here products in FP8 take rows as they are
 
@@ -81,7 +81,7 @@ def grouped_experts(
     return out_TD if shared is None else out_TD + shared(x_TD)
 
 
-def expert_terms(
+def expert_outputs(
     x_TD: Tensor,
     gate_up_proj: Tensor | BlockScaled,
     down_proj: Tensor | BlockScaled,
@@ -90,14 +90,14 @@ def expert_terms(
     *,
     shared: SharedExpert | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
-) -> Terms | None:
+) -> ExpertOutputs | None:
     """What `grouped_experts` would add up, for those who do so on their way; None where only sums are to be had."""
     impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA.numel(), shared)
     given = x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized
     if impl == "cuda":
-        return cuda.expert_terms(*given)
+        return cuda.expert_outputs(*given)
     if impl == "triton":
-        from glm5.kernels.grouped_experts.triton import expert_terms as run
+        from glm5.kernels.grouped_experts.triton import expert_outputs as run
 
         return run(*given)
     return None

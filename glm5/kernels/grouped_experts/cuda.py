@@ -11,8 +11,8 @@ from glm5.kernels import cuda_code, triton_support
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled
 from glm5.kernels.grouped_experts import plan
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.grouped_experts.shared import SharedExpert
-from glm5.kernels.grouped_experts.terms import Terms
 
 SOURCE = Path(__file__).with_name("rows.cu")
 ROWS, _THREADS, _SLICE = 96, 384, 256  # as in rows.cu
@@ -56,10 +56,10 @@ def grouped_experts(
     """
     if not len(x_TD):
         return torch.empty_like(x_TD)
-    return expert_terms(x_TD, gate_up, down, weight_TA, expert_TA, shared, quantized).summed()
+    return expert_outputs(x_TD, gate_up, down, weight_TA, expert_TA, shared, quantized).summed()
 
 
-def expert_terms(
+def expert_outputs(
     x_TD: Tensor,
     gate_up: Tensor | BlockScaled,
     down: Tensor | BlockScaled,
@@ -67,7 +67,7 @@ def expert_terms(
     expert_TA: Tensor,
     shared: SharedExpert | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
-) -> Terms:
+) -> ExpertOutputs:
     """What `grouped_experts` adds up. Raises ValueError where `refusal` has a reason."""
     if reason := refusal(x_TD, gate_up, down, shared):
         raise ValueError(f"grouped_experts[cuda] {reason}; use impl='triton'")
@@ -84,7 +84,7 @@ def terms(
     weight_TA: Tensor,
     expert_TA: Tensor,
     shared: SharedExpert | None,
-) -> Terms:
+) -> ExpertOutputs:
     """In bfloat16, those of an expert side by side. `expert_TA` in int32."""
     (x_fp8, x_scale), device = quantized, weight_TA.device
     (num_tokens, active), (num_experts, width, inner) = weight_TA.shape, down.data.shape
@@ -115,7 +115,7 @@ def terms(
         len(planned.tiles) - 1,
         shared_tiles,
     )
-    return Terms(y, num_tokens, active, shared is not None, planned.places)
+    return ExpertOutputs(y, num_tokens, active, shared is not None, planned.places)
 
 
 def _map(weight: BlockScaled) -> cuda_code.TileMap:

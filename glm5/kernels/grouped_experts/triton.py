@@ -22,9 +22,9 @@ from glm5.kernels.grouped_experts import FEW_TOKENS
 from glm5.kernels.grouped_experts import triton_few as few
 from glm5.kernels.grouped_experts import triton_rows as by_rows
 from glm5.kernels.grouped_experts import triton_tiles as by_tiles
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.grouped_experts.plan import tiles_by_expert
 from glm5.kernels.grouped_experts.shared import SharedExpert
-from glm5.kernels.grouped_experts.terms import Terms
 from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
@@ -126,7 +126,7 @@ def grouped_experts(
     return out_TD
 
 
-def expert_terms(
+def expert_outputs(
     x_TD: Tensor,
     gate_up_proj: Tensor | BlockScaled,
     down_proj: Tensor | BlockScaled,
@@ -134,7 +134,7 @@ def expert_terms(
     expert_TA: Tensor,
     shared: SharedExpert | None = None,
     quantized: Quantized | None = None,
-) -> Terms | None:
+) -> ExpertOutputs | None:
     """What `grouped_experts` adds up of many tokens; None for few, whose terms are another way's."""
     weights = _weights(gate_up_proj, down_proj, shared)
     tiling = _tiling(x_TD, weights, expert_TA)
@@ -142,11 +142,11 @@ def expert_terms(
         return None
     y = _many(x_TD.contiguous(), weights, weight_TA.contiguous(), expert_TA.contiguous(), tiling, quantized)
     num_tokens, active = expert_TA.shape
-    return Terms(y, num_tokens, active, weights.has_shared)
+    return ExpertOutputs(y, num_tokens, active, weights.has_shared)
 
 
 def combine(y: Tensor, out_TD: Tensor, active: int, *, has_shared: bool, places: Tensor | None = None) -> None:
-    """Writes what terms `y` [T * A + T, D] of each token are together; `places`: as of `Terms`."""
+    """Writes what terms `y` [T * A + T, D] of each token are together; `places`: as of `ExpertOutputs`."""
     few.combine[(len(out_TD), triton.cdiv(out_TD.shape[1], 1024))](
         y,
         out_TD,

@@ -10,7 +10,7 @@ from glm5.kernels.block_scaled import BLOCK
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.mla_keys.index_keys import IndexKeys, PlainLatents
 from glm5.kernels.row_codes import Kind, room
-from glm5.kernels.store_rows.triton import Parts, kind_of, put_fp8_key, put_fp8_latent, put_plain
+from glm5.kernels.store_rows.triton import PoolTensors, kind_of, put_fp8_key, put_fp8_latent, put_plain
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_rows import put_codes
 from glm5.kernels.triton_support import dependent_launch
@@ -197,8 +197,8 @@ def mla_keys(
     Q, C, R = len(q_weight_Q), len(kv_weight_C), 2 * cos_TR2.shape[1]
     out_TQ = torch.empty(num_tokens, Q, dtype=qkv_TY.dtype, device=device)
     codes_TQ, scale = room(num_tokens, Q, kind, device)
-    latents = Parts.of(latent_PZL)
-    keys, key_kind = (latents, "plain") if index is None else (Parts.of(index.pool_PZI), kind_of(index.pool_PZI))
+    latents = PoolTensors.of(latent_PZL)
+    keys, key_kind = (latents, "plain") if index is None else (PoolTensors.of(index.pool_PZI), kind_of(index.pool_PZI))
     x = qkv_TY if index is None else index.x_TI if index.x_TI.stride(-1) == 1 else index.x_TI.contiguous()
     heads = None if index is None else index.heads
     if heads is not None and not (heads.weight_JD.is_contiguous() and heads.out_TJ.is_contiguous()):

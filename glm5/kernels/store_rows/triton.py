@@ -13,7 +13,7 @@ from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, quotient, wa
 from glm5.kernels.triton_support import dependent_launch
 
 
-class Parts(NamedTuple):
+class PoolTensors(NamedTuple):
     """What rows of a pool consist of, and where the first one begins; parts that are not there are the first again."""
 
     values: Tensor
@@ -21,7 +21,7 @@ class Parts(NamedTuple):
     rope: Tensor
 
     @classmethod
-    def of(cls, pool_PZX: Pool) -> "Parts":
+    def of(cls, pool_PZX: Pool) -> "PoolTensors":
         """Of any pool whose rows lie in one piece; ValueError for others."""
         if isinstance(pool_PZX, Fp8Keys):
             return cls(pool_PZX.data, pool_PZX.scale, pool_PZX.data)
@@ -120,7 +120,7 @@ def kind_of(pool_PZX: Pool) -> str:
 
 def store_rows(pool_PZX: Pool, slot_T: Tensor, row_TX: Tensor) -> None:
     """As `reference.store_rows`, bit for bit. Raises ValueError for rows that are not in one piece."""
-    parts, kind = Parts.of(pool_PZX), kind_of(pool_PZX)
+    parts, kind = PoolTensors.of(pool_PZX), kind_of(pool_PZX)
     row_TX = row_TX.detach()
     row_TX = row_TX if row_TX.stride(-1) == 1 else row_TX.contiguous()
     num_values = pool_PZX.format.num_values if isinstance(pool_PZX, Fp8Latents) else row_TX.shape[1]

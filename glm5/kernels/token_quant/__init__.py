@@ -4,8 +4,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.coded import Act
 from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.quantized_weight import Act
 from glm5.kernels.token_quant.reference import token_quant as _reference
 from glm5.kernels.triton_support import chosen
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.block_scaled import FP8, FP8_MAX
-from glm5.kernels.coded import Act
+from glm5.kernels.quantized_weight import Act
 
 HIGHEST: dict[Act, float] = {"int8": 127.0, "fp8": FP8_MAX}
 

@@ -18,7 +18,7 @@ from glm5.train.parallel.team import Team
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelShard:
     """This rank's part of a model: `local` are its rows of the parameters, in the memory of the shards of `roots`, one
     for each stage that it has.
 
@@ -62,7 +62,7 @@ def build(
     compute: torch.dtype,
     mtp_depth: int,
     has_base: bool = False,
-) -> Part:
+) -> ModelShard:
     """The rank's part of `model`, which has shapes and no content, and knows which parameters learn; with whatever
     content."""
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
@@ -80,12 +80,12 @@ def build(
         roots[-1].to_empty(device=team.device)
     local = {name: mine for root in roots for name, mine in local_parameters(root.glm).items()}
     copies = {name: local.pop(name) for name in list(local) if not places.is_of(name, team.rank)}
-    return Part(tuple(roots), places, local, copies, dtype, compute, queue, has_base)
+    return ModelShard(tuple(roots), places, local, copies, dtype, compute, queue, has_base)
 
 
 @torch.no_grad()
 def fill(
-    part: Part, rank: int, rows_of: Callable[[str, list[Span]], Tensor], buffer_of: Callable[[str], Tensor]
+    part: ModelShard, rank: int, rows_of: Callable[[str, list[Span]], Tensor], buffer_of: Callable[[str], Tensor]
 ) -> None:
     """With rows of weights by name and spans, and buffers by name."""
     for name, mine in part.local.items():

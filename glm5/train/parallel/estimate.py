@@ -41,8 +41,8 @@ from glm5.train.optim.table import row_sizes, rule_of
 from glm5.train.parallel.mesh import Mesh, check_stage, mesh_of
 from glm5.train.parallel.places import Places, is_dealt
 from glm5.train.schedule import Schedule
+from glm5.train.stage_trainer import device_of
 from glm5.train.stages import longer, losses_of, phase_of
-from glm5.train.trainee import device_of
 from glm5.train.watch import flops_per_token
 
 LINK = {"cuda": 2e11, "cpu": 1e9}

@@ -18,9 +18,9 @@ from glm5.config.step import LoraConfig
 from glm5.config.train import StageConfig
 from glm5.model.glm5 import Glm5
 from glm5.train.lora import FrozenExperts, adapt
-from glm5.train.parallel.build import Part, build, fill
+from glm5.train.parallel.build import ModelShard, build, fill
 from glm5.train.parallel.gather import spread, whole_tensors
-from glm5.train.parallel.trainee import SharedTrainee
+from glm5.train.parallel.trainer import SharedTrainer
 from glm5.train.parts import weight_rows
 from glm5.train.stages import phase_of
 from glm5.train.step import Phase
@@ -28,8 +28,8 @@ from glm5.train.step import Phase
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])")
 
 
-class SharedLora(SharedTrainee):
-    """`LoraTrainee` of one rank of a team."""
+class SharedLora(SharedTrainer):
+    """`LoraTrainer` of one rank of a team."""
 
     @property
     def _lora(self) -> LoraConfig:
@@ -53,7 +53,7 @@ class SharedLora(SharedTrainee):
     def _phase(self, stage: StageConfig) -> Phase:
         return Phase(phase_of(stage).keys)  # indexers are frozen with the rest
 
-    def _made(self, stage: StageConfig, cfg: ModelConfig) -> Part:
+    def _made(self, stage: StageConfig, cfg: ModelConfig) -> ModelShard:
         model = self._adapted("meta")
         model.cfg, parallel = cfg, self.recipe.parallel
         if parallel.expert > 1 and any(isinstance(module, FrozenExperts) for module in model.modules()):
@@ -64,7 +64,7 @@ class SharedLora(SharedTrainee):
         compute, depth = model.dtype, self._mtp_depth
         return build(model, self.team, parallel, dtype=torch.float32, compute=compute, mtp_depth=depth, has_base=True)
 
-    def _fill(self, part: Part) -> None:
+    def _fill(self, part: ModelShard) -> None:
         """The base from the checkpoint; adapters as they were made, or of the state that the run goes on from."""
         if (old := self.part) is not None:
             fill(part, self.team.rank, lambda name, _: old.local[name].detach(), old.buffers.__getitem__)

@@ -34,7 +34,7 @@ from glm5.model.packed import PackedView
 from glm5.train.balance import Balance
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
-from glm5.train.parallel.build import Part
+from glm5.train.parallel.build import ModelShard
 from glm5.train.parallel.shards import Root, take_gradients, touch
 from glm5.train.parallel.step import SharedStep
 from glm5.train.parallel.team import Team
@@ -62,7 +62,7 @@ class PipelineStep(SharedStep):
 
     def __init__(
         self,
-        part: Part,
+        part: ModelShard,
         team: Team,
         optimizers: Optimizers,
         cfg: LossConfig,

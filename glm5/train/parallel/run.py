@@ -18,9 +18,9 @@ from glm5.train.loop import Run, ordered
 from glm5.train.parallel.lora import SharedLora
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.team import Team
-from glm5.train.parallel.trainee import SharedTrainee
+from glm5.train.parallel.trainer import SharedTrainer
+from glm5.train.stage_trainer import device_of
 from glm5.train.state import clear, locked
-from glm5.train.trainee import device_of
 
 _PREPARING = timedelta(days=1)  # the first rank may tokenize for long
 _ASKING = timedelta(seconds=5)  # until all who wait for somebody have said so
@@ -53,7 +53,7 @@ def train_shared(recipe: Recipe, beside: Path, rank: Rank, *, restart: bool = Fa
     if device.type == "cuda":
         device = torch.device("cuda", rank.local)
     team = Team(mesh, rank.rank, device, store, timeout_s=recipe.parallel.timeout_s)
-    makes = SharedTrainee if recipe.lora is None else SharedLora
+    makes = SharedTrainer if recipe.lora is None else SharedLora
     lock = locked(out) if team.is_first else nullcontext()
     with _blaming(store, rank, recipe.parallel.timeout_s), ordered(recipe), lock:
         _first(team, lambda: _prepare(recipe, beside, out, restart=restart))

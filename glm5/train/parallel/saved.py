@@ -18,7 +18,7 @@ from torch import Tensor
 from glm5.common.atomic import atomic_write
 from glm5.common.errors import TrainingError
 from glm5.train.optim.build import Optimizers
-from glm5.train.parallel.build import Part
+from glm5.train.parallel.build import ModelShard
 from glm5.train.state import Position, Store, writing_to
 
 _LOOKS_EVERY_S = 0.01
@@ -33,7 +33,7 @@ class StateWriter:
         self._pool = ThreadPoolExecutor(1, "state")
         self._writing: Future[None] | None = None
 
-    def write(self, store: Store, position: Position, part: Part, optimizers: Optimizers) -> None:
+    def write(self, store: Store, position: Position, part: ModelShard, optimizers: Optimizers) -> None:
         """Begin to write. Raises TrainingError where the state before could not be written."""
         self.finish()
         self._number += 1
@@ -70,7 +70,7 @@ class StateWriter:
             time.sleep(_LOOKS_EVERY_S)
 
 
-def content_of(part: Part, rank: int, optimizers: Optimizers) -> dict[str, Any]:
+def content_of(part: ModelShard, rank: int, optimizers: Optimizers) -> dict[str, Any]:
     """A part as `train/parts.py` has it, on the host: training may go on."""
     named = {name: weight for name, weight in part.local.items() if weight.requires_grad or not part.has_base}
     return {

@@ -16,15 +16,15 @@ def audit(scheduler: Scheduler) -> None:
 
 def audit_pages(scheduler: Scheduler) -> None:
     """Every reference has a holder, and every page is in exactly one state."""
-    pool = scheduler.holdings.pool
+    pool = scheduler.page_manager.pool
     held = Counter(page for seq in scheduler.running for page in seq.pages)
     for seq in scheduler.running:
         assert len(set(seq.pages)) == len(seq.pages), f"{seq.seq_id} has a page twice: {seq.pages}"
         assert seq.covered == len(seq.pages) * scheduler.config.page_size
-    held.update(scheduler.holdings.transfers.pages_under_way)
+    held.update(scheduler.page_manager.transfers.pages_under_way)
     assert pool.refs == [held[page] for page in range(pool.num_pages)]
     pages, used = set(range(pool.num_pages)), set(held)
-    kept = {node.page for node in scheduler.holdings.tree.nodes()}
+    kept = {node.page for node in scheduler.page_manager.tree.nodes()}
     assert {page for page in pages if pool.is_kept(page)} == kept
     assert {page for page in pages if pool.is_idle(page)} == kept - used
     assert sorted(pool._free) == sorted(pages - kept - used), "a page is lost, or free and in use"
@@ -33,7 +33,7 @@ def audit_pages(scheduler: Scheduler) -> None:
 
 def audit_tree(scheduler: Scheduler) -> None:
     """Every node can be reached from its root, and what sequences have put there is theirs."""
-    tree, size = scheduler.holdings.tree, scheduler.config.page_size
+    tree, size = scheduler.page_manager.tree, scheduler.config.page_size
     for node in tree.nodes():
         assert node.is_kept
         assert len(node.tokens) == size
@@ -82,10 +82,10 @@ def audit_empty(scheduler: Scheduler) -> None:
     assert not scheduler.has_work
     audit(scheduler)
     assert not scheduler.live
-    holdings = scheduler.holdings
-    assert holdings.pool.num_available == holdings.pool.num_pages
-    assert holdings.pool.num_idle == len(holdings.tree)
-    assert not holdings.transfers.has_work
+    page_manager = scheduler.page_manager
+    assert page_manager.pool.num_available == page_manager.pool.num_pages
+    assert page_manager.pool.num_idle == len(page_manager.tree)
+    assert not page_manager.transfers.has_work
 
 
 def _unique_groups(scheduler: Scheduler) -> list[Sequence]:

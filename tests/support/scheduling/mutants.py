@@ -12,7 +12,7 @@ import glm5.engine.scheduler
 from glm5.engine.scheduler import Scheduler
 
 # In the order of their imports: each is executed anew, against those before.
-MODULES = ("pages", "prefix", "scheduler_config", "sequence", "transfers", "holdings", "scheduler")
+MODULES = ("pages", "prefix", "scheduler_config", "sequence", "transfers", "page_manager", "scheduler")
 FOLDER = Path(glm5.engine.scheduler.__file__).parent
 
 
@@ -87,16 +87,16 @@ MUTANTS = [
         "            if found.num_short:\n                self.waiting.append(self.waiting.pop(0))\n",
     ),
     # Pages
-    Mutant("a page is not given back", "holdings", "reversed(seq.pages)", "reversed(seq.pages[1:])"),
+    Mutant("a page is not given back", "page_manager", "reversed(seq.pages)", "reversed(seq.pages[1:])"),
     Mutant(
         "shared pages take no reference",
-        "holdings",
+        "page_manager",
         "            for page in seq.pages:\n                self.pool.ref(page)\n            seq.node",
         "            seq.node",
     ),
     Mutant(
         "pages for the least, not the most",
-        "holdings",
+        "page_manager",
         "need = self.config.pages_for(num_positions) - first",
         "need = self.config.pages_for(num_positions - 1) - first",
     ),
@@ -105,20 +105,23 @@ MUTANTS = [
     Mutant("bounds never tighten", "scheduler", "seq.high += len(sampled) - gain", "pass"),
     Mutant(
         "no need to hold back while pages are short",
-        "holdings",
+        "page_manager",
         "if need > self.pool.num_available:\n            return False",
         "if need > self.pool.num_available:\n            return True",
     ),
-    Mutant("matched idle pages are counted twice", "holdings", "available -= sum(", "_ = sum("),
-    Mutant("page tables are not told of new pages", "holdings", "self._changed += [", "_ = ["),
-    Mutant("page tables are not told of swaps", "holdings", "self._changed.append((seq, index))", "pass"),
+    Mutant("matched idle pages are counted twice", "page_manager", "available -= sum(", "_ = sum("),
+    Mutant("page tables are not told of new pages", "page_manager", "self._changed += [", "_ = ["),
+    Mutant("page tables are not told of swaps", "page_manager", "self._changed.append((seq, index))", "pass"),
     Mutant(
-        "a swapped page is not given back", "holdings", "self.pool.unref(page)\n                self._ch", "self._ch"
+        "a swapped page is not given back",
+        "page_manager",
+        "self.pool.unref(page)\n                self._ch",
+        "self._ch",
     ),
     # Sharing
     Mutant(
         "unconfirmed pages are shared",
-        "holdings",
+        "page_manager",
         "range(seq.num_in_tree, seq.confirmed // size)",
         "range(seq.num_in_tree, min(seq.covered, len(seq.tokens)) // size)",
     ),
@@ -130,7 +133,7 @@ MUTANTS = [
         "forget_prefixes(self.running, pure=False)\n            case",
         "forget_prefixes(self.running, pure=True)\n            case",
     ),
-    Mutant("the last partial page is shared, not copied", "holdings", "plan.page_copies.append(", "_ = ("),
+    Mutant("the last partial page is shared, not copied", "page_manager", "plan.page_copies.append(", "_ = ("),
     Mutant(
         "a prompt is shared before it is computed",
         "scheduler",
@@ -139,7 +142,7 @@ MUTANTS = [
     ),
     Mutant(
         "all of a prompt matches",
-        "holdings",
+        "page_manager",
         "(len(seq.tokens) - 1) // self.config.page_size, seq.path)",
         "len(seq.tokens) // self.config.page_size, seq.path)",
     ),
@@ -174,7 +177,7 @@ MUTANTS = [
         "for seq in self.prompting:\n            if budget and seq.restore is None and not self._is_whole(seq, left):",
         "for seq in self.prompting:\n            if budget and not self._is_whole(seq, left):",
     ),
-    Mutant("loads of who left go on", "holdings", "self.transfers.cancel(seq.restore)", "pass"),
+    Mutant("loads of who left go on", "page_manager", "self.transfers.cancel(seq.restore)", "pass"),
     Mutant("an ended copy keeps its page", "transfers", "self.pool.unref(store.page)", "pass"),
     # Progress
     Mutant("room is kept even when nobody runs", "scheduler", " if self.prompting or self.decoding else 0", " + 1"),
@@ -190,7 +193,10 @@ MUTANTS = [
     Mutant("a pause keeps the pages", "scheduler", "if release:", "if False:"),
     Mutant("the tree outlives its pages", "prefix", "for node in list(self._node_of.values()):", "for node in []:"),
     Mutant(
-        "a prompt that must be computed is not", "holdings", "not (seq.submit.computes_prompt and seq.is_fresh)", "True"
+        "a prompt that must be computed is not",
+        "page_manager",
+        "not (seq.submit.computes_prompt and seq.is_fresh)",
+        "True",
     ),
     Mutant("slots are lost", "scheduler", "heappush(self._free_slots, seq.slot)", "pass"),
     Mutant("a pause is ignored", "scheduler", "self.is_paused = True", "pass"),

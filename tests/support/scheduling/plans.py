@@ -146,7 +146,7 @@ def check_bounds(scheduler: Scheduler, plan: StepPlan, known: dict[int, Known]) 
 
 def check_ownership(scheduler: Scheduler, plan: StepPlan) -> None:
     """Rows are written to pages that nobody else can read."""
-    pool, size = scheduler.holdings.pool, scheduler.config.page_size
+    pool, size = scheduler.page_manager.pool, scheduler.config.page_size
     for item in plan.items:
         seq = scheduler.live[item.seq_id]
         first = item.start if item.kind == "prefill" else len(seq.tokens) - 1

@@ -124,8 +124,8 @@ class World:
             assert known.reason is not None, f"{seq_id} never ended"
         self._deliver([ResetCache()])
         self._advance([])
-        pool = self.scheduler.holdings.pool
-        assert (pool.num_free, self.scheduler.holdings.tree.num_salts) == (pool.num_pages, 0)
+        pool = self.scheduler.page_manager.pool
+        assert (pool.num_free, self.scheduler.page_manager.tree.num_salts) == (pool.num_pages, 0)
         return self
 
     def _advance(self, messages: list[Message]) -> None:

@@ -84,7 +84,7 @@ def test_pages_of_other_weights_are_not_found(make, tmp_path):
     again(first)
     first.core.close(PATIENCE_S)
     second = make(tiers=tmp_path)
-    second.core.scheduler.holdings.weights = b"other"
+    second.core.scheduler.page_manager.weights = b"other"
     assert again(second) == 0
 
 

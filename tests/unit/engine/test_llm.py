@@ -8,8 +8,8 @@ import torch
 from glm5.checkpoint.init import write_weightless
 from glm5.common.errors import ConfigError, EngineDead, RequestError
 from glm5.config.presets import preset
-from glm5.engine.asking import Options
 from glm5.engine.llm import LLM
+from glm5.engine.request_builder import Options
 from glm5.engine.sampling.params import SamplingParams
 from tests.support.engines import assert_nothing_left
 
@@ -245,14 +245,14 @@ class TestGenerationConfig:
         path = folder(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=33, eos_token_id=[7, 9], pad_token_id=0)
         llm = make_llm(generation_config=path)
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=33)
-        assert llm.client.asker.eos_ids == {7, 9}
+        assert llm.client.request_builder.eos_ids == {7, 9}
         assert llm.defaults.params(top_p=1.0).top_p == 1.0
 
     def test_none_of_it(self, make_llm, tiny):
         for choice in ("vllm", "auto"):
             llm = make_llm(generation_config=choice)
             assert llm.get_default_sampling_params() == SamplingParams()
-            assert llm.client.asker.eos_ids == set(tiny.cfg.eos_token_id)
+            assert llm.client.request_builder.eos_ids == set(tiny.cfg.eos_token_id)
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -8,21 +8,21 @@ import torch
 from glm5.checkpoint.names import slot_of
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
-from glm5.engine.between import Whole
+from glm5.engine.fused_linear import FusedLinear, Rows, wanted
 from glm5.engine.lower import Lowered
-from glm5.engine.stack import Rows, Stack, wanted
+from glm5.engine.row_sharding import ReplicatedRows
 from glm5.kernels.block_scaled import quantize_blocks
-from glm5.kernels.coded import Form
-from glm5.kernels.coded_linear import coded_linear
+from glm5.kernels.quantized_linear import quantized_linear
+from glm5.kernels.quantized_weight import WeightFormat
 from glm5.kernels.row_codes import quantize
 from glm5.kernels.token_quant import token_quant
-from glm5.model.experts import BlockScaledExperts, CodedExperts
-from glm5.model.linear import BlockScaledLinear, CodedLinear, Linear
-from glm5.model.lowering import use_block_scaled, use_coded
+from glm5.model.experts import BlockScaledExperts, QuantizedExperts
+from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
+from glm5.model.lowering import use_block_scaled, use_quantized
 from glm5.model.seams import Selection
 from glm5.parallel.group import ALONE
-from tests.support.coded import random_coded
 from tests.support.models import random_model
+from tests.support.quantized_weights import random_quantized
 from tests.support.steps import Steps, random_ids, typically_far
 
 EXACT = 2e-5  # float32 sums in another order: 1e-6 measured
@@ -46,20 +46,20 @@ def fp8_model(seed):
     return model
 
 
-def coded_model(seed):
+def quantized_model(seed):
     """`nano` with the articles' scheme: attention and MLPs w8a8, experts w4a8."""
     model, gen = random_model(seed, preset("nano")), torch.Generator().manual_seed(seed)
     modules = {slot_of(spec.name).module for spec in tensor_specs(model.cfg) if spec.fp8}
-    experts, linear = Form("int4", None, "int8"), Form("int8", None, "int8")
-    use_coded(model, {name: experts if name.endswith("experts") else linear for name in sorted(modules)})
+    experts, linear = WeightFormat("int4", None, "int8"), WeightFormat("int8", None, "int8")
+    use_quantized(model, {name: experts if name.endswith("experts") else linear for name in sorted(modules)})
     for module in model.modules():
-        if isinstance(module, CodedLinear):
-            codes, scale, _ = random_coded(gen, module.form, *module.weight.shape)
+        if isinstance(module, QuantizedLinear):
+            codes, scale, _ = random_quantized(gen, module.form, *module.weight.shape)
             module.weight.data, module.weight_scale.data = codes, scale
-        elif isinstance(module, CodedExperts):
+        elif isinstance(module, QuantizedExperts):
             for leaf in ("gate_up_proj", "down_proj"):
                 *shape, num_bytes = getattr(module, leaf).shape
-                codes, scale, _ = random_coded(gen, module.form, *shape, 2 * num_bytes)
+                codes, scale, _ = random_quantized(gen, module.form, *shape, 2 * num_bytes)
                 getattr(module, leaf).data, getattr(module, f"{leaf}_scale").data = codes, scale
     return model
 
@@ -67,7 +67,7 @@ def coded_model(seed):
 @pytest.fixture(scope="module", params=["float32", "fp8", "codes"])
 def model(request):
     if request.param == "codes":
-        return coded_model(7)
+        return quantized_model(7)
     return random_model(5, preset("tiny")) if request.param == "float32" else fp8_model(6)
 
 
@@ -125,7 +125,7 @@ def test_attention_rule(model, lowered):
         view, other = there.view([(0, 0, 40)]), here.view([(0, 0, 40)])
         rope = model._rope(view)
         want, chosen = layer(x_TD, rope, view, given)
-        got, picked = mine(Rows(x_TD), rope, other, given, Whole(ALONE))
+        got, picked = mine(Rows(x_TD), rope, other, given, ReplicatedRows(ALONE))
         assert typically_far(got, want) < EXACT
         assert torch.equal(chosen.keys_TK, picked.keys_TK)
 
@@ -135,32 +135,34 @@ def test_mlp_rules(model, lowered):
     x_TD = torch.randn(20, model.cfg.hidden_size, generator=torch.Generator().manual_seed(4))
     view = Steps(model, 1, MAX_LEN).view([(0, 0, 20)])
     for layer, mine in zip(model.model.layers, lowered.layers, strict=True):
-        assert typically_far(mine.mlp(Rows(x_TD), view, Whole(ALONE)), layer.mlp(x_TD)) < EXACT
+        assert typically_far(mine.mlp(Rows(x_TD), view, ReplicatedRows(ALONE)), layer.mlp(x_TD)) < EXACT
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])
 def test_products_find_their_rows_quantized(num_tokens, monkeypatch):
     """Of codes: no product quantizes what it reads."""
     widths = []
-    model = coded_model(7)
+    model = quantized_model(7)
     lowered, view = Lowered(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, num_tokens)])
 
     def quantized(x_TD, *given, **options):
         widths.append(x_TD.shape[1])
         return token_quant(x_TD, *given, **options)
 
-    monkeypatch.setattr("glm5.kernels.coded_linear.reference.token_quant", quantized)
-    monkeypatch.setattr(CodedExperts, "__call__", lambda self, x_TD, *choice: torch.zeros_like(x_TD))
+    monkeypatch.setattr("glm5.kernels.quantized_linear.reference.token_quant", quantized)
+    monkeypatch.setattr(QuantizedExperts, "__call__", lambda self, x_TD, *choice: torch.zeros_like(x_TD))
     with torch.inference_mode():
         lowered.hidden(random_ids(model, num_tokens, seed=1), view)
     assert not widths
-    coded_linear(torch.ones(1, 128), random_coded(torch.Generator(), Form("int8", None, "int8"), 4, 128))
+    quantized_linear(
+        torch.ones(1, 128), random_quantized(torch.Generator(), WeightFormat("int8", None, "int8"), 4, 128)
+    )
     assert widths == [128]
 
 
 def test_products_of_two_kinds_are_not_copied_together(monkeypatch):
     """The recipes leave wk in bfloat16 beside codes."""
-    model, plain = coded_model(7), random_model(7, preset("nano"))
+    model, plain = quantized_model(7), random_model(7, preset("nano"))
     for layer, theirs in zip(model.model.layers, plain.model.layers, strict=True):
         if layer.self_attn.indexer is not None:
             layer.self_attn.indexer.wk = theirs.self_attn.indexer.wk
@@ -169,7 +171,7 @@ def test_products_of_two_kinds_are_not_copied_together(monkeypatch):
         want = model(ids, views[0])
         lowered = Lowered(model, MAX_LEN)
         assert len(lowered.layers[0].attention.of_input.runs) == 2
-        monkeypatch.setattr(Stack, "__call__", single_run(Stack.__call__))
+        monkeypatch.setattr(FusedLinear, "__call__", single_run(FusedLinear.__call__))
         assert typically_far(lowered.hidden(ids, views[1]), want) < EXACT
 
 
@@ -185,7 +187,7 @@ def single_run(call):
 def test_codes_are_for_products_that_read_them():
     x = torch.randn(20, 128)
     blocks, tokens = (Rows(x, quantize(x, kind)) for kind in ("blocks", "int8"))
-    int8, int4 = (CodedLinear(128, 8, Form(weight, None, "int8")) for weight in ("int8", "int4"))
+    int8, int4 = (QuantizedLinear(128, 8, WeightFormat(weight, None, "int8")) for weight in ("int8", "int4"))
     fp8, plain = BlockScaledLinear(128, 8), Linear(128, 8)
     assert tokens.codes_for(int8) is tokens.quantized
     assert blocks.codes_for(fp8) is blocks.quantized
@@ -203,7 +205,7 @@ def test_a_stack_holds_nothing_twice():
         torch.nn.init.normal_(linear.weight)
     x_TD = torch.randn(3, 16)
     want = [linear(x_TD).detach() for linear in linears]
-    stack = Stack(linears)
+    stack = FusedLinear(linears)
     assert len({linear.weight.untyped_storage().data_ptr() for linear in linears}) == 1
     torch.testing.assert_close(stack(Rows(x_TD)), torch.cat(want, dim=1))
     torch.testing.assert_close(stack(Rows(x_TD), 1), torch.cat(want[1:], dim=1))
@@ -244,19 +246,22 @@ def test_the_budget_notices_one_norm(model):
 def test_neighbours_of_one_kind_are_one_product(seed):
     """A plain weight, two as codes of one form, one of another form, FP8 of which one ends within a block."""
     gen = torch.Generator().manual_seed(seed)
-    linears = [Linear(256, 8), *(CodedLinear(256, rows, Form("int8", None, "int8")) for rows in (24, 4))]
-    linears += [CodedLinear(256, 8, Form("int4", 128)), *(BlockScaledLinear(256, rows) for rows in (128, 40, 128))]
+    linears = [Linear(256, 8), *(QuantizedLinear(256, rows, WeightFormat("int8", None, "int8")) for rows in (24, 4))]
+    linears += [
+        QuantizedLinear(256, 8, WeightFormat("int4", 128)),
+        *(BlockScaledLinear(256, rows) for rows in (128, 40, 128)),
+    ]
     for linear in linears:
         weight = torch.randn(linear.weight.shape[0], 256, generator=gen)
         if isinstance(linear, Linear):
             linear.weight.data = weight
-        elif isinstance(linear, CodedLinear):
-            linear.weight.data, linear.weight_scale.data, _ = random_coded(gen, linear.form, *weight.shape)
+        elif isinstance(linear, QuantizedLinear):
+            linear.weight.data, linear.weight_scale.data, _ = random_quantized(gen, linear.form, *weight.shape)
         else:
             linear.weight.data, linear.weight_scale_inv.data = quantize_blocks(weight)
     rows = Rows(torch.randn(3, 256, generator=gen))
     want = [linear(rows.x_TD) for linear in linears]
-    stack = Stack(linears)
+    stack = FusedLinear(linears)
     assert [list(run) for run in stack.runs] == [[0], [1, 2], [3], [4, 5], [6]]
     for start, stop in ((0, 7), (1, 3), (2, 5), (5, None), (0, 1)):
         torch.testing.assert_close(stack(rows, start, stop), torch.cat(want[start:stop], dim=1))

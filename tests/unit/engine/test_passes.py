@@ -60,7 +60,7 @@ def test_passes_at_one_place_give_the_same_bits(depth, shares, seed, monkeypatch
     plain = Bench(model, depth=depth, pass_rows=PASS_ROWS, fused=True, routing=True).run(prompts, params, routed=True)
     monkeypatch.setattr(runners, "can_capture", lambda _: True)
     bench = Bench(model, depth=depth, pass_rows=PASS_ROWS, fused=True, routing=True)
-    bench.runner.sample_nobody(PASS_ROWS)  # as before the first request
+    bench.runner.sample_padding(PASS_ROWS)  # as before the first request
     static = bench.run(prompts, params, routed=True)
     assert bench.runner.pass_graphs is not None
     assert static.tokens == plain.tokens

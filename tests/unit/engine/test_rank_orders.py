@@ -9,7 +9,7 @@ import pytest
 from glm5.common.errors import CheckpointError, GlmError
 from glm5.engine.messages import CopyDone
 from glm5.engine.rank import Follower
-from glm5.engine.rank_wire import Masks, Order, Said, Turn, encoded, read_all
+from glm5.engine.rank_wire import Masks, Order, RankReply, Turn, encoded, read_all
 from glm5.engine.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.wire import Drop
@@ -41,7 +41,7 @@ class Told:
             vocab_size=driver.vocab_size,
             max_depth=config.max_depth,
         )
-        self.said: Future[Said] = Future()
+        self.said: Future[RankReply] = Future()
         others = {"weights": driver.weights, "cache": self.runner, "pages": Pages()}
         others["say"] = lambda said: self.said.set_result(said)
         self.follower = Follower(self.runner, config, **others)
@@ -50,9 +50,9 @@ class Told:
     def tell(self, order: Order) -> None:
         (read,) = read_all(io.BytesIO(encoded(order)))
         self.orders.append(read)
-        self.follower.obey(read)
+        self.follower.execute(read)
 
-    def ask(self, make) -> "list[Future[Said]]":
+    def ask(self, make) -> "list[Future[RankReply]]":
         self.said = Future()
         self.tell(make(0))
         return [self.said]

@@ -252,7 +252,7 @@ def test_pause_and_resume():
     assert (driver.step(Pause()).wait, driver.step().items) == ("pause", [])
     assert rows(driver.step(Resume())) == {0: 1}
     plan = driver.step(Pause(release=True))
-    assert (plan.preempted, driver.scheduler.holdings.pool.num_free) == ([0], 100)
+    assert (plan.preempted, driver.scheduler.page_manager.pool.num_free) == ([0], 100)
     assert rows(driver.step(Resume())) == {0: 10}
 
 

@@ -131,7 +131,7 @@ def test_several_answers_share_the_pages_of_their_prompt():
         assert [tuple(copy) for copy in plan.page_copies] == [(pages[0][2], pages[i][2]) for i in (1, 2)]
         assert [item.start for item in plan.items] == [10, 9, 9]
         assert [entry.donor_slot for entry in plan.entered] == [0, 0]
-        assert driver.scheduler.holdings.pool.num_free == 100 - 5
+        assert driver.scheduler.page_manager.pool.num_free == 100 - 5
 
 
 def test_an_empty_last_page_is_not_copied():
@@ -189,10 +189,10 @@ def test_loads_of_an_aborted_sequence_hold_their_pages_until_they_end():
     driver.tell(CopyDone(first.copy_id, "disk"), Abort((0,)))
     plan = driver.step()
     assert (plan.cancelled, plan.loads, plan.wait) == ([second.copy_id], [], "copies")
-    assert driver.scheduler.holdings.pool.num_free == 99
+    assert driver.scheduler.page_manager.pool.num_free == 99
     driver.tell(CopyDone(second.copy_id, None))
     assert driver.step().wait == "requests"
-    assert driver.scheduler.holdings.pool.num_free == 100
+    assert driver.scheduler.page_manager.pool.num_free == 100
 
 
 def test_others_run_while_one_waits_for_its_pages():
@@ -205,11 +205,11 @@ def test_others_run_while_one_waits_for_its_pages():
 def test_stores_that_lag_lapse_with_their_pages():
     driver = Driver(tiers=True, num_pages=4, max_stores=1)
     (store,) = driver.step(submit(0, 13, 1)).stores or driver.step().stores
-    assert driver.scheduler.holdings.pool.num_available == 3
+    assert driver.scheduler.page_manager.pool.num_available == 3
     for seq_id in range(1, 12):
         plan = driver.step(submit(seq_id, 9, 1))
         assert not plan.stores
-    assert len(driver.scheduler.holdings.transfers._to_store) <= 2 * 4
+    assert len(driver.scheduler.page_manager.transfers._to_store) <= 2 * 4
     driver.tell(CopyDone(store.copy_id, "host"))
     (store,) = driver.step().stores
     assert store.key in page_keys(prompt(9, 300 * 12), 4, cache_salt(b"", b""))
@@ -234,7 +234,7 @@ def test_new_weights_never_share_old_pages():
         assert rows(plan) == ({0: 11, 1: 9} if recompute else {0: 1, 1: 9})
         plan = driver.step(submit(2, 9, prompt_ids=prompt(9)))
         assert plan.entered[0].hit_device == 8
-        assert driver.scheduler.holdings.tree.num_salts == 1
+        assert driver.scheduler.page_manager.tree.num_salts == 1
 
 
 def test_nothing_is_shared_without_a_prefix_cache():
@@ -242,4 +242,4 @@ def test_nothing_is_shared_without_a_prefix_cache():
     driver.tell(submit(0, 9, 1, prompt_ids=prompt(9)))
     driver.run()
     assert rows(driver.step(submit(1, 9, 1, prompt_ids=prompt(9)))) == {1: 9}
-    assert len(driver.scheduler.holdings.tree) == 0
+    assert len(driver.scheduler.page_manager.tree) == 0

@@ -53,9 +53,9 @@ class _Noting:
         self.mlp, self.called, self.layer_idx = mlp, called, layer_idx
         self.wants = mlp.wants
 
-    def __call__(self, x, view, between):
+    def __call__(self, x, view, row_sharding):
         self.called.append(self.layer_idx)
-        return self.mlp(x, view, between)
+        return self.mlp(x, view, row_sharding)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 
 from glm5.engine.sampling.drafts import accept_on_device
 from glm5.kernels.best_token import best_token
-from glm5.kernels.settle import Settled, settle
+from glm5.kernels.commit_tokens import CommittedTokens, commit_tokens
 from glm5.kernels.step_rows import step_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,8 +47,8 @@ def test_what_a_step_comes_to(gen, tables, depth):
     told = []
     for impl in ("triton", "reference"):
         len_S, token_SN = tables[0].clone(), tables[1].clone()
-        out = Settled(*(torch.full(size, -9, device=DEVICE) for size in ((4, depth + 1), (4,), (4, depth))))
-        settle(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, out, impl=impl)
+        out = CommittedTokens(*(torch.full(size, -9, device=DEVICE) for size in ((4, depth + 1), (4,), (4, depth))))
+        commit_tokens(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, out, impl=impl)
         told.append([*(part[:3] for part in out), len_S, token_SN[:-1], out.count_C])
     for mine, right in zip(*told, strict=True):
         assert torch.equal(mine, right)

@@ -16,9 +16,9 @@ from glm5.checkpoint.update import read_all, replace, stage
 from glm5.common.errors import CheckpointError, ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.quantize import QuantizeConfig
-from glm5.kernels.coded import Coded, Form
-from glm5.model.experts import BlockScaledExperts, CodedExperts
-from glm5.model.linear import BlockScaledLinear, CodedLinear
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
+from glm5.model.experts import BlockScaledExperts, QuantizedExperts
+from glm5.model.linear import BlockScaledLinear, QuantizedLinear
 from glm5.parallel.table import Shard, Span, span_of
 from glm5.quantize.run import quantize
 from tests.support.checkpoints import edit_json, edit_tensors
@@ -199,13 +199,13 @@ def test_random_weights_of_a_scheme(written):
     cfg = ModelConfig.from_file(written("w4a8"))
     model = dummy(cfg, fp8=True)
     kinds = {type(module) for module in model.modules()}
-    assert {CodedLinear, CodedExperts} <= kinds
+    assert {QuantizedLinear, QuantizedExperts} <= kinds
     assert not {BlockScaledLinear, BlockScaledExperts} & kinds
     experts = model.get_submodule("model.layers.1.mlp.experts")
-    assert experts.form == Form("int4", None, "int8")
+    assert experts.form == WeightFormat("int4", None, "int8")
     assert model.logits(IDS).float().std() > 0.1
-    values = Coded(experts.gate_up_proj, experts.gate_up_proj_scale, experts.form).values(torch.int8)
+    values = QuantizedWeight(experts.gate_up_proj, experts.gate_up_proj_scale, experts.form).values(torch.int8)
     assert (values.min(), values.max()) == (-7, 7)  # a mean of half a code would drive all tokens to the same experts
     other = dummy(cfg.replace(quantization_config={"quant_method": "w4afp8"}), fp8=True)
-    assert {BlockScaledLinear, CodedExperts} <= {type(module) for module in other.modules()}
+    assert {BlockScaledLinear, QuantizedExperts} <= {type(module) for module in other.modules()}
     assert other.logits(IDS).isfinite().all()

@@ -13,7 +13,7 @@ from glm5.checkpoint.schemes import schemes_of
 from glm5.config.model import ModelConfig
 from glm5.config.quantize import QuantizeConfig
 from glm5.engine import LLM, SamplingParams
-from glm5.model.experts import CodedExperts
+from glm5.model.experts import QuantizedExperts
 from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView
 from glm5.quantize.formats.compressed import CompressedTensors
@@ -77,7 +77,7 @@ def test_logits_are_those_of_the_fake_quantized_model(written, name):
     got, want = model.logits(ids), fake_quantized(path, torch.float64).logits(ids)
     assert got.dtype == torch.float64
     assert rel_rms(got, want) < BUDGET
-    assert any(isinstance(module, CodedExperts) for module in model.modules())
+    assert any(isinstance(module, QuantizedExperts) for module in model.modules())
     assert model.cfg.quantization_config == json.loads((path / "config.json").read_text())["quantization_config"]
 
 

@@ -15,7 +15,7 @@ def events_of(text: str) -> list[str]:
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
 
-class Asker:
+class RequestBuilder:
     """`whole` and `streamed` give a request's choices, in one piece or joined from chunks, by index."""
 
     def __init__(self, http: httpx.Client, path: str = "/v1/chat/completions", **always: Any):

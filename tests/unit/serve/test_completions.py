@@ -8,7 +8,7 @@ import pytest
 
 from glm5.serve.completions_body import CompletionBody
 from tests.support.tokenizers import tiny_tokenizer
-from tests.unit.serve.asking import Asker
+from tests.unit.serve.asking import RequestBuilder
 
 TOKENIZER = tiny_tokenizer()
 SECONDS = 20
@@ -17,7 +17,7 @@ SECONDS = 20
 @pytest.fixture
 def text(http, engine):
     engine.script, engine.finish_reason = "abc", "length"
-    return Asker(http, "/v1/completions", prompt="the")
+    return RequestBuilder(http, "/v1/completions", prompt="the")
 
 
 def test_the_shape_of_an_answer(text):

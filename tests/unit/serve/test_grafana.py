@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from glm5.serve.figures import Figures
+from glm5.serve.server_metrics import ServerMetrics
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 METRIC = re.compile(r"\b(?:vllm|glm5):\w+|\bhttp_requests_total\b")
@@ -18,7 +18,7 @@ def asked_for() -> set[str]:
 
 
 def test_every_metric_of_the_dashboard_is_one_of_the_server():
-    known = set(re.findall(r"^# TYPE (\S+)", Figures("tiny").page.text(), flags=re.MULTILINE))
+    known = set(re.findall(r"^# TYPE (\S+)", ServerMetrics("tiny").page.text(), flags=re.MULTILINE))
     assert asked_for() <= known
     # What the dashboard leaves out: figures for the load generator's eyes, one for those who train, one for
     # those who measure, a bug's count, and a failing disk's or memory's.

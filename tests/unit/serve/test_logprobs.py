@@ -10,7 +10,7 @@ import torch
 from tests.support.models import random_model
 from tests.support.running import logprobs_of
 from tests.support.tokenizers import tiny_tokenizer
-from tests.unit.serve.asking import ASK, Asker, joined
+from tests.unit.serve.asking import ASK, RequestBuilder, joined
 
 TOKENIZER = tiny_tokenizer()
 CLOSE = 1e-3  # float32; prompts and answers are computed in differently shaped batches
@@ -26,12 +26,12 @@ def http(model_server):
 
 @pytest.fixture(scope="module")
 def chat(http):
-    return Asker(http, messages=ASK, **FIELDS)
+    return RequestBuilder(http, messages=ASK, **FIELDS)
 
 
 @pytest.fixture(scope="module")
 def text(http):
-    return Asker(http, "/v1/completions", prompt=PROMPT, **FIELDS)
+    return RequestBuilder(http, "/v1/completions", prompt=PROMPT, **FIELDS)
 
 
 def expected(prompt_ids, answer_ids):
@@ -128,7 +128,7 @@ def test_an_evaluation_harness(http):
     """What lm-eval sends: prompt and continuation as ids, `echo`, one token more; it reads what lies between."""
     context, continuation = TOKENIZER.encode("the answer"), TOKENIZER.encode(" is: Berlin")
     body = {"prompt": [context + continuation, context], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    choices = Asker(http, "/v1/completions").answer(**body)["choices"]
+    choices = RequestBuilder(http, "/v1/completions").answer(**body)["choices"]
     want, every = expected(context, continuation)
     for choice, ids in zip(choices, (context + continuation, context), strict=True):
         found = choice["logprobs"]

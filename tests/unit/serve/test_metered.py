@@ -10,15 +10,15 @@ from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.sampling.params import SamplingParams
 from glm5.serve.call import Call, begin
 from glm5.serve.errors import ApiError
-from glm5.serve.figures import Figures
 from glm5.serve.keys import Tenant
 from glm5.serve.limits import Limits
 from glm5.serve.metered import Bounds, MeteredEngine
+from glm5.serve.server_metrics import ServerMetrics
 from tests.support.serving import ASK, CHAT, SECONDS, scripted, served
 
 
 def metered(engine, limits=None, **bounds) -> MeteredEngine:
-    return MeteredEngine(engine, Figures("tiny"), limits or Limits(), Bounds(**bounds))
+    return MeteredEngine(engine, ServerMetrics("tiny"), limits or Limits(), Bounds(**bounds))
 
 
 async def answer(engine, params=None, **options) -> list:
@@ -104,7 +104,7 @@ def test_prompts_are_cached_under_the_salt_of_their_caller():
 def test_places_are_taken_for_every_answer():
     limits = Limits(4)
     engine = metered(scripted("x"), limits)
-    refused = engine.figures.refused
+    refused = engine.metrics.refused
 
     async def asked(num_prompts, n):
         call = Call("1")
@@ -135,7 +135,7 @@ def test_another_engine_takes_its_place():
     assert engine.stopped_because is None
     text = "".join(delta.text for delta in asyncio.run(answer(engine)))
     assert text == "second"
-    assert engine.figures.restarts.value() == 1
+    assert engine.metrics.restarts.value() == 1
 
 
 def test_everything_else_is_the_engine_s():

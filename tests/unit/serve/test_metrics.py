@@ -7,8 +7,8 @@ import pytest
 from glm5.bench.serve.counters import parse
 from glm5.common.errors import EngineDead
 from glm5.engine.outputs import Delta
-from glm5.serve.figures import Figures, Measured
 from glm5.serve.metrics import Page
+from glm5.serve.server_metrics import Measured, ServerMetrics
 from tests.support.serving import ASK, CHAT, bearer, key, scripted, served
 
 SAMPLE = re.compile(
@@ -129,11 +129,11 @@ def test_an_engine_that_is_gone_leaves_the_last_counts():
 
 
 @pytest.fixture
-def figures():
-    return Figures("tiny")
+def metrics():
+    return ServerMetrics("tiny")
 
 
-def buckets(figures, histogram) -> list[float]:
+def buckets(metrics, histogram) -> list[float]:
     """Upper bounds of the buckets that the observations fell into."""
     lines = [line.rsplit(" ", 1) for line in histogram.lines({}) if "_bucket" in line]
     counts = [int(count) for _, count in lines]
@@ -142,28 +142,28 @@ def buckets(figures, histogram) -> list[float]:
     return [bound for bound, count in zip(bounds, grown, strict=True) for _ in range(count)]
 
 
-def test_times_of_one_request(figures, monkeypatch):
+def test_times_of_one_request(metrics, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("glm5.serve.figures.time.monotonic", lambda: clock[0])
-    measured = Measured(figures, "", 10, 2)
+    monkeypatch.setattr("glm5.serve.server_metrics.time.monotonic", lambda: clock[0])
+    measured = Measured(metrics, "", 10, 2)
     measured.took(Delta((1,), (), arrived=100.9, queued_s=0.45))  # first token after 0.9 s
     measured.took(Delta((2, 3), (), arrived=101.05, index=1))
     measured.took(Delta((4, 5, 6), (), "stop", arrived=101.5))  # three tokens, 0.6 s after the one before
     measured.took(Delta((), (), "length", index=1, arrived=102.0))
     measured.ended("abort")
-    assert buckets(figures, figures.first_token) == [1.0]
-    assert buckets(figures, figures.queued) == buckets(figures, figures.prefill) == [0.5]
-    assert buckets(figures, figures.between) == [0.75]
-    assert buckets(figures, figures.per_token) == [0.001, 0.2]  # of the second, all came at once
-    assert buckets(figures, figures.whole) == [1.5]
-    assert figures.whole.sum == pytest.approx(1.5)
-    assert figures.generated.value() == 6
-    assert [figures.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 1, 0]
+    assert buckets(metrics, metrics.first_token) == [1.0]
+    assert buckets(metrics, metrics.queued) == buckets(metrics, metrics.prefill) == [0.5]
+    assert buckets(metrics, metrics.between) == [0.75]
+    assert buckets(metrics, metrics.per_token) == [0.001, 0.2]  # of the second, all came at once
+    assert buckets(metrics, metrics.whole) == [1.5]
+    assert metrics.whole.sum == pytest.approx(1.5)
+    assert metrics.generated.value() == 6
+    assert [metrics.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 1, 0]
 
 
-def test_a_request_that_is_left(figures):
-    measured = Measured(figures, "", 10, 3)
+def test_a_request_that_is_left(metrics):
+    measured = Measured(metrics, "", 10, 3)
     measured.took(Delta((1,), (), "stop", arrived=1e9))
     measured.ended("abort")
-    assert [figures.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 0, 2]
-    assert figures.answer_lengths.count == 3
+    assert [metrics.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 0, 2]
+    assert metrics.answer_lengths.count == 3

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.support.tokenizers import tiny_tokenizer
-from tests.unit.serve.asking import ASK, Asker, text_of
+from tests.unit.serve.asking import ASK, RequestBuilder, text_of
 
 TOKENIZER = tiny_tokenizer()
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -15,7 +15,7 @@ GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def asker(model_server):
     with httpx.Client(base_url=model_server[0], timeout=60) as http:
-        yield Asker(http, "/v1/completions", prompt="the answer is")
+        yield RequestBuilder(http, "/v1/completions", prompt="the answer is")
 
 
 def ids(asker, **fields):
@@ -134,13 +134,13 @@ def test_an_urgent_request_goes_first(model_server):
     """The server has 4 seats, all taken; of those that wait, the most urgent is answered first."""
     url, _ = model_server
     with httpx.Client(base_url=url, timeout=60) as http:
-        answer = Asker(http, messages=ASK).answer(priority=-5, max_tokens=1)
+        answer = RequestBuilder(http, messages=ASK).answer(priority=-5, max_tokens=1)
     assert answer["usage"]["completion_tokens"] == 1
 
 
 def test_a_budget_of_thinking(model_server):
     with httpx.Client(base_url=model_server[0], timeout=60) as http:
-        chat = Asker(http, messages=ASK, temperature=0, max_tokens=30, ignore_eos=True)
+        chat = RequestBuilder(http, messages=ASK, temperature=0, max_tokens=30, ignore_eos=True)
         free = chat.answer()["usage"]["completion_tokens_details"]["reasoning_tokens"]
         assert free == 30
         for fields in (
@@ -160,5 +160,5 @@ def test_a_budget_of_thinking(model_server):
 def test_defaults_of_the_two_apis(asker, model_server):
     assert asker.answer(ignore_eos=True)["usage"]["completion_tokens"] == 16
     with httpx.Client(base_url=model_server[0], timeout=60) as http:
-        chat = Asker(http, messages=ASK)
+        chat = RequestBuilder(http, messages=ASK)
         assert text_of(chat.answer(max_tokens=3)["choices"][0]) is not None

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from tests.support.tokenizers import tiny_tokenizer
-from tests.unit.serve.asking import ASK, Asker, joined
+from tests.unit.serve.asking import ASK, RequestBuilder, joined
 
 TOKENIZER = tiny_tokenizer()
 ids = TOKENIZER.encode
@@ -40,7 +40,7 @@ def http(model_server):
 @pytest.fixture(scope="module")
 def chat(http):
     """Thinks for at most five tokens."""
-    return Asker(http, messages=ASK, max_tokens=300, thinking_token_budget=5, temperature=1.0)
+    return RequestBuilder(http, messages=ASK, max_tokens=300, thinking_token_budget=5, temperature=1.0)
 
 
 def is_person(text):
@@ -85,7 +85,7 @@ def test_in_a_stream_and_without_thinking(chat, name):
 @pytest.mark.parametrize("name", ["guided_json", "structured_outputs", "guided_choice", "ebnf"])
 def test_text_completions_are_of_the_form_too(http, name):
     fields, valid = KINDS[name]
-    valid(Asker(http, "/v1/completions").text(prompt="x", max_tokens=300, **fields, seed=1))
+    valid(RequestBuilder(http, "/v1/completions").text(prompt="x", max_tokens=300, **fields, seed=1))
 
 
 def test_any_json_object(chat):

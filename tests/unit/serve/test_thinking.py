@@ -10,7 +10,7 @@ from glm5.serve.server import bind, serving
 from glm5.serve.thinking import Thinking, template_kwargs
 from tests.support.engines import ScriptedEngine
 from tests.support.tokenizers import tiny_tokenizer
-from tests.unit.serve.asking import ASK, Asker
+from tests.unit.serve.asking import ASK, RequestBuilder
 from tests.unit.serve.conftest import CONFIG
 
 TOKENIZER = tiny_tokenizer()
@@ -34,7 +34,7 @@ def server(request):
     engine = ScriptedEngine(TOKENIZER)
     app = create_app(engine, TEMPLATES[request.param], TOKENIZER, CONFIG)
     with serving(app, engine, bind("127.0.0.1", 0)) as url, httpx.Client(base_url=url, timeout=20) as http:
-        yield request.param, engine, Asker(http, messages=ASK)
+        yield request.param, engine, RequestBuilder(http, messages=ASK)
 
 
 @pytest.mark.parametrize(("fields", "param"), OFF, ids=str)

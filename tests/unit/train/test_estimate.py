@@ -11,9 +11,9 @@ from glm5.train import estimate as estimating
 from glm5.train.build import Builder
 from glm5.train.estimate import estimate, kept_numbers, memory_parts, state_bytes
 from glm5.train.optim.build import Optimizers
+from glm5.train.stage_trainer import batch_of
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.step import Step
-from glm5.train.trainee import batch_of
 from tests.support.peak import peak_bytes
 from tests.support.training import recipe, stage
 

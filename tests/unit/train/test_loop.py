@@ -18,7 +18,7 @@ from glm5.cli.main import main
 from glm5.common.errors import DataError, TrainingError
 from glm5.config.train import ModelSection, read_recipe
 from glm5.model.indexer import Indexer
-from glm5.train import loop, trainee
+from glm5.train import loop, stage_trainer
 from glm5.train.build import Builder
 from glm5.train.data.tokens import writing
 from glm5.train.parts import read_parts
@@ -159,7 +159,7 @@ def test_stages_train_what_they_say_and_go_on_where_they_were_cut_off(tmp_path, 
 
 def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, monkeypatch):
     losses = iter([5.0, 1.0, 4.0, 3.0, 2.0])
-    monkeypatch.setattr(trainee, "held_out", lambda *_args: {"held-out loss": next(losses)})
+    monkeypatch.setattr(stage_trainer, "held_out", lambda *_args: {"held-out loss": next(losses)})
     best = run(tmp_path, "out", stage(steps=5), settings=["checkpoints.every=1"])
     kept = sorted(path.name for path in (tmp_path / "out" / "dense").iterdir())
     assert kept == ["best", "last", "step-00000002", "step-00000004", "step-00000005"]
@@ -371,7 +371,7 @@ def learnt(folder: Path, pass_sequences: int, num_rows: int = 2) -> dict[str, to
     of = recipe(folder, "out", settings=[f"stage.0.pass_sequences={pass_sequences}"])
     of = of.model_copy(update={"model": of.model.model_copy(update={"dtype": "float64"})})
     builder, (one,) = Builder(of, folder, folder / "out"), of.stage
-    learner = trainee.Trainee(of, builder, None)
+    learner = stage_trainer.StageTrainer(of, builder, None)
     step, rows = learner.begin(one, builder.cfg, None), builder.rows(one)
     step.run(learner.batches(one, [rows.row(draw) for draw in range(num_rows)]), one.lr)
     return learner.model.state_dict()

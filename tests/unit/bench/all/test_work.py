@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from glm5.bench.all.parts import Part, Size
+from glm5.bench.all.parts import BenchCommand, Size
 from glm5.bench.all.work import Work
 from glm5.common.errors import ConfigError
 
 TINY = Size("eighth_tp1", "tiny", 1, 2)
-LOAD = Part("serve-1", ("bench", "serve", "--seed", "1"), 1, clients=1, server=("--max-num-seqs", "1"))
-STEPS = Part("steps", ("bench", "latency", "--preset", "tiny"), 1)
+LOAD = BenchCommand("serve-1", ("bench", "serve", "--seed", "1"), 1, clients=1, server=("--max-num-seqs", "1"))
+STEPS = BenchCommand("steps", ("bench", "latency", "--preset", "tiny"), 1)
 
 
 def measured(part, work, failed=0):

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from glm5.bench.kernels import coded
-from glm5.bench.kernels.shapes import RANKS, coded_linears
+from glm5.bench.kernels import quantized
+from glm5.bench.kernels.shapes import RANKS, quantized_linears
 from glm5.bench.steps.case import rank_config, with_codes
 from glm5.checkpoint.load import empty_model
 from glm5.checkpoint.stored import forms_of, stored_of
 from glm5.engine.lower import LoweredLayer, LoweredMLP
-from glm5.model.linear import CodedLinear
+from glm5.model.linear import QuantizedLinear
 
 META = torch.device("meta")
 
 
 def sizes(linears, rows):
     """(rows, cols) of the product of `linears`, if they are codes."""
-    return {(rows, linear.weight.shape[1]) for linear in linears[:1] if isinstance(linear, CodedLinear)}
+    return {(rows, linear.weight.shape[1]) for linear in linears[:1] if isinstance(linear, QuantizedLinear)}
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -31,12 +31,12 @@ def test_products_of_codes(ranks):
                 found |= sizes(stack.linears[run.start :], sum(stack.rows[run.start : run.stop]))
         for linear in (layer.attention.module.q_b_proj, layer.attention.module.o_proj, mlp.module.down_proj):
             found |= sizes([linear], linear.weight.shape[0])
-    assert {(weight.rows, weight.cols) for weight in coded_linears(ranks)} == found
+    assert {(weight.rows, weight.cols) for weight in quantized_linears(ranks)} == found
 
 
 def test_every_implementation_is_measured():
     """A step's tokens by each, more by the one that takes them."""
-    names = {case.name for case in coded.cases()}
-    shape = "coded_linear o 6144x4096 tp4 M="
+    names = {case.name for case in quantized.cases()}
+    shape = "quantized_linear o 6144x4096 tp4 M="
     assert {f"{shape}128 w8a8 triton", f"{shape}128 w8a8 cuda", f"{shape}512 w8a8 triton"} <= names
     assert f"{shape}512 w8a8 cuda" not in names

@@ -70,7 +70,7 @@ def test_the_file_is_what_kernels_find(tmp_path, monkeypatch):
 def test_subjects_have_candidates_of_their_kernels():
     every = tune.subjects()
     assert {s.op for s in every} == {
-        "sparse_mla", "index_score", "mla_queries", "router", "fp8_linear", "coded_linear", "grouped_experts"
+        "sparse_mla", "index_score", "mla_queries", "router", "fp8_linear", "quantized_linear", "grouped_experts"
     }  # fmt: skip
     assert all(s.candidates and len(set(s.candidates)) == len(s.candidates) for s in every)
     assert len({(s.op, s.sizes, s.upto) for s in every}) == len(every)
@@ -78,11 +78,11 @@ def test_subjects_have_candidates_of_their_kernels():
 
 
 def test_inputs_of_codes_are_shared_where_tiles_are_few():
-    candidates = {s.name: s.candidates for s in tune.subjects("coded_linear w8a8 O=")}
-    assert {c.split for c in candidates["coded_linear w8a8 O=2624 D=6144 upto=64"]} >= {1, 3, 6}
-    assert max(c.split for c in candidates["coded_linear w8a8 O=512 D=6144 upto=64"]) == 8
-    assert max(c.split for c in candidates["coded_linear w8a8 O=6144 D=512 upto=64"]) <= 2
-    assert {c.cluster for c in candidates["coded_linear w8a8 O=6144 D=512 upto=32"]} == {0, 1, 2}
+    candidates = {s.name: s.candidates for s in tune.subjects("quantized_linear w8a8 O=")}
+    assert {c.split for c in candidates["quantized_linear w8a8 O=2624 D=6144 upto=64"]} >= {1, 3, 6}
+    assert max(c.split for c in candidates["quantized_linear w8a8 O=512 D=6144 upto=64"]) == 8
+    assert max(c.split for c in candidates["quantized_linear w8a8 O=6144 D=512 upto=64"]) <= 2
+    assert {c.cluster for c in candidates["quantized_linear w8a8 O=6144 D=512 upto=32"]} == {0, 1, 2}
     assert all(c[0].split == 1 and not c[0].cluster for c in candidates.values())
 
 

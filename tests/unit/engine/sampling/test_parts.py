@@ -11,7 +11,7 @@ import torch
 
 from glm5.engine.sampling import Placement, Rows, Sampler, SamplingParams, parts
 from glm5.engine.sampling.params import StructuredOutputsParams
-from glm5.engine.sampling.parts import Part
+from glm5.engine.sampling.parts import VocabShard
 
 VOCAB = 96
 SECONDS = 30
@@ -40,7 +40,7 @@ class Meeting:
 def together(size, job):
     """`job(part)` of every rank, at once."""
     meeting, width = Meeting(size), VOCAB // size
-    parts = [Part(meeting.at(rank), rank, rank * width, width) for rank in range(size)]
+    parts = [VocabShard(meeting.at(rank), rank, rank * width, width) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(job, parts))
 

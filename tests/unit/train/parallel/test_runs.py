@@ -19,7 +19,7 @@ from glm5.testing.numerics import rel_rms
 from glm5.train.loop import train
 from glm5.train.parallel.mesh import Mesh, check_stage
 from glm5.train.parallel.run import Rank, train_shared
-from glm5.train.parallel.trainee import SharedTrainee
+from glm5.train.parallel.trainer import SharedTrainer
 from glm5.train.state import Store
 from glm5.train.watch import read_metrics
 from tests.support.sharded import run_ranks
@@ -58,12 +58,12 @@ def part_of_a_run(rank: int, port: int, world: int, file: str, changes: list[str
     """Train until `steps` more are done, then as if asked to stop."""
     done = 0
 
-    def agree(self: SharedTrainee, *, stop: bool) -> bool:
+    def agree(self: SharedTrainer, *, stop: bool) -> bool:
         nonlocal done
         done += 1
         return done == steps
 
-    SharedTrainee.agree = agree
+    SharedTrainer.agree = agree
     try:
         best = train_shared(
             read_exact(file, changes), Path(file).parent, Rank(rank, world, rank, "127.0.0.1", port, True)
@@ -184,9 +184,9 @@ def pushing(rank: int, port: int, file: str, changes: list[str], folder: str) ->
     from glm5.train.parallel.gather import whole_tensors
 
     answers: list[list[int]] = []
-    wrote = SharedTrainee.export
+    wrote = SharedTrainer.export
 
-    def export(self: SharedTrainee, *given) -> None:
+    def export(self: SharedTrainer, *given) -> None:
         wrote(self, *given)
         tensors, cfg = whole_tensors(self._have, self.team), self.step.model.cfg
         if not self.is_first:
@@ -197,7 +197,7 @@ def pushing(rank: int, port: int, file: str, changes: list[str], folder: str) ->
             push(tensors, cfg, llm, held=torch.float32)
             answers.append(tokens_of(llm))
 
-    SharedTrainee.export = export
+    SharedTrainer.export = export
     recipe = read_recipe(file, changes)
     train_shared(recipe, Path(file).parent, here(rank, 2, port))
     return answers

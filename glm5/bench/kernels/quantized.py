@@ -1,0 +1,195 @@
+"""quantized_linear and quantized_experts at the shapes of one rank, and FP8's experts beside them on the same choices:
+`python -m glm5.bench.kernels.quantized`.
+
+w8a8 is the articles' scheme of linear layers; experts are w4a8 per channel under int8, w4a8 in groups of 128 under
+e4m3, and w4a16. Routing is uniform, as in experts.py, and no shared expert is among them; so FP8's are measured again
+here, without one.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.bench.command import command
+from glm5.bench.kernels.case import Case, Launch
+from glm5.bench.kernels.shapes import (
+    ACTIVE,
+    EXPERT_INNER,
+    EXPERTS,
+    HIDDEN,
+    RANKS,
+    Weight,
+    generator,
+    quantized_linears,
+    random_rows,
+    random_weight,
+)
+from glm5.bench.kernels.table import main
+from glm5.kernels.block_scaled import FP8, BlockScaled, num_blocks
+from glm5.kernels.grouped_experts import grouped_experts
+from glm5.kernels.quantized_experts import quantized_experts
+from glm5.kernels.quantized_linear import cuda, quantized_linear
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
+from glm5.kernels.token_quant import token_quant
+from glm5.testing.numerics import rel_rms
+
+# The result's rounding to bfloat16, 1.7e-3; experts: rows of h in bfloat16, then in codes that may fall otherwise.
+LINEAR_BUDGET, EXPERTS_BUDGET, FP8_BUDGET = 3e-3, 2e-2, 6e-2
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
+LINEAR_TOKENS = (1, 8, 16, 32, 64, 128, 512, 2048)
+W8A8, FP8_ROWS = WeightFormat("int8", None, "int8"), WeightFormat("fp8", None, "fp8")
+EXPERT_FORMS = (
+    WeightFormat("int4", None, "int8"),
+    WeightFormat("int4", 128, "fp8"),
+    WeightFormat("int4", 128, None),
+    W8A8,
+)
+_RMS = {"int8": 74.0, "int4": 4.6, "fp8": 130.0}  # of codes, every one alike
+Stack = tuple[QuantizedWeight, QuantizedWeight] | tuple[BlockScaled, BlockScaled]
+Run = Callable[[Tensor, QuantizedWeight], Tensor]
+
+
+def random_codes(gen: torch.Generator, form: WeightFormat, *shape: int) -> QuantizedWeight:
+    """Products with rows of unit scale have about unit scale."""
+    *lead, width = shape
+    codes = torch.randint(0, 256, (*lead, width // form.per_byte), dtype=torch.uint8, device="cuda", generator=gen)
+    if form.weight == "fp8":
+        codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # the two that are no numbers
+    scale = torch.rand(*lead, form.num_scales(width), device="cuda", generator=gen) + 0.5
+    dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}[form.weight]
+    return QuantizedWeight(codes.view(dtype), scale / (_RMS[form.weight] * width**0.5), form)
+
+
+def linear_case(
+    form: WeightFormat, weight: Weight, tokens: int, ranks: int, run: Run = quantized_linear, variant: str = ""
+) -> Case:
+    """A linear layer on `tokens` rows, by `run`."""
+
+    def inputs(i: int) -> tuple[Tensor, QuantizedWeight]:
+        gen = generator(i)
+        return random_rows(gen, tokens, weight.cols), random_codes(gen, form, weight.rows, weight.cols)
+
+    def make(i: int) -> Launch:
+        x, w = inputs(i)
+        return lambda: run(x, w)
+
+    def error() -> float:
+        x, w = inputs(10**6)
+        return rel_rms(run(x, w), _exact_linear(x, w))
+
+    moved = weight.rows * (weight.cols // form.per_byte + 4 * form.num_scales(weight.cols))
+    moved += 2 * tokens * (weight.rows + weight.cols)
+    flops = 2 * tokens * weight.rows * weight.cols
+    shape = f"{weight.name} {weight.rows}x{weight.cols} tp{ranks} M={tokens}"
+    return Case(
+        "quantized_linear", shape, make, error, LINEAR_BUDGET, moved, flops, _unit(form), f"{form} {variant}".rstrip()
+    )
+
+
+def experts_case(form: WeightFormat | None, tokens: int, ranks: int) -> Case:
+    """Experts of a layer on `tokens` tokens; None: in FP8, block-scaled, by `grouped_experts`."""
+    inner = EXPERT_INNER // ranks
+
+    def run(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+        gate_up, down = _stack(form, inner)
+        if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
+            return quantized_experts(x, gate_up, down, weight, expert)
+        assert isinstance(gate_up, BlockScaled)
+        assert isinstance(down, BlockScaled)
+        return grouped_experts(x, gate_up, down, weight, expert)
+
+    def make(i: int) -> Launch:
+        inputs = _inputs(generator(i), tokens)
+        return lambda: run(*inputs)
+
+    def error() -> float:
+        inputs = _inputs(generator(10**6), tokens)
+        return rel_rms(run(*inputs), _exact(_stack(form, inner), *inputs))
+
+    chosen = EXPERTS * (1 - (1 - ACTIVE / EXPERTS) ** tokens)
+    if form is None:
+        matrix, budget = 3 * inner * HIDDEN + 12 * num_blocks(inner) * num_blocks(HIDDEN), FP8_BUDGET
+    else:
+        scales = 2 * inner * form.num_scales(HIDDEN) + HIDDEN * form.num_scales(inner)
+        matrix, budget = 3 * inner * HIDDEN // form.per_byte + 4 * scales, EXPERTS_BUDGET
+    moved = int(chosen * matrix) + 4 * tokens * HIDDEN
+    flops = 2 * tokens * ACTIVE * 3 * inner * HIDDEN
+    shape = f"F={inner} tp{ranks} M={tokens}"
+    unit = "fp8" if form is None else _unit(form)
+    return Case(
+        "quantized_experts", shape, make, error, budget, moved, flops, unit, "fp8-block" if form is None else str(form)
+    )
+
+
+def _unit(form: WeightFormat) -> Literal["fp8", "bf16"]:
+    """int8 products run as fast as FP8's."""
+    return "fp8" if form.act else "bf16"
+
+
+@cache
+def _stack(form: WeightFormat | None, inner: int) -> Stack:
+    gen = generator(inner)
+    if form is None:
+        gate_up = random_weight(gen, EXPERTS, 2 * inner, HIDDEN, scale_rows=2 * num_blocks(inner))
+        return gate_up, random_weight(gen, EXPERTS, HIDDEN, inner)
+    return random_codes(gen, form, EXPERTS, 2 * inner, HIDDEN), random_codes(gen, form, EXPERTS, HIDDEN, inner)
+
+
+def _inputs(gen: torch.Generator, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    x = random_rows(gen, tokens, HIDDEN)
+    weight, expert = torch.rand(tokens, EXPERTS, device="cuda", generator=gen).topk(ACTIVE, dim=-1)
+    return x, weight / weight.sum(-1, keepdim=True) * 2.5, expert.int().sort(dim=-1).values
+
+
+def _exact_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    rows = x.double()
+    if weight.form.act is not None:
+        codes, scale = token_quant(x, weight.form.act, impl="reference")
+        rows = codes.double() * scale.double()[:, None]
+    return rows @ weight.dequantize(torch.float64).T
+
+
+def _exact(stack: Stack, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    gate_up, down = stack
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for e in range(EXPERTS):
+        share = torch.where(expert == e, weight, 0.0).double().sum(-1)
+        rows = share.nonzero()[:, 0]
+        if not len(rows):
+            continue
+        if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
+            gate, up = _exact_linear(x[rows], gate_up.of(e)).chunk(2, dim=-1)
+            y = _exact_linear((F.silu(gate) * up).to(x.dtype), down.of(e))
+        else:
+            assert isinstance(gate_up, BlockScaled)
+            assert isinstance(down, BlockScaled)
+            halves = [BlockScaled(w.data[e], w.scale[e]) for w in (*gate_up.split_gate_up(), down)]
+            g, u, d = (w.dequantize(torch.float64) for w in halves)
+            y = (F.silu(x[rows].double() @ g.T) * (x[rows].double() @ u.T)) @ d.T
+        out.index_add_(0, rows, y * share[rows, None])
+    return out
+
+
+def cases() -> Iterator[Case]:
+    """Experts of every form at every number of tokens, beside FP8's; linear layers, in int8 by each implementation."""
+    for ranks in RANKS:
+        for form in (None, *EXPERT_FORMS):
+            for tokens in TOKENS:
+                yield experts_case(form, tokens, ranks)
+    for ranks in RANKS:
+        for weight in quantized_linears(ranks):
+            for tokens in LINEAR_TOKENS:
+                for impl in ("triton", "cuda") if tokens <= cuda.MOST_TOKENS else ("triton",):
+                    yield linear_case(W8A8, weight, tokens, ranks, partial(quantized_linear, impl=impl), impl)
+    for weight in quantized_linears(RANKS[0]):
+        for tokens in (1, 16, 64, 1024):
+            yield linear_case(FP8_ROWS, weight, tokens, RANKS[0])
+
+
+if __name__ == "__main__":
+    sys.exit(command(lambda: main(list(cases()))))

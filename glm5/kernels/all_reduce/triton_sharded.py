@@ -1,0 +1,361 @@
+"""Many rows over GPUs that write into each other's memory (triton_buffers.py), half of a sum at a time.
+
+    dealt    rank r gets the r-th of N equal shares of rows: the sum over ranks, added to the residual stream, its norm
+    gather   the shares of all ranks, one below the other, of several things at once
+
+One launch each, in which some programs send and wait for nothing; each other waits for what peers send in programs of
+smaller numbers, and empties the place where it came. Programs begin in the order of their numbers, so none waits for
+one that cannot begin, and grids may be of any size: the link is busy while memory is.
+
+What experts make of each token (terms) is added up on its way to the rank that keeps the row: read once, and no sums
+are written and read again. Rows of a product with FP8 weights are sent by who computes it (fp8_linear/rows.cu), while
+other rows are computed; then nothing is left to send here.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.all_reduce.part import PartialSum, computed
+from glm5.kernels.all_reduce.reference import is_turned
+from glm5.kernels.all_reduce.triton_buffers import (
+    MAX_WIDTH,
+    NUM_BUFFERS,
+    Buffers,
+    buffer,
+    empty_last,
+    end,
+    new_row,
+    new_rows,
+    sendable,
+    unless,
+    wait,
+    wait_sum,
+)
+from glm5.kernels.fp8_linear import cuda_rows
+from glm5.kernels.fp8_linear.pending import PendingLinear
+from glm5.kernels.row_codes import Quantized
+from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
+from glm5.kernels.triton_rows import row_codes, row_scale
+from glm5.kernels.triton_support import dependent_launch
+
+_CHUNK_BYTES = 8192  # that a program of `gather` sends, or takes in
+_PIECE = 2048  # values of a row that a program of `dealt` holds at a time
+_LEAST_SENT = 8 << 20  # bytes that a rank sends, for which a product of its own is worth it: 23 us of the link
+
+Norm = tuple[Tensor, Tensor, float]  # residual of this rank's rows, weight, eps
+
+
+@triton.jit
+def _deal(
+    pointers,
+    state,
+    part_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    codes_ptr,
+    scale_ptr,
+    rank,
+    num_words,
+    first,
+    num_rows,
+    share,
+    T,
+    D,
+    stride_r,
+    eps,
+    stride_b,
+    SIZE: tl.constexpr,
+    A: tl.constexpr,
+    SHARED: tl.constexpr,
+    PIECE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    SENT: tl.constexpr,
+    NUM: tl.constexpr,
+    PDL: tl.constexpr,
+    place_ptr=None,
+):
+    """Of `num_rows` rows of every rank's share, from `first` on: for each, a program for each peer that sends it the
+    row of its share, unless all were sent before, and one that adds up this rank's."""
+    PROGRAMS: tl.constexpr = 1 if SENT else SIZE  # of a row
+    wait_for_earlier(PDL)
+    turn = tl.load(state)
+    let_later_begin(PDL)
+    slot, count = turn.to(tl.int64), num_rows * D
+    i, k = (tl.program_id(0) // PROGRAMS).to(tl.int64), tl.program_id(0) % PROGRAMS
+    t = first + i
+    if k < PROGRAMS - 1:
+        peer = ((rank + 1 + k) % SIZE).to(tl.int64)
+        place = buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + i * D
+        for begin in range(0, D, PIECE):
+            d = begin + tl.arange(0, PIECE)
+            tl.store(
+                place + d, sendable(new_row(part_ptr, peer * share + t, d, T, D, A, SHARED, place_ptr)), mask=d < D
+            )
+    else:
+        place = buffer(pointers, rank, slot, num_words, part_ptr) + i * D
+        squares = 0.0
+        for begin in range(0, D, PIECE):
+            d = begin + tl.arange(0, PIECE)
+            mine = sendable(new_row(part_ptr, rank * share + t, d, T, D, A, SHARED, place_ptr))
+            residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
+            total = wait_sum(place + d, count, d < D, rank, mine, SIZE, PIECE).to(mine.dtype)
+            tl.debug_barrier()  # all have read
+            for r in tl.static_range(SIZE):
+                _empty(place + r * count + d, unless(d < D, rank, r))
+            x = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+            tl.store(sum_ptr + t * D + d, x, mask=d < D)
+            wide = tl.where(d < D, x.to(tl.float32), 0.0)
+            squares += tl.sum(wide * wide, 0)
+        tl.debug_barrier()  # all have written
+        _put_normed(
+            t,
+            tl.rsqrt(squares / D + eps),
+            D,
+            sum_ptr,
+            weight_ptr,
+            out_ptr,
+            codes_ptr,
+            scale_ptr,
+            stride_b,
+            PIECE,
+            QUANTIZE,
+        )
+    empty_last(pointers, state, rank, turn, num_words, PIECE, NUM)
+    end(state, turn, slot, 0, NUM)
+
+
+@triton.jit
+def _put_normed(
+    t,
+    inverse,
+    D,
+    sum_ptr,
+    weight_ptr,
+    out_ptr,
+    codes_ptr,
+    scale_ptr,
+    stride_b,
+    PIECE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
+    """Row t of the stream times `inverse`, one over its root mean square, and the norm's weight; as codes too if
+    wanted, in blocks where they are e4m3, else under one scale."""
+    IN_BLOCKS: tl.constexpr = QUANTIZE and codes_ptr.dtype.element_ty != tl.int8
+    largest = 0.0
+    for begin in range(0, D, PIECE):
+        d = begin + tl.arange(0, PIECE)
+        x = tl.load(sum_ptr + t * D + d, mask=d < D, other=0.0)
+        weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
+        normed = (x.to(tl.float32) * inverse).to(x.dtype)
+        out = (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+        tl.store(out_ptr + t * D + d, out, mask=d < D)
+        if IN_BLOCKS:
+            codes, scale = quantized_row(out.to(tl.float32))
+            b = begin // 128 + tl.arange(0, PIECE // 128)
+            tl.store(codes_ptr + t * D + d, codes, mask=d < D)
+            tl.store(scale_ptr + t + b * stride_b, scale, mask=b * 128 < D)
+        else:
+            largest = tl.maximum(largest, tl.max(tl.abs(out.to(tl.float32)), 0))
+    if QUANTIZE and not IN_BLOCKS:
+        scale = row_scale(tl.full([1], 0.0, tl.float32) + largest, "int8")
+        tl.store(scale_ptr + t + tl.arange(0, 1), scale)
+        tl.debug_barrier()  # all have written
+        for begin in range(0, D, PIECE):
+            d = begin + tl.arange(0, PIECE)
+            out = tl.load(out_ptr + t * D + d, mask=d < D, other=0.0)
+            tl.store(codes_ptr + t * D + d, row_codes(out.to(tl.float32), scale, "int8"), mask=d < D)
+
+
+@triton.jit
+def _gather(
+    pointers,
+    state,
+    parts,
+    outs,
+    counts,
+    runs,
+    rank,
+    num_words,
+    first,
+    BY_RUNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For each piece of CHUNK words, a program that sends it to all peers and keeps it, and one for each peer that
+    takes in its piece. Pieces of all parts are numbered through; this launch's begin at `first`.
+
+    BY_RUNS: bits of parts whose words lie in runs, of which `outs` have all ranks' first ones, then all second ones.
+    """
+    wait_for_earlier(PDL)
+    turn = tl.load(state)
+    let_later_begin(PDL)
+    slot = turn.to(tl.int64)
+    here, k = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE
+    width = tl.num_programs(0) // SIZE * CHUNK  # of a rank's words in a buffer
+    e, before = tl.arange(0, CHUNK), -first
+    for p in tl.static_range(len(parts)):
+        piece, pieces = here - before, tl.cdiv(counts[p], CHUNK)
+        if (piece >= 0) & (piece < pieces):
+            RUNS: tl.constexpr = (BY_RUNS >> p) % 2 == 1
+            at = here * CHUNK + e, piece * CHUNK + e, counts[p], runs[p]
+            if k == 0:
+                _send(pointers, parts[p], outs[p], rank, slot, num_words, width, at, RUNS, SIZE)
+            else:
+                _take_in(pointers, outs[p], (rank + k) % SIZE, rank, slot, num_words, width, at, RUNS, SIZE)
+        before += pieces
+    empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
+    end(state, turn, slot, 0, NUM)
+
+
+@triton.jit
+def _send(pointers, part, out, rank, slot, num_words, width, at, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    """`at`: where words lie in a buffer's piece and in the part, of how many, in runs of how many."""
+    place, e, count, run = at
+    x = sendable(tl.load(part + e, mask=e < count, other=0))
+    tl.store(out + _among(e, tl.cast(rank, tl.int64), count, run, RUNS, SIZE), x, mask=e < count)
+    for other in tl.static_range(SIZE - 1):
+        peer = tl.cast((rank + 1 + other) % SIZE, tl.int64)
+        tl.store(buffer(pointers, peer, slot, num_words, part) + rank * width + place, x, mask=e < count)
+
+
+@triton.jit
+def _take_in(pointers, out, r, rank, slot, num_words, width, at, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    place, e, count, run = at
+    came = buffer(pointers, rank, slot, num_words, out) + r * width + place
+    x = wait(came, e < count)
+    tl.debug_barrier()
+    _empty(came, e < count)
+    tl.store(out + _among(e, r.to(tl.int64), count, run, RUNS, SIZE), x, mask=e < count)
+
+
+@triton.jit
+def _among(e, r, count, run, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    """Where word e of rank r lies among all ranks'."""
+    return (e // run * SIZE + r) * run + e % run if RUNS else r * count + e
+
+
+@triton.jit
+def _empty(place, mask):
+    if place.dtype.element_ty.primitive_bitwidth == 16:
+        tl.store(place.to(tl.pointer_type(tl.int16)), tl.full(place.shape, -32768, tl.int16), mask=mask)
+    else:
+        tl.store(place.to(tl.pointer_type(tl.int32)), tl.full(place.shape, -0x7FFF8000, tl.int32), mask=mask)
+
+
+def can_deal(buffers: Buffers, part: PartialSum) -> bool:
+    """Whether rows [T, D] can go this way."""
+    num_rows, width = part.shape
+    is_known = part.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return is_known and num_rows % buffers.size == 0 and width % 8 == 0 and width <= MAX_WIDTH
+
+
+def dealt(
+    buffers: Buffers,
+    part: PartialSum,
+    norm: Norm,
+    quantized: Quantized | None = None,
+    *,
+    max_rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, sum) of this rank's share, [T / ranks, D] each: `add_rms_norm` of the sum over ranks.
+
+    `quantized`: filled with out as codes. `max_rows`: of all ranks' shares together, at a time.
+    """
+    (num_rows, width), size = part.shape, buffers.size
+    room = max(1, buffers.num_words * 4 // (size * width * part.dtype.itemsize) // 16 * 16)  # of few kinds of numbers
+    share = num_rows // size
+    step = min(share, room, max(1, (max_rows or num_rows) // size))
+    sent = _sent(buffers, part) if step == share else None
+    new, options = new_rows(computed(part) if sent is None else sent)
+    residual_OD, weight_D, eps = norm
+    residual_OD = residual_OD if residual_OD.stride(-1) == 1 else residual_OD.contiguous()
+    out_OD, sum_OD = new.new_empty(share, width), new.new_empty(share, width)
+    data, scale = (out_OD, out_OD) if quantized is None else quantized
+    for first in range(0, share, step):
+        count = min(step, share - first)
+        _deal[(count * (size if sent is None else 1),)](
+            buffers.pointers,
+            buffers.state,
+            new,
+            residual_OD,
+            weight_D,
+            out_OD,
+            sum_OD,
+            data,
+            scale,
+            buffers.rank,
+            buffers.num_words,
+            first,
+            count,
+            share,
+            num_rows,
+            width,
+            residual_OD.stride(0),
+            eps,
+            0 if quantized is None else scale.stride(-1),
+            SIZE=size,
+            PIECE=min(_PIECE, max(128, triton.next_power_of_2(width))),
+            QUANTIZE=quantized is not None,
+            SENT=sent is not None,
+            NUM=NUM_BUFFERS,
+            **options,
+            num_warps=4 if size == 2 else 8,  # what more ranks sent takes more registers
+            **dependent_launch(new.device),
+        )
+    return out_OD, sum_OD
+
+
+def _sent(buffers: Buffers, part: PartialSum) -> Tensor | None:
+    """The product whose rows, all at once, went to their ranks while it was computed, of which this rank's are there;
+    None where it is no such product."""
+    if not isinstance(part, PendingLinear) or cuda_rows.refusal(part.x_TD, part.weight):
+        return None
+    share, num_bytes = part.shape[0] // buffers.size, math.prod(part.shape) * part.dtype.itemsize
+    is_much = num_bytes // buffers.size * (buffers.size - 1) >= _LEAST_SENT
+    if not is_much or share % cuda_rows.SAME_OWNER:
+        return None
+    to = cuda_rows.Places(buffers.pointers, buffers.state, buffers.rank, buffers.num_words)
+    return cuda_rows.fp8_linear(part.x_TD, part.weight, part.quantized, to=to)
+
+
+def gather(buffers: Buffers, *parts: Tensor) -> list[Tensor]:
+    """All ranks' rows [O, ...] of each part, one below the other, in one launch; of a part that `is_turned`, columns in
+    one piece. A part is a whole number of words. A word 0x80008000 becomes 0x80008001, on every rank.
+    """
+    size, turned = buffers.size, [is_turned(part) for part in parts]
+    mine = [(part.T if turns else part).contiguous() for part, turns in zip(parts, turned, strict=True)]
+    outs = [
+        each.new_empty(len(each), size * each.shape[1]) if turns else each.new_empty(size * len(each), *each.shape[1:])
+        for each, turns in zip(mine, turned, strict=True)
+    ]
+    words = tuple(each.view(-1).view(torch.int32) for each in mine)
+    counts, chunk = tuple(len(each) for each in words), _CHUNK_BYTES // 4
+    pieces = sum(triton.cdiv(count, chunk) for count in counts)
+    step = buffers.num_words // size // chunk
+    for first in range(0, pieces, step):
+        _gather[(min(step, pieces - first) * size,)](
+            buffers.pointers,
+            buffers.state,
+            words,
+            tuple(out.view(-1).view(torch.int32) for out in outs),
+            counts,
+            tuple(count // len(each) for count, each in zip(counts, mine, strict=True)),
+            buffers.rank,
+            buffers.num_words,
+            first,
+            BY_RUNS=sum(turns << i for i, turns in enumerate(turned)),
+            SIZE=size,
+            CHUNK=chunk,
+            NUM=NUM_BUFFERS,
+            num_warps=8,
+            **dependent_launch(words[0].device),
+        )
+    return [out.T if turns else out for out, turns in zip(outs, turned, strict=True)]

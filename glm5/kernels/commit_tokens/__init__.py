@@ -1,0 +1,44 @@
+"""What a decoding step comes to: which drawn tokens stand, and everything that is written down for it."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.kernels.commit_tokens.reference import CommittedTokens
+from glm5.kernels.commit_tokens.reference import commit_tokens as _reference
+from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.triton_support import chosen
+
+__all__ = ["CommittedTokens", "commit_tokens"]
+
+
+def commit_tokens(
+    token_R: Tensor,
+    slot_R: Tensor,
+    offset_R: Tensor,
+    position_R: Tensor,
+    draft_SK: Tensor,
+    slot_C: Tensor,
+    token_SN: Tensor,
+    len_S: Tensor,
+    told: CommittedTokens,
+    *,
+    impl: Literal["auto", "reference", "triton"] = "auto",
+) -> None:
+    """Row r drew `token_R[r]` for `position_R[r]` of the sequence in slot `slot_R[r]`, assuming `offset_R[r]` drafts.
+
+    A sequence gains the tokens drawn up to the first draft, of `draft_SK`, that is not the token drawn in its place.
+    Writes what was drawn to `token_SN`, adds what was gained to `len_S`, and tells it of the slots `slot_C` in `told`.
+    The last slot is padding's, and gains nothing. All int64, pieces of `told` contiguous.
+    """
+    where = token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told
+    if impl == "auto":
+        impl = "triton" if chosen(token_R) else "reference"
+    if impl == "reference":
+        _reference(*where)
+    elif impl == "triton":
+        from glm5.kernels.commit_tokens.triton import commit_tokens as run
+
+        run(*where)
+    else:
+        raise unknown_impl("commit_tokens", impl, ("reference", "triton"))

@@ -1,0 +1,89 @@
+"""commit_tokens in one launch: a program a slot, which looks through all rows for its own."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glm5.kernels.commit_tokens.reference import CommittedTokens
+from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_support import dependent_launch
+
+
+@triton.jit
+def _commit_tokens(
+    token_ptr,
+    slot_ptr,
+    offset_ptr,
+    position_ptr,
+    draft_ptr,
+    asked_ptr,
+    known_ptr,
+    len_ptr,
+    drawn_ptr,
+    count_ptr,
+    told_ptr,
+    num_rows,
+    num_asked,
+    known_stride,
+    K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    s, r, c = tl.program_id(0), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    wait_for_earlier(PDL)
+    let_later_begin(PDL)
+    mine = tl.load(slot_ptr + r, mask=r < num_rows, other=-1) == s
+    token = tl.load(token_ptr + r, mask=mine, other=0)
+    offset = tl.load(offset_ptr + r, mask=mine, other=-1)
+    position = tl.load(position_ptr + r, mask=mine, other=0)
+    tl.store(known_ptr + s.to(tl.int64) * known_stride + position, token, mask=mine)
+    asks = tl.load(asked_ptr + c, mask=c < num_asked, other=-1) == s
+    stands = s < tl.num_programs(0) - 1
+    count = tl.zeros([], tl.int64)
+    for j in tl.static_range(K + 1):
+        here = mine & (offset == j)
+        stands = stands & (tl.max(here.to(tl.int32), 0) > 0)
+        count += stands.to(tl.int64)
+        drawn = tl.sum(tl.where(here, token, 0), 0)
+        tl.store(drawn_ptr + c * (K + 1) + j, drawn, mask=asks)
+        if j < K:
+            draft = tl.load(draft_ptr + s * K + j)
+            tl.store(told_ptr + c * K + j, draft, mask=asks)
+            stands = stands & (drawn == draft)
+    tl.store(count_ptr + c, count, mask=asks)
+    tl.store(len_ptr + s, tl.load(len_ptr + s) + count)
+
+
+def commit_tokens(
+    token_R: Tensor,
+    slot_R: Tensor,
+    offset_R: Tensor,
+    position_R: Tensor,
+    draft_SK: Tensor,
+    slot_C: Tensor,
+    token_SN: Tensor,
+    len_S: Tensor,
+    told: CommittedTokens,
+) -> None:
+    """As `reference.commit_tokens`."""
+    (num_slots, depth), num_asked = draft_SK.shape, len(slot_C)
+    _commit_tokens[(num_slots,)](
+        token_R.contiguous(),
+        slot_R.contiguous(),
+        offset_R.contiguous(),
+        position_R.contiguous(),
+        draft_SK.contiguous(),
+        slot_C.contiguous(),
+        token_SN,
+        len_S,
+        *told,
+        len(token_R),
+        num_asked,
+        token_SN.stride(0),
+        K=depth,
+        BLOCK_R=max(32, triton.next_power_of_2(len(token_R))),
+        BLOCK_C=max(32, triton.next_power_of_2(num_asked)),
+        num_warps=4,
+        **dependent_launch(token_R.device),
+    )

@@ -1,0 +1,130 @@
+"""quantized_experts of few tokens on Hopper, in CUDA C++ (few.cu): rows are prepared, then an expert's two products,
+each of which is there, with its weights under way, before the kernel before has ended. x in bfloat16, int4 codes."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from glm5.kernels import cuda_code
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
+
+SOURCE = Path(__file__).with_name("few.cu")
+# As in few.cu.
+_WARPS, _CHUNK, _TILE, _MOST_PAIRS = 8, 128, 8, 256
+_HELD = 8  # chunks of a row, at most, that a warp has under way
+_MOST_INNER, _MOST_ACTIVE = 512, 16
+_MOST_ROWS = 4  # of x, that a program holds
+
+
+class Kernels(NamedTuple):
+    """Of few.cu, in the order in which they run."""
+
+    prepare: Callable[..., None]
+    gate_up: Callable[..., None]
+    down: Callable[..., None]
+
+
+def most_tokens(form: WeightFormat) -> int:
+    """Up to here these kernels are faster than Triton's on an H200 (docs/performance-kernels.md)."""
+    return 32 if form.act == "int8" else 16
+
+
+def refusal(x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, expert_TA: Tensor) -> str:
+    """Why these cannot be handled; empty if they can."""
+    form, active = gate_up.form, expert_TA.shape[1]
+    if x_TD.dtype != torch.bfloat16 or form.weight != "int4" or down.form != form or (form.group or 0) % _CHUNK:
+        return f"needs rows in bfloat16 and int4 codes in groups of a multiple of {_CHUNK}, got {x_TD.dtype} and {form}"
+    if not 0 < len(x_TD) <= most_tokens(form) or expert_TA.numel() > _MOST_PAIRS or active > _MOST_ACTIVE:
+        return f"is for 1 to {most_tokens(form)} tokens of at most {_MOST_ACTIVE} experts, got {tuple(expert_TA.shape)}"
+    if gate_up.width % _CHUNK or gate_up.width > _HELD * _CHUNK * _WARPS:
+        return f"takes inputs of a multiple of {_CHUNK}, up to {_HELD * _CHUNK * _WARPS}, got {gate_up.width}"
+    if down.width % _CHUNK or down.width > _MOST_INNER:
+        return f"takes experts of a multiple of {_CHUNK} values, up to {_MOST_INNER}, got {down.width}"
+    return cuda_code.missing_on(x_TD.device)
+
+
+def quantized_experts(
+    x_TD: Tensor,
+    gate_up_proj: QuantizedWeight,
+    down_proj: QuantizedWeight,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    plus_TD: Tensor | None = None,
+) -> Tensor:
+    """[T, D] in bfloat16; terms are summed in float32, in the order of a token's choices. Raises ValueError where
+    `refusal` has a reason."""
+    gate_up_proj, down_proj = gate_up_proj.check(), down_proj.check()
+    if reason := refusal(x_TD, gate_up_proj, down_proj, expert_TA):
+        raise ValueError(f"quantized_experts[cuda] {reason}; use impl='triton'")
+    (num_tokens, width), inner, active = x_TD.shape, down_proj.width, expert_TA.shape[1]
+    kernels = _kernels(gate_up_proj.form, width, inner, active, num_tokens > 1, x_TD.device)
+    return run(kernels, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD)
+
+
+def run(
+    kernels: Kernels,
+    x_TD: Tensor,
+    gate_up_proj: QuantizedWeight,
+    down_proj: QuantizedWeight,
+    weight_TA: Tensor,
+    expert_TA: Tensor,
+    plus_TD: Tensor | None = None,
+) -> Tensor:
+    """The kernels, made for these sizes, one after the other: nothing comes between, or choices are read too early."""
+    (num_tokens, width), inner = x_TD.shape, down_proj.width
+    num_pairs, active = expert_TA.numel(), expert_TA.shape[1]
+    x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
+    rows = torch.empty(num_tokens, _row_bytes(gate_up_proj.form, width), dtype=torch.uint8, device=x_TD.device)
+    scale_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device)
+    h, out_TD = x_TD.new_empty(num_pairs, inner), torch.empty_like(x_TD)
+    kernels.prepare((num_tokens, 1), 32 * _WARPS, x_TD, rows, scale_T)
+    programs = (inner // _TILE, num_pairs)
+    codes, scale, _ = gate_up_proj
+    kernels.gate_up(programs, 32 * _WARPS, rows, scale_T, expert_TA, codes, scale, h, num_pairs)
+    plus_TD = None if plus_TD is None else plus_TD.contiguous()
+    programs = (num_tokens, width // (2 * _TILE * _tiles(num_tokens > 1)))
+    kernels.down(programs, 32 * active, h, expert_TA, weight_TA, down_proj.codes, down_proj.scale, plus_TD, out_TD)
+    return out_TD
+
+
+def constants_for(form: WeightFormat, width: int, inner: int, active: int, many: bool) -> dict[str, int]:
+    """What few.cu is compiled with: what was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
+    return {
+        "ACT": {None: 0, "int8": 1, "fp8": 2}[form.act],
+        "GROUP": form.group or 0,
+        "D": width,
+        "F": inner,
+        "A": active,
+        "MANY": int(many),
+        "ROWS": _MOST_ROWS if many else 1,
+        "TILES": _tiles(many),
+        "UP_BLOCKS": 2 if many and form.act != "int8" else 3,
+        "DOWN_BLOCKS": 3 if many else 4,
+    }
+
+
+def _tiles(many: bool) -> int:
+    """Of 16 outputs, of a program."""
+    return 2 if many else 1
+
+
+def _row_bytes(form: WeightFormat, width: int) -> int:
+    """Of a row of x that is prepared: e4m3 in float16."""
+    return width * (1 if form.act == "int8" else 2)
+
+
+@cache
+def _kernels(form: WeightFormat, width: int, inner: int, active: int, many: bool, device: torch.device) -> Kernels:
+    constants = constants_for(form, width, inner, active, many)
+    shared_bytes = constants["ROWS"] * (_row_bytes(form, width) + 64)
+
+    def made(name: str, shared_bytes: int = 0) -> cuda_code.CudaKernel:
+        kernel = cuda_code.build(SOURCE, name, shared_bytes, device, **constants)
+        assert kernel is not None
+        return kernel
+
+    return Kernels(made("prepare"), made("gate_up", shared_bytes), made("down"))

@@ -1,0 +1,44 @@
+"""x W^T with W as codes under scales, and x as codes of its own, or as it is.
+
+    y[t, o] = x_scale[t] * sum over groups g of  (x[t, g] . code[o, g]) * scale[o, g]
+
+The dot product of a group is taken in float64, which holds it exactly where x has codes, and rounded to float32;
+scales, and the sum over groups in order, are float32 (float64 for float64). So a result has one value, whatever the
+matmul library and whatever rows stand beside it.
+"""
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.quantized_weight import QuantizedWeight
+from glm5.kernels.row_codes import Quantized
+from glm5.kernels.token_quant import token_quant
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """Forward only. A node of the graph all the same, so that training through it is an error and not a zero."""
+
+    @staticmethod
+    def forward(_ctx, x_TD: Tensor, codes: Tensor, scale: Tensor, form, quantized) -> Tensor:
+        weight, wide = QuantizedWeight(codes, scale, form), torch.promote_types(x_TD.dtype, torch.float32)
+        rows_TD, scale_T = x_TD, None
+        if form.act is not None:
+            rows_TD, scale_T = quantized or token_quant(x_TD, form.act, impl="reference")
+        rows_TD, values_OD = rows_TD.double(), weight.values(torch.float64)
+        y_TO = torch.zeros(len(x_TD), len(codes), dtype=wide, device=x_TD.device)
+        for g, start in enumerate(range(0, weight.width, form.group or weight.width)):
+            stop = start + (form.group or weight.width)
+            y_TO += (rows_TD[:, start:stop] @ values_OD[:, start:stop].T).to(wide) * scale[:, g].to(wide)
+        return (y_TO if scale_T is None else y_TO * scale_T[:, None]).to(x_TD.dtype)
+
+    @staticmethod
+    def backward(_ctx, *_grads: Tensor):
+        raise RuntimeError(
+            "quantized_linear has no gradient: to train, load the checkpoint dequantized, for example with "
+            "dtype='bfloat16'"
+        )
+
+
+def quantized_linear(x_TD: Tensor, weight: QuantizedWeight, quantized: Quantized | None = None) -> Tensor:
+    """[T, O] in x's dtype."""
+    return _QuantizedLinear.apply(x_TD, *weight.check(), quantized)

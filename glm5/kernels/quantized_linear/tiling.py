@@ -1,0 +1,42 @@
+"""How a product of codes is cut, by implementation; and what was measured as fastest."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from glm5.kernels import tuned
+from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
+
+
+class Tiling(NamedTuple):
+    """Rows and columns of a tile, inputs of a product, products of a step, how many loads are under way, and programs
+    that share the inputs of a tile: Triton's. Or, in CUDA C++, programs of a cluster, and nothing else."""
+
+    block_o: int = 64
+    block_t: int = 16
+    block_k: int = 128
+    parts: int = 1
+    stages: int = 4
+    warps: int = 4
+    split: int = 1
+    cluster: int = 0
+
+
+def sizes_of(form: WeightFormat, rows: int, width: int) -> str:
+    """A weight's name in `kernels/tuned`."""
+    return f"{form} O={rows} D={width}"
+
+
+def measured_for(x_TD: Tensor, weight: QuantizedWeight) -> Tiling | None:
+    """What was fastest on this GPU; None if nothing was measured."""
+    sizes = sizes_of(weight.form, len(weight.codes), weight.width)
+    return tuned.find(Tiling, "quantized_linear", sizes, len(x_TD), x_TD.device)
+
+
+def tiling_for(num_tokens: int, rows: int) -> Tiling:
+    """Of Triton's, without an entry in `kernels/tuned`. Guesses; nothing of this has been measured on a GPU yet."""
+    if num_tokens <= 16:
+        return Tiling(block_o=64 if rows >= 8192 else 32)
+    if num_tokens <= 64:
+        return Tiling(block_o=64, block_t=1 << (num_tokens - 1).bit_length())
+    return Tiling(block_o=128, block_t=128, stages=3, warps=8)

@@ -1,0 +1,111 @@
+"""Weights as codes under scales: int8, int4 two a byte, or e4m3; one scale a row, or one for a group of a row.
+
+    w[o, i] = scale[o, i // group] * code[o, i]
+
+int4 codes lie as neighbours of a row, the even one in the low half, in two's complement. A form also says how rows
+that meet the weight are quantized: as codes of their own under one scale a row (`token_quant`), or not at all.
+"""
+
+from typing import Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from glm5.kernels.block_scaled import FP8, round_once
+
+Element = Literal["int8", "int4", "fp8"]
+Act = Literal["int8", "fp8"]
+_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}
+# Products that kernels have: codes of one kind, or a kind that holds the other exactly.
+PRODUCTS: tuple[tuple[Element, Act | None], ...] = (
+    ("int8", "int8"),
+    ("int8", None),
+    ("int4", "int8"),
+    ("int4", "fp8"),
+    ("int4", None),
+    ("fp8", "fp8"),
+    ("fp8", None),
+)
+_CHUNK = 1 << 22  # elements widened at a time
+
+
+class WeightFormat(NamedTuple):
+    """`weight`: what codes are; `group`: neighbours in a row that share a scale, None: the row; `act`: the rows'."""
+
+    weight: Element
+    group: int | None = None
+    act: Act | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor of codes."""
+        return _DTYPES[self.weight]
+
+    @property
+    def per_byte(self) -> int:
+        """Codes of one element of that tensor."""
+        return 2 if self.weight == "int4" else 1
+
+    def num_scales(self, width: int) -> int:
+        """Of a row of so many inputs."""
+        return 1 if self.group is None else -(-width // self.group)
+
+    def __str__(self) -> str:
+        name = f"w{4 if self.weight == 'int4' else 8}a{8 if self.act else 16}"
+        name += f"-g{self.group}" if self.group else ""
+        return name + ("-fp8" if "fp8" in (self.weight, self.act) else "")
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight [..., O, I]: codes [..., O, I] (int4: [..., O, I / 2]) and float32 scale [..., O, G]."""
+
+    codes: Tensor
+    scale: Tensor
+    form: WeightFormat
+
+    @property
+    def width(self) -> int:
+        """I."""
+        return self.codes.shape[-1] * self.form.per_byte
+
+    def check(self) -> Self:
+        """Itself; raises ValueError when dtypes or shapes do not belong together."""
+        want = (*self.codes.shape[:-1], self.form.num_scales(self.width))
+        if tuple(self.scale.shape) != want or (self.codes.dtype, self.scale.dtype) != (self.form.dtype, torch.float32):
+            raise ValueError(
+                f"QuantizedWeight {self.form}: codes {list(self.codes.shape)} {self.codes.dtype} need "
+                f"{self.form.dtype} and a float32 scale {list(want)}, got {list(self.scale.shape)} {self.scale.dtype}"
+            )
+        if (self.form.weight, self.form.act) not in PRODUCTS:
+            raise ValueError(
+                f"QuantizedWeight: no kernel multiplies {self.form.weight} codes with rows in {self.form.act}"
+            )
+        return self
+
+    def of(self, expert: int) -> "QuantizedWeight":
+        """One matrix of a stack."""
+        return QuantizedWeight(self.codes[expert], self.scale[expert], self.form)
+
+    def rows(self, start: int, stop: int) -> "QuantizedWeight":
+        """Some rows of a matrix."""
+        return QuantizedWeight(self.codes[start:stop], self.scale[start:stop], self.form)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The codes [..., O, I] as numbers of a dtype that holds them exactly."""
+        if self.form.weight != "int4":
+            return self.codes.to(dtype)
+        byte = self.codes.view(torch.int8)
+        # Shifts of int8 keep the sign.
+        return torch.stack([(byte << 4) >> 4, byte >> 4], dim=-1).flatten(-2).to(dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The exact product of codes and scale, rounded once to `dtype`: [..., O, I]."""
+        self.check()
+        width, step = self.width, max(1, _CHUNK // self.width)
+        codes, scale = self.codes.flatten(0, -2), self.scale.flatten(0, -2)
+        out = torch.empty(len(codes), width, dtype=dtype, device=codes.device)
+        for start in range(0, len(codes), step):
+            part = QuantizedWeight(codes[start : start + step], scale[start : start + step], self.form)
+            spread = part.scale.double().repeat_interleave(self.form.group or width, dim=-1)[:, :width]
+            out[start : start + step] = round_once(part.values(torch.float64) * spread, dtype)
+        return out.view(*self.codes.shape[:-1], width)
