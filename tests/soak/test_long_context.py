@@ -116,7 +116,7 @@ def status(name: str) -> int:
     "layers",
     [
         pytest.param("native", marks=[pytest.mark.long, pytest.mark.compiler]),
-        pytest.param("torch", marks=pytest.mark.slow),
+        pytest.param("torch", marks=pytest.mark.long),
     ],
 )
 def test_a_prompt_of_many_tokens(layers, rng, monkeypatch):
