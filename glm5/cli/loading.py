@@ -16,8 +16,9 @@ def check(settings: ModelSource, engine: EngineConfig) -> None:
     """Raises ConfigError for a chat template that does not exist, for a folder that takes no pages, and for a length or
     a number of ranks that does not fit a model whose folder is here. Nothing is downloaded, and torch not imported."""
     from glm5.chat.template import ChatTemplate
+    from glm5.config.engine import check_length
     from glm5.config.model import ModelConfig
-    from glm5.engine.checks import check_disk, check_length
+    from glm5.engine.checks import check_disk
     from glm5.parallel.table import local_config
 
     if settings.chat_template is not None:

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from glm5.common.errors import ConfigError
 from glm5.config.command import MANY, Also, Command, Count, Seconds
+from glm5.config.model import ModelConfig
 from glm5.config.refusal import Refused
 from glm5.config.tokens import number_of
 
@@ -131,3 +133,18 @@ class EngineConfig(Command):
     @classmethod
     def _vllm_names(cls, value: Any) -> Any:
         return "fp8" if value == "fp8_ds_mla" else value
+
+
+def check_count(name: str, number: object) -> None:
+    """Raises ConfigError for what is no count of anything."""
+    if type(number) is not int or number < 1:
+        raise ConfigError(f"{name}: got {number!r}; allowed: an integer of at least 1")
+
+
+def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:
+    """Raises ConfigError when a given length is none, or longer than the model was made for."""
+    longest = cfg.max_position_embeddings
+    if max_model_len is not None:
+        check_count("max_model_len", max_model_len)
+    if max_model_len is not None and max_model_len > longest:
+        raise ConfigError(f"max_model_len: got {max_model_len}; allowed: up to {longest}, the model's longest context")

@@ -18,12 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from glm5.common.errors import EngineDead, GlmError, RequestError
+from glm5.common.errors import EngineDead, GlmError, RequestError, reason_of
 from glm5.config.model import ModelConfig
 from glm5.engine.calls import Called, Calls
 from glm5.engine.client import Request
 from glm5.engine.defaults import GenerationDefaults
-from glm5.engine.failure import reason_of
 from glm5.engine.link import CLOSED
 from glm5.engine.llm import LLM
 from glm5.engine.outputs import Delta

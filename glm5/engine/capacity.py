@@ -7,8 +7,8 @@ import torch
 
 from glm5.common import host_memory
 from glm5.common.errors import ConfigError
+from glm5.config.engine import check_count, check_length
 from glm5.config.model import ModelConfig
-from glm5.engine.checks import check_count, check_length
 from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
 from glm5.engine.sampling.parts import MOST_SOUGHT, SEARCH_BYTES
 

@@ -1,27 +1,11 @@
-"""What can be refused before a model is loaded: lengths and GPUs that there are not, folders that take no pages."""
+"""What can be refused before a model is loaded: GPUs that there are not, folders that take no pages."""
 
 from pathlib import Path
 
 from glm5.common.errors import ConfigError
 from glm5.common.writable import try_to_write
-from glm5.config.model import ModelConfig
 
 _SOME_BYTES = 2**20  # a full disk takes an empty file
-
-
-def check_count(name: str, number: object) -> None:
-    """Raises ConfigError for what is no count of anything."""
-    if type(number) is not int or number < 1:
-        raise ConfigError(f"{name}: got {number!r}; allowed: an integer of at least 1")
-
-
-def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:
-    """Raises ConfigError when a given length is none, or longer than the model was made for."""
-    longest = cfg.max_position_embeddings
-    if max_model_len is not None:
-        check_count("max_model_len", max_model_len)
-    if max_model_len is not None and max_model_len > longest:
-        raise ConfigError(f"max_model_len: got {max_model_len}; allowed: up to {longest}, the model's longest context")
 
 
 def check_disk(folder: str | None) -> None:

@@ -13,11 +13,11 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from glm5.common.errors import GlmError, RequestError
-from glm5.engine.failure import words_of
+from glm5.common.background import in_background
+from glm5.common.errors import GlmError, RequestError, words_of
+from glm5.engine.interfaces import Memory, WeightSource
 from glm5.engine.messages import Message, Pause, ResetCache, Resume, SetWeights
 from glm5.engine.tiering import Tiering
-from glm5.engine.weights import WeightSource, in_background
 from glm5.engine.wire import (
     Answer,
     Part,
@@ -48,14 +48,6 @@ class Engine(Protocol):
     def drop(self, seq_ids: tuple[int, ...] | None) -> None:
         """Abort answers (None: all)."""
         ...
-
-
-class Memory(Protocol):
-    """A cache whose memory can be given back."""
-
-    def release_memory(self) -> int: ...
-
-    def restore_memory(self) -> None: ...
 
 
 class Control:

@@ -11,17 +11,15 @@ One thread calls everything here. An exception that leaves `step` is the engine'
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor
-
-from glm5.common.errors import GlmError
-from glm5.engine.control import Control, Memory
+from glm5.common.errors import GlmError, words_of
+from glm5.engine.control import Control
 from glm5.engine.depth import AdaptiveDepth
-from glm5.engine.failure import words_of
 from glm5.engine.grammars import fill_masks
 from glm5.engine.intake import Admission, Intake, Refusal
+from glm5.engine.interfaces import Followers, Launched, Memory, StepRunner, WeightSource
 from glm5.engine.messages import Abort, Finish, Message, Resume, SetBeside, SetDepth, Submit
 from glm5.engine.pace import PromptPace, furthest_prompt
 from glm5.engine.plan import Output, StepPlan
@@ -36,7 +34,6 @@ from glm5.engine.scheduler_config import SchedulerConfig
 from glm5.engine.stats import Counters, stats
 from glm5.engine.tiering import Tiering
 from glm5.engine.tiers.copies import CopyQueue
-from glm5.engine.weights import WeightSource
 from glm5.engine.wire import (
     Answer,
     Ask,
@@ -54,31 +51,6 @@ from glm5.engine.wire import (
 
 # How long a turn without work waits for another thread. Messages wait as long at most.
 PATIENCE_S = 0.01
-
-
-class Launched(Protocol):
-    def read(self) -> StepResult: ...
-
-
-class StepRunner(Protocol):
-    """What the core asks of a runner (`glm5.engine.runner.Runner`)."""
-
-    def permit(self, slots: list[int], masks_BJM: Tensor) -> None: ...
-
-    def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched: ...
-
-    def weights_changed(self) -> None: ...
-
-
-class Followers(Protocol):
-    """The other ranks of an engine over several (`glm5.engine.ranks`)."""
-
-    def hear(self, step: int, messages: list[Message], specs: Mapping[int, SeqSpec], *, is_masked: bool) -> None:
-        """What the scheduler is told before `step`, the plan that is launched next. `specs` has the sequences that it
-        hears of; `is_masked`: grammars may bar tokens (`StepRunner.permit`)."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class EngineCore:

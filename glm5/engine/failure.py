@@ -9,27 +9,6 @@ ORPHANED, HUNG, LOST = 70, 71, 72
 """Exit codes of the engine process: its parent ended; a step took longer than the watchdog allows; another rank ended
 or said nothing."""
 
-_MEMORY = (
-    "; out of memory: lower gpu_memory_utilization or kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs"
-)
-
-
-def words_of(error: BaseException) -> str:
-    """An exception's message as it can be sent: what it quotes may hold halves of characters, as JSON's escapes may."""
-    return str(error).encode(errors="backslashreplace").decode()
-
-
-def reason_of(error: BaseException) -> str:
-    """Type and message of an exception, and what to do where memory ran out."""
-    reason = f"{type(error).__name__}: {words_of(error)}".rstrip(": ")
-    return reason + _MEMORY if is_of_memory(error) else reason
-
-
-def is_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. By name and text: clients do not import torch, which on a CPU raises a RuntimeError."""
-    by_name = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return by_name or "can't allocate memory" in str(error)
-
 
 def reason_of_exit(code: int) -> str:
     """What an exit code says, negative for a signal as `subprocess` has it."""

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from glm5.common.errors import GlmError, RequestError
-from glm5.engine.failure import words_of
+from glm5.common.errors import GlmError, RequestError, words_of
 from glm5.engine.messages import Submit, TierChange
 from glm5.engine.replies import PromptReport, Reply
 from glm5.engine.runner import SeqSpec

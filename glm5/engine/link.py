@@ -25,9 +25,9 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from glm5.engine.failure import LOST, reason_of, reason_of_exit, silence
-from glm5.engine.process import INBOX, OUTBOX
-from glm5.engine.wire import Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
+from glm5.common.errors import reason_of
+from glm5.engine.failure import LOST, reason_of_exit, silence
+from glm5.engine.wire import INBOX, OUTBOX, Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
 

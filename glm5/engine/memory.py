@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from glm5.common.errors import GlmError
-from glm5.engine.failure import is_of_memory, words_of
+from glm5.common.errors import GlmError, is_of_memory, words_of
 
 
 @contextmanager

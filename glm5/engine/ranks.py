@@ -26,10 +26,10 @@ from typing import Any, Protocol
 import msgspec
 from torch import Tensor
 
+from glm5.common.background import in_background
 from glm5.common.errors import GlmError, named
-from glm5.engine.control import Memory
-from glm5.engine.core import Launched, StepRunner
 from glm5.engine.failure import HUNG, LOST, reason_of_exit, silence
+from glm5.engine.interfaces import Launched, Memory, StepRunner, WeightSource
 from glm5.engine.loaded import LoadedPages
 from glm5.engine.messages import Message, Submit
 from glm5.engine.plan import StepPlan
@@ -53,7 +53,6 @@ from glm5.engine.rank_wire import (
 )
 from glm5.engine.result import StepResult
 from glm5.engine.runner import SeqSpec
-from glm5.engine.weights import WeightSource, in_background
 from glm5.engine.wire import Beat, Dead, Start
 
 logger = logging.getLogger(__name__)

@@ -7,20 +7,18 @@ outlive this one, so it is random for weights that no file holds.
 
 import ctypes
 import logging
-import threading
-import traceback
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
+from glm5.common.background import in_background
 from glm5.common.errors import RequestError
 from glm5.engine.memory import taking_back
 from glm5.engine.shared import SharedModel
@@ -30,42 +28,6 @@ from glm5.parallel.table import WHOLE, Shard
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-
-class WeightSource(Protocol):
-    """What the engine core asks of the owner of the weights."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def identity(self) -> bytes: ...
-
-    def stage(self, folder: Path) -> "Future[Any]":
-        """Weights read and checked, on their way. The future may raise anything; nothing is replaced yet."""
-        ...
-
-    def swap(self, staged: Any, version: int) -> None:
-        """Replace the weights by staged ones. No step may run that was not launched before."""
-        ...
-
-    def check_source(self) -> None:
-        """RequestError where weights that were dropped could not be read again."""
-        ...
-
-    def release(self, level: int) -> int:
-        """Give memory back, as far as the level of sleep says; bytes."""
-        ...
-
-    def take_changes(self, version: int, *, closely: bool) -> bool:
-        """Whether the owner of a shared model has put other weights into it: they are those of `version` then.
-        `closely`: as `SharedModel.has_changed`. Raises ConfigError where they became another model's."""
-        ...
-
-    def restore(self) -> bool:
-        """Bring them back. Whether they are other weights than before (`version` and `identity` say which). A GlmError
-        leaves them given back."""
-        ...
 
 
 class Weights:
@@ -172,21 +134,3 @@ def _return_freed(device: torch.device) -> None:
         return
     with suppress(OSError, AttributeError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def in_background(job: Callable[[], Result], name: str) -> "Future[Result]":
-    """Run `job` on a daemon thread of its own: one that hangs keeps nobody from ending."""
-    future: Future[Result] = Future()
-    threading.Thread(target=_work, args=(job, future), name=name, daemon=True).start()
-    return future
-
-
-def _work(job: Callable[[], Result], future: "Future[Result]") -> None:
-    try:
-        future.set_result(job())
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
-        # Its frames hold what was read, as large as the weights, and it may live until cycles are collected.
-        traceback.clear_frames(error.__traceback__)
-        future.set_exception(error)
-    finally:
-        del job, future  # from this frame, which is one of them

@@ -12,6 +12,8 @@ from glm5.common.log import Style
 from glm5.engine.plan import EndReason
 from glm5.engine.sampling.params import SamplingParams
 
+INBOX, OUTBOX = "to-engine", "to-client"  # names of the two sockets, in a folder of the engine's
+
 Policy = Literal["keep", "recompute", "abort"]
 Part = Literal["weights", "kv_cache"]  # what sleeps and wakes
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")

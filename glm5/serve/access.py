@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from glm5.common.log import REQUEST_ID
 from glm5.serve.call import Call, begin
-from glm5.serve.errors import ApiError, error_response
-from glm5.serve.health import draining
+from glm5.serve.errors import ApiError, draining, error_response
 from glm5.serve.hosts import Hosts
 from glm5.serve.keys import ANYONE, KeyRing, Tenant
 from glm5.serve.limits import Limits

@@ -50,6 +50,11 @@ class ApiError(Exception):
         self.param = None if param is None else _shortened(param, _MAX_PARAM)
 
 
+def draining() -> ApiError:
+    """The refusal of a server that is about to end."""
+    return ApiError(503, "the server is about to end and takes no more requests", code="draining", retry_after=1)
+
+
 def _shortened(text: str, most: int) -> str:
     """Its beginning and its end, which say what is wrong and what is allowed."""
     half = (most - 5) // 2

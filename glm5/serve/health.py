@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from glm5.common.errors import GlmError
 from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.errors import ApiError
+from glm5.serve.errors import ApiError, draining
 from glm5.serve.service import Engine, Service, get_service
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,6 @@ def check_ready(service: Service) -> None:
     check_health(service)
     if service.state.is_draining:
         raise draining()
-
-
-def draining() -> ApiError:
-    """The refusal of a server that is about to end."""
-    return ApiError(503, "the server is about to end and takes no more requests", code="draining", retry_after=1)
 
 
 @router.head("/health", include_in_schema=False)

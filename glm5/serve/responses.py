@@ -19,8 +19,8 @@ from glm5.serve.generation import Job, Usage, check, steps
 from glm5.serve.prompting import Conversation, prompted
 from glm5.serve.responses_answer import ResponseAnswer, WireEvent
 from glm5.serve.responses_body import ResponsesBody
-from glm5.serve.responses_input import Item, has_references, items_of, messages_of
-from glm5.serve.responses_store import Stored
+from glm5.serve.responses_input import has_references, items_of, messages_of
+from glm5.serve.responses_store import Item, Stored
 from glm5.serve.sampling_fields import fit
 from glm5.serve.service import Service, get_service
 from glm5.serve.sse import EventStream, event

@@ -16,8 +16,7 @@ from typing import Any
 from glm5.chat.message import Message
 from glm5.common.errors import RequestError
 from glm5.serve.encrypted_reasoning import unseal
-
-Item = Mapping[str, Any]
+from glm5.serve.responses_store import Item
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

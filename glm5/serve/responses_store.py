@@ -4,10 +4,11 @@ A response keeps the conversation before it, whatever becomes of the responses t
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from glm5.serve.responses_input import Item
+Item = Mapping[str, Any]
 
 MAX_RESPONSES = 1000  # of one caller
 MAX_BYTES = 64 * 2**20  # of one caller's, each with all that came before it

@@ -10,10 +10,9 @@ from glm5.common.errors import ConfigError, UsageError
 from glm5.config.bench import LatencyConfig
 from glm5.config.bench_all import BenchAllConfig
 from glm5.config.command import Command
-from glm5.config.engine import EngineConfig
+from glm5.config.engine import EngineConfig, check_length
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
-from glm5.engine.capacity import check_length
 from glm5.parallel.table import local_config
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from glm5.common.errors import CheckpointError, GlmError
+from glm5.engine.follower import Follower
 from glm5.engine.messages import CopyDone
-from glm5.engine.rank import Follower
 from glm5.engine.rank_wire import Masks, Order, RankReply, Turn, encoded, read_all
 from glm5.engine.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.sampling.params import StructuredOutputsParams

@@ -1,0 +1,27 @@
+"""Jobs on threads of their own."""
+
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def in_background(job: Callable[[], Result], name: str) -> "Future[Result]":
+    """Run `job` on a daemon thread of its own: one that hangs keeps nobody from ending."""
+    future: Future[Result] = Future()
+    threading.Thread(target=_work, args=(job, future), name=name, daemon=True).start()
+    return future
+
+
+def _work(job: Callable[[], Result], future: "Future[Result]") -> None:
+    try:
+        future.set_result(job())
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
+        # Its frames hold what was read, as large as the weights, and it may live until cycles are collected.
+        traceback.clear_frames(error.__traceback__)
+        future.set_exception(error)
+    finally:
+        del job, future  # from this frame, which is one of them
