@@ -7,8 +7,8 @@ from typing import Any
 from glm5.bench.run import Answer, Run
 from glm5.bench.workload import Job
 from glm5.common.progress import Progress
+from glm5.engine.frontend.outputs import RequestOutput
 from glm5.engine.llm import LLM
-from glm5.engine.outputs import RequestOutput
 from glm5.engine.sampling.params import SamplingParams
 
 

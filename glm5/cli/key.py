@@ -16,7 +16,7 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = read(KeyConfig, args)
-    from glm5.serve.keys import add_to_file
+    from glm5.serve.http.keys import add_to_file
 
     path = Path(settings.file).expanduser()
     check_parent("--file", str(path))

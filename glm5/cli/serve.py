@@ -18,9 +18,9 @@ from glm5.config.serve import ServeConfig
 
 if TYPE_CHECKING:
     from glm5.engine.async_engine import AsyncEngine
-    from glm5.serve.keys import KeyRing
-    from glm5.serve.state import ServerState
-    from glm5.serve.tracing import Tracing
+    from glm5.serve.http.keys import KeyRing
+    from glm5.serve.metrics.tracing import Tracing
+    from glm5.serve.service.state import ServerState
 
 
 def add(parser: Parser) -> None:
@@ -33,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
         for package in ("fastapi", "uvicorn"):
             require(package, "serve")
         from glm5.engine.checks import check_gpus
-        from glm5.serve.server import bind
-        from glm5.serve.state import ServerState
-        from glm5.serve.supervise import House
-        from glm5.serve.supervise import run as keep
-        from glm5.serve.tracing import Tracing
+        from glm5.serve.http.server import bind
+        from glm5.serve.metrics.tracing import Tracing
+        from glm5.serve.operations.supervise import House
+        from glm5.serve.operations.supervise import run as keep
+        from glm5.serve.service.state import ServerState
 
         for line in notes(settings):
             out(line, flush=True)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read_keys(settings: ServeConfig) -> "KeyRing":
     """Those of the flags, of the environment and of the file. Raises ConfigError."""
-    from glm5.serve.keys import KeyRing, plain_keys, read_file
+    from glm5.serve.http.keys import KeyRing, plain_keys, read_file
 
     users = [*settings.api_key, *_listed("GLM5_API_KEY")]
     admins = [*([settings.admin_api_key] if settings.admin_api_key else []), *_listed("GLM5_ADMIN_API_KEY")]
@@ -88,12 +88,17 @@ class _Program:
 
     def prepare(self) -> None:
         with Waits("importing torch and FastAPI"):
-            for name in ("glm5.checkpoint.resolve", "glm5.engine.async_engine", "glm5.serve.app", "glm5.serve.health"):
+            for name in (
+                "glm5.checkpoint.resolve",
+                "glm5.engine.async_engine",
+                "glm5.serve.app",
+                "glm5.serve.operations.health",
+            ):
                 importlib.import_module(name)
 
     def start(self) -> "AsyncEngine":
         from glm5.engine.async_engine import AsyncEngine
-        from glm5.serve.health import warm_up
+        from glm5.serve.operations.health import warm_up
 
         settings = self.settings
         engine = AsyncEngine(load_llm(settings, settings.engine_config(), quantization=settings.quantization))

@@ -1,7 +1,7 @@
 """Logging set-up, called by the command line only. Libraries never configure logging.
 
-    text    12:00:00 INFO glm5.serve.access: POST /v1/completions 200 [4bf92f35]
-    json    {"time": "...", "level": "INFO", "logger": "glm5.serve.access", "message": "...", "request_id": "..."}
+    text    12:00:00 INFO glm5.serve.http.access: POST /v1/completions 200 [4bf92f35]
+    json    {"time": "...", "level": "INFO", "logger": "glm5.serve.http.access", "message": "...", "request_id": "..."}
 
 A line carries the id of the HTTP request that caused it, where there is one, and as JSON what `extra` says too.
 """

@@ -18,8 +18,8 @@ from glm5.common.lazy import exports
 
 if TYPE_CHECKING:
     from glm5.engine.async_engine import AsyncEngine
+    from glm5.engine.frontend.outputs import CompletionOutput, Delta, RequestOutput
     from glm5.engine.llm import LLM
-    from glm5.engine.outputs import CompletionOutput, Delta, RequestOutput
     from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
 
 __all__ = [

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from glm5.common.errors import EngineDead, GlmError, RequestError, reason_of
 from glm5.config.model import ModelConfig
-from glm5.engine.calls import Called, Calls
-from glm5.engine.client import Request
 from glm5.engine.defaults import GenerationDefaults
-from glm5.engine.link import CLOSED
+from glm5.engine.frontend.calls import Called, Calls
+from glm5.engine.frontend.client import Request
+from glm5.engine.frontend.outputs import Delta
+from glm5.engine.frontend.request_builder import options_of
 from glm5.engine.llm import LLM
-from glm5.engine.outputs import Delta
-from glm5.engine.request_builder import options_of
 from glm5.engine.sampling.params import SamplingParams
+from glm5.engine.transport.link import CLOSED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glm5.engine.wire import Policy
+    from glm5.engine.transport.wire import Policy
 
 logger = logging.getLogger(__name__)
 

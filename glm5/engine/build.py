@@ -19,29 +19,29 @@ from glm5.common.errors import ConfigError
 from glm5.config.engine import EngineConfig, check_length
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
-from glm5.engine.capacity import free_bytes, plan_cache, planned_length, workspace_bytes
+from glm5.engine.cache.capacity import free_bytes, plan_cache, planned_length, workspace_bytes
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
 from glm5.engine.checks import check_disk, check_gpus
-from glm5.engine.core import EngineCore
+from glm5.engine.core.depth import AdaptiveDepth, StepCost
+from glm5.engine.core.engine_core import EngineCore
+from glm5.engine.core.pace import Beside, PromptPace
 from glm5.engine.defaults import read_defaults
-from glm5.engine.depth import AdaptiveDepth, StepCost
-from glm5.engine.follower import Follower, Say
-from glm5.engine.heartbeat import Heartbeat
-from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
-from glm5.engine.loaded import LoadedPages
-from glm5.engine.pace import Beside, PromptPace
-from glm5.engine.rank_wire import Begin
-from glm5.engine.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
-from glm5.engine.runner import Runner
+from glm5.engine.distributed.follower import Follower, Say
+from glm5.engine.distributed.loaded_pages import LoadedPages
+from glm5.engine.distributed.rank_wire import Begin
+from glm5.engine.distributed.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
+from glm5.engine.frontend.startup import WEIGHTS
+from glm5.engine.runner.runner import Runner
+from glm5.engine.runner.warm import warm_up
 from glm5.engine.sampling.compiling import Compiler, Vocabulary
 from glm5.engine.sampling.simulated import probability_of
-from glm5.engine.scheduler_config import SchedulerConfig
-from glm5.engine.shared import SharedModel
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.shared_model import SharedModel
 from glm5.engine.start_table import start_table
-from glm5.engine.startup import WEIGHTS
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
-from glm5.engine.warm import warm_up
+from glm5.engine.transport.heartbeat import Heartbeat
+from glm5.engine.transport.wire import Facts, Start
 from glm5.engine.weights import Weights
-from glm5.engine.wire import Facts, Start
 from glm5.kernels import cpu_layer, native_code
 from glm5.kernels.compile_ahead import hash_compiler
 from glm5.kernels.invariant import pass_rows

@@ -27,21 +27,21 @@ from glm5.common.progress import Progress
 from glm5.config.engine import EngineConfig
 from glm5.config.keywords import check_format, engine_config
 from glm5.config.model import ModelConfig
-from glm5.engine.calls import Calls
-from glm5.engine.client import Client, Request
 from glm5.engine.defaults import read_defaults
-from glm5.engine.link import Core, InlineLink, Link, ProcessLink
-from glm5.engine.outputs import Delta, RequestOutput, head, join
-from glm5.engine.request_builder import Options, Prompt, ReadPrompt, listed, read_prompt
+from glm5.engine.frontend.calls import Calls
+from glm5.engine.frontend.client import Client, Request
+from glm5.engine.frontend.outputs import Delta, RequestOutput, head, join
+from glm5.engine.frontend.request_builder import Options, Prompt, ReadPrompt, listed, read_prompt
+from glm5.engine.frontend.startup import Startup
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.startup import Startup
-from glm5.engine.wire import RoutedExperts, Start
+from glm5.engine.transport.link import Core, InlineLink, Link, ProcessLink
+from glm5.engine.transport.wire import RoutedExperts, Start
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from glm5.engine.wire import Policy
+    from glm5.engine.transport.wire import Policy
     from glm5.model.glm5 import Glm5
 
 logger = logging.getLogger(__name__)

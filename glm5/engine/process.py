@@ -25,9 +25,9 @@ import zmq
 
 from glm5.common import log
 from glm5.common.errors import GlmError, reason_of, words_of
-from glm5.engine.failure import ORPHANED
-from glm5.engine.heartbeat import Heartbeat, take_stdout
-from glm5.engine.wire import INBOX, OUTBOX, Close, Dead, Loading, Ready, Start, ToEngine
+from glm5.engine.transport.failure import ORPHANED
+from glm5.engine.transport.heartbeat import Heartbeat, take_stdout
+from glm5.engine.transport.wire import INBOX, OUTBOX, Close, Dead, Loading, Ready, Start, ToEngine
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from typing import NoReturn
 
 from glm5.common import log
 from glm5.common.errors import GlmError, reason_of, words_of
-from glm5.engine.failure import ORPHANED
-from glm5.engine.heartbeat import Heartbeat, take_stdout
-from glm5.engine.rank_wire import (
+from glm5.engine.distributed.rank_wire import (
     Begin,
     End,
     Order,
     read_all,
 )
-from glm5.engine.wire import Dead
+from glm5.engine.transport.failure import ORPHANED
+from glm5.engine.transport.heartbeat import Heartbeat, take_stdout
+from glm5.engine.transport.wire import Dead
 
 logger = logging.getLogger(__name__)
 

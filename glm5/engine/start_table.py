@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from glm5.config.engine import EngineConfig
-from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
-from glm5.engine.pace import Beside
-from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
+from glm5.engine.core.pace import Beside
+from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import weight_kinds
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
 from glm5.common.background import in_background
 from glm5.common.errors import RequestError
-from glm5.engine.memory import taking_back
-from glm5.engine.shared import SharedModel
+from glm5.engine.cache.memory import taking_back
+from glm5.engine.shared_model import SharedModel
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import WHOLE, Shard
 

@@ -7,7 +7,7 @@
 
 All of them add in the order of ranks, in float32, and round once. (NCCL's own all-reduce would round at every hop.)
 NVLink multicast is never used: a program that does and ends badly can take a machine's GPUs out of service. Processes
-start with it turned off (engine/link.py); in one where it is not, there is no symmetric memory.
+start with it turned off (engine/transport/link.py); in one where it is not, there is no symmetric memory.
 """
 
 import logging

@@ -14,34 +14,32 @@ from glm5 import __version__
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.serve import ServeConfig
-from glm5.serve import (
-    admin,
-    anthropic,
-    chat,
-    completions,
-    documents,
-    errors,
-    health,
-    models,
-    pages,
-    responses,
-    sglang,
-    sglang_info,
-    tokens,
-    vllm_info,
-    watch,
-)
-from glm5.serve.access import Access
-from glm5.serve.disconnect import CancelOnDisconnect
-from glm5.serve.hosts import Hosts
-from glm5.serve.incoming import BoundedBody
-from glm5.serve.keys import KeyRing
-from glm5.serve.limits import Limits
-from glm5.serve.metered import Bounds, MeteredEngine
-from glm5.serve.server_metrics import ServerMetrics
-from glm5.serve.service import Engine, Service
-from glm5.serve.state import ServerState
-from glm5.serve.tracing import Tracing
+from glm5.serve.anthropic.route import router as anthropic
+from glm5.serve.chat.route import router as chat
+from glm5.serve.completions.route import router as completions
+from glm5.serve.generation.metered import Bounds, MeteredEngine
+from glm5.serve.http import documents, errors
+from glm5.serve.http.access import Access
+from glm5.serve.http.disconnect import CancelOnDisconnect
+from glm5.serve.http.hosts import Hosts
+from glm5.serve.http.incoming import BoundedBody
+from glm5.serve.http.keys import KeyRing
+from glm5.serve.http.limits import Limits
+from glm5.serve.metrics.server_metrics import ServerMetrics
+from glm5.serve.metrics.tracing import Tracing
+from glm5.serve.operations.admin import router as admin
+from glm5.serve.operations.health import Probe
+from glm5.serve.operations.health import router as health
+from glm5.serve.operations.metrics import router as metrics_page
+from glm5.serve.operations.models import router as models
+from glm5.serve.page.pages import router as pages
+from glm5.serve.responses.route import router as responses
+from glm5.serve.service.service import Engine, Service
+from glm5.serve.service.state import ServerState
+from glm5.serve.sglang.info import router as sglang_info
+from glm5.serve.sglang.route import router as sglang
+from glm5.serve.vllm.info import router as vllm_info
+from glm5.serve.vllm.tokens import router as tokens
 
 
 def create_app(
@@ -67,10 +65,10 @@ def create_app(
     shows = tokenizer if config.enable_log_requests else None
     metered = MeteredEngine(engine, metrics, limits, bounds, shows, tracing)
     service = Service(metered, template, tokenizer, names, config.model, state, metrics, config.profile_dir)
-    app.state.service, app.state.probe = service, health.Probe()
+    app.state.service, app.state.probe = service, Probe()
     apis = (chat, completions, responses, anthropic, sglang, sglang_info, vllm_info, tokens)
-    for part in (*apis, models, health, watch, admin, pages):
-        app.include_router(part.router)
+    for router in (*apis, models, health, metrics_page, admin, pages):
+        app.include_router(router)
     documents.install(app)
     errors.install(app)
     # The last one added stands before all others.

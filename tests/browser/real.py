@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 from glm5.chat.template import ChatTemplate
 from glm5.config.serve import ServeConfig
 from glm5.serve.app import create_app
-from glm5.serve.server import bind, serving
-from glm5.serve.service import Engine
+from glm5.serve.http.server import bind, serving
+from glm5.serve.service.service import Engine
 from tests.support.tokenizers import tiny_tokenizer
 
 

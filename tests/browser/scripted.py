@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from glm5.serve import pages
+from glm5.serve.page import pages
 
 EMPTY = "/page/icon.svg"  # where nothing runs, and a page of this server may forget what it stored
 MODELS = [{"id": "glm-5-nano", "max_model_len": 4096}, {"id": "other", "max_model_len": 1024}]

@@ -20,7 +20,7 @@ from glm5.checkpoint.dummy import dummy
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
-from glm5.engine.lower import Lowered
+from glm5.engine.runner.fused.fused_model import Lowered
 from glm5.kernels import grouped_experts, triton_support
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Meeting, open_group, store_at

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine.captured import Graphs
 from glm5.engine.llm import LLM
+from glm5.engine.runner.graphs.captured import Graphs
 from glm5.engine.sampling import SamplingParams
 from tests.support.models import random_model
 

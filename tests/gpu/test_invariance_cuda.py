@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from glm5.checkpoint.dummy import dummy
 from glm5.config.presets import preset
-from glm5.engine.lower import Lowered
-from glm5.engine.passes import Passes
+from glm5.engine.runner.forward.passes import Passes
+from glm5.engine.runner.fused.fused_model import Lowered
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts import grouped_experts

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine.kv import KVCache
+from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.tiers import layout_of, page_io
 from glm5.kernels.fp8_pool import LatentFormat, quantize_keys, quantize_latents
 from glm5.testing.numerics import rel_rms

@@ -8,7 +8,7 @@ import pytest
 
 from glm5.bench.steps.case import rank_config, with_codes
 from glm5.checkpoint.dummy import dummy
-from glm5.engine.lower import Lowered
+from glm5.engine.runner.fused.fused_model import Lowered
 from glm5.kernels import grouped_experts, triton_support
 from tests.support.choices import MAX_LEN, Choices, exact, logits_of
 from tests.support.steps import far

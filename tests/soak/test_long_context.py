@@ -20,9 +20,9 @@ from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine import build
 from glm5.engine.build import build_core
-from glm5.engine.kv import PAGE_SIZE, KVCache
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.wire import Ask, Updates
+from glm5.engine.transport.wire import Ask, Updates
 from tests.support.dispatch import largest_result
 from tests.support.models import random_model
 

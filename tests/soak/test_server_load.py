@@ -18,8 +18,8 @@ import pytest
 
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
-from glm5.serve.server import bind, serving
-from glm5.serve.state import ServerState
+from glm5.serve.http.server import bind, serving
+from glm5.serve.service.state import ServerState
 from tests.support.engines import save_tiny
 from tests.support.serving import make_app
 from tests.support.streaming_crowd import MAX_COMPLAINTS, PATIENCE_S, Crowd, Load, Told, body_of, events_of

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from glm5.config.model import ModelConfig
-from glm5.engine.kv import KVCache, Layout
-from glm5.engine.passes import Passes
-from glm5.engine.view import StepView
+from glm5.engine.cache.kv_cache import KVCache, Layout
+from glm5.engine.runner.forward.passes import Passes
+from glm5.engine.runner.inputs.view import StepView
 from glm5.kernels.invariant import PASS_ROWS
 
 NUM_SEQS, PAGES_EACH = 6, 3

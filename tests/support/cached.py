@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
-from glm5.engine.view import StepView
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
+from glm5.engine.runner.inputs.view import StepView
 from glm5.model.glm5 import Glm5
 
 

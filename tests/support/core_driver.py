@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from glm5.engine.core import EngineCore
-from glm5.engine.depth import AdaptiveDepth
+from glm5.engine.core.depth import AdaptiveDepth
+from glm5.engine.core.engine_core import EngineCore
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
-from glm5.engine.wire import Answer, Ask, Facts, RoutedExperts, Update, Updates
+from glm5.engine.transport.wire import Answer, Ask, Facts, RoutedExperts, Update, Updates
 from tests.support.fake_runner import FakeRunner, FakeWeights, lone_run
 
 MAX_TURNS = 5000

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glm5.common.errors import ConfigError
-from glm5.engine import wire
-from glm5.engine.wire import Answer, Ask, Drop, Facts, Start, Stop, Update, Updates
+from glm5.engine.transport import wire
+from glm5.engine.transport.wire import Answer, Ask, Drop, Facts, Start, Stop, Update, Updates
 
 FACTS = Facts(
     page_size=64,

@@ -10,9 +10,9 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.build import build_core
-from glm5.engine.core import EngineCore
+from glm5.engine.core.engine_core import EngineCore
 from glm5.engine.sampling import SamplingParams, StructuredOutputsParams
-from glm5.engine.wire import Answer, Ask, Drop, ResetCacheCall, Stop, Updates
+from glm5.engine.transport.wire import Answer, Ask, Drop, ResetCacheCall, Stop, Updates
 from glm5.model.glm5 import Glm5
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer

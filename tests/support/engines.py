@@ -12,8 +12,8 @@ from glm5.checkpoint.save import save
 from glm5.common.errors import EngineDead
 from glm5.config.presets import preset
 from glm5.engine.defaults import NO_DEFAULTS
+from glm5.engine.frontend.outputs import Delta, Piece
 from glm5.engine.llm import LLM
-from glm5.engine.outputs import Delta, Piece
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from glm5.common.errors import CheckpointError, RequestError
-from glm5.engine.plan import Item, StepPlan
-from glm5.engine.result import StepResult
-from glm5.engine.runner import SeqSpec
-from glm5.engine.wire import RoutedExperts, TokenLogprobs
+from glm5.engine.runner.result import StepResult
+from glm5.engine.runner.runner import SeqSpec
+from glm5.engine.scheduler.plan import Item, StepPlan
+from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs
 
 PRIME = 2**61 - 1
 JUNK = -7

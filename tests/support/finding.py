@@ -24,8 +24,8 @@ from glm5.bench.steps.case import with_codes
 from glm5.checkpoint.dummy import dummy
 from glm5.common.console import out
 from glm5.config.presets import preset
-from glm5.engine.kv import KVCache
-from glm5.engine.runner import Runner
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.runner import Runner
 from glm5.kernels.compile_ahead import Compilers, missing
 
 DEPTH, COMPILED = 2, 2

@@ -10,8 +10,8 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
-from glm5.serve.documents import document
-from glm5.serve.server import bind, serving
+from glm5.serve.http.documents import document
+from glm5.serve.http.server import bind, serving
 from tests.support.models import random_model
 from tests.support.serving import bearer, key, make_app, scripted
 from tests.support.tokenizers import tiny_tokenizer

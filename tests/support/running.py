@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glm5.engine.kv import KVCache
-from glm5.engine.messages import Message, Submit
-from glm5.engine.plan import StepPlan
-from glm5.engine.result import Launched
-from glm5.engine.runner import Runner, SeqSpec
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.result import Launched
+from glm5.engine.runner.runner import Runner, SeqSpec
 from glm5.engine.sampling import SamplingParams
-from glm5.engine.scheduler import Scheduler
-from glm5.engine.scheduler_config import SchedulerConfig
-from glm5.engine.wire import RoutedExperts, TokenLogprobs
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import Message, Submit
+from glm5.engine.scheduler.plan import StepPlan
+from glm5.engine.scheduler.scheduler import Scheduler
+from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs
 from glm5.model.glm5 import Glm5
 from glm5.model.moe import MoE
 from glm5.model.packed import PackedView

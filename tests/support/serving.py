@@ -8,8 +8,8 @@ import httpx
 from glm5.chat.template import ChatTemplate
 from glm5.config.serve import ServeConfig
 from glm5.serve.app import create_app
-from glm5.serve.keys import Key, KeyRing, hash_of
-from glm5.serve.server import bind, serving
+from glm5.serve.http.keys import Key, KeyRing, hash_of
+from glm5.serve.http.server import bind, serving
 from tests.support.engines import ScriptedEngine
 from tests.support.tokenizers import tiny_tokenizer
 

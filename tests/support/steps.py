@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
-from glm5.engine.plan import Entered
-from glm5.engine.slot_state import SlotState
-from glm5.engine.view import StepView
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
+from glm5.engine.runner.inputs.slot_state import SlotState
+from glm5.engine.runner.inputs.view import StepView
+from glm5.engine.scheduler.plan import Entered
 from glm5.model.glm5 import Glm5
 
 

@@ -13,10 +13,10 @@ DATES = {
     "engine/tiers/disk.py",  # stamps of files, which several processes compare; one's own always grow
     "engine/tiers/folder.py",  # their age: an unfinished one that goes too soon is written again
     "kernels/native_code.py",  # the age of an unfinished library's folder
-    "serve/chat_answer.py",  # `created` of answers, as the API has it
-    "serve/completions_answer.py",
-    "serve/responses_answer.py",
-    "serve/service.py",
+    "serve/chat/answer.py",  # `created` of answers, as the API has it
+    "serve/completions/answer.py",
+    "serve/responses/answer.py",
+    "serve/service/service.py",
 }
 
 

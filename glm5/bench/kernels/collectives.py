@@ -18,7 +18,7 @@ from glm5.bench.command import command, need_gpus
 from glm5.bench.kernels.shapes import ACTIVE
 from glm5.bench.ranks import run_ranks
 from glm5.common.console import out
-from glm5.engine.row_sharding import MIN_SHARDED_ROWS
+from glm5.engine.runner.fused.row_sharding import MIN_SHARDED_ROWS
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference

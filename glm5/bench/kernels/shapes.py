@@ -43,7 +43,7 @@ def linears(ranks: int) -> list[Weight]:
 
 def quantized_linears(ranks: int) -> list[Weight]:
     """The products of a decoder layer whose linear layers are codes, those of one input as one
-    (engine/fused_linear.py). The indexer's wk has no codes, and q_b is alone where no keys are selected.
+    (engine/runner/fused/fused_linear.py). The indexer's wk has no codes, and q_b is alone where no keys are selected.
     """
     heads = HEADS * QK_HEAD // ranks
     return [

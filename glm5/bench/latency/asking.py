@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm5.common.errors import GlmError
-from glm5.engine.client import Request
+from glm5.engine.frontend.client import Request
+from glm5.engine.frontend.outputs import Delta
+from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
-from glm5.engine.outputs import Delta
-from glm5.engine.request_builder import Options
 from glm5.engine.sampling.params import SamplingParams
 
 _POLL_SECONDS = 0.1

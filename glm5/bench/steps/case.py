@@ -9,11 +9,11 @@ from torch import Tensor
 from glm5.checkpoint.dummy import dummy
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
-from glm5.engine.graphs import Shape
-from glm5.engine.kv import PAGE_SIZE, KVCache, Layout
-from glm5.engine.plan import Bucket, Entered, Item, StepPlan
-from glm5.engine.runner import Runner, SeqSpec
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
+from glm5.engine.runner.graphs.decode import Shape
+from glm5.engine.runner.runner import Runner, SeqSpec
 from glm5.engine.sampling import SamplingParams
+from glm5.engine.scheduler.plan import Bucket, Entered, Item, StepPlan
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Group
 from glm5.quantize.formats.own import Own

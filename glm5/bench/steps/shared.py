@@ -1,7 +1,8 @@
 """Prompts on GPUs that share GLM-5, what ranks say to each other included: `python -m glm5.bench.steps.shared`.
 
-One process a GPU. Rows dealt out to ranks (engine/row_sharding.py) and, for comparison, all rows on every rank, of one
-model with random weights. Hidden states are the same on every rank and nearly the same both ways, or nothing is timed.
+One process a GPU. Rows sharded over ranks (engine/runner/fused/row_sharding.py) and, for comparison, all rows on every
+rank, of one model with random weights. Hidden states are the same on every rank and nearly the same both ways, or
+nothing is timed.
 
 `--of N` gives each rank the widths that it has as one of N: what a machine with more GPUs computes, between fewer.
 """
@@ -19,7 +20,7 @@ from glm5.bench.ranks import run_ranks
 from glm5.bench.steps.__main__ import say
 from glm5.bench.steps.anatomy import kernels_of, timed
 from glm5.bench.steps.case import Prompts, StepCase, rank_config
-from glm5.engine import row_sharding
+from glm5.engine.runner.fused import row_sharding
 from glm5.parallel.group import Group, open_group, store_at
 from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms

@@ -22,7 +22,7 @@ from glm5.engine.sampling.params import (
     MAX_STOP_IDS,
     SamplingParams,
 )
-from glm5.engine.upload import upload
+from glm5.kernels.upload import upload
 
 NO_TOKEN = -1  # before the first output token
 ANY_TOKEN = -2  # in front of a bad word shorter than the longest

@@ -3,8 +3,8 @@
 from collections import Counter
 from itertools import pairwise
 
-from glm5.engine.scheduler import Scheduler
-from glm5.engine.sequence import Sequence
+from glm5.engine.scheduler.scheduler import Scheduler
+from glm5.engine.scheduler.sequence import Sequence
 
 
 def audit(scheduler: Scheduler) -> None:

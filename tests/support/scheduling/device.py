@@ -10,9 +10,9 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from random import Random
 
-from glm5.engine.messages import Submit, Tier
-from glm5.engine.plan import Item, StepPlan, TierCopy
-from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import Submit, Tier
+from glm5.engine.scheduler.plan import Item, StepPlan, TierCopy
 
 VOCAB = 11
 Key = tuple[bytes, int, int]

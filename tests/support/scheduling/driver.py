@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from glm5.engine.messages import CopyDone, Message, Submit
-from glm5.engine.plan import Output, StepPlan
-from glm5.engine.scheduler import Scheduler
-from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import CopyDone, Message, Submit
+from glm5.engine.scheduler.plan import Output, StepPlan
+from glm5.engine.scheduler.scheduler import Scheduler
 
 TOKEN = 1000
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import glm5.engine.scheduler
-from glm5.engine.scheduler import Scheduler
+import glm5.engine.scheduler.scheduler
+from glm5.engine.scheduler.scheduler import Scheduler
 
 # In the order of their imports: each is executed anew, against those before.
 MODULES = ("pages", "prefix", "scheduler_config", "sequence", "transfers", "page_manager", "scheduler")
-FOLDER = Path(glm5.engine.scheduler.__file__).parent
+FOLDER = Path(glm5.engine.scheduler.scheduler.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Mutant:
                 # dataclasses look their module up while it is executed.
                 sys.modules[name] = broken = ModuleType(name)
                 exec(compile(source, f"{name} with {self.rule}", "exec"), broken.__dict__)
-            return sys.modules["glm5.engine.scheduler"].Scheduler
+            return sys.modules["glm5.engine.scheduler.scheduler"].Scheduler
         finally:
             sys.modules.update(real)
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from glm5.engine.messages import Submit
-from glm5.engine.plan import Item, StepPlan
-from glm5.engine.scheduler import Scheduler
-from glm5.engine.scheduler_config import SchedulerConfig
-from glm5.engine.sequence import Rank, Sequence
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import Submit
+from glm5.engine.scheduler.plan import Item, StepPlan
+from glm5.engine.scheduler.scheduler import Scheduler
+from glm5.engine.scheduler.sequence import Rank, Sequence
 
 
 @dataclass

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from glm5.engine.messages import (
+from glm5.engine.cache.prefix import cache_salt, page_keys
+from glm5.engine.scheduler.config import RestoreCost, SchedulerConfig
+from glm5.engine.scheduler.messages import (
     Abort,
     CopyDone,
     Finish,
@@ -23,10 +25,8 @@ from glm5.engine.messages import (
     Tier,
     TierChange,
 )
-from glm5.engine.plan import Output, StepPlan
-from glm5.engine.prefix import cache_salt, page_keys
-from glm5.engine.scheduler import Scheduler
-from glm5.engine.scheduler_config import RestoreCost, SchedulerConfig
+from glm5.engine.scheduler.plan import Output, StepPlan
+from glm5.engine.scheduler.scheduler import Scheduler
 from tests.support.scheduling.audit import audit, audit_empty
 from tests.support.scheduling.device import VOCAB, Device, hashes, lone_run
 from tests.support.scheduling.plans import Before, Known, check_plan

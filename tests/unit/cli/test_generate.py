@@ -10,8 +10,8 @@ from glm5.chat.events import ContentDelta, ReasoningDelta
 from glm5.chat.template import ChatTemplate
 from glm5.cli.main import main
 from glm5.cli.screen import Screen
+from glm5.engine.frontend.outputs import Delta, Piece
 from glm5.engine.llm import LLM
-from glm5.engine.outputs import Delta, Piece
 from glm5.engine.sampling.params import SamplingParams
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--device", "cpu"]

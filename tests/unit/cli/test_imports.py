@@ -84,4 +84,4 @@ def test_nothing_is_imported_once_the_work_has_begun(late, command):
 
 def test_the_test_notices_what_is(late):
     modules, _ = late["key"]
-    assert "glm5.serve.keys" in modules
+    assert "glm5.serve.http.keys" in modules

@@ -12,7 +12,7 @@ import pytest
 from glm5.cli.main import main
 from glm5.cli.serve import read_keys
 from glm5.config.serve import ServeConfig
-from glm5.serve.keys import KeyRing, add_to_file, read_file
+from glm5.serve.http.keys import KeyRing, add_to_file, read_file
 
 NAMES = "1 to 64 letters, digits and . _ @ -"
 

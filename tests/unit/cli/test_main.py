@@ -137,7 +137,7 @@ def test_ctrl_c_that_an_import_loses_ends_the_command_all_the_same(monkeypatch, 
     monkeypatch.setattr(init, "run", lambda _args: pytest.fail("it ran"))
     assert main(["init", "--preset", "nano", "--out", "nowhere"]) == 130
     monkeypatch.setattr(serve, "read_keys", lose_ctrl_c)
-    monkeypatch.setattr("glm5.serve.server.bind", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("glm5.serve.http.server.bind", lambda *_: pytest.fail("it ran"))
     assert main(["serve", "m"]) == 130
     assert capsys.readouterr().err == "\n\n"
 

@@ -113,7 +113,7 @@ def test_what_cannot_be_honoured_is_one_line(checkpoint, argv, code, message, ca
 )
 def test_what_needs_no_loaded_model_is_refused_before_the_start(checkpoint, line, message, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("glm5.serve.server.bind", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("glm5.serve.http.server.bind", lambda *_: pytest.fail("it started"))
     assert main(["serve", checkpoint, *line.split()]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"glm5: error: {message}")

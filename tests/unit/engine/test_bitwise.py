@@ -23,7 +23,7 @@ from glm5.cli.main import main
 from glm5.engine import build
 from glm5.engine.sampling.noise import log_exponential
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.scheduler_config import RestoreCost
+from glm5.engine.scheduler.config import RestoreCost
 from glm5.kernels import cpu_layer, native_code
 from glm5.model.glm5 import Glm5
 from tests.support.real_core import Outcome, RealCore, Request

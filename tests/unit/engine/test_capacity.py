@@ -5,8 +5,8 @@ import torch
 
 from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
-from glm5.engine.capacity import plan_cache, planned_length, workspace_bytes
-from glm5.engine.kv import PAGE_SIZE, KVCache
+from glm5.engine.cache.capacity import plan_cache, planned_length, workspace_bytes
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache
 
 CFG = preset("tiny")
 LAYOUTS = ["auto", "fp8_key", "fp8"]

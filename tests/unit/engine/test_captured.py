@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from glm5.engine.captured import Graphs
+from glm5.engine.runner.graphs.captured import Graphs
 
 DISTURBED, OUT_OF_MEMORY = 901, 2
 

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from glm5.common.errors import CheckpointError, ConfigError, EngineDead, GlmError, MissingExtra, RequestError
 from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
+from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
-from glm5.engine.request_builder import Options
 from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams, answer_seeds
-from glm5.engine.wire import RoutedExperts, TokenLogprobs, Update
+from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs, Update
 from tests.support.cores import FACTS, ScriptedCore
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -291,7 +291,7 @@ class TestRefusals:
             llm.generate([1], PLAIN, use_tqdm=False, routed_experts=True)
 
     def test_a_grammar_without_its_package(self, scripted, monkeypatch):
-        monkeypatch.setattr("glm5.engine.request_builder.find_spec", lambda name: None)
+        monkeypatch.setattr("glm5.engine.frontend.request_builder.find_spec", lambda name: None)
         llm = scripted(tiny_tokenizer())
         with pytest.raises(MissingExtra, match=r"pip install 'glm5\[grammar\]'"):
             llm.generate([1], PLAIN.but(structured_outputs=StructuredOutputsParams(regex="a")), use_tqdm=False)

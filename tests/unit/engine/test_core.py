@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5.engine.wire import Drop, Stop
+from glm5.engine.transport.wire import Drop, Stop
 from tests.support.core_driver import CoreDriver
 from tests.support.fake_runner import experts_of, hashes, logprob_of
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from glm5.engine.wire import (
+from glm5.engine.transport.wire import (
     Drop,
     PauseCall,
     ResetCacheCall,

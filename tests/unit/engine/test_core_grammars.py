@@ -11,7 +11,7 @@ from glm5.common.errors import RequestError
 from glm5.engine.sampling import grammar
 from glm5.engine.sampling.compiling import Compilation
 from glm5.engine.sampling.params import StructuredOutputsParams
-from glm5.engine.wire import Drop, Stop
+from glm5.engine.transport.wire import Drop, Stop
 from tests.support.core_driver import CoreDriver
 from tests.support.fake_runner import lone_run
 from tests.unit.engine.sampling.schemas import compiler, vocabulary

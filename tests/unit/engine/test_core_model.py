@@ -16,9 +16,9 @@ from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine import build, weights
 from glm5.engine.build import build_core
-from glm5.engine.memory import Memory
+from glm5.engine.cache.memory import Memory
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.wire import (
+from glm5.engine.transport.wire import (
     Answer,
     Ask,
     PauseCall,

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from glm5.engine.depth import Machine, StepCost
-from glm5.engine.messages import Pause
-from glm5.engine.replies import PromptReport, Reply
+from glm5.engine.core.depth import Machine, StepCost
+from glm5.engine.core.replies import PromptReport, Reply
+from glm5.engine.core.tiering import Tiering
 from glm5.engine.sampling.params import StructuredOutputsParams
-from glm5.engine.scheduler_config import RestoreCost
-from glm5.engine.tiering import Tiering
-from glm5.engine.wire import (
+from glm5.engine.scheduler.config import RestoreCost
+from glm5.engine.scheduler.messages import Pause
+from glm5.engine.transport.wire import (
     Drop,
     PauseCall,
     ResetCacheCall,
@@ -209,7 +209,7 @@ def test_many_random_lives(number, rng, tmp_path):
 
 
 def masks_are_forgotten(monkeypatch):
-    monkeypatch.setattr("glm5.engine.core.fill_masks", lambda *args: None)
+    monkeypatch.setattr("glm5.engine.core.engine_core.fill_masks", lambda *args: None)
 
 
 def grammars_do_not_advance(monkeypatch):
@@ -255,11 +255,11 @@ def logprobs_are_not_trimmed(monkeypatch):
 
 
 def a_sleep_keeps_pages(monkeypatch):
-    monkeypatch.setattr("glm5.engine.control.Pause", lambda release=False: Pause(release=False))
+    monkeypatch.setattr("glm5.engine.core.control.Pause", lambda release=False: Pause(release=False))
 
 
 def memory_is_given_back_too_early(monkeypatch):
-    monkeypatch.setattr("glm5.engine.control.Control._until_still", lambda self: iter(()))
+    monkeypatch.setattr("glm5.engine.core.control.Control._until_still", lambda self: iter(()))
 
 
 def refused_copies_are_not_answered(monkeypatch):

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from glm5.engine.result import StepResult
+from glm5.engine.runner.result import StepResult
 from tests.support.core_driver import CoreDriver
 from tests.support.fake_runner import Launched
 

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from glm5.engine import tiering
-from glm5.engine.prefix import cache_salt, page_keys
-from glm5.engine.scheduler_config import RestoreCost
+from glm5.engine.cache.prefix import cache_salt, page_keys
+from glm5.engine.core import tiering
+from glm5.engine.scheduler.config import RestoreCost
 from glm5.engine.tiers import disk as disk_tier
-from glm5.engine.wire import Drop, ResetCacheCall
+from glm5.engine.transport.wire import Drop, ResetCacheCall
 from tests.support.core_driver import CoreDriver
 
 PATIENCE_S = 30.0

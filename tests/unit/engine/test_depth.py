@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from glm5.config.presets import preset
-from glm5.engine.depth import PROBE_EVERY, AdaptiveDepth, Machine, StepCost
+from glm5.engine.core.depth import PROBE_EVERY, AdaptiveDepth, Machine, StepCost
 from tests.support.core_driver import CoreDriver
 
 # A step of 1 to about 100 rows costs the same.

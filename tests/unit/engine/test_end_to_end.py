@@ -11,8 +11,8 @@ import pytest
 
 import glm5
 from glm5.common.errors import EngineDead, RequestError
+from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
-from glm5.engine.request_builder import Options
 from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
 from tests.support.engines import assert_nothing_left, save_tiny
 from tests.support.tokenizers import tiny_tokenizer

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine.graphs import Shape, reaches_of
-from glm5.engine.messages import SetDepth
+from glm5.engine.runner.graphs.decode import Shape, reaches_of
 from glm5.engine.sampling import SamplingParams
+from glm5.engine.scheduler.messages import SetDepth
 from glm5.kernels import kernel_count
 from tests.support.models import random_model
 from tests.support.running import Bench, greedy

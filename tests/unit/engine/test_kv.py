@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine.kv import PAGE_SIZE, KVCache
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache
 from tests.support.cached import CachedRun
 from tests.support.models import random_model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine.kv import KVCache
+from glm5.engine.cache.kv_cache import KVCache
 from glm5.model.packed import PackedView
 from glm5.testing.numerics import rel_rms
 from tests.support.cached import CachedRun, view_of

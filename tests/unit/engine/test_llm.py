@@ -8,8 +8,8 @@ import torch
 from glm5.checkpoint.init import write_weightless
 from glm5.common.errors import ConfigError, EngineDead, RequestError
 from glm5.config.presets import preset
+from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
-from glm5.engine.request_builder import Options
 from glm5.engine.sampling.params import SamplingParams
 from tests.support.engines import assert_nothing_left
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine.kv import PAGE_SIZE, KVCache
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache
 from tests.support.dispatch import largest_result
 
 CFG = preset("tiny").replace(num_hidden_layers=1, index_topk_pattern="F")

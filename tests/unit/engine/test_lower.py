@@ -8,9 +8,9 @@ import torch
 from glm5.checkpoint.names import slot_of
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
-from glm5.engine.fused_linear import FusedLinear, Rows, wanted
-from glm5.engine.lower import Lowered
-from glm5.engine.row_sharding import ReplicatedRows
+from glm5.engine.runner.fused.fused_linear import FusedLinear, Rows, wanted
+from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.row_sharding import ReplicatedRows
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.quantized_linear import quantized_linear
 from glm5.kernels.quantized_weight import WeightFormat

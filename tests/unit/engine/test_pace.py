@@ -6,12 +6,12 @@ import pytest
 
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
-from glm5.engine.depth import StepCost
-from glm5.engine.messages import Message, SetBeside, Submit
-from glm5.engine.pace import Beside, PromptPace, furthest_prompt
-from glm5.engine.plan import Item, StepPlan
-from glm5.engine.scheduler import Scheduler
-from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.core.depth import StepCost
+from glm5.engine.core.pace import Beside, PromptPace, furthest_prompt
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import Message, SetBeside, Submit
+from glm5.engine.scheduler.plan import Item, StepPlan
+from glm5.engine.scheduler.scheduler import Scheduler
 from tests.support.core_driver import CoreDriver
 from tests.support.scheduling.driver import TOKEN, submit
 

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from glm5.engine.pages import PagePool
+from glm5.engine.cache.pages import PagePool
 
 
 def test_a_page_is_free_in_use_or_idle():

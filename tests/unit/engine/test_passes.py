@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine import runner as runners
-from glm5.engine.lower import Lowered
-from glm5.engine.passes import Passes
+from glm5.engine.runner import runner as runners
+from glm5.engine.runner.forward.passes import Passes
+from glm5.engine.runner.fused.fused_model import Lowered
 from glm5.engine.sampling import SamplingParams
 from glm5.kernels.invariant import PASS_ROWS
 from glm5.model.lowering import use_invariant

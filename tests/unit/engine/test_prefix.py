@@ -1,7 +1,7 @@
 from itertools import islice
 
-from glm5.engine.pages import PagePool
-from glm5.engine.prefix import Node, PrefixTree, cache_salt, page_keys
+from glm5.engine.cache.pages import PagePool
+from glm5.engine.cache.prefix import Node, PrefixTree, cache_salt, page_keys
 
 PAGE_SIZE = 2
 

@@ -8,8 +8,8 @@ import pytest
 
 from glm5.common.errors import EngineDead, GlmError
 from glm5.engine.async_engine import AsyncEngine
+from glm5.engine.core.profiling import Profiling
 from glm5.engine.llm import LLM
-from glm5.engine.profiling import Profiling
 from glm5.engine.sampling.params import SamplingParams
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer

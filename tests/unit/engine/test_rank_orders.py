@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from glm5.common.errors import CheckpointError, GlmError
-from glm5.engine.follower import Follower
-from glm5.engine.messages import CopyDone
-from glm5.engine.rank_wire import Masks, Order, RankReply, Turn, encoded, read_all
-from glm5.engine.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
+from glm5.engine.distributed.follower import Follower
+from glm5.engine.distributed.rank_wire import Masks, Order, RankReply, Turn, encoded, read_all
+from glm5.engine.distributed.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.sampling.params import StructuredOutputsParams
-from glm5.engine.wire import Drop
+from glm5.engine.scheduler.messages import CopyDone
+from glm5.engine.transport.wire import Drop
 from tests.support.core_driver import CoreDriver
 from tests.support.fake_runner import FakeRunner, FakeWeights
 from tests.unit.engine.sampling.schemas import compiler, vocabulary

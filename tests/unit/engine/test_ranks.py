@@ -16,11 +16,11 @@ from glm5.common.errors import CheckpointError, ConfigError, EngineDead, Request
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.build import build_for
-from glm5.engine.failure import HUNG, LOST
+from glm5.engine.distributed.ranks import Ranks
 from glm5.engine.llm import LLM
-from glm5.engine.ranks import Ranks
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.wire import Dead, Start
+from glm5.engine.transport.failure import HUNG, LOST
+from glm5.engine.transport.wire import Dead, Start
 from tests.support.models import random_model
 
 SIZES = {"max_model_len": 320, "max_num_seqs": 4, "max_num_batched_tokens": 24, "num_threads": 1}
@@ -211,9 +211,10 @@ def mutes(monkeypatch):
     """Two of three ranks: the second was heard of a moment ago, the third is stopped, and was not for most of the time
     that a step may take."""
     made = {}
-    monkeypatch.setattr("glm5.engine.ranks._CAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("glm5.engine.distributed.ranks._CAUSE_SECONDS", 0.0)
     monkeypatch.setattr(
-        "glm5.engine.ranks._Rank", lambda number, _: made.setdefault(number, Mute(number, {1: 0.1, 2: 3.0}[number]))
+        "glm5.engine.distributed.ranks._Rank",
+        lambda number, _: made.setdefault(number, Mute(number, {1: 0.1, 2: 3.0}[number])),
     )
     life = Life()
     ranks = Ranks(start("nowhere", watchdog_timeout=4.0), 3, 0, life)

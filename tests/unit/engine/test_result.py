@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from glm5.engine import result
-from glm5.engine.result import Launched, Pending, PromptLogprobs
+from glm5.engine.runner import result
+from glm5.engine.runner.result import Launched, Pending, PromptLogprobs
 from glm5.engine.sampling.logprobs import Logprobs
 
 

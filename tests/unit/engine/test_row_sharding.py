@@ -6,10 +6,10 @@ import torch
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
-from glm5.engine import row_sharding
-from glm5.engine.fused_linear import Rows
-from glm5.engine.kv import KVCache
-from glm5.engine.lower import Lowered
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.fused import row_sharding
+from glm5.engine.runner.fused.fused_linear import Rows
+from glm5.engine.runner.fused.fused_model import Lowered
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts import ExpertOutputs

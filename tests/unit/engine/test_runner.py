@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from glm5.config.presets import preset
-from glm5.engine import result, slot_state
-from glm5.engine.messages import SetDepth
+from glm5.engine.runner import result
+from glm5.engine.runner.inputs import slot_state
 from glm5.engine.sampling import SamplingParams
 from glm5.engine.sampling.params import StructuredOutputsParams, answer_seeds
-from glm5.engine.wire import TokenLogprobs
+from glm5.engine.scheduler.messages import SetDepth
+from glm5.engine.transport.wire import TokenLogprobs
 from tests.support.models import random_model
 from tests.support.rounding import logit_rounding
 from tests.support.running import Bench, check_logprobs, experts_of, greedy, logprobs_of

@@ -5,10 +5,10 @@ import ast
 import pytest
 
 from glm5.common.errors import ConfigError, RequestError
-from glm5.engine.messages import Abort, Finish, Pause, Resume, SetDepth
-from glm5.engine.plan import Bucket
-from glm5.engine.scheduler import Scheduler
-from glm5.engine.sequence import Group, Sequence
+from glm5.engine.scheduler.messages import Abort, Finish, Pause, Resume, SetDepth
+from glm5.engine.scheduler.plan import Bucket
+from glm5.engine.scheduler.scheduler import Scheduler
+from glm5.engine.scheduler.sequence import Group, Sequence
 from tests.support.scheduling.driver import TOKEN, Driver, config, rows, submit
 from tests.support.scheduling.mutants import FOLDER, MODULES
 

@@ -1,8 +1,8 @@
 """Launch-ahead, and pages that are shared, copied, loaded and stored, by example."""
 
-from glm5.engine.messages import Abort, CopyDone, Pause, ResetCache, Resume, SetWeights, TierChange
-from glm5.engine.prefix import cache_salt, page_keys
-from glm5.engine.scheduler_config import RestoreCost
+from glm5.engine.cache.prefix import cache_salt, page_keys
+from glm5.engine.scheduler.config import RestoreCost
+from glm5.engine.scheduler.messages import Abort, CopyDone, Pause, ResetCache, Resume, SetWeights, TierChange
 from tests.support.scheduling.driver import TOKEN, Driver, prompt, rows, submit
 
 CHEAP = RestoreCost(host_page=0, disk_page=1, fixed=0)

@@ -10,9 +10,9 @@ from random import Random
 
 import pytest
 
-from glm5.engine.messages import Submit
-from glm5.engine.scheduler import Scheduler
-from glm5.engine.scheduler_config import SchedulerConfig
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import Submit
+from glm5.engine.scheduler.scheduler import Scheduler
 
 NUM_SEQS, NUM_STEPS = 256, 600
 

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from glm5.engine.startup import BEGIN, WEIGHTS, Startup
-from glm5.engine.wire import Loading
+from glm5.engine.frontend.startup import BEGIN, WEIGHTS, Startup
+from glm5.engine.transport.wire import Loading
 
 
 def test_every_phase_has_its_seconds_and_its_line(caplog):

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from glm5.engine.outputs import Piece
-from glm5.engine.stop import StopStrings
+from glm5.engine.frontend.outputs import Piece
+from glm5.engine.frontend.stop import StopStrings
 
 # text, stop strings, what is shown, what matched
 CASES = [

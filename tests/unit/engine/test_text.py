@@ -2,9 +2,9 @@
 
 import pytest
 
-from glm5.engine.outputs import Piece
+from glm5.engine.frontend.outputs import Piece
+from glm5.engine.frontend.text import AnswerText
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.text import AnswerText
 from tests.support.tokenizers import tiny_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, skip_special_tokens=False)

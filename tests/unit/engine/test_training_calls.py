@@ -16,8 +16,8 @@ from glm5.checkpoint import handover
 from glm5.common.errors import CheckpointError, EngineDead, GlmError, RequestError
 from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
+from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
-from glm5.engine.request_builder import Options
 from glm5.engine.sampling.params import SamplingParams
 from tests.support.cached import CachedRun
 from tests.support.engines import save_tiny

@@ -8,7 +8,7 @@ import torch
 
 from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
-from glm5.engine.passes import Passes
+from glm5.engine.runner.forward.passes import Passes
 from glm5.kernels.invariant import PASS_ROWS
 from glm5.model.lowering import use_invariant
 from tests.support.arranged_rows import in_turn, make_ids, mixed

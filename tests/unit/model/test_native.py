@@ -18,7 +18,7 @@ import torch
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.build import build_core
-from glm5.engine.kv import KVCache
+from glm5.engine.cache.kv_cache import KVCache
 from glm5.kernels import cpu_layer, native_code
 from glm5.model.native import parameters_moved, use_native
 from glm5.model.packed import PackedView

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.engine.kv import PAGE_SIZE, KVCache
+from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache
 from glm5.model.packed import PackedView
 from tests.support.cached import view_of
 from tests.support.parity import BASE, BUDGET, MIN_GAP, Pair, build_pair

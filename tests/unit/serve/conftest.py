@@ -9,7 +9,7 @@ from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.serve.app import create_app
-from glm5.serve.server import bind, serving
+from glm5.serve.http.server import bind, serving
 from tests.support.engines import ScriptedEngine
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from glm5.serve.access import ADMIN_PATHS
+from glm5.serve.http.access import ADMIN_PATHS
 from tests.support.serving import ASK, CHAT, SECONDS, bearer, key, scripted, served
 
 OPEN = ["/", "/dashboard", "/page/chat.js", "/health", "/ready", "/health_generate", "/openapi.json"]
@@ -195,7 +195,7 @@ def test_lines_of_the_log(caplog):
         http.post(CHAT, json=body, headers=bearer("alice"))
         http.get("/a%0Ab?x=1", headers=bearer("alice"))
         http.get("/health")
-    access = [record for record in caplog.records if record.name == "glm5.serve.access"]
+    access = [record for record in caplog.records if record.name == "glm5.serve.http.access"]
     lines = [(one.levelname, *one.getMessage().rsplit(" ", 2), one.__dict__["tenant"]) for one in access]
     assert [(level, what, unit, tenant) for level, what, _, unit, tenant in lines] == [
         ("INFO", f"POST {CHAT} 200 alice", "s", "alice"),
@@ -260,7 +260,7 @@ def test_bodies_that_do_not_come():
 
 def test_connections_end_whose_client_has_vanished():
     """The kernel sees to it; what is set on the listening socket holds for those it accepts."""
-    from glm5.serve.server import bind
+    from glm5.serve.http.server import bind
 
     with bind("127.0.0.1", 0, client_timeout=7.5) as listener:
         listener.listen()

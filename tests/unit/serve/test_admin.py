@@ -5,7 +5,7 @@ import json
 import pytest
 
 from glm5.common.errors import CheckpointError, EngineDead, GlmError, RequestError
-from glm5.serve.admin import NewWeights, Nothing, Pause, Profile, Release, Sleep, Wake
+from glm5.serve.operations.admin import NewWeights, Nothing, Pause, Profile, Release, Sleep, Wake
 from tests.support.serving import bearer, key, scripted, served
 from tests.unit.serve.test_fuzz import value
 

@@ -8,9 +8,9 @@ import pytest
 
 from glm5.chat.template import ChatTemplate
 from glm5.config.serve import ServeConfig
-from glm5.serve import sse
 from glm5.serve.app import create_app
-from glm5.serve.server import bind, serving
+from glm5.serve.http import sse
+from glm5.serve.http.server import bind, serving
 from tests.support.serving import key, scripted, served
 
 TOOL = {

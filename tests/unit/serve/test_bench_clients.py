@@ -7,7 +7,7 @@ import threading
 import httpx
 import pytest
 
-from glm5.serve import sse
+from glm5.serve.http import sse
 from tests.support.tokenizers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

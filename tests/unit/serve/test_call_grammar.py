@@ -11,7 +11,7 @@ from glm5.chat.parser import parse_ids
 from glm5.common.errors import RequestError
 from glm5.engine.sampling import StructuredOutputsParams
 from glm5.engine.sampling.grammar import Matcher
-from glm5.serve.call_grammar import CallGrammar
+from glm5.serve.generation.call_grammar import CallGrammar
 from tests.support.tokenizers import tiny_tokenizer
 from tests.support.walks import walk
 from tests.unit.engine.sampling.schemas import compiler

@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from glm5.serve.completions_body import CompletionBody
+from glm5.serve.completions.body import CompletionBody
 from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.serve.asking import RequestBuilder
 

@@ -11,9 +11,17 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from glm5.common import open_files
-from glm5.serve import connections
-from glm5.serve.connections import ACCEPTS_AT_ONCE, IDLE_SECONDS, LINGER_SECONDS, SPARE_FILES, Connection, Crowd, Seldom
-from glm5.serve.server import bind, serving
+from glm5.serve.http import connections
+from glm5.serve.http.connections import (
+    ACCEPTS_AT_ONCE,
+    IDLE_SECONDS,
+    LINGER_SECONDS,
+    SPARE_FILES,
+    Connection,
+    Crowd,
+    Seldom,
+)
+from glm5.serve.http.server import bind, serving
 from tests.support.serving import ASK, CHAT, SECONDS, make_app, scripted, served
 from tests.support.virtual_time import virtual_time
 

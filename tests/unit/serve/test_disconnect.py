@@ -6,8 +6,8 @@ import queue
 import httpx
 import pytest
 
-from glm5.engine.wire import Drop
-from glm5.serve.disconnect import CancelOnDisconnect
+from glm5.engine.transport.wire import Drop
+from glm5.serve.http.disconnect import CancelOnDisconnect
 
 ASK = [{"role": "user", "content": "hi"}]
 SECONDS = 20  # an upper limit for what takes milliseconds; passing never waits for it

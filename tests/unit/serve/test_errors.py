@@ -8,8 +8,8 @@ import pytest
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import EngineDead, MissingExtra
 from glm5.serve.app import create_app
-from glm5.serve.chat_body import ChatBody
-from glm5.serve.server import bind, serving
+from glm5.serve.chat.body import ChatBody
+from glm5.serve.http.server import bind, serving
 from tests.unit.serve.conftest import CONFIG
 
 ASK = [{"role": "user", "content": "hi"}]

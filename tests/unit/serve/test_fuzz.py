@@ -8,12 +8,12 @@ import random
 
 import pytest
 
-from glm5.serve.anthropic_body import CountBody, MessagesBody
-from glm5.serve.chat_body import ChatBody
-from glm5.serve.completions_body import CompletionBody
-from glm5.serve.responses_body import ResponsesBody
-from glm5.serve.sglang_body import AbortBody, GenerateBody
-from glm5.serve.tokens import DetokenizeBody, TokenizeBody
+from glm5.serve.anthropic.body import CountBody, MessagesBody
+from glm5.serve.chat.body import ChatBody
+from glm5.serve.completions.body import CompletionBody
+from glm5.serve.responses.body import ResponsesBody
+from glm5.serve.sglang.body import AbortBody, GenerateBody
+from glm5.serve.vllm.tokens import DetokenizeBody, TokenizeBody
 from tests.unit.serve.asking import ASK
 
 ROUTES = {

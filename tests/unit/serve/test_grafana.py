@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from glm5.serve.server_metrics import ServerMetrics
+from glm5.serve.metrics.server_metrics import ServerMetrics
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 METRIC = re.compile(r"\b(?:vllm|glm5):\w+|\bhttp_requests_total\b")

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from glm5.common.errors import RequestError
-from glm5.serve import health
-from glm5.serve.server import Front, bind, serving
-from glm5.serve.state import ServerState
+from glm5.serve.http.server import Front, bind, serving
+from glm5.serve.operations import health
+from glm5.serve.service.state import ServerState
 from tests.support.serving import ASK, CHAT, SECONDS, make_app, scripted, served
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from glm5.chat.schema import Schema
 from glm5.engine.sampling.params import MAX_CHARS, SamplingParams
-from glm5.serve import body as bodies
+from glm5.serve.http import body as bodies
 from tests.support.serving import CHAT, SECONDS, scripted, served
 
 COMPLETIONS, MESSAGES, RESPONSES, GENERATE = "/v1/completions", "/v1/messages", "/v1/responses", "/generate"

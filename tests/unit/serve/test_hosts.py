@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from glm5.serve.errors import ApiError
-from glm5.serve.hosts import Hosts
+from glm5.serve.http.errors import ApiError
+from glm5.serve.http.hosts import Hosts
 from tests.support.serving import ASK, CHAT, bearer, key, scripted, served
 
 # Host, whether it is one of the server's without keys, and with --allowed-hosts llm.example *.lan

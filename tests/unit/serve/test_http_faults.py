@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from glm5.serve.connections import MAX_HEAD_BYTES
+from glm5.serve.http.connections import MAX_HEAD_BYTES
 from tests.support.serving import ASK, CHAT, SECONDS, scripted, served
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()

@@ -5,8 +5,8 @@ import pytest
 
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
-from glm5.serve.keys import KeyRing
-from glm5.serve.server import bind, serving
+from glm5.serve.http.keys import KeyRing
+from glm5.serve.http.server import bind, serving
 from tests.support.models import random_model
 from tests.support.serving import CHAT, SECONDS, bearer, key, make_app
 from tests.support.tokenizers import tiny_tokenizer

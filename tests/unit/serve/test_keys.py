@@ -5,7 +5,7 @@ import os
 import pytest
 
 from glm5.common.errors import ConfigError
-from glm5.serve.keys import ANYONE, MAX_FILE_BYTES, KeyRing, Tenant, hash_of, new_key, plain_keys, read_file
+from glm5.serve.http.keys import ANYONE, MAX_FILE_BYTES, KeyRing, Tenant, hash_of, new_key, plain_keys, read_file
 from tests.support.serving import key
 
 HASH = hash_of("secret")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from glm5.serve.call import Call
-from glm5.serve.errors import ApiError
-from glm5.serve.keys import Tenant
-from glm5.serve.limits import Limits
+from glm5.serve.http.call import Call
+from glm5.serve.http.errors import ApiError
+from glm5.serve.http.keys import Tenant
+from glm5.serve.http.limits import Limits
 
 
 class Clock:

@@ -8,12 +8,12 @@ import pytest
 from glm5.common.errors import RequestError
 from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.call import Call, begin
-from glm5.serve.errors import ApiError
-from glm5.serve.keys import Tenant
-from glm5.serve.limits import Limits
-from glm5.serve.metered import Bounds, MeteredEngine
-from glm5.serve.server_metrics import ServerMetrics
+from glm5.serve.generation.metered import Bounds, MeteredEngine
+from glm5.serve.http.call import Call, begin
+from glm5.serve.http.errors import ApiError
+from glm5.serve.http.keys import Tenant
+from glm5.serve.http.limits import Limits
+from glm5.serve.metrics.server_metrics import ServerMetrics
 from tests.support.serving import ASK, CHAT, SECONDS, scripted, served
 
 

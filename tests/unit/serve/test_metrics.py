@@ -6,9 +6,9 @@ import pytest
 
 from glm5.bench.serve.counters import parse
 from glm5.common.errors import EngineDead
-from glm5.engine.outputs import Delta
-from glm5.serve.metrics import Page
-from glm5.serve.server_metrics import Measured, ServerMetrics
+from glm5.engine.frontend.outputs import Delta
+from glm5.serve.metrics.prometheus import Page
+from glm5.serve.metrics.server_metrics import Measured, ServerMetrics
 from tests.support.serving import ASK, CHAT, bearer, key, scripted, served
 
 SAMPLE = re.compile(
@@ -144,7 +144,7 @@ def buckets(metrics, histogram) -> list[float]:
 
 def test_times_of_one_request(metrics, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("glm5.serve.server_metrics.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("glm5.serve.metrics.server_metrics.time.monotonic", lambda: clock[0])
     measured = Measured(metrics, "", 10, 2)
     measured.took(Delta((1,), (), arrived=100.9, queued_s=0.45))  # first token after 0.9 s
     measured.took(Delta((2, 3), (), arrived=101.05, index=1))

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from glm5.serve import pages
+from glm5.serve.page import pages
 
 FOLDER = files("glm5.serve").joinpath("page")
 NAMES = sorted(entry.name for entry in FOLDER.iterdir())

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from glm5.serve.documents import document
+from glm5.serve.http.documents import document
 from tests.support.serving import ASK, CHAT, SECONDS, bearer, key, make_app, scripted, served
 
 NUM_BYTES = 2**20

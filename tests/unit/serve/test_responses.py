@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from glm5.serve.responses_store import ResponseStore, Stored
+from glm5.serve.service.response_store import ResponseStore, Stored
 from tests.support.serving import bearer, key, scripted, served
 
 TOOL = {

@@ -1,7 +1,7 @@
 """Events of the parser as a row of segments."""
 
 from glm5.chat.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
-from glm5.serve.segments import Begun, Ended, Grown, Segments
+from glm5.serve.generation.segments import Begun, Ended, Grown, Segments
 
 CALL = ToolCallStart(0, "call_1", "f")
 

@@ -13,7 +13,7 @@ import pytest
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.server import bind, is_everywhere, url_of
+from glm5.serve.http.server import bind, is_everywhere, url_of
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.serve.conftest import run_app

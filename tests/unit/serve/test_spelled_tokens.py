@@ -5,7 +5,7 @@ import pytest
 
 from glm5.chat.template import ChatTemplate
 from glm5.serve.app import create_app
-from glm5.serve.server import bind, serving
+from glm5.serve.http.server import bind, serving
 from tests.support.serving import scripted
 from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.serve.conftest import CONFIG

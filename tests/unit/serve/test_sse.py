@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from glm5.serve import sse
-from glm5.serve.errors import ApiError
-from glm5.serve.generation import Step, merged
-from glm5.serve.sse import COMMENT, EMPTY_LINE, EventStream, keep_alive_for
+from glm5.serve.generation.job import Step, merged
+from glm5.serve.http import sse
+from glm5.serve.http.errors import ApiError
+from glm5.serve.http.sse import COMMENT, EMPTY_LINE, EventStream, keep_alive_for
 
 SECONDS = 20
 

@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from glm5.common.errors import CheckpointError, EngineDead
-from glm5.serve import supervise
-from glm5.serve.server import bind, url_of
-from glm5.serve.state import ServerState
-from glm5.serve.supervise import House
+from glm5.serve.http.server import bind, url_of
+from glm5.serve.operations import supervise
+from glm5.serve.operations.supervise import House
+from glm5.serve.service.state import ServerState
 from tests.support.serving import ASK, CHAT, SECONDS, make_app, scripted
 
 

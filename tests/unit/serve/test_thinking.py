@@ -6,8 +6,8 @@ import pytest
 from glm5.chat.template import BUNDLED, ChatTemplate
 from glm5.common.errors import RequestError
 from glm5.serve.app import create_app
-from glm5.serve.server import bind, serving
-from glm5.serve.thinking import Thinking, template_kwargs
+from glm5.serve.generation.thinking import Thinking, template_kwargs
+from glm5.serve.http.server import bind, serving
 from tests.support.engines import ScriptedEngine
 from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.serve.asking import ASK, RequestBuilder

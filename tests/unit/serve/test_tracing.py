@@ -16,8 +16,8 @@ from glm5.chat.template import ChatTemplate
 from glm5.cli.main import main
 from glm5.config.serve import ServeConfig
 from glm5.serve.app import create_app
-from glm5.serve.server import bind, serving
-from glm5.serve.tracing import Tracing
+from glm5.serve.http.server import bind, serving
+from glm5.serve.metrics.tracing import Tracing
 from tests.support.serving import CHAT, SECONDS, scripted
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

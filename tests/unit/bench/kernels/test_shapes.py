@@ -8,7 +8,7 @@ from glm5.bench.kernels.shapes import RANKS, quantized_linears
 from glm5.bench.steps.case import rank_config, with_codes
 from glm5.checkpoint.load import empty_model
 from glm5.checkpoint.stored import forms_of, stored_of
-from glm5.engine.lower import LoweredLayer, LoweredMLP
+from glm5.engine.runner.fused.fused_model import LoweredLayer, LoweredMLP
 from glm5.model.linear import QuantizedLinear
 
 META = torch.device("meta")

@@ -5,8 +5,8 @@ import torch
 
 from glm5.common.errors import ConfigError
 from glm5.config.engine import EngineConfig
+from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
-from glm5.engine.request_builder import Options
 from glm5.engine.sampling.drafts import accept
 from glm5.engine.sampling.edits import Rows
 from glm5.engine.sampling.params import SamplingParams

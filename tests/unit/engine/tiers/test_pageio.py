@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine.kv import KVCache
+from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io, page_key
 from tests.unit.engine.tiers.pages import PATIENCE_S
 

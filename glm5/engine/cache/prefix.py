@@ -1,0 +1,173 @@
+"""Pages that later prompts can share: a radix tree over token ids, one full page to a node.
+
+    root of a salt -> page of tokens 0..Z-1 -> page of tokens Z..2Z-1 -> ...
+
+A node is found by the token ids themselves, so two prefixes never collide, and a salt (tenant, weight version) has a
+root of its own, so caches never mix. A page enters the tree when its content is certain and full; whoever computed
+the same page too swaps to the tree's, so a sequence that holds a node's page holds those of all its ancestors.
+
+The tree knows pages on the device alone. Pages in host memory and on disk are known by their keys (`transfers.py`):
+a chain of hashes needs no token ids to be kept, and what a tier drops or brings from an earlier run is one entry.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from glm5.engine.cache.pages import PagePool
+from glm5.engine.tiers.key import PageKey, page_key
+
+Salt = bytes
+
+
+def cache_salt(weights: bytes, salt: bytes) -> Salt:
+    """Prompts share pages only within a tenant's salt, computed with the same weights.
+
+    `weights` identifies them among all that ever were: pages outlive the process, and a number that counts updates
+    would mean other weights in the next one.
+    """
+    return b"%d:%b%b" % (len(weights), weights, salt)
+
+
+def page_keys(token_ids: Sequence[int], page_size: int, salt: Salt) -> Iterator[PageKey]:
+    """Keys of the full pages of a prompt: what lower tiers are asked for. Lazy: stop at the first that is missing."""
+    key = None
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        key = page_key(key, token_ids[start : start + page_size], salt)
+        yield key
+
+
+class Node:
+    """A full page and its token ids. `is_kept` until the tree gives the page up. A root has no page (-1)."""
+
+    __slots__ = ("children", "is_kept", "key", "page", "parent", "salt", "tokens")
+
+    def __init__(self, salt: Salt, parent: "Node | None", tokens: tuple[int, ...], page: int):
+        self.salt, self.parent, self.tokens, self.page = salt, parent, tokens, page
+        self.is_kept = True
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.key: PageKey | None = None
+
+
+@dataclass
+class PrefixStats:
+    """Since the start. A query is the first admission of a sequence; what a preempted one finds again is `again`. What
+    lower tiers have counts as found once it is loaded."""
+
+    queries: int = 0
+    query_tokens: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
+    again_tokens: int = 0
+    evicted_pages: int = 0
+
+    @property
+    def missed_tokens(self) -> int:
+        return self.query_tokens - sum(self.hit_tokens.values())
+
+
+class PrefixTree:
+    """Shares full pages of `pool` between sequences. Evicts idle pages only, least recently used first."""
+
+    def __init__(self, pool: PagePool, page_size: int):
+        self.pool, self.page_size = pool, page_size
+        self.stats = PrefixStats()
+        self._roots: dict[Salt, Node] = {}
+        self._node_of: dict[int, Node] = {}
+
+    def __len__(self) -> int:
+        """Pages in the tree."""
+        return len(self._node_of)
+
+    def nodes(self) -> Iterator[Node]:
+        return iter(self._node_of.values())
+
+    @property
+    def num_salts(self) -> int:
+        return len(self._roots)
+
+    def match(self, salt: Salt, token_ids: Sequence[int], max_pages: int, path: list[Node]) -> None:
+        """Make `path` the longest chain of nodes for the first pages of `token_ids`. Takes no references.
+
+        `path` may hold an earlier match of the same tokens, which is corrected rather than walked again: a sequence
+        that waits is matched at every step.
+        """
+        del path[max_pages:]
+        while path and not path[-1].is_kept:
+            path.pop()
+        node = path[-1] if path else self._roots.get(salt)
+        while node is not None and len(path) < max_pages:
+            node = node.children.get(self._tokens_of_page(token_ids, len(path)))
+            if node is not None:
+                path.append(node)
+
+    def extend(self, salt: Salt, parent: Node | None, token_ids: Sequence[int], page: int) -> Node:
+        """The node of a full page after `parent` (None: the first page); with `page` if there is none yet.
+
+        `token_ids` are the page's own. The caller holds the pages of `parent` and `page`, and must swap its page for
+        the node's when they differ.
+        """
+        if parent is None:
+            parent = self._roots.get(salt)
+            if parent is None:
+                parent = self._roots[salt] = Node(salt, None, (), -1)
+        else:
+            assert parent.is_kept, "the parent has left the tree"
+        tokens = tuple(token_ids)
+        node = parent.children.get(tokens)
+        if node is None:
+            node = parent.children[tokens] = Node(salt, parent, tokens, page)
+            self._node_of[page] = node
+            self.pool.keep(page)
+        return node
+
+    def key_of(self, node: Node) -> PageKey:
+        """The name of a node's page outside the device; hashed once, when first asked for."""
+        unnamed: list[Node] = []
+        above: Node | None = node
+        while above is not None and above.tokens and above.key is None:
+            unnamed.append(above)
+            above = above.parent
+        key = above.key if above is not None else None
+        for below in reversed(unnamed):
+            key = below.key = page_key(key, below.tokens, below.salt)
+        assert key is not None, "a root has no key"
+        return key
+
+    def next_key(self, salt: Salt, parent: PageKey | None, token_ids: Sequence[int], index: int) -> PageKey:
+        """The key of page `index` of `token_ids`, given that of the page before."""
+        return page_key(parent, self._tokens_of_page(token_ids, index), salt)
+
+    def evict(self, count: int) -> None:
+        """Free `count` idle pages, or a few more."""
+        # A page that a copy held becomes idle after its parent, and goes with it.
+        before, free = len(self._node_of), self.pool.num_free + count
+        while self.pool.num_free < free:
+            self._remove(self._node_of[self.pool.oldest_idle()])
+        self.stats.evicted_pages += before - len(self._node_of)
+
+    def clear(self) -> None:
+        """Forget everything. Pages in use stay with their holders, who must not extend the nodes they knew."""
+        for node in list(self._node_of.values()):
+            self._forget(node)
+        self._roots.clear()
+
+    def _tokens_of_page(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(token_ids[index * self.page_size : (index + 1) * self.page_size])
+
+    def _remove(self, node: Node) -> None:
+        """Take a node out, with what hangs below: pages that nobody holds but a copy under way."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens]
+        if parent.parent is None and not parent.children:
+            del self._roots[node.salt]
+        below = [node]
+        while below:
+            node = below.pop()
+            below.extend(node.children.values())
+            self._forget(node)
+
+    def _forget(self, node: Node) -> None:
+        del self._node_of[node.page]
+        self.pool.forget(node.page)
+        node.is_kept = False
+        node.children.clear()

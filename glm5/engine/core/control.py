@@ -1,0 +1,239 @@
+"""Calls that change the engine as a whole: pause, sleep, other weights, a forgotten cache. One at a time, in order.
+
+A call is a generator that is resumed at the start of every turn, before the turn's step is planned: it tells the
+scheduler something, and yields until that has happened. Requests go on meanwhile, unless the call is to stop them.
+A GlmError is the call's answer, and has changed nothing.
+"""
+
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Collection, Generator
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from glm5.common.background import in_background
+from glm5.common.errors import GlmError, RequestError, words_of
+from glm5.engine.core.interfaces import Memory, WeightSource
+from glm5.engine.core.tiering import Tiering
+from glm5.engine.scheduler.messages import Message, Pause, ResetCache, Resume, SetWeights
+from glm5.engine.transport.wire import (
+    Answer,
+    Part,
+    PauseCall,
+    ResetCacheCall,
+    ResumeCall,
+    SleepCall,
+    UpdateWeightsCall,
+    WakeCall,
+)
+
+Call = PauseCall | ResumeCall | SleepCall | WakeCall | UpdateWeightsCall | ResetCacheCall
+_Turns = Generator[None, None, dict[str, Any]]
+
+
+class Engine(Protocol):
+    """What a call may do to the engine."""
+
+    @property
+    def is_still(self) -> bool:
+        """Paused: the last plan said so, no step is unread and no copy under way."""
+        ...
+
+    def tell(self, *messages: Message) -> None:
+        """Messages for the scheduler, which this turn's plan takes."""
+        ...
+
+    def drop(self, seq_ids: tuple[int, ...] | None) -> None:
+        """Abort answers (None: all)."""
+        ...
+
+
+class Control:
+    """Runs calls. `weights_changed` is called whenever other weights than before may lie in the model."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        weights: WeightSource,
+        cache: Memory,
+        tiering: Tiering | None,
+        weights_changed: Callable[[], None],
+    ):
+        self.engine, self.weights, self.cache, self.tiering = engine, weights, cache, tiering
+        self.answers: list[Answer] = []
+        self.is_paused = False
+        self.level, self.has_cache = 0, True  # 0: the weights are awake
+        self._weights_changed = weights_changed
+        # Numbers that are chosen here are never those of other weights, though a wake may bring back older ones.
+        self._last_version = weights.version
+        self._calls: deque[Call] = deque()
+        self._turns: _Turns | None = None
+        self._awaited: Future[Any] | None = None
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Memory is given back, so that nothing can be computed."""
+        return self.level > 0 or not self.has_cache
+
+    @property
+    def is_busy(self) -> bool:
+        """Calls are not answered yet."""
+        return bool(self._calls)
+
+    def add(self, call: Call) -> None:
+        self._calls.append(call)
+
+    def advance(self) -> None:
+        """One turn of the present call, and of those after it as far as they end at once."""
+        while self._calls:
+            call = self._calls[0]
+            if self._turns is None:
+                self._turns = self._run(call)
+            answer = Answer(call.call_id)
+            try:
+                next(self._turns)
+                return
+            except StopIteration as end:
+                answer.result = end.value
+            except GlmError as error:
+                answer.error, answer.kind = words_of(error), type(error).__name__
+            self.answers.append(answer)
+            self._calls.popleft()
+            self._turns = self._awaited = None
+
+    def take_changes(self, *, closely: bool) -> None:
+        """What the owner of a shared model has put into it counts as an update."""
+        if not self.level and self.weights.take_changes(self._last_version + 1, closely=closely):
+            self._last_version += 1
+            self._use_other_weights(recompute=True)
+
+    def wait(self, timeout_s: float) -> None:
+        """For what the present call waits for on another thread, at most `timeout_s`."""
+        if self._awaited is not None:
+            wait([self._awaited], timeout_s)
+
+    def _run(self, call: Call) -> _Turns:
+        match call:
+            case PauseCall():
+                return (yield from self._pause())
+            case ResumeCall():
+                return self._resume()
+            case SleepCall(level=level):
+                return (yield from self._sleep(level))
+            case WakeCall(parts=parts):
+                return self._wake(parts)
+            case UpdateWeightsCall():
+                return (yield from self._update(call))
+            case ResetCacheCall():
+                return (yield from self._reset())
+
+    def _pause(self) -> _Turns:
+        self.is_paused = True
+        if not self.is_sleeping:
+            self.engine.tell(Pause())
+            yield from self._until_still()
+        return {}
+
+    def _resume(self) -> dict[str, Any]:
+        if self.is_sleeping:
+            raise GlmError("the engine sleeps, so it cannot go on; call wake_up, and then resume if it was paused")
+        self.is_paused = False
+        self.engine.tell(Resume())
+        return {}
+
+    def _sleep(self, level: int) -> _Turns:
+        if level <= self.level and not self.has_cache:
+            return {"freed_bytes": 0}
+        if level == 2:
+            self.weights.check_source()
+        freed = 0
+        if not self.is_sleeping:
+            self.engine.tell(Pause(release=True))
+            yield from self._until_still()
+        if self.has_cache:
+            freed += self.cache.release_memory()
+            self.has_cache = False
+        if level > self.level:
+            self.level = level
+            freed += self.weights.release(level)
+        return {"freed_bytes": freed}
+
+    def _wake(self, parts: Collection[Part]) -> dict[str, Any]:
+        """Weights first: if they cannot be had again, all sleeps on; if only the cache cannot, it alone does."""
+        if self.level and "weights" in parts:
+            if self.weights.restore():
+                self.engine.tell(SetWeights(self.weights.version, recompute=True, identity=self.weights.identity))
+            self._weights_changed()
+            self.level = 0
+            is_awake = self.has_cache
+        else:
+            is_awake = False
+        if not self.has_cache and "kv_cache" in parts:
+            self.cache.restore_memory()
+            self.has_cache = True
+            is_awake = not self.level
+        if is_awake and not self.is_paused:
+            self.engine.tell(Resume())
+        return {"version": self.weights.version}
+
+    def _update(self, call: UpdateWeightsCall) -> _Turns:
+        if self.level:
+            raise GlmError(
+                "the engine sleeps, so its weights cannot be replaced; call wake_up(tags=['weights']), update_weights, "
+                "and then wake_up(tags=['kv_cache'])"
+            )
+        if call.version is not None and call.version <= self._last_version:
+            raise RequestError(f"version is {call.version}; allowed: more than {self._last_version}", param="version")
+        try:
+            staged = yield from self._result(self.weights.stage(Path(call.path)))
+        except GlmError as error:
+            if not call.remove:
+                raise
+            # Whoever gave tensors knows of no folder.
+            text = re.sub(re.escape(call.path) + r"(/[\w.-]+\.(safetensors|json))?", "the update", str(error))
+            raise type(error)(text) from None
+        # Between two launches: the step before this turn is launched, the next one is not planned yet.
+        if call.policy == "abort":
+            self.engine.drop(None)
+        version = self._last_version + 1 if call.version is None else call.version
+        self._last_version = version
+        self.weights.swap(staged, version)
+        self._use_other_weights(recompute=call.policy != "keep")
+        if call.remove:
+            shutil.rmtree(call.path, ignore_errors=True)
+        return {"version": version}
+
+    def _use_other_weights(self, *, recompute: bool) -> None:
+        self._weights_changed()
+        self.engine.tell(SetWeights(self.weights.version, recompute=recompute, identity=self.weights.identity))
+
+    def _reset(self) -> _Turns:
+        self.engine.tell(ResetCache())
+        if self.tiering is not None:
+            self.tiering.cancel_stores()
+            yield
+            while self.tiering.has_stores:
+                yield
+            yield from self._result(in_background(self.tiering.clear, "glm5-clear"))
+        return {}
+
+    def _until_still(self) -> Generator[None, None, None]:
+        yield
+        while not self.engine.is_still:
+            yield
+
+    def _result(self, future: "Future[Any]") -> Generator[None, None, Any]:
+        """The result of something on another thread; whatever it raises is a GlmError."""
+        self._awaited = future
+        while not future.done():
+            yield
+        self._awaited = None
+        try:
+            return future.result()
+        except GlmError:
+            raise
+        except Exception as error:
+            raise GlmError(f"{type(error).__name__}: {error}") from error

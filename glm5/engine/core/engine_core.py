@@ -1,0 +1,372 @@
+"""The engine's turns: messages in, steps planned and launched, results read, updates out.
+
+    a turn:  messages -> plan step i -> launch it -> read step i-1 -> apply its tokens -> updates
+
+With `launch_ahead` a step is launched before the tokens of the one before it are read, so the device never waits for
+the host; without, each step is read before the next is planned, with the same tokens. What else takes time (grammars,
+copies of pages, reading weights) happens on other threads and is asked after at the start of a turn.
+
+One thread calls everything here. An exception that leaves `step` is the engine's end: state and device may disagree.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from glm5.common.errors import GlmError, words_of
+from glm5.engine.core.control import Control
+from glm5.engine.core.depth import AdaptiveDepth
+from glm5.engine.core.grammars import fill_masks
+from glm5.engine.core.intake import Admission, Intake, Refusal
+from glm5.engine.core.interfaces import Followers, Launched, Memory, StepRunner, WeightSource
+from glm5.engine.core.pace import PromptPace, furthest_prompt
+from glm5.engine.core.profiling import Profiling
+from glm5.engine.core.replies import PromptReport, Reply, note_prompts
+from glm5.engine.core.stats import Counters, stats
+from glm5.engine.core.tiering import Tiering
+from glm5.engine.runner.result import StepResult
+from glm5.engine.runner.runner import SeqSpec
+from glm5.engine.sampling.compiling import Compiler
+from glm5.engine.sampling.params import SamplingParams
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import Abort, Finish, Message, Resume, SetBeside, SetDepth, Submit
+from glm5.engine.scheduler.plan import Output, StepPlan
+from glm5.engine.scheduler.scheduler import Scheduler
+from glm5.engine.tiers.copies import CopyQueue
+from glm5.engine.transport.wire import (
+    Answer,
+    Ask,
+    Close,
+    Drop,
+    Facts,
+    ProfileCall,
+    StatsCall,
+    Stop,
+    ToClient,
+    ToEngine,
+    Update,
+    Updates,
+)
+
+# How long a turn without work waits for another thread. Messages wait as long at most.
+PATIENCE_S = 0.01
+
+
+class EngineCore:
+    """`receive` messages, take `step`s while it `has_work`; `facts` say what it is.
+
+    `compiler` None refuses grammars, `copies` None has no tiers, `depth` None drafts as much as it can, `pace` None has
+    as many tokens of prompts in a step as `config` allows; else launching a step must take as long as the step does, by
+    `clock`. `ranks`: others that compute the same steps; they are told all that the scheduler is.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        config: SchedulerConfig,
+        facts: Facts,
+        *,
+        weights: WeightSource,
+        cache: Memory,
+        compiler: Compiler | None = None,
+        copies: CopyQueue | None = None,
+        depth: AdaptiveDepth | None = None,
+        pace: PromptPace | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        ranks: Followers | None = None,
+    ):
+        self.ranks = ranks
+        self.runner, self.config, self.facts = runner, config, facts
+        self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
+        self.weights, self.compiler, self.depth = weights, compiler, depth
+        self.pace, self._clock = pace, clock
+        self.counters = Counters(config.max_depth)
+        self.tiering = Tiering(copies, config.page_size) if copies is not None else None
+        self.intake = Intake(
+            config,
+            vocab_size=facts.vocab_size,
+            records_routing=facts.routed_experts,
+            compiler=compiler,
+            tiering=self.tiering,
+        )
+        self.control = Control(
+            self, weights=weights, cache=cache, tiering=self.tiering, weights_changed=runner.weights_changed
+        )
+        self._profiling = Profiling()
+        self._inbox: deque[ToEngine] = deque()
+        self._messages: list[Message] = []
+        self._updates: list[Update] = []
+        self._answers: list[ToClient] = []
+        # Answers under way. Reports of prompts outlive the answer that computes them.
+        self._replies: dict[int, Reply] = {}
+        self._specs: dict[int, SeqSpec] = {}
+        self._reports: dict[int, PromptReport] = {}
+        self._constrained: dict[int, Reply] = {}
+        self._unread: deque[tuple[StepPlan, int, Launched]] = deque()
+        self._draft_depth = config.max_depth
+        self._wait: str | None = "requests"
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do anything; if not, nothing happens before the next message."""
+        is_at_rest = self._wait in ("requests", "pause")
+        return (
+            bool(self._inbox or self._messages or self._unread or self.intake.num_waiting or self.control.is_busy)
+            or not is_at_rest
+        )
+
+    @property
+    def is_still(self) -> bool:
+        return self._wait == "pause"
+
+    def receive(self, message: ToEngine) -> None:
+        """Take note of a message; the next turn sees to it."""
+        self._inbox.append(message)
+
+    def step(self) -> list[ToClient]:
+        """One turn. Waits for the device as long as a step takes, for anything else at most `PATIENCE_S`."""
+        self._hear()
+        begins = any(isinstance(message, Submit | Resume) for message in self._messages)
+        self.control.take_changes(closely=begins)
+        plan = self._plan()
+        self._launch(plan)
+        num_unread = 1 if self.config.launch_ahead and plan.items else 0
+        has_read = len(self._unread) > num_unread
+        while len(self._unread) > num_unread:
+            self._read(*self._unread.popleft())
+        self._wait = plan.wait
+        if not plan.items and not has_read:
+            self._rest()
+        return self._said()
+
+    def tell(self, *messages: Message) -> None:
+        """Messages for the scheduler, which the next plan takes."""
+        self._messages += messages
+
+    def drop(self, seq_ids: tuple[int, ...] | None) -> None:
+        """Abort answers (None: all)."""
+        for seq_id in self.intake.drop(seq_ids):
+            self._say(Update(seq_id, [], self.scheduler.version, "abort"))
+        self.tell(Abort(seq_ids))
+
+    def stats(self) -> dict[str, Any]:
+        """What `StatsCall` is answered with (stats.py)."""
+        tiers = self.tiering.copies.stats() if self.tiering is not None else None
+        return stats(
+            self.counters,
+            self.scheduler,
+            num_held=self.intake.num_waiting,
+            tiers=tiers,
+            is_sleeping=self.control.is_sleeping,
+            simulated_acceptance=self.facts.simulated_acceptance,
+        )
+
+    def close(self, flush_s: float = 30.0) -> None:
+        """End the threads; pages on their way to disk get that long to arrive."""
+        if self.tiering is not None:
+            self.tiering.close(flush_s)
+        if self.compiler is not None:
+            self.compiler.close()
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def _hear(self) -> None:
+        """Everything that came from outside since the last turn."""
+        if self.tiering is not None:
+            self._messages += self.tiering.messages()
+        for ready in self.intake.ready():
+            self._admit(ready)
+        while self._inbox:
+            self._take(self._inbox.popleft())
+        self.control.advance()
+        self._answers += self.control.answers
+        self.control.answers.clear()
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Ask():
+                self.counters.requests += 1
+                refusal = self.intake.take(message, self.scheduler.page_manager.weights)
+                for ready in [refusal] if refusal is not None else self.intake.ready():
+                    self._admit(ready)
+            case Drop(seq_ids=seq_ids):
+                self.drop(seq_ids)
+            case Stop(seq_id=seq_id):
+                # The client has ended it: nothing more of it is said, whatever is still computed.
+                self.intake.drop((seq_id,))
+                if self._replies.pop(seq_id, None) is not None:
+                    self.counters.finished["stop"] += 1
+                    self._constrained.pop(seq_id, None)
+                    self.tell(Finish(seq_id))
+            case StatsCall(call_id=call_id):
+                self._answers.append(Answer(call_id, self.stats()))
+            case ProfileCall():
+                self._answers.append(self._profile(message))
+            case Close():
+                raise AssertionError("the process sees to Close")
+            case _:
+                self.control.add(message)
+
+    def _profile(self, call: ProfileCall) -> Answer:
+        try:
+            if call.folder is not None:
+                self._profiling.start(call.folder)
+                return Answer(call.call_id)
+            return Answer(call.call_id, {"path": self._profiling.stop()})
+        except GlmError as error:
+            return Answer(call.call_id, error=words_of(error))
+
+    def _admit(self, ready: Admission | Refusal) -> None:
+        if isinstance(ready, Refusal):
+            for seq_id in ready.seq_ids:
+                self._say(Update(seq_id, [], self.scheduler.version, "error", ready.reason, param=ready.param))
+            return
+        for reply in ready.replies:
+            self._replies[reply.seq_id] = reply
+            self._specs[reply.seq_id] = reply.spec
+            if reply.report is not None:
+                self._reports[reply.seq_id] = reply.report
+            if reply.matcher is not None:
+                self._constrained[reply.seq_id] = reply
+        if ready.tier_change is not None:
+            self.tell(ready.tier_change)
+        self.tell(ready.submit)
+
+    def _plan(self) -> StepPlan:
+        scheduler = self.scheduler
+        if self.depth is not None and (num_seqs := self._num_decoding_soon()):
+            depth = self.depth.choose(num_seqs)
+            if depth != scheduler.depth:
+                self.tell(SetDepth(depth))
+        if self.pace is not None and scheduler.decoding:
+            start = furthest_prompt(scheduler, self._messages)
+            if start is not None:
+                self.tell(SetBeside(self.pace.choose(len(scheduler.decoding), start)))
+        messages, self._messages = self._messages, []
+        if self.ranks is not None:
+            self.ranks.hear(scheduler.next_step, messages, self._specs, is_masked=bool(self._constrained))
+        scheduler.deliver(scheduler.next_step, messages)
+        plan = scheduler.plan(scheduler.next_step)
+        self.counters.count_plan(plan)
+        for output in plan.ended:
+            self._put(output, plan.version)
+        for entered in plan.entered:
+            if entered.donor_slot is None and (report := self._reports.get(entered.seq_id)) is not None:
+                report.restart()
+        return plan
+
+    def _num_decoding_soon(self) -> int:
+        """Sequences that decode, or will once their prompts are computed; those that just came included."""
+        num_new = sum([len(message.seq_ids) for message in self._messages if isinstance(message, Submit)])
+        return min(len(self.scheduler.live) + num_new, self.config.max_num_seqs)
+
+    def _launch(self, plan: StepPlan) -> None:
+        if self.tiering is not None:
+            self.tiering.begin_stores(plan)
+        if self._constrained and plan.items:
+            filled = fill_masks(plan.items, self._constrained, self.config.max_depth, self.facts.vocab_size)
+            if filled is not None:
+                self.runner.permit(*filled)
+        for item in reversed(plan.items):
+            if item.kind != "prefill":
+                break
+            reply = self._replies.get(item.seq_id)
+            if reply is not None and reply.num_cached is None:
+                reply.num_cached = min(item.start, reply.spec.num_prompt)
+                reply.began = time.monotonic()
+        began = self._clock()
+        launched = self.runner.launch(plan, self._specs)
+        if self.pace is not None and plan.items:
+            self.pace.observe(plan.items, self._clock() - began)
+        if plan.items:
+            self._unread.append((plan, self._draft_depth, launched))
+            self._draft_depth = plan.draft_depth
+        if self.tiering is not None:
+            self.tiering.begin_loads(plan)
+
+    def _read(self, plan: StepPlan, draft_depth: int, launched: Launched) -> None:
+        """The tokens of a launched step. `draft_depth`: how many of its drafts were made for it."""
+        result = launched.read()
+        note_prompts(plan.items, result, self._reports)
+        for output in self.scheduler.apply(plan.step, result.tokens):
+            if output.seq_id in result.stuck:
+                self._fail(output, _why_stuck(self._specs[output.seq_id].params))
+            else:
+                self._put(output, plan.version, result)
+        # Drafts of a step before the depth was raised are left over from earlier, and say nothing.
+        fresh = [count if position < draft_depth else 0 for position, count in enumerate(result.num_drafted)]
+        stood = [count if position < draft_depth else 0 for position, count in enumerate(result.num_accepted)]
+        self.counters.count_drafts(fresh, stood)
+        if self.depth is not None:
+            self.depth.observe(fresh, stood)
+
+    def _put(self, output: Output, version: int, result: StepResult | None = None) -> None:
+        """Say what an answer gained, unless nobody listens any more."""
+        seq_id, token_ids, reason = output
+        reply = self._replies.get(seq_id)
+        if reply is not None:
+            if reply.matcher is not None and result is not None:
+                if not reply.matcher.advance(token_ids):
+                    self._fail(output, "the answer left its grammar, which is a bug")
+                    return
+                if reply.matcher.is_slow:
+                    self._fail(output, "structured_outputs takes too long for each token; simplify it")
+                    return
+                reply.drafts = result.drafts[seq_id]
+            self.counters.count_output(output)
+            self._updates.append(reply.update(token_ids, version, reason, result))
+        if reason is not None:
+            self._forget(seq_id)
+
+    def _fail(self, output: Output, why: str) -> None:
+        """End an answer whose last tokens are worth nothing."""
+        seq_id = output.seq_id
+        if seq_id in self._replies:
+            self._say(Update(seq_id, [], self.scheduler.version, "error", why))
+        if output.reason is None:
+            self.tell(Finish(seq_id, "error"))
+            self._replies.pop(seq_id, None)
+            self._constrained.pop(seq_id, None)
+        else:
+            self._forget(seq_id)
+
+    def _forget(self, seq_id: int) -> None:
+        """The scheduler has no such sequence any more."""
+        self._replies.pop(seq_id, None)
+        self._specs.pop(seq_id, None)
+        self._reports.pop(seq_id, None)
+        self._constrained.pop(seq_id, None)
+
+    def _say(self, update: Update) -> None:
+        """An update that ends an answer without tokens."""
+        assert update.finish_reason is not None
+        self.counters.finished[update.finish_reason] += 1
+        self._updates.append(update)
+
+    def _rest(self) -> None:
+        """Nothing was launched or read: wait a little for whoever is expected to end something."""
+        if self._wait == "copies":
+            assert self.tiering is not None
+            self._messages += self.tiering.messages(PATIENCE_S)
+        elif self.intake.num_waiting:
+            self.intake.wait(PATIENCE_S)
+        else:
+            self.control.wait(PATIENCE_S)
+
+    def _said(self) -> list[ToClient]:
+        said: list[ToClient] = [Updates(self._updates)] if self._updates else []
+        said += self._answers
+        self._updates, self._answers = [], []
+        return said
+
+
+def _why_stuck(params: SamplingParams) -> str:
+    """Which parameters may have barred every token."""
+    names = ("structured_outputs", "allowed_token_ids", "logit_bias", "bad_words", "thinking_token_budget")
+    barring = [name for name in names if getattr(params, name) not in (None, (), {})]
+    if params.min_tokens:
+        barring.append("min_tokens")
+    if not barring:
+        return "no token is possible: the model's logits are not finite numbers"
+    return f"no token is possible: {', '.join(barring)} together leave none"

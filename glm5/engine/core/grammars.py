@@ -1,0 +1,27 @@
+"""Masks of a step: what the grammars of its sequences leave for each of their rows."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from glm5.engine.core.replies import Reply
+from glm5.engine.scheduler.plan import Item
+
+
+def fill_masks(
+    items: Sequence[Item], constrained: Mapping[int, Reply], max_depth: int, vocab_size: int
+) -> tuple[list[int], Tensor] | None:
+    """Slots of the step's sequences with a grammar, and what each of their rows may draw; None if there are none.
+
+    int32 [slots, 1 + max_depth, ceil(W / 32)], one bit a token. A row assumes the drafts before it.
+    """
+    asked = [(item, constrained[item.seq_id]) for item in items if item.samples and item.seq_id in constrained]
+    if not asked:
+        return None
+    masks_BJM = torch.empty(len(asked), 1 + max_depth, -(-vocab_size // 32), dtype=torch.int32)
+    for (item, reply), mask_JM in zip(asked, masks_BJM, strict=True):
+        assert reply.matcher is not None
+        # A prompt chunk draws one token, whatever was drafted before its sequence was preempted.
+        reply.matcher.fill(reply.drafts[: item.depth], mask_JM)
+    return [item.slot for item, _ in asked], masks_BJM

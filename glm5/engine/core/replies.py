@@ -1,0 +1,140 @@
+"""One answer as the engine reports it: updates made of a step's results, and what is reported once, whatever happens.
+
+A sequence that was preempted computes its tokens again, and one of several answers computes their prompt for all. So
+log-probabilities and experts are taken by position, each the first time that it is computed: those of the prompt go
+out with the first update of whichever answer comes first, those of an answer's own tokens with the tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from glm5.engine.runner.result import StepResult
+from glm5.engine.runner.runner import SeqSpec
+from glm5.engine.sampling.grammar import Matcher
+from glm5.engine.scheduler.plan import EndReason, Item
+from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs, Update
+
+
+class PromptReport:
+    """What is reported of a prompt: log-probabilities of all tokens but the first, experts of all but the last.
+
+    (The last one's are every answer's own: each computes it.)
+    """
+
+    def __init__(self, num_prompt: int, *, logprobs: bool, routed: bool):
+        self.is_taken = False
+        self._num_rows = num_prompt - 1
+        self._logprobs: list[TokenLogprobs] | None = [] if logprobs else None
+        self._experts: bytearray | None = bytearray() if routed else None
+        self._num_routed, self._shape = 0, (0, 0)
+
+    @property
+    def is_complete(self) -> bool:
+        has_logprobs = self._logprobs is None or len(self._logprobs) == self._num_rows
+        return has_logprobs and (self._experts is None or self._num_routed == self._num_rows)
+
+    def restart(self) -> None:
+        """The prompt is computed from its beginning, perhaps with other weights; what is complete stays."""
+        if not self.is_complete:
+            self._logprobs = [] if self._logprobs is not None else None
+            self._experts = bytearray() if self._experts is not None else None
+            self._num_routed = 0
+
+    def add(self, start: int, logprobs: list[TokenLogprobs] | None, routed: RoutedExperts | None) -> None:
+        """Results of a chunk whose first row is `start`."""
+        if self._logprobs is not None and logprobs and start <= len(self._logprobs):
+            self._logprobs += logprobs[len(self._logprobs) - start :]
+        if self._experts is not None and routed is not None and routed.start <= self._num_routed < self._num_rows:
+            stop = min(routed.start + routed.shape[0], self._num_rows)
+            if stop > self._num_routed:
+                self._experts += rows_of(routed, self._num_routed, stop)
+                self._num_routed, self._shape = stop, routed.shape[1:]
+
+    def take(self) -> tuple[list[TokenLogprobs] | None, RoutedExperts | None]:
+        """All of it, once; nothing before it is complete, and nothing a second time."""
+        if self.is_taken or not self.is_complete:
+            return None, None
+        self.is_taken = True
+        logprobs, self._logprobs = self._logprobs, None
+        experts, self._experts = self._experts, None
+        if not experts:
+            return logprobs, None
+        return logprobs, RoutedExperts(0, (self._num_routed, *self._shape), bytes(experts))
+
+
+@dataclass(slots=True)
+class Reply:
+    """One answer under way. `num_tokens` counts the prompt; `slot_drafts`: what its next step assumes, for its grammar.
+
+    `num_cached`: prompt tokens that were found, and `began`: when its first step was launched, until they are reported.
+    `num_routed`: tokens whose experts are.
+    """
+
+    seq_id: int
+    spec: SeqSpec
+    num_tokens: int
+    report: PromptReport | None = None
+    matcher: Matcher | None = None
+    drafts: Sequence[int] = ()
+    num_cached: int | None = None
+    began: float | None = None
+    is_begun: bool = False
+    num_routed: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_routed = self.spec.num_prompt - 1
+
+    def update(
+        self, token_ids: Sequence[int], version: int, reason: EndReason | None, result: StepResult | None
+    ) -> Update:
+        """What the answer gained in a step: of its results, what belongs to the tokens that were taken. No result: it
+        was ended from outside."""
+        self.num_tokens += len(token_ids)
+        update = Update(self.seq_id, list(token_ids), version, reason)
+        if result is None:
+            return update
+        if not self.is_begun:
+            self.is_begun, update.num_cached, update.began = True, self.num_cached, self.began
+        if self.spec.params.logprobs is not None:
+            update.logprobs = result.logprobs[self.seq_id][: len(token_ids)]
+        if self.report is not None:
+            update.prompt_logprobs, update.routed = self.report.take()
+            if self.spec.routed:
+                update.routed = joined(update.routed, self._own_experts(result.routed.get(self.seq_id)))
+        return update
+
+    def _own_experts(self, routed: RoutedExperts | None) -> RoutedExperts | None:
+        """Of this answer's tokens, those not reported yet. The last token of an answer is never computed."""
+        if routed is None:
+            return None
+        start, stop = self.num_routed, min(routed.start + routed.shape[0], self.num_tokens - 1)
+        if stop <= start:
+            return None
+        assert routed.start <= start, f"{routed.start=} {start=}"
+        self.num_routed = stop
+        return RoutedExperts(start, (stop - start, *routed.shape[1:]), rows_of(routed, start, stop))
+
+
+def rows_of(routed: RoutedExperts, start: int, stop: int) -> bytes:
+    """Experts of tokens `start` to `stop` - 1."""
+    row_bytes = 2 * routed.shape[1] * routed.shape[2]
+    return routed.experts[(start - routed.start) * row_bytes : (stop - routed.start) * row_bytes]
+
+
+def joined(first: RoutedExperts | None, second: RoutedExperts | None) -> RoutedExperts | None:
+    """Two runs of tokens as one, where both are given; the second follows the first."""
+    if first is None or second is None:
+        return first or second
+    assert first.start + first.shape[0] == second.start, f"{first.shape=} {second.start=}"
+    shape = (first.shape[0] + second.shape[0], *first.shape[1:])
+    return RoutedExperts(first.start, shape, first.experts + second.experts)
+
+
+def note_prompts(items: Sequence[Item], result: StepResult, reports: dict[int, PromptReport]) -> None:
+    """Add what a step says of prompts to their reports, also for an answer that is over: the others need it."""
+    if not (result.prompt_logprobs or result.routed):
+        return
+    for item in items:
+        report = reports.get(item.seq_id)
+        if report is not None and item.kind == "prefill":
+            report.add(item.start, result.prompt_logprobs.get(item.seq_id), result.routed.get(item.seq_id))

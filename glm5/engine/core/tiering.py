@@ -1,0 +1,162 @@
+"""The tiers behind the device as the engine's turns use them: copies begun and ended, pages found and lost.
+
+The scheduler asks for copies by plan and hears of their ends by message; `CopyQueue` does them. In between: every copy
+that a plan asks for gets exactly one `CopyDone`. One that the queue does not take has failed, and so has one that
+takes longer than `COPY_DEADLINE_S` (a disk may hang): it is cancelled, after which nothing touches its page any more.
+
+Whether a prompt's pages lie on disk is asked on a thread of its own, since that disk may hang as well.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+
+from glm5.engine.cache.prefix import cache_salt, page_keys
+from glm5.engine.scheduler.messages import CopyDone, Message, Submit, Tier, TierChange
+from glm5.engine.scheduler.plan import StepPlan
+from glm5.engine.tiers.copies import CopyQueue
+from glm5.engine.tiers.key import PageKey
+
+COPY_DEADLINE_S = 5.0
+LOOKUP_DEADLINE_S = 0.25
+
+
+class Lookup:
+    """A prompt's pages being looked for. `deadline`: time after which nobody waits for it."""
+
+    def __init__(self, deadline: float):
+        self.future: Future[TierChange | None] = Future()
+        self.deadline = deadline
+
+    def is_over(self) -> bool:
+        return self.future.done() or time.monotonic() >= self.deadline
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is over, at most `timeout_s`."""
+        wait([self.future], timeout_s)
+
+    def found(self) -> TierChange | None:
+        """Where its pages are; None if nowhere, or if that is not known in time."""
+        return self.future.result() if self.future.done() and self.future.exception() is None else None
+
+
+class Tiering:
+    """Runs the copies of plans on `copies`. For the engine's thread alone."""
+
+    def __init__(self, copies: CopyQueue, page_size: int):
+        self.copies, self.page_size = copies, page_size
+        self._handle_of: dict[int, int] = {}
+        self._copy_of: dict[int, int] = {}
+        self._deadline_of: dict[int, float] = {}
+        self._failed: list[int] = []
+        self._stores: set[int] = set()
+        self._lookups: queue.SimpleQueue[tuple[Submit, bytes, Lookup] | None] = queue.SimpleQueue()
+        self._last_lookup: Lookup | None = None
+        if copies.disk is not None:
+            threading.Thread(target=self._look, name="glm5-lookup", daemon=True).start()
+
+    @property
+    def has_stores(self) -> bool:
+        """Pages are on their way to a tier."""
+        return bool(self._stores)
+
+    def messages(self, timeout_s: float = 0.0) -> list[Message]:
+        """What happened since the last call; waits for the end of a copy, at most `timeout_s`.
+
+        RuntimeError when pages cannot be copied at all: what the cache holds is not known then.
+        """
+        self._cancel_late()
+        ended: list[Message] = [CopyDone(copy_id, None) for copy_id in self._failed]
+        self._failed = []
+        for copied in self.copies.done(0.0 if ended else timeout_s):
+            copy_id = self._copy_of.pop(copied.handle)
+            del self._handle_of[copy_id]
+            del self._deadline_of[copy_id]
+            self._stores.discard(copy_id)
+            ended.append(CopyDone(copy_id, copied.tier))
+        # After the ends: a page may have been dropped again by now.
+        if moved := self.copies.moved():
+            ended.append(TierChange(tuple(moved)))
+        return ended
+
+    def begin_stores(self, plan: StepPlan) -> None:
+        """To be called before the plan is launched: what it stores was filled by earlier steps, and waits for those."""
+        for copy_id in plan.cancelled:
+            if copy_id in self._handle_of:
+                self.copies.cancel(self._handle_of[copy_id])
+        for copy_id, key, page in plan.stores:
+            if self._begin(copy_id, self.copies.store(key, page)):
+                self._stores.add(copy_id)
+
+    def begin_loads(self, plan: StepPlan) -> None:
+        """To be called after the plan is launched: its page copies may still need what a load overwrites."""
+        for copy_id, key, page in plan.loads:
+            self._begin(copy_id, self.copies.load(key, page))
+
+    def cancel_stores(self) -> None:
+        """End the stores that have not begun to copy."""
+        for copy_id in self._stores:
+            self.copies.cancel(self._handle_of[copy_id])
+
+    def look_up(self, submit: Submit, weights: bytes) -> Lookup | None:
+        """Look for the pages of a prompt that an earlier process left, or another one; None if there can be none.
+
+        (What this process has stored the scheduler knows. While the disk hangs nobody waits for it.)
+        """
+        if self.copies.disk is None or len(submit.prompt_ids) <= self.page_size or submit.computes_prompt:
+            return None
+        last = self._last_lookup
+        if last is not None and last.is_over() and not last.future.done():
+            return None
+        lookup = self._last_lookup = Lookup(time.monotonic() + LOOKUP_DEADLINE_S)
+        self._lookups.put((submit, cache_salt(weights, submit.salt), lookup))
+        return lookup
+
+    def clear(self) -> None:
+        """Forget all pages of all tiers."""
+        self.copies.clear()
+
+    def close(self, flush_s: float) -> None:
+        """Wait so long for copies and files under way, then end the threads."""
+        self.copies.flush(flush_s)
+        self.copies.close()
+        self._lookups.put(None)
+
+    def _begin(self, copy_id: int, handle: int | None) -> bool:
+        if handle is None:
+            self._failed.append(copy_id)
+            return False
+        self._handle_of[copy_id], self._copy_of[handle] = handle, copy_id
+        self._deadline_of[copy_id] = time.monotonic() + COPY_DEADLINE_S
+        return True
+
+    def _cancel_late(self) -> None:
+        if not self._deadline_of:
+            return
+        now = time.monotonic()
+        for copy_id, deadline in self._deadline_of.items():
+            if deadline <= now:
+                # Reported by the queue: at once, unless its page is being copied this instant.
+                self.copies.cancel(self._handle_of[copy_id])
+
+    def _look(self) -> None:
+        while (job := self._lookups.get()) is not None:
+            submit, salt, lookup = job
+            try:
+                lookup.future.set_result(self._find(submit, salt))
+            except Exception as error:  # noqa: BLE001 - a lookup that fails is a miss
+                lookup.future.set_exception(error)
+
+    def _find(self, submit: Submit, salt: bytes) -> TierChange | None:
+        seen: list[PageKey] = []
+
+        def keys() -> Iterator[PageKey]:
+            for key in page_keys(submit.prompt_ids, self.page_size, salt):
+                seen.append(key)
+                yield key
+
+        tiers = self.copies.lookup(keys())
+        found: list[tuple[bytes, Tier | None]] = [(key.digest, tier) for key, tier in zip(seen, tiers, strict=False)]
+        return TierChange(tuple(found)) if found else None

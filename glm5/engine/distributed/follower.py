@@ -1,0 +1,144 @@
+"""The engine of a rank beside the first: it executes what the first rank tells.
+
+It has a scheduler and a runner as the first rank has, hears what that one's scheduler hears, and so computes the same
+steps. It knows of no client: no text, no grammars, no calls.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from glm5.common.errors import GlmError, reason_of, words_of
+from glm5.engine.core.interfaces import Launched, Memory, StepRunner, WeightSource
+from glm5.engine.distributed.loaded_pages import LoadedPages
+from glm5.engine.distributed.rank_wire import (
+    Begin,
+    Discard,
+    End,
+    Masks,
+    Order,
+    RankReply,
+    ReleaseCache,
+    ReleaseWeights,
+    RestoreCache,
+    RestoreWeights,
+    Stage,
+    Swap,
+    Turn,
+    WeightsChanged,
+    digest_of,
+)
+from glm5.engine.runner.runner import SeqSpec
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import Message
+from glm5.engine.scheduler.plan import StepPlan
+from glm5.engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Say(Protocol):
+    def __call__(self, said: RankReply) -> None: ...
+
+
+class Follower:
+    """The engine of a rank that follows."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        config: SchedulerConfig,
+        *,
+        weights: WeightSource,
+        cache: Memory,
+        pages: LoadedPages,
+        say: Say,
+    ):
+        self.runner, self.config, self.pages, self.say = runner, config, pages, say
+        self.weights, self.cache = weights, cache
+        self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
+        self._specs: dict[int, SeqSpec] = {}
+        self._planned: tuple[StepPlan, list[Message]] | None = None
+        self._unread: deque[tuple[StepPlan, Launched]] = deque()
+        self._staged: Any = None
+        self._digest = 0
+
+    def execute(self, order: Order) -> None:
+        """Do what the first rank has told."""
+        match order:
+            case Turn():
+                self._plan(order)
+                if not order.is_masked:
+                    self._launch()
+            case Masks(masks=masks):
+                if masks is not None:
+                    self.runner.permit(*masks)
+                self._launch()
+            case Stage(call=call, folder=folder):
+                self._staged = future = self.weights.stage(folder)
+                future.add_done_callback(lambda done: self.say(_said(call, done.exception())))
+            case Swap(version=version):
+                self.weights.swap(self._staged.result(), version)
+                self._staged = None
+            case Discard():
+                self._staged = None
+            case ReleaseWeights(call=call, level=level):
+                self.say(RankReply(call, self.weights.release(level)))
+            case RestoreWeights(call=call):
+                self.say(_done(call, self.weights.restore))
+            case ReleaseCache(call=call):
+                self.say(RankReply(call, self.cache.release_memory()))
+            case RestoreCache(call=call):
+                self.say(_done(call, self.cache.restore_memory))
+            case WeightsChanged():
+                self.runner.weights_changed()
+            case Begin() | End():
+                raise AssertionError(f"{order=}")
+
+    def _plan(self, turn: Turn) -> None:
+        """With `_launch` as `EngineCore.step`, without anybody to tell."""
+        if turn.digest != self._digest:
+            raise RuntimeError(f"ranks differ in the tokens before step {turn.step}; they must compute the same bits")
+        self._specs |= turn.specs
+        self.scheduler.deliver(turn.step, turn.messages)
+        plan = self.scheduler.plan(turn.step)
+        for output in plan.ended:
+            self._forget(output.seq_id, output.reason)
+        self._planned = plan, turn.messages
+
+    def _launch(self) -> None:
+        assert self._planned is not None, "there was no turn"
+        (plan, messages), self._planned = self._planned, None
+        self.pages.share(messages)
+        launched = self.runner.launch(plan, self._specs)
+        self.pages.expect(plan)
+        if plan.items:
+            self._unread.append((plan, launched))
+        num_unread = 1 if self.config.launch_ahead and plan.items else 0
+        while len(self._unread) > num_unread:
+            read, launched = self._unread.popleft()
+            tokens = launched.read().tokens
+            self._digest = digest_of(self._digest, read.step, tokens)
+            for output in self.scheduler.apply(read.step, tokens):
+                self._forget(output.seq_id, output.reason)
+
+    def _forget(self, seq_id: int, reason: str | None) -> None:
+        if reason is not None:
+            self._specs.pop(seq_id, None)
+
+
+def _done(call: int, what: Callable[[], object]) -> RankReply:
+    try:
+        what()
+    except GlmError as error:
+        return _said(call, error)
+    return RankReply(call)
+
+
+def _said(call: int, error: BaseException | None) -> RankReply:
+    if error is None:
+        return RankReply(call)
+    if isinstance(error, GlmError):
+        return RankReply(call, error=words_of(error), kind=type(error).__name__)
+    return RankReply(call, error=reason_of(error))

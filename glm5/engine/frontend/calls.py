@@ -1,0 +1,106 @@
+"""Calls that change the engine as a whole, for training loops: each is sent at once and answered by a future."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from glm5.common.errors import RequestError
+from glm5.engine.frontend.client import Client
+from glm5.engine.transport.wire import (
+    PARTS,
+    Part,
+    PauseCall,
+    Policy,
+    ProfileCall,
+    ResetCacheCall,
+    ResumeCall,
+    SleepCall,
+    StatsCall,
+    UpdateWeightsCall,
+    WakeCall,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Called = Future[dict[str, Any]]
+
+
+class Calls:
+    """What `LLM` waits for and `AsyncEngine` awaits. Raises EngineDead at once when the engine has ended."""
+
+    def __init__(self, client: Client):
+        self.client = client
+
+    def pause(self) -> Called:
+        return self.client.call(PauseCall)
+
+    def resume(self) -> Called:
+        return self.client.call(ResumeCall)
+
+    def sleep(self, level: Literal[1, 2]) -> Called:
+        if type(level) is not int or level not in (1, 2):
+            raise RequestError(f"level is {level!r}; allowed: 1 or 2", param="level")
+        return self.client.call(lambda call_id: SleepCall(call_id, level))
+
+    def wake_up(self, tags: Sequence[str] | None) -> Called:
+        if tags is not None and (
+            not isinstance(tags, (list, tuple)) or not tags or any(tag not in PARTS for tag in tags)
+        ):
+            raise RequestError(f"tags are {tags!r:.60}; allowed: a list of {' and '.join(PARTS)}", param="tags")
+        parts: tuple[Part, ...] = tuple(part for part in PARTS if tags is None or part in tags)
+        return self.client.call(lambda call_id: WakeCall(call_id, parts))
+
+    def reset_prefix_cache(self) -> Called:
+        return self.client.call(ResetCacheCall)
+
+    def stats(self) -> Called:
+        return self.client.call(StatsCall)
+
+    def profile(self, folder: str | None) -> Called:
+        """Begin a trace that will lie in `folder`, or with None end it."""
+        return self.client.call(lambda call_id: ProfileCall(call_id, folder))
+
+    def update_weights(self, source: str | Path | Mapping[str, Tensor], policy: Policy, version: int | None) -> Called:
+        """Tensors are written to a folder first, which is removed when the engine has read it or has ended."""
+        if policy not in ("keep", "recompute", "abort"):
+            raise RequestError(f"policy is {policy!r}; allowed: keep, recompute or abort", param="policy")
+        if version is not None and not (type(version) is int and 0 <= version < 2**63):
+            raise RequestError(f"version is {version!r:.60}; allowed: None, or 0 to 2**63 - 1", param="version")
+        if not isinstance(source, (str, Path, Mapping)):
+            raise RequestError(f"source is {source!r:.60}; allowed: a folder, or tensors by name", param="source")
+        self.client.check_alive()
+        if isinstance(source, Mapping):
+            from glm5.checkpoint.handover import hand_over  # and torch with it
+
+            folder = hand_over(source)
+        else:
+            folder = _folder(source)
+        is_ours = isinstance(source, Mapping)
+
+        def make(call_id: int) -> UpdateWeightsCall:
+            return UpdateWeightsCall(call_id, str(folder), policy, version, remove=is_ours)
+
+        try:
+            future = self.client.call(make)
+        except BaseException:
+            if is_ours:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if is_ours:
+            future.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+        return future
+
+
+def _folder(source: str | Path) -> Path:
+    """As the engine's process finds it, which may be in another folder."""
+    try:
+        str(source).encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"source is {str(source)!r:.60}; allowed: a folder", param="source") from None
+    return Path(os.path.expanduser(source)).absolute()  # which leaves "~nobody" as it is

@@ -1,0 +1,152 @@
+"""What generation gives back. Names are vLLM's: `RequestOutput` for a whole answer, `Delta` for a step of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+from glm5.engine.transport.wire import RoutedExperts
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Logprob(NamedTuple):
+    """Natural log probability of a token as the model has it, and its rank among all tokens (1 = likeliest).
+
+    Beside vLLM's fields: `tempered`, that of the distribution that was drawn from, -inf where it had no such token; of
+    a prompt's token, at the request's temperature (sampling/logprobs.py).
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+    tempered: float | None = None
+
+
+class Piece(NamedTuple):
+    """Text that a token made visible. `token_id` is None where the text is only a part of a token's."""
+
+    token_id: int | None
+    text: str
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one step added to an answer. Never cumulative: joined deltas are the answer.
+
+    `token_ids` are all new tokens, the one that ended the answer included; `pieces` is the text that became
+    certain, by token. `stop_reason` is the stop string or stop token id that ended it, None for end of text. `index`:
+    which of the request's n answers. `version`: of the weights that computed the tokens.
+
+    Where asked for: `logprobs` of each token, and `tempered_logprobs`, of what it was drawn from; `prompt_logprobs`, on
+    one delta of the request, of the prompt's tokens but the first; `routed_experts`, as the wire has them.
+
+    `arrived`: when, by the monotonic clock. `queued_s`, on an answer's first delta: its wait for a first step.
+    """
+
+    token_ids: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[dict[int, Logprob], ...] = ()
+    index: int = 0
+    version: int = 0
+    tempered_logprobs: tuple[float, ...] = ()
+    num_cached_tokens: int | None = None
+    prompt_logprobs: tuple[dict[int, Logprob], ...] | None = None
+    routed_experts: RoutedExperts | None = None
+    arrived: float = 0.0
+    queued_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join([piece.text for piece in self.pieces])
+
+
+@dataclass
+class CompletionOutput:
+    """One answer: text without what stopped it, its token ids with, and why it ended.
+
+    Beside vLLM's fields: `tempered_logprobs` of the tokens in the distribution that they were drawn from, and
+    `weight_versions`, one a token. `routed_experts`: int16 [tokens, MoE layers, A] of prompt and answer without its
+    last token, which is never computed; -1 where a token was not.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    tempered_logprobs: list[float] | None = None
+    weight_versions: list[int] = field(default_factory=list)
+    routed_experts: NDArray[np.int16] | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Seconds of the monotonic clock (`time.monotonic`) at which a request was sent and its answers came."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its answers, in the order of their index. `prompt_logprobs`: the first token has none."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None
+
+
+def join(deltas: Sequence[Delta], routed: Sequence[RoutedExperts] = (), num_prompt: int = 0) -> CompletionOutput:
+    """The answer that these deltas of one index spell. `routed`: what is known of experts, the prompt's included."""
+    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    logprobs = [entry for delta in deltas for entry in delta.logprobs]
+    last = deltas[-1] if deltas else Delta((), ())
+    return CompletionOutput(
+        index=last.index,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=token_ids,
+        # Each entry's first token is the sampled one.
+        cumulative_logprob=sum(next(iter(entry.values())).logprob for entry in logprobs) if logprobs else None,
+        logprobs=logprobs or None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        tempered_logprobs=[value for delta in deltas for value in delta.tempered_logprobs] if logprobs else None,
+        weight_versions=[delta.version for delta in deltas for _ in delta.token_ids],
+        routed_experts=_experts(routed, num_prompt + len(token_ids) - 1) if routed else None,
+    )
+
+
+def head(run: RoutedExperts, num_tokens: int) -> RoutedExperts:
+    """The first tokens of a run."""
+    count = min(num_tokens, run.shape[0])
+    row_bytes = len(run.experts) // run.shape[0]
+    return RoutedExperts(run.start, (count, *run.shape[1:]), run.experts[: count * row_bytes])
+
+
+def _experts(routed: Sequence[RoutedExperts], num_tokens: int) -> NDArray[np.int16]:
+    """Runs of tokens as one array of `num_tokens`; what lies behind it is of tokens that were cut off."""
+    import numpy as np
+
+    out = np.full((num_tokens, *routed[0].shape[1:]), -1, dtype=np.int16)
+    for run in routed:
+        rows = np.frombuffer(run.experts, dtype="<i2").reshape(run.shape)[: max(0, num_tokens - run.start)]
+        out[run.start : run.start + len(rows)] = rows
+    return out

@@ -1,0 +1,87 @@
+"""The model as a runner calls it: on all rows of a step at once, or pass after pass of a fixed number of rows.
+
+In passes every operation has one shape whatever the batch, so that a row's result depends on nothing but the row.
+A pass runs through all layers before the next one begins: later rows of a sequence find the keys of earlier ones.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.inputs.view import StepView
+from glm5.model.glm5 import Glm5
+from glm5.model.seams import Selection
+
+
+class Pass(Protocol):
+    """What runs the rows of one pass."""
+
+    def hidden(self, ids_R: Tensor, view: StepView) -> Tensor: ...
+
+    def draft(
+        self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None
+    ) -> tuple[Tensor, Selection]: ...
+
+
+class Passes:
+    """`num_rows`: the rows of a pass; None runs everything in one. `lowered`: what computes them, if not the model.
+
+    `generation` counts how often weights came to lie elsewhere. `captured`: passes as graphs, where there are any.
+    """
+
+    def __init__(self, model: Glm5, num_rows: int | None, lowered: Lowered | None = None):
+        self.model, self.num_rows, self.lowered, self.generation = model, num_rows, lowered, 0
+        self._place = None if lowered is None else lowered.place
+        self.captured: Pass | None = None
+
+    def weights_changed(self) -> None:
+        """Other weights lie in the model, perhaps elsewhere."""
+        if self.lowered is not None:
+            self.lowered.refresh()
+            if (place := self.lowered.place) != self._place:
+                self._place = place
+                self.generation += 1
+
+    def whole(self, count: int) -> int:
+        """`count` rows rounded up to whole passes."""
+        return count if self.num_rows is None else -(-count // self.num_rows) * self.num_rows
+
+    def hidden(self, ids_R: Tensor, view: StepView) -> Tensor:
+        """`Glm5.forward`."""
+        run = self.model if self.lowered is None else self.lowered.hidden
+        if self.num_rows is None:
+            return run(ids_R, view)
+        run = run if self.captured is None else self.captured.hidden
+        pairs = zip(ids_R.split(self.num_rows), view.parts(self.num_rows), strict=True)
+        return torch.cat([run(ids, part) for ids, part in pairs])
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """`Glm5.head`."""
+        run: Callable[[Tensor], Tensor] = self.model.head if self.lowered is None else self.lowered.logits
+        if self.num_rows is None:
+            return run(hidden_RD)
+        return torch.cat([run(part) for part in hidden_RD.split(self.num_rows)])
+
+    def draft(
+        self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None = None
+    ) -> tuple[Tensor, Selection]:
+        """`Glm5.draft`."""
+        run = self.model.draft if self.lowered is None else self.lowered.draft
+        if self.num_rows is None:
+            return run(next_ids_R, hidden_RD, view, selection)
+        run = run if self.captured is None else self.captured.draft
+        size, outs = self.num_rows, []
+        for index, part in enumerate(view.parts(size)):
+            span = slice(index * size, (index + 1) * size)
+            given = None if selection is None else rows_of(selection, span)
+            outs.append(run(next_ids_R[span], hidden_RD[span], part, given))
+        keys = [used.keys_TK for _, used in outs if used.keys_TK is not None]
+        return torch.cat([hidden for hidden, _ in outs]), Selection(torch.cat(keys) if keys else None)
+
+
+def rows_of(selection: Selection, rows: slice | Tensor) -> Selection:
+    """The selection of some rows."""
+    return selection if selection.keys_TK is None else Selection(selection.keys_TK[rows])

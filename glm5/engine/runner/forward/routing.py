@@ -1,0 +1,52 @@
+"""Which experts computed a token: taken down while the model runs."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.engine.runner.forward.passes import Passes
+from glm5.model.moe import MoE
+
+
+def _hear(heard: list[Tensor], _module: Any, _inputs: Any, out: tuple[Tensor, Tensor]) -> None:
+    heard.append(out[1])
+
+
+class RoutingRecord:
+    """Listens to the routers of a model's decoder layers, the MTP layer's excepted."""
+
+    def __init__(self, passes: Passes):
+        self._passes: list[Tensor] = []
+        if passes.lowered is not None:
+            self._layers = passes.lowered.record_routing()
+            return
+        self._layers, model = list[list[Tensor]](), passes.model
+        for layer in model.model.layers[: model.cfg.num_hidden_layers]:
+            if isinstance(layer.mlp, MoE):
+                heard: list[Tensor] = []
+                self._layers.append(heard)
+                layer.mlp.gate.register_forward_hook(partial(_hear, heard))
+
+    def clear(self) -> None:
+        """Forget what was heard: others may have run the model."""
+        self._passes.clear()
+        self.pass_begins()
+
+    def take(self) -> Tensor:
+        """Experts of all rows since `clear`, int16 [R, MoE layers, A]."""
+        return torch.cat(self._passes) if self._passes else self.pass_ended()
+
+    def pass_begins(self) -> None:
+        """Of rows whose experts are to be taken down apart from those before."""
+        for heard in self._layers:
+            heard.clear()
+
+    def pass_ended(self) -> Tensor:
+        """Experts of the rows since `pass_begins`."""
+        return torch.stack([torch.cat(heard) for heard in self._layers], dim=1).short()
+
+    def add(self, expert_RLA: Tensor) -> None:
+        """Experts of a pass that was computed unheard, by a graph."""
+        self._passes.append(expert_RLA)

@@ -1,0 +1,451 @@
+"""The model in its inference form: the same weights, run by fused kernels, rule by rule.
+
+    residual add, norm (and quantization)      one kernel: `add_rms_norm`, handed from layer to layer (row_sharding.py)
+    index key, query and key products of x     a `FusedLinear` of wk, q_a, kv_a; two where wk is of another kind
+    norms, rotation, both writes to the cache  one kernel: `mla_keys`
+    queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
+    every visible key is read                  the indexer's queries are not computed
+    prompts that begin in this pass            heads' keys and values expanded: `prompt_attention`
+    routed and shared experts                  one sum: `grouped_experts` with `shared`, or terms, added up later
+    gate and up of dense layers                one product, and one kernel for the gated unit
+    what products of codes or FP8 read         quantized by whoever makes it
+    angles of positions                        looked up
+
+Rules change how sums are rounded, never what is computed; tests/unit/engine/test_lower.py holds each to the model's own
+modules. `Lowered` has the calls of `Glm5` that a runner makes. What it derives from weights it derives again in
+`refresh`; everything else are views.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from glm5.engine.runner.fused.fused_linear import AnyLinear, FusedLinear, Rows, product, wanted
+from glm5.engine.runner.fused.row_sharding import RowSharding, ShardedRows, row_sharding_of
+from glm5.engine.runner.inputs.view import StepView
+from glm5.kernels.all_reduce.part import PartialSum
+from glm5.kernels.block_scaled import BlockScaled
+from glm5.kernels.fp8_linear.pending import PendingLinear
+from glm5.kernels.grouped_experts import FEW_TOKENS, ExpertOutputs, SharedExpert, expert_outputs, grouped_experts
+from glm5.kernels.mla_keys import HeadWeights, IndexKeys, PlainLatents, mla_keys, mla_keys_quantized
+from glm5.kernels.mla_queries import mla_queries
+from glm5.kernels.mla_values import mla_values, mla_values_quantized
+from glm5.kernels.prompt_attention import prompt_attention, prompt_attention_quantized
+from glm5.kernels.rope import rope_part, rope_table
+from glm5.kernels.row_codes import Kind, quantize
+from glm5.kernels.swiglu import swiglu, swiglu_quantized
+from glm5.model.attention import SparseLatentAttention
+from glm5.model.block import DecoderLayer
+from glm5.model.experts import BlockScaledExperts, Experts, QuantizedExperts
+from glm5.model.glm5 import Glm5
+from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
+from glm5.model.mlp import MLP
+from glm5.model.moe import MoE
+from glm5.model.norm import RMSNorm
+from glm5.model.seams import Rope, Selection
+from glm5.parallel.apply import ParallelEmbedding
+from glm5.parallel.group import ALONE, Group
+
+_FEW_ROWS = 16  # up to here `mla_keys` computes the weights of index heads along the way
+
+
+class LoweredAttention:
+    """`SparseLatentAttention` of one layer."""
+
+    def __init__(self, module: SparseLatentAttention):
+        self.module, indexer = module, module.indexer
+        self.of_input = FusedLinear([*([indexer.wk] if indexer is not None else []), *_latent_linears(module)])
+        self.of_query = FusedLinear([module.q_b_proj, *([indexer.wq_b] if indexer is not None else [])])
+        self.num_key = module.cfg.index_head_dim if indexer is not None else 0
+        self.w_k_HNC, self.w_v_HCV = _absorbed(module)
+
+    @property
+    def stacks(self) -> list[FusedLinear]:
+        return [self.of_input, self.of_query]
+
+    def refresh(self) -> None:
+        """Absorb the weights of now, in place."""
+        for mine, now in zip((self.w_k_HNC, self.w_v_HCV), _absorbed(self.module), strict=True):
+            mine.copy_(now)
+
+    def __call__(
+        self, x: Rows, rope: Rope, view: StepView, selection: Selection | None, row_sharding: RowSharding
+    ) -> tuple[Tensor | PendingLinear, Selection]:
+        """Output [T, D] and the selection used, of `x` [O, D]."""
+        module, cfg = self.module, self.module.cfg
+        heads, head_dim, layer_idx = cfg.num_attention_heads, module.qk_head_dim, module.layer_idx
+        has_key = selection is None
+        assert not has_key or module.indexer is not None, f"{layer_idx=}"
+        key_TI, qkv_TY = self._of_input(x, row_sharding, has_key=has_key)
+        if selection is None and not view.selects(cfg.index_topk):
+            selection = Selection(None)
+        # Weights of index heads are scaled with the scores: they enter in the dtype that the product has.
+        beside, weights = None, None
+        if selection is None:
+            assert module.indexer is not None
+            weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, row_sharding)
+        first_T = None if selection is None or selection.keys_TK is not None else view.first_T
+        plain = None if first_T is None else self._plain_room(qkv_TY)
+        q_lat = self._keys(qkv_TY, key_TI, weights, rope, view, plain)
+        query_TY, index_OY = self._queries(q_lat, row_sharding, has_index=selection is None)
+        q_THX = query_TY.unflatten(1, (heads, head_dim))
+        if selection is not None and first_T is not None and plain is not None:
+            return self._prompt(q_THX, plain, rope, first_T, row_sharding), selection
+        turns, early = (rope.cos_TR2, rope.sin_TR2), None
+        if selection is None:
+            assert beside is not None
+            index_OJI = index_OY.unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
+            w_OJ, mine = beside.take(), (row_sharding.mine(turns[0]), row_sharding.mine(turns[1]))
+            scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
+            # Taken before selection gives memory back, so that queries may be made while keys are selected.
+            early = q_THX.new_empty(len(q_THX), heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
+            found = view.share(row_sharding.shard).select(layer_idx, index_OJI, w_OJ, cfg.index_topk, scale, mine)
+            selection = Selection(None if found.keys_TK is None else row_sharding.whole(found.keys_TK))
+        q_THL = mla_queries(q_THX, self.w_k_HNC, *turns, early=early)
+        out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
+        return row_sharding.product(self._values(out_THC), module.o_proj), selection
+
+    def _of_input(self, x: Rows, row_sharding: RowSharding, *, has_key: bool) -> tuple[Tensor, Tensor]:
+        """(index keys [T, I], nothing if not asked for, and query and key products [T, Y]) before their norms."""
+        if has_key and len(self.of_input.runs) > 1 and not isinstance(row_sharding, ShardedRows):
+            # Two products, which as one tensor would be copies; that of keys has few weights and takes as long.
+            key = Beside(lambda: self.of_input(x, 0, 1), x.x_TD.device)
+            qkv_TY = self.of_input(x, 1)
+            return key.take(), qkv_TY
+        out_TY = row_sharding.whole(self.of_input(x, 0 if has_key or not self.num_key else 1))
+        num_key = self.num_key if has_key else 0
+        return out_TY[:, :num_key], out_TY[:, num_key:]
+
+    def _keys(
+        self,
+        qkv_TY: Tensor,
+        key_TI: Tensor,
+        heads: HeadWeights | None,
+        rope: Rope,
+        view: StepView,
+        plain: PlainLatents | None,
+    ) -> Rows:
+        """The query latent; the latents, and index keys if there are any, go to the cache, and to `plain`."""
+        module, layer_idx, index = self.module, self.module.layer_idx, None
+        if key_TI.shape[1]:
+            assert module.indexer is not None
+            norm = module.indexer.k_norm
+            index = IndexKeys(key_TI, norm.weight, norm.bias, norm.eps, view.cache.index_keys(layer_idx), heads)
+        norms = module.q_a_layernorm.weight, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps
+        where = rope.cos_TR2, rope.sin_TR2, view.place_T, view.cache.latents(layer_idx), index
+        kind = self.of_query.wants(len(qkv_TY))
+        if kind is None:
+            return Rows(mla_keys(qkv_TY, *norms, *where, plain=plain))
+        q_TQ, *codes = mla_keys_quantized(qkv_TY, *norms, *where, kind, plain=plain)
+        return Rows(q_TQ, (codes[0], codes[1]))
+
+    def _queries(self, q_lat: Rows, row_sharding: RowSharding, *, has_index: bool) -> tuple[Tensor, Tensor]:
+        """Queries of heads [T, Y], and of the indexer for those rows that this rank selects keys for, nothing if not
+        asked for."""
+        num_heads = self.of_query.rows[0]
+        if row_sharding.shard.size == 1 or not has_index:
+            query_TY = self.of_query(q_lat, 0, 1 + has_index)
+            return query_TY[:, :num_heads], query_TY[:, num_heads:]
+        codes = (
+            None
+            if q_lat.quantized is None
+            else (row_sharding.mine(q_lat.quantized[0]), row_sharding.mine(q_lat.quantized[1]))
+        )
+        return self.of_query(q_lat, 0, 1), self.of_query(Rows(row_sharding.mine(q_lat.x_TD), codes), 1)
+
+    def _values(self, out_THC: Tensor) -> Rows:
+        """Of every head, for the product with o_proj."""
+        kind = wanted([self.module.o_proj], len(out_THC))
+        if kind is None:
+            return Rows(mla_values(out_THC, self.w_v_HCV))
+        values_TV, *codes = mla_values_quantized(out_THC, self.w_v_HCV, kind)
+        return Rows(values_TV, (codes[0], codes[1]))
+
+    def _plain_room(self, qkv_TY: Tensor) -> PlainLatents:
+        cfg = self.module.cfg
+        return PlainLatents(*(qkv_TY.new_empty(len(qkv_TY), n) for n in (cfg.kv_lora_rank, cfg.qk_rope_head_dim)))
+
+    def _prompt(
+        self, q_THX: Tensor, plain: PlainLatents, rope: Rope, first_T: Tensor, row_sharding: RowSharding
+    ) -> Tensor | PendingLinear:
+        """Attention of whole prompts to themselves."""
+        module, cfg = self.module, self.module.cfg
+        q_THX = rope_part(q_THX, rope.cos_TR2, rope.sin_TR2, None, cfg.qk_nope_head_dim, module.qk_head_dim)
+        k_THN = F.linear(plain.kv_TC, self.w_k_HNC.flatten(0, 1)).unflatten(1, (cfg.num_attention_heads, -1))
+        v_THV = torch.matmul(plain.kv_TC, self.w_v_HCV).transpose(0, 1)
+        given, scale = (q_THX, k_THN, plain.rope_TR, v_THV, first_T), module.qk_head_dim**-0.5
+        if wanted([module.o_proj], len(q_THX)) == "blocks":
+            out_TV, *codes = prompt_attention_quantized(*given, scale=scale)
+            return row_sharding.product(Rows(out_TV, (codes[0], codes[1])), module.o_proj)
+        return row_sharding.product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
+
+
+class Beside:
+    """A result that nothing waits for until it is taken. In a graph it is computed beside what comes meanwhile."""
+
+    def __init__(self, compute: Callable[[], Tensor], device: torch.device):
+        self._stream = None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._stream = _side_stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                self._result = compute()
+        else:
+            self._result = compute()
+
+    def take(self) -> Tensor:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._result.device).wait_stream(self._stream)
+        return self._result
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # as that of captures (captured.py)
+
+
+def _head_weights(x_OD: Tensor, linear: AnyLinear, row_sharding: RowSharding) -> tuple[HeadWeights | None, Beside]:
+    """(what `mla_keys` is to compute along the way, the weights), of rows that this rank selects keys for."""
+    if len(x_OD) > _FEW_ROWS or not isinstance(linear, Linear) or row_sharding.shard.size > 1:
+        return None, Beside(lambda: product(Rows(x_OD), linear), x_OD.device)
+    w_TJ = x_OD.new_empty(len(x_OD), len(linear.weight))
+    return HeadWeights(x_OD, linear.weight, w_TJ), Beside(lambda: w_TJ, torch.device("cpu"))
+
+
+def _latent_linears(module: SparseLatentAttention) -> list[AnyLinear]:
+    return [module.q_a_proj, module.kv_a_proj_with_mqa]
+
+
+def _absorbed(module: SparseLatentAttention) -> tuple[Tensor, Tensor]:
+    """kv_b_proj by heads, as the kernels read it: [H, N, C] for keys, [H, C, V] for values."""
+    cfg = module.cfg
+    dtype = module.kv_a_layernorm.weight.dtype
+    kv_b_HOC = module.kv_b_proj.dense(dtype).detach().unflatten(0, (cfg.num_attention_heads, -1))
+    keys, values = kv_b_HOC[:, : cfg.qk_nope_head_dim], kv_b_HOC[:, cfg.qk_nope_head_dim :]
+    return keys.contiguous(), values.mT.contiguous()
+
+
+class LoweredMLP:
+    """A dense layer's `MLP`."""
+
+    def __init__(self, module: MLP):
+        self.module = module
+        self.gate_up = FusedLinear([module.gate_proj, module.up_proj])
+
+    @property
+    def stacks(self) -> list[FusedLinear]:
+        return [self.gate_up]
+
+    def __call__(self, x: Rows, view: StepView, row_sharding: RowSharding) -> Tensor | PendingLinear:
+        (x,) = row_sharding.gathered(x)
+        return row_sharding.product(self._hidden(x), self.module.down_proj)
+
+    def wants(self, num_rows: int, row_sharding: RowSharding) -> Kind | None:
+        """How rows should come quantized."""
+        reads_rows = len(self.gate_up.runs) > 1  # and dealt rows would be gathered as codes alone
+        return None if reads_rows and isinstance(row_sharding, ShardedRows) else self.gate_up.wants(num_rows)
+
+    def of(self, x: Rows) -> Tensor:
+        """Of rows that are there."""
+        return product(self._hidden(x), self.module.down_proj)
+
+    def _hidden(self, x: Rows) -> Rows:
+        gate_up_TY = self.gate_up(x)
+        kind = wanted([self.module.down_proj], len(gate_up_TY))
+        if kind is None:
+            return Rows(swiglu(gate_up_TY))
+        h_TM, *codes = swiglu_quantized(gate_up_TY, kind)
+        return Rows(h_TM, (codes[0], codes[1]))
+
+
+class LoweredMoE:
+    """`MoE`: the shared expert is one more of the experts. `heard` takes down which experts were chosen."""
+
+    def __init__(self, module: MoE):
+        self.module, self.heard = module, None
+        self.heard: list[Tensor] | None
+        # What every token visits is of another kind than codes, or has a scheme of its own: then two sums.
+        has_codes = isinstance(module.experts, QuantizedExperts) or _has_codes(module.shared_experts)
+        self.apart = LoweredMLP(module.shared_experts) if has_codes else None
+
+    @property
+    def stacks(self) -> list[FusedLinear]:
+        return [] if self.apart is None else self.apart.stacks
+
+    def __call__(self, x: Rows, view: StepView, row_sharding: RowSharding) -> Tensor | ExpertOutputs:
+        experts, mlp = self.module.experts, self.module.shared_experts
+        x, weight_TA, expert_TA = row_sharding.gathered(x, *self.module.gate(x.x_TD))
+        if self.heard is not None:
+            self.heard.append(expert_TA)
+        if self.apart is not None:
+            choice, apart_TD = (x.x_TD, weight_TA, expert_TA), self.apart.of(x)
+            return experts(*choice, apart_TD) if isinstance(experts, QuantizedExperts) else experts(*choice) + apart_TD
+        shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
+        given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
+        if experts.impl == "invariant":
+            # Rows of padding would all go to the same experts, one tile after the other.
+            given = *given[:-1], expert_TA.masked_fill(view.end_T[:, None] == 0, -1)
+            return grouped_experts(*given, shared=shared, impl="invariant")
+        terms = expert_outputs(*given, shared=shared, quantized=x.quantized)
+        return grouped_experts(*given, shared=shared, quantized=x.quantized) if terms is None else terms
+
+    def wants(self, num_rows: int, row_sharding: RowSharding) -> Kind | None:
+        """How rows should come quantized."""
+        if self.apart is not None:  # experts as codes read the rows themselves
+            return None if isinstance(row_sharding, ShardedRows) else self.apart.gate_up.wants(num_rows)
+        is_fp8 = isinstance(self.module.experts, BlockScaledExperts)
+        return "blocks" if is_fp8 and num_rows > FEW_TOKENS else None
+
+
+def _has_codes(mlp: MLP) -> bool:
+    return any(isinstance(linear, QuantizedLinear) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+
+
+def _weight(linear: AnyLinear) -> Tensor | BlockScaled:
+    if isinstance(linear, BlockScaledLinear):
+        return linear.block_scaled
+    return linear.weight
+
+
+def _stacks(experts: Experts | BlockScaledExperts) -> tuple[Tensor | BlockScaled, Tensor | BlockScaled]:
+    if isinstance(experts, BlockScaledExperts):
+        gate_up = BlockScaled(experts.gate_up_proj, experts.gate_up_proj_scale_inv)
+        return gate_up, BlockScaled(experts.down_proj, experts.down_proj_scale_inv)
+    return experts.gate_up_proj, experts.down_proj
+
+
+class LoweredLayer:
+    """One decoder layer between two norms: what it adds is added by whoever reads it."""
+
+    def __init__(self, module: DecoderLayer):
+        self.module = module
+        self.attention = LoweredAttention(module.self_attn)
+        self.mlp = LoweredMoE(module.mlp) if isinstance(module.mlp, MoE) else LoweredMLP(module.mlp)
+
+    def __call__(
+        self,
+        new: PartialSum | None,
+        residual_OD: Tensor,
+        rope: Rope,
+        view: StepView,
+        selection: Selection | None,
+        row_sharding: RowSharding,
+    ) -> tuple[PartialSum, Tensor, Selection]:
+        """(what the layer adds, of ranks that share it a part, the stream without it, the selection used)."""
+        norm, num_rows = self.module.input_layernorm, len(view.positions_T)
+        kind = self.attention.of_input.wants(num_rows)
+        if new is None:
+            x_OD = norm(residual_OD)
+            x = Rows(x_OD, None if kind is None else quantize(x_OD, kind))
+        else:
+            x, residual_OD = row_sharding.join(new, residual_OD, norm, kind)
+        new_TD, selection = self.attention(x, rope, view, selection, row_sharding)
+        norm, kind = self.module.post_attention_layernorm, self.mlp.wants(num_rows, row_sharding)
+        x, residual_OD = row_sharding.join(new_TD, residual_OD, norm, kind)
+        return self.mlp(x, view, row_sharding), residual_OD, selection
+
+
+def _kind(layer: LoweredLayer) -> tuple[object, ...]:
+    """What the kernels of a layer follow from: which weights there are, their shapes and types."""
+    return tuple((name, weight.shape, weight.dtype) for name, weight in layer.module.state_dict(keep_vars=True).items())
+
+
+def _last(new: PartialSum | None, residual_OD: Tensor, norm: RMSNorm, row_sharding: RowSharding) -> Tensor:
+    """The stream behind the last layer, normed, all rows of it."""
+    if new is None:
+        return row_sharding.whole(norm(residual_OD))
+    return row_sharding.whole(row_sharding.join(new, residual_OD, norm, None)[0].x_TD)
+
+
+class Lowered:
+    """The inference form of `model`, which stays the owner of its weights. `max_len`: positions that are asked for."""
+
+    def __init__(self, model: Glm5, max_len: int, group: Group = ALONE):
+        cfg, trunk = model.cfg, model.model
+        self.model, self.group = model, group
+        decoders = [layer for layer in trunk.layers if isinstance(layer, DecoderLayer)]
+        self.layers = [LoweredLayer(layer) for layer in decoders]
+        self._run: Sequence[int] = range(cfg.num_hidden_layers)
+        positions = torch.arange(max_len, device=model.device)
+        self._cos_NR2, self._sin_NR2 = rope_table(positions, cfg.qk_rope_head_dim, cfg.rope_theta, model.dtype)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where the weights lie: what a captured graph depends on."""
+        tensors = (tensor.data_ptr() for tensor in self.model.state_dict(keep_vars=True).values())
+        return tuple(tensors)
+
+    def refresh(self) -> None:
+        """Other weights lie in the model, perhaps elsewhere."""
+        for layer in self.layers:
+            for stack in (*layer.attention.stacks, *layer.mlp.stacks):
+                stack.join()
+            layer.attention.refresh()
+
+    def record_routing(self) -> list[list[Tensor]]:
+        """From now on, lists that get the experts of each pass, one a MoE layer; the MTP layer's are not."""
+        heard: list[list[Tensor]] = []
+        for layer in islice(self.layers, self.model.cfg.num_hidden_layers):
+            if isinstance(layer.mlp, LoweredMoE):
+                layer.mlp.heard = []
+                heard.append(layer.mlp.heard)
+        return heard
+
+    def stop_recording(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer.mlp, LoweredMoE):
+                layer.mlp.heard = None
+
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Meanwhile `hidden` runs one decoder layer of each kind: all kernels that there are, no results."""
+        kinds = {
+            _kind(layer): layer_idx for layer_idx, layer in reversed(list(enumerate(self.layers[: len(self._run)])))
+        }
+        whole, self._run = self._run, sorted(kinds.values())
+        try:
+            yield
+        finally:
+            self._run = whole
+
+    def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
+        """`Glm5.forward`."""
+        cfg, rope, row_sharding = self.model.cfg, self._rope(view.positions_T), row_sharding_of(self.group, len(ids_T))
+        new, residual_OD, selection = *self._embedded(ids_T, row_sharding), None
+        for layer_idx in self._run:
+            inherited = None if cfg.has_indexer(layer_idx) else selection
+            layer = self.layers[layer_idx]
+            new, residual_OD, selection = layer(new, residual_OD, rope, view, inherited, row_sharding)
+        return _last(new, residual_OD, self.model.model.norm, row_sharding)
+
+    def _embedded(self, ids_T: Tensor, row_sharding: RowSharding) -> tuple[Tensor | None, Tensor]:
+        """(what is to be added to the stream, the stream): dealt rows are added up by the first layer's norm."""
+        table = self.model.model.embed_tokens
+        if row_sharding.shard.size == 1 or not isinstance(table, ParallelEmbedding):
+            return None, row_sharding.mine(table(ids_T))
+        part_TD = table.part(ids_T)
+        return part_TD, torch.zeros_like(row_sharding.mine(part_TD))
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """`Glm5.head`."""
+        return self.model.head(hidden_TD)
+
+    def draft(
+        self, next_ids_T: Tensor, hidden_TD: Tensor, view: StepView, selection: Selection | None = None
+    ) -> tuple[Tensor, Selection]:
+        """`Glm5.draft`."""
+        layer, mtp = self.layers[self.model.cfg.num_hidden_layers], self.model.mtp
+        row_sharding, rope = row_sharding_of(self.group, len(next_ids_T)), self._rope(view.positions_T)
+        merged_OD = row_sharding.mine(mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD))
+        new, residual_OD, used = layer(None, merged_OD, rope, view, selection, row_sharding)
+        return mtp.handed_on(_last(new, residual_OD, mtp.shared_head.norm, row_sharding)), used
+
+    def _rope(self, positions_T: Tensor) -> Rope:
+        # Rows that are nobody's may lie beyond.
+        place_T = positions_T.clamp_max(len(self._cos_NR2) - 1)
+        return Rope(self._cos_NR2.index_select(0, place_T), self._sin_NR2.index_select(0, place_T), None)

@@ -1,0 +1,130 @@
+"""Between the blocks of a layer: residual add and norm, and which rows of a step each rank has meanwhile.
+
+    ReplicatedRows    every rank has all rows; what is new is added up over ranks for all of them
+    ShardedRows       prompts of ranks that share a model: rank r has the r-th of equal shares. What is new is added up
+                      where it belongs, and what every rank would compute alike (norm, products with weights that all of
+                      them hold, router, selection of keys) is computed once. Then rows are gathered, as narrow as they
+                      ever are: latents and index keys before attention, which keys they select, FP8 with scales and
+                      choices before experts
+
+Both give every rank the same bits. Of 2,048 rows of GLM-5, each of eight ranks sends 44 MB a sum; dealt, 22 MB and then
+9 to 11 (docs/performance-steps.md).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from glm5.engine.runner.fused.fused_linear import AnyLinear, Rows, product
+from glm5.kernels.all_reduce.part import PartialSum, computed
+from glm5.kernels.fp8_linear.pending import PendingLinear
+from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
+from glm5.kernels.row_codes import Kind, Quantized
+from glm5.kernels.triton_support import chosen
+from glm5.model.linear import BlockScaledLinear
+from glm5.model.norm import RMSNorm
+from glm5.parallel.group import Group
+from glm5.parallel.table import WHOLE, Shard
+
+MIN_SHARDED_ROWS = 512  # fewer are a matter of latency, of which gathering has its own
+
+
+class RowSharding(Protocol):
+    shard: Shard
+    """This rank, and how many share the rows."""
+
+    def mine(self, x_TD: Tensor) -> Tensor:
+        """Of rows that every rank has, those that this one goes on with: [O, D]."""
+        ...
+
+    def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
+        """`linear` of rows that every rank has, for `join`."""
+        ...
+
+    def join(self, new: PartialSum, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+        """Add what is new, of which each rank has a part, to the residual stream: (normed rows [O, D], the stream).
+        Terms of experts are added up first, and their memory is given back.
+
+        `kind`: of the codes that rows come with.
+        """
+        ...
+
+    def whole(self, x_OY: Tensor) -> Tensor:
+        """All ranks' rows, [T, Y]."""
+        ...
+
+    def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
+        """The same of rows and what belongs to them. Of quantized rows, products get what they read."""
+        ...
+
+
+class ReplicatedRows:
+    """All rows on every rank of `group`."""
+
+    shard = WHOLE
+
+    def __init__(self, group: Group):
+        self.group = group
+
+    def mine(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
+    def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
+        return product(rows, linear)
+
+    def join(self, new: PartialSum, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+        joined = self.group.add_rms_norm(computed(new), residual_OD, norm.weight, norm.eps, quantize=kind)
+        return _behind(new, *joined)
+
+    def whole(self, x_OY: Tensor) -> Tensor:
+        return x_OY
+
+    def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
+        return x, *more
+
+
+class ShardedRows:
+    """A share of the rows on each rank of `group`, which divides their number."""
+
+    def __init__(self, group: Group):
+        self.group, self.shard = group, group.shard
+
+    def mine(self, x_TD: Tensor) -> Tensor:
+        rank, size = self.shard
+        return x_TD.unflatten(0, (size, -1))[rank]
+
+    def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
+        if not isinstance(linear, BlockScaledLinear):
+            return product(rows, linear)
+        return PendingLinear(rows.x_TD, linear.block_scaled, rows.codes_for(linear))
+
+    def join(self, new: PartialSum, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+        joined = self.group.add_rms_norm_sharded(new, residual_OD, norm.weight, norm.eps, quantize=kind)
+        return _behind(new, *joined)
+
+    def whole(self, x_OY: Tensor) -> Tensor:
+        return self.group.all_gather(x_OY).flatten(0, 1)
+
+    def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
+        if x.quantized is None:
+            x_TD, *rest = self.group.gather_rows(x.x_TD, *more)
+            return Rows(x_TD), *rest
+        data, scale, *rest = self.group.gather_rows(*x.quantized, *more)
+        # Where kernels read the codes, something of x's shape and dtype stands in for it.
+        is_read = not chosen(x.x_TD)
+        x_TD = self.whole(x.x_TD) if is_read else x.x_TD.new_empty(data.shape)
+        return Rows(x_TD, (data, scale)), *rest
+
+
+def _behind(new: PartialSum, x_OD: Tensor, total_OD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
+    """What `join` gives, once nobody reads what was new."""
+    if isinstance(new, ExpertOutputs):
+        new.release()
+    return Rows(x_OD, quantized), total_OD
+
+
+def row_sharding_of(group: Group, num_rows: int) -> RowSharding:
+    """What suits a step of so many rows."""
+    size = group.shard.size
+    is_sharded = size > 1 and num_rows >= MIN_SHARDED_ROWS and not num_rows % size
+    return ShardedRows(group) if is_sharded else ReplicatedRows(group)

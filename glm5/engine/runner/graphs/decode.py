@@ -1,0 +1,297 @@
+"""Steps in which every sequence decodes, on a GPU: three pieces of static shape, each captured as a CUDA graph.
+
+    target   rows -> positions, hidden states        by number of sequences, depth and reach
+    sample   hidden states -> tokens, what stands    by number of sequences, depth and kind of sampling
+    draft    MTP layer over the rows, then drafts    by number of sequences, depth, reach and kind of sampling
+
+What a step reads and writes lies where it always does: its batch, uploaded when it changes; tables of the slots and of
+the sampler; one tensor of results. So a step costs the host three launches and one copy, and waits for nothing. A piece
+that parameters ask more of (penalties, grammars, log-probabilities, top-p) runs as it is, with the same tokens.
+
+`reach`: no token sees more keys. Few reaches, or there would be many graphs: kernels skip what nobody sees, but their
+grids, and how top-k goes about it, are cut for all of it.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.forward.drafting import Drafter, DraftRows
+from glm5.engine.runner.forward.passes import Passes
+from glm5.engine.runner.forward.routing import RoutingRecord
+from glm5.engine.runner.graphs.captured import Graphs, Piece
+from glm5.engine.runner.inputs.batch import Batch, Ints, arrays
+from glm5.engine.runner.inputs.slot_state import SlotState
+from glm5.engine.runner.inputs.view import StepView
+from glm5.engine.sampling import Rows, Sampled, Sampler, accept
+from glm5.engine.sampling.slots import Feature
+from glm5.kernels.commit_tokens import CommittedTokens, commit_tokens
+from glm5.kernels.step_rows import StepRows
+
+KINDS = (0, Feature.RANDOM)  # of sampling, that are captured
+_NEAR = 3  # reaches whose graphs are captured before the first request
+_REACHES = (1, 2, 4, 16, 64)  # times index_topk; then the longest context
+
+
+def reaches_of(top_k: int, max_len: int) -> tuple[int, ...]:
+    """Reaches that contexts of up to `max_len` are rounded up to. Within the first, everything visible is read."""
+    return (*[top_k * times for times in _REACHES if top_k * times < max_len], max_len)
+
+
+def reach_of(max_end: int, reaches: Sequence[int]) -> int:
+    """The smallest reach that holds `max_end`."""
+    return next((reach for reach in reaches if max_end <= reach), reaches[-1])
+
+
+class Shape(NamedTuple):
+    """Static shape of a step: sequences, and drafts that each may assume."""
+
+    num_seqs: int
+    depth: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_seqs * (1 + self.depth)
+
+
+@dataclass
+class OnDevice:
+    """A batch's arrays: the fields are `Batch`'s."""
+
+    slot_B: Tensor
+    group_R: Tensor
+    slot_R: Tensor
+    start_R: Tensor
+    offset_R: Tensor
+    live_R: Tensor
+    sample_Q: Tensor
+    sample_slot_Q: Tensor
+    sample_offset_Q: Tensor
+    slot_C: Tensor
+    first_C: Tensor
+    place_C: Tensor
+    first_R: Tensor
+
+
+class Buffers:
+    """What steps of one shape read and write. `result`: tokens [C, J], counts [C], drafts [C, K], stuck rows [R]."""
+
+    def __init__(self, shape: Shape, padding: Batch, like_D: Tensor, max_depth: int):
+        device, C, J = like_D.device, shape.num_seqs, 1 + max_depth
+        self.shape, self.padding = shape, padding
+        self.packed = torch.from_numpy(_packed(padding)).to(device)
+        self.on = OnDevice(*self.packed.split([len(part) for part in arrays(padding)]))
+        self.position_R = torch.zeros(shape.num_rows, dtype=torch.int64, device=device)
+        self.hidden_RD = like_D.new_zeros(shape.num_rows, like_D.shape[-1])
+        # -1, which stands for the last known token, then how far behind it each further draft is made.
+        self.ahead_KC = torch.arange(-1, max(1, max_depth), device=device)[:, None].repeat(1, C)
+        self.further_KR = torch.arange(2, device=device)[:, None].repeat(1, shape.num_rows)
+        self.expert_RLA: Tensor | None = None
+        self.sizes = C * J, C, C * max_depth, shape.num_rows
+        self.result = torch.zeros(sum(self.sizes), dtype=torch.int64, device=device)
+        self._loaded: Batch | None = padding
+
+    def load(self, batch: Batch) -> None:
+        """Upload a batch, unless it is the one that lies here."""
+        if self._loaded is not batch:
+            packed = torch.from_numpy(_packed(batch))
+            if self.packed.is_cuda:
+                packed = packed.pin_memory()
+            self.packed.copy_(packed, non_blocking=True)
+            self._loaded = batch
+
+    def parts(self, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(token_CJ, count_C, draft_CK, stuck_R) of `result`, here or on the host."""
+        tokens, counts, drafts, stuck = result.split(list(self.sizes))
+        C = self.shape.num_seqs
+        return tokens.view(C, -1), counts, drafts.view(C, self.sizes[2] // C), stuck
+
+
+class DecodeSteps:
+    """Runs decoding steps, by `graphs`, which are captured where they are missing."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        cache: KVCache,
+        slots: SlotState,
+        sampler: Sampler,
+        drafter: Drafter | None,
+        graphs: Graphs,
+        reaches: Sequence[int],
+        routing: RoutingRecord | None = None,
+    ):
+        self.passes, self.cache, self.slots, self.sampler, self.drafter = passes, cache, slots, sampler, drafter
+        self.graphs, self.reaches, self.routing = graphs, reaches, routing
+        self._buffers: dict[Shape, Buffers] = {}
+        self._is_warm = False
+
+    def run(self, batch: Batch, shape: Shape, max_end: int, draft_depth: int) -> tuple[Buffers, Sampled | None]:
+        """Enqueue a step. Of what was sampled, only log-probabilities are not in the buffers."""
+        self.graphs.forget_if_moved()
+        buffers, reach = self.buffers(shape), reach_of(max_end, self.reaches)
+        buffers.load(batch)
+        tables, found = self.sampler.tables, None
+        wanted = tables.features_of(batch.sample_slot_Q)
+        self._do(buffers, ("target", shape, reach), lambda: self._target(buffers, reach))
+        if wanted in KINDS:
+            self._do(buffers, ("sample", shape, wanted), lambda: self._sample(buffers, wanted, batch.sample_slot_Q))
+        else:
+            found = self._sample(buffers, None, batch.sample_slot_Q)
+        if draft_depth:
+            kind = tables.features_of(batch.slot_C) & ~(Feature.PERMITTED | Feature.LOGPROBS | Feature.TEMPERED)
+            if kind in KINDS and draft_depth == shape.depth:
+                key = "draft", shape, reach, kind
+                self._do(buffers, key, lambda: self._draft(buffers, reach, draft_depth, kind, batch.slot_C))
+            else:
+                self._draft(buffers, reach, draft_depth, None, batch.slot_C)
+        return buffers, found
+
+    def run_eagerly(self, buffers: Buffers, max_end: int) -> None:
+        """The target's piece as it is, whatever is captured."""
+        self._target(buffers, reach_of(max_end, self.reaches))
+
+    def run_nobody(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Run the pieces as they are, on padding: (done, all) as it goes. One of each kind: kernels
+        differ by reach or by rows, not by both."""
+        shapes = _shapes(num_seqs, depths)
+        for done, shape in enumerate(shapes, start=1):
+            buffers = self.buffers(shape)
+            for reach in self.reaches if done in (1, len(shapes)) else self.reaches[-1:]:
+                self._target(buffers, reach)
+                if shape.depth:
+                    self._draft(buffers, reach, shape.depth, KINDS[0], buffers.padding.slot_C)
+            self._sample(buffers, KINDS[0], buffers.padding.sample_slot_Q)
+            yield done, len(shapes)
+        self._is_warm = True
+
+    def capture_all(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Capture graphs for these numbers of sequences and depths, the largest first: (done, all) as it goes.
+        Kernels must have been compiled.
+
+        Contexts within the nearest reaches, greedy sampling and the targets of all; every other graph is captured when
+        there is a first step of it. Random draws have no kernels of our own: a first one takes milliseconds longer.
+        """
+        shapes = _shapes(num_seqs, depths)
+        for done, shape in enumerate(shapes, start=1):
+            self.graphs.forget_if_moved()
+            buffers = self.buffers(shape)
+            slots, rows = buffers.padding.slot_C, buffers.padding.sample_slot_Q
+            for reach in reversed(self.reaches[:_NEAR]):
+                self._graph(buffers, ("target", shape, reach), partial(self._target, buffers, reach), warm=False)
+                if shape.depth:
+                    draft = partial(self._draft, buffers, reach, shape.depth, KINDS[0], slots)
+                    self._graph(buffers, ("draft", shape, reach, KINDS[0]), draft, warm=False)
+            sample = partial(self._sample, buffers, KINDS[0], rows)
+            self._graph(buffers, ("sample", shape, KINDS[0]), sample, warm=False)
+            yield done, len(shapes)
+
+    def buffers(self, shape: Shape) -> Buffers:
+        """Of a shape; made when first asked for."""
+        if shape not in self._buffers:
+            padding = padding_batch(shape, len(self.slots.len_S) - 1)
+            like_D = self.passes.model.model.norm.weight.detach()
+            self._buffers[shape] = Buffers(shape, padding, like_D, self.slots.max_depth)
+        return self._buffers[shape]
+
+    def _target(self, b: Buffers, reach: int) -> None:
+        on = b.on
+        if b.shape.depth:
+            self.slots.assume(on.slot_C)
+        rows = self.slots.rows(on.slot_R, on.start_R, on.offset_R, on.live_R)
+        b.position_R.copy_(rows.position_T)
+        view = self._view(b, rows, reach)
+        if self.routing is not None:
+            self.routing.clear()
+        b.hidden_RD.copy_(self.passes.hidden(rows.id_T, view))
+        if self.routing is not None:
+            expert_RLA = self.routing.take()
+            if b.expert_RLA is None:
+                b.expert_RLA = torch.empty_like(expert_RLA)
+            b.expert_RLA.copy_(expert_RLA)
+
+    def _sample(self, b: Buffers, kind: int | None, slots_of_rows: Ints) -> Sampled:
+        slots, on, draft_SK = self.slots, b.on, self.slots.draft_SK
+        position_Q = b.position_R + 1
+        rows = Rows(slots_of_rows, on.sample_slot_Q, position_Q, on.sample_offset_Q)
+        logits_QW = self.passes.logits(b.hidden_RD)
+        sampled = self.sampler.sample(logits_QW, rows, draft_SK if slots.max_depth else None, features=kind)
+        *told, stuck_R = b.parts(b.result)
+        stuck_R.copy_(sampled.stuck_R)
+        if kind is None:  # what has been written is counted
+            accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
+            self.sampler.record(accepted, slots_of_rows)
+        where = on.sample_slot_Q, on.sample_offset_Q, position_Q, draft_SK, on.slot_C, slots.token_SN, slots.len_S
+        commit_tokens(sampled.token_R, *where, CommittedTokens(*told))
+        return sampled
+
+    def _draft(self, b: Buffers, reach: int, depth: int, kind: int | None, slots_of_rows: Ints) -> None:
+        assert self.drafter is not None
+        on, (here_R, next_R) = b.on, b.further_KR
+        view = self._view(b, self.slots.rows(on.slot_R, b.position_R, here_R, on.live_R), reach)
+        next_ids_R = self.slots.rows(on.slot_R, b.position_R, next_R, on.live_R).id_T
+        extended = self.drafter.extend(view, next_ids_R, b.hidden_RD)
+        rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.parts(b.result)[1], b.ahead_KC)
+        self.drafter.draft(extended, rows, depth, max_end=reach, features=kind)
+        b.parts(b.result)[2].copy_(self.slots.draft_SK.index_select(0, on.slot_C))
+
+    def _view(self, b: Buffers, rows: StepRows, reach: int) -> StepView:
+        on = b.on
+        return StepView.at(self.cache, self.slots, rows, slot_B=on.slot_B, group_T=on.group_R.int(), max_end=reach)
+
+    def _do(self, buffers: Buffers, key: Hashable, piece: Piece) -> None:
+        if self.graphs.captures:
+            self._graph(buffers, key, piece, warm=not self._is_warm)
+        self.graphs.run(key, piece)
+
+    def _graph(self, buffers: Buffers, key: Hashable, piece: Piece, *, warm: bool) -> None:
+        """Capture the graph of a piece, if it is missing. Nobody's rows warm it up: state is left as it is."""
+        if self.graphs.has(key):
+            return
+        packed = buffers.packed.clone()
+        kept = [tensor.clone() for tensor in (buffers.position_R, buffers.hidden_RD, buffers.result)]
+        buffers.packed.copy_(torch.from_numpy(_packed(buffers.padding)))
+        self.graphs.capture(key, piece, warm=warm)
+        buffers.packed.copy_(packed)
+        for tensor, old in zip((buffers.position_R, buffers.hidden_RD, buffers.result), kept, strict=True):
+            tensor.copy_(old)
+
+
+def _shapes(num_seqs: Sequence[int], depths: Sequence[int]) -> list[Shape]:
+    return [Shape(count, depth) for count in sorted(num_seqs, reverse=True) for depth in depths]
+
+
+def _packed(batch: Batch) -> Ints:
+    return np.concatenate(arrays(batch))
+
+
+def padding_batch(shape: Shape, padding_slot: int) -> Batch:
+    """A batch of padding."""
+    C, R = shape.num_seqs, shape.num_rows
+
+    def full(count: int, value: int = 0) -> Ints:
+        return np.full(count, value, dtype=np.int64)
+
+    return Batch(
+        slot_B=full(C + 1, padding_slot),
+        group_R=full(R, C),
+        slot_R=full(R, padding_slot),
+        start_R=full(R),
+        offset_R=full(R),
+        live_R=full(R),
+        sample_Q=np.arange(R),
+        sample_slot_Q=full(R, padding_slot),
+        sample_offset_Q=full(R),
+        slot_C=full(C, padding_slot),
+        first_C=full(C),
+        place_C=full(C),
+        first_R=full(0),
+        samples_all=True,
+        whole_prompts=False,
+    )

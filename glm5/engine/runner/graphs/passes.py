@@ -1,0 +1,154 @@
+"""Passes of deterministic mode as CUDA graphs: all have the same number of rows, so one graph for each reach
+(graphs.py) does for any batch, and one more where drafts are made.
+
+A row has a row of the page table to itself: which rows belong together is then no part of the shape either.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.forward.passes import Passes
+from glm5.engine.runner.forward.routing import RoutingRecord
+from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.graphs.captured import Graphs, Piece
+from glm5.engine.runner.graphs.decode import reach_of
+from glm5.engine.runner.inputs.view import StepView
+from glm5.kernels import triton_support
+from glm5.model.experts import BlockScaledExperts
+from glm5.model.glm5 import Glm5
+from glm5.model.moe import MoE
+from glm5.model.seams import Selection
+
+
+def can_capture(model: Glm5) -> bool:
+    """Whether nothing in a pass waits for the device: experts other than block-scaled ones have a loop on the host."""
+    is_static = all(isinstance(one.experts, BlockScaledExperts) for one in model.modules() if isinstance(one, MoE))
+    return is_static and model.device.type == "cuda" and triton_support.chosen(model.model.norm.weight.detach())
+
+
+class PassRows:
+    """What passes of one reach read and write; ids are those of the rows, or, for the draft layer, of the tokens after
+    them. `key_RK`: keys that the draft layer selected, or is to read."""
+
+    def __init__(self, cache: KVCache, num_rows: int, reach: int, hidden_2RD: Tensor, key_RK: Tensor):
+        device = cache.device
+        self.id_R, position_R, place_R = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+        group_R = torch.arange(num_rows, dtype=torch.int32, device=device)
+        table_RN = torch.zeros(num_rows, -(-reach // cache.page_size), dtype=torch.int32, device=device)
+        end_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.view = StepView(cache, table_RN, position_R, group_R, end_R, place_R, reach, invariant=True)
+        self.hidden_RD, self.extended_RD = hidden_2RD
+        self.key_RK = key_RK
+        self.expert_RLA: Tensor | None = None
+
+    def load(self, ids_R: Tensor, view: StepView) -> None:
+        """The rows of `view`. Columns of the page table behind its own are not read."""
+        mine, columns = self.view, view.table_BN.shape[1]
+        self.id_R.copy_(ids_R)
+        mine.table_BN[:, :columns].copy_(view.table_BN.index_select(0, view.group_T))
+        mine.positions_T.copy_(view.positions_T)
+        mine.end_T.copy_(view.end_T)
+        mine.place_T.copy_(view.place_T)
+
+    def load_nobodys(self) -> None:
+        for tensor in (self.id_R, self.view.positions_T, self.view.end_T):
+            tensor.zero_()
+        self.view.place_T.fill_(self.view.cache.dump_page * self.view.cache.page_size)
+
+
+class PassGraphs:
+    """Runs passes of `num_rows` rows by `graphs`, which are captured where they are missing."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        cache: KVCache,
+        graphs: Graphs,
+        reaches: Sequence[int],
+        routing: RoutingRecord | None = None,
+    ):
+        assert passes.lowered is not None
+        assert passes.num_rows is not None
+        self.lowered: Lowered = passes.lowered
+        self.cache, self.graphs, self.reaches, self.routing = cache, graphs, reaches, routing
+        like_D, cfg = passes.model.model.norm.weight.detach(), passes.model.cfg
+        hidden_2RD = like_D.new_zeros(2, passes.num_rows, len(like_D))
+        key_RK = torch.zeros(passes.num_rows, cfg.index_topk, dtype=torch.int32, device=like_D.device)
+        self._new = partial(PassRows, cache, passes.num_rows, hidden_2RD=hidden_2RD, key_RK=key_RK)
+        self._rows: dict[int, PassRows] = {}
+        self._shares_selection = cfg.index_share_for_mtp_iteration
+
+    def hidden(self, ids_R: Tensor, view: StepView) -> Tensor:
+        """`Glm5.forward` of one pass."""
+        rows = self._loaded(ids_R, view)
+        self._run(("target", rows.view.max_end), partial(self._target, rows))
+        if self.routing is not None:
+            assert rows.expert_RLA is not None
+            self.routing.add(rows.expert_RLA.clone())
+        return rows.hidden_RD.clone()
+
+    def draft(
+        self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None
+    ) -> tuple[Tensor, Selection]:
+        """`Glm5.draft` of one pass."""
+        rows = self._loaded(next_ids_R, view)
+        rows.hidden_RD.copy_(hidden_RD)
+        if selection is not None:
+            assert selection.keys_TK is not None
+            rows.key_RK.copy_(selection.keys_TK)
+        selects = selection is None
+        self._run(("draft", rows.view.max_end, selects), partial(self._draft, rows, selects=selects))
+        return rows.extended_RD.clone(), Selection(rows.key_RK.clone())
+
+    def capture_all(self, *, drafts: bool) -> Iterator[tuple[int, int]]:
+        """Capture everything that a step may need, the furthest reach first: (done, all) as it goes."""
+        self.graphs.forget_if_moved()
+        for done, reach in enumerate(reversed(self.reaches), start=1):
+            rows = self._of(reach)
+            rows.load_nobodys()
+            self._capture(("target", reach), partial(self._target, rows))
+            for selects in (True, False)[: drafts * (1 + self._shares_selection)]:
+                self._capture(("draft", reach, selects), partial(self._draft, rows, selects=selects))
+            yield done, len(self.reaches)
+
+    def _loaded(self, ids_R: Tensor, view: StepView) -> PassRows:
+        self.graphs.forget_if_moved()
+        rows = self._of(reach_of(view.table_BN.shape[1] * self.cache.page_size, self.reaches))
+        rows.load(ids_R, view)
+        return rows
+
+    def _of(self, reach: int) -> PassRows:
+        if reach not in self._rows:
+            self._rows[reach] = self._new(reach=reach)
+        return self._rows[reach]
+
+    def _run(self, key: tuple[object, ...], piece: Piece) -> None:
+        # To run a piece twice changes nothing: the same keys are written again.
+        if self.graphs.captures and not self.graphs.has(key):
+            self._capture(key, piece)
+        self.graphs.run(key, piece)
+
+    def _capture(self, key: tuple[object, ...], piece: Piece) -> None:
+        self.graphs.capture(key, piece, warm=True)
+
+    def _target(self, rows: PassRows) -> None:
+        if self.routing is not None:
+            self.routing.pass_begins()
+        rows.hidden_RD.copy_(self.lowered.hidden(rows.id_R, rows.view))
+        if self.routing is not None:
+            expert_RLA = self.routing.pass_ended()
+            if rows.expert_RLA is None:
+                rows.expert_RLA = torch.empty_like(expert_RLA)
+            rows.expert_RLA.copy_(expert_RLA)
+
+    def _draft(self, rows: PassRows, *, selects: bool) -> None:
+        given = None if selects else Selection(rows.key_RK)
+        extended_RD, used = self.lowered.draft(rows.id_R, rows.hidden_RD, rows.view, given)
+        rows.extended_RD.copy_(extended_RD)
+        if selects:
+            assert used.keys_TK is not None
+            rows.key_RK.copy_(used.keys_TK)

@@ -1,0 +1,215 @@
+"""Steps that compute prompts, on a GPU: the model over all of their rows in few static shapes, captured as graphs.
+
+    target    rows -> positions, hidden states
+    extend    rows and the token after each -> hidden states and selection of the draft layer
+
+A shape is a number of rows, a width of the page table, a reach (graphs.py), and whether all rows are those of whole
+prompts. What comes between and after (log-probabilities of prompts, sampling, further drafts) is little, of any number
+of rows, and runs as it is while the device is busy with the target. Launched one by one, a layer's kernels keep the
+host busy for 2 ms: longer than the device takes for 2,000 tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.forward.drafting import Drafter, Extended
+from glm5.engine.runner.forward.passes import Passes
+from glm5.engine.runner.forward.routing import RoutingRecord
+from glm5.engine.runner.graphs.captured import Graphs, Piece
+from glm5.engine.runner.graphs.decode import reach_of
+from glm5.engine.runner.inputs.batch import Batch, nobodys_rows, padded
+from glm5.engine.runner.inputs.slot_state import SlotState
+from glm5.engine.runner.inputs.view import StepView
+from glm5.kernels.step_rows import StepRows
+from glm5.model.seams import Selection
+
+# Rows for each sequence from which on kernels take rows of the same sequence together.
+_CROWDED = 8
+
+
+class PromptShape(NamedTuple):
+    """`num_groups`: rows of the page table, of which the last ones are padding's."""
+
+    num_rows: int
+    num_groups: int
+    reach: int
+    is_whole: bool
+
+
+class PromptRows:
+    """What the pieces of one number of rows and groups read and write. Hidden states and keys lie where others' do."""
+
+    def __init__(self, num_rows: int, num_groups: int, hidden_2RD: Tensor, key_RK: Tensor):
+        device = hidden_2RD.device
+        self.packed = torch.zeros(6 * num_rows + num_groups, dtype=torch.int64, device=device)
+        sizes = [num_rows] * 6 + [num_groups]
+        self.slot_R, self.group_R, self.start_R, self.offset_R, self.live_R, self.first_R, self.slot_B = (
+            self.packed.split(sizes)
+        )
+        self.here_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.position_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.hidden_RD, self.extended_RD = hidden_2RD[:, :num_rows]
+        self.key_RK = key_RK[:num_rows]
+        self.expert_RLA: Tensor | None = None
+
+    def load(self, batch: Batch, padding_slot: int) -> None:
+        parts = batch.slot_R, batch.group_R, batch.start_R, batch.offset_R, batch.live_R, batch.first_R
+        packed = torch.from_numpy(np.concatenate([*parts, padded(batch.slot_B, len(self.slot_B), padding_slot)]))
+        self.packed.copy_(packed.pin_memory() if self.packed.is_cuda else packed, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What the target made of the rows of a step; the next step overwrites it."""
+
+    shape: PromptShape
+    rows: PromptRows
+
+
+class PromptSteps:
+    """Runs the target and the draft layer over the rows of steps with prompts, by `graphs`."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        cache: KVCache,
+        slots: SlotState,
+        drafter: Drafter | None,
+        graphs: Graphs,
+        reaches: Sequence[int],
+        routing: RoutingRecord | None = None,
+    ):
+        self.passes, self.cache, self.slots, self.drafter = passes, cache, slots, drafter
+        self.graphs, self.reaches, self.routing = graphs, reaches, routing
+        self._most, self._padding_slot = len(slots.len_S), len(slots.len_S) - 1
+        self._top_k = passes.model.cfg.index_topk
+        self._rows: dict[tuple[int, int], PromptRows] = {}
+        # Those of fewer rows keep what they have when there must be more.
+        self._outputs = self._outputs_of(0)
+        self._is_warm = False
+
+    def run(self, batch: Batch, max_end: int) -> Ran:
+        """Enqueue the target over the rows of `batch`."""
+        self.graphs.forget_if_moved()
+        num_rows, reach = len(batch.slot_R), reach_of(max_end, self.reaches)
+        num_groups = next(count for count in self._groups(num_rows) if count >= len(batch.slot_B))
+        shape = PromptShape(num_rows, num_groups, reach, is_whole=batch.whole_prompts and reach <= self._top_k)
+        rows = self._rows_of(num_rows, num_groups)
+        rows.load(batch, self._padding_slot)
+        self._do("target", shape, rows)
+        return Ran(shape, rows)
+
+    def extend(self, ran: Ran) -> Extended:
+        """Enqueue the draft layer over the same rows, now that the token after each is known."""
+        assert self.drafter is not None, f"{ran.shape=}"
+        self._do("extend", ran.shape, ran.rows)
+        is_selected = self.drafter.shares_selection and ran.shape.reach > self._top_k
+        return Extended(ran.rows.extended_RD, Selection(ran.rows.key_RK if is_selected else None))
+
+    def shapes(self, token_buckets: Sequence[int]) -> list[PromptShape]:
+        """Shapes that differ in their kernels: every number of rows within the first two reaches, few sequences and
+        many; every further reach for the most and the fewest rows."""
+        ends = {max(token_buckets), min(token_buckets)}
+        return [
+            PromptShape(rows, groups, reach, is_whole=is_whole)
+            for rows in sorted(token_buckets, reverse=True)
+            for groups in self._groups(rows)
+            for index, reach in enumerate(self.reaches)
+            for is_whole in ((True, False) if reach <= self._top_k else (False,))
+            if index < 2 or rows in ends
+        ]
+
+    @torch.inference_mode()
+    def run_nobody(self, shape: PromptShape) -> None:
+        """A step as it is, whose rows are all padding: it leaves everything as it was."""
+        rows = self._nobodys(shape)
+        self._target(rows, shape)
+        if self.drafter is not None:
+            self._extend(rows, shape)
+
+    def capture_all(self, token_buckets: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Capture what most steps are: whole prompts, and prompts beside sequences that decode: (done, all) as it goes.
+        Kernels must have been compiled. Every other shape is captured when there is a first step of it."""
+        near = (self.reaches[0], self.reaches[0] <= self._top_k), (self.reaches[:2][-1], False)
+        wanted = [
+            PromptShape(rows, self._groups(rows)[0], reach, is_whole)
+            for rows in sorted(token_buckets, reverse=True)
+            for reach, is_whole in near
+        ]
+        self.graphs.forget_if_moved()
+        for done, shape in enumerate(wanted, start=1):
+            rows = self._nobodys(shape)
+            for name in ("target", "extend") if self.drafter is not None else ("target",):
+                self._capture(name, shape, rows, warm=False)
+            yield done, len(wanted)
+        self._is_warm = True
+
+    def _groups(self, num_rows: int) -> list[int]:
+        """Rows that the page table may have: so few that rows are crowded, and as many as there are slots."""
+        few = min(num_rows // _CROWDED, self._most)
+        return [few, self._most] if 1 < few < self._most else [self._most]
+
+    def _rows_of(self, num_rows: int, num_groups: int) -> PromptRows:
+        key = num_rows, num_groups
+        if key not in self._rows:
+            if num_rows > len(self._outputs[1]):
+                self._outputs = self._outputs_of(num_rows)
+            self._rows[key] = PromptRows(num_rows, num_groups, *self._outputs)
+        return self._rows[key]
+
+    def _outputs_of(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """(hidden states of target and draft layer, keys that the draft layer selected if they are wanted)"""
+        like_D = self.passes.model.model.norm.weight.detach()
+        num_keys = self._top_k if self.drafter is not None and self.drafter.shares_selection else 0
+        keys_RK = torch.zeros(num_rows, num_keys, dtype=torch.int32, device=like_D.device)
+        return like_D.new_zeros(2, num_rows, len(like_D)), keys_RK
+
+    def _nobodys(self, shape: PromptShape) -> PromptRows:
+        rows = self._rows_of(shape.num_rows, shape.num_groups)
+        rows.load(nobodys_rows(shape.num_rows, 1, self._padding_slot), self._padding_slot)
+        return rows
+
+    def _do(self, name: str, shape: PromptShape, rows: PromptRows) -> None:
+        # To run it twice changes nothing: the same keys are written again.
+        if self.graphs.captures and not self.graphs.has((name, shape)):
+            self._capture(name, shape, rows, warm=not self._is_warm)
+        self.graphs.run((name, shape), self._piece(name, shape, rows))
+
+    def _capture(self, name: str, shape: PromptShape, rows: PromptRows, *, warm: bool) -> None:
+        self.graphs.capture((name, shape), self._piece(name, shape, rows), warm=warm)
+
+    def _piece(self, name: str, shape: PromptShape, rows: PromptRows) -> Piece:
+        return partial(self._target if name == "target" else self._extend, rows, shape)
+
+    def _target(self, rows: PromptRows, shape: PromptShape) -> None:
+        where = self.slots.rows(rows.slot_R, rows.start_R, rows.offset_R, rows.live_R)
+        rows.position_R.copy_(where.position_T)
+        if self.routing is not None:
+            self.routing.clear()
+        rows.hidden_RD.copy_(self.passes.hidden(where.id_T, self._view_at(rows, where, shape)))
+        if self.routing is not None:
+            expert_RLA = self.routing.take()
+            if rows.expert_RLA is None:
+                rows.expert_RLA = torch.empty_like(expert_RLA)
+            rows.expert_RLA.copy_(expert_RLA)
+
+    def _extend(self, rows: PromptRows, shape: PromptShape) -> None:
+        assert self.drafter is not None, f"{shape=}"
+        where = self.slots.rows(rows.slot_R, rows.position_R, rows.here_R, rows.live_R)
+        next_R = self.slots.tokens(rows.slot_R, rows.position_R + 1)
+        extended = self.drafter.extend(self._view_at(rows, where, shape), next_R, rows.hidden_RD)
+        rows.extended_RD.copy_(extended.hidden_RD)
+        if rows.key_RK.shape[1] and extended.selection.keys_TK is not None:
+            rows.key_RK.copy_(extended.selection.keys_TK)
+
+    def _view_at(self, rows: PromptRows, where: StepRows, shape: PromptShape) -> StepView:
+        group_R = rows.group_R.int()
+        view = StepView.at(self.cache, self.slots, where, slot_B=rows.slot_B, group_T=group_R, max_end=shape.reach)
+        return replace(view, first_T=rows.first_R.int()) if shape.is_whole else view

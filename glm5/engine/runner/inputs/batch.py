@@ -1,0 +1,173 @@
+"""The rows of a step in static shapes, as plain arrays: what a runner uploads.
+
+Rows of sequences lie one after the other, in the order of the plan. A step of decoding sequences alone has 1 + depth
+rows for each of a bucket of sequences, any other a bucket of rows. Rows that are nobody's belong to the padding slot.
+
+    R rows of the step    Q of them that sample a token    C sequences that do    B those with rows, one for padding
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm5.engine.scheduler.plan import Bucket, StepPlan
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arrays of one step, int64.
+
+    `start_R`: position of the sequence's first row, -1 where the device knows it (decoding); `offset_R` counts from
+    there. `group_R` is the row of `slot_B` that a row belongs to. `sample_Q` are the rows that sample, with their
+    slot and how many drafts they assume; `first_C` is the first of them of each sequence that samples, as a row of
+    the step, and `place_C` the same as an index into Q. Padding comes last everywhere. `samples_all`: every row
+    belongs to a decoding sequence, and samples. `whole_prompts`: every row is one of a prompt that begins in this step,
+    with row `first_R` (of padding, a row behind it); `first_R` is empty where sequences decode alone.
+    """
+
+    slot_B: Ints
+    group_R: Ints
+    slot_R: Ints
+    start_R: Ints
+    offset_R: Ints
+    live_R: Ints
+    sample_Q: Ints
+    sample_slot_Q: Ints
+    sample_offset_Q: Ints
+    slot_C: Ints
+    first_C: Ints
+    place_C: Ints
+    first_R: Ints
+    samples_all: bool
+    whole_prompts: bool
+
+
+class Packer:
+    """Makes batches, each once: while the same sequences decode, their batch is the same object.
+
+    `whole` rounds a number of rows up to what the model is run with.
+    """
+
+    def __init__(self, padding_slot: int, whole: Callable[[int], int]):
+        self._padding_slot, self._whole = padding_slot, whole
+        self._last: tuple[object, Batch] | None = None
+
+    def pack(self, plan: StepPlan) -> Batch:
+        """The batch of a plan that has items."""
+        bucket = plan.bucket
+        assert bucket is not None, f"{plan.step=}"
+        if not bucket.decodes_only:
+            return _pack(plan, bucket, self._padding_slot, self._whole)
+        key = bucket, plan.depth, [(item.slot, item.num_rows, item.samples) for item in plan.items]
+        if self._last is None or self._last[0] != key:
+            self._last = key, _pack(plan, bucket, self._padding_slot, self._whole)
+        return self._last[1]
+
+
+def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[int], int]) -> Batch:
+    items = plan.items
+    slots = np.fromiter((item.slot for item in items), np.int64, len(items))
+    counts = np.fromiter((item.num_rows for item in items), np.int64, len(items))
+    ends = np.fromiter((item.start + item.num_rows for item in items), np.int64, len(items))
+    decodes = np.fromiter((item.kind == "decode" for item in items), np.bool_, len(items))
+    samples = np.fromiter((item.samples for item in items), np.bool_, len(items))
+    starts = np.where(decodes, -1, ends - counts)
+    num_groups = bucket.num_seqs
+
+    if bucket.decodes_only:
+        width = 1 + bucket.depth
+        group_R = np.repeat(np.arange(num_groups), width)
+        offset_R = np.tile(np.arange(width), num_groups)
+        group_R[offset_R >= padded(counts, num_groups)[group_R]] = num_groups
+    else:
+        group_R = np.full(bucket.num_tokens, num_groups)
+        group_R[: plan.num_tokens] = np.repeat(np.arange(len(items)), counts)
+        offset_R = np.arange(bucket.num_tokens) - padded(np.cumsum(counts) - counts, num_groups + 1)[group_R]
+    num_rows = whole(len(group_R))
+    group_R, offset_R = padded(group_R, num_rows, num_groups), padded(offset_R, num_rows)
+    live_R = group_R < num_groups
+    offset_R *= live_R
+
+    first_R = np.zeros(0, np.int64)
+    if not bucket.decodes_only:
+        first_R = np.append(np.cumsum(counts) - counts, num_rows)[np.minimum(group_R, len(items))]
+    first_rows = np.arange(len(items)) * (1 + bucket.depth) if bucket.decodes_only else np.cumsum(counts) - counts
+    first_rows = np.where(decodes, first_rows, first_rows + counts - 1)[samples]
+    num_sampled = np.where(decodes, counts, 1)[samples]
+    if bucket.decodes_only:
+        sample_Q, sample_slot_Q = np.arange(num_rows), padded(slots, num_groups + 1, padding_slot)[group_R]
+        sample_offset_Q, place = offset_R, first_rows
+    else:
+        place = np.cumsum(num_sampled) - num_sampled
+        sample_offset_Q = np.arange(num_sampled.sum()) - np.repeat(place, num_sampled)
+        sample_Q = np.repeat(first_rows, num_sampled) + sample_offset_Q
+        sample_slot_Q = np.repeat(slots[samples], num_sampled)
+    num_sampling = len(first_rows)
+    num_places = num_groups if bucket.decodes_only else _round_up(num_sampling)
+    Q = num_rows if bucket.decodes_only else whole(num_places * (1 + plan.depth)) if num_sampling else 0
+    C = whole(num_places) if num_sampling else 0
+    return Batch(
+        slot_B=padded(slots, num_groups + 1, padding_slot),
+        group_R=group_R,
+        slot_R=padded(slots, num_groups + 1, padding_slot)[group_R],
+        start_R=padded(starts, num_groups + 1)[group_R],
+        offset_R=offset_R,
+        live_R=live_R.astype(np.int64),
+        sample_Q=padded(sample_Q, Q),
+        sample_slot_Q=padded(sample_slot_Q, Q, padding_slot),
+        sample_offset_Q=padded(sample_offset_Q, Q),
+        slot_C=padded(slots[samples], C, padding_slot),
+        first_C=padded(first_rows, C),
+        place_C=padded(place, C),
+        first_R=first_R,
+        samples_all=bucket.decodes_only,
+        whole_prompts=not decodes.any() and not starts.any(),
+    )
+
+
+def nobodys_rows(num_rows: int, num_seqs: int, padding_slot: int) -> Batch:
+    """Padding alone, in the shape of a step with prompts of so many sequences of which none samples."""
+
+    def full(count: int, value: int = 0) -> Ints:
+        return np.full(count, value, dtype=np.int64)
+
+    return Batch(
+        slot_B=full(num_seqs + 1, padding_slot),
+        group_R=full(num_rows, num_seqs),
+        slot_R=full(num_rows, padding_slot),
+        start_R=full(num_rows),
+        offset_R=full(num_rows),
+        live_R=full(num_rows),
+        sample_Q=full(0),
+        sample_slot_Q=full(0),
+        sample_offset_Q=full(0),
+        slot_C=full(0),
+        first_C=full(0),
+        place_C=full(0),
+        first_R=full(num_rows, num_rows),
+        samples_all=False,
+        whole_prompts=False,
+    )
+
+
+def padded(values: Ints, length: int, fill: int = 0) -> Ints:
+    """`values` with as many times `fill` behind them as are missing."""
+    if len(values) == length:
+        return values
+    out = np.full(length, fill, dtype=np.int64)
+    out[: len(values)] = values
+    return out
+
+
+def _round_up(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def arrays(batch: Batch) -> Sequence[Ints]:
+    """The arrays that go to the device, in the order of their fields."""
+    return [value for value in vars(batch).values() if isinstance(value, np.ndarray)]

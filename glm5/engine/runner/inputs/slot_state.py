@@ -1,0 +1,99 @@
+"""What the device knows of each slot: token ids, true length, drafts, and the row of the page table.
+
+A step reads and writes these tables in place, so the next one can be enqueued before anybody has read its tokens. The
+last slot is padding's. Beyond the true length the token table holds the drafts that a step tries, while it does.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.engine.runner.inputs.batch import Ints, padded
+from glm5.engine.sampling.drafts import Accepted
+from glm5.engine.scheduler.plan import Entered, TableEntry
+from glm5.kernels.step_rows import StepRows, step_rows
+from glm5.kernels.upload import upload
+
+# Letters beside those of `glm5.model`: S slots, the last for padding; N columns of a table; C sequences that sample.
+
+
+class SlotState:
+    """Tables for `num_slots` sequences of up to `max_len` tokens and `max_depth` drafts a step."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_len: int,
+        max_depth: int,
+        *,
+        page_size: int,
+        dump_page: int,
+        device: torch.device,
+    ):
+        S = num_slots + 1
+        self.page_size, self.dump_page, self.max_depth, self.device = page_size, dump_page, max_depth, device
+        # Rows of sequences that have ended go on until that is known: a step's rows, and what is drafted behind them.
+        self.token_SN = torch.zeros(S, max_len + 4 * (1 + max_depth), dtype=torch.int64, device=device)
+        self.len_S = torch.ones(S, dtype=torch.int64, device=device)
+        self.draft_SK = torch.zeros(S, max_depth, dtype=torch.int64, device=device)
+        # The last column is never a sequence's: positions beyond its pages are looked up there.
+        self.num_columns = -(-max_len // page_size) + 1
+        self.table_SN = torch.full((S, self.num_columns), dump_page, dtype=torch.int32, device=device)
+
+    def enter(self, entered: Sequence[Entered]) -> None:
+        """Sequences take their slots with the tokens and pages that they have."""
+        parts = [_ints([one.slot for one in entered]), _ints([len(one.token_ids) for one in entered])]
+        for one in entered:
+            parts += [_ints(one.token_ids), padded(_ints(one.pages), self.num_columns, self.dump_page)]
+        slot_B, len_B, *rest = upload(np.concatenate(parts), self.device).split([len(part) for part in parts])
+        for one, token_N, page_N in zip(entered, rest[::2], rest[1::2], strict=True):
+            self.token_SN[one.slot, : len(token_N)] = token_N
+            self.table_SN[one.slot] = page_N
+        self.len_S.index_copy_(0, slot_B, len_B)
+
+    def change(self, table: Sequence[TableEntry]) -> None:
+        """Entries of page table rows are others from now on."""
+        if table:
+            slots, columns, pages = upload(np.array(table, dtype=np.int64), self.device).unbind(dim=1)
+            self.table_SN[slots, columns] = pages.int()
+
+    def positions(self, slot_R: Tensor, start_R: Tensor, offset_R: Tensor) -> Tensor:
+        """Position of each row: `start` + offset, or, where start is -1, counted from the last known token."""
+        if self.device.type == "cpu":  # NumPy: a fraction of the time that tensors this small cost
+            start, length = start_R.numpy(), self.len_S.numpy()[slot_R.numpy()]
+            return torch.from_numpy(np.where(start < 0, length - 1, start) + offset_R.numpy())
+        return torch.where(start_R < 0, self.len_S[slot_R] - 1, start_R) + offset_R
+
+    def tokens(self, slot_R: Tensor, position_R: Tensor) -> Tensor:
+        """Token ids at these positions."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(self.token_SN.numpy()[slot_R.numpy(), position_R.numpy()])
+        return self.token_SN[slot_R, position_R]
+
+    def rows(self, slot_R: Tensor, start_R: Tensor, offset_R: Tensor, live_R: Tensor) -> StepRows:
+        """`kernels.step_rows` of these tables."""
+        tables = self.len_S, self.token_SN, self.table_SN
+        where = slot_R, start_R, offset_R, live_R
+        return step_rows(*where, *tables, page_size=self.page_size, dump_page=self.dump_page)
+
+    def take(self, token_R: Tensor, slot_R: Tensor, position_R: Tensor, accepted: Accepted) -> None:
+        """Sampled tokens take their places, and lengths grow by those that stand."""
+        if self.device.type == "cpu":
+            self.token_SN.numpy()[slot_R.numpy(), position_R.numpy()] = token_R.numpy()
+        else:
+            self.token_SN[slot_R, position_R] = token_R
+        self.len_S += accepted.count_S
+
+    def assume(self, slot_C: Tensor) -> None:
+        """Put the drafts of these slots behind their tokens, for a step that assumes them. They may be of long ago, and
+        what was sampled since may lie there now."""
+        if self.max_depth:
+            place_CK = self.len_S[slot_C][:, None] + torch.arange(self.max_depth, device=self.device)
+            self.token_SN[slot_C[:, None], place_CK] = self.draft_SK[slot_C]
+
+
+def _ints(numbers: Sequence[int]) -> Ints:
+    # From a list a third of the time that torch.tensor takes.
+    return np.fromiter(numbers, np.int64, len(numbers))

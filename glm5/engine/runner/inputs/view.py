@@ -1,0 +1,218 @@
+"""The keys of a step: a `KVView` over rows of many sequences, in static shapes.
+
+Rows name the sequence that they belong to (a row of `table_BN`) and their position. A row of padding sees no key, and
+writes to the dump page.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.inputs.slot_state import SlotState
+from glm5.kernels.cpu_layer import HostKeys, HostStep
+from glm5.kernels.groups import FewQueries, few_queries
+from glm5.kernels.step_rows import StepRows
+from glm5.kernels.store_rows.in_place import Where
+from glm5.model.seams import Selection
+from glm5.parallel.table import Shard
+
+
+@dataclass(slots=True)
+class StepView:
+    """`group_T` int32: row of the page table `table_BN`; `end_T` int32: keys that each token sees; `place_T`: the slot
+    of the pool that its own key goes to. No token sees more than `max_end` keys. `invariant`: results do not depend on
+    what else is in the batch, bit for bit; every token then selects keys, however few there are.
+
+    `first_T` int32: where all rows are those of whole prompts, the row with which each token's prompt begins; of
+    padding, one behind it.
+
+    `num_shares`: of a step's rows, of which these are one.
+    """
+
+    cache: KVCache
+    table_BN: Tensor
+    positions_T: Tensor
+    group_T: Tensor
+    end_T: Tensor
+    place_T: Tensor
+    max_end: int
+    invariant: bool
+    first_T: Tensor | None = None
+    num_shares: int = 1
+    _where: Where | None = None
+    _planned: FewQueries | None = None
+    _is_few: dict[int, bool] = field(default_factory=dict[int, bool])
+    _step: HostStep | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cache: KVCache,
+        slots: SlotState,
+        *,
+        slot_B: Tensor,
+        group_T: Tensor,
+        slot_T: Tensor,
+        positions_T: Tensor,
+        live_T: Tensor,
+        max_end: int,
+        invariant: bool,
+    ) -> "StepView":
+        """A view of tokens at these positions of the sequences in these slots; those that are not live are padding."""
+        size = cache.page_size
+        # Few widths, so that shapes stay few too.
+        num_pages = min(_round_up(-(-max_end // size)), slots.num_columns)
+        if positions_T.is_cpu:
+            table_BN, end_T, where = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
+            table_BN, place_T = table_BN[:, :num_pages], torch.from_numpy(where[0] * size + where[1])
+            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant, _where=where)
+        column_T = (positions_T // size).clamp_max_(slots.num_columns - 1)
+        page_T = torch.where(live_T > 0, slots.table_SN[slot_T, column_T].long(), cache.dump_page)
+        return cls(
+            cache=cache,
+            table_BN=slots.table_SN[:, :num_pages].index_select(0, slot_B),
+            positions_T=positions_T,
+            group_T=group_T.int(),
+            end_T=((positions_T + 1) * live_T).int(),
+            place_T=page_T * size + positions_T % size,
+            max_end=max_end,
+            invariant=invariant,
+        )
+
+    @classmethod
+    def at(
+        cls, cache: KVCache, slots: SlotState, rows: StepRows, *, slot_B: Tensor, group_T: Tensor, max_end: int
+    ) -> "StepView":
+        """A view of rows whose places are known; of `group_T` int32."""
+        num_pages = min(_round_up(-(-max_end // cache.page_size)), slots.num_columns)
+        table_BN = slots.table_SN[:, :num_pages].index_select(0, slot_B)
+        return cls(cache, table_BN, rows.position_T, group_T, rows.end_T, rows.place_T, max_end, invariant=False)
+
+    def parts(self, num_rows: int) -> Iterator["StepView"]:
+        """Views of `num_rows` tokens each, which divides their number; to be run in order."""
+        for first in range(0, len(self.positions_T), num_rows):
+            span = slice(first, first + num_rows)
+            yield replace(
+                self,
+                positions_T=self.positions_T[span],
+                group_T=self.group_T[span],
+                end_T=self.end_T[span],
+                place_T=self.place_T[span],
+                first_T=None,
+                _where=None,
+                _planned=None,
+                _is_few={},
+                _step=None,
+            )
+
+    def share(self, shard: Shard) -> "StepView":
+        """A view of the rows of one of the ranks that share them."""
+        if shard.size == 1:
+            return self
+        parts = self.parts(len(self.positions_T) // shard.size)
+        return replace(next(islice(parts, shard.rank, None)), num_shares=shard.size)
+
+    @property
+    def reads_all(self) -> bool:
+        """Never: a cache keeps index keys for tokens to come."""
+        return False
+
+    def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
+        self.cache.append_latent(layer_idx, self.place_T, latent_TL, self._where)
+
+    def append_index_key(self, layer_idx: int, key_TI: Tensor) -> None:
+        self.cache.append_index_key(layer_idx, self.place_T, key_TI, self._where)
+
+    def selects(self, top_k: int) -> bool:
+        """Whether any token may see more keys than it selects."""
+        return self.max_end > top_k or self.invariant
+
+    def select(
+        self,
+        layer_idx: int,
+        q_TJI: Tensor,
+        w_TJ: Tensor,
+        top_k: int,
+        scale: float,
+        rotation: tuple[Tensor, Tensor] | None = None,
+    ) -> Selection:
+        """`rotation`: (cos, sin), with which the first dimensions of queries are yet to be rotated."""
+        # (With `invariant` the width of a selection is always the same, or sums would be taken in another order.)
+        if not self.selects(top_k):
+            return Selection(None)
+        where = (self.table_BN, self.group_T, self.end_T)
+        few = self._few(q_TJI.shape[1])
+        return Selection(
+            self.cache.select_keys(
+                layer_idx,
+                q_TJI,
+                w_TJ,
+                *where,
+                top_k=top_k,
+                scale=scale,
+                rotation=rotation,
+                impl=self._impl,
+                few=few,
+                num_shares=self.num_shares,
+            )
+        )
+
+    def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
+        where = (self.table_BN, self.group_T, self.end_T)
+        keys_TK, few = selection.keys_TK, self._few(q_THL.shape[1])
+        return self.cache.attend(
+            layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self._impl, few=few
+        )
+
+    def attend_expanded(
+        self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float
+    ) -> None:
+        """Never: a cache holds latents. (Whole prompts on a GPU: lower.py.)"""
+
+    def on_host(self, layer_idx: int) -> HostKeys | None:
+        pools = self.cache.host_pools(layer_idx)
+        if pools is None or self.invariant:
+            return None
+        if self._step is None:
+            self._step = HostStep(self.table_BN, self.group_T, self.end_T, self.place_T, self.cache.page_size)
+        return HostKeys(self._step, *pools, sees_few=self.max_end <= self.cache.cfg.index_topk)
+
+    def _few(self, num_heads: int) -> FewQueries | None:
+        """One plan for all layers, where there are few queries on a CPU."""
+        if num_heads not in self._is_few:
+            self._is_few[num_heads] = not self.invariant and few_queries(
+                self.table_BN, self.end_T, num_heads, self.max_end
+            )
+        if not self._is_few[num_heads]:
+            return None
+        if self._planned is None:
+            self._planned = FewQueries(self.table_BN, self.group_T, self.end_T, self.cache.page_size)
+        return self._planned
+
+    @property
+    def _impl(self) -> Literal["auto", "invariant"]:
+        return "invariant" if self.invariant else "auto"
+
+
+def _on_host(
+    cache: KVCache, slots: SlotState, slot_B: Tensor, slot_T: Tensor, positions_T: Tensor, live_T: Tensor
+) -> tuple[Tensor, Tensor, Where]:
+    """(table_BN of all columns, end_T, pages and offsets of place_T) by NumPy, which takes a fraction of the time."""
+    positions, table_SN = positions_T.numpy(), slots.table_SN.numpy()
+    column, offset = np.divmod(positions, cache.page_size)
+    page = table_SN[slot_T.numpy(), np.minimum(column, slots.num_columns - 1)].astype(np.int64)
+    end = (positions + 1).astype(np.int32)
+    if not (live := live_T.numpy()).all():
+        page[live == 0], end[live == 0] = cache.dump_page, 0
+    return torch.from_numpy(table_SN[slot_B.numpy()]), torch.from_numpy(end), (page, offset)
+
+
+def _round_up(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, count - 1).bit_length()

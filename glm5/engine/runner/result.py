@@ -1,0 +1,188 @@
+"""What a step brought, read back from the device: tokens, the next drafts, log-probabilities, experts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.engine.runner.inputs.batch import Ints
+from glm5.engine.sampling.logprobs import Logprobs
+from glm5.engine.scheduler.plan import Item
+from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs
+
+
+@dataclass
+class StepResult:
+    """By sequence id. `tokens`: what `Scheduler.apply` takes. `drafts`: what the next step of a sequence assumes, for
+    those with a grammar; of others they may be missing.
+
+    `logprobs`: one entry a token, of those that ask; `prompt_logprobs`: of the prompt tokens behind each row of the
+    chunk. `stuck`: sequences for which no token was possible. `num_drafted` and `num_accepted` count by position.
+    """
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    routed: dict[int, RoutedExperts] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    num_drafted: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of the tokens that follow the rows of a chunk, with `num_likeliest` others each."""
+
+    token_N: Tensor
+    found: Logprobs
+    num_likeliest: int
+
+
+@dataclass
+class Pending:
+    """Tensors of a launched step that its result is made of. `sampling`: items that sampled, `place_C` as in `Batch`.
+    `shown`: sequence id to the likeliest it asks for. `parts` of `whole`: token_CJ, count_C, draft_CK and stuck_Q,
+    which come to the host in one copy. `draft_CK`: None where nobody asks for drafts."""
+
+    sampling: Sequence[Item]
+    place_C: Ints
+    max_depth: int
+    token_CJ: Tensor
+    count_C: Tensor
+    stuck_Q: Tensor
+    draft_CK: Tensor | None = None
+    logprobs: Logprobs | None = None
+    shown: dict[int, int] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    whole: Tensor | None = None
+    parts: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+    position_R: Tensor | None = None
+    expert_RLA: Tensor | None = None
+    routed: list[tuple[Item, int]] = field(default_factory=list)
+
+
+class Launched:
+    """A step on its way. Its tensors start for the host at once; `read` waits for them."""
+
+    def __init__(self, pending: Pending | None):
+        self._pending, self._arrived = pending, None
+        if pending is None:
+            return
+        is_here = pending.token_CJ.is_cpu
+        if pending.whole is not None and pending.parts is not None:
+            # The next step writes where this one did.
+            whole = pending.whole.clone() if is_here else _to_host(pending.whole)
+            pending.token_CJ, pending.count_C, pending.draft_CK, pending.stuck_Q = pending.parts(whole)
+            pending.whole = None
+        if not is_here:
+            _each_tensor(pending, _to_host)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def add_drafts(self, draft_CK: Tensor) -> None:
+        """Drafts that were made since: `read` waits for them too."""
+        assert self._pending is not None
+        self._pending.draft_CK = _to_host(draft_CK)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> StepResult:
+        """The step's result; empty for a plan without items."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return StepResult() if self._pending is None else _result(self._pending)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return out.copy_(tensor, non_blocking=True)
+
+
+def _each_tensor(owner: Any, change: Any) -> None:
+    """Replace every tensor that the dataclass `owner` and those within it hold."""
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, Tensor):
+            object.__setattr__(owner, name, change(value))
+        elif isinstance(value, Logprobs):
+            _each_tensor(value, change)
+        elif name == "prompt_logprobs":
+            for one in value.values():
+                _each_tensor(one, change)
+
+
+def _result(pending: Pending) -> StepResult:
+    result = StepResult()
+    tokens, counts = pending.token_CJ.tolist(), pending.count_C.tolist()
+    drafts = None if pending.draft_CK is None else pending.draft_CK.tolist()
+    any_stuck = bool(pending.stuck_Q.any())
+    drafted, accepted = [0] * pending.max_depth, [0] * pending.max_depth
+    rows = None if pending.logprobs is None else _entries(pending.logprobs)
+    for index, item in enumerate(pending.sampling):
+        seq_id, count = item.seq_id, counts[index]
+        result.tokens[seq_id] = tokens[index][:count]
+        if drafts is not None:
+            result.drafts[seq_id] = drafts[index]
+        for position in range(item.depth):
+            drafted[position] += 1
+            accepted[position] += position < count - 1
+        place = int(pending.place_C[index])
+        if any_stuck and bool(pending.stuck_Q[place : place + count].any()):
+            result.stuck.add(seq_id)
+        if rows is not None and seq_id in pending.shown:
+            ids = result.tokens[seq_id]
+            result.logprobs[seq_id] = rows.of(ids, place, pending.shown[seq_id])
+    for seq_id, prompt in pending.prompt_logprobs.items():
+        entries = _entries(prompt.found)
+        result.prompt_logprobs[seq_id] = entries.of(prompt.token_N.tolist(), 0, prompt.num_likeliest)
+    if pending.expert_RLA is not None:
+        counts_of = dict(zip((item.seq_id for item in pending.sampling), counts, strict=False))
+        for item, first in pending.routed:
+            result.routed[item.seq_id] = _routed(pending, item, first, counts_of)
+    result.num_drafted, result.num_accepted = drafted, accepted
+    return result
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Columns of log-probabilities as lists."""
+
+    logprob: Sequence[float]
+    tempered: Sequence[float]
+    rank: Sequence[int]
+    likeliest: Sequence[list[int]]
+    likeliest_logprob: Sequence[list[float]]
+    likeliest_tempered: Sequence[list[float]]
+
+    def of(self, token_ids: list[int], first: int, num_likeliest: int) -> list[TokenLogprobs]:
+        """Entries of the rows from `first` on, one a token."""
+        entries: list[TokenLogprobs] = []
+        for row, token_id in enumerate(token_ids, start=first):
+            columns = self.likeliest[row], self.likeliest_logprob[row], self.likeliest_tempered[row]
+            best = zip(*(column[:num_likeliest] for column in columns), strict=True)
+            entries.append(TokenLogprobs(token_id, self.logprob[row], self.tempered[row], self.rank[row], list(best)))
+        return entries
+
+
+def _entries(found: Logprobs) -> _Entries:
+    return _Entries(
+        found.logprob_R.tolist(),
+        found.tempered_R.tolist(),
+        found.rank_R.tolist(),
+        found.likeliest_RN.tolist(),
+        found.likeliest_logprob_RN.tolist(),
+        found.likeliest_tempered_RN.tolist(),
+    )
+
+
+def _routed(pending: Pending, item: Item, first: int, counts: dict[int, int]) -> RoutedExperts:
+    """Experts of the tokens that an item computed and that stand: of a decoding one, as many as it gained."""
+    assert pending.expert_RLA is not None and pending.position_R is not None  # noqa: PT018
+    num_rows = counts[item.seq_id] if item.kind == "decode" else item.num_rows
+    experts = pending.expert_RLA[first : first + num_rows].contiguous().numpy()
+    shape = (experts.shape[0], experts.shape[1], experts.shape[2])
+    return RoutedExperts(int(pending.position_R[first]), shape, experts.astype("<i2").tobytes())

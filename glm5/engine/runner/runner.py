@@ -1,0 +1,365 @@
+"""Runs plans on a device: rows in, tokens out, without waiting for them. (What a plan means: plan.py.)
+
+    rows -> model -> logits -> sample -> which drafts stand -> token ids and lengths of the slots -> MTP layer -> drafts
+
+Every tensor of a step has a static shape, given by its bucket, and what the next step needs stays on the device. So
+steps can be enqueued ahead of what they find, and captured where there are graphs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.forward.drafting import Drafter, DraftRows, Extended
+from glm5.engine.runner.forward.passes import Passes
+from glm5.engine.runner.forward.routing import RoutingRecord
+from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.graphs.captured import Graphs
+from glm5.engine.runner.graphs.decode import DecodeSteps, OnDevice, Shape, padding_batch, reaches_of
+from glm5.engine.runner.graphs.passes import PassGraphs, can_capture
+from glm5.engine.runner.graphs.prompts import PromptSteps
+from glm5.engine.runner.inputs.batch import Batch, Packer, arrays
+from glm5.engine.runner.inputs.slot_state import SlotState
+from glm5.engine.runner.inputs.view import StepView
+from glm5.engine.runner.result import Launched, Pending, PromptLogprobs
+from glm5.engine.sampling import Accepted, Placement, Rows, Sampled, Sampler, SamplingParams, accept
+from glm5.engine.sampling.logprobs import Logprobs
+from glm5.engine.sampling.parts import VocabShard
+from glm5.engine.scheduler.plan import Item, StepPlan
+from glm5.kernels.upload import upload
+from glm5.model.glm5 import Glm5
+from glm5.model.native import parameters_moved
+from glm5.parallel.group import ALONE, Group
+
+_PROMPT_ROWS = 256  # rows of a prompt's logits that exist at a time
+
+
+@dataclass(frozen=True)
+class SeqSpec:
+    """What a runner must know of a sequence beside its plan. `params` has n = 1; `seed` is of 64 bits.
+
+    `stop_ids` end it, and are barred until min_tokens; `bad_words` are token sequences; `routed`: report its experts.
+    """
+
+    params: SamplingParams
+    seed: int
+    num_prompt: int
+    stop_ids: Sequence[int] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+    routed: bool = False
+
+
+class Runner:
+    """A model with its cache, its slots and its sampler. `max_depth` > 0 needs a cache with the MTP layer's keys.
+
+    `pass_rows`: the rows of a pass in deterministic mode, None for the fastest shapes (passes.py). `record_routing`:
+    sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and steps in
+    pieces of static shape (graphs.py, prompts.py), captured as graphs on a GPU; or, with FP8 weights, whole passes
+    (pass_graphs.py). Default: on a GPU.
+    `group`: of ranks that do the same, each with its part of the model. `simulate`: as in `Sampler`.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Glm5,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_depth: int = 0,
+        pass_rows: int | None = None,
+        record_routing: bool = False,
+        fused: bool | None = None,
+        group: Group = ALONE,
+        simulate: float | None = None,
+    ):
+        assert not max_depth or cache.mtp, f"{max_depth=} {cache.mtp=}"
+        self.model, self.cache, self.max_depth = model, cache, max_depth
+        fused = model.device.type == "cuda" if fused is None else fused
+        self.passes = Passes(model, pass_rows, Lowered(model, max_model_len, group) if fused else None)
+        self.padding_slot = max_num_seqs
+        self.slots = SlotState(
+            max_num_seqs,
+            max_model_len,
+            max_depth,
+            page_size=cache.page_size,
+            dump_page=cache.dump_page,
+            device=cache.device,
+        )
+        self.sampler = Sampler(
+            max_num_seqs,
+            model.cfg.vocab_size,
+            max_drafts=max_depth,
+            device=cache.device,
+            part=_part(model, group),
+            simulate=simulate,
+        )
+        self._packer = Packer(self.padding_slot, self.passes.whole)
+        self._uploaded: tuple[Batch, OnDevice] | None = None
+        self._masks: tuple[list[int], Tensor] | None = None
+        self._drafter = Drafter(self.passes, cache, self.slots, self.sampler) if max_depth else None
+        self._routing = RoutingRecord(self.passes) if record_routing else None
+        self.steps: DecodeSteps | None = None
+        self.prompts: PromptSteps | None = None
+        if fused and pass_rows is None:
+            graphs = Graphs(self.passes, cache, captures=cache.device.type == "cuda")
+            reaches = reaches_of(model.cfg.index_topk, max_model_len)
+            around = self.passes, cache, self.slots
+            self.steps = DecodeSteps(*around, self.sampler, self._drafter, graphs, reaches, self._routing)
+            self.prompts = PromptSteps(*around, self._drafter, graphs, reaches, self._routing)
+        self.pass_graphs: PassGraphs | None = None
+        if fused and pass_rows is not None and can_capture(model):
+            graphs = Graphs(self.passes, cache, captures=cache.device.type == "cuda")
+            reaches = reaches_of(model.cfg.index_topk, max_model_len)
+            self.pass_graphs = PassGraphs(self.passes, cache, graphs, reaches, self._routing)
+            self.passes.captured = self.pass_graphs
+
+    def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
+        """Masks of the rows of the next launch, for sequences with a grammar (`Sampler.permit`)."""
+        self._masks = slots, masks_BJM
+
+    @torch.inference_mode()
+    def weights_changed(self) -> None:
+        """Other weights lie in the model, or they lie elsewhere."""
+        parameters_moved(self.model)
+        self.passes.weights_changed()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
+        """Enqueue a step. `specs` has the sequences that enter or have rows. To be called for every plan, in order."""
+        if plan.entered:
+            self.slots.enter(plan.entered)
+        self.slots.change(plan.table)
+        self.cache.copy_pages(plan.page_copies)
+        batch = self.pack(plan) if plan.items else None
+        if batch is not None and (self.steps is None or not batch.samples_all):
+            return self._run(plan, batch, specs)
+        self._tell_sampler(plan, specs)
+        return Launched(None if batch is None else self._decode(plan, batch, specs))
+
+    @torch.inference_mode()
+    def sample_padding(self, num_rows: int) -> None:
+        """Sample rows of padding, as they are, for the kernels of it."""
+        batch, like_D = padding_batch(Shape(num_rows, 0), self.padding_slot), self.model.model.norm.weight
+        none_R = torch.zeros(num_rows, dtype=torch.int64, device=self.cache.device)
+        self._sample(batch, self._upload(batch), none_R, like_D.new_zeros(num_rows, len(like_D)))
+
+    def pack(self, plan: StepPlan) -> Batch:
+        """The batch of a plan that has items."""
+        return self._packer.pack(plan)
+
+    def _tell_sampler(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> None:
+        """What it must know before it samples this step."""
+        if plan.entered:
+            self.sampler.place([_placement(one.slot, one.token_ids, specs[one.seq_id]) for one in plan.entered])
+        if self._masks is not None:
+            # Not before: a sequence that takes a slot is free of any mask at first.
+            self.sampler.permit(*self._masks)
+            self._masks = None
+
+    def _decode(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
+        """A step of decoding sequences alone, in pieces of static shape."""
+        bucket, items, steps = plan.bucket, plan.items, self.steps
+        assert bucket is not None, f"{plan.step=}"
+        assert steps is not None, f"{plan.step=}"
+        shape, max_end = Shape(bucket.num_seqs, bucket.depth), _max_end(plan) + self.max_depth
+        buffers, sampled = steps.run(batch, shape, max_end, plan.draft_depth if self._drafter is not None else 0)
+        token_CJ, count_C, draft_CK, stuck_Q = buffers.parts(buffers.result)
+        pending = Pending(
+            items,
+            batch.place_C,
+            max_depth=self.max_depth,
+            token_CJ=token_CJ,
+            count_C=count_C,
+            draft_CK=draft_CK,
+            stuck_Q=stuck_Q,
+            logprobs=None if sampled is None else sampled.logprobs,
+            shown=_shown(items, specs),
+            whole=buffers.result,
+            parts=buffers.parts,
+        )
+        if buffers.expert_RLA is not None:
+            self._add_routing(pending, plan, specs, buffers.expert_RLA, buffers.position_R)
+        return pending
+
+    def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Launched:
+        """A step with prompts, and any other where steps have no pieces.
+
+        Who waits for it waits for the model alone: what that does not need is uploaded once it is under way, and tokens
+        start for the host before the draft layer sees them.
+        """
+        if plan.depth:
+            self.slots.assume(self._upload(batch).slot_C)
+        sampling = tuple([item for item in plan.items if item.samples])
+        max_end = _max_end(plan)  # without what is drafted: else whole prompts of index_topk tokens would select
+        if self.prompts is not None:
+            ran = self.prompts.run(batch, max_end)
+            on = self._upload(batch)
+            position_R, hidden_RD, expert_RLA = ran.rows.position_R, ran.rows.hidden_RD, ran.rows.expert_RLA
+            extend = partial(self.prompts.extend, ran)
+        else:
+            on = self._upload(batch)
+            view = self._view(on, max_end)
+            position_R, expert_RLA = view.positions_T, None
+            if self._routing is not None:
+                self._routing.clear()
+            hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, position_R), view)
+            if self._routing is not None:
+                expert_RLA = self._routing.take()
+            extend = partial(self._extend, on, view, hidden_RD)
+        self._tell_sampler(plan, specs)
+        prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
+        sampled, accepted = self._sample(batch, on, position_R, hidden_RD)
+        pending = Pending(
+            sampling,
+            batch.place_C,
+            max_depth=self.max_depth,
+            token_CJ=accepted.token_SJ.index_select(0, on.slot_C),
+            count_C=accepted.count_S.index_select(0, on.slot_C),
+            stuck_Q=sampled.stuck_R,
+            logprobs=sampled.logprobs,
+            shown=_shown(sampling, specs),
+            prompt_logprobs=prompt_logprobs,
+        )
+        if expert_RLA is not None:
+            self._add_routing(pending, plan, specs, expert_RLA, position_R)
+        launched = Launched(pending)
+        # Where nothing is drafted, the draft layer need not keep up with what is generated: drafts after that are worse
+        # for a while. With prompts it does, as their pages are shared.
+        if self._drafter is not None and (plan.draft_depth or not batch.samples_all):
+            extended = extend()
+            if sampling:
+                rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
+                self._drafter.draft(extended, rows, plan.draft_depth, max_end=max_end + self.max_depth)
+        if any(specs[item.seq_id].params.constrained for item in sampling):
+            launched.add_drafts(self.slots.draft_SK.index_select(0, on.slot_C))
+        return launched
+
+    def _extend(self, on: OnDevice, view: StepView, hidden_RD: Tensor) -> Extended:
+        assert self._drafter is not None, f"{self.max_depth=}"
+        return self._drafter.extend(view, self.slots.tokens(on.slot_R, view.positions_T + 1), hidden_RD)
+
+    def _add_routing(
+        self, pending: Pending, plan: StepPlan, specs: Mapping[int, SeqSpec], expert_RLA: Tensor, position_R: Tensor
+    ) -> None:
+        pending.routed = [(item, first) for item, first in _first_rows(plan) if specs[item.seq_id].routed]
+        if pending.routed:
+            # Copies: the next step may write where these lie.
+            pending.expert_RLA, pending.position_R = expert_RLA.clone(), position_R.clone()
+
+    def _view(self, on: OnDevice, max_end: int) -> StepView:
+        return StepView.of(
+            self.cache,
+            self.slots,
+            slot_B=on.slot_B,
+            group_T=on.group_R,
+            slot_T=on.slot_R,
+            positions_T=self.slots.positions(on.slot_R, on.start_R, on.offset_R),
+            live_T=on.live_R,
+            max_end=max_end,
+            invariant=self.passes.num_rows is not None,
+        )
+
+    def _sample(self, batch: Batch, on: OnDevice, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
+        """Tokens of the rows that sample, and which of them stand; the slots have them from then on."""
+        draft_SK = self.slots.draft_SK
+        if not len(batch.sample_slot_Q):
+            none = torch.zeros(0, dtype=torch.int64, device=hidden_RD.device)
+            return Sampled(none, none.bool(), None), accept(none, none, none, draft_SK)
+        position_Q = position_R
+        if not batch.samples_all:
+            hidden_RD, position_Q = hidden_RD[on.sample_Q], position_R[on.sample_Q]
+        position_Q = position_Q + 1
+        rows = Rows(batch.sample_slot_Q, on.sample_slot_Q, position_Q, on.sample_offset_Q)
+        sampled = self.sampler.sample(self.passes.logits(hidden_RD), rows, draft_SK if self.max_depth else None)
+        accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
+        self.sampler.record(accepted, batch.sample_slot_Q)
+        self.slots.take(sampled.token_R, on.sample_slot_Q, position_Q, accepted)
+        return sampled, accepted
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, specs: Mapping[int, SeqSpec], hidden_RD: Tensor
+    ) -> dict[int, PromptLogprobs]:
+        """Of the prompt tokens that follow the rows of prompt chunks, for sequences that ask for them."""
+        out: dict[int, PromptLogprobs] = {}
+        if plan.bucket is not None and plan.bucket.decodes_only:
+            return out
+        for item, first in _first_rows(plan):
+            params = specs[item.seq_id].params
+            wanted, temperature = params.prompt_logprobs, 0.0 if params.greedy else params.temperature
+            count = min(item.start + item.num_rows, specs[item.seq_id].num_prompt - 1) - item.start
+            if item.kind == "decode" or wanted is None or count < 1:
+                continue
+            # A copy: on a CPU another sequence may have taken the slot before these are read.
+            next_N = self.slots.token_SN[item.slot, item.start + 1 : item.start + 1 + count].clone()
+            parts: list[Logprobs] = []
+            for begin in range(0, count, _PROMPT_ROWS):
+                span = slice(first + begin, first + min(begin + _PROMPT_ROWS, count))
+                logits_NW = self.passes.logits(_filled(hidden_RD[span], self.passes))[: span.stop - span.start]
+                parts.append(
+                    self.sampler.logprobs(logits_NW, next_N[begin : begin + _PROMPT_ROWS], wanted, temperature)
+                )
+            out[item.seq_id] = PromptLogprobs(next_N, Logprobs.joined(parts), wanted)
+        return out
+
+    def _upload(self, batch: Batch) -> OnDevice:
+        """All arrays, in one copy; nothing to do where they are those of the last step."""
+        if self._uploaded is None or self._uploaded[0] is not batch:
+            parts = arrays(batch)
+            packed = upload(np.concatenate(parts), self.cache.device)
+            self._uploaded = batch, OnDevice(*packed.split([len(part) for part in parts]))
+        return self._uploaded[1]
+
+
+def _part(model: Glm5, group: Group) -> VocabShard | None:
+    """The token ids whose logits this rank has."""
+    if group.shard.size == 1:
+        return None
+    size = model.cfg.vocab_size // group.shard.size
+    return VocabShard(group, group.shard.rank, group.shard.rank * size, size)
+
+
+def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:
+    return Placement(
+        slot,
+        spec.params,
+        spec.seed,
+        prompt_ids=token_ids[: spec.num_prompt],
+        output_ids=token_ids[spec.num_prompt :],
+        stop_ids=spec.stop_ids,
+        bad_words=spec.bad_words,
+    )
+
+
+def _max_end(plan: StepPlan) -> int:
+    """The furthest end of what a row of the step sees."""
+    return max([item.start + item.num_rows for item in plan.items])
+
+
+def _shown(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> dict[int, int]:
+    """How many of the likeliest tokens the sequences want that want log-probabilities."""
+    wanted = {item.seq_id: specs[item.seq_id].params.logprobs for item in items}
+    return {seq_id: count for seq_id, count in wanted.items() if count is not None}
+
+
+def _first_rows(plan: StepPlan) -> list[tuple[Item, int]]:
+    """Each item with its first row in the batch."""
+    assert plan.bucket is not None, f"{plan.step=}"
+    if plan.bucket.decodes_only:
+        return [(item, index * (1 + plan.bucket.depth)) for index, item in enumerate(plan.items)]
+    first, out = 0, list[tuple[Item, int]]()
+    for item in plan.items:
+        out.append((item, first))
+        first += item.num_rows
+    return out
+
+
+def _filled(hidden_ND: Tensor, passes: Passes) -> Tensor:
+    """Rows of zeros behind, up to whole passes."""
+    return torch.nn.functional.pad(hidden_ND, (0, 0, 0, passes.whole(len(hidden_ND)) - len(hidden_ND)))

@@ -1,0 +1,144 @@
+"""What a scheduler is built with: sizes of the cache and of a step, and what computing and copying cost."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from glm5.common.errors import ConfigError, RequestError
+from glm5.engine.scheduler.messages import Submit, Tier
+
+DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True)
+class RestoreCost:
+    """What it costs to bring pages back, in units of computing one token. Copies run beside the steps, but a sequence
+    waits for its own.
+
+    The defaults are for 4 MB a page (GLM-5, fp8, 64 tokens) at 24k tokens/s, 25 GB/s of host and 3 GB/s of disk.
+    """
+
+    host_page: float = 4.0
+    disk_page: float = 32.0
+    fixed: float = 64.0
+
+    def num_pages(self, tiers: Sequence[Tier], page_size: int) -> int:
+        """How many of these pages, which continue a prefix, to load; the rest is computed. 0 when that is cheaper."""
+        best, best_saved, saved = 0, 0.0, -self.fixed
+        for number, tier in enumerate(tiers, start=1):
+            saved += page_size - (self.host_page if tier == "host" else self.disk_page)
+            if saved > best_saved:
+                best, best_saved = number, saved
+        return best
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Raises ConfigError for what cannot be honoured."""
+
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_tokens_per_step: int
+    max_model_len: int
+    max_depth: int = 0
+    """The most tokens drafted for a sequence and step."""
+    launch_ahead: bool = True
+    """Whether a step is planned before the tokens of the one before it are read."""
+    prefix_cache: bool = True
+    max_prompt_chunk: int | None = None
+    """Tokens of one prompt a step, beside the half-budget rule."""
+    max_tokens_beside: int | None = None
+    """Tokens of prompts in a step in which sequences decode, until `SetBeside` says otherwise: those wait as long as
+    it takes."""
+    whole_prompt: int = 0
+    """Prompts of up to so many tokens are computed whole, in steps of their own if they have half as many together:
+    where all rows of a step are those of whole prompts, attention is several times as fast
+    (engine/runner/fused/fused_model.py). 0: beside everything else."""
+    headroom: float = 0.05
+    """Share of the pages that stays available when a sequence is admitted beside others, for those to grow. Against
+    none, in an overloaded pool: 2 % more steps, and 10 to 25 % fewer rows, which would have been computed twice."""
+    tiers: bool = False
+    """Whether full pages are stored behind the device and looked up there."""
+    restore_cost: RestoreCost = RestoreCost()
+    max_loads: int = 32
+    max_stores: int = 32
+    """Copies from and to the tiers that are under way at a time. A page being stored cannot be evicted."""
+    batch_buckets: tuple[int, ...] = DEFAULT_BUCKETS
+    """Numbers of sequences that a decoding step is padded to; the largest is always `max_num_seqs`."""
+    token_buckets: tuple[int, ...] = ()
+    """Numbers of tokens that a mixed step is padded to; the largest is always `max_tokens_per_step`."""
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "max_num_seqs", "max_model_len", "max_loads", "max_stores"):
+            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        _check("max_depth", self.max_depth, self.max_depth >= 0, "at least 0")
+        _check("headroom", self.headroom, 0 <= self.headroom < 1, "0 to below 1")
+        enough = self.max_tokens_per_step >= self.max_num_seqs
+        allowed = f"at least max_num_seqs ({self.max_num_seqs}), so that every sequence can take part in every step"
+        _check("max_tokens_per_step", self.max_tokens_per_step, enough, allowed)
+        chunk = self.max_prompt_chunk
+        _check("max_prompt_chunk", chunk, chunk is None or chunk >= 1, "None or at least 1")
+        _check("whole_prompt", self.whole_prompt, self.whole_prompt >= 0, "at least 0")
+        beside = self.max_tokens_beside
+        _check("max_tokens_beside", beside, beside is None or beside >= 1, "None or at least 1")
+        _check("tiers", self.tiers, self.prefix_cache or not self.tiers, "only with prefix_cache")
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def most_of_prompts(self, few: int | None) -> int:
+        """Tokens of prompts in a step, of which those that decode beside them may bear `few`."""
+        return self.max_tokens_per_step if few is None else min(few, self.max_tokens_per_step)
+
+    def most_of_whole(self, few: int | None) -> int:
+        """Tokens of a prompt that is computed whole."""
+        most = self.most_of_prompts(few)
+        return min(self.whole_prompt, most, self.max_prompt_chunk or most)
+
+    def max_len(self, submit: Submit) -> int:
+        """Tokens that a sequence has at the end at the latest. The last one is never computed."""
+        return min(len(submit.prompt_ids) + submit.max_tokens, self.max_model_len)
+
+    def check(self, submit: Submit) -> None:
+        """RequestError for a request that can never be served."""
+        num_prompt, limit = len(submit.prompt_ids), self.max_model_len
+        if not num_prompt:
+            raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        if num_prompt >= limit:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens, the context is {limit} and must hold at least one more; shorten "
+                "the prompt or raise max_model_len",
+                param="prompt",
+            )
+        if submit.max_tokens < 1:
+            raise RequestError(f"max_tokens is {submit.max_tokens}; allowed: at least 1", param="max_tokens")
+        if submit.max_depth is not None and submit.max_depth < 0:
+            raise RequestError(f"max_depth is {submit.max_depth}; allowed: None or at least 0", param="max_depth")
+        need = self.pages_for(self.max_len(submit) - 1)
+        if need > self.num_pages:
+            raise RequestError(
+                f"the prompt's {num_prompt} tokens and max_tokens {submit.max_tokens} need {need} pages of "
+                f"{self.page_size} tokens, the cache has {self.num_pages}; lower max_tokens, shorten the prompt or "
+                "give the cache more memory",
+                param="max_tokens",
+            )
+
+    def batch_bucket(self, num_seqs: int) -> int:
+        """Sequences that a decoding step of `num_seqs` is padded to."""
+        return bucket_of(num_seqs, self.batch_buckets, self.max_num_seqs)
+
+    def token_bucket(self, num_tokens: int) -> int:
+        """Tokens that a mixed step of `num_tokens` is padded to."""
+        return bucket_of(num_tokens, self.token_buckets, self.max_tokens_per_step)
+
+
+def bucket_of(count: int, buckets: Sequence[int], largest: int) -> int:
+    """The smallest of the sorted `buckets` that holds `count`, at most `largest`."""
+    index = bisect_left(buckets, count)
+    return min(buckets[index], largest) if index < len(buckets) else largest
+
+
+def _check(name: str, got: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise ConfigError(f"{name}: got {got}; allowed: {allowed}")

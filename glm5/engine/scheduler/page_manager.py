@@ -1,0 +1,207 @@
+"""Pages of sequences: what an admission finds and takes, how a sequence grows, shares what is full, and lets go.
+
+Nothing is planned for positions without a page. A sequence enters with pages for all its known tokens, so that a
+prompt under way never runs out; a decoding one grows step by step, to the furthest that its drafts can reach.
+"""
+
+from dataclasses import dataclass, field
+
+from glm5.engine.cache.pages import PagePool
+from glm5.engine.cache.prefix import PrefixTree, cache_salt
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import Tier
+from glm5.engine.scheduler.plan import PageCopy, StepPlan, TableEntry
+from glm5.engine.scheduler.sequence import Restore, Sequence
+from glm5.engine.scheduler.transfers import Transfers
+from glm5.engine.tiers.key import PageKey
+
+
+@dataclass
+class Found:
+    """What a waiting sequence could have now. `num_short`: pages that are not available for it; it fits at 0."""
+
+    donor: Sequence | None
+    num_matched: int
+    num_short: int
+    lower: list[PageKey] = field(default_factory=list)
+
+
+class PageManager:
+    """The pool with all that refers to it. `weights`: identity of the weights, part of every salt."""
+
+    def __init__(self, config: SchedulerConfig, weights: bytes):
+        self.config, self.weights = config, weights
+        self.pool = PagePool(config.num_pages)
+        self.tree = PrefixTree(self.pool, config.page_size)
+        self.transfers = Transfers(self.pool, self.tree, max_loads=config.max_loads, max_stores=config.max_stores)
+        # Entries of page tables that changed since the last plan.
+        self._changed: list[tuple[Sequence, int]] = []
+
+    def find(self, seq: Sequence, donor: Sequence | None, headroom: int) -> Found:
+        """What `seq` would share, and how many pages it lacks if `headroom` pages are to stay available."""
+        available = self.pool.num_available - headroom
+        num_pages = self.config.pages_for(len(seq.tokens))
+        if donor is not None:
+            return Found(donor, 0, max(0, num_pages - self._num_shared(seq) - available))
+        self._match(seq)
+        # Idle pages that it would take into use are no longer available for the rest.
+        available -= sum(self.pool.is_idle(node.page) for node in seq.path)
+        found = Found(None, len(seq.path), max(0, num_pages - len(seq.path) - available))
+        if not found.num_short and self.transfers.tier_of and self._may_hit(seq):
+            found.lower = self._find_lower(seq)
+        return found
+
+    def admit(self, seq: Sequence, found: Found, plan: StepPlan) -> None:
+        """Give `seq` pages for all its tokens. Sets `computed`, and `restore` when pages are to be loaded first."""
+        num_pages = self.config.pages_for(len(seq.tokens))
+        if found.donor is not None:
+            self._share_prompt(seq, found.donor, plan)
+        else:
+            seq.pages = [node.page for node in seq.path]
+            for page in seq.pages:
+                self.pool.ref(page)
+            seq.node, seq.num_in_tree = (seq.path[-1] if seq.path else None), len(seq.path)
+            seq.computed = seq.confirmed = len(seq.path) * self.config.page_size
+            seq.pages += self._take(num_pages - len(seq.pages))
+        seq.path = []
+        seq.covered = num_pages * self.config.page_size
+        if found.lower:
+            numbers = range(found.num_matched, found.num_matched + len(found.lower))
+            loads = [(number, key, seq.pages[number]) for number, key in zip(numbers, found.lower, strict=True)]
+            seq.restore = self.transfers.restore(loads, found.num_matched, is_again=seq.was_admitted)
+        self._count(seq, found)
+
+    def restored(self, seq: Sequence) -> None:
+        """All loads of `seq` have ended: its pages up to the first that failed hold what they should."""
+        restore, seq.restore = seq.restore, None
+        assert restore is not None
+        seq.computed = seq.confirmed = restore.num_good * self.config.page_size
+        self._count_loaded(restore)
+        self.share_full_pages(seq)
+
+    def grow(self, seq: Sequence, num_positions: int) -> bool:
+        """Pages for that many positions; False, and nothing done, if they are not available."""
+        first = len(seq.pages)
+        need = self.config.pages_for(num_positions) - first
+        if need > self.pool.num_available:
+            return False
+        seq.pages += self._take(need)
+        seq.covered = len(seq.pages) * self.config.page_size
+        self._changed += [(seq, index) for index in range(first, len(seq.pages))]
+        return True
+
+    def share_full_pages(self, seq: Sequence) -> None:
+        """Put pages that are full and certain into the tree; where it has the same page already, use that one."""
+        size = self.config.page_size
+        if not (self.config.prefix_cache and seq.is_pure):
+            return
+        for index in range(seq.num_in_tree, seq.confirmed // size):
+            page = seq.pages[index]
+            num_nodes = len(self.tree)
+            node = self.tree.extend(seq.salt, seq.node, seq.tokens[index * size : (index + 1) * size], page)
+            if node.page != page:
+                seq.pages[index] = node.page
+                self.pool.ref(seq.pages[index])
+                self.pool.unref(page)
+                self._changed.append((seq, index))
+            elif self.config.tiers and len(self.tree) > num_nodes:
+                self.transfers.store(node)
+            seq.node = node
+            seq.num_in_tree = index + 1
+
+    def release(self, seq: Sequence) -> None:
+        """Take all pages of `seq`, the last ones first. Those in the tree can be found again until they are evicted."""
+        if seq.restore is not None:
+            self.transfers.cancel(seq.restore)
+            seq.restore = None
+        for page in reversed(seq.pages):
+            self.pool.unref(page)
+        seq.pages = []
+        seq.node, seq.num_in_tree = None, 0
+        seq.covered = seq.computed = seq.confirmed = 0
+
+    def forget_prefixes(self, running: list[Sequence], *, pure: bool) -> None:
+        """Empty the tree. `pure`: pages of running sequences are right all the same, and may be shared again."""
+        self.tree.clear()
+        for seq in running:
+            seq.node, seq.num_in_tree = None, 0
+            seq.is_pure &= pure
+
+    def table_entries(self) -> list[TableEntry]:
+        """Changes of page tables since the last call, of sequences that still run."""
+        changed, self._changed = self._changed, []
+        return [TableEntry(s.slot, i, s.pages[i]) for s, i in changed if s.slot is not None and i < len(s.pages)]
+
+    def exclusive_pages(self, seqs: list[Sequence]) -> int:
+        """Pages that would become available without these sequences, at least."""
+        return sum(self.pool.refs[page] == 1 for seq in seqs for page in seq.pages)
+
+    def _may_hit(self, seq: Sequence) -> bool:
+        """A prompt that must be computed is, once; when preempted, it may be found again."""
+        return self.config.prefix_cache and not (seq.submit.computes_prompt and seq.is_fresh)
+
+    def _match(self, seq: Sequence) -> None:
+        seq.salt = cache_salt(self.weights, seq.submit.salt)
+        if self._may_hit(seq):
+            # At least one token is left to compute: the next one is sampled from its logits.
+            self.tree.match(seq.salt, seq.tokens, (len(seq.tokens) - 1) // self.config.page_size, seq.path)
+        else:
+            seq.path = []
+
+    def _find_lower(self, seq: Sequence) -> list[PageKey]:
+        """Keys of pages after the match that are worth loading."""
+        keys: list[PageKey] = []
+        tiers: list[Tier] = []
+        key = self.tree.key_of(seq.path[-1]) if seq.path else None
+        for index in range(len(seq.path), (len(seq.tokens) - 1) // self.config.page_size):
+            key = self.tree.next_key(seq.salt, key, seq.tokens, index)
+            tier = self.transfers.tier_of.get(key.digest)
+            if tier is None:
+                break
+            keys.append(key)
+            tiers.append(tier)
+        return keys[: self.config.restore_cost.num_pages(tiers, self.config.page_size)]
+
+    def _num_shared(self, seq: Sequence) -> int:
+        """Pages of a prompt before the one with its last token, which every sequence computes in a page of its own."""
+        return (seq.num_prompt - 1) // self.config.page_size
+
+    def _share_prompt(self, seq: Sequence, donor: Sequence, plan: StepPlan) -> None:
+        """The pages of the donor's prompt, the last one as a copy: all but the last token is computed then."""
+        shared = self._num_shared(seq)
+        seq.pages = donor.pages[:shared]
+        for page in seq.pages:
+            self.pool.ref(page)
+        seq.pages += self._take(1)
+        seq.salt = donor.salt
+        if (seq.num_prompt - 1) % self.config.page_size:
+            plan.page_copies.append(PageCopy(donor.pages[shared], seq.pages[-1]))
+        # Nothing of it is confirmed until the step that computes its last token is read: the donor's may be in flight.
+        seq.computed, seq.confirmed = seq.num_prompt - 1, 0
+        seq.node, seq.num_in_tree = None, 0
+
+    def _take(self, count: int) -> list[int]:
+        if count > self.pool.num_free:
+            self.tree.evict(count - self.pool.num_free)
+        return self.pool.allocate(count)
+
+    def _count(self, seq: Sequence, found: Found) -> None:
+        """Sequences that share a prompt are one query: the others never look."""
+        stats, num_tokens = self.tree.stats, found.num_matched * self.config.page_size
+        if found.donor is not None:
+            return
+        if seq.was_admitted:
+            stats.again_tokens += num_tokens
+            return
+        stats.queries += 1
+        stats.query_tokens += len(seq.tokens)
+        stats.hit_tokens["device"] += num_tokens
+
+    def _count_loaded(self, restore: Restore) -> None:
+        """Pages of lower tiers were found once they are here: what was damaged there, and all behind it, was not."""
+        stats, size = self.tree.stats, self.config.page_size
+        for tier in restore.tiers[: restore.num_good - restore.num_held]:
+            if restore.is_again:
+                stats.again_tokens += size
+            else:
+                stats.hit_tokens[tier] += size

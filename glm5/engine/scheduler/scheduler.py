@@ -1,0 +1,500 @@
+"""Decides what runs in the next step. Plain Python: no tensors, no clock, no I/O; every rank runs the same one.
+
+There is no prefill phase and no decode phase: a sequence wants its uncomputed tokens, many if its prompt is new, one
+and its drafts while it decodes. A step has a token budget. Decoding sequences come first, then prompts, in order of
+(priority, arrival); while others are left waiting, one prompt takes at most half of the budget.
+
+**Launch-ahead.** Step i+1 is planned before the tokens of step i are read. A plan therefore rests on bounds: a
+sequence with a step of depth k in flight has gained 1 to 1 + k tokens. Pages are reserved for the most, ends that are
+certain (`max_tokens`) are not planned past, and what was computed for a sequence that turns out to have ended is
+discarded. With `launch_ahead` off results are applied before the next plan; the rules are the same.
+
+**Pages.** A sequence runs exactly as long as it holds pages and a slot. It is admitted with pages for all its known
+tokens, strictly in order. When a decoding one cannot grow, it drafts less; then the youngest running sequence
+(worst priority, latest arrival) is preempted; the youngest itself stands still rather than give up its pages, which
+older ones take when they need them. So the oldest always proceeds, and alone it always fits: `submit` refuses what
+never could. A preempted sequence keeps its tokens, also those of a step in flight, which are read later. A waiting
+sequence of better priority, not merely earlier arrival, preempts running ones to be admitted.
+
+**Never spinning.** A plan without items says what it waits for: results not yet read, copies, `Resume`, or requests.
+Anything else would be a bug, and is an assertion error.
+
+**Whole prompts.** With `whole_prompt`, prompts of up to so many tokens that begin have steps of their own, every other
+step at most while others decode, and only if together they have half as many tokens.
+
+**One prompt, several answers.** The first sequence of a request computes the prompt, the others are held back until
+it has: then they share its pages, get a copy of the last one, and compute the last token themselves.
+"""
+
+from bisect import insort
+from collections.abc import Mapping
+from collections.abc import Sequence as Ids
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from glm5.engine.cache.prefix import PrefixStats
+from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.engine.scheduler.messages import (
+    Abort,
+    CopyDone,
+    Finish,
+    Message,
+    Pause,
+    ResetCache,
+    Resume,
+    SetBeside,
+    SetDepth,
+    SetWeights,
+    Submit,
+    TierChange,
+)
+from glm5.engine.scheduler.page_manager import PageManager
+from glm5.engine.scheduler.plan import Bucket, EndReason, Entered, Item, Output, StepPlan, Wait
+from glm5.engine.scheduler.sequence import Group, Sequence
+
+_rank = attrgetter("rank")
+
+
+# A launched part of a sequence: the most tokens that it samples, and where a prompt chunk that samples none ends.
+InFlight = tuple[Sequence, int, int]
+
+
+class Scheduler:
+    """`deliver` messages for a step, `plan` the step, `apply` what an earlier one sampled.
+
+    Steps are numbered from 0. With `launch_ahead` one planned step may be unread when the next is planned, without it
+    none. Two schedulers that are told the same decide the same. `version` and `identity` are those of the weights.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, version: int = 0, identity: bytes = b""):
+        self.config, self.version = config, version
+        self.page_manager = PageManager(config, identity)
+        self.depth, self.max_beside = config.max_depth, config.max_tokens_beside
+        self.next_step, self.is_paused = 0, False
+        self._was_whole = False  # the last step was one of whole prompts
+        # Each in order of rank. Running sequences are in one of the last two.
+        self.waiting: list[Sequence] = []
+        self.prompting: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        self.live: dict[int, Sequence] = {}
+        self._num_arrived = 0
+        self._messages: list[tuple[int, Message]] = []
+        self._unread: list[tuple[int, list[InFlight]]] = []
+        self._free_slots = list(range(config.max_num_seqs))
+        self._left: list[int] = []
+        self._to_wake: list[Group] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Sequences, results or copies are outstanding."""
+        return bool(self.live or self._unread or self._messages or self.page_manager.transfers.has_work)
+
+    @property
+    def running(self) -> list[Sequence]:
+        return sorted(self.prompting + self.decoding, key=_rank)
+
+    @property
+    def stats(self) -> PrefixStats:
+        return self.page_manager.tree.stats
+
+    def check(self, submit: Submit) -> None:
+        """RequestError for a request that can never be served. Any thread may ask."""
+        self.config.check(submit)
+
+    def deliver(self, step: int, messages: Ids[Message]) -> None:
+        """Messages that take effect when `step`, not planned yet, is planned. RequestError as from `check`."""
+        assert step >= self.next_step, f"too late for {step=}: {self.next_step=}"
+        for message in messages:
+            if isinstance(message, Submit):
+                self.check(message)
+        self._messages += [(step, message) for message in messages]
+
+    def plan(self, step: int) -> StepPlan:
+        """Decide `step`. Pages and slots that it needs are reserved; `apply` must follow if it has items."""
+        assert step == self.next_step, f"{step=} {self.next_step=}"
+        assert len(self._unread) <= self.config.launch_ahead, f"{len(self._unread)} steps are unread"
+        self.next_step += 1
+        plan = StepPlan(step, self.version)
+        self._wake_held()
+        self._take_messages(plan)
+        plan.version = self.version
+        if not self.is_paused:
+            in_flight: list[InFlight] = []
+            self._make_room_for_better(plan)
+            is_whole = self._plan_whole_prompts(plan, in_flight)
+            if not is_whole:
+                is_short = self._plan_decodes(plan, in_flight)
+                # With pages short, whoever was preempted for them would be the first to come back.
+                self._plan_prompts(plan, in_flight, may_admit=not is_short)
+            self._was_whole = is_whole
+            if plan.items:
+                self._unread.append((step, in_flight))
+                plan.bucket = self._bucket(plan)
+                plan.draft_depth = min(self.depth, max([seq.max_depth for seq, *_ in in_flight]))
+        self.page_manager.transfers.issue(plan)
+        plan.table = self.page_manager.table_entries()
+        plan.left, self._left = self._left, []
+        if not plan.items:
+            plan.wait = self._wait()
+        return plan
+
+    def apply(self, step: int, results: Mapping[int, Ids[int]]) -> list[Output]:
+        """Take the tokens that `step`, the oldest unread one, sampled: per sequence 1 to 1 + depth, in order.
+
+        Results of sequences that have ended are ignored, and may be missing. Returns what each of the others gained.
+        """
+        assert self._unread, f"{step=} was not launched, or is read"
+        launched, in_flight = self._unread.pop(0)
+        assert step == launched, f"{step=}, but {launched} is the oldest unread"
+        outputs: list[Output] = []
+        size = self.config.page_size
+        for seq, gain, end in in_flight:
+            seq.in_flight -= 1
+            if seq.seq_id not in self.live:
+                continue
+            if not gain:
+                if seq.slot is not None:
+                    seq.confirmed = end
+                    self.page_manager.share_full_pages(seq)
+                continue
+            sampled = results[seq.seq_id]
+            assert 1 <= len(sampled) <= gain, f"{sampled=} {gain=}"
+            taken, reason = seq.take(sampled)
+            if seq.slot is not None:
+                seq.low += len(sampled) - 1
+                seq.high += len(sampled) - gain
+                seq.confirmed = len(seq.tokens) - 1
+                if seq.confirmed // size > seq.num_in_tree:
+                    self.page_manager.share_full_pages(seq)
+            if reason is not None:
+                self._end(seq)
+            outputs.append(Output(seq.seq_id, taken, reason))
+        return outputs
+
+    def _take_messages(self, plan: StepPlan) -> None:
+        if not self._messages:
+            return
+        due = [message for step, message in self._messages if step <= plan.step]
+        self._messages = [(step, message) for step, message in self._messages if step > plan.step]
+        for message in due:
+            self._take(message, plan)
+        for seq in [seq for seq in self.prompting if seq.restore is not None and seq.restore.is_over]:
+            self.page_manager.restored(seq)
+
+    def _take(self, message: Message, plan: StepPlan) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort(seq_ids):
+                for seq_id in list(self.live) if seq_ids is None else seq_ids:
+                    self._end_by_message(seq_id, "abort", plan)
+            case Finish(seq_id, reason):
+                self._end_by_message(seq_id, reason, plan)
+            case CopyDone(copy_id, tier):
+                self.page_manager.transfers.end(copy_id, tier)
+            case TierChange(pages):
+                self.page_manager.transfers.update(pages)
+            case SetDepth(depth):
+                assert 0 <= depth <= self.config.max_depth, f"{depth=} {self.config.max_depth=}"
+                self.depth = depth
+            case SetBeside(max_tokens):
+                self.max_beside = max_tokens
+            case Pause(release):
+                self.is_paused = True
+                if release:
+                    self._release_all(plan)
+            case Resume():
+                self.is_paused = False
+            case SetWeights(version, recompute, identity):
+                self.version, self.page_manager.weights = version, identity
+                if recompute:
+                    self._release_all(plan)
+                else:
+                    self.page_manager.forget_prefixes(self.running, pure=False)
+            case ResetCache():
+                self.page_manager.forget_prefixes(self.running, pure=True)
+
+    def _submit(self, submit: Submit) -> None:
+        group = Group()
+        for seq_id in submit.seq_ids:
+            assert seq_id not in self.live, f"{seq_id=} is used twice"
+            rank = (submit.priority, self._num_arrived)
+            self._num_arrived += 1
+            seq = Sequence(seq_id, rank, submit, self.config.max_len(submit), self.config.max_depth, group)
+            group.members.append(seq)
+            self.live[seq_id] = seq
+            insort(self.waiting, seq, key=_rank)
+
+    def _end_by_message(self, seq_id: int, reason: EndReason, plan: StepPlan) -> None:
+        seq = self.live.get(seq_id)
+        if seq is not None:
+            self._end(seq)
+            plan.ended.append(Output(seq_id, (), reason))
+
+    def _release_all(self, plan: StepPlan) -> None:
+        self.page_manager.forget_prefixes(self.running, pure=False)
+        for seq in reversed(self.running):
+            self._preempt(seq, plan)
+
+    def _end(self, seq: Sequence) -> None:
+        """Forget a sequence, in whatever state it is; its full pages stay in the tree."""
+        del self.live[seq.seq_id]
+        seq.group.members.remove(seq)
+        if seq.slot is not None:
+            self._leave(seq)
+        elif seq in seq.group.held:
+            seq.group.held.remove(seq)
+        else:
+            self.waiting.remove(seq)
+
+    def _preempt(self, seq: Sequence, plan: StepPlan) -> None:
+        self._leave(seq)
+        insort(self.waiting, seq, key=_rank)
+        plan.preempted.append(seq.seq_id)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Give up pages and slot. If others wait for the prompt that it computed, one of them must."""
+        assert seq.slot is not None
+        (self.decoding if seq.decodes else self.prompting).remove(seq)
+        self.page_manager.release(seq)
+        heappush(self._free_slots, seq.slot)
+        self._left.append(seq.slot)
+        seq.slot, seq.decodes = None, False
+        self._wake(seq.group)
+
+    def _wake(self, group: Group) -> None:
+        for seq in group.held:
+            insort(self.waiting, seq, key=_rank)
+        group.held.clear()
+
+    def _wake_held(self) -> None:
+        """Prompts whose last chunk the last plan launched can be shared now."""
+        for group in self._to_wake:
+            self._wake(group)
+        self._to_wake.clear()
+
+    def _make_room_for_better(self, plan: StepPlan) -> None:
+        """Preempt running sequences of worse priority when the first one waiting could be admitted in their place."""
+        if not (self.waiting and (self.prompting or self.decoding)):
+            return
+        head = self.waiting[0]
+        if self._youngest().rank[0] <= head.rank[0] or head.in_flight or self._must_hold(head):
+            return
+        running = self.running
+        worse = [seq for seq in running if seq.rank[0] > head.rank[0]]
+        while worse:
+            headroom = 0 if len(worse) == len(running) else self._headroom()
+            found = self.page_manager.find(head, self._donor(head), headroom)
+            if self._free_slots and not found.num_short:
+                return
+            if found.num_short > self.page_manager.exclusive_pages(worse):
+                return
+            self._preempt(worse.pop(), plan)
+            running = self.running
+
+    def _plan_decodes(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
+        """One step of every decoding sequence that can make one. Whether pages were too few for all that run."""
+        depth = self._common_depth()
+        items, num_tokens, deepest, is_short = plan.items, 0, 0, False
+        for seq in list(self.decoding):
+            low, cap = seq.low, seq.cap
+            if low >= cap or seq.slot is None or (seq.needs_last_token and seq.in_flight):
+                continue
+            high, drafts = seq.high, depth
+            if drafts:
+                drafts = min(drafts, seq.max_depth, cap - low - 1)
+            if high + max(0, 2 * drafts - 1) > seq.covered and seq.covered < cap - 1:
+                num_preempted = len(plan.preempted)
+                drafts = self._grow(seq, drafts, plan)
+                is_short |= drafts < 0 or len(plan.preempted) > num_preempted
+                if drafts < 0:
+                    continue
+            items.append(Item(seq.seq_id, seq.slot, high - 1, 1 + drafts, drafts, "decode", True))  # noqa: FBT003
+            in_flight.append((seq, 1 + drafts, 0))
+            seq.low = low + 1
+            seq.high = high + 1 + drafts
+            seq.in_flight += 1
+            num_tokens += 1 + drafts
+            if drafts > deepest:
+                deepest = drafts
+        plan.num_tokens, plan.depth = num_tokens, deepest
+        return is_short
+
+    def _grow(self, seq: Sequence, drafts: int, plan: StepPlan) -> int:
+        """Reserve pages for a step of `seq`. Returns the drafts that there is room for, -1 if it must stand still.
+
+        Best is room for the rows of this step, and for those that the draft layer writes ahead for the next one.
+        """
+        if self.page_manager.grow(seq, min(seq.high + max(0, 2 * drafts - 1), seq.cap - 1)):
+            return drafts
+        need = min(seq.high, seq.cap - 1)
+        while seq.covered < need and not self.page_manager.grow(seq, need):
+            youngest = self._youngest()
+            if youngest is seq:
+                return -1
+            self._preempt(youngest, plan)
+        return min(drafts, seq.covered - seq.high) if seq.covered < seq.cap - 1 else drafts
+
+    def _plan_whole_prompts(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
+        """Prompts that are computed whole, if it is their turn. Whether there are any."""
+        few = self.max_beside if self.decoding else None
+        limit, budget = self.config.most_of_whole(few), self.config.most_of_prompts(few)
+        if self._was_whole and (self.decoding or any(not self._is_whole(seq, limit) for seq in self.prompting)):
+            return False
+        if self.decoding and self._num_whole(limit, budget) < self.config.whole_prompt // 2:
+            return False  # a step of their own takes longer than what they lose beside others
+        chosen: list[Sequence] = []
+        for seq in self.prompting:
+            if self._is_whole(seq, min(limit, budget)):
+                chosen.append(seq)
+                budget -= seq.goal
+        while self.waiting and self._would_be_whole(self.waiting[0], min(limit, budget)):
+            seq = self._admit_next(plan)
+            if seq is None:
+                break
+            chosen.append(seq)
+            budget -= seq.goal
+        for seq in chosen:
+            self._plan_chunk(seq, seq.goal, plan, in_flight)
+        return bool(chosen)
+
+    def _num_whole(self, limit: int, budget: int) -> int:
+        """Tokens of prompts that could be computed whole, `budget` being enough to know."""
+        count = sum(seq.goal for seq in self.prompting if self._is_whole(seq, limit))
+        for seq in self.waiting:
+            if count >= budget or len(seq.tokens) > limit:
+                break
+            count += len(seq.tokens)
+        return count
+
+    @staticmethod
+    def _is_whole(seq: Sequence, limit: int) -> bool:
+        return seq.restore is None and not seq.computed and seq.goal <= limit
+
+    def _would_be_whole(self, seq: Sequence, limit: int) -> bool:
+        """Of one that waits: nothing of its prompt is there yet, and nobody else computes it."""
+        if len(seq.tokens) > limit or self._must_hold(seq) or (donor := self._donor(seq)) is not None:
+            return False
+        found = self.page_manager.find(seq, donor, self._headroom())
+        return not (found.num_matched or found.lower)
+
+    def _plan_prompts(self, plan: StepPlan, in_flight: list[InFlight], *, may_admit: bool) -> None:
+        """Share the rest of the budget among prompts: first at most half of a step's each, then what is left over."""
+        most = self.config.most_of_prompts(self.max_beside if plan.items else None)
+        budget = min(self.config.max_tokens_per_step - plan.num_tokens, most)
+        left = self.config.most_of_whole(self.max_beside) if self._was_whole and plan.items else 0  # to the next step
+        chunk = self.config.max_prompt_chunk or budget
+        half = min(chunk, max(1, most // 2))
+        shares: list[tuple[Sequence, int]] = []
+        for seq in self.prompting:
+            if budget and seq.restore is None and not self._is_whole(seq, left):
+                shares.append((seq, min(seq.goal - seq.computed, half, budget)))
+                budget -= shares[-1][1]
+        while may_admit and budget and self.waiting and len(self.waiting[0].tokens) > left:
+            seq = self._admit_next(plan)
+            if seq is None:
+                break
+            if seq.restore is None:
+                shares.append((seq, min(seq.goal - seq.computed, half, budget)))
+                budget -= shares[-1][1]
+        unserved = [number for number, (seq, count) in enumerate(shares) if seq.computed + count < seq.goal]
+        if budget and len(unserved) == 1 and not self.waiting:
+            # Nobody else is left waiting, so the half-budget rule has nobody to protect.
+            seq, count = shares[unserved[0]]
+            shares[unserved[0]] = seq, min(seq.goal - seq.computed, max(count, chunk), count + budget)
+        for seq, count in shares:
+            self._plan_chunk(seq, count, plan, in_flight)
+
+    def _plan_chunk(self, seq: Sequence, count: int, plan: StepPlan, in_flight: list[InFlight]) -> None:
+        assert seq.slot is not None
+        end = seq.computed + count
+        samples = end == seq.goal
+        plan.items.append(Item(seq.seq_id, seq.slot, seq.computed, count, 0, "prefill", samples))
+        plan.num_tokens += count
+        in_flight.append((seq, int(samples), end))
+        seq.computed = end
+        seq.in_flight += 1
+        if samples:
+            seq.low = seq.high = seq.goal + 1
+            if self.depth:
+                # For what the draft layer writes ahead, if there is room.
+                self.page_manager.grow(seq, min(seq.goal + self.depth - 1, seq.cap - 1))
+            seq.decodes = True
+            self.prompting.remove(seq)
+            insort(self.decoding, seq, key=_rank)
+            if seq.group.held:
+                self._to_wake.append(seq.group)
+
+    def _admit_next(self, plan: StepPlan) -> Sequence | None:
+        """Admit the first sequence that waits, and no other: a short one never overtakes a long one."""
+        while self.waiting:
+            seq = self.waiting[0]
+            if self._must_hold(seq):
+                seq.group.held.append(self.waiting.pop(0))
+                continue
+            # What is in flight of a preempted sequence decides how it goes on, or whether it does.
+            if seq.in_flight or not self._free_slots:
+                return None
+            donor = self._donor(seq)
+            found = self.page_manager.find(seq, donor, self._headroom())
+            if found.num_short:
+                return None
+            self.waiting.pop(0)
+            self.page_manager.admit(seq, found, plan)
+            seq.slot = heappop(self._free_slots)
+            seq.goal = len(seq.tokens)
+            seq.is_pure = seq.was_admitted = True
+            insort(self.prompting, seq, key=_rank)
+            hits = (found.num_matched * self.config.page_size, len(found.lower) * self.config.page_size)
+            donor_slot = donor.slot if donor is not None else None
+            plan.entered.append(Entered(seq.seq_id, seq.slot, list(seq.tokens), tuple(seq.pages), *hits, donor_slot))
+            return seq
+        return None
+
+    def _donor(self, seq: Sequence) -> Sequence | None:
+        """A sequence of the same request, in whose pages the whole prompt will be once earlier plans have run.
+
+        (This plan's last chunks are planned after its admissions.)
+        """
+        if not seq.is_fresh:
+            return None
+        return next((other for other in seq.group.members if other.decodes and other.is_pure), None)
+
+    def _must_hold(self, seq: Sequence) -> bool:
+        """Whether another sequence of the request is computing the prompt, and `seq` had better wait for it."""
+        if not seq.is_fresh or self._donor(seq) is not None:
+            return False
+        return any(other.slot is not None and not other.decodes for other in seq.group.members)
+
+    def _headroom(self) -> int:
+        """Pages to leave for those that run. None if nobody does: what was admitted at the door fits alone."""
+        return int(self.config.headroom * self.config.num_pages) if self.prompting or self.decoding else 0
+
+    def _common_depth(self) -> int:
+        """Drafts a sequence for which the budget suffices, half of it being left to prompts if there are any."""
+        if not (self.depth and self.decoding):
+            return 0
+        budget = self.config.max_tokens_per_step
+        if self.prompting or self.waiting:
+            budget -= budget // 2
+        return max(0, min(self.depth, budget // len(self.decoding) - 1))
+
+    def _youngest(self) -> Sequence:
+        return max((queue[-1] for queue in (self.prompting, self.decoding) if queue), key=_rank)
+
+    def _bucket(self, plan: StepPlan) -> Bucket:
+        num_seqs = self.config.batch_bucket(len(plan.items))
+        decodes_only = plan.items[-1].kind == "decode"
+        num_tokens = num_seqs * (1 + plan.depth) if decodes_only else self.config.token_bucket(plan.num_tokens)
+        return Bucket(num_seqs, plan.depth, num_tokens, decodes_only)
+
+    def _wait(self) -> Wait:
+        """Why there is nothing to launch."""
+        if self._unread:
+            return "results"
+        if self.page_manager.transfers.num_under_way:
+            return "copies"
+        if self.is_paused:
+            return "pause"
+        assert not self.live, f"{len(self.waiting)} wait, {len(self.running)} run, and nothing would move them"
+        return "requests"

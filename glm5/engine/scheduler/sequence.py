@@ -1,0 +1,129 @@
+"""One sequence as the scheduler sees it: how far it is, for certain and at most, and which pages hold it.
+
+A sequence waits (no pages, no slot), runs (both), or has ended. "Runs" and "holds pages" are the same thing.
+
+    tokens      prompt and answer as far as they were read           0 .. len(tokens)
+    confirmed   positions whose keys are in pages for certain        full pages of them may be shared
+    computed    of `goal` known tokens, how many steps were planned for; then the sequence decodes
+    low, high   bounds of its length once all planned steps are read: a step adds 1 to 1 + depth tokens
+    covered     positions that the pages have room for
+
+Keys are computed for every token but the last, so a sequence of n tokens holds n - 1 positions, and one that may grow
+to `cap` tokens never needs more than cap - 1.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+
+from glm5.engine.cache.prefix import Node
+from glm5.engine.scheduler.messages import Submit, Tier
+from glm5.engine.scheduler.plan import EndReason
+from glm5.engine.tiers.key import PageKey
+
+Rank = tuple[int, int]
+
+
+@dataclass(eq=False)
+class Group:
+    """The live sequences of one request. `held`: those that wait for another to compute the prompt."""
+
+    members: list["Sequence"] = field(default_factory=list)
+    held: list["Sequence"] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Restore:
+    """Pages that a sequence waits for. `pending`: number, key and page of loads that have not begun. `num_good`: of
+    its pages from the first on, how many will hold what they should if nothing more fails; the first `num_held` do, and
+    the others come from these `tiers`. `is_again`: the sequence was admitted before, and lost its pages."""
+
+    pending: deque[tuple[int, PageKey, int]]
+    num_good: int
+    num_held: int
+    tiers: list[Tier]
+    is_again: bool
+    num_under_way: int = 0
+    copy_ids: list[int] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.pending and not self.num_under_way
+
+
+class Sequence:
+    """State of a sequence; equal only to itself. The scheduler and `PageManager` write it."""
+
+    __slots__ = (
+        "cap",
+        "computed",
+        "confirmed",
+        "covered",
+        "decodes",
+        "goal",
+        "group",
+        "high",
+        "in_flight",
+        "is_pure",
+        "low",
+        "max_depth",
+        "needs_last_token",
+        "node",
+        "num_in_tree",
+        "num_prompt",
+        "pages",
+        "path",
+        "rank",
+        "restore",
+        "salt",
+        "seq_id",
+        "slot",
+        "stop_ids",
+        "submit",
+        "tokens",
+        "was_admitted",
+    )
+
+    def __init__(self, seq_id: int, rank: Rank, submit: Submit, cap: int, max_depth: int, group: Group):
+        self.seq_id, self.rank, self.submit, self.cap, self.group = seq_id, rank, submit, cap, group
+        self.max_depth = max_depth if submit.max_depth is None else min(max_depth, submit.max_depth)
+        self.needs_last_token, self.stop_ids = submit.needs_last_token, submit.stop_ids
+        self.tokens: list[int] = list(submit.prompt_ids)
+        self.num_prompt = len(self.tokens)
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.covered = self.computed = self.confirmed = 0
+        self.goal = self.low = self.high = len(self.tokens)
+        # The last chunk of what was known at admission is planned.
+        self.decodes = False
+        # Steps launched with this sequence and not read.
+        self.in_flight = 0
+        self.restore: Restore | None = None
+        # Where it is in the prefix tree, and a match to begin from while it waits.
+        self.node: Node | None = None
+        self.num_in_tree = 0
+        self.path: list[Node] = []
+        self.salt = b""
+        # All pages hold what the present weights compute for the tokens, so they may be shared.
+        self.is_pure = True
+        self.was_admitted = False
+
+    @property
+    def is_fresh(self) -> bool:
+        """Has no token of its own yet: the prompt's pages are all that it needs."""
+        return len(self.tokens) == self.num_prompt
+
+    def take(self, token_ids: Ids[int]) -> tuple[Ids[int], EndReason | None]:
+        """Append sampled tokens, up to the one that ends the answer. Returns those taken, and why it is over."""
+        tokens, reason = self.tokens, None
+        room = self.cap - len(tokens)
+        if len(token_ids) >= room:
+            token_ids, reason = token_ids[:room], "length"
+        if not self.stop_ids.isdisjoint(token_ids):
+            first = self.num_prompt + self.submit.min_tokens - len(tokens)
+            for number, token_id in enumerate(token_ids, start=1):
+                if number >= first and token_id in self.stop_ids:
+                    token_ids, reason = token_ids[:number], "stop"
+                    break
+        tokens.extend(token_ids)
+        return token_ids, reason

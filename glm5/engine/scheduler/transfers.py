@@ -1,0 +1,130 @@
+"""Copies of pages to and from the tiers behind the device: which are wanted, under way, and what is known to be there.
+
+A full page is stored once, soon after it enters the prefix tree, so evicting it later is free at once. A page with a
+copy under way has a reference of the copy's, whoever else lets go of it. How many are under way is bounded; stores
+beyond that wait, and lapse when their page is evicted first.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from glm5.engine.cache.pages import PagePool
+from glm5.engine.cache.prefix import Node, PrefixTree
+from glm5.engine.scheduler.messages import Tier
+from glm5.engine.scheduler.plan import StepPlan, TierCopy
+from glm5.engine.scheduler.sequence import Restore
+from glm5.engine.tiers.key import PageKey
+
+
+@dataclass
+class _Load:
+    restore: Restore
+    index: int
+    digest: bytes
+    page: int
+
+
+@dataclass
+class _Store:
+    digest: bytes
+    page: int
+
+
+class Transfers:
+    """Hands out copies to plans and takes their ends. `tier_of`: digests of the pages that can be loaded."""
+
+    def __init__(self, pool: PagePool, tree: PrefixTree, *, max_loads: int, max_stores: int):
+        self.pool, self.tree, self.max_loads, self.max_stores = pool, tree, max_loads, max_stores
+        self.tier_of: dict[bytes, Tier] = {}
+        self._next_id = 0
+        self._loads: dict[int, _Load] = {}
+        self._stores: dict[int, _Store] = {}
+        self._restores: deque[Restore] = deque()
+        self._to_store: deque[Node] = deque()
+        self._cancelled: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Copies are under way, or will be when they may."""
+        return bool(self._loads or self._stores or self._to_store)
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._loads) + len(self._stores)
+
+    @property
+    def pages_under_way(self) -> list[int]:
+        """One entry for every reference that a copy has."""
+        return [copy.page for copies in (self._loads, self._stores) for copy in copies.values()]
+
+    def restore(self, pages: list[tuple[int, PageKey, int]], num_held: int, *, is_again: bool) -> Restore:
+        """Begin to load (number in the sequence, key, page); the `num_held` pages before are there already."""
+        tiers: list[Tier] = [self.tier_of[key.digest] for _, key, _ in pages]
+        restore = Restore(deque(pages), num_held + len(pages), num_held, tiers, is_again)
+        self._restores.append(restore)
+        return restore
+
+    def cancel(self, restore: Restore) -> None:
+        """Nobody waits for these pages any more. Loads under way keep theirs until they end."""
+        restore.pending.clear()
+        self._cancelled += restore.copy_ids
+
+    def store(self, node: Node) -> None:
+        """Keep the page of `node` in a lower tier, when its turn comes."""
+        if len(self._to_store) >= 2 * self.pool.num_pages:
+            # Stores lag behind: most of these pages are gone by now.
+            self._to_store = deque(waiting for waiting in self._to_store if waiting.is_kept)
+        self._to_store.append(node)
+
+    def issue(self, plan: StepPlan) -> None:
+        """Begin what may begin now."""
+        while self._restores and len(self._loads) < self.max_loads:
+            restore = self._restores[0]
+            if not restore.pending:
+                self._restores.popleft()
+                continue
+            index, key, page = restore.pending.popleft()
+            self._loads[self._next_id] = _Load(restore, index, key.digest, page)
+            restore.num_under_way += 1
+            restore.copy_ids.append(self._next_id)
+            plan.loads.append(self._copy(key, page))
+        while self._to_store and len(self._stores) < self.max_stores:
+            node = self._to_store.popleft()
+            if not node.is_kept:
+                continue
+            key = self.tree.key_of(node)
+            if key.digest not in self.tier_of:
+                self._stores[self._next_id] = _Store(key.digest, node.page)
+                plan.stores.append(self._copy(key, node.page))
+        plan.cancelled, self._cancelled = self._cancelled, []
+
+    def end(self, copy_id: int, tier: Tier | None) -> None:
+        """A copy has ended; a failed load ends its restore with the pages before it."""
+        if (load := self._loads.pop(copy_id, None)) is not None:
+            self.pool.unref(load.page)
+            restore = load.restore
+            restore.num_under_way -= 1
+            restore.copy_ids.remove(copy_id)
+            if tier is None:
+                self.tier_of.pop(load.digest, None)
+                restore.num_good = min(restore.num_good, load.index)
+                restore.pending.clear()
+            return
+        store = self._stores.pop(copy_id)
+        self.pool.unref(store.page)
+        if tier is not None:
+            self.tier_of[store.digest] = tier
+
+    def update(self, pages: tuple[tuple[bytes, Tier | None], ...]) -> None:
+        """What the tiers say they have, or have no more."""
+        for digest, tier in pages:
+            if tier is None:
+                self.tier_of.pop(digest, None)
+            else:
+                self.tier_of[digest] = tier
+
+    def _copy(self, key: PageKey, page: int) -> TierCopy:
+        self.pool.ref(page)
+        copy = TierCopy(self._next_id, key, page)
+        self._next_id += 1
+        return copy

@@ -1,0 +1,341 @@
+"""The way to an engine core: in a process of its own, or in this one. Both have the same few methods.
+
+    send(message)          from any thread; without effect once the engine has ended
+    receive(timeout)       messages that came, after `timeout` seconds at most; the last of all is one `Dead`
+    kill()                 end it now, without waiting for anything
+
+One thread receives. What ends the engine is a message like any other, so nobody waits for something that cannot come.
+"""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from glm5.common.errors import reason_of
+from glm5.engine.transport.failure import LOST, reason_of_exit, silence
+from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
+
+logger = logging.getLogger(__name__)
+
+CLOSED = "it was closed"
+FORKED = "this process is a fork of the one that started it; start another engine here"
+START_SECONDS = 60.0  # a process may take this long to say its first word, if the machine is busy
+CLOSE_SECONDS = 45.0  # to write to disk what is to be found again, for which the core takes up to 30
+# A program that uses NVLink multicast and ends badly can take a machine's GPUs out of service.
+_NO_MULTICAST = ("TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "NCCL_NVLS_ENABLE=0", "NVSHMEM_DISABLE_NVLS=1")
+_RECONNECT_MS = 5  # until the process has opened its end
+# After the end of a process nothing more of it is on its way, when nothing has come for so long.
+_QUIET_MS = 200
+_DEAD_MS = 20  # of one that did not end in order: its requests have failed, and whoever asks is to know at once
+_LEAVE_SECONDS = 5.0  # to notice that a process has ended, which takes no time unless this machine has none
+_MAX_FOLDER = 70  # characters; the path of a socket may have 107
+
+
+class Core(Protocol):
+    """The part of `EngineCore` that a link needs."""
+
+    @property
+    def facts(self) -> Facts: ...
+    @property
+    def has_work(self) -> bool: ...
+    def receive(self, message: ToEngine) -> None: ...
+    def step(self) -> list[ToClient]: ...
+    def close(self) -> None: ...
+
+
+class Link(Protocol):
+    """What a client needs of its engine. `ended`: `Dead` has been given out, nothing follows. `is_forked`: this process
+    is not the one whose engine it is."""
+
+    ended: bool
+
+    @property
+    def is_forked(self) -> bool: ...
+
+    def send(self, message: ToEngine) -> None: ...
+    def receive(self, timeout: float) -> list[ToClient]: ...
+    def kill(self) -> None: ...
+
+
+class InlineLink:
+    """A core in this process: it computes while somebody receives, in that thread."""
+
+    def __init__(self, core: Core):
+        self.core, self.ended = core, False
+        self._inbox: SimpleQueue[ToEngine] = SimpleQueue()
+        self._is_ready = False
+
+    @property
+    def is_forked(self) -> bool:
+        return False
+
+    def send(self, message: ToEngine) -> None:
+        if not self.ended:
+            self._inbox.put(message)
+
+    def receive(self, timeout: float) -> list[ToClient]:
+        """One step of the core, if it has work; else what changes while waiting for a message."""
+        if self.ended:
+            return []
+        if not self._is_ready:
+            self._is_ready = True
+            return [Ready(self.core.facts)]
+        try:
+            with suppress(Empty):
+                wait = 0.0 if self.core.has_work else timeout
+                while True:
+                    message = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+                    wait = 0.0
+                    if isinstance(message, Close):
+                        return [self._end(CLOSED)]
+                    self.core.receive(message)
+            return self.core.step() if self.core.has_work else []
+        except Exception as error:
+            # Whatever it was, those who wait must learn of it.
+            logger.exception("the engine stopped")
+            return [self._end(reason_of(error))]
+
+    def kill(self) -> None:
+        if not self.ended:
+            self._end(CLOSED)
+
+    def _end(self, reason: str) -> Dead:
+        self.ended = True
+        try:
+            self.core.close()
+        except Exception:
+            logger.exception("the engine could not be closed")
+        return Dead(reason)
+
+
+class ProcessLink:
+    """A child process with a core in it. Raises OSError where none can be started.
+
+    The child is killed when it is silent for longer than `watchdog_timeout`, and when it does not end in order within
+    CLOSE_SECONDS. It ends by itself when this process does.
+    """
+
+    def __init__(self, start: Start):
+        self.ended, self._owner = False, os.getpid()
+        self.watchdog_timeout: float = start.config["watchdog_timeout"]
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToClient)
+        # A socket belongs to one thread at a time. Reentrant, as what ends the engine is noticed while holding one.
+        self._sending, self._receiving = threading.RLock(), threading.RLock()
+        self._folder = _private_folder()
+        self._context = zmq.Context()
+        # Senders connect and receivers bind: what is sent then waits for a process that is not there yet, or has gone,
+        # where a bound sender would wait itself.
+        self._inbox, self._outbox = self._socket(zmq.PULL), self._socket(zmq.PUSH)
+        try:
+            self._inbox.bind(f"ipc://{self._folder}/{OUTBOX}")
+            self._outbox.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            self._outbox.connect(f"ipc://{self._folder}/{INBOX}")
+            self.process = _spawn(self._folder, several=start.config.get("tensor_parallel_size", 1) > 1)
+        except BaseException:  # Ctrl-C too
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        assert self.process.stdout is not None
+        self._pipe, self._half_line = self.process.stdout, b""
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._pipe.fileno(), zmq.POLLIN)
+        self._silent, self._allowed = 0.0, max(START_SECONDS, self.watchdog_timeout)
+        self._closing_since: float | None = None
+        self._last_words: Dead | None = None
+        # For callers that never close: at the latest when the interpreter ends.
+        ends = _Ends(self.process, self._context, self._inbox, self._outbox, self._sending, self._receiving)
+        self._finalizer = weakref.finalize(self, _release, self._owner, ends, self._folder, CLOSE_SECONDS)
+        self._outbox.send(self._encoder.encode(start))
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_forked(self) -> bool:
+        """Sockets do not work in a fork: calls of theirs would never return."""
+        return os.getpid() != self._owner
+
+    def send(self, message: ToEngine) -> None:
+        if self.is_forked:
+            return
+        with self._sending:
+            if self.ended or not self._finalizer.alive:  # not alive: the interpreter is ending
+                return
+            self._outbox.send(self._encoder.encode(message))
+            if isinstance(message, Close) and self._closing_since is None:
+                self._closing_since = time.monotonic()
+
+    def receive(self, timeout: float) -> list[ToClient]:
+        if self.is_forked:
+            is_news, self.ended = not self.ended, True
+            return [Dead(FORKED)] if is_news else []
+        with self._receiving:
+            return [] if self.ended else self._receive(timeout)
+
+    def kill(self) -> None:
+        if not self.ended and not self.is_forked:
+            self.process.kill()  # first: a thread that listens leaves when it notices
+            with self._receiving:
+                if not self.ended:
+                    self._kill(CLOSED)
+
+    def _receive(self, timeout: float) -> list[ToClient]:
+        began = time.monotonic()
+        events = dict(self._poller.poll(round(timeout * 1000)))
+        messages = self._drain()
+        if messages:
+            shutil.rmtree(self._folder, ignore_errors=True)  # both ends are connected: names are needed no more
+        if self._pipe.fileno() in events and not self._listen():
+            return messages + self._end()
+        if events:
+            self._silent, self._allowed = 0.0, self.watchdog_timeout
+        else:
+            # Not by the clock alone: this process may have been stopped too, and for longer.
+            self._silent += min(time.monotonic() - began, timeout)
+        if self._silent > self._allowed:
+            return messages + self._kill(silence(self.pid, self._silent, self.watchdog_timeout))
+        if self._closing_since is not None and time.monotonic() - self._closing_since > CLOSE_SECONDS:
+            return messages + self._kill(f"{CLOSED}, and killed as it did not end within {CLOSE_SECONDS:g} s")
+        return messages
+
+    def _drain(self) -> list[ToClient]:
+        messages: list[ToClient] = []
+        with suppress(zmq.Again):
+            while True:
+                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+        return messages
+
+    def _listen(self) -> bool:
+        """Read the signs of life; False at their end."""
+        read = os.read(self._pipe.fileno(), 1 << 16)
+        *lines, self._half_line = (self._half_line + read).split(b"\n")
+        for line in lines:
+            with suppress(msgspec.DecodeError):  # what a library wrote before stdout was taken from it
+                if isinstance(word := msgspec.json.decode(line, type=Beat | Dead), Dead):
+                    self._last_words = word
+        return bool(read)
+
+    def _end(self) -> list[ToClient]:
+        """The process has ended: what it still said, and why."""
+        try:
+            code = self.process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:  # it has closed its pipe and lives on
+            return self._drain() + self._kill("its process closed its pipe; it has been killed")
+        messages: list[ToClient] = []
+        while self._inbox.poll(_QUIET_MS if code == 0 else _DEAD_MS):
+            messages += self._drain()
+        if code == 0 and self._closing_since is not None:
+            self._last_words = Dead(CLOSED)
+        elif self._last_words is None:
+            self._last_words = Dead(reason_of_exit(code))
+        elif self._last_words.kind == "EngineDead" and code != LOST:
+            self._last_words.reason += f" (exit code {code})"
+        self._release()
+        return [*messages, self._last_words]
+
+    def _kill(self, reason: str) -> list[ToClient]:
+        self.process.kill()
+        self.process.wait()
+        self._release()
+        return [Dead(reason)]
+
+    def _release(self) -> None:
+        with self._sending:
+            self.ended = True
+            self._finalizer()
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set(zmq.SNDHWM, 0)  # how much may be under way is the scheduler's business
+        socket.set(zmq.RCVHWM, 0)
+        return socket
+
+
+def _private_folder() -> str:
+    """A folder that no other user can look into, with a path short enough for the sockets in it."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="glm5-", dir=base if len(base) <= _MAX_FOLDER else "/tmp")
+
+
+def _spawn(folder: str, *, several: bool) -> subprocess.Popen[bytes]:
+    """The child, in a process group of its own: Ctrl-C in the terminal is for this process.
+
+    It starts in the folder that holds the package, so that nothing in the current one is imported by mistake.
+    `several`: ranks that it starts inherit its environment.
+    """
+    home = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "glm5.engine.process", folder, os.getcwd()]
+    if several:
+        command = ["env", *_NO_MULTICAST, *command]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe, stderr=_stderr(), process_group=0, bufsize=0)
+
+
+def _stderr() -> int | None:
+    """This process's standard error as a file, None for whatever the child inherits."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """This process's ends of all ways to the engine's."""
+
+    process: subprocess.Popen[bytes]
+    context: "zmq.Context[zmq.Socket[bytes]]"
+    inbox: zmq.Socket[bytes]
+    outbox: zmq.Socket[bytes]
+    sending: threading.RLock
+    receiving: threading.RLock
+
+    def say_close(self) -> None:
+        with self.sending, suppress(zmq.ZMQError):
+            self.outbox.send(msgspec.msgpack.encode(Close()))
+
+    def close(self) -> None:
+        """Once the process has ended. While the interpreter ends, a thread may be listening still: it finds out at once
+        that the process is no more; and what it uses must not go away under it, or all of this process does."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        if not self.receiving.acquire(timeout=_LEAVE_SECONDS):
+            return
+        with self.sending:
+            self.inbox.close(linger=0)
+            self.outbox.close(linger=0)
+            self.context.term()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.receiving.release()
+
+
+def _release(owner: int, ends: _Ends, folder: str, patience: float) -> None:
+    """End a process that still runs, and give back what led to it. In a fork of the owner, nothing."""
+    if os.getpid() != owner:
+        return
+    if ends.process.poll() is None:
+        ends.say_close()
+        try:
+            ends.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            ends.process.kill()
+            ends.process.wait()
+    ends.close()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,149 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's wire format on one side, token ids on the other."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from glm5.chat.message import Message
+from glm5.common.errors import RequestError
+from glm5.engine.sampling.params import StructuredOutputsParams
+from glm5.serve.anthropic.answer import MessageAnswer, joined
+from glm5.serve.anthropic.body import CountBody, MessagesBody, PromptFields
+from glm5.serve.anthropic.messages import messages_of, tools_of
+from glm5.serve.generation.job import Job, Usage, check, steps
+from glm5.serve.generation.prompting import Conversation, Prompt, prompted
+from glm5.serve.generation.thinking import Thinking, template_kwargs
+from glm5.serve.http.body import body_of, described
+from glm5.serve.http.errors import ApiError, anthropic_envelope, named
+from glm5.serve.http.sse import EventStream, event
+from glm5.serve.service.service import Service, get_service
+
+router = APIRouter()
+
+PING = event({"type": "ping"}, "ping")
+
+
+@router.post("/v1/messages", response_model=None, openapi_extra=described(MessagesBody, streams=True))
+async def messages(
+    request: Request, body: MessagesBody = Depends(body_of(MessagesBody)), service: Service = Depends(get_service)
+) -> Response:
+    """Answer a conversation, as a stream of events or in one piece."""
+    body.check_budget(request.headers.get("anthropic-beta", ""))
+    job = await asyncio.to_thread(_prepare, body, service)
+    check(job, service)
+    omits = body.thinking is not None and body.thinking.display == "omitted"
+    answer = MessageAnswer(job.id, body.model or service.model_names[0], omits_thinking=omits)
+    usage = Usage(len(job.prompt_ids))
+    if body.stream:
+        return await EventStream.begun(_events(job, service, answer, usage), failed=failed, ping=PING)
+    async with aclosing(steps(job, service, usage)) as found:
+        events = [each async for step in found for each in answer.events(step, usage)]
+    return Response(json.dumps(joined(events)), media_type="application/json")
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=described(CountBody))
+async def count_tokens(
+    body: CountBody = Depends(body_of(CountBody)), service: Service = Depends(get_service)
+) -> dict[str, int]:
+    """Tokens of the prompt that a conversation becomes."""
+    return {"input_tokens": len((await asyncio.to_thread(_prompt, body, service)).ids)}
+
+
+def failed(error: ApiError) -> str:
+    """The end of a stream that an error ends: the status line has gone out."""
+    return event(anthropic_envelope(error), "error")
+
+
+def _prepare(body: MessagesBody, service: Service) -> Job:
+    names = {
+        "prompt": "messages",
+        "stop": "stop_sequences",
+        "structured_outputs": body.wanted()[1],
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
+    prompt = _prompt(body, service)
+    _check_room(len(prompt.ids), body.max_tokens, service.engine.max_model_len)
+    optional = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
+    with named(names):
+        params = service.engine.defaults.params(
+            **{name: value for name, value in optional.items() if value is not None},
+            max_tokens=body.max_tokens,
+            stop=body.stop_sequences,
+            structured_outputs=prompt.structured,
+            thinking_token_budget=None if body.thinking is None else body.thinking.budget_tokens,
+            skip_special_tokens=False,
+        )
+    return Job(f"msg_{uuid.uuid4().hex}", prompt.ids, params, prompt.options(), prompt.reader, names)
+
+
+def _prompt(body: PromptFields, service: Service) -> Prompt:
+    wanted, wanted_by = body.wanted()
+    messages = messages_of(body.messages, body.system)
+    if is_begun := messages[-1]["role"] == "assistant":
+        _check_begun(messages[-1])
+    with named({"structured_outputs": wanted_by}, "json"), _too_long():
+        conversation = Conversation(
+            messages=messages,
+            tools=tools_of(body.tools),
+            choice=body.choice(),
+            template=_template_kwargs(body, service),
+            wanted=None if wanted is None else StructuredOutputsParams(json=wanted.schema_),
+            continues=is_begun,
+        )
+        return prompted(conversation, service)
+
+
+def _check_begun(message: Message) -> None:
+    """RequestError for a last message of the assistant that an answer cannot go on from."""
+    if not message["content"].strip() or "tool_calls" in message:
+        raise RequestError(
+            "messages: the last one is the assistant's, to go on from: it needs text, and no tool_use", "messages"
+        )
+
+
+def _template_kwargs(body: PromptFields, service: Service) -> dict[str, Any]:
+    given, thinking = body.thinking, None
+    if given is not None:
+        thinking = Thinking(type="disabled" if given.type == "disabled" else "enabled")
+    elif not service.template.always_thinks:
+        thinking = Thinking(type="disabled")
+    clears = body.clears_thinking()
+    effort = None if body.output_config is None else body.output_config.effort
+    return template_kwargs(service.template, {} if clears is None else {"clear_thinking": clears}, thinking, effort)
+
+
+def _check_room(prompt_tokens: int, max_tokens: int, most: int) -> None:
+    """Refuses what does not fit in Anthropic's words, which Claude Code reads: it shortens what it asks for."""
+    if prompt_tokens >= most:
+        raise _context_exceeded(f"prompt is too long: {prompt_tokens} tokens > {most - 1} maximum", "messages")
+    if prompt_tokens + max_tokens > most:
+        sizes = f"{prompt_tokens} + {max_tokens} > {most}"
+        message = f"input length and `max_tokens` exceed context limit: {sizes}, decrease input length or `max_tokens`"
+        raise _context_exceeded(f"{message} and try again", "max_tokens")
+
+
+@contextmanager
+def _too_long() -> Iterator[None]:
+    try:
+        yield
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        raise _context_exceeded(f"prompt is too long: {error.message}", "messages") from None
+
+
+def _context_exceeded(message: str, param: str) -> ApiError:
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+async def _events(job: Job, service: Service, answer: MessageAnswer, usage: Usage) -> AsyncGenerator[str, None]:
+    async with aclosing(steps(job, service, usage)) as found:  # a dropped connection reaches the engine now
+        async for step in found:
+            for each in answer.events(step, usage):
+                yield event(each, each["type"])

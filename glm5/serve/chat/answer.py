@@ -1,0 +1,155 @@
+"""The answer to a chat request on the wire: chunks of a stream, or the whole message that their concatenation is."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm5.chat.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from glm5.serve.chat.body import ChatBody
+from glm5.serve.generation.job import LogprobRow, Step, Usage
+from glm5.serve.generation.logprobs import Speller, chat_logprobs, prompt_logprobs
+
+
+def delta_of(events: Iterable[Event]) -> dict[str, Any]:
+    """What the events of one step add to a message; one entry for each tool call that grew."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        match event:
+            case ReasoningDelta(text):
+                delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning_content", "") + text
+            case ContentDelta(text):
+                delta["content"] = delta.get("content", "") + text
+            case ToolCallStart(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+            case ToolCallArguments(index, text):
+                calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                calls[index]["function"]["arguments"] += text
+            case ToolCallEnd():
+                pass
+    return delta | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def usage_dict(usage: Usage) -> dict[str, Any]:
+    """Usage as OpenAI counts it."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+@dataclass
+class _Choice:
+    """One answer so far. `content` and `reasoning` None where there is none yet."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    logprobs: list[LogprobRow] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatAnswer:
+    """Writes the steps of one request, with what its body asked for."""
+
+    def __init__(self, body: ChatBody, answer_id: str, model: str, prompt_ids: Sequence[int], speller: Speller):
+        self.body, self.prompt_ids, self.speller = body, prompt_ids, speller
+        self.head = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._begun: set[int] = set()
+
+    def chunk(self, step: Step, usage: Usage) -> dict[str, Any] | None:
+        """A step as a chunk of a stream; None where it shows nothing. An answer's first chunk has the role."""
+        body, is_first = self.body, step.index not in self._begun
+        delta = self._shown(step)
+        says_tokens = bool(step.token_ids) and (body.logprobs or body.return_token_ids)
+        if not delta and not says_tokens and step.finish_reason is None and step.prompt_logprobs is None:
+            return None
+        self._begun.add(step.index)
+        choice: dict[str, Any] = {
+            "index": step.index,
+            "delta": {"role": "assistant", **delta} if is_first else delta,
+            "logprobs": self._logprobs(step.logprobs) if step.token_ids else None,
+            "finish_reason": step.finish_reason,
+        }
+        if step.finish_reason is not None:
+            choice["stop_reason"] = step.stop_reason
+        content = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
+        if body.return_token_ids:
+            choice["token_ids"] = list(step.token_ids)
+            content |= {"prompt_token_ids": list(self.prompt_ids)} if is_first else {}
+        if step.prompt_logprobs is not None:
+            content["prompt_logprobs"] = prompt_logprobs(step.prompt_logprobs)
+        if body.includes_usage:
+            content["usage"] = usage_dict(usage) if body.repeats_usage else None
+        return content
+
+    def last_chunk(self, usage: Usage) -> dict[str, Any]:
+        """Usage, in a chunk without choices."""
+        return {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage_dict(usage)}
+
+    def whole(self, steps: Iterable[Step], usage: Usage) -> dict[str, Any]:
+        """The answer in one piece: its messages are the concatenation of the steps."""
+        choices = {index: _Choice() for index in range(self.body.n)}
+        found: Sequence[LogprobRow] | None = None
+        for step in steps:
+            _grow(choices[step.index], step, self._shown(step))
+            found = step.prompt_logprobs if step.prompt_logprobs is not None else found
+        content = {
+            **self.head,
+            "object": "chat.completion",
+            "choices": [self._choice(index, choice) for index, choice in choices.items()],
+            "usage": usage_dict(usage),
+        }
+        if self.body.prompt_logprobs is not None:
+            content["prompt_logprobs"] = prompt_logprobs(found or ())
+        return content | ({"prompt_token_ids": list(self.prompt_ids)} if self.body.return_token_ids else {})
+
+    def _shown(self, step: Step) -> dict[str, Any]:
+        events = step.events
+        if not self.body.include_reasoning:
+            events = [event for event in events if not isinstance(event, ReasoningDelta)]
+        return delta_of(events)
+
+    def _logprobs(self, rows: Sequence[LogprobRow] | None) -> dict[str, Any] | None:
+        return None if rows is None else chat_logprobs(rows, self.body.top_logprobs or 0, self.speller)
+
+    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        message = {
+            "role": "assistant",
+            "content": choice.content,
+            "refusal": None,
+            "reasoning_content": choice.reasoning,
+            "reasoning": choice.reasoning,
+            **({"tool_calls": list(choice.calls.values())} if choice.calls else {}),
+        }
+        content = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs) if self.body.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        return content | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
+
+
+def _grow(choice: _Choice, step: Step, delta: dict[str, Any]) -> None:
+    if "content" in delta:
+        choice.content = (choice.content or "") + delta["content"]
+    if "reasoning" in delta:
+        choice.reasoning = (choice.reasoning or "") + delta["reasoning"]
+    for grown in delta.get("tool_calls", ()):
+        if "id" in grown:
+            function = dict(grown["function"])
+            choice.calls[grown["index"]] = {"id": grown["id"], "type": grown["type"], "function": function}
+        else:
+            choice.calls[grown["index"]]["function"]["arguments"] += grown["function"]["arguments"]
+    choice.logprobs += step.logprobs or ()
+    choice.token_ids += step.token_ids
+    choice.finish_reason, choice.stop_reason = step.finish_reason, step.stop_reason

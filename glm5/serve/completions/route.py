@@ -1,0 +1,112 @@
+"""POST /v1/completions: the model goes on with a text, or with several at the same time."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import Response
+
+from glm5.common.errors import RequestError
+from glm5.engine.frontend.request_builder import Options
+from glm5.serve.chat.route import failed
+from glm5.serve.completions.answer import Asked, CompletionAnswer
+from glm5.serve.completions.body import CompletionBody, TextOrIds
+from glm5.serve.generation.job import Job, Step, Usage, check_all, merged, steps
+from glm5.serve.generation.logprobs import Speller
+from glm5.serve.generation.sampling_fields import context_exceeded, fit
+from glm5.serve.http.body import body_of, described
+from glm5.serve.http.call import answer_id
+from glm5.serve.http.errors import named
+from glm5.serve.http.sse import DONE, EventStream, event
+from glm5.serve.service.service import Service, get_service
+
+router = APIRouter()
+_read = body_of(CompletionBody)
+
+
+@router.post("/v1/completions", response_model=None, openapi_extra=described(CompletionBody, streams=True))
+async def completions(body: CompletionBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
+    """Go on with one or more prompts, as a stream of chunks or in one piece."""
+    name = answer_id("cmpl-", body.request_id)
+    prompts, jobs = await asyncio.to_thread(_prepare, body, service, name)
+    await check_all(jobs, service)
+    speller = Speller(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
+    answer = CompletionAnswer(body, name, body.model or service.model_names[0], prompts, speller)
+    if body.stream:
+        return await EventStream.begun(_events(jobs, service, answer), failed=failed)
+    usages = _usages(jobs)
+    async with aclosing(_steps(jobs, service, usages)) as found:
+        parts = [part async for part in found]
+    return Response(json.dumps(answer.whole(parts, _total(usages, body))), media_type="application/json")
+
+
+def _prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[Asked], list[Job]]:
+    body.check()
+    wanted, wanted_by = body.constraint()
+    prompts = [_asked_of(prompt, service) for prompt in body.prompts()]
+    names, most = {"structured_outputs": wanted_by}, max(1, body.max_tokens)
+    with named(names):  # once: each prompt would have it looked through again
+        params = body.params(
+            service,
+            max_tokens=most,
+            logprobs=body.logprobs,
+            prompt_logprobs=_prompt_logprobs(body),
+            structured_outputs=wanted,
+        )
+    jobs: list[Job] = []
+    for number, asked in enumerate(prompts):
+        fit(service, len(asked.ids), most, prompt="prompt", limit="max_tokens")
+        options = Options(priority=body.priority, cache_salt=body.cache_salt)
+        job_id = name if len(prompts) == 1 else f"{name}_{number}"
+        jobs.append(Job(job_id, asked.ids, params, options, names=names))
+    return prompts, jobs
+
+
+def _asked_of(prompt: TextOrIds, service: Service) -> Asked:
+    if not isinstance(prompt, str):
+        return Asked(None, prompt)
+    most = service.engine.max_model_len
+    if (least := service.tokenizer.least_tokens(prompt)) > most:
+        raise context_exceeded(most, f"at least {least}", param="prompt")
+    try:
+        return Asked(prompt, service.tokenizer.encode(prompt))
+    except RequestError as error:
+        raise RequestError(str(error), "prompt") from None
+
+
+def _prompt_logprobs(body: CompletionBody) -> int | None:
+    """As many as are asked for by name, or by an echo with log-probabilities."""
+    echoed = body.logprobs if body.echo else None
+    wanted = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    return max(wanted, default=None)
+
+
+async def _events(jobs: Sequence[Job], service: Service, answer: CompletionAnswer) -> AsyncGenerator[str, None]:
+    usages = _usages(jobs)
+    async with aclosing(_steps(jobs, service, usages)) as found:
+        async for number, step in found:
+            usage = _total(usages, answer.body) if answer.body.repeats_usage else None
+            if (chunk := answer.chunk(number, step, usage)) is not None:
+                yield event(chunk)
+    if answer.body.includes_usage:
+        yield event(answer.last_chunk(_total(usages, answer.body)))
+    yield DONE
+
+
+def _usages(jobs: Sequence[Job]) -> list[Usage]:
+    return [Usage(len(job.prompt_ids)) for job in jobs]
+
+
+def _steps(jobs: Sequence[Job], service: Service, usages: Sequence[Usage]) -> AsyncGenerator[tuple[int, Step], None]:
+    return merged([steps(job, service, usage) for job, usage in zip(jobs, usages, strict=True)])
+
+
+def _total(usages: Sequence[Usage], body: CompletionBody) -> Usage:
+    """Of all prompts. A token that is drawn only because one has to be is not told, and not counted."""
+    total = Usage(0)
+    for usage in usages:
+        total.add(usage)
+    return total if body.max_tokens else replace(total, completion_tokens=0)

@@ -1,0 +1,79 @@
+"""Log-probabilities as OpenAI's two completions write them, and prompts' as vLLM does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.serve.generation.job import LogprobRow
+
+
+class Speller:
+    """Names of tokens. `as_ids`: "token_id:n". Else their text; for a part of a character its bytes, as OpenAI does."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False):
+        self.tokenizer, self.as_ids = tokenizer, as_ids
+
+    def name(self, token_id: int) -> str:
+        if self.as_ids:
+            return f"token_id:{token_id}"
+        spelled = self.tokenizer.bytes_of(token_id)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def spelled(self, token_id: int) -> list[int]:
+        return list(self.tokenizer.bytes_of(token_id))
+
+
+def chat_logprobs(rows: Sequence[LogprobRow], num_likeliest: int, speller: Speller) -> dict[str, Any]:
+    """A chat choice's `logprobs`."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": speller.name(token_id), "logprob": logprob, "bytes": speller.spelled(token_id)}
+
+    content: list[dict[str, Any]] = []
+    for row in rows:
+        token_id, found = next(iter(row.items()))
+        best = sorted(row.items(), key=lambda item: item[1].rank)[:num_likeliest]
+        likeliest = [entry(other, other_found.logprob) for other, other_found in best]
+        content.append({**entry(token_id, found.logprob), "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(rows: Sequence[LogprobRow]) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: one entry a token, of which the first has none."""
+    spelled = [
+        {
+            str(token_id): {"logprob": found.logprob, "rank": found.rank, "decoded_token": found.decoded_token}
+            for token_id, found in row.items()
+        }
+        for row in rows
+    ]
+    return [None, *spelled]
+
+
+class CompletionLogprobs:
+    """A text choice's `logprobs`, as they come. `offset` counts characters from the beginning of the choice's text."""
+
+    def __init__(self, num_likeliest: int, speller: Speller, *, skip_special: bool):
+        self.num_likeliest, self.speller = num_likeliest, speller
+        self._stream = speller.tokenizer.stream(skip_special=skip_special)
+        self._offset = 0
+
+    def of(self, token_ids: Sequence[int], rows: Sequence[LogprobRow | None]) -> dict[str, Any]:
+        """Of the next tokens; a token without a row is a prompt's first."""
+        tokens, values, offsets, likeliest = list[str](), list[float | None](), list[int](), list[Any]()
+        for token_id, row in zip(token_ids, rows, strict=True):
+            tokens.append(self.speller.name(token_id))
+            offsets.append(self._offset)
+            self._offset += len(self._stream.feed(token_id))
+            values.append(None if row is None else row[token_id].logprob)
+            likeliest.append(None if row is None else self._likeliest(token_id, row))
+        return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": likeliest}
+
+    def _likeliest(self, token_id: int, row: LogprobRow) -> dict[str, float]:
+        """The likeliest tokens, and the token itself if it is none of them."""
+        best = sorted(row.items(), key=lambda item: item[1].rank)
+        kept = [item for item in best if item[1].rank <= self.num_likeliest or item[0] == token_id]
+        return {self.speller.name(other): found.logprob for other, found in kept}

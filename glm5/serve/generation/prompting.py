@@ -1,0 +1,207 @@
+"""A conversation with tools becomes a prompt, how its answer is read, and the grammar that holds the answer to it.
+
+tools may be called     no grammar: models know how. One that holds calls to their form where a tool is strict, only
+                        some may be called, or only one
+a tool must be called   calls, and nothing else after the thinking
+structured output       the answer after the thinking, or calls where there are tools
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from glm5.chat.guard import Guard
+from glm5.chat.message import normalize_messages, normalize_tools
+from glm5.chat.parser import CALL, THINK_END, Functions
+from glm5.chat.tokenizer import Tokenizer
+from glm5.common.errors import RequestError
+from glm5.engine.frontend.request_builder import Options
+from glm5.engine.sampling.params import StructuredOutputsParams
+from glm5.serve.generation.call_grammar import CallGrammar
+from glm5.serve.generation.job import Reader
+from glm5.serve.generation.sampling_fields import context_exceeded
+from glm5.serve.generation.value_grammar import either
+from glm5.serve.http.errors import named
+from glm5.serve.service.service import Service
+
+Format = dict[str, Any]
+_MAX_WHITESPACE = 64  # between two JSON tokens
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether tools may, must or must not be called; `names` of those that may, None for all."""
+
+    mode: Literal["auto", "required", "none"] = "auto"
+    names: Sequence[str] | None = None
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a prompt is made of. `messages` and `tools` in OpenAI's shape; `wanted`: what the answer must look like.
+
+    `continues`: the last message is the assistant's, and the answer goes on where it ends.
+    """
+
+    messages: Any
+    tools: Any = None
+    choice: ToolChoice = ToolChoice()
+    template: Mapping[str, Any] = field(default_factory=dict)
+    wanted: StructuredOutputsParams | None = None
+    generates: bool = True
+    continues: bool = False
+
+    def wanting(self, wanted: StructuredOutputsParams | None) -> "Conversation":
+        """The same, with an answer that must look like this."""
+        return replace(self, wanted=wanted)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, the reader of answers to them, and what holds the answers to the conversation's rules."""
+
+    ids: list[int]
+    reader: Reader
+    structured: StructuredOutputsParams | None
+    starts_after: int | None
+    not_before: tuple[int, ...]
+
+    def options(self, **more: Any) -> Options:
+        return Options(starts_after=self.starts_after, not_before=self.not_before, **more)
+
+
+def prompted(conversation: Conversation, service: Service, *, field: str = "messages") -> Prompt:
+    """Takes a second for a million tokens: not for the event loop. `field`: where the API has its messages.
+
+    Raises RequestError, or ApiError for a conversation that is longer than the context.
+    """
+    tokenizer, choice = service.tokenizer, conversation.choice
+    tools = _shown(conversation)
+    guard = service.template.guard()
+    ids = _encoded(_rendered(conversation, tools, service, guard), service, guard, field)
+    reasoning = service.template.starts_in_reasoning(ids)
+    structured = _constraint(tools or [], choice, conversation.wanted, tokenizer)
+    starts_after: int | None = None
+    not_before: tuple[int, ...] = ()
+    if reasoning and (end := tokenizer.id_of(THINK_END)) is not None:
+        starts_after = end
+        if structured is not None and (call := tokenizer.id_of(CALL)) is not None:
+            not_before = (call,)  # it would end the thinking too, before the grammar that holds it has begun
+    elif reasoning and structured is not None:
+        raise RequestError(
+            f"this model's tokenizer has no token {THINK_END}: structured output needs thinking switched off",
+            "structured_outputs",
+        )
+    reader = Reader(tokenizer, Functions(tools), reasoning=reasoning, parse_tools=tools is not None)
+    return Prompt(ids, reader, structured, starts_after, not_before)
+
+
+def _shown(conversation: Conversation) -> list[dict[str, Any]] | None:
+    """The tools that the model is shown."""
+    tools, choice = normalize_tools(conversation.tools), conversation.choice
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if choice.mode == "required" and not names:
+        raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
+    if missing := [name for name in choice.names or () if name not in names]:
+        raise RequestError(f"tool_choice names {missing[0]!r:.80}, which is not one of the tools", "tool_choice")
+    return None if choice.mode == "none" else tools
+
+
+def _rendered(conversation: Conversation, tools: list[dict[str, Any]] | None, service: Service, guard: Guard) -> str:
+    template, options = service.template, conversation.template
+    if not conversation.continues:
+        generates = conversation.generates
+        return template.render_marked(guard, conversation.messages, tools, add_generation_prompt=generates, **options)
+    messages = normalize_messages(conversation.messages)
+    last = guard.marked(messages[-1])
+    content, reasoning = last["content"], last.get("reasoning_content")
+    if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(content, str):
+        raise RequestError(
+            "continue_final_message needs a last message of the assistant, with text and without calls",
+            "continue_final_message",
+        )
+    text = template.render_marked(guard, messages, tools, add_generation_prompt=False, **options)
+    if content.strip():
+        begun, written = content.strip(), content[len(content.rstrip()) :]  # templates strip what a turn says
+    elif reasoning and text.endswith(THINK_END):
+        text, begun, written = text.removesuffix(THINK_END), reasoning.strip(), ""
+    else:
+        raise RequestError("continue_final_message: the last message has no text to go on from", "messages")
+    if not text.rstrip().endswith(begun):
+        raise RequestError(
+            f"continue_final_message: the chat template {template.name} writes something after the last message",
+            "continue_final_message",
+        )
+    return text.rstrip() + written if content.strip() else text
+
+
+def _encoded(text: str, service: Service, guard: Guard, field: str) -> list[int]:
+    most = service.engine.max_model_len
+    if (least := service.tokenizer.least_tokens(guard.text(text))) > most:
+        # A body of 32 MiB takes half a minute to encode, only to be refused then.
+        raise context_exceeded(most, f"at least {least}", param=field)
+    try:
+        return guard.encode(text)
+    except RequestError as error:
+        raise RequestError(str(error), field) from None
+
+
+def _constraint(
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, wanted: StructuredOutputsParams | None, tokenizer: Tokenizer
+) -> StructuredOutputsParams | None:
+    """The grammar of the answer proper; None where it is free."""
+    if not tools or choice.mode == "none":
+        return wanted
+    try:
+        return _constraint_with_tools(tools, choice, wanted, tokenizer)
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise RequestError(f"tools have a schema with a keyword of a wrong type ({error})", "tools") from None
+
+
+def _constraint_with_tools(
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, wanted: StructuredOutputsParams | None, tokenizer: Tokenizer
+) -> StructuredOutputsParams | None:
+    callable_tools = [tool for tool in tools if choice.names is None or tool["function"]["name"] in choice.names]
+    if choice.mode == "required":
+        grammar = CallGrammar(tokenizer)
+        return _tag(grammar.calls(callable_tools, parallel=choice.parallel, strict=True))
+    if wanted is not None:
+        calls = CallGrammar(tokenizer).calls(callable_tools, parallel=choice.parallel, strict=False)
+        return _tag({"type": "or", "elements": [calls, _format(wanted)]})
+    is_strict = any(tool["function"].get("strict") for tool in callable_tools)
+    if is_strict or choice.names is not None or not choice.parallel:
+        return _tag(CallGrammar(tokenizer).text_with_calls(callable_tools, parallel=choice.parallel))
+    return None
+
+
+def _tag(form: Format) -> StructuredOutputsParams:
+    with named({"structured_outputs": "tools"}, "structural_tag"):
+        return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
+
+
+def _format(wanted: StructuredOutputsParams) -> Format:
+    """A constraint of the whole answer as a part of a structural tag."""
+    text = wanted.text
+    match wanted.kind:
+        case "regex":
+            return {"type": "regex", "pattern": text}
+        case "grammar":
+            return {"type": "grammar", "grammar": text}
+        case "choice":
+            texts = [{"type": "const_string", "value": value} for value in json.loads(text)]
+            return either(texts)
+        case "json" | "json_object":
+            schema = _parsed(text) if wanted.kind == "json" else {"type": "object"}
+            spaces = 0 if wanted.disable_any_whitespace else _MAX_WHITESPACE
+            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": spaces}
+        case _:
+            return _parsed(text).get("format", {})
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs is not JSON: {error}", "structured_outputs") from None

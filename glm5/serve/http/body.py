@@ -1,0 +1,228 @@
+"""Bodies of requests: read whole, then checked by a model of theirs.
+
+A field that this server knows and cannot honour is refused by name, unless it says what happens anyway; ignoring it
+would give an answer that the client did not ask for. A field that it does not know is ignored and logged once.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from glm5.config.refusal import first_error
+from glm5.serve.http.errors import ApiError
+from glm5.serve.service.service import Service
+
+logger = logging.getLogger(__name__)
+
+MAX_NESTING = 128  # what is written by people nests less, and what looks through it may recurse
+# What one body may hold beside its texts: reading it is one call, during which nobody else is served.
+MAX_VALUES = 1 << 21  # values of lists and objects: token ids, ten times what a context holds
+MAX_PARTS = 1 << 18  # lists, objects, and fields of objects, which take ten times as long
+MAX_LOGGED_FIELDS = 100  # different unknown names of fields; a client may invent any number
+_LARGE = 1 << 16  # bytes that are parsed aside: the event loop serves everyone
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_SEPARATORS, _PARTS = (b",",), (b"[", b"{", b":")
+
+
+_ERRORS = {
+    400: "A field is missing or wrong, or asks for what this server cannot do: `param` names it",
+    401: "No valid API key",
+    403: "The key is of another role",
+    404: "No such model, or nothing of this name",
+    408: "The body was not whole in time",
+    413: "The body is too large",
+    415: "The body is of another type than application/json",
+    429: "Too many requests; Retry-After says when to come back",
+    503: "The engine is not running",
+}
+
+
+class Body(BaseModel):
+    """Base of all bodies. null counts as not given.
+
+    `refused`: fields that are known and not supported, with the values that change nothing, the first of which is
+    told. `meaningless`: fields that say nothing about the answer.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    meaningless: ClassVar[frozenset[str]] = frozenset()
+
+    model: str | None = None
+    """One of the served names; the first of them if it is not given."""
+
+
+B = TypeVar("B", bound=Body)
+
+
+def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
+    """FastAPI dependency: the request's body, checked as far as it can be without a model."""
+
+    async def read(request: Request) -> B:
+        service: Service = request.app.state.service
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            # Also keeps web pages of other origins out: browsers ask before they send this type, and are not let in.
+            got = f"content-type is {content_type!r:.60}"
+            raise ApiError(415, f"{got}; allowed: application/json", code="unsupported_media_type")
+        if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+            got = f"content-encoding is {encoding!r:.60}"
+            raise ApiError(415, f"{got}; allowed: none, as bodies are read as they come", code="unsupported_media_type")
+        raw = await request.body()  # how large it may be is not for a route to say (incoming.py)
+        if len(raw) <= _LARGE:
+            body = parse(kind, raw)
+        else:
+            body = await asyncio.to_thread(parse, kind, raw)
+        if body.model is not None and body.model not in service.model_names:
+            raise no_such_model(body.model, service)
+        log_unknown(body, service)
+        return body
+
+    return read
+
+
+def no_such_model(name: str, service: Service) -> ApiError:
+    """The refusal of a name that the model is not served under."""
+    message = f"the model {name!r:.200} does not exist; allowed: {', '.join(service.model_names)}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def parse(kind: type[B], raw: bytes) -> B:
+    """A body of this kind. Raises ApiError."""
+    _refuse_many(raw)
+    try:
+        text = raw.decode("utf-8-sig")
+        content = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise ApiError(400, f"the body is a JSON {type(content).__name__}; expected an object", code="invalid_json")
+    if _depth(content) > MAX_NESTING:
+        raise ApiError(400, f"the body is nested more than {MAX_NESTING} deep", code="invalid_json")
+    if _SURROGATE.search(text):
+        _refuse_halves(content)
+    return checked(kind, content)
+
+
+def checked(kind: type[B], content: Mapping[str, Any], where: str = "") -> B:
+    """Fields as a body of this kind. `where` is put before their names. Raises ApiError."""
+    given = {name: value for name, value in content.items() if value is not None}
+    for name, harmless in kind.refused.items():
+        if name in given and not any(_same(given[name], value) for value in harmless):
+            allowed = f"; allowed: {json.dumps(harmless[0])}" if harmless else ""
+            param = where + name
+            raise ApiError(400, f"{param} is not supported by this server: leave it out{allowed}", param=param)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        path, value, allowed = first_error(error)
+        param = where + ".".join(path)
+        got = "is missing" if allowed == "it must be given" else f"is {value!r:.60}; allowed: {allowed}"
+        raise ApiError(400, f"{param} {got}", param=param) from None
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route says of its errors in the OpenAPI document."""
+    return {status: {"description": _ERRORS[status], "content": {"application/json": {}}} for status in statuses}
+
+
+def described(kind: type[Body], *, streams: bool = False) -> dict[str, Any]:
+    """What a route says of its body, and of the answers to it, in the OpenAPI document."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: inlined(value) for key, value in node.items()}
+
+    content = {"application/json": {"schema": inlined(schema)}}
+    types: dict[str, Any] = {"application/json": {}} | ({"text/event-stream": {}} if streams else {})
+    answered = {"200": {"description": "The answer", "content": types}}
+    refused = {str(status): what for status, what in documented(*_ERRORS).items()}
+    return {"requestBody": {"required": True, "content": content}, "responses": answered | refused}
+
+
+def _same(given: Any, value: Any) -> bool:
+    """Whether both are the same in JSON, where 1 is 1.0 but not true."""
+    return given == value and isinstance(given, bool) == isinstance(value, bool)
+
+
+def _depth(content: Any) -> int:
+    """How deep lists and objects lie in each other; more than is allowed is enough to know."""
+    level, depth = [content], 0
+    while level and depth <= MAX_NESTING:
+        depth += 1
+        inner = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        level = [child for child in inner if isinstance(child, (dict, list))]
+    return depth
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text:.40} is larger than any number that is read here")
+    return number
+
+
+def _refuse_many(raw: bytes) -> None:
+    """Raises ApiError for a body of so many values that reading it would hold everybody up."""
+    for separators, most, what in (
+        (_SEPARATORS, MAX_VALUES, "values in lists and objects"),
+        (_PARTS, MAX_PARTS, "lists, objects and fields"),
+    ):
+        if sum(map(raw.count, separators)) > most and _holds_more(raw, separators, most):
+            raise ApiError(
+                400, f"the body holds more than {most} {what}; send several requests", code="body_too_complex"
+            )
+
+
+def _holds_more(raw: bytes, separators: Sequence[bytes], most: int) -> bool:
+    """Whether there are more of them outside of texts."""
+    count = end = 0
+    for text in _TEXT.finditer(raw):
+        count += sum(raw.count(separator, end, text.start()) for separator in separators)
+        if count > most:
+            return True
+        end = text.end()
+    return count + sum(raw.count(separator, end) for separator in separators) > most
+
+
+def _refuse_halves(content: Mapping[str, Any]) -> None:
+    """Half of a surrogate pair has no UTF-8 form: it can neither be encoded nor sent on."""
+    for name, value in content.items():
+        try:
+            f"{name}{json.dumps(value, ensure_ascii=False)}".encode()
+        except UnicodeEncodeError as error:
+            found = error.object[error.start]
+            message = f"the text holds an unpaired surrogate {found!r}: it is not valid Unicode, remove it"
+            raise ApiError(400, message, param=name.encode(errors="replace").decode()) from None
+
+
+def log_unknown(body: Body, service: Service, where: str = "") -> None:
+    """Log the fields that no one has heard of, each once."""
+    room = MAX_LOGGED_FIELDS - len(service.logged_fields)
+    if room <= 0:
+        return
+    known = body.refused.keys() | body.meaningless
+    unknown = (where + name for name in body.model_extra or () if name not in known)
+    for name in islice((name for name in unknown if name not in service.logged_fields), room):
+        service.logged_fields.add(name)
+        logger.warning("requests have a field %r, which this server does not know and ignores", name[:100])

@@ -1,0 +1,171 @@
+"""What the server measures, under vLLM's names where vLLM has one, so that its dashboards work unchanged.
+
+Times of a request begin when the engine is asked and are taken when a step's tokens arrive, however slowly a client
+reads. A step may bring several tokens: the time between tokens is, as in vLLM, that between steps. What the engine
+counts itself (cache, drafts, what runs and waits) is asked of it when the page is.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from glm5.engine.frontend.outputs import Delta
+from glm5.serve.metrics.prometheus import Page
+
+_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+_BETWEEN_TOKENS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_WHOLE_REQUEST = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+_TOKENS = [factor * 10**power for power in range(7) for factor in (1, 2, 5)]
+
+
+class ServerMetrics:
+    """All metrics of a server, and the page of them."""
+
+    def __init__(self, model_name: str):
+        page = self.page = Page({"model_name": model_name, "engine": "0"})
+        counter, gauge, histogram = page.counter, page.gauge, page.histogram
+        self.running = gauge("vllm:num_requests_running", "Requests in the engine's batches.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a place in a batch.")
+        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages that requests hold, 0 to 1.")
+        self.queries = counter("vllm:prefix_cache_queries_total", "Prompt tokens that were looked up in the cache.")
+        self.hits = counter("vllm:prefix_cache_hits_total", "Prompt tokens that were found there, in any tier.")
+        self.tier_hits = counter("glm5:prefix_cache_hit_tokens_total", "Prompt tokens found in a tier.", "tier")
+        self.damaged = counter(
+            "glm5:kv_tier_damaged_pages_total", "Pages of a tier that were not what was put there: misses.", "tier"
+        )
+        self.preemptions = counter("vllm:num_preemptions_total", "Times that a request lost its pages.")
+        self.prompt_tokens = counter("vllm:prompt_tokens_total", "Tokens of prompts.")
+        self.generated = counter("vllm:generation_tokens_total", "Tokens of answers.")
+        self.finished = counter("vllm:request_success_total", "Answers that ended, by why.", "finished_reason")
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "From request to first token.", _FIRST_TOKEN)
+        self.between = histogram(
+            "vllm:inter_token_latency_seconds", "From one step of an answer to the next.", _BETWEEN_TOKENS
+        )
+        self.per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean of an answer, after its first token.", _BETWEEN_TOKENS
+        )
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "From request to the end of it.", _WHOLE_REQUEST)
+        self.queued = histogram("vllm:request_queue_time_seconds", "Until a request's first step.", _WHOLE_REQUEST)
+        self.prefill = histogram(
+            "vllm:request_prefill_time_seconds", "From a request's first step to its first token.", _WHOLE_REQUEST
+        )
+        self.decode = histogram(
+            "vllm:request_decode_time_seconds", "From first token to the end of a request.", _WHOLE_REQUEST
+        )
+        self.prompt_lengths = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.answer_lengths = histogram("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        drafts = "vllm:spec_decode_num_"
+        self.drafts = counter(f"{drafts}drafts_total", "Steps of an answer with drafted tokens.")
+        self.drafted = counter(f"{drafts}draft_tokens_total", "Tokens that were drafted.")
+        self.accepted = counter(f"{drafts}accepted_tokens_total", "Drafted tokens that stood.")
+        self.accepted_at = counter(
+            f"{drafts}accepted_tokens_per_pos_total", "Drafted tokens that stood, by place.", "position"
+        )
+        self.steps = counter("glm5:engine_steps_total", "Steps that computed something.")
+        self.rows = counter("glm5:engine_tokens_total", "Tokens that were computed in steps, of prompts and answers.")
+        self.kernels = counter("glm5:kernels_built_late_total", "GPU kernels that were compiled after the start.")
+        self.simulated = gauge(
+            "glm5:simulated_acceptance", "Tokens a step where drafts stand at random, to measure speed; else 0."
+        )
+        self.weights = gauge("glm5:weight_version", "Version of the weights in use.")
+        self.up = gauge("glm5:engine_up", "1 while requests are answered.")
+        self.restarts = counter("glm5:engine_restarts_total", "Times that a dead engine was replaced.")
+        self.in_flight = gauge("glm5:http_requests_in_flight", "HTTP requests that wait for the end of their answer.")
+        self.refused = counter("glm5:requests_refused_total", "Requests turned away before the engine, by why.", "code")
+        self.tenant_tokens = counter("glm5:key_tokens_total", "Tokens by the API key that paid.", "key", "kind")
+        self.http = counter("http_requests_total", "HTTP requests answered.", "method", "handler", "status")
+
+    def take_stats(self, stats: Mapping[str, Any]) -> None:
+        """What an engine says of itself (`glm5.engine.core.stats`)."""
+        self.running.set(stats["prompting"] + stats["decoding"])
+        self.waiting.set(stats["waiting"])
+        pages, cache, drafts = stats["pages"], stats["prefix_cache"], stats["speculation"]
+        self.kv_usage.set(pages["in_use"] / pages["all"] if pages["all"] else 0.0)
+        self.queries.take_over(cache["query_tokens"])
+        self.hits.take_over(sum(cache["hit_tokens"].values()))
+        for tier, tokens in cache["hit_tokens"].items():
+            self.tier_hits.take_over(tokens, tier)
+        tiers = stats["tiers"] or {}
+        for tier, name in (("host", "damaged"), ("disk", "disk_damaged")):
+            self.damaged.take_over(tiers.get(name, 0), tier)
+        self.preemptions.take_over(stats["preemptions"])
+        self.drafts.take_over(drafts["drafted"][0] if drafts["drafted"] else 0)
+        self.drafted.take_over(sum(drafts["drafted"]))
+        self.accepted.take_over(sum(drafts["accepted"]))
+        for position, tokens in enumerate(drafts["accepted"]):
+            self.accepted_at.take_over(tokens, str(position))
+        self.steps.take_over(stats["steps"])
+        self.rows.take_over(stats["rows"])
+        self.kernels.take_over(stats.get("kernels_built_late", 0))
+        self.simulated.set(drafts.get("simulated_acceptance") or 0.0)
+        self.weights.set(stats["weight_version"])
+
+
+class Measured:
+    """One request on its way through the engine; `ended` has to be called, whatever happens to it."""
+
+    def __init__(self, metrics: ServerMetrics, key: str, num_prompt: int, num_answers: int):
+        self.metrics, self.key, self.num_prompt = metrics, key, num_prompt
+        self.num_generated = 0
+        self.queued_s: float | None = None
+        self.first_token_s: float | None = None
+        self._start = time.monotonic()
+        self._first: float | None = None
+        self._last = dict.fromkeys(range(num_answers), self._start)
+        self._began: dict[int, float] = {}
+        self._num_tokens = dict.fromkeys(range(num_answers), 0)
+        metrics.prompt_tokens.add(num_prompt)
+        metrics.prompt_lengths.observe(num_prompt)
+        metrics.tenant_tokens.add(num_prompt, key, "prompt")
+
+    def took(self, delta: Delta) -> None:
+        """A step of an answer arrived."""
+        metrics, index, now = self.metrics, delta.index, delta.arrived
+        if delta.token_ids:
+            if self._first is None:
+                self._first = now
+                self._note_first(delta)
+            if index in self._began:
+                metrics.between.observe(now - self._last[index])
+            self._began.setdefault(index, now)
+            self._last[index] = now
+            self._num_tokens[index] += len(delta.token_ids)
+            self.num_generated += len(delta.token_ids)
+            metrics.generated.add(len(delta.token_ids))
+        if delta.finish_reason is not None:
+            self._end_answer(index, delta.finish_reason)
+
+    def ended(self, reason: str) -> None:
+        """Nothing more comes; answers that have no end of their own ended for this `reason`."""
+        for index in list(self._num_tokens):
+            self._end_answer(index, reason)
+        now = max(self._last.values()) if self._first is not None else time.monotonic()
+        self.metrics.whole.observe(now - self._start)
+        if self._first is not None:
+            self.metrics.decode.observe(now - self._first)
+
+    def _note_first(self, delta: Delta) -> None:
+        assert self._first is not None
+        waited = self.first_token_s = self._first - self._start
+        self.queued_s = delta.queued_s
+        self.metrics.first_token.observe(waited)
+        if delta.queued_s is not None:
+            self.metrics.queued.observe(delta.queued_s)
+            self.metrics.prefill.observe(max(0.0, waited - delta.queued_s))
+
+    def _end_answer(self, index: int, reason: str) -> None:
+        num_tokens = self._num_tokens.pop(index, None)
+        if num_tokens is None:
+            return
+        metrics = self.metrics
+        metrics.finished.add(1, reason)
+        metrics.answer_lengths.observe(num_tokens)
+        metrics.tenant_tokens.add(num_tokens, self.key, "generation")
+        if num_tokens > 1:
+            metrics.per_token.observe((self._last[index] - self._began[index]) / (num_tokens - 1))

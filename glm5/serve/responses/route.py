@@ -1,0 +1,212 @@
+"""/v1/responses: OpenAI's items on one side, token ids on the other; and the responses that are kept."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import Response
+
+from glm5.common.errors import RequestError
+from glm5.serve.generation.job import Job, Usage, check, steps
+from glm5.serve.generation.prompting import Conversation, prompted
+from glm5.serve.generation.sampling_fields import fit
+from glm5.serve.generation.thinking import template_kwargs
+from glm5.serve.http.body import body_of, described, documented
+from glm5.serve.http.call import caller
+from glm5.serve.http.errors import ApiError, named
+from glm5.serve.http.sse import EventStream, event
+from glm5.serve.responses.answer import ResponseAnswer, WireEvent
+from glm5.serve.responses.body import ResponsesBody
+from glm5.serve.responses.items import has_references, items_of, messages_of
+from glm5.serve.service.response_store import Item, Stored
+from glm5.serve.service.service import Service, get_service
+
+router = APIRouter()
+
+_LIMIT = "max_output_tokens"
+
+
+@router.post("/v1/responses", response_model=None, openapi_extra=described(ResponsesBody, streams=True))
+async def responses(
+    body: ResponsesBody = Depends(body_of(ResponsesBody)), service: Service = Depends(get_service)
+) -> Response:
+    """Answer a conversation, as a stream of events or in one piece."""
+    previous = _previous(body, service)
+    known = service.responses.items(caller().name) if has_references(body.input) else {}
+    job, asked = await asyncio.to_thread(_prepare, body, service, previous, known)
+    check(job, service)
+    assert job.reader is not None
+    answer = ResponseAnswer(job.id, body.model or service.model_names[0], body, job.params, job.reader)
+    turn = _Turn(job, answer, asked, service)
+    if body.stream:
+        return await EventStream.begun(_written(turn.events()), failed=turn.failed)
+    async with aclosing(turn.events()) as found:
+        async for _ in found:
+            pass
+    return Response(json.dumps(answer.response), media_type="application/json")
+
+
+@router.get("/v1/responses/{response_id}", responses=documented(400, 404))
+async def stored_response(
+    response_id: str, stream: bool = False, service: Service = Depends(get_service)
+) -> dict[str, Any]:
+    """A response of the caller's that was stored."""
+    if stream:
+        raise ApiError(400, "stream is true; allowed: false, as stored responses are told in one piece", param="stream")
+    return _stored(response_id, service).response
+
+
+@router.delete("/v1/responses/{response_id}", responses=documented(404))
+async def delete_response(response_id: str, service: Service = Depends(get_service)) -> dict[str, Any]:
+    """Forget a response of the caller's. Responses that go on from it keep what they need."""
+    if not service.responses.drop(caller().name, response_id):
+        raise _no_such_response(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/v1/responses/{response_id}/cancel", responses=documented(400, 404))
+async def cancel_response(response_id: str, service: Service = Depends(get_service)) -> dict[str, Any]:
+    """End a response of the caller's that is still being answered. It ends with what it has."""
+    ids = service.running.find(caller().name, response_id)
+    if sum(service.engine.abort(engine_id) for engine_id in ids):
+        return _stored(response_id, service).response | {"status": "cancelled"}
+    status = _stored(response_id, service).response["status"]
+    raise ApiError(400, f"the response is {status}; allowed: one that is in progress", param="response_id")
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=documented(404))
+async def input_items(
+    response_id: str, limit: int = 20, order: str = "desc", after: str = "", service: Service = Depends(get_service)
+) -> dict[str, Any]:
+    """What a stored response of the caller's was asked with, conversations before it included."""
+    stored = _stored(response_id, service)
+    before = [] if stored.previous is None else stored.previous.items
+    items = [*before, *stored.input]
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"order is {order!r:.60}; allowed: asc, desc", param="order")
+    if not 1 <= limit <= 100:
+        raise ApiError(400, f"limit is {limit}; allowed: 1 to 100", param="limit")
+    items = items if order == "asc" else items[::-1]
+    ids = [item["id"] for item in items]
+    if after and after not in ids:
+        raise ApiError(400, f"after is {after!r:.80}; allowed: the id of one of the items", param="after")
+    rest = items[ids.index(after) + 1 :] if after else items
+    page = rest[:limit]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return {"object": "list", "data": page, **ends, "has_more": len(rest) > limit}
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a response is asked with. `size`: its bytes as JSON, with all before it."""
+
+    items: list[Item]
+    previous: Stored | None
+    size: int
+
+
+class _Turn:
+    """One request: answered, and kept while it is and afterwards, if it is to be stored."""
+
+    def __init__(self, job: Job, answer: ResponseAnswer, asked: "_Asked", service: Service) -> None:
+        self._job, self._answer, self._asked = job, answer, asked
+        self._service, self._tenant = service, caller().name
+
+    async def events(self) -> AsyncGenerator[WireEvent, None]:
+        usage, kept = Usage(len(self._job.prompt_ids)), self._service.responses
+        if self._answer.body.store:
+            self._keep()
+        try:
+            async with aclosing(steps(self._job, self._service, usage)) as found:  # a dropped connection aborts
+                async for step in found:
+                    for each in self._answer.events(step, usage):
+                        yield each
+        finally:
+            if self._answer.response["status"] == "in_progress":  # its client has left, or it failed
+                kept.drop(self._tenant, self._job.id)
+            elif kept.find(self._tenant, self._job.id) is not None:  # else nobody wants it any more
+                self._keep()
+
+    def failed(self, error: ApiError) -> str:
+        """The end of a stream that an error ends: the status line has gone out."""
+        return "".join([event(each, each["type"]) for each in self._answer.failure(error)])
+
+    def _keep(self) -> None:
+        response, asked = self._answer.response, self._asked
+        size = asked.size + len(json.dumps(response))
+        self._service.responses.keep(self._tenant, Stored(response, asked.items, asked.previous, size))
+
+
+async def _written(events: AsyncGenerator[WireEvent, None]) -> AsyncGenerator[str, None]:
+    async with aclosing(events) as found:
+        async for each in found:
+            yield event(each, each["type"])
+
+
+def _prepare(
+    body: ResponsesBody, service: Service, previous: Stored | None, known: dict[str, Item]
+) -> tuple[Job, _Asked]:
+    body.check()
+    wanted, wanted_by = body.wanted()
+    items = items_of(body.input, known)
+    conversation = Conversation(
+        messages=messages_of([] if previous is None else previous.items, items, body.instructions),
+        tools=body.functions(),
+        choice=body.choice(),
+        template=_template_kwargs(body, service),
+        wanted=wanted,
+    )
+    names = {"structured_outputs": wanted_by, "prompt": "input", "logprobs": "top_logprobs", "max_tokens": _LIMIT}
+    with named({"structured_outputs": wanted_by, "reasoning_effort": "reasoning.effort"}):
+        prompt = prompted(conversation, service, field="input")
+    with named(names):
+        params = body.params(
+            service,
+            max_tokens=fit(service, len(prompt.ids), body.max_output_tokens, prompt="input", limit=_LIMIT),
+            logprobs=body.num_logprobs,
+            structured_outputs=prompt.structured,
+            skip_special_tokens=bool(body.skip_special_tokens),
+        )
+    options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
+    job = Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names)
+    size = len(json.dumps(items)) + (0 if previous is None else previous.size)
+    return job, _Asked(items, previous, size)
+
+
+def _template_kwargs(body: ResponsesBody, service: Service) -> dict[str, Any]:
+    reasoning, given = body.reasoning, dict(body.chat_template_kwargs)
+    if reasoning is not None and reasoning.context not in (None, "auto"):
+        given.setdefault("clear_thinking", reasoning.context == "current_turn")
+    effort = None if reasoning is None else reasoning.effort
+    with named({"reasoning_effort": "reasoning.effort"}):
+        return template_kwargs(service.template, given, None, effort)
+
+
+def _previous(body: ResponsesBody, service: Service) -> Stored | None:
+    if body.previous_response_id is None:
+        return None
+    found = service.responses.find(caller().name, body.previous_response_id)
+    if found is None:
+        got = f"previous_response_id is {body.previous_response_id!r:.80}, which is not stored (any more)"
+        code = "previous_response_not_found"
+        raise ApiError(400, f"{got}; allowed: a response of yours", param="previous_response_id", code=code)
+    if found.response["status"] == "in_progress":
+        raise RequestError("previous_response_id is of a response that is still in progress", "previous_response_id")
+    return found
+
+
+def _stored(response_id: str, service: Service) -> Stored:
+    found = service.responses.find(caller().name, response_id)
+    if found is None:
+        raise _no_such_response(response_id)
+    return found
+
+
+def _no_such_response(response_id: str) -> ApiError:
+    message = f"there is no response {response_id!r:.80} of yours (any more)"
+    return ApiError(404, message, param="response_id", code="response_not_found")

@@ -1,0 +1,92 @@
+"""What the routes work with, one object per application."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from fastapi import Request
+
+from glm5.chat.template import ChatTemplate
+from glm5.chat.tokenizer import Tokenizer
+from glm5.config.model import ModelConfig
+from glm5.engine.defaults import GenerationDefaults
+from glm5.engine.frontend.outputs import Delta
+from glm5.engine.sampling.params import SamplingParams
+from glm5.engine.transport.wire import Policy
+from glm5.serve.metrics.server_metrics import ServerMetrics
+from glm5.serve.service.response_store import ResponseStore
+from glm5.serve.service.running import Running
+from glm5.serve.service.state import ServerState
+
+MAX_WEIGHT_NAMES = 1000  # the oldest are forgotten: no answer goes on through so many updates
+
+
+class Engine(Protocol):
+    """The part of `AsyncEngine` that a server needs."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def cfg(self) -> ModelConfig: ...
+    @property
+    def table(self) -> Sequence[tuple[str, str]]: ...
+    @property
+    def defaults(self) -> GenerationDefaults: ...
+    @property
+    def stopped_because(self) -> str | None: ...
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> None: ...
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None, **options: Any
+    ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]: ...
+    def abort(self, request_id: str) -> int: ...
+    async def abort_all(self) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def sleep(self, level: Literal[1, 2] = 1) -> int: ...
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+    async def update_weights(self, source: str | Path, *, policy: Policy, version: int | None = None) -> int: ...
+    async def reset_prefix_cache(self) -> None: ...
+    async def profile(self, folder: str | None) -> str | None: ...
+    async def stats(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Service:
+    """`model_names`: what requests may call the model; the first is what answers call it. `profile_dir`: where traces
+    are written, None for nowhere."""
+
+    engine: Engine
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    model_names: tuple[str, ...]
+    root: str
+    state: ServerState
+    metrics: ServerMetrics
+    profile_dir: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    # Names of unknown request fields that were logged already.
+    logged_fields: set[str] = field(default_factory=set)
+    running: Running = field(default_factory=Running)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    _weight_names: dict[int, str] = field(default_factory=dict)
+
+    def weight_name(self, version: int) -> str:
+        """What a version of the weights is called: as whoever loaded them said, else by its number."""
+        return self._weight_names.get(version, str(version))
+
+    def name_weights(self, version: int, name: str | None) -> None:
+        """Call a version that was loaded just now by this name; None: by its number."""
+        self._weight_names.pop(version, None)  # of an engine that has died since
+        if name is not None:
+            self._weight_names[version] = name
+        while len(self._weight_names) > MAX_WEIGHT_NAMES:
+            del self._weight_names[next(iter(self._weight_names))]
+
+
+def get_service(request: Request) -> Service:
+    """FastAPI dependency: the application's service."""
+    return request.app.state.service

@@ -1,0 +1,93 @@
+"""What is served and how: SGLang's /get_model_info and /get_server_info, under their newer names too."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Depends
+
+from glm5 import __version__
+from glm5.common.errors import GlmError
+from glm5.serve.service.service import Service, get_service
+
+router = APIRouter(tags=["info"])
+
+STATS_SECONDS = 1.0  # an engine in the middle of a long step answers after it
+
+Info = dict[str, Any]
+
+
+@router.get("/get_model_info")
+@router.get("/model_info")
+async def model_info(service: Service = Depends(get_service)) -> Info:
+    """The model, and the version of its weights."""
+    cfg = service.engine.cfg
+    stats = await _stats(service)
+    return {
+        "model_path": service.root,
+        "tokenizer_path": service.root,
+        "served_model_name": service.model_names[0],
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": _version(stats, service),
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "max_model_len": service.engine.max_model_len,
+        **{name: cfg.to_dict()[name] for name in ("model_type", "architectures")},
+    }
+
+
+@router.get("/get_weight_version")
+@router.get("/weight_version")
+async def weight_version(service: Service = Depends(get_service)) -> Info:
+    """The version of the weights in use; null where the engine does not say in time."""
+    return {"weight_version": _version(await _stats(service), service)}
+
+
+@router.get("/get_server_info")
+@router.get("/server_info")
+async def server_info(service: Service = Depends(get_service)) -> Info:
+    """Every choice that was made at the start, and what the engine is doing."""
+    engine, stats = service.engine, await _stats(service)
+    return {
+        "model_path": service.root,
+        "tokenizer_path": service.root,
+        "served_model_name": service.model_names[0],
+        "chat_template": service.template.name,
+        "always_thinks": service.template.always_thinks,
+        "context_length": engine.max_model_len,
+        "max_model_len": engine.max_model_len,
+        "tp_size": int(dict(engine.table).get("ranks", "1").partition(",")[0]),
+        **dict.fromkeys(("pp_size", "dp_size", "ep_size"), 1),
+        "resolved": dict(engine.table),
+        "weight_version": _version(stats, service),
+        "version": __version__,
+        "internal_states": [_state(stats)],
+    }
+
+
+async def _stats(service: Service) -> Info | None:
+    """None where the engine does not answer."""
+    try:
+        async with asyncio.timeout(STATS_SECONDS):
+            return await service.engine.stats()
+    except (TimeoutError, GlmError):
+        return None
+
+
+def _version(stats: Info | None, service: Service) -> str | None:
+    return None if stats is None else service.weight_name(stats["weight_version"])
+
+
+def _state(stats: Info | None) -> Info:
+    """As load generators and trainers read it. The accepted length counts the token that comes with every draft."""
+    if stats is None:
+        return {"avg_spec_accept_length": None}
+    drafted, accepted, pages = stats["speculation"]["drafted"], stats["speculation"]["accepted"], stats["pages"]
+    num_drafts = drafted[0] if drafted else 0
+    return {
+        "avg_spec_accept_length": 1 + sum(accepted) / num_drafts if num_drafts else None,
+        "num_running_reqs": stats["prompting"] + stats["decoding"],
+        "num_waiting_reqs": stats["waiting"],
+        "token_usage": pages["in_use"] / pages["all"] if pages["all"] else 0.0,
+        "stats": stats,
+    }

@@ -1,0 +1,138 @@
+"""POST /generate and /abort_request: SGLang's own API, by which its load generator and RL trainers ask."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import Response
+
+from glm5.common.errors import RequestError
+from glm5.engine.frontend.request_builder import Options
+from glm5.engine.sampling.params import SamplingParams
+from glm5.serve.chat.route import failed
+from glm5.serve.generation.job import Job, Step, Usage, check_all, merged, steps
+from glm5.serve.generation.sampling_fields import context_exceeded, fit
+from glm5.serve.http.body import body_of, described, log_unknown
+from glm5.serve.http.call import caller
+from glm5.serve.http.errors import named
+from glm5.serve.http.sse import DONE, EventStream
+from glm5.serve.service.service import Service, get_service
+from glm5.serve.sglang.answer import Answers, Asked
+from glm5.serve.sglang.body import DEFAULT_LENGTH, AbortBody, GenerateBody, SamplingOptions, TextOrIds, Wanted
+
+router = APIRouter()
+
+
+@router.post("/generate", response_model=None, openapi_extra=described(GenerateBody, streams=True))
+async def generate(
+    body: GenerateBody = Depends(body_of(GenerateBody)), service: Service = Depends(get_service)
+) -> Response:
+    """Go on with one prompt or with several: token ids in, token ids and their log-probabilities out."""
+    jobs, answers, is_list = await asyncio.to_thread(_prepare, body, service)
+    await check_all(jobs, service)
+    usages = [Usage(len(job.prompt_ids)) for job in jobs]
+    if body.stream:
+        return await EventStream.begun(_events(jobs, service, usages, answers, is_list=is_list), failed=failed)
+    async with aclosing(_steps(jobs, service, usages)) as found:
+        async for number, step in found:
+            answers.take(number, step, usages[number].cached_tokens)
+    whole = answers.whole()
+    return Response(f"[{', '.join(whole)}]" if is_list else whole[0], media_type="application/json")
+
+
+@router.post("/abort_request", openapi_extra=described(AbortBody))
+async def abort_request(
+    body: AbortBody = Depends(body_of(AbortBody)), service: Service = Depends(get_service)
+) -> dict[str, Any]:
+    """End requests of the caller's, through whatever API they came: one by its name, or all. They are answered with
+    what they have."""
+    if not body.rid and not body.abort_all:
+        raise RequestError("rid is missing; allowed: the name of a request, or abort_all true", "rid")
+    ids = service.running.find(caller().name, None if body.abort_all else body.rid)
+    num_ended = sum(service.engine.abort(engine_id) for engine_id in ids)
+    return {"success": True, "message": f"{num_ended} requests are ended", "num_ended": num_ended}
+
+
+def _prepare(body: GenerateBody, service: Service) -> tuple[list[Job], Answers, bool]:
+    prompts, is_batch = body.prompts()
+    count = len(prompts)
+    options, wanted, salts = body.options(count), body.wanted(count), body.salts(count)
+    names = body.ids(count, is_batch=is_batch) or [uuid.uuid4().hex for _ in prompts]
+    for one in options:
+        log_unknown(one, service, "sampling_params.")
+    jobs: list[Job] = []
+    asked: list[Asked] = []
+    for prompt, sampling, wants, salt, name in zip(prompts, options, wanted, salts, names, strict=True):
+        ids = _ids_of(prompt, service)
+        known_as = sampling.names() | {"prompt": "text" if isinstance(prompt, str) else "input_ids"}
+        known_as["thinking_token_budget"] = "max_thinking_tokens"
+        with named(known_as):
+            params = _params(body, sampling, wants, ids, service)
+        # In SGLang a higher number goes first.
+        more = Options(priority=-body.priority, cache_salt=salt, routed_experts=body.return_routed_experts)
+        jobs.append(Job(name, ids, params, more, names=known_as | {"routed_experts": "return_routed_experts"}))
+        told = Asked(name, ids, wants, hides=sampling.max_new_tokens == 0)
+        asked.append(
+            replace(
+                told,
+                shows=service.tokenizer if body.return_text_in_logprobs else None,
+                experts_from=body.routed_experts_start_len if body.return_routed_experts else None,
+                tells_prompt=body.return_prompt_token_ids,
+            )
+        )
+    num_answers = options[0].n
+    return jobs, Answers(asked, num_answers, service), is_batch or num_answers > 1
+
+
+def _params(
+    body: GenerateBody, sampling: SamplingOptions, wanted: Wanted, ids: Sequence[int], service: Service
+) -> SamplingParams:
+    asked, where = sampling.max_new_tokens, "sampling_params.max_new_tokens"
+    if asked is not None and asked < 0:
+        raise RequestError(f"{where} is {asked}; allowed: at least 0", where)
+    prompt = "text" if body.input_ids is None else "input_ids"
+    is_given = "max_new_tokens" in sampling.model_fields_set
+    # With none asked for, one is drawn all the same, and not told.
+    wish = max(1, asked) if is_given and asked is not None else None
+    most = fit(service, len(ids), wish, prompt=prompt, limit=where)
+    likeliest = wanted.num_likeliest if wanted.logprobs else None
+    return sampling.params(
+        max_tokens=most if is_given else min(most, DEFAULT_LENGTH),
+        logprobs=likeliest,
+        prompt_logprobs=likeliest if wanted.of_prompt(len(ids)) else None,
+        thinking_token_budget=body.max_thinking_tokens,
+    )
+
+
+def _ids_of(prompt: TextOrIds, service: Service) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    most = service.engine.max_model_len
+    if (least := service.tokenizer.least_tokens(prompt)) > most:
+        raise context_exceeded(most, f"at least {least}", param="text")
+    try:
+        return service.tokenizer.encode(prompt)
+    except RequestError as error:
+        raise RequestError(str(error), "text") from None
+
+
+def _steps(jobs: Sequence[Job], service: Service, usages: Sequence[Usage]) -> AsyncGenerator[tuple[int, Step], None]:
+    return merged([steps(job, service, usage) for job, usage in zip(jobs, usages, strict=True)])
+
+
+async def _events(
+    jobs: Sequence[Job], service: Service, usages: Sequence[Usage], answers: Answers, *, is_list: bool
+) -> AsyncGenerator[str, None]:
+    async with aclosing(_steps(jobs, service, usages)) as found:
+        async for number, step in found:
+            place = answers.take(number, step, usages[number].cached_tokens)
+            if not (step.text or step.token_ids or step.finish_reason):
+                continue
+            written = answers.written(place)
+            place_in_list = f', "index": {place}}}' if is_list else "}"
+            yield f"data: {written[:-1]}{place_in_list}\n\n"
+    yield DONE
