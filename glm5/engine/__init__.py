@@ -1,15 +1,12 @@
-"""Requests to tokens.
+"""Requests to tokens. Begin with `llm.py`, or `async_engine.py` for asyncio: what programs call.
 
-llm, async_engine    what programs call: `LLM`, and `AsyncEngine` under asyncio
-client               requests out, updates in: what both share       link       to the process, or to a core in this one
-request_builder      a request checked and written            output_stream an answer's text as it grows
-text, stop           detokenizer and stop strings
-process              the child: `python -m glm5.engine.process`      core       its turns: messages, schedule, steps
-scheduler            which rows the next step computes               runner     a plan computed: tokens
-kv, pages, prefix    the cache, its pages, who shares them           tiers      pages in host memory and on disk
-sampling             logits to tokens                                wire       what client and process say
-
-`outputs` and `sampling.params` are what callers write and read; names are vLLM's.
+frontend      text to token ids, checked requests, answers as they grow; no tensors
+transport     typed messages between the caller's process and the engine's, signs of life
+core          one turn of the engine: messages in, a step planned and launched, its tokens out
+scheduler     which rows the next step computes, and with which pages; plain Python
+runner        a plan computed on the device       sampling   logits to tokens
+cache, tiers  KV-cache pages on the device        distributed   the ranks of tensor parallelism
+`build.py` turns settings into a core, `process.py` and `rank.py` are the programs of engine and rank processes.
 """
 
 from typing import TYPE_CHECKING

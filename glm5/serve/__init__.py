@@ -1,9 +1,7 @@
-"""HTTP in front of an engine. Every API is a thin pair of files, what is read and what is written, around one path.
+"""HTTP in front of an engine. Begin with `app.py`: the application, with every route and what stands before it.
 
-path     generation (job -> steps), prompting (conversation -> prompt, reader, grammar), sampling_fields, thinking, sse
-OpenAI   chat, completions, tokens, models      body: bodies, refusals by name      logprob_forms, call_grammar
-others   anthropic, sglang
-door     app, access (keys, limits), incoming (sizes), disconnect (leaving aborts), errors, documents
-running  server, supervise, state, health, metered (server_metrics, metrics, bounds), watch, admin, tracing
-pages    chat and dashboard for people, from page/
+chat, completions, responses, anthropic, sglang, vllm   one folder an API: its route, what it reads, what it writes
+generation   the one path from a request to its answers       http      access, limits, bodies, errors, connections
+operations   health, metrics, the operator's routes           page      chat and dashboard in the browser
+service      what the routes work with                        metrics   what is measured
 """

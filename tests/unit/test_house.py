@@ -7,6 +7,7 @@ import ast
 import difflib
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,19 +16,48 @@ from glm5.cli.main import COMMANDS, parsers
 
 REPO = Path(__file__).parents[2]
 ROOT = REPO / "glm5"
-LAYERS = """
-    cli
-    demo
-    serve bench eval
-    engine quantize train
-    checkpoint
-    parallel quant
-    model
-    kernels chat
-    config testing
-    common
-"""
-RANK = {folder: rank for rank, line in enumerate(LAYERS.split("\n")) for folder in line.split()}
+# By folder: what lies in it, from the top down. Files of the folder itself stand above its subfolders.
+LAYERS = {
+    "glm5": """
+        cli
+        demo
+        serve bench eval
+        engine quantize train
+        checkpoint
+        parallel quant
+        model
+        kernels chat
+        config testing
+        common
+    """,
+    "glm5.engine": """
+        frontend distributed
+        core
+        runner
+        transport
+        scheduler
+        cache
+        sampling tiers
+    """,
+    "glm5.engine.runner": """
+        graphs
+        forward
+        fused
+        inputs
+    """,
+    "glm5.serve": """
+        completions responses anthropic sglang vllm operations page
+        chat
+        generation
+        http
+        service
+        metrics
+    """,
+}
+RANKS = {
+    folder: {name: rank for rank, line in enumerate(lines.split("\n")) for name in line.split()}
+    for folder, lines in LAYERS.items()
+}
 TORCH_FREE = ("common", "config", "chat", "cli")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
 
@@ -49,16 +79,63 @@ def imported_names(path: Path) -> set[str]:
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{relative(path)}: write imports in full"
+            assert node.level == 0, f"{path}: write imports in full"
             names.add(node.module or "")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
-def upward_imports(path: Path) -> set[str]:
-    names = {name.split(".")[1] for name in imported_names(path) if name.startswith("glm5.")}
-    here = folder_of(path)
-    return {name for name in names & RANK.keys() if name != here and RANK[name] <= RANK[here]}
+def module_of(path: Path) -> str:
+    return ".".join(("glm5", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULE_NAMES = {module_of(path): path for path in SOURCES}
+
+
+def upward_imports(module: str, names: set[str]) -> set[str]:
+    """What of these imports lies on the module's own line of a list, or above it."""
+    wrong: set[str] = set()
+    for folder, ranks in RANKS.items():
+        own = module.removeprefix(f"{folder}.").split(".")[0] if module.startswith(f"{folder}.") else ""
+        if own in ranks:
+            inside = {
+                ".".join(name.split(".")[: folder.count(".") + 2]) for name in names if name.startswith(f"{folder}.")
+            }
+            wrong |= {
+                name
+                for name in inside - {f"{folder}.{own}"}
+                if ranks.get(name.rpartition(".")[2], -1 if name in MODULE_NAMES else len(ranks) + 9) <= ranks[own]
+            }
+    return wrong
+
+
+def imported_files(path: Path) -> set[Path]:
+    """The files of this package that an import of this file names."""
+    names = {name for name in imported_names(path) if name in MODULE_NAMES}
+    # `from package import module` names the module; the package's own file only where the name is its own.
+    packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    own = {
+        node.module or ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and any(f"{node.module}.{alias.name}" not in MODULE_NAMES for alias in node.names)
+    }
+    return {MODULE_NAMES[name] for name in names - (packages - own)} - {path}
+
+
+def circles(imports: Mapping[Path, set[Path]]) -> list[set[Path]]:
+    """Files each of which is reached from the others."""
+    reached = {path: set(found) for path, found in imports.items()}
+    grown = True
+    while grown:
+        grown = False
+        for found in reached.values():
+            more = set().union(*(reached[other] for other in found)) - found
+            found |= more
+            grown = grown or bool(more)
+    found = {frozenset(other for other in reached[path] if path in reached[other]) for path in reached}
+    return [set(circle) for circle in found if circle]
 
 
 def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
@@ -66,25 +143,48 @@ def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_folder_has_a_layer():
-    folders = {folder_of(path) for path in MODULES}
-    assert folders <= RANK.keys()
+    for folder, ranks in RANKS.items():
+        inside = {
+            path.name for path in (ROOT.parent / folder.replace(".", "/")).iterdir() if (path / "__init__.py").exists()
+        }
+        assert inside == ranks.keys(), f"LAYERS[{folder!r}] and the folders there differ"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_imports_point_down(path):
-    wrong = sorted(upward_imports(path))
-    assert not wrong, f"{folder_of(path)} may not import {wrong}: move the shared part down, or pass it in"
+    wrong = sorted(upward_imports(module_of(path), imported_names(path)))
+    assert not wrong, f"{module_of(path)} may not import {wrong}: move the shared part down, or pass it in"
+
+
+def test_no_file_is_in_a_circle_of_imports():
+    found = circles({path: imported_files(path) for path in SOURCES})
+    assert not found, [sorted(map(relative, circle)) for circle in found]
+
+
+def test_the_circle_test_notices():
+    a, b, c = Path("a"), Path("b"), Path("c")
+    assert circles({a: {b}, b: {c}, c: set()}) == []
+    assert circles({a: {b}, b: {a}, c: {a}}) == [{a, b}]
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["from glm5.cli import main", "from glm5 import cli", "def f():\n    import glm5.cli.main", "import glm5.chat.x"],
+    ("module", "line"),
+    [
+        ("glm5.kernels.bad", "from glm5.cli import main"),
+        ("glm5.kernels.bad", "from glm5 import cli"),
+        ("glm5.kernels.bad", "def f():\n    import glm5.cli.main"),
+        ("glm5.kernels.bad", "import glm5.chat.x"),
+        ("glm5.engine.scheduler.bad", "from glm5.engine.core.intake import Intake"),
+        ("glm5.engine.scheduler.bad", "from glm5.engine.build import build_core"),
+        ("glm5.engine.core.bad", "from glm5.engine import llm"),
+        ("glm5.engine.runner.inputs.bad", "import glm5.engine.runner.graphs.decode"),
+        ("glm5.engine.runner.inputs.bad", "from glm5.engine.runner.runner import Runner"),
+        ("glm5.serve.chat.bad", "from glm5.serve.completions.body import CompletionBody"),
+    ],
 )
-def test_the_layer_test_notices(line, tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "bad.py").write_text(line)
-    assert upward_imports(tmp_path / "kernels" / "bad.py")
+def test_the_layer_test_notices(module, line, tmp_path):
+    (tmp_path / "file.py").write_text(line)
+    assert upward_imports(module, imported_names(tmp_path / "file.py"))
 
 
 def test_no_file_outgrows_a_reader():

@@ -47,7 +47,7 @@ def static_file(name: str, request: Request) -> Response:
 
 def _file(name: str, request: Request) -> Response:
     # The names that the folder has are all that exists, so no name can lead out of it.
-    found = {entry.name: entry for entry in files("glm5.serve.page").iterdir()}.get(name)
+    found = {entry.name: entry for entry in files("glm5.serve.page").joinpath("static").iterdir()}.get(name)
     kind = _TYPES.get(name.rpartition(".")[2])
     if found is None or kind is None:
         raise HTTPException(404, f"there is no page {request.url.path}")

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import glm5.engine.scheduler.scheduler
 from glm5.engine.scheduler.scheduler import Scheduler
 
 # In the order of their imports: each is executed anew, against those before.
-MODULES = ("pages", "prefix", "scheduler_config", "sequence", "transfers", "page_manager", "scheduler")
-FOLDER = Path(glm5.engine.scheduler.scheduler.__file__).parent
+MODULES = {
+    "pages": "cache.pages",
+    "prefix": "cache.prefix",
+    "config": "scheduler.config",
+    "sequence": "scheduler.sequence",
+    "transfers": "scheduler.transfers",
+    "page_manager": "scheduler.page_manager",
+    "scheduler": "scheduler.scheduler",
+}
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,11 @@ class Mutant:
 
     def scheduler(self) -> type[Scheduler]:
         """The broken class; the real modules stay as they are."""
-        names = [f"glm5.engine.{module}" for module in MODULES]
+        names = [f"glm5.engine.{path}" for path in MODULES.values()]
         real = {name: sys.modules[name] for name in names}
         try:
             for module, name in zip(MODULES, names, strict=True):
-                source = (FOLDER / f"{module}.py").read_text(encoding="utf-8")
+                source = Path(str(real[name].__file__)).read_text(encoding="utf-8")
                 if module == self.module:
                     assert source.count(self.old) == 1, f"{self.rule}: {self.old!r} is not in {module}.py once"
                     source = source.replace(self.old, self.new)

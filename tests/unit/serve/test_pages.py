@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from glm5.serve.page import pages
 
-FOLDER = files("glm5.serve").joinpath("page")
+FOLDER = files("glm5.serve.page").joinpath("static")
 NAMES = sorted(entry.name for entry in FOLDER.iterdir())
 TEXTS = {name: FOLDER.joinpath(name).read_text(encoding="utf-8") for name in NAMES}
 DOCUMENTS = {"/": "index.html", "/dashboard": "dashboard.html"}
