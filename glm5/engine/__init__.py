@@ -32,9 +32,9 @@ __all__ = [
 _HOMES = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",
-    "CompletionOutput": "outputs",
-    "Delta": "outputs",
-    "RequestOutput": "outputs",
+    "CompletionOutput": "frontend.outputs",
+    "Delta": "frontend.outputs",
+    "RequestOutput": "frontend.outputs",
     "SamplingParams": "sampling.params",
     "StructuredOutputsParams": "sampling.params",
 }

@@ -24,7 +24,7 @@ from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
 from glm5.engine.checks import check_disk, check_gpus
 from glm5.engine.core.depth import AdaptiveDepth, StepCost
 from glm5.engine.core.engine_core import EngineCore
-from glm5.engine.core.pace import Beside, PromptPace
+from glm5.engine.core.pace import PromptPace, PromptShare
 from glm5.engine.defaults import read_defaults
 from glm5.engine.distributed.follower import Follower, Say
 from glm5.engine.distributed.loaded_pages import LoadedPages
@@ -288,8 +288,8 @@ def _parts(
     copies = _copies(config, cache, group.shard.size, is_native=is_native) if group.shard.rank == 0 else None
     machine = "native" if is_native else model.device.type
     cost = StepCost.of(cfg, weight_bytes(model), machine, group.shard.size)
-    beside = Beside.of(config, model.device.type, cost)
-    scheduler = _scheduler(config, model, max_model_len, num_pages, depth, beside, in_passes=in_passes)
+    prompt_share = PromptShare.of(config, model.device.type, cost)
+    scheduler = _scheduler(config, model, max_model_len, num_pages, depth, prompt_share, in_passes=in_passes)
     runner = Runner(
         model,
         cache,
@@ -313,7 +313,7 @@ def _parts(
         routed_experts=config.enable_return_routed_experts,
         simulated_acceptance=simulated,
         table=[
-            *start_table(config, model, cache, max_model_len, depth, beside, scheduler, is_native=is_native),
+            *start_table(config, model, cache, max_model_len, depth, prompt_share, scheduler, is_native=is_native),
             *([("graphs", str(warmth))] if warmth is not None else []),
         ],
     )
@@ -327,7 +327,7 @@ def _parts(
         cache=cache,
         copies=copies,
         depth=AdaptiveDepth(depth, cost) if depth and config.adaptive_speculation else None,
-        pace=beside.pace,
+        pace=prompt_share.pace,
     )
 
 
@@ -337,7 +337,7 @@ def _scheduler(
     max_model_len: int,
     num_pages: int,
     depth: int,
-    beside: Beside,
+    prompt_share: PromptShare,
     *,
     in_passes: bool,
 ) -> SchedulerConfig:
@@ -351,7 +351,7 @@ def _scheduler(
         launch_ahead=_launches_ahead(config, model),
         prefix_cache=config.enable_prefix_caching,
         max_prompt_chunk=config.long_prefill_token_threshold or None,
-        max_tokens_beside=beside.max_tokens,
+        max_prompt_tokens=prompt_share.max_tokens,
         # Steps in pieces have a faster attention for these (runner.py: on a GPU, unless in passes).
         whole_prompt=0 if in_passes or model.device.type == "cpu" else model.cfg.index_topk,
         tiers=_has_tiers(config),

@@ -231,7 +231,7 @@ class LLM:
 
     def abort_all(self) -> None:
         """End every request; their streams end with finish_reason "abort"."""
-        self._check_mine()
+        self._check_not_forked()
         self.client.abort_all()
         while self.client.num_unfinished:
             self._pump()
@@ -267,14 +267,14 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and its process. Closing again does nothing."""
-        self._check_mine()
+        self._check_not_forked()
         self.client.close()
         while self.client.dead_because is None:
             self._pump()
 
     def hand_over(self) -> Client:
         """The client, for another's thread to pump. From then on nothing of this may be called."""
-        self._check_mine()
+        self._check_not_forked()
         self._is_mine = False
         return self.client
 
@@ -313,7 +313,7 @@ class LLM:
 
     def _run(self, asked: Sequence[_Asked], requests: dict[Request, list[Delta]]) -> Iterator[tuple[Request, Delta]]:
         """Runs these until they are done, noting each in `requests`; what is left when it is cut short, is aborted."""
-        self._check_mine()
+        self._check_not_forked()
         arrived: deque[tuple[Request, Delta | GlmError]] = deque()
         names: dict[Request, str] = {}
         try:
@@ -344,12 +344,12 @@ class LLM:
             self.client.pump(_POLL_SECONDS)
 
     def _wait(self, future: Future[dict[str, Any]]) -> dict[str, Any]:
-        self._check_mine()
+        self._check_not_forked()
         while not future.done():
             self._pump()
         return future.result()
 
-    def _check_mine(self) -> None:
+    def _check_not_forked(self) -> None:
         if not self._is_mine:
             raise GlmError("this LLM was handed to an AsyncEngine: call that")
 

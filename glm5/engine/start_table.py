@@ -6,7 +6,7 @@ import torch
 
 from glm5.config.engine import EngineConfig
 from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
-from glm5.engine.core.pace import Beside
+from glm5.engine.core.pace import PromptShare
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import weight_kinds
@@ -18,7 +18,7 @@ def start_table(
     cache: KVCache,
     max_model_len: int,
     depth: int,
-    beside: Beside,
+    prompt_share: PromptShare,
     scheduler: SchedulerConfig,
     *,
     is_native: bool,
@@ -48,7 +48,7 @@ def start_table(
         ("tiers", ", ".join(tiers) or off),
         ("prefixes", on if config.enable_prefix_caching else off),
         ("batch", f"{config.max_num_seqs} requests, {config.max_num_batched_tokens} tokens a step"),
-        ("prompts", str(beside)),
+        ("prompts", str(prompt_share)),
         ("drafts", f"up to {depth} a step, {drafts}" if depth else off),
         ("steps", "launched ahead" if scheduler.launch_ahead else "one after the other"),
         ("deterministic", on if config.deterministic else off),

@@ -20,7 +20,7 @@ from glm5.checkpoint.dummy import dummy
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
-from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.kernels import grouped_experts, triton_support
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Meeting, open_group, store_at
@@ -68,7 +68,7 @@ def prepare(folder, weights):
 
 def measured(model, group, want, choices):
     """By layout: (relative RMS of forced logits by pass, (share of other choices, KL unforced))."""
-    lowered = Lowered(model, MAX_LEN, group)
+    lowered = FusedModel(model, MAX_LEN, group)
     head = lambda hidden_TD: group.all_gather(model.head(hidden_TD)).transpose(0, 1).flatten(1)  # noqa: E731
     errors = {}
     for layout in ("auto", "fp8"):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from glm5.checkpoint.dummy import dummy
 from glm5.config.presets import preset
 from glm5.engine.runner.forward.passes import Passes
-from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts import grouped_experts
@@ -107,7 +107,7 @@ def model():
 @torch.inference_mode()
 def test_the_usual_steps_do_show_their_batch(model, rng):
     """The control, before the model is made invariant."""
-    passes, ids = Passes(model, None, Lowered(model, MAX_LEN)), make_ids(model.cfg, rng)
+    passes, ids = Passes(model, None, FusedModel(model, MAX_LEN)), make_ids(model.cfg, rng)
     want = in_turn(passes, ids, rng, invariant=False)
     assert mixed(passes, ids, rng, invariant=False).num_unlike(want) > 0
 
@@ -116,7 +116,7 @@ def test_the_usual_steps_do_show_their_batch(model, rng):
 @torch.inference_mode()
 def test_a_row_is_the_same_in_any_pass(model, layout, rng):
     use_invariant(model)
-    passes, ids = Passes(model, ROWS, Lowered(model, MAX_LEN)), make_ids(model.cfg, rng)
+    passes, ids = Passes(model, ROWS, FusedModel(model, MAX_LEN)), make_ids(model.cfg, rng)
     want = in_turn(passes, ids, rng, layout=layout)
     for _ in range(2):
         assert mixed(passes, ids, rng, layout=layout).num_unlike(want) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from glm5.bench.steps.case import rank_config, with_codes
 from glm5.checkpoint.dummy import dummy
-from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.kernels import grouped_experts, triton_support
 from tests.support.choices import MAX_LEN, Choices, exact, logits_of
 from tests.support.steps import far
@@ -51,7 +51,7 @@ def test_logits_are_those_of_the_reference(references, weights, layout):
     del truth
     own = logits_of(model, model, layout, choices, "force")
     references(on=False)
-    lowered = Lowered(model, MAX_LEN)
+    lowered = FusedModel(model, MAX_LEN)
     forced = logits_of(lowered.hidden, model, layout, choices, "force")
     flips = sum(choices.flips) / len(choices.flips)
     free = logits_of(lowered.hidden, model, layout, choices, None)
@@ -80,7 +80,7 @@ def test_the_bound_notices_a_wrong_scale(references):
     want = logits_of(truth, truth, "auto", choices, "take_down")
     own = logits_of(model, model, "auto", choices, "force")
     references(on=False)
-    lowered = Lowered(model, MAX_LEN)
+    lowered = FusedModel(model, MAX_LEN)
     for layer in lowered.layers:
         layer.attention.w_v_HCV.mul_(1.05)
     got = logits_of(lowered.hidden, model, "auto", choices, "force")

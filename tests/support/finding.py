@@ -63,12 +63,12 @@ def main() -> None:
     model = dummy(cfg if weights == "fp8" else with_codes(cfg, weights), fp8=True)
     cache = KVCache(cfg, 40, dtype=model.dtype, mtp=True)
     runner = Runner(model, cache, max_num_seqs=4, max_model_len=1024, max_depth=DEPTH, fused=True)
-    prompts, steps, lowered = runner.prompts, runner.steps, runner.passes.lowered
+    prompts, steps, lowered = runner.prompts, runner.steps, runner.passes.fused
     assert prompts is not None and steps is not None and lowered is not None  # noqa: PT018
     with torch.inference_mode(), lowered.few_layers(), missing() as wanted:
         for shape in prompts.shapes([8, 128]):
-            prompts.run_nobody(shape)
-        for _ in steps.run_nobody([1, 4], [DEPTH, 0]):
+            prompts.run_padding(shape)
+        for _ in steps.run_padding([1, 4], [DEPTH, 0]):
             pass
     names = {one.fn.__name__ for one in wanted}
     few = [next(one for one in wanted if one.fn.__name__ == name) for name in itertools.islice(sorted(names), COMPILED)]

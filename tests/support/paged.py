@@ -99,7 +99,7 @@ def make_keys(where: Where, k: int, gen: torch.Generator) -> Tensor:
     """A selection as top_k returns it, and harder: distinct keys, some beyond the end, then -1. int32 [T, K]."""
     keys = torch.full((where.num_queries, k), -1, dtype=torch.int32)
     for t, end in enumerate(where.end_T.tolist()):
-        reach = min(where.num_keys, end + 2)
-        chosen = torch.randperm(reach, generator=gen)[: min(k, max(1, reach - 1))].sort().values
+        context_bucket = min(where.num_keys, end + 2)
+        chosen = torch.randperm(context_bucket, generator=gen)[: min(k, max(1, context_bucket - 1))].sort().values
         keys[t, : len(chosen)] = chosen.int()
     return keys

@@ -139,14 +139,14 @@ class StepCase:
         """Distinct experts of each MoE layer in a step of `load`."""
         runner = self.runner
         assert runner.steps is not None
-        assert runner.passes.lowered is not None
+        assert runner.passes.fused is not None
         plan, _ = self.enter(load)
-        heard = runner.passes.lowered.record_routing()
+        recorded = runner.passes.fused.record_routing()
         buffers = runner.steps.buffers(Shape(load.batch, load.depth))
         buffers.load(runner.pack(plan))
         runner.steps.run_eagerly(buffers, load.context + 1 + load.depth)
-        counts = [float(len(torch.cat(layer).unique())) for layer in heard]
-        runner.passes.lowered.stop_recording()
+        counts = [float(len(torch.cat(layer).unique())) for layer in recorded]
+        runner.passes.fused.stop_recording()
         return counts
 
     def _fill(self, cache: KVCache) -> None:

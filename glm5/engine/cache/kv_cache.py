@@ -73,20 +73,24 @@ class KVCache:
         """Memory of one page over all layers."""
         return sum(part.num_bytes for part in _parts(cfg, dtype, layout, mtp))
 
-    def append_latent(self, layer_idx: int, slot_T: Tensor, latent_TL: Tensor, where: Where | None = None) -> None:
+    def append_latent(
+        self, layer_idx: int, slot_mapping_T: Tensor, latent_TL: Tensor, where: Where | None = None
+    ) -> None:
         """Write one latent row per token. Where several tokens have one slot (of the dump page), any may win. `where`:
-        on a CPU, the same as `slot_T`."""
+        on a CPU, the same as `slot_mapping_T`."""
         if where is not None and (array := self._latent_arrays[layer_idx]) is not None:
             write_rows(array, where, latent_TL)
         else:
-            store_rows(self._latent_PZL[layer_idx], slot_T, latent_TL)
+            store_rows(self._latent_PZL[layer_idx], slot_mapping_T, latent_TL)
 
-    def append_index_key(self, layer_idx: int, slot_T: Tensor, key_TI: Tensor, where: Where | None = None) -> None:
+    def append_index_key(
+        self, layer_idx: int, slot_mapping_T: Tensor, key_TI: Tensor, where: Where | None = None
+    ) -> None:
         """Write one index key per token; likewise."""
         if where is not None and (array := self._index_key_arrays[layer_idx]) is not None:
             write_rows(array, where, key_TI)
         else:
-            store_rows(self._index_key_PZI[layer_idx], slot_T, key_TI)
+            store_rows(self._index_key_PZI[layer_idx], slot_mapping_T, key_TI)
 
     def latents(self, layer_idx: int) -> Pool:
         """The latents of a layer, for kernels that write them."""

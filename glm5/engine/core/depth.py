@@ -1,13 +1,13 @@
 """How many tokens to draft, from what was accepted and how many sequences decode; and what a step costs.
 
-    tokens a step   = B (1 + r_1 + ... + r_k)          r_j: how often the j-th draft stands (all before too)
+    tokens a step   = B (1 + r_1 + ... + r_k)          r_j: how often the j-th draft is accepted (all before too)
     time of a step  = L t + bytes(n) / bandwidth + n flops / rate + k (d + B flops_draft / rate),   n = B (1 + k) rows
     bytes(n)        = dense + experts (1 - (1 - A/E)^n)                                  weights that some row needs
 
 Ranks that share the model read and compute a part each; a layer adds up what they have twice.
 
 Rows are nearly free until a step computes for longer than it reads weights and launches kernels: k falls with the
-load, and to 0 where drafts do not stand. The depth with the most tokens a time is taken, if it is better than the
+load, and to 0 where drafts are not accepted. The depth with the most tokens a time is taken, if it is better than the
 present one by a margin. What is not drafted is not measured, so now and then a few steps draft as deep as possible.
 
 Nothing here looks at a clock: the same steps give the same depths. Tokens never depend on the depth.
@@ -140,7 +140,7 @@ class AdaptiveDepth:
         num_tokens, rates = 1.0, [num_seqs / self.cost.seconds(num_seqs, 0)]
         share, conditional = 1.0, PRIOR
         for position in range(self.max_depth):
-            # As long as little is known of a draft, it is expected to stand as often as the one before it does.
+            # As long as little is known of a draft, it is expected to be accepted as often as the one before it is.
             expected = PRIOR_DRAFTS * share * conditional
             found = (self._accepted[position] + expected) / (self._drafted[position] + PRIOR_DRAFTS)
             conditional = min(found / share, 1.0) if share else 0.0

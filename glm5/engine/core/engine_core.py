@@ -30,7 +30,7 @@ from glm5.engine.runner.runner import SeqSpec
 from glm5.engine.sampling.compiling import Compiler
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.scheduler.config import SchedulerConfig
-from glm5.engine.scheduler.messages import Abort, Finish, Message, Resume, SetBeside, SetDepth, Submit
+from glm5.engine.scheduler.messages import Abort, Finish, Message, Resume, SetDepth, SetPromptShare, Submit
 from glm5.engine.scheduler.plan import Output, StepPlan
 from glm5.engine.scheduler.scheduler import Scheduler
 from glm5.engine.tiers.copies import CopyQueue
@@ -126,7 +126,7 @@ class EngineCore:
 
     def step(self) -> list[ToClient]:
         """One turn. Waits for the device as long as a step takes, for anything else at most `PATIENCE_S`."""
-        self._hear()
+        self._receive_all()
         begins = any(isinstance(message, Submit | Resume) for message in self._messages)
         self.control.take_changes(closely=begins)
         plan = self._plan()
@@ -137,7 +137,7 @@ class EngineCore:
             self._read(*self._unread.popleft())
         self._wait = plan.wait
         if not plan.items and not has_read:
-            self._rest()
+            self._sleep_until_something_ends()
         return self._said()
 
     def tell(self, *messages: Message) -> None:
@@ -147,7 +147,7 @@ class EngineCore:
     def drop(self, seq_ids: tuple[int, ...] | None) -> None:
         """Abort answers (None: all)."""
         for seq_id in self.intake.drop(seq_ids):
-            self._say(Update(seq_id, [], self.scheduler.version, "abort"))
+            self._emit(Update(seq_id, [], self.scheduler.version, "abort"))
         self.tell(Abort(seq_ids))
 
     def stats(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class EngineCore:
         if self.ranks is not None:
             self.ranks.close()
 
-    def _hear(self) -> None:
+    def _receive_all(self) -> None:
         """Everything that came from outside since the last turn."""
         if self.tiering is not None:
             self._messages += self.tiering.messages()
@@ -220,7 +220,7 @@ class EngineCore:
     def _admit(self, ready: Admission | Refusal) -> None:
         if isinstance(ready, Refusal):
             for seq_id in ready.seq_ids:
-                self._say(Update(seq_id, [], self.scheduler.version, "error", ready.reason, param=ready.param))
+                self._emit(Update(seq_id, [], self.scheduler.version, "error", ready.reason, param=ready.param))
             return
         for reply in ready.replies:
             self._replies[reply.seq_id] = reply
@@ -242,10 +242,10 @@ class EngineCore:
         if self.pace is not None and scheduler.decoding:
             start = furthest_prompt(scheduler, self._messages)
             if start is not None:
-                self.tell(SetBeside(self.pace.choose(len(scheduler.decoding), start)))
+                self.tell(SetPromptShare(self.pace.choose(len(scheduler.decoding), start)))
         messages, self._messages = self._messages, []
         if self.ranks is not None:
-            self.ranks.hear(scheduler.next_step, messages, self._specs, is_masked=bool(self._constrained))
+            self.ranks.broadcast(scheduler.next_step, messages, self._specs, is_masked=bool(self._constrained))
         scheduler.deliver(scheduler.next_step, messages)
         plan = scheduler.plan(scheduler.next_step)
         self.counters.count_plan(plan)
@@ -323,7 +323,7 @@ class EngineCore:
         """End an answer whose last tokens are worth nothing."""
         seq_id = output.seq_id
         if seq_id in self._replies:
-            self._say(Update(seq_id, [], self.scheduler.version, "error", why))
+            self._emit(Update(seq_id, [], self.scheduler.version, "error", why))
         if output.reason is None:
             self.tell(Finish(seq_id, "error"))
             self._replies.pop(seq_id, None)
@@ -338,13 +338,13 @@ class EngineCore:
         self._reports.pop(seq_id, None)
         self._constrained.pop(seq_id, None)
 
-    def _say(self, update: Update) -> None:
+    def _emit(self, update: Update) -> None:
         """An update that ends an answer without tokens."""
         assert update.finish_reason is not None
         self.counters.finished[update.finish_reason] += 1
         self._updates.append(update)
 
-    def _rest(self) -> None:
+    def _sleep_until_something_ends(self) -> None:
         """Nothing was launched or read: wait a little for whoever is expected to end something."""
         if self._wait == "copies":
             assert self.tiering is not None

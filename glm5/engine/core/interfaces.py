@@ -30,7 +30,7 @@ class StepRunner(Protocol):
 class Followers(Protocol):
     """The other ranks of an engine over several (`glm5.engine.distributed.ranks`)."""
 
-    def hear(self, step: int, messages: list[Message], specs: Mapping[int, SeqSpec], *, is_masked: bool) -> None:
+    def broadcast(self, step: int, messages: list[Message], specs: Mapping[int, SeqSpec], *, is_masked: bool) -> None:
         """What the scheduler is told before `step`, the plan that is launched next. `specs` has the sequences that it
         hears of; `is_masked`: grammars may bar tokens (`StepRunner.permit`)."""
         ...

@@ -72,7 +72,7 @@ class PromptPace:
 
 
 @dataclass(frozen=True)
-class Beside:
+class PromptShare:
     """How prompts are cut beside requests that decode: by a `pace`, to `max_tokens`, or not at all."""
 
     pace: PromptPace | None = None
@@ -80,7 +80,7 @@ class Beside:
     ms: float | None = None
 
     @classmethod
-    def of(cls, config: EngineConfig, device_type: str, cost: StepCost) -> "Beside":
+    def of(cls, config: EngineConfig, device_type: str, cost: StepCost) -> "PromptShare":
         """On a CPU a step is over when it is launched, so that it can be measured."""
         ms, limit, is_cpu = config.max_inter_token_ms, config.max_num_batched_tokens, device_type == "cpu"
         if ms == "auto":

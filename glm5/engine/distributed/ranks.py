@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import msgspec
 from torch import Tensor
 
+import glm5
 from glm5.common.background import in_background
 from glm5.common.errors import GlmError, named
 from glm5.engine.core.interfaces import Launched, Memory, StepRunner, WeightSource
@@ -74,7 +75,7 @@ class _Rank:
     def __init__(self, number: int, ranks: "Ranks"):
         self.number, self.ranks = number, ranks
         command = [sys.executable, "-m", "glm5.engine.rank"]
-        home, pipe = Path(__file__).parents[2], subprocess.PIPE
+        home, pipe = Path(glm5.__file__).parents[1], subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe)
         self.heard_at, self.has_spoken = time.monotonic(), False
         self.last_words: Dead | None = None
@@ -211,7 +212,7 @@ class RankedRunner:
         self._masks: tuple[list[int], Tensor] | None = None
         self._digest = 0
 
-    def hear(self, step: int, messages: list[Message], specs: Mapping[int, SeqSpec], *, is_masked: bool) -> None:
+    def broadcast(self, step: int, messages: list[Message], specs: Mapping[int, SeqSpec], *, is_masked: bool) -> None:
         """See `Followers`. Others plan while this rank does."""
         submitted = [message.seq_ids for message in messages if isinstance(message, Submit)]
         new = {seq_id: specs[seq_id] for seq_ids in submitted for seq_id in seq_ids}

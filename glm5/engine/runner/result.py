@@ -180,7 +180,7 @@ def _entries(found: Logprobs) -> _Entries:
 
 
 def _routed(pending: Pending, item: Item, first: int, counts: dict[int, int]) -> RoutedExperts:
-    """Experts of the tokens that an item computed and that stand: of a decoding one, as many as it gained."""
+    """Experts of the accepted tokens that an item computed: of a decoding one, as many as it gained."""
     assert pending.expert_RLA is not None and pending.position_R is not None  # noqa: PT018
     num_rows = counts[item.seq_id] if item.kind == "decode" else item.num_rows
     experts = pending.expert_RLA[first : first + num_rows].contiguous().numpy()

@@ -1,6 +1,6 @@
 """Runs plans on a device: rows in, tokens out, without waiting for them. (What a plan means: plan.py.)
 
-    rows -> model -> logits -> sample -> which drafts stand -> token ids and lengths of the slots -> MTP layer -> drafts
+    rows -> model -> logits -> sample -> accepted drafts -> token ids and lengths of the slots -> MTP layer -> drafts
 
 Every tensor of a step has a static shape, given by its bucket, and what the next step needs stays on the device. So
 steps can be enqueued ahead of what they find, and captured where there are graphs.
@@ -18,9 +18,9 @@ from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.runner.forward.drafting import Drafter, DraftRows, Extended
 from glm5.engine.runner.forward.passes import Passes
 from glm5.engine.runner.forward.routing import RoutingRecord
-from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.engine.runner.graphs.captured import Graphs
-from glm5.engine.runner.graphs.decode import DecodeSteps, OnDevice, Shape, padding_batch, reaches_of
+from glm5.engine.runner.graphs.decode import DecodeSteps, DeviceBatch, Shape, context_buckets_of, padding_batch
 from glm5.engine.runner.graphs.passes import PassGraphs, can_capture
 from glm5.engine.runner.graphs.prompts import PromptSteps
 from glm5.engine.runner.inputs.batch import Batch, Packer, arrays
@@ -82,7 +82,7 @@ class Runner:
         assert not max_depth or cache.mtp, f"{max_depth=} {cache.mtp=}"
         self.model, self.cache, self.max_depth = model, cache, max_depth
         fused = model.device.type == "cuda" if fused is None else fused
-        self.passes = Passes(model, pass_rows, Lowered(model, max_model_len, group) if fused else None)
+        self.passes = Passes(model, pass_rows, FusedModel(model, max_model_len, group) if fused else None)
         self.padding_slot = max_num_seqs
         self.slots = SlotState(
             max_num_seqs,
@@ -101,7 +101,7 @@ class Runner:
             simulate=simulate,
         )
         self._packer = Packer(self.padding_slot, self.passes.whole)
-        self._uploaded: tuple[Batch, OnDevice] | None = None
+        self._uploaded: tuple[Batch, DeviceBatch] | None = None
         self._masks: tuple[list[int], Tensor] | None = None
         self._drafter = Drafter(self.passes, cache, self.slots, self.sampler) if max_depth else None
         self._routing = RoutingRecord(self.passes) if record_routing else None
@@ -109,15 +109,15 @@ class Runner:
         self.prompts: PromptSteps | None = None
         if fused and pass_rows is None:
             graphs = Graphs(self.passes, cache, captures=cache.device.type == "cuda")
-            reaches = reaches_of(model.cfg.index_topk, max_model_len)
+            context_buckets = context_buckets_of(model.cfg.index_topk, max_model_len)
             around = self.passes, cache, self.slots
-            self.steps = DecodeSteps(*around, self.sampler, self._drafter, graphs, reaches, self._routing)
-            self.prompts = PromptSteps(*around, self._drafter, graphs, reaches, self._routing)
+            self.steps = DecodeSteps(*around, self.sampler, self._drafter, graphs, context_buckets, self._routing)
+            self.prompts = PromptSteps(*around, self._drafter, graphs, context_buckets, self._routing)
         self.pass_graphs: PassGraphs | None = None
         if fused and pass_rows is not None and can_capture(model):
             graphs = Graphs(self.passes, cache, captures=cache.device.type == "cuda")
-            reaches = reaches_of(model.cfg.index_topk, max_model_len)
-            self.pass_graphs = PassGraphs(self.passes, cache, graphs, reaches, self._routing)
+            context_buckets = context_buckets_of(model.cfg.index_topk, max_model_len)
+            self.pass_graphs = PassGraphs(self.passes, cache, graphs, context_buckets, self._routing)
             self.passes.captured = self.pass_graphs
 
     def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
@@ -140,7 +140,7 @@ class Runner:
         batch = self.pack(plan) if plan.items else None
         if batch is not None and (self.steps is None or not batch.samples_all):
             return self._run(plan, batch, specs)
-        self._tell_sampler(plan, specs)
+        self._set_sampling_params(plan, specs)
         return Launched(None if batch is None else self._decode(plan, batch, specs))
 
     @torch.inference_mode()
@@ -154,7 +154,7 @@ class Runner:
         """The batch of a plan that has items."""
         return self._packer.pack(plan)
 
-    def _tell_sampler(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> None:
+    def _set_sampling_params(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> None:
         """What it must know before it samples this step."""
         if plan.entered:
             self.sampler.place([_placement(one.slot, one.token_ids, specs[one.seq_id]) for one in plan.entered])
@@ -213,7 +213,7 @@ class Runner:
             if self._routing is not None:
                 expert_RLA = self._routing.take()
             extend = partial(self._extend, on, view, hidden_RD)
-        self._tell_sampler(plan, specs)
+        self._set_sampling_params(plan, specs)
         prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
         sampled, accepted = self._sample(batch, on, position_R, hidden_RD)
         pending = Pending(
@@ -241,7 +241,7 @@ class Runner:
             launched.add_drafts(self.slots.draft_SK.index_select(0, on.slot_C))
         return launched
 
-    def _extend(self, on: OnDevice, view: StepView, hidden_RD: Tensor) -> Extended:
+    def _extend(self, on: DeviceBatch, view: StepView, hidden_RD: Tensor) -> Extended:
         assert self._drafter is not None, f"{self.max_depth=}"
         return self._drafter.extend(view, self.slots.tokens(on.slot_R, view.positions_T + 1), hidden_RD)
 
@@ -253,7 +253,7 @@ class Runner:
             # Copies: the next step may write where these lie.
             pending.expert_RLA, pending.position_R = expert_RLA.clone(), position_R.clone()
 
-    def _view(self, on: OnDevice, max_end: int) -> StepView:
+    def _view(self, on: DeviceBatch, max_end: int) -> StepView:
         return StepView.of(
             self.cache,
             self.slots,
@@ -266,8 +266,8 @@ class Runner:
             invariant=self.passes.num_rows is not None,
         )
 
-    def _sample(self, batch: Batch, on: OnDevice, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
-        """Tokens of the rows that sample, and which of them stand; the slots have them from then on."""
+    def _sample(self, batch: Batch, on: DeviceBatch, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
+        """Tokens of the rows that sample, and which of them are accepted; the slots hold them from then on."""
         draft_SK = self.slots.draft_SK
         if not len(batch.sample_slot_Q):
             none = torch.zeros(0, dtype=torch.int64, device=hidden_RD.device)
@@ -308,12 +308,12 @@ class Runner:
             out[item.seq_id] = PromptLogprobs(next_N, Logprobs.joined(parts), wanted)
         return out
 
-    def _upload(self, batch: Batch) -> OnDevice:
+    def _upload(self, batch: Batch) -> DeviceBatch:
         """All arrays, in one copy; nothing to do where they are those of the last step."""
         if self._uploaded is None or self._uploaded[0] is not batch:
             parts = arrays(batch)
             packed = upload(np.concatenate(parts), self.cache.device)
-            self._uploaded = batch, OnDevice(*packed.split([len(part) for part in parts]))
+            self._uploaded = batch, DeviceBatch(*packed.split([len(part) for part in parts]))
         return self._uploaded[1]
 
 

@@ -34,7 +34,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class Warmth:
+class WarmupReport:
     """What warming up took: seconds of either part, graphs, kernels made ready, bytes of the device's memory."""
 
     shapes_s: float
@@ -51,7 +51,7 @@ class Warmth:
 
 
 @torch.inference_mode()
-def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: Progress) -> Warmth | None:
+def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: Progress) -> WarmupReport | None:
     """None where steps are not captured: then there is nothing to do that a first step would not do as well."""
     if runner.pass_graphs is not None:
         return _warm_passes(runner, runner.pass_graphs, on_progress)
@@ -88,10 +88,10 @@ def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: 
     synchronize(device)
     left, _ = torch.cuda.mem_get_info(device)
     ended = time.monotonic()
-    return Warmth(warm - began, ended - warm, steps.graphs.num_captured, mark_ready(), max(0, free - left))
+    return WarmupReport(warm - began, ended - warm, steps.graphs.num_captured, mark_ready(), max(0, free - left))
 
 
-def _warm_passes(runner: Runner, graphs: PassGraphs, on_progress: Progress) -> Warmth:
+def _warm_passes(runner: Runner, graphs: PassGraphs, on_progress: Progress) -> WarmupReport:
     """One shape has few kernels: they are compiled by the first pass, which is run before it is captured."""
     device = runner.cache.device
     (free, _), began = torch.cuda.mem_get_info(device), time.monotonic()
@@ -101,17 +101,17 @@ def _warm_passes(runner: Runner, graphs: PassGraphs, on_progress: Progress) -> W
     runner.sample_padding(runner.passes.num_rows)
     synchronize(device)
     left, _ = torch.cuda.mem_get_info(device)
-    return Warmth(0.0, time.monotonic() - began, graphs.graphs.num_captured, mark_ready(), max(0, free - left))
+    return WarmupReport(0.0, time.monotonic() - began, graphs.graphs.num_captured, mark_ready(), max(0, free - left))
 
 
 @contextmanager
 def _few_layers(runner: Runner, steps: DecodeSteps, prompts: PromptSteps) -> Iterator[None]:
     """A model of one layer of each kind, which tells nobody of its experts: of the others it has none."""
-    lowered, routing = runner.passes.lowered, steps.routing
-    assert lowered is not None
+    fused, routing = runner.passes.fused, steps.routing
+    assert fused is not None
     steps.routing = prompts.routing = None
     try:
-        with lowered.few_layers():
+        with fused.few_layers():
             yield
     finally:
         steps.routing = prompts.routing = routing
@@ -130,9 +130,9 @@ def _rehearse(
     """Run every shape as it is, on padding."""
     shapes = prompts.shapes(buckets)
     for done, shape in enumerate(shapes, start=1):
-        prompts.run_nobody(shape)
+        prompts.run_padding(shape)
         on_share(done / len(shapes) / 2)
-    for done, of in steps.run_nobody(counts, depths):
+    for done, of in steps.run_padding(counts, depths):
         on_share((1 + done / of) / 2)
 
 

@@ -48,9 +48,9 @@ class SchedulerConfig:
     prefix_cache: bool = True
     max_prompt_chunk: int | None = None
     """Tokens of one prompt a step, beside the half-budget rule."""
-    max_tokens_beside: int | None = None
-    """Tokens of prompts in a step in which sequences decode, until `SetBeside` says otherwise: those wait as long as
-    it takes."""
+    max_prompt_tokens: int | None = None
+    """The most prompt tokens in a step in which other sequences decode, until `SetPromptShare` changes it. Decoding
+    sequences wait for the whole step."""
     whole_prompt: int = 0
     """Prompts of up to so many tokens are computed whole, in steps of their own if they have half as many together:
     where all rows of a step are those of whole prompts, attention is several times as fast
@@ -80,8 +80,8 @@ class SchedulerConfig:
         chunk = self.max_prompt_chunk
         _check("max_prompt_chunk", chunk, chunk is None or chunk >= 1, "None or at least 1")
         _check("whole_prompt", self.whole_prompt, self.whole_prompt >= 0, "at least 0")
-        beside = self.max_tokens_beside
-        _check("max_tokens_beside", beside, beside is None or beside >= 1, "None or at least 1")
+        beside = self.max_prompt_tokens
+        _check("max_prompt_tokens", beside, beside is None or beside >= 1, "None or at least 1")
         _check("tiers", self.tiers, self.prefix_cache or not self.tiers, "only with prefix_cache")
 
     def pages_for(self, num_tokens: int) -> int:

@@ -78,7 +78,7 @@ class SetDepth:
 
 
 @dataclass(frozen=True)
-class SetBeside:
+class SetPromptShare:
     """How many tokens of prompts a step has, at most, in which sequences decode, from now on."""
 
     max_tokens: int
@@ -117,5 +117,15 @@ class ResetCache:
 
 
 Message = (
-    Submit | Abort | Finish | CopyDone | TierChange | SetDepth | SetBeside | Pause | Resume | SetWeights | ResetCache
+    Submit
+    | Abort
+    | Finish
+    | CopyDone
+    | TierChange
+    | SetDepth
+    | SetPromptShare
+    | Pause
+    | Resume
+    | SetWeights
+    | ResetCache
 )

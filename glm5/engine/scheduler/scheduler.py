@@ -42,8 +42,8 @@ from glm5.engine.scheduler.messages import (
     Pause,
     ResetCache,
     Resume,
-    SetBeside,
     SetDepth,
+    SetPromptShare,
     SetWeights,
     Submit,
     TierChange,
@@ -69,7 +69,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, *, version: int = 0, identity: bytes = b""):
         self.config, self.version = config, version
         self.page_manager = PageManager(config, identity)
-        self.depth, self.max_beside = config.max_depth, config.max_tokens_beside
+        self.depth, self.max_prompt_tokens = config.max_depth, config.max_prompt_tokens
         self.next_step, self.is_paused = 0, False
         self._was_whole = False  # the last step was one of whole prompts
         # Each in order of rank. Running sequences are in one of the last two.
@@ -161,8 +161,8 @@ class Scheduler:
             assert 1 <= len(sampled) <= gain, f"{sampled=} {gain=}"
             taken, reason = seq.take(sampled)
             if seq.slot is not None:
-                seq.low += len(sampled) - 1
-                seq.high += len(sampled) - gain
+                seq.min_len += len(sampled) - 1
+                seq.max_len += len(sampled) - gain
                 seq.confirmed = len(seq.tokens) - 1
                 if seq.confirmed // size > seq.num_in_tree:
                     self.page_manager.share_full_pages(seq)
@@ -197,8 +197,8 @@ class Scheduler:
             case SetDepth(depth):
                 assert 0 <= depth <= self.config.max_depth, f"{depth=} {self.config.max_depth=}"
                 self.depth = depth
-            case SetBeside(max_tokens):
-                self.max_beside = max_tokens
+            case SetPromptShare(max_tokens):
+                self.max_prompt_tokens = max_tokens
             case Pause(release):
                 self.is_paused = True
                 if release:
@@ -297,10 +297,10 @@ class Scheduler:
         depth = self._common_depth()
         items, num_tokens, deepest, is_short = plan.items, 0, 0, False
         for seq in list(self.decoding):
-            low, cap = seq.low, seq.cap
+            low, cap = seq.min_len, seq.cap
             if low >= cap or seq.slot is None or (seq.needs_last_token and seq.in_flight):
                 continue
-            high, drafts = seq.high, depth
+            high, drafts = seq.max_len, depth
             if drafts:
                 drafts = min(drafts, seq.max_depth, cap - low - 1)
             if high + max(0, 2 * drafts - 1) > seq.covered and seq.covered < cap - 1:
@@ -311,8 +311,8 @@ class Scheduler:
                     continue
             items.append(Item(seq.seq_id, seq.slot, high - 1, 1 + drafts, drafts, "decode", True))  # noqa: FBT003
             in_flight.append((seq, 1 + drafts, 0))
-            seq.low = low + 1
-            seq.high = high + 1 + drafts
+            seq.min_len = low + 1
+            seq.max_len = high + 1 + drafts
             seq.in_flight += 1
             num_tokens += 1 + drafts
             if drafts > deepest:
@@ -325,19 +325,19 @@ class Scheduler:
 
         Best is room for the rows of this step, and for those that the draft layer writes ahead for the next one.
         """
-        if self.page_manager.grow(seq, min(seq.high + max(0, 2 * drafts - 1), seq.cap - 1)):
+        if self.page_manager.grow(seq, min(seq.max_len + max(0, 2 * drafts - 1), seq.cap - 1)):
             return drafts
-        need = min(seq.high, seq.cap - 1)
+        need = min(seq.max_len, seq.cap - 1)
         while seq.covered < need and not self.page_manager.grow(seq, need):
             youngest = self._youngest()
             if youngest is seq:
                 return -1
             self._preempt(youngest, plan)
-        return min(drafts, seq.covered - seq.high) if seq.covered < seq.cap - 1 else drafts
+        return min(drafts, seq.covered - seq.max_len) if seq.covered < seq.cap - 1 else drafts
 
     def _plan_whole_prompts(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
         """Prompts that are computed whole, if it is their turn. Whether there are any."""
-        few = self.max_beside if self.decoding else None
+        few = self.max_prompt_tokens if self.decoding else None
         limit, budget = self.config.most_of_whole(few), self.config.most_of_prompts(few)
         if self._was_whole and (self.decoding or any(not self._is_whole(seq, limit) for seq in self.prompting)):
             return False
@@ -380,9 +380,11 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, in_flight: list[InFlight], *, may_admit: bool) -> None:
         """Share the rest of the budget among prompts: first at most half of a step's each, then what is left over."""
-        most = self.config.most_of_prompts(self.max_beside if plan.items else None)
+        most = self.config.most_of_prompts(self.max_prompt_tokens if plan.items else None)
         budget = min(self.config.max_tokens_per_step - plan.num_tokens, most)
-        left = self.config.most_of_whole(self.max_beside) if self._was_whole and plan.items else 0  # to the next step
+        left = (
+            self.config.most_of_whole(self.max_prompt_tokens) if self._was_whole and plan.items else 0
+        )  # to the next step
         chunk = self.config.max_prompt_chunk or budget
         half = min(chunk, max(1, most // 2))
         shares: list[tuple[Sequence, int]] = []
@@ -415,7 +417,7 @@ class Scheduler:
         seq.computed = end
         seq.in_flight += 1
         if samples:
-            seq.low = seq.high = seq.goal + 1
+            seq.min_len = seq.max_len = seq.goal + 1
             if self.depth:
                 # For what the draft layer writes ahead, if there is room.
                 self.page_manager.grow(seq, min(seq.goal + self.depth - 1, seq.cap - 1))

@@ -5,7 +5,7 @@ A sequence waits (no pages, no slot), runs (both), or has ended. "Runs" and "hol
     tokens      prompt and answer as far as they were read           0 .. len(tokens)
     confirmed   positions whose keys are in pages for certain        full pages of them may be shared
     computed    of `goal` known tokens, how many steps were planned for; then the sequence decodes
-    low, high   bounds of its length once all planned steps are read: a step adds 1 to 1 + depth tokens
+    min_len, max_len   bounds of its length once all planned steps are read: a step adds 1 to 1 + depth tokens
     covered     positions that the pages have room for
 
 Keys are computed for every token but the last, so a sequence of n tokens holds n - 1 positions, and one that may grow
@@ -62,11 +62,11 @@ class Sequence:
         "decodes",
         "goal",
         "group",
-        "high",
         "in_flight",
         "is_pure",
-        "low",
         "max_depth",
+        "max_len",
+        "min_len",
         "needs_last_token",
         "node",
         "num_in_tree",
@@ -93,7 +93,7 @@ class Sequence:
         self.slot: int | None = None
         self.pages: list[int] = []
         self.covered = self.computed = self.confirmed = 0
-        self.goal = self.low = self.high = len(self.tokens)
+        self.goal = self.min_len = self.max_len = len(self.tokens)
         # The last chunk of what was known at admission is planned.
         self.decodes = False
         # Steps launched with this sequence and not read.

@@ -25,6 +25,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+import glm5
 from glm5.common.errors import reason_of
 from glm5.engine.transport.failure import LOST, reason_of_exit, silence
 from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
@@ -279,7 +280,7 @@ def _spawn(folder: str, *, several: bool) -> subprocess.Popen[bytes]:
     It starts in the folder that holds the package, so that nothing in the current one is imported by mistake.
     `several`: ranks that it starts inherit its environment.
     """
-    home = Path(__file__).parents[2]
+    home = Path(glm5.__file__).parents[1]
     command = [sys.executable, "-m", "glm5.engine.process", folder, os.getcwd()]
     if several:
         command = ["env", *_NO_MULTICAST, *command]

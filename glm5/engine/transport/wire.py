@@ -212,7 +212,7 @@ class Answer(msgspec.Struct, tag=True):
 class Facts(msgspec.Struct):
     """What clients need to know to check requests themselves, and `table`: every resolved choice, to print.
 
-    `simulated_acceptance`: drafts stand at random, to measure speed; so many tokens a step.
+    `simulated_acceptance`: drafts are accepted at random, to measure speed: so many tokens a step.
     """
 
     page_size: int

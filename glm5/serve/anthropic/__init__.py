@@ -1,1 +1,1 @@
-"""Anthropic's messages: `route.py`, its `body.py`, the conversation's `messages.py`, and `answer.py`, which it writes."""
+"""Anthropic's messages: `route.py`, its `body.py`, the conversation in `messages.py`, and its `answer.py`."""

@@ -66,7 +66,10 @@ MUTANTS = [
     ),
     Mutant("one prompt takes it all", "scheduler", "half = min(chunk, max(1,", "half = max(chunk, max(1,"),
     Mutant(
-        "those that decode bear anything", "scheduler", "most_of_prompts(self.max_beside if", "most_of_prompts(None if"
+        "those that decode bear anything",
+        "scheduler",
+        "most_of_prompts(self.max_prompt_tokens if",
+        "most_of_prompts(None if",
     ),
     Mutant("half of a step beside others too", "scheduler", "max(1, most // 2)", "max(1, budget)"),
     Mutant("the rest goes to one while others wait", "scheduler", " and not self.waiting:", ":"),
@@ -106,9 +109,9 @@ MUTANTS = [
         "need = self.config.pages_for(num_positions) - first",
         "need = self.config.pages_for(num_positions - 1) - first",
     ),
-    Mutant("certain lengths only", "scheduler", "seq.high = high + 1 + drafts", "seq.high = high + 1"),
-    Mutant("accepted tokens are not counted", "scheduler", "seq.low += len(sampled) - 1", "pass"),
-    Mutant("bounds never tighten", "scheduler", "seq.high += len(sampled) - gain", "pass"),
+    Mutant("certain lengths only", "scheduler", "seq.max_len = high + 1 + drafts", "seq.max_len = high + 1"),
+    Mutant("accepted tokens are not counted", "scheduler", "seq.min_len += len(sampled) - 1", "pass"),
+    Mutant("bounds never tighten", "scheduler", "seq.max_len += len(sampled) - gain", "pass"),
     Mutant(
         "no need to hold back while pages are short",
         "page_manager",

@@ -74,7 +74,7 @@ def check_sizes(config: SchedulerConfig, scheduler: Scheduler, plan: StepPlan) -
 
 def check_half_budget(config: SchedulerConfig, scheduler: Scheduler, plan: StepPlan) -> None:
     beside = any(item.kind == "decode" for item in plan.items)
-    most = config.most_of_prompts(scheduler.max_beside if beside else None)
+    most = config.most_of_prompts(scheduler.max_prompt_tokens if beside else None)
     prompts = sum(item.num_rows for item in plan.items if item.kind == "prefill")
     assert prompts <= most, f"{prompts} tokens of prompts beside those that decode, who bear {most}"
     half = max(1, most // 2)

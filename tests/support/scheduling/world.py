@@ -18,8 +18,8 @@ from glm5.engine.scheduler.messages import (
     Pause,
     ResetCache,
     Resume,
-    SetBeside,
     SetDepth,
+    SetPromptShare,
     SetWeights,
     Submit,
     Tier,
@@ -267,7 +267,7 @@ class World:
                 del self.device.tiers[digest]
                 return TierChange(((digest, gone),))
             case 5:
-                return SetBeside(rng.choice((1, 2, 5, 1000)))
+                return SetPromptShare(rng.choice((1, 2, 5, 1000)))
             case _:
                 return SetDepth(rng.randint(0, self.config.max_depth))
 

@@ -137,14 +137,14 @@ def test_prompts_are_cut_to_a_time_between_tokens(models):
     """On a CPU by what steps took; tokens are the same (tests/unit/engine/test_pace.py has the rest)."""
     cut, plain = (Session(load_copy(models[0]), max_inter_token_ms=ms) for ms in ("auto", None))
     for session in (cut, plain):
-        assert session.core.config.max_tokens_beside is None
+        assert session.core.config.max_prompt_tokens is None
         session.ask(20, 30, temperature=0.0)
         session.turn(3)
         session.ask(100, 4, temperature=0.0)
         session.run()
     assert (cut.core.pace.seconds, plain.core.pace) == (0.08, None)
-    assert cut.core.scheduler.max_beside >= 1
-    assert plain.core.scheduler.max_beside is None
+    assert cut.core.scheduler.max_prompt_tokens >= 1
+    assert plain.core.scheduler.max_prompt_tokens is None
     assert [cut.tokens(0), cut.tokens(1)] == [plain.tokens(0), plain.tokens(1)]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from glm5.config.presets import preset
-from glm5.engine.runner.graphs.decode import Shape, reaches_of
+from glm5.engine.runner.graphs.decode import Shape, context_buckets_of
 from glm5.engine.sampling import SamplingParams
 from glm5.engine.scheduler.messages import SetDepth
 from glm5.kernels import kernel_count
@@ -83,18 +83,18 @@ def test_padding_changes_nothing(model, rng):
     nobody = buffers.padding
     with torch.inference_mode():
         buffers.load(nobody)
-        steps._target(buffers, steps.reaches[0])
+        steps._target(buffers, steps.context_buckets[0])
         steps._sample(buffers, 0, nobody.sample_slot_Q)
-        steps._draft(buffers, steps.reaches[-1], 2, 0, nobody.slot_C)
+        steps._draft(buffers, steps.context_buckets[-1], 2, 0, nobody.slot_C)
     assert all(torch.equal(table[:-1], old) for table, old in zip(tables, before, strict=True))
     assert torch.equal(bench.runner.cache._page_PB[:-1], pages)
 
 
 def test_reaches_end_with_the_longest_context():
     top_k = preset("glm-5").index_topk
-    assert reaches_of(top_k, 1000) == (1000,)
-    assert reaches_of(top_k, 5000) == (2048, 4096, 5000)
-    assert reaches_of(top_k, 202752) == (2048, 4096, 8192, 32768, 131072, 202752)
+    assert context_buckets_of(top_k, 1000) == (1000,)
+    assert context_buckets_of(top_k, 5000) == (2048, 4096, 5000)
+    assert context_buckets_of(top_k, 202752) == (2048, 4096, 8192, 32768, 131072, 202752)
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -108,9 +108,9 @@ def test_warming_up_leaves_everything_as_it_was(model, rng, depth):
     pages = runner.cache._page_PB[:-1].clone()
     shapes = runner.prompts.shapes([16, 4])
     assert {shape.num_rows for shape in shapes} == {4, 16}
-    assert {shape.reach for shape in shapes} == set(runner.steps.reaches)
+    assert {shape.context_bucket for shape in shapes} == set(runner.steps.context_buckets)
     for shape in shapes:
-        runner.prompts.run_nobody(shape)
+        runner.prompts.run_padding(shape)
     assert all(torch.equal(table[:-1], old) for table, old in zip(tables, before, strict=True))
     assert torch.equal(runner.cache._page_PB[:-1], pages)
     again = bench.run(prompts, params).tokens

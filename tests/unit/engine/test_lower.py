@@ -9,7 +9,7 @@ from glm5.checkpoint.names import slot_of
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
 from glm5.engine.runner.fused.fused_linear import FusedLinear, Rows, wanted
-from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.engine.runner.fused.row_sharding import ReplicatedRows
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.quantized_linear import quantized_linear
@@ -73,7 +73,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def lowered(model):
-    return Lowered(model, MAX_LEN)
+    return FusedModel(model, MAX_LEN)
 
 
 PASSES = {
@@ -143,7 +143,7 @@ def test_products_find_their_rows_quantized(num_tokens, monkeypatch):
     """Of codes: no product quantizes what it reads."""
     widths = []
     model = quantized_model(7)
-    lowered, view = Lowered(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, num_tokens)])
+    lowered, view = FusedModel(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, num_tokens)])
 
     def quantized(x_TD, *given, **options):
         widths.append(x_TD.shape[1])
@@ -169,7 +169,7 @@ def test_products_of_two_kinds_are_not_copied_together(monkeypatch):
     ids, views = random_ids(model, 40, seed=1), [Steps(model, 1, MAX_LEN).view([(0, 0, 40)]) for _ in range(2)]
     with torch.inference_mode():
         want = model(ids, views[0])
-        lowered = Lowered(model, MAX_LEN)
+        lowered = FusedModel(model, MAX_LEN)
         assert len(lowered.layers[0].attention.of_input.runs) == 2
         monkeypatch.setattr(FusedLinear, "__call__", single_run(FusedLinear.__call__))
         assert typically_far(lowered.hidden(ids, views[1]), want) < EXACT
@@ -224,7 +224,7 @@ def test_a_stack_holds_nothing_twice():
 @torch.no_grad()
 def test_weights_replaced_in_place_are_used(model):
     changed = copy.deepcopy(model)
-    lowered = Lowered(changed, MAX_LEN)
+    lowered = FusedModel(changed, MAX_LEN)
     ids = random_ids(model, 6, seed=7)
     for layer in changed.model.layers:
         held = dict(layer.self_attn.kv_b_proj.named_parameters())
@@ -240,7 +240,7 @@ def test_the_budget_notices_one_norm(model):
     wrong.model.layers[0].self_attn.q_a_layernorm.weight.mul_(1.3)
     ids = random_ids(model, 40, seed=8)
     views = [Steps(model, 1, MAX_LEN).view([(0, 0, 40)]) for _ in range(2)]
-    assert typically_far(Lowered(wrong, MAX_LEN).hidden(ids, views[0]), model(ids, views[1])) > 1000 * EXACT
+    assert typically_far(FusedModel(wrong, MAX_LEN).hidden(ids, views[0]), model(ids, views[1])) > 1000 * EXACT
 
 
 def test_neighbours_of_one_kind_are_one_product(seed):

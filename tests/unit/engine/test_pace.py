@@ -7,9 +7,9 @@ import pytest
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.core.depth import StepCost
-from glm5.engine.core.pace import Beside, PromptPace, furthest_prompt
+from glm5.engine.core.pace import PromptPace, PromptShare, furthest_prompt
 from glm5.engine.scheduler.config import SchedulerConfig
-from glm5.engine.scheduler.messages import Message, SetBeside, Submit
+from glm5.engine.scheduler.messages import Message, SetPromptShare, Submit
 from glm5.engine.scheduler.plan import Item, StepPlan
 from glm5.engine.scheduler.scheduler import Scheduler
 from tests.support.core_driver import CoreDriver
@@ -50,7 +50,7 @@ class Run:
         if self.pace is not None and self.scheduler.decoding:
             start = furthest_prompt(self.scheduler, told)
             if start is not None:
-                told.append(SetBeside(self.pace.choose(len(self.scheduler.decoding), start)))
+                told.append(SetPromptShare(self.pace.choose(len(self.scheduler.decoding), start)))
         number = self.scheduler.next_step
         self.scheduler.deliver(number, told)
         plan = self.scheduler.plan(number)
@@ -71,7 +71,9 @@ class Run:
         return [seconds for plan, seconds in self.steps[first:] if plan.items[0].kind == "decode"]
 
 
-def beside(machine: Machine, pace: PromptPace | None, num_prompt: int = 16000, num_decoding: int = 1) -> list[float]:
+def prompt_share(
+    machine: Machine, pace: PromptPace | None, num_prompt: int = 16000, num_decoding: int = 1
+) -> list[float]:
     """Seconds of the steps in which a prompt is computed while others decode."""
     run = Run(machine, pace)
     run.step(*(submit(number, 20, 16000) for number in range(num_decoding)))
@@ -83,12 +85,12 @@ def beside(machine: Machine, pace: PromptPace | None, num_prompt: int = 16000, n
 @pytest.mark.parametrize("slower", [0.05, 1.0, 1.5])
 def test_a_long_prompt_does_not_hold_up_who_decodes(slower):
     machine = Machine(slower)
-    found = beside(machine, PromptPace(WANTED_S, 2048))
+    found = prompt_share(machine, PromptPace(WANTED_S, 2048))
     assert max(found) < MARGIN * WANTED_S
-    alone = sum(beside(machine, None))
+    alone = sum(prompt_share(machine, None))
     assert sum(found) < 2 * alone, "the prompt gets on"
     if slower == 1.0:
-        assert max(beside(machine, None)) > 50 * WANTED_S, "without a pace they wait for seconds"
+        assert max(prompt_share(machine, None)) > 50 * WANTED_S, "without a pace they wait for seconds"
 
 
 def test_a_prompt_from_a_cache_begins_where_rows_are_dear():
@@ -135,7 +137,7 @@ def test_a_machine_that_becomes_slow_is_noticed():
 def test_a_prompt_gets_on_beside_a_crowd():
     """Whose own steps take longer than what is wanted: it may take as long again."""
     machine = Machine(decode_s=0.02)
-    found = beside(machine, PromptPace(WANTED_S, 2048), 8000, num_decoding=60)
+    found = prompt_share(machine, PromptPace(WANTED_S, 2048), 8000, num_decoding=60)
     alone = 60 * machine.decode_s
     assert max(found) < MARGIN * 2 * alone
     later = found[len(found) // 2 : -1]
@@ -200,7 +202,7 @@ class Timed:
 
         runner.launch = timed
 
-    def hear(self, step, messages, specs, *, is_masked) -> None:
+    def broadcast(self, step, messages, specs, *, is_masked) -> None:
         self.told.append((step, list(messages)))
 
     def close(self) -> None:
@@ -234,11 +236,11 @@ def test_ranks_plan_the_same_and_answers_do_not_change(launch_ahead):
 def test_where_prompts_are_cut_and_how():
     cost = StepCost.of(preset("glm-5"), 1.0, "cuda", 8)
     auto, none, given = (EngineConfig(max_inter_token_ms=ms) for ms in ("auto", None, 60))
-    assert Beside.of(auto, "cpu", cost).pace.seconds == WANTED_S
-    assert Beside.of(given, "cpu", cost).pace.seconds == 0.06
-    assert "in 80 ms, by what steps took before" in str(Beside.of(auto, "cpu", cost))
+    assert PromptShare.of(auto, "cpu", cost).pace.seconds == WANTED_S
+    assert PromptShare.of(given, "cpu", cost).pace.seconds == 0.06
+    assert "in 80 ms, by what steps took before" in str(PromptShare.of(auto, "cpu", cost))
     for config, device in ((auto, "cuda"), (none, "cuda"), (none, "cpu")):
-        assert Beside.of(config, device, cost) == Beside()
-    found = Beside.of(given, "cuda", cost)
+        assert PromptShare.of(config, device, cost) == PromptShare()
+    found = PromptShare.of(given, "cuda", cost)
     assert (found.pace, found.max_tokens) == (None, cost.rows_within(0.06, 2048))
     assert "in 60 ms, 8" in str(found)

@@ -6,7 +6,7 @@ import torch
 from glm5.config.presets import preset
 from glm5.engine.runner import runner as runners
 from glm5.engine.runner.forward.passes import Passes
-from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.engine.sampling import SamplingParams
 from glm5.kernels.invariant import PASS_ROWS
 from glm5.model.lowering import use_invariant
@@ -20,7 +20,7 @@ MAX_LEN = 256
 def test_a_row_is_the_same_in_any_pass(seed, rng):
     model = random_model(seed, preset("tiny"))
     use_invariant(model)
-    passes, ids = Passes(model, PASS_ROWS, Lowered(model, MAX_LEN)), make_ids(model.cfg, rng)
+    passes, ids = Passes(model, PASS_ROWS, FusedModel(model, MAX_LEN)), make_ids(model.cfg, rng)
     want = in_turn(passes, ids, rng)
     assert mixed(passes, ids, rng).num_unlike(want) == 0
     assert in_turn(Passes(model, PASS_ROWS), ids, rng).num_unlike(want) > 0  # the control: other sums, other bits
@@ -30,7 +30,7 @@ def test_steps_in_passes_have_no_pieces(seed):
     model = random_model(seed, preset("tiny"))
     use_invariant(model)
     runner = Bench(model, depth=2, pass_rows=PASS_ROWS, fused=True).runner
-    assert runner.passes.lowered is not None
+    assert runner.passes.fused is not None
     assert runner.steps is None
     assert runner.prompts is None
 

@@ -9,7 +9,7 @@ from glm5.config.presets import preset
 from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.runner.fused import row_sharding
 from glm5.engine.runner.fused.fused_linear import Rows
-from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts import ExpertOutputs
@@ -49,7 +49,7 @@ def computed(checkpoint, dtype, min_rows, monkeypatch):
     def work(group):
         model = load(checkpoint, dtype, shard=group.shard)
         connect(model, group)
-        lowered, steps = Lowered(model, MAX_LEN, group), Steps(model, 2, MAX_LEN)
+        lowered, steps = FusedModel(model, MAX_LEN, group), Steps(model, 2, MAX_LEN)
         heard, out = lowered.record_routing(), []
         with torch.inference_mode():
             for seed, (rows, whole) in enumerate(PASSES.values()):
@@ -93,18 +93,18 @@ def test_rows_in_int8_are_gathered_with_their_scales():
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     choice = torch.arange(12, dtype=torch.int32).view(6, 2)
 
-    def gathered(group):
+    def gather_inputs(group):
         mine = [each.unflatten(0, (RANKS, -1))[group.shard.rank] for each in (x, choice)]
-        return row_sharding.ShardedRows(group).gathered(Rows(mine[0], quantize(mine[0], "int8")), mine[1])
+        return row_sharding.ShardedRows(group).gather_inputs(Rows(mine[0], quantize(mine[0], "int8")), mine[1])
 
-    for rows, chosen in by_threads(RANKS, gathered):
+    for rows, chosen in by_threads(RANKS, gather_inputs):
         assert torch.equal(rows.x_TD, x)
         assert torch.equal(chosen, choice)
         assert all(torch.equal(got, want) for got, want in zip(rows.quantized, quantize(x, "int8"), strict=True))
 
 
-@pytest.mark.parametrize("kind", [row_sharding.ReplicatedRows, row_sharding.ShardedRows], ids=["whole", "dealt"])
-def test_terms_are_added_up_and_let_go(kind, monkeypatch):
+@pytest.mark.parametrize("kind", [row_sharding.ReplicatedRows, row_sharding.ShardedRows], ids=["replicated", "sharded"])
+def test_expert_outputs_are_added_up_and_released(kind, monkeypatch):
     def summed(self):
         routed = self.y[: 3 * self.num_tokens].view(self.num_tokens, 3, -1)
         return routed.sum(1) + self.y[3 * self.num_tokens :]
@@ -114,14 +114,14 @@ def test_terms_are_added_up_and_let_go(kind, monkeypatch):
     norm, residual_TD = RMSNorm(8, 1e-5), torch.randn(5, 8, generator=gen)
     torch.nn.init.ones_(norm.weight)
     new = ExpertOutputs(torch.randn(20, 8, generator=gen), 5, 3, has_shared=True)
-    want = kind(ALONE).join(new.summed(), residual_TD, norm, None)
-    got = kind(ALONE).join(new, residual_TD, norm, None)
+    want = kind(ALONE).reduce_add_norm(new.summed(), residual_TD, norm, None)
+    got = kind(ALONE).reduce_add_norm(new, residual_TD, norm, None)
     assert torch.equal(got[0].x_TD, want[0].x_TD)
     assert torch.equal(got[1], want[1])
     assert not hasattr(new, "y")
 
 
-@pytest.mark.parametrize("kind", [row_sharding.ReplicatedRows, row_sharding.ShardedRows], ids=["whole", "dealt"])
+@pytest.mark.parametrize("kind", [row_sharding.ReplicatedRows, row_sharding.ShardedRows], ids=["replicated", "sharded"])
 def test_products_are_those_of_their_weights(kind):
     """ShardedRows, FP8 products are computed by whoever sends their rows."""
     gen = torch.Generator().manual_seed(0)
@@ -136,5 +136,5 @@ def test_products_are_those_of_their_weights(kind):
     for linear in (plain, fp8):
         new = kind(ALONE).product(Rows(x_TD), linear)
         assert isinstance(new, PendingLinear) == (kind is row_sharding.ShardedRows and linear is fp8)
-        want = kind(ALONE).join(linear(x_TD), residual_TD, norm, None)
-        assert torch.equal(kind(ALONE).join(new, residual_TD, norm, None)[1], want[1])
+        want = kind(ALONE).reduce_add_norm(linear(x_TD), residual_TD, norm, None)
+        assert torch.equal(kind(ALONE).reduce_add_norm(new, residual_TD, norm, None)[1], want[1])

@@ -24,7 +24,7 @@ def test_bounds_with_a_step_in_flight():
     driver.accepts = 2
     driver.read()
     seq = driver.scheduler.live[0]
-    assert (len(seq.tokens), seq.low, seq.high) == (9, 10, 13)
+    assert (len(seq.tokens), seq.min_len, seq.max_len) == (9, 10, 13)
 
 
 def test_room_for_what_is_drafted_ahead():

@@ -27,24 +27,24 @@ def test_shapes_of_nobody_leave_everything_as_it_was(model, rng):
     want = Bench(model, depth=DEPTH, fused=True).run(prompts, params)
     bench = Bench(model, depth=DEPTH, fused=True, max_num_seqs=4)
     steps, shapes = bench.runner.steps, bench.runner.prompts.shapes([8, 16])
-    with torch.inference_mode(), bench.runner.passes.lowered.few_layers():
+    with torch.inference_mode(), bench.runner.passes.fused.few_layers():
         for shape in shapes:
-            bench.runner.prompts.run_nobody(shape)
-        assert list(steps.run_nobody([1, 4], [DEPTH, 0]))[-1] == (4, 4)
+            bench.runner.prompts.run_padding(shape)
+        assert list(steps.run_padding([1, 4], [DEPTH, 0]))[-1] == (4, 4)
     assert bench.run(prompts, params).tokens == want.tokens
 
 
 def test_few_layers_are_one_of_each_kind():
     """tiny has a dense layer, then layers with experts: two with an indexer, one without."""
     bench = Bench(random_model(3, preset("tiny")), fused=True)
-    lowered, called = bench.runner.passes.lowered, []
-    for layer_idx, layer in enumerate(lowered.layers):
+    fused, called = bench.runner.passes.fused, []
+    for layer_idx, layer in enumerate(fused.layers):
         layer.mlp = _Noting(layer.mlp, called, layer_idx)
-    with torch.inference_mode(), lowered.few_layers():
-        bench.runner.prompts.run_nobody(bench.runner.prompts.shapes([8])[0])
+    with torch.inference_mode(), fused.few_layers():
+        bench.runner.prompts.run_padding(bench.runner.prompts.shapes([8])[0])
     assert called == [0, 1, 2]
     with torch.inference_mode():
-        bench.runner.prompts.run_nobody(bench.runner.prompts.shapes([8])[0])
+        bench.runner.prompts.run_padding(bench.runner.prompts.shapes([8])[0])
     assert called[3:] == [0, 1, 2, 3]
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.engine.runner.inputs.view import StepView
 from glm5.model.glm5 import Glm5
 from glm5.model.seams import Selection
@@ -27,21 +27,21 @@ class Pass(Protocol):
 
 
 class Passes:
-    """`num_rows`: the rows of a pass; None runs everything in one. `lowered`: what computes them, if not the model.
+    """`num_rows`: the rows of a pass; None runs everything in one. `fused`: what computes them, if not the model.
 
     `generation` counts how often weights came to lie elsewhere. `captured`: passes as graphs, where there are any.
     """
 
-    def __init__(self, model: Glm5, num_rows: int | None, lowered: Lowered | None = None):
-        self.model, self.num_rows, self.lowered, self.generation = model, num_rows, lowered, 0
-        self._place = None if lowered is None else lowered.place
+    def __init__(self, model: Glm5, num_rows: int | None, fused: FusedModel | None = None):
+        self.model, self.num_rows, self.fused, self.generation = model, num_rows, fused, 0
+        self._place = None if fused is None else fused.place
         self.captured: Pass | None = None
 
     def weights_changed(self) -> None:
         """Other weights lie in the model, perhaps elsewhere."""
-        if self.lowered is not None:
-            self.lowered.refresh()
-            if (place := self.lowered.place) != self._place:
+        if self.fused is not None:
+            self.fused.refresh()
+            if (place := self.fused.place) != self._place:
                 self._place = place
                 self.generation += 1
 
@@ -51,7 +51,7 @@ class Passes:
 
     def hidden(self, ids_R: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
-        run = self.model if self.lowered is None else self.lowered.hidden
+        run = self.model if self.fused is None else self.fused.hidden
         if self.num_rows is None:
             return run(ids_R, view)
         run = run if self.captured is None else self.captured.hidden
@@ -60,7 +60,7 @@ class Passes:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """`Glm5.head`."""
-        run: Callable[[Tensor], Tensor] = self.model.head if self.lowered is None else self.lowered.logits
+        run: Callable[[Tensor], Tensor] = self.model.head if self.fused is None else self.fused.logits
         if self.num_rows is None:
             return run(hidden_RD)
         return torch.cat([run(part) for part in hidden_RD.split(self.num_rows)])
@@ -69,7 +69,7 @@ class Passes:
         self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None = None
     ) -> tuple[Tensor, Selection]:
         """`Glm5.draft`."""
-        run = self.model.draft if self.lowered is None else self.lowered.draft
+        run = self.model.draft if self.fused is None else self.fused.draft
         if self.num_rows is None:
             return run(next_ids_R, hidden_RD, view, selection)
         run = run if self.captured is None else self.captured.draft

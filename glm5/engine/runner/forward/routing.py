@@ -10,8 +10,8 @@ from glm5.engine.runner.forward.passes import Passes
 from glm5.model.moe import MoE
 
 
-def _hear(heard: list[Tensor], _module: Any, _inputs: Any, out: tuple[Tensor, Tensor]) -> None:
-    heard.append(out[1])
+def _record(recorded: list[Tensor], _module: Any, _inputs: Any, out: tuple[Tensor, Tensor]) -> None:
+    recorded.append(out[1])
 
 
 class RoutingRecord:
@@ -19,15 +19,15 @@ class RoutingRecord:
 
     def __init__(self, passes: Passes):
         self._passes: list[Tensor] = []
-        if passes.lowered is not None:
-            self._layers = passes.lowered.record_routing()
+        if passes.fused is not None:
+            self._layers = passes.fused.record_routing()
             return
         self._layers, model = list[list[Tensor]](), passes.model
         for layer in model.model.layers[: model.cfg.num_hidden_layers]:
             if isinstance(layer.mlp, MoE):
-                heard: list[Tensor] = []
-                self._layers.append(heard)
-                layer.mlp.gate.register_forward_hook(partial(_hear, heard))
+                recorded: list[Tensor] = []
+                self._layers.append(recorded)
+                layer.mlp.gate.register_forward_hook(partial(_record, recorded))
 
     def clear(self) -> None:
         """Forget what was heard: others may have run the model."""
@@ -40,12 +40,12 @@ class RoutingRecord:
 
     def pass_begins(self) -> None:
         """Of rows whose experts are to be taken down apart from those before."""
-        for heard in self._layers:
-            heard.clear()
+        for recorded in self._layers:
+            recorded.clear()
 
     def pass_ended(self) -> Tensor:
         """Experts of the rows since `pass_begins`."""
-        return torch.stack([torch.cat(heard) for heard in self._layers], dim=1).short()
+        return torch.stack([torch.cat(recorded) for recorded in self._layers], dim=1).short()
 
     def add(self, expert_RLA: Tensor) -> None:
         """Experts of a pass that was computed unheard, by a graph."""

@@ -12,7 +12,7 @@
     angles of positions                        looked up
 
 Rules change how sums are rounded, never what is computed; tests/unit/engine/test_lower.py holds each to the model's own
-modules. `Lowered` has the calls of `Glm5` that a runner makes. What it derives from weights it derives again in
+modules. `FusedModel` has the calls of `Glm5` that a runner makes. What it derives from weights it derives again in
 `refresh`; everything else are views.
 """
 
@@ -54,7 +54,7 @@ from glm5.parallel.group import ALONE, Group
 _FEW_ROWS = 16  # up to here `mla_keys` computes the weights of index heads along the way
 
 
-class LoweredAttention:
+class FusedAttention:
     """`SparseLatentAttention` of one layer."""
 
     def __init__(self, module: SparseLatentAttention):
@@ -81,7 +81,7 @@ class LoweredAttention:
         heads, head_dim, layer_idx = cfg.num_attention_heads, module.qk_head_dim, module.layer_idx
         has_key = selection is None
         assert not has_key or module.indexer is not None, f"{layer_idx=}"
-        key_TI, qkv_TY = self._of_input(x, row_sharding, has_key=has_key)
+        key_TI, qkv_TO = self._of_input(x, row_sharding, has_key=has_key)
         if selection is None and not view.selects(cfg.index_topk):
             selection = Selection(None)
         # Weights of index heads are scaled with the scores: they enter in the dtype that the product has.
@@ -90,22 +90,22 @@ class LoweredAttention:
             assert module.indexer is not None
             weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, row_sharding)
         first_T = None if selection is None or selection.keys_TK is not None else view.first_T
-        plain = None if first_T is None else self._plain_room(qkv_TY)
-        q_lat = self._keys(qkv_TY, key_TI, weights, rope, view, plain)
-        query_TY, index_OY = self._queries(q_lat, row_sharding, has_index=selection is None)
-        q_THX = query_TY.unflatten(1, (heads, head_dim))
+        plain = None if first_T is None else self._plain_room(qkv_TO)
+        q_lat = self._keys(qkv_TO, key_TI, weights, rope, view, plain)
+        query_TO, index_TO = self._queries(q_lat, row_sharding, has_index=selection is None)
+        q_THX = query_TO.unflatten(1, (heads, head_dim))
         if selection is not None and first_T is not None and plain is not None:
             return self._prompt(q_THX, plain, rope, first_T, row_sharding), selection
         turns, early = (rope.cos_TR2, rope.sin_TR2), None
         if selection is None:
             assert beside is not None
-            index_OJI = index_OY.unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
-            w_OJ, mine = beside.take(), (row_sharding.mine(turns[0]), row_sharding.mine(turns[1]))
+            index_TJI = index_TO.unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
+            w_TJ, mine = beside.take(), (row_sharding.shard_rows(turns[0]), row_sharding.shard_rows(turns[1]))
             scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
             # Taken before selection gives memory back, so that queries may be made while keys are selected.
             early = q_THX.new_empty(len(q_THX), heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
-            found = view.share(row_sharding.shard).select(layer_idx, index_OJI, w_OJ, cfg.index_topk, scale, mine)
-            selection = Selection(None if found.keys_TK is None else row_sharding.whole(found.keys_TK))
+            found = view.share(row_sharding.shard).select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale, mine)
+            selection = Selection(None if found.keys_TK is None else row_sharding.gather_rows(found.keys_TK))
         q_THL = mla_queries(q_THX, self.w_k_HNC, *turns, early=early)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
         return row_sharding.product(self._values(out_THC), module.o_proj), selection
@@ -114,16 +114,16 @@ class LoweredAttention:
         """(index keys [T, I], nothing if not asked for, and query and key products [T, Y]) before their norms."""
         if has_key and len(self.of_input.runs) > 1 and not isinstance(row_sharding, ShardedRows):
             # Two products, which as one tensor would be copies; that of keys has few weights and takes as long.
-            key = Beside(lambda: self.of_input(x, 0, 1), x.x_TD.device)
-            qkv_TY = self.of_input(x, 1)
-            return key.take(), qkv_TY
-        out_TY = row_sharding.whole(self.of_input(x, 0 if has_key or not self.num_key else 1))
+            key = OnSideStream(lambda: self.of_input(x, 0, 1), x.x_TD.device)
+            qkv_TO = self.of_input(x, 1)
+            return key.take(), qkv_TO
+        out_TO = row_sharding.gather_rows(self.of_input(x, 0 if has_key or not self.num_key else 1))
         num_key = self.num_key if has_key else 0
-        return out_TY[:, :num_key], out_TY[:, num_key:]
+        return out_TO[:, :num_key], out_TO[:, num_key:]
 
     def _keys(
         self,
-        qkv_TY: Tensor,
+        qkv_TO: Tensor,
         key_TI: Tensor,
         heads: HeadWeights | None,
         rope: Rope,
@@ -138,10 +138,10 @@ class LoweredAttention:
             index = IndexKeys(key_TI, norm.weight, norm.bias, norm.eps, view.cache.index_keys(layer_idx), heads)
         norms = module.q_a_layernorm.weight, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps
         where = rope.cos_TR2, rope.sin_TR2, view.place_T, view.cache.latents(layer_idx), index
-        kind = self.of_query.wants(len(qkv_TY))
+        kind = self.of_query.wants(len(qkv_TO))
         if kind is None:
-            return Rows(mla_keys(qkv_TY, *norms, *where, plain=plain))
-        q_TQ, *codes = mla_keys_quantized(qkv_TY, *norms, *where, kind, plain=plain)
+            return Rows(mla_keys(qkv_TO, *norms, *where, plain=plain))
+        q_TQ, *codes = mla_keys_quantized(qkv_TO, *norms, *where, kind, plain=plain)
         return Rows(q_TQ, (codes[0], codes[1]))
 
     def _queries(self, q_lat: Rows, row_sharding: RowSharding, *, has_index: bool) -> tuple[Tensor, Tensor]:
@@ -149,14 +149,14 @@ class LoweredAttention:
         asked for."""
         num_heads = self.of_query.rows[0]
         if row_sharding.shard.size == 1 or not has_index:
-            query_TY = self.of_query(q_lat, 0, 1 + has_index)
-            return query_TY[:, :num_heads], query_TY[:, num_heads:]
+            query_TO = self.of_query(q_lat, 0, 1 + has_index)
+            return query_TO[:, :num_heads], query_TO[:, num_heads:]
         codes = (
             None
             if q_lat.quantized is None
-            else (row_sharding.mine(q_lat.quantized[0]), row_sharding.mine(q_lat.quantized[1]))
+            else (row_sharding.shard_rows(q_lat.quantized[0]), row_sharding.shard_rows(q_lat.quantized[1]))
         )
-        return self.of_query(q_lat, 0, 1), self.of_query(Rows(row_sharding.mine(q_lat.x_TD), codes), 1)
+        return self.of_query(q_lat, 0, 1), self.of_query(Rows(row_sharding.shard_rows(q_lat.x_TD), codes), 1)
 
     def _values(self, out_THC: Tensor) -> Rows:
         """Of every head, for the product with o_proj."""
@@ -166,9 +166,9 @@ class LoweredAttention:
         values_TV, *codes = mla_values_quantized(out_THC, self.w_v_HCV, kind)
         return Rows(values_TV, (codes[0], codes[1]))
 
-    def _plain_room(self, qkv_TY: Tensor) -> PlainLatents:
+    def _plain_room(self, qkv_TO: Tensor) -> PlainLatents:
         cfg = self.module.cfg
-        return PlainLatents(*(qkv_TY.new_empty(len(qkv_TY), n) for n in (cfg.kv_lora_rank, cfg.qk_rope_head_dim)))
+        return PlainLatents(*(qkv_TO.new_empty(len(qkv_TO), n) for n in (cfg.kv_lora_rank, cfg.qk_rope_head_dim)))
 
     def _prompt(
         self, q_THX: Tensor, plain: PlainLatents, rope: Rope, first_T: Tensor, row_sharding: RowSharding
@@ -185,7 +185,7 @@ class LoweredAttention:
         return row_sharding.product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
 
 
-class Beside:
+class OnSideStream:
     """A result that nothing waits for until it is taken. In a graph it is computed beside what comes meanwhile."""
 
     def __init__(self, compute: Callable[[], Tensor], device: torch.device):
@@ -209,12 +209,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # as that of captures (captured.py)
 
 
-def _head_weights(x_OD: Tensor, linear: AnyLinear, row_sharding: RowSharding) -> tuple[HeadWeights | None, Beside]:
+def _head_weights(
+    x_TD: Tensor, linear: AnyLinear, row_sharding: RowSharding
+) -> tuple[HeadWeights | None, OnSideStream]:
     """(what `mla_keys` is to compute along the way, the weights), of rows that this rank selects keys for."""
-    if len(x_OD) > _FEW_ROWS or not isinstance(linear, Linear) or row_sharding.shard.size > 1:
-        return None, Beside(lambda: product(Rows(x_OD), linear), x_OD.device)
-    w_TJ = x_OD.new_empty(len(x_OD), len(linear.weight))
-    return HeadWeights(x_OD, linear.weight, w_TJ), Beside(lambda: w_TJ, torch.device("cpu"))
+    if len(x_TD) > _FEW_ROWS or not isinstance(linear, Linear) or row_sharding.shard.size > 1:
+        return None, OnSideStream(lambda: product(Rows(x_TD), linear), x_TD.device)
+    w_TJ = x_TD.new_empty(len(x_TD), len(linear.weight))
+    return HeadWeights(x_TD, linear.weight, w_TJ), OnSideStream(lambda: w_TJ, torch.device("cpu"))
 
 
 def _latent_linears(module: SparseLatentAttention) -> list[AnyLinear]:
@@ -230,7 +232,7 @@ def _absorbed(module: SparseLatentAttention) -> tuple[Tensor, Tensor]:
     return keys.contiguous(), values.mT.contiguous()
 
 
-class LoweredMLP:
+class FusedMLP:
     """A dense layer's `MLP`."""
 
     def __init__(self, module: MLP):
@@ -242,7 +244,7 @@ class LoweredMLP:
         return [self.gate_up]
 
     def __call__(self, x: Rows, view: StepView, row_sharding: RowSharding) -> Tensor | PendingLinear:
-        (x,) = row_sharding.gathered(x)
+        (x,) = row_sharding.gather_inputs(x)
         return row_sharding.product(self._hidden(x), self.module.down_proj)
 
     def wants(self, num_rows: int, row_sharding: RowSharding) -> Kind | None:
@@ -255,23 +257,23 @@ class LoweredMLP:
         return product(self._hidden(x), self.module.down_proj)
 
     def _hidden(self, x: Rows) -> Rows:
-        gate_up_TY = self.gate_up(x)
-        kind = wanted([self.module.down_proj], len(gate_up_TY))
+        gate_up_TO = self.gate_up(x)
+        kind = wanted([self.module.down_proj], len(gate_up_TO))
         if kind is None:
-            return Rows(swiglu(gate_up_TY))
-        h_TM, *codes = swiglu_quantized(gate_up_TY, kind)
-        return Rows(h_TM, (codes[0], codes[1]))
+            return Rows(swiglu(gate_up_TO))
+        hidden_TM, *codes = swiglu_quantized(gate_up_TO, kind)
+        return Rows(hidden_TM, (codes[0], codes[1]))
 
 
-class LoweredMoE:
-    """`MoE`: the shared expert is one more of the experts. `heard` takes down which experts were chosen."""
+class FusedMoE:
+    """`MoE`: the shared expert is one more of the experts. `recorded` takes down which experts were chosen."""
 
     def __init__(self, module: MoE):
-        self.module, self.heard = module, None
-        self.heard: list[Tensor] | None
+        self.module, self.recorded = module, None
+        self.recorded: list[Tensor] | None
         # What every token visits is of another kind than codes, or has a scheme of its own: then two sums.
         has_codes = isinstance(module.experts, QuantizedExperts) or _has_codes(module.shared_experts)
-        self.apart = LoweredMLP(module.shared_experts) if has_codes else None
+        self.apart = FusedMLP(module.shared_experts) if has_codes else None
 
     @property
     def stacks(self) -> list[FusedLinear]:
@@ -279,9 +281,9 @@ class LoweredMoE:
 
     def __call__(self, x: Rows, view: StepView, row_sharding: RowSharding) -> Tensor | ExpertOutputs:
         experts, mlp = self.module.experts, self.module.shared_experts
-        x, weight_TA, expert_TA = row_sharding.gathered(x, *self.module.gate(x.x_TD))
-        if self.heard is not None:
-            self.heard.append(expert_TA)
+        x, weight_TA, expert_TA = row_sharding.gather_inputs(x, *self.module.gate(x.x_TD))
+        if self.recorded is not None:
+            self.recorded.append(expert_TA)
         if self.apart is not None:
             choice, apart_TD = (x.x_TD, weight_TA, expert_TA), self.apart.of(x)
             return experts(*choice, apart_TD) if isinstance(experts, QuantizedExperts) else experts(*choice) + apart_TD
@@ -319,18 +321,18 @@ def _stacks(experts: Experts | BlockScaledExperts) -> tuple[Tensor | BlockScaled
     return experts.gate_up_proj, experts.down_proj
 
 
-class LoweredLayer:
+class FusedLayer:
     """One decoder layer between two norms: what it adds is added by whoever reads it."""
 
     def __init__(self, module: DecoderLayer):
         self.module = module
-        self.attention = LoweredAttention(module.self_attn)
-        self.mlp = LoweredMoE(module.mlp) if isinstance(module.mlp, MoE) else LoweredMLP(module.mlp)
+        self.attention = FusedAttention(module.self_attn)
+        self.mlp = FusedMoE(module.mlp) if isinstance(module.mlp, MoE) else FusedMLP(module.mlp)
 
     def __call__(
         self,
         new: PartialSum | None,
-        residual_OD: Tensor,
+        residual_TD: Tensor,
         rope: Rope,
         view: StepView,
         selection: Selection | None,
@@ -340,36 +342,36 @@ class LoweredLayer:
         norm, num_rows = self.module.input_layernorm, len(view.positions_T)
         kind = self.attention.of_input.wants(num_rows)
         if new is None:
-            x_OD = norm(residual_OD)
-            x = Rows(x_OD, None if kind is None else quantize(x_OD, kind))
+            x_TD = norm(residual_TD)
+            x = Rows(x_TD, None if kind is None else quantize(x_TD, kind))
         else:
-            x, residual_OD = row_sharding.join(new, residual_OD, norm, kind)
+            x, residual_TD = row_sharding.reduce_add_norm(new, residual_TD, norm, kind)
         new_TD, selection = self.attention(x, rope, view, selection, row_sharding)
         norm, kind = self.module.post_attention_layernorm, self.mlp.wants(num_rows, row_sharding)
-        x, residual_OD = row_sharding.join(new_TD, residual_OD, norm, kind)
-        return self.mlp(x, view, row_sharding), residual_OD, selection
+        x, residual_TD = row_sharding.reduce_add_norm(new_TD, residual_TD, norm, kind)
+        return self.mlp(x, view, row_sharding), residual_TD, selection
 
 
-def _kind(layer: LoweredLayer) -> tuple[object, ...]:
+def _kind(layer: FusedLayer) -> tuple[object, ...]:
     """What the kernels of a layer follow from: which weights there are, their shapes and types."""
     return tuple((name, weight.shape, weight.dtype) for name, weight in layer.module.state_dict(keep_vars=True).items())
 
 
-def _last(new: PartialSum | None, residual_OD: Tensor, norm: RMSNorm, row_sharding: RowSharding) -> Tensor:
+def _last(new: PartialSum | None, residual_TD: Tensor, norm: RMSNorm, row_sharding: RowSharding) -> Tensor:
     """The stream behind the last layer, normed, all rows of it."""
     if new is None:
-        return row_sharding.whole(norm(residual_OD))
-    return row_sharding.whole(row_sharding.join(new, residual_OD, norm, None)[0].x_TD)
+        return row_sharding.gather_rows(norm(residual_TD))
+    return row_sharding.gather_rows(row_sharding.reduce_add_norm(new, residual_TD, norm, None)[0].x_TD)
 
 
-class Lowered:
+class FusedModel:
     """The inference form of `model`, which stays the owner of its weights. `max_len`: positions that are asked for."""
 
     def __init__(self, model: Glm5, max_len: int, group: Group = ALONE):
         cfg, trunk = model.cfg, model.model
         self.model, self.group = model, group
         decoders = [layer for layer in trunk.layers if isinstance(layer, DecoderLayer)]
-        self.layers = [LoweredLayer(layer) for layer in decoders]
+        self.layers = [FusedLayer(layer) for layer in decoders]
         self._run: Sequence[int] = range(cfg.num_hidden_layers)
         positions = torch.arange(max_len, device=model.device)
         self._cos_NR2, self._sin_NR2 = rope_table(positions, cfg.qk_rope_head_dim, cfg.rope_theta, model.dtype)
@@ -389,17 +391,17 @@ class Lowered:
 
     def record_routing(self) -> list[list[Tensor]]:
         """From now on, lists that get the experts of each pass, one a MoE layer; the MTP layer's are not."""
-        heard: list[list[Tensor]] = []
+        recorded: list[list[Tensor]] = []
         for layer in islice(self.layers, self.model.cfg.num_hidden_layers):
-            if isinstance(layer.mlp, LoweredMoE):
-                layer.mlp.heard = []
-                heard.append(layer.mlp.heard)
-        return heard
+            if isinstance(layer.mlp, FusedMoE):
+                layer.mlp.recorded = []
+                recorded.append(layer.mlp.recorded)
+        return recorded
 
     def stop_recording(self) -> None:
         for layer in self.layers:
-            if isinstance(layer.mlp, LoweredMoE):
-                layer.mlp.heard = None
+            if isinstance(layer.mlp, FusedMoE):
+                layer.mlp.recorded = None
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
@@ -416,20 +418,20 @@ class Lowered:
     def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
         cfg, rope, row_sharding = self.model.cfg, self._rope(view.positions_T), row_sharding_of(self.group, len(ids_T))
-        new, residual_OD, selection = *self._embedded(ids_T, row_sharding), None
+        new, residual_TD, selection = *self._embedded(ids_T, row_sharding), None
         for layer_idx in self._run:
             inherited = None if cfg.has_indexer(layer_idx) else selection
             layer = self.layers[layer_idx]
-            new, residual_OD, selection = layer(new, residual_OD, rope, view, inherited, row_sharding)
-        return _last(new, residual_OD, self.model.model.norm, row_sharding)
+            new, residual_TD, selection = layer(new, residual_TD, rope, view, inherited, row_sharding)
+        return _last(new, residual_TD, self.model.model.norm, row_sharding)
 
     def _embedded(self, ids_T: Tensor, row_sharding: RowSharding) -> tuple[Tensor | None, Tensor]:
         """(what is to be added to the stream, the stream): dealt rows are added up by the first layer's norm."""
         table = self.model.model.embed_tokens
         if row_sharding.shard.size == 1 or not isinstance(table, ParallelEmbedding):
-            return None, row_sharding.mine(table(ids_T))
+            return None, row_sharding.shard_rows(table(ids_T))
         part_TD = table.part(ids_T)
-        return part_TD, torch.zeros_like(row_sharding.mine(part_TD))
+        return part_TD, torch.zeros_like(row_sharding.shard_rows(part_TD))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """`Glm5.head`."""
@@ -441,9 +443,9 @@ class Lowered:
         """`Glm5.draft`."""
         layer, mtp = self.layers[self.model.cfg.num_hidden_layers], self.model.mtp
         row_sharding, rope = row_sharding_of(self.group, len(next_ids_T)), self._rope(view.positions_T)
-        merged_OD = row_sharding.mine(mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD))
-        new, residual_OD, used = layer(None, merged_OD, rope, view, selection, row_sharding)
-        return mtp.handed_on(_last(new, residual_OD, mtp.shared_head.norm, row_sharding)), used
+        merged_TD = row_sharding.shard_rows(mtp.merge(self.model.model.embed_tokens(next_ids_T), hidden_TD))
+        new, residual_TD, used = layer(None, merged_TD, rope, view, selection, row_sharding)
+        return mtp.handed_on(_last(new, residual_TD, mtp.shared_head.norm, row_sharding)), used
 
     def _rope(self, positions_T: Tensor) -> Rope:
         # Rows that are nobody's may lie beyond.

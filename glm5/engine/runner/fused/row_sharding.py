@@ -33,7 +33,7 @@ class RowSharding(Protocol):
     shard: Shard
     """This rank, and how many share the rows."""
 
-    def mine(self, x_TD: Tensor) -> Tensor:
+    def shard_rows(self, x_TD: Tensor) -> Tensor:
         """Of rows that every rank has, those that this one goes on with: [O, D]."""
         ...
 
@@ -41,7 +41,9 @@ class RowSharding(Protocol):
         """`linear` of rows that every rank has, for `join`."""
         ...
 
-    def join(self, new: PartialSum, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
+    def reduce_add_norm(
+        self, new: PartialSum, residual_TD: Tensor, norm: RMSNorm, kind: Kind | None
+    ) -> tuple[Rows, Tensor]:
         """Add what is new, of which each rank has a part, to the residual stream: (normed rows [O, D], the stream).
         Terms of experts are added up first, and their memory is given back.
 
@@ -49,11 +51,11 @@ class RowSharding(Protocol):
         """
         ...
 
-    def whole(self, x_OY: Tensor) -> Tensor:
+    def gather_rows(self, x_TO: Tensor) -> Tensor:
         """All ranks' rows, [T, Y]."""
         ...
 
-    def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
+    def gather_inputs(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
         """The same of rows and what belongs to them. Of quantized rows, products get what they read."""
         ...
 
@@ -66,20 +68,22 @@ class ReplicatedRows:
     def __init__(self, group: Group):
         self.group = group
 
-    def mine(self, x_TD: Tensor) -> Tensor:
+    def shard_rows(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
     def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
         return product(rows, linear)
 
-    def join(self, new: PartialSum, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
-        joined = self.group.add_rms_norm(computed(new), residual_OD, norm.weight, norm.eps, quantize=kind)
+    def reduce_add_norm(
+        self, new: PartialSum, residual_TD: Tensor, norm: RMSNorm, kind: Kind | None
+    ) -> tuple[Rows, Tensor]:
+        joined = self.group.add_rms_norm(computed(new), residual_TD, norm.weight, norm.eps, quantize=kind)
         return _behind(new, *joined)
 
-    def whole(self, x_OY: Tensor) -> Tensor:
-        return x_OY
+    def gather_rows(self, x_TO: Tensor) -> Tensor:
+        return x_TO
 
-    def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
+    def gather_inputs(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
         return x, *more
 
 
@@ -89,7 +93,7 @@ class ShardedRows:
     def __init__(self, group: Group):
         self.group, self.shard = group, group.shard
 
-    def mine(self, x_TD: Tensor) -> Tensor:
+    def shard_rows(self, x_TD: Tensor) -> Tensor:
         rank, size = self.shard
         return x_TD.unflatten(0, (size, -1))[rank]
 
@@ -98,29 +102,31 @@ class ShardedRows:
             return product(rows, linear)
         return PendingLinear(rows.x_TD, linear.block_scaled, rows.codes_for(linear))
 
-    def join(self, new: PartialSum, residual_OD: Tensor, norm: RMSNorm, kind: Kind | None) -> tuple[Rows, Tensor]:
-        joined = self.group.add_rms_norm_sharded(new, residual_OD, norm.weight, norm.eps, quantize=kind)
+    def reduce_add_norm(
+        self, new: PartialSum, residual_TD: Tensor, norm: RMSNorm, kind: Kind | None
+    ) -> tuple[Rows, Tensor]:
+        joined = self.group.add_rms_norm_sharded(new, residual_TD, norm.weight, norm.eps, quantize=kind)
         return _behind(new, *joined)
 
-    def whole(self, x_OY: Tensor) -> Tensor:
-        return self.group.all_gather(x_OY).flatten(0, 1)
+    def gather_rows(self, x_TO: Tensor) -> Tensor:
+        return self.group.all_gather(x_TO).flatten(0, 1)
 
-    def gathered(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
+    def gather_inputs(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
         if x.quantized is None:
             x_TD, *rest = self.group.gather_rows(x.x_TD, *more)
             return Rows(x_TD), *rest
         data, scale, *rest = self.group.gather_rows(*x.quantized, *more)
         # Where kernels read the codes, something of x's shape and dtype stands in for it.
         is_read = not chosen(x.x_TD)
-        x_TD = self.whole(x.x_TD) if is_read else x.x_TD.new_empty(data.shape)
+        x_TD = self.gather_rows(x.x_TD) if is_read else x.x_TD.new_empty(data.shape)
         return Rows(x_TD, (data, scale)), *rest
 
 
-def _behind(new: PartialSum, x_OD: Tensor, total_OD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
+def _behind(new: PartialSum, x_TD: Tensor, total_TD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
     """What `join` gives, once nobody reads what was new."""
     if isinstance(new, ExpertOutputs):
         new.release()
-    return Rows(x_OD, quantized), total_OD
+    return Rows(x_TD, quantized), total_TD
 
 
 def row_sharding_of(group: Group, num_rows: int) -> RowSharding:

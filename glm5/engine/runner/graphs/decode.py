@@ -1,15 +1,15 @@
 """Steps in which every sequence decodes, on a GPU: three pieces of static shape, each captured as a CUDA graph.
 
-    target   rows -> positions, hidden states        by number of sequences, depth and reach
-    sample   hidden states -> tokens, what stands    by number of sequences, depth and kind of sampling
-    draft    MTP layer over the rows, then drafts    by number of sequences, depth, reach and kind of sampling
+    target   rows -> positions, hidden states        by number of sequences, depth and context bucket
+    sample   hidden states -> tokens, accepted       by number of sequences, depth and kind of sampling
+    draft    MTP layer over the rows, then drafts    by number of sequences, depth, context bucket and kind of sampling
 
 What a step reads and writes lies where it always does: its batch, uploaded when it changes; tables of the slots and of
 the sampler; one tensor of results. So a step costs the host three launches and one copy, and waits for nothing. A piece
 that parameters ask more of (penalties, grammars, log-probabilities, top-p) runs as it is, with the same tokens.
 
-`reach`: no token sees more keys. Few reaches, or there would be many graphs: kernels skip what nobody sees, but their
-grids, and how top-k goes about it, are cut for all of it.
+Context buckets are upper bounds of the keys that a token sees. They are few, as each has graphs of its own. Kernels
+skip keys that no token sees, but their grids are as large as the bucket.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -35,18 +35,18 @@ from glm5.kernels.commit_tokens import CommittedTokens, commit_tokens
 from glm5.kernels.step_rows import StepRows
 
 KINDS = (0, Feature.RANDOM)  # of sampling, that are captured
-_NEAR = 3  # reaches whose graphs are captured before the first request
-_REACHES = (1, 2, 4, 16, 64)  # times index_topk; then the longest context
+_NEAR = 3  # buckets whose graphs are captured before the first request
+_CONTEXT_BUCKETS = (1, 2, 4, 16, 64)  # times index_topk; then the longest context
 
 
-def reaches_of(top_k: int, max_len: int) -> tuple[int, ...]:
-    """Reaches that contexts of up to `max_len` are rounded up to. Within the first, everything visible is read."""
-    return (*[top_k * times for times in _REACHES if top_k * times < max_len], max_len)
+def context_buckets_of(top_k: int, max_len: int) -> tuple[int, ...]:
+    """Buckets that contexts of up to `max_len` are rounded up to. Within the first, everything visible is read."""
+    return (*[top_k * times for times in _CONTEXT_BUCKETS if top_k * times < max_len], max_len)
 
 
-def reach_of(max_end: int, reaches: Sequence[int]) -> int:
-    """The smallest reach that holds `max_end`."""
-    return next((reach for reach in reaches if max_end <= reach), reaches[-1])
+def context_bucket_of(max_end: int, context_buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `max_end`."""
+    return next((bucket for bucket in context_buckets if max_end <= bucket), context_buckets[-1])
 
 
 class Shape(NamedTuple):
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
 
 @dataclass
-class OnDevice:
+class DeviceBatch:
     """A batch's arrays: the fields are `Batch`'s."""
 
     slot_B: Tensor
@@ -86,7 +86,7 @@ class Buffers:
         device, C, J = like_D.device, shape.num_seqs, 1 + max_depth
         self.shape, self.padding = shape, padding
         self.packed = torch.from_numpy(_packed(padding)).to(device)
-        self.on = OnDevice(*self.packed.split([len(part) for part in arrays(padding)]))
+        self.on = DeviceBatch(*self.packed.split([len(part) for part in arrays(padding)]))
         self.position_R = torch.zeros(shape.num_rows, dtype=torch.int64, device=device)
         self.hidden_RD = like_D.new_zeros(shape.num_rows, like_D.shape[-1])
         # -1, which stands for the last known token, then how far behind it each further draft is made.
@@ -124,22 +124,22 @@ class DecodeSteps:
         sampler: Sampler,
         drafter: Drafter | None,
         graphs: Graphs,
-        reaches: Sequence[int],
+        context_buckets: Sequence[int],
         routing: RoutingRecord | None = None,
     ):
         self.passes, self.cache, self.slots, self.sampler, self.drafter = passes, cache, slots, sampler, drafter
-        self.graphs, self.reaches, self.routing = graphs, reaches, routing
+        self.graphs, self.context_buckets, self.routing = graphs, context_buckets, routing
         self._buffers: dict[Shape, Buffers] = {}
         self._is_warm = False
 
     def run(self, batch: Batch, shape: Shape, max_end: int, draft_depth: int) -> tuple[Buffers, Sampled | None]:
         """Enqueue a step. Of what was sampled, only log-probabilities are not in the buffers."""
         self.graphs.forget_if_moved()
-        buffers, reach = self.buffers(shape), reach_of(max_end, self.reaches)
+        buffers, context_bucket = self.buffers(shape), context_bucket_of(max_end, self.context_buckets)
         buffers.load(batch)
         tables, found = self.sampler.tables, None
         wanted = tables.features_of(batch.sample_slot_Q)
-        self._do(buffers, ("target", shape, reach), lambda: self._target(buffers, reach))
+        self._do(buffers, ("target", shape, context_bucket), lambda: self._target(buffers, context_bucket))
         if wanted in KINDS:
             self._do(buffers, ("sample", shape, wanted), lambda: self._sample(buffers, wanted, batch.sample_slot_Q))
         else:
@@ -147,26 +147,26 @@ class DecodeSteps:
         if draft_depth:
             kind = tables.features_of(batch.slot_C) & ~(Feature.PERMITTED | Feature.LOGPROBS | Feature.TEMPERED)
             if kind in KINDS and draft_depth == shape.depth:
-                key = "draft", shape, reach, kind
-                self._do(buffers, key, lambda: self._draft(buffers, reach, draft_depth, kind, batch.slot_C))
+                key = "draft", shape, context_bucket, kind
+                self._do(buffers, key, lambda: self._draft(buffers, context_bucket, draft_depth, kind, batch.slot_C))
             else:
-                self._draft(buffers, reach, draft_depth, None, batch.slot_C)
+                self._draft(buffers, context_bucket, draft_depth, None, batch.slot_C)
         return buffers, found
 
     def run_eagerly(self, buffers: Buffers, max_end: int) -> None:
         """The target's piece as it is, whatever is captured."""
-        self._target(buffers, reach_of(max_end, self.reaches))
+        self._target(buffers, context_bucket_of(max_end, self.context_buckets))
 
-    def run_nobody(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def run_padding(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Run the pieces as they are, on padding: (done, all) as it goes. One of each kind: kernels
-        differ by reach or by rows, not by both."""
+        differ by context bucket or by rows, not by both."""
         shapes = _shapes(num_seqs, depths)
         for done, shape in enumerate(shapes, start=1):
             buffers = self.buffers(shape)
-            for reach in self.reaches if done in (1, len(shapes)) else self.reaches[-1:]:
-                self._target(buffers, reach)
+            for context_bucket in self.context_buckets if done in (1, len(shapes)) else self.context_buckets[-1:]:
+                self._target(buffers, context_bucket)
                 if shape.depth:
-                    self._draft(buffers, reach, shape.depth, KINDS[0], buffers.padding.slot_C)
+                    self._draft(buffers, context_bucket, shape.depth, KINDS[0], buffers.padding.slot_C)
             self._sample(buffers, KINDS[0], buffers.padding.sample_slot_Q)
             yield done, len(shapes)
         self._is_warm = True
@@ -175,7 +175,7 @@ class DecodeSteps:
         """Capture graphs for these numbers of sequences and depths, the largest first: (done, all) as it goes.
         Kernels must have been compiled.
 
-        Contexts within the nearest reaches, greedy sampling and the targets of all; every other graph is captured when
+        Contexts within the nearest buckets, greedy sampling and the targets of all; every other graph is captured when
         there is a first step of it. Random draws have no kernels of our own: a first one takes milliseconds longer.
         """
         shapes = _shapes(num_seqs, depths)
@@ -183,11 +183,16 @@ class DecodeSteps:
             self.graphs.forget_if_moved()
             buffers = self.buffers(shape)
             slots, rows = buffers.padding.slot_C, buffers.padding.sample_slot_Q
-            for reach in reversed(self.reaches[:_NEAR]):
-                self._graph(buffers, ("target", shape, reach), partial(self._target, buffers, reach), warm=False)
+            for context_bucket in reversed(self.context_buckets[:_NEAR]):
+                self._graph(
+                    buffers,
+                    ("target", shape, context_bucket),
+                    partial(self._target, buffers, context_bucket),
+                    warm=False,
+                )
                 if shape.depth:
-                    draft = partial(self._draft, buffers, reach, shape.depth, KINDS[0], slots)
-                    self._graph(buffers, ("draft", shape, reach, KINDS[0]), draft, warm=False)
+                    draft = partial(self._draft, buffers, context_bucket, shape.depth, KINDS[0], slots)
+                    self._graph(buffers, ("draft", shape, context_bucket, KINDS[0]), draft, warm=False)
             sample = partial(self._sample, buffers, KINDS[0], rows)
             self._graph(buffers, ("sample", shape, KINDS[0]), sample, warm=False)
             yield done, len(shapes)
@@ -200,13 +205,13 @@ class DecodeSteps:
             self._buffers[shape] = Buffers(shape, padding, like_D, self.slots.max_depth)
         return self._buffers[shape]
 
-    def _target(self, b: Buffers, reach: int) -> None:
+    def _target(self, b: Buffers, context_bucket: int) -> None:
         on = b.on
         if b.shape.depth:
             self.slots.assume(on.slot_C)
         rows = self.slots.rows(on.slot_R, on.start_R, on.offset_R, on.live_R)
         b.position_R.copy_(rows.position_T)
-        view = self._view(b, rows, reach)
+        view = self._view(b, rows, context_bucket)
         if self.routing is not None:
             self.routing.clear()
         b.hidden_RD.copy_(self.passes.hidden(rows.id_T, view))
@@ -231,19 +236,21 @@ class DecodeSteps:
         commit_tokens(sampled.token_R, *where, CommittedTokens(*told))
         return sampled
 
-    def _draft(self, b: Buffers, reach: int, depth: int, kind: int | None, slots_of_rows: Ints) -> None:
+    def _draft(self, b: Buffers, context_bucket: int, depth: int, kind: int | None, slots_of_rows: Ints) -> None:
         assert self.drafter is not None
         on, (here_R, next_R) = b.on, b.further_KR
-        view = self._view(b, self.slots.rows(on.slot_R, b.position_R, here_R, on.live_R), reach)
+        view = self._view(b, self.slots.rows(on.slot_R, b.position_R, here_R, on.live_R), context_bucket)
         next_ids_R = self.slots.rows(on.slot_R, b.position_R, next_R, on.live_R).id_T
         extended = self.drafter.extend(view, next_ids_R, b.hidden_RD)
         rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.parts(b.result)[1], b.ahead_KC)
-        self.drafter.draft(extended, rows, depth, max_end=reach, features=kind)
+        self.drafter.draft(extended, rows, depth, max_end=context_bucket, features=kind)
         b.parts(b.result)[2].copy_(self.slots.draft_SK.index_select(0, on.slot_C))
 
-    def _view(self, b: Buffers, rows: StepRows, reach: int) -> StepView:
+    def _view(self, b: Buffers, rows: StepRows, context_bucket: int) -> StepView:
         on = b.on
-        return StepView.at(self.cache, self.slots, rows, slot_B=on.slot_B, group_T=on.group_R.int(), max_end=reach)
+        return StepView.at(
+            self.cache, self.slots, rows, slot_B=on.slot_B, group_T=on.group_R.int(), max_end=context_bucket
+        )
 
     def _do(self, buffers: Buffers, key: Hashable, piece: Piece) -> None:
         if self.graphs.captures:

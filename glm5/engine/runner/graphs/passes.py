@@ -1,5 +1,5 @@
-"""Passes of deterministic mode as CUDA graphs: all have the same number of rows, so one graph for each reach
-(graphs.py) does for any batch, and one more where drafts are made.
+"""Passes of deterministic mode as CUDA graphs: all have the same number of rows, so one graph for each context bucket
+(decode.py) does for any batch, and one more where drafts are made.
 
 A row has a row of the page table to itself: which rows belong together is then no part of the shape either.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.runner.forward.passes import Passes
 from glm5.engine.runner.forward.routing import RoutingRecord
-from glm5.engine.runner.fused.fused_model import Lowered
+from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.engine.runner.graphs.captured import Graphs, Piece
-from glm5.engine.runner.graphs.decode import reach_of
+from glm5.engine.runner.graphs.decode import context_bucket_of
 from glm5.engine.runner.inputs.view import StepView
 from glm5.kernels import triton_support
 from glm5.model.experts import BlockScaledExperts
@@ -31,16 +31,16 @@ def can_capture(model: Glm5) -> bool:
 
 
 class PassRows:
-    """What passes of one reach read and write; ids are those of the rows, or, for the draft layer, of the tokens after
-    them. `key_RK`: keys that the draft layer selected, or is to read."""
+    """What passes of one context bucket read and write. Ids are the rows' or, for the draft layer, those of the tokens
+    after them. `key_RK`: keys that the draft layer selected, or is to read."""
 
-    def __init__(self, cache: KVCache, num_rows: int, reach: int, hidden_2RD: Tensor, key_RK: Tensor):
+    def __init__(self, cache: KVCache, num_rows: int, context_bucket: int, hidden_2RD: Tensor, key_RK: Tensor):
         device = cache.device
         self.id_R, position_R, place_R = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
         group_R = torch.arange(num_rows, dtype=torch.int32, device=device)
-        table_RN = torch.zeros(num_rows, -(-reach // cache.page_size), dtype=torch.int32, device=device)
+        table_RN = torch.zeros(num_rows, -(-context_bucket // cache.page_size), dtype=torch.int32, device=device)
         end_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.view = StepView(cache, table_RN, position_R, group_R, end_R, place_R, reach, invariant=True)
+        self.view = StepView(cache, table_RN, position_R, group_R, end_R, place_R, context_bucket, invariant=True)
         self.hidden_RD, self.extended_RD = hidden_2RD
         self.key_RK = key_RK
         self.expert_RLA: Tensor | None = None
@@ -54,7 +54,7 @@ class PassRows:
         mine.end_T.copy_(view.end_T)
         mine.place_T.copy_(view.place_T)
 
-    def load_nobodys(self) -> None:
+    def load_padding(self) -> None:
         for tensor in (self.id_R, self.view.positions_T, self.view.end_T):
             tensor.zero_()
         self.view.place_T.fill_(self.view.cache.dump_page * self.view.cache.page_size)
@@ -68,13 +68,13 @@ class PassGraphs:
         passes: Passes,
         cache: KVCache,
         graphs: Graphs,
-        reaches: Sequence[int],
+        context_buckets: Sequence[int],
         routing: RoutingRecord | None = None,
     ):
-        assert passes.lowered is not None
+        assert passes.fused is not None
         assert passes.num_rows is not None
-        self.lowered: Lowered = passes.lowered
-        self.cache, self.graphs, self.reaches, self.routing = cache, graphs, reaches, routing
+        self.fused: FusedModel = passes.fused
+        self.cache, self.graphs, self.context_buckets, self.routing = cache, graphs, context_buckets, routing
         like_D, cfg = passes.model.model.norm.weight.detach(), passes.model.cfg
         hidden_2RD = like_D.new_zeros(2, passes.num_rows, len(like_D))
         key_RK = torch.zeros(passes.num_rows, cfg.index_topk, dtype=torch.int32, device=like_D.device)
@@ -105,26 +105,26 @@ class PassGraphs:
         return rows.extended_RD.clone(), Selection(rows.key_RK.clone())
 
     def capture_all(self, *, drafts: bool) -> Iterator[tuple[int, int]]:
-        """Capture everything that a step may need, the furthest reach first: (done, all) as it goes."""
+        """Capture everything that a step may need, the largest context bucket first: (done, all) as it goes."""
         self.graphs.forget_if_moved()
-        for done, reach in enumerate(reversed(self.reaches), start=1):
-            rows = self._of(reach)
-            rows.load_nobodys()
-            self._capture(("target", reach), partial(self._target, rows))
+        for done, context_bucket in enumerate(reversed(self.context_buckets), start=1):
+            rows = self._of(context_bucket)
+            rows.load_padding()
+            self._capture(("target", context_bucket), partial(self._target, rows))
             for selects in (True, False)[: drafts * (1 + self._shares_selection)]:
-                self._capture(("draft", reach, selects), partial(self._draft, rows, selects=selects))
-            yield done, len(self.reaches)
+                self._capture(("draft", context_bucket, selects), partial(self._draft, rows, selects=selects))
+            yield done, len(self.context_buckets)
 
     def _loaded(self, ids_R: Tensor, view: StepView) -> PassRows:
         self.graphs.forget_if_moved()
-        rows = self._of(reach_of(view.table_BN.shape[1] * self.cache.page_size, self.reaches))
+        rows = self._of(context_bucket_of(view.table_BN.shape[1] * self.cache.page_size, self.context_buckets))
         rows.load(ids_R, view)
         return rows
 
-    def _of(self, reach: int) -> PassRows:
-        if reach not in self._rows:
-            self._rows[reach] = self._new(reach=reach)
-        return self._rows[reach]
+    def _of(self, context_bucket: int) -> PassRows:
+        if context_bucket not in self._rows:
+            self._rows[context_bucket] = self._new(context_bucket=context_bucket)
+        return self._rows[context_bucket]
 
     def _run(self, key: tuple[object, ...], piece: Piece) -> None:
         # To run a piece twice changes nothing: the same keys are written again.
@@ -138,7 +138,7 @@ class PassGraphs:
     def _target(self, rows: PassRows) -> None:
         if self.routing is not None:
             self.routing.pass_begins()
-        rows.hidden_RD.copy_(self.lowered.hidden(rows.id_R, rows.view))
+        rows.hidden_RD.copy_(self.fused.hidden(rows.id_R, rows.view))
         if self.routing is not None:
             expert_RLA = self.routing.pass_ended()
             if rows.expert_RLA is None:
@@ -147,7 +147,7 @@ class PassGraphs:
 
     def _draft(self, rows: PassRows, *, selects: bool) -> None:
         given = None if selects else Selection(rows.key_RK)
-        extended_RD, used = self.lowered.draft(rows.id_R, rows.hidden_RD, rows.view, given)
+        extended_RD, used = self.fused.draft(rows.id_R, rows.hidden_RD, rows.view, given)
         rows.extended_RD.copy_(extended_RD)
         if selects:
             assert used.keys_TK is not None

@@ -3,10 +3,10 @@
     target    rows -> positions, hidden states
     extend    rows and the token after each -> hidden states and selection of the draft layer
 
-A shape is a number of rows, a width of the page table, a reach (graphs.py), and whether all rows are those of whole
-prompts. What comes between and after (log-probabilities of prompts, sampling, further drafts) is little, of any number
-of rows, and runs as it is while the device is busy with the target. Launched one by one, a layer's kernels keep the
-host busy for 2 ms: longer than the device takes for 2,000 tokens.
+A shape is a number of rows, a width of the page table, a context bucket (decode.py), and whether all rows are those of
+whole prompts. What comes between and after (log-probabilities of prompts, sampling, further drafts) is little, of any
+number of rows, and runs without a graph while the device is busy with the target. Launched one by one, a layer's
+kernels keep the host busy for 2 ms: longer than the device takes for 2,000 tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ from glm5.engine.runner.forward.drafting import Drafter, Extended
 from glm5.engine.runner.forward.passes import Passes
 from glm5.engine.runner.forward.routing import RoutingRecord
 from glm5.engine.runner.graphs.captured import Graphs, Piece
-from glm5.engine.runner.graphs.decode import reach_of
-from glm5.engine.runner.inputs.batch import Batch, nobodys_rows, padded
+from glm5.engine.runner.graphs.decode import context_bucket_of
+from glm5.engine.runner.inputs.batch import Batch, padded, padding_rows
 from glm5.engine.runner.inputs.slot_state import SlotState
 from glm5.engine.runner.inputs.view import StepView
 from glm5.kernels.step_rows import StepRows
@@ -39,7 +39,7 @@ class PromptShape(NamedTuple):
 
     num_rows: int
     num_groups: int
-    reach: int
+    context_bucket: int
     is_whole: bool
 
 
@@ -66,7 +66,7 @@ class PromptRows:
 
 
 @dataclass(frozen=True)
-class Ran:
+class PromptRun:
     """What the target made of the rows of a step; the next step overwrites it."""
 
     shape: PromptShape
@@ -83,11 +83,11 @@ class PromptSteps:
         slots: SlotState,
         drafter: Drafter | None,
         graphs: Graphs,
-        reaches: Sequence[int],
+        context_buckets: Sequence[int],
         routing: RoutingRecord | None = None,
     ):
         self.passes, self.cache, self.slots, self.drafter = passes, cache, slots, drafter
-        self.graphs, self.reaches, self.routing = graphs, reaches, routing
+        self.graphs, self.context_buckets, self.routing = graphs, context_buckets, routing
         self._most, self._padding_slot = len(slots.len_S), len(slots.len_S) - 1
         self._top_k = passes.model.cfg.index_topk
         self._rows: dict[tuple[int, int], PromptRows] = {}
@@ -95,41 +95,43 @@ class PromptSteps:
         self._outputs = self._outputs_of(0)
         self._is_warm = False
 
-    def run(self, batch: Batch, max_end: int) -> Ran:
+    def run(self, batch: Batch, max_end: int) -> PromptRun:
         """Enqueue the target over the rows of `batch`."""
         self.graphs.forget_if_moved()
-        num_rows, reach = len(batch.slot_R), reach_of(max_end, self.reaches)
+        num_rows, context_bucket = len(batch.slot_R), context_bucket_of(max_end, self.context_buckets)
         num_groups = next(count for count in self._groups(num_rows) if count >= len(batch.slot_B))
-        shape = PromptShape(num_rows, num_groups, reach, is_whole=batch.whole_prompts and reach <= self._top_k)
+        shape = PromptShape(
+            num_rows, num_groups, context_bucket, is_whole=batch.whole_prompts and context_bucket <= self._top_k
+        )
         rows = self._rows_of(num_rows, num_groups)
         rows.load(batch, self._padding_slot)
         self._do("target", shape, rows)
-        return Ran(shape, rows)
+        return PromptRun(shape, rows)
 
-    def extend(self, ran: Ran) -> Extended:
+    def extend(self, ran: PromptRun) -> Extended:
         """Enqueue the draft layer over the same rows, now that the token after each is known."""
         assert self.drafter is not None, f"{ran.shape=}"
         self._do("extend", ran.shape, ran.rows)
-        is_selected = self.drafter.shares_selection and ran.shape.reach > self._top_k
+        is_selected = self.drafter.shares_selection and ran.shape.context_bucket > self._top_k
         return Extended(ran.rows.extended_RD, Selection(ran.rows.key_RK if is_selected else None))
 
     def shapes(self, token_buckets: Sequence[int]) -> list[PromptShape]:
-        """Shapes that differ in their kernels: every number of rows within the first two reaches, few sequences and
-        many; every further reach for the most and the fewest rows."""
+        """Shapes that differ in their kernels: every number of rows within the first two buckets, few sequences and
+        many; every larger context bucket for the most and the fewest rows."""
         ends = {max(token_buckets), min(token_buckets)}
         return [
-            PromptShape(rows, groups, reach, is_whole=is_whole)
+            PromptShape(rows, groups, context_bucket, is_whole=is_whole)
             for rows in sorted(token_buckets, reverse=True)
             for groups in self._groups(rows)
-            for index, reach in enumerate(self.reaches)
-            for is_whole in ((True, False) if reach <= self._top_k else (False,))
+            for index, context_bucket in enumerate(self.context_buckets)
+            for is_whole in ((True, False) if context_bucket <= self._top_k else (False,))
             if index < 2 or rows in ends
         ]
 
     @torch.inference_mode()
-    def run_nobody(self, shape: PromptShape) -> None:
+    def run_padding(self, shape: PromptShape) -> None:
         """A step as it is, whose rows are all padding: it leaves everything as it was."""
-        rows = self._nobodys(shape)
+        rows = self._padding(shape)
         self._target(rows, shape)
         if self.drafter is not None:
             self._extend(rows, shape)
@@ -137,15 +139,15 @@ class PromptSteps:
     def capture_all(self, token_buckets: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Capture what most steps are: whole prompts, and prompts beside sequences that decode: (done, all) as it goes.
         Kernels must have been compiled. Every other shape is captured when there is a first step of it."""
-        near = (self.reaches[0], self.reaches[0] <= self._top_k), (self.reaches[:2][-1], False)
+        near = (self.context_buckets[0], self.context_buckets[0] <= self._top_k), (self.context_buckets[:2][-1], False)
         wanted = [
-            PromptShape(rows, self._groups(rows)[0], reach, is_whole)
+            PromptShape(rows, self._groups(rows)[0], context_bucket, is_whole)
             for rows in sorted(token_buckets, reverse=True)
-            for reach, is_whole in near
+            for context_bucket, is_whole in near
         ]
         self.graphs.forget_if_moved()
         for done, shape in enumerate(wanted, start=1):
-            rows = self._nobodys(shape)
+            rows = self._padding(shape)
             for name in ("target", "extend") if self.drafter is not None else ("target",):
                 self._capture(name, shape, rows, warm=False)
             yield done, len(wanted)
@@ -171,9 +173,9 @@ class PromptSteps:
         keys_RK = torch.zeros(num_rows, num_keys, dtype=torch.int32, device=like_D.device)
         return like_D.new_zeros(2, num_rows, len(like_D)), keys_RK
 
-    def _nobodys(self, shape: PromptShape) -> PromptRows:
+    def _padding(self, shape: PromptShape) -> PromptRows:
         rows = self._rows_of(shape.num_rows, shape.num_groups)
-        rows.load(nobodys_rows(shape.num_rows, 1, self._padding_slot), self._padding_slot)
+        rows.load(padding_rows(shape.num_rows, 1, self._padding_slot), self._padding_slot)
         return rows
 
     def _do(self, name: str, shape: PromptShape, rows: PromptRows) -> None:
@@ -211,5 +213,7 @@ class PromptSteps:
 
     def _view_at(self, rows: PromptRows, where: StepRows, shape: PromptShape) -> StepView:
         group_R = rows.group_R.int()
-        view = StepView.at(self.cache, self.slots, where, slot_B=rows.slot_B, group_T=group_R, max_end=shape.reach)
+        view = StepView.at(
+            self.cache, self.slots, where, slot_B=rows.slot_B, group_T=group_R, max_end=shape.context_bucket
+        )
         return replace(view, first_T=rows.first_R.int()) if shape.is_whole else view

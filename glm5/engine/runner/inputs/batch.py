@@ -129,7 +129,7 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[in
     )
 
 
-def nobodys_rows(num_rows: int, num_seqs: int, padding_slot: int) -> Batch:
+def padding_rows(num_rows: int, num_seqs: int, padding_slot: int) -> Batch:
     """Padding alone, in the shape of a step with prompts of so many sequences of which none samples."""
 
     def full(count: int, value: int = 0) -> Ints:

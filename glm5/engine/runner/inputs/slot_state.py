@@ -79,7 +79,7 @@ class SlotState:
         return step_rows(*where, *tables, page_size=self.page_size, dump_page=self.dump_page)
 
     def take(self, token_R: Tensor, slot_R: Tensor, position_R: Tensor, accepted: Accepted) -> None:
-        """Sampled tokens take their places, and lengths grow by those that stand."""
+        """Sampled tokens take their places, and lengths grow by the accepted ones."""
         if self.device.type == "cpu":
             self.token_SN.numpy()[slot_R.numpy(), position_R.numpy()] = token_R.numpy()
         else:

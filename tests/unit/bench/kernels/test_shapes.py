@@ -8,7 +8,7 @@ from glm5.bench.kernels.shapes import RANKS, quantized_linears
 from glm5.bench.steps.case import rank_config, with_codes
 from glm5.checkpoint.load import empty_model
 from glm5.checkpoint.stored import forms_of, stored_of
-from glm5.engine.runner.fused.fused_model import LoweredLayer, LoweredMLP
+from glm5.engine.runner.fused.fused_model import FusedLayer, FusedMLP
 from glm5.model.linear import QuantizedLinear
 
 META = torch.device("meta")
@@ -24,8 +24,8 @@ def test_products_of_codes(ranks):
     cfg = with_codes(rank_config(ranks, 4), "w4a8-channel")
     model = empty_model(cfg, frozenset(), torch.bfloat16, META, forms_of(stored_of(cfg), cfg, META))
     found = set()
-    for layer in (LoweredLayer(model.model.layers[layer_idx]) for layer_idx in (0, 3)):
-        mlp = layer.mlp if isinstance(layer.mlp, LoweredMLP) else layer.mlp.apart
+    for layer in (FusedLayer(model.model.layers[layer_idx]) for layer_idx in (0, 3)):
+        mlp = layer.mlp if isinstance(layer.mlp, FusedMLP) else layer.mlp.apart
         for stack in (*layer.attention.stacks, *mlp.stacks):
             for run in stack.runs:
                 found |= sizes(stack.linears[run.start :], sum(stack.rows[run.start : run.stop]))
