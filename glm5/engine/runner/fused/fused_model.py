@@ -1,4 +1,4 @@
-"""The model in its inference form: the same weights, run by fused kernels, rule by rule.
+"""The second form of the model, for GPUs: the same weights, run by fused kernels, rule by rule.
 
     residual add, norm (and quantization)      one kernel: `add_rms_norm`, handed from layer to layer (row_sharding.py)
     index key, query and key products of x     a `FusedLinear` of wk, q_a, kv_a; two where wk is of another kind
@@ -11,9 +11,9 @@
     what products of codes or FP8 read         quantized by whoever makes it
     angles of positions                        looked up
 
-Rules change how sums are rounded, never what is computed; tests/unit/engine/test_lower.py holds each to the model's own
-modules. `FusedModel` has the calls of `Glm5` that a runner makes. What it derives from weights it derives again in
-`refresh`; everything else are views.
+Rules change how sums are rounded, never what is computed: tests/unit/engine/test_two_forms.py compares each with the
+model's own modules, and docs/map.md says which is which. `FusedModel` has the calls of `Glm5` that a runner makes. What
+it derives from weights it derives again in `refresh`; everything else are views.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,9 @@
-"""The inference form computes what the model's own modules compute, rule by rule; and its budget can tell."""
+"""Both forms of the model compute the same, rule by rule, and the map names which is which; a wrong rule is noticed."""
 
 import copy
+import re
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch
 from glm5.checkpoint.names import slot_of
 from glm5.config.presets import preset
 from glm5.config.tensors import tensor_specs
+from glm5.engine.runner.fused import fused_model
 from glm5.engine.runner.fused.fused_linear import FusedLinear, Rows, wanted
 from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.engine.runner.fused.row_sharding import ReplicatedRows
@@ -16,9 +20,15 @@ from glm5.kernels.quantized_linear import quantized_linear
 from glm5.kernels.quantized_weight import WeightFormat
 from glm5.kernels.row_codes import quantize
 from glm5.kernels.token_quant import token_quant
+from glm5.model.attention import SparseLatentAttention
+from glm5.model.block import DecoderLayer
 from glm5.model.experts import BlockScaledExperts, QuantizedExperts
+from glm5.model.glm5 import Glm5
+from glm5.model.indexer import Indexer
 from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
 from glm5.model.lowering import use_block_scaled, use_quantized
+from glm5.model.mlp import MLP
+from glm5.model.moe import MoE
 from glm5.model.seams import Selection
 from glm5.parallel.group import ALONE
 from tests.support.models import random_model
@@ -72,7 +82,7 @@ def model(request):
 
 
 @pytest.fixture(scope="module")
-def lowered(model):
+def fused(model):
     return FusedModel(model, MAX_LEN)
 
 
@@ -86,39 +96,39 @@ PASSES = {
 
 @pytest.mark.parametrize("rows", PASSES.values(), ids=PASSES)
 @torch.inference_mode()
-def test_hidden_states_and_drafts(model, lowered, rows):
+def test_hidden_states_and_drafts(model, fused, rows):
     """A pass, then one more row of each sequence, which finds what the first pass wrote."""
     there, here = Steps(model, 2, MAX_LEN), Steps(model, 2, MAX_LEN)
     for passes in (rows, [(slot, start + count, 1) for slot, start, count in rows]):
         ids = random_ids(model, sum(count for _, _, count in passes) + 2, seed=1)
         want = model(ids, there.view(passes, padding=2))[:-2]
-        got = lowered.hidden(ids, here.view(passes, padding=2))[:-2]
+        got = fused.hidden(ids, here.view(passes, padding=2))[:-2]
         assert typically_far(got, want) < EXACT
         hidden = torch.cat([want, want[:2].flip(0), want[:1]])[: len(ids)]
         want, used = model.draft(ids, hidden, there.view(passes, padding=2))
-        got, mine = lowered.draft(ids, hidden, here.view(passes, padding=2))
+        got, mine = fused.draft(ids, hidden, here.view(passes, padding=2))
         assert typically_far(got[:-2], want[:-2]) < EXACT
         again, _ = model.draft(ids, hidden, there.view(passes, padding=2), used)
-        got, _ = lowered.draft(ids, hidden, here.view(passes, padding=2), mine)
+        got, _ = fused.draft(ids, hidden, here.view(passes, padding=2), mine)
         assert typically_far(got[:-2], again[:-2]) < EXACT
-    assert typically_far(lowered.logits(want), model.head(want)) == 0
+    assert typically_far(fused.logits(want), model.head(want)) == 0
 
 
 @torch.inference_mode()
-def test_whole_prompts_expand_keys(model, lowered):
+def test_whole_prompts_expand_keys(model, fused):
     rows = [(0, 0, 5), (1, 0, 8)]
     there, here = Steps(model, 2, MAX_LEN), Steps(model, 2, MAX_LEN)
     ids = random_ids(model, 15, seed=2)
-    got = lowered.hidden(ids, here.view(rows, padding=2, whole=True))[:-2]
+    got = fused.hidden(ids, here.view(rows, padding=2, whole=True))[:-2]
     assert typically_far(got, model(ids, there.view(rows, padding=2))[:-2]) < EXACT
     after = [(0, 5, 1), (1, 8, 1)]
-    assert typically_far(lowered.hidden(ids[:2], here.view(after)), model(ids[:2], there.view(after))) < EXACT
+    assert typically_far(fused.hidden(ids[:2], here.view(after)), model(ids[:2], there.view(after))) < EXACT
 
 
 @torch.inference_mode()
-def test_attention_rule(model, lowered):
+def test_attention_rule(model, fused):
     """The layer's attention alone, also with keys that are given."""
-    layer, mine = model.model.layers[0].self_attn, lowered.layers[0].attention
+    layer, mine = model.model.layers[0].self_attn, fused.layers[0].attention
     there, here = Steps(model, 1, MAX_LEN), Steps(model, 1, MAX_LEN)
     x_TD = torch.randn(40, model.cfg.hidden_size, generator=torch.Generator().manual_seed(3))
     for given in (None, Selection(torch.arange(8).int().repeat(40, 1))):
@@ -131,10 +141,10 @@ def test_attention_rule(model, lowered):
 
 
 @torch.inference_mode()
-def test_mlp_rules(model, lowered):
+def test_mlp_rules(model, fused):
     x_TD = torch.randn(20, model.cfg.hidden_size, generator=torch.Generator().manual_seed(4))
     view = Steps(model, 1, MAX_LEN).view([(0, 0, 20)])
-    for layer, mine in zip(model.model.layers, lowered.layers, strict=True):
+    for layer, mine in zip(model.model.layers, fused.layers, strict=True):
         assert typically_far(mine.mlp(Rows(x_TD), view, ReplicatedRows(ALONE)), layer.mlp(x_TD)) < EXACT
 
 
@@ -143,7 +153,7 @@ def test_products_find_their_rows_quantized(num_tokens, monkeypatch):
     """Of codes: no product quantizes what it reads."""
     widths = []
     model = quantized_model(7)
-    lowered, view = FusedModel(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, num_tokens)])
+    fused, view = FusedModel(model, MAX_LEN), Steps(model, 1, MAX_LEN).view([(0, 0, num_tokens)])
 
     def quantized(x_TD, *given, **options):
         widths.append(x_TD.shape[1])
@@ -152,7 +162,7 @@ def test_products_find_their_rows_quantized(num_tokens, monkeypatch):
     monkeypatch.setattr("glm5.kernels.quantized_linear.reference.token_quant", quantized)
     monkeypatch.setattr(QuantizedExperts, "__call__", lambda self, x_TD, *choice: torch.zeros_like(x_TD))
     with torch.inference_mode():
-        lowered.hidden(random_ids(model, num_tokens, seed=1), view)
+        fused.hidden(random_ids(model, num_tokens, seed=1), view)
     assert not widths
     quantized_linear(
         torch.ones(1, 128), random_quantized(torch.Generator(), WeightFormat("int8", None, "int8"), 4, 128)
@@ -169,10 +179,10 @@ def test_products_of_two_kinds_are_not_copied_together(monkeypatch):
     ids, views = random_ids(model, 40, seed=1), [Steps(model, 1, MAX_LEN).view([(0, 0, 40)]) for _ in range(2)]
     with torch.inference_mode():
         want = model(ids, views[0])
-        lowered = FusedModel(model, MAX_LEN)
-        assert len(lowered.layers[0].attention.of_input.runs) == 2
+        fused = FusedModel(model, MAX_LEN)
+        assert len(fused.layers[0].attention.of_input.runs) == 2
         monkeypatch.setattr(FusedLinear, "__call__", single_run(FusedLinear.__call__))
-        assert typically_far(lowered.hidden(ids, views[1]), want) < EXACT
+        assert typically_far(fused.hidden(ids, views[1]), want) < EXACT
 
 
 def single_run(call):
@@ -224,14 +234,14 @@ def test_a_stack_holds_nothing_twice():
 @torch.no_grad()
 def test_weights_replaced_in_place_are_used(model):
     changed = copy.deepcopy(model)
-    lowered = FusedModel(changed, MAX_LEN)
+    fused = FusedModel(changed, MAX_LEN)
     ids = random_ids(model, 6, seed=7)
     for layer in changed.model.layers:
         held = dict(layer.self_attn.kv_b_proj.named_parameters())
         held.get("weight_scale_inv", held.get("weight_scale", held["weight"])).mul_(1.5)
-    lowered.refresh()
+    fused.refresh()
     view, other = (Steps(model, 1, MAX_LEN).view([(0, 0, 6)]) for _ in range(2))
-    assert typically_far(lowered.hidden(ids, view), changed(ids, other)) < EXACT
+    assert typically_far(fused.hidden(ids, view), changed(ids, other)) < EXACT
 
 
 @torch.no_grad()
@@ -265,3 +275,15 @@ def test_neighbours_of_one_kind_are_one_product(seed):
     assert [list(run) for run in stack.runs] == [[0], [1, 2], [3], [4, 5], [6]]
     for start, stop in ((0, 7), (1, 3), (2, 5), (5, None), (0, 1)):
         torch.testing.assert_close(stack(rows, start, stop), torch.cat(want[start:stop], dim=1))
+
+
+def test_the_map_names_both_forms():
+    """docs/map.md, "Two forms of the model": each row names a method of the definition and one of the second form."""
+    text = (Path(__file__).parents[3] / "docs/map.md").read_text(encoding="utf-8").split("## Two forms of the model")[1]
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|", text.split("\n## ")[0], flags=re.MULTILINE)
+    definition = {kind.__name__: kind for kind in (Glm5, DecoderLayer, SparseLatentAttention, Indexer, MoE, MLP)}
+    for ours, other in rows:
+        kind, _, method = ours.partition(".")
+        assert callable(getattr(definition.pop(kind, Glm5), method))
+        assert callable(attrgetter(other)(fused_model))
+    assert not definition, "every class of the definition has a row"
