@@ -18,6 +18,8 @@ from glm5.serve.page import pages
 EMPTY = "/page/icon.svg"  # where nothing runs, and a page of this server may forget what it stored
 MODELS = [{"id": "glm-5-nano", "max_model_len": 4096}, {"id": "other", "max_model_len": 1024}]
 
+SAMPLING = {"temperature": 0.7, "max_tokens": 2048}
+
 
 class Gate:
     """A place in a stream that waits until the test opens it."""
@@ -73,6 +75,10 @@ def create_app(script: Script) -> FastAPI:
     @app.get("/v1/models")
     async def models() -> Any:
         return {"object": "list", "data": MODELS}
+
+    @app.get("/get_model_info")
+    async def model_info() -> Any:
+        return {"preferred_sampling_params": json.dumps(SAMPLING)}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:

@@ -57,7 +57,7 @@ def test_an_answer_as_it_streams(chat, script):
     figures = chat.text(".figures")
     assert figures.startswith("34 tokens · ")
     assert figures.endswith(" · prompt 1,200, 1,024 cached")
-    assert "first after" in figures
+    assert "first token after" in figures
     assert chat.text("#context") == "1,234 of 4,096 tokens"
     request = script.requests[0]
     assert request["messages"] == [{"role": "user", "content": "Who are you?"}]
@@ -66,11 +66,27 @@ def test_an_answer_as_it_streams(chat, script):
     assert not {"temperature", "max_tokens", "seed", "tools", "chat_template_kwargs"} & request.keys()
 
 
+def test_an_example_is_a_first_message(chat, script):
+    script.answers.append(said("brackets"))
+    example = chat.texts("#examples button")[1]
+    chat.click("#examples li:nth-child(2) button")
+    chat.wait(ENDED)
+    assert sent(script) == [("user", example)]
+    assert chat.has("#welcome[hidden]")
+
+
+def test_empty_fields_show_the_servers_defaults(chat, script):
+    names = ("temperature", "top_p", "max_tokens", "seed")
+    chat.wait("document.querySelector('#set-temperature').placeholder")
+    shown = [chat.attribute(f"#set-{name}", "placeholder") for name in names]
+    assert shown == ["0.7", "1", "2048", "random"]
+
+
 def test_speed_is_that_of_the_tokens_after_the_first(chat):
     body = """
     const { figuresText } = await import("/page/message.js");
     return figuresText({ tokens: 101, rate: 100 / 2.5, ttft: 0.25, prompt: 7 });"""
-    assert chat.run(body) == "101 tokens · 40.0 tokens/s · first after 250 ms · prompt 7"
+    assert chat.run(body) == "101 tokens · 40.0 tokens/s · first token after 250 ms · prompt 7"
 
 
 @pytest.mark.parametrize("how", ["Escape", "button"])

@@ -157,7 +157,7 @@ def test_no_answer_leaves_a_gap_and_says_why(page, script):
     page.run("await clock.turn(3)")
     assert num_pieces(page) == 1
     page.run("await clock.turn(1)")
-    assert page.text("#status") == "No figures"
+    assert page.text("#status") == "No metrics"
     assert page.text("#problem") == "503 · server_error: gone"
     assert figure(page, "Requests, running") == NONE
     page.run("await clock.turn(6)")

@@ -1,6 +1,7 @@
 """What is served and how: SGLang's /get_model_info and /get_server_info, under their newer names too."""
 
 import asyncio
+import json
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -20,14 +21,14 @@ Info = dict[str, Any]
 @router.get("/model_info")
 async def model_info(service: Service = Depends(get_service)) -> Info:
     """The model, and the version of its weights."""
-    cfg = service.engine.cfg
+    cfg, defaults = service.engine.cfg, dict(service.engine.defaults.sampling)
     stats = await _stats(service)
     return {
         "model_path": service.root,
         "tokenizer_path": service.root,
         "served_model_name": service.model_names[0],
         "is_generation": True,
-        "preferred_sampling_params": None,
+        "preferred_sampling_params": json.dumps(defaults) if defaults else None,
         "weight_version": _version(stats, service),
         "has_image_understanding": False,
         "has_audio_understanding": False,

@@ -47,6 +47,16 @@ export async function models() {
   return (await (await get("v1/models")).json()).data;
 }
 
+/** Sampling parameters that a request without any gets, where the checkpoint names some; {} from a server that does not
+ * say. */
+export async function samplingDefaults() {
+  try {
+    return JSON.parse((await (await get("get_model_info")).json()).preferred_sampling_params) ?? {};
+  } catch {
+    return {};
+  }
+}
+
 /** The chunks of a streamed answer, parsed, up to [DONE] or the end. Throws ApiError for an event that is an error. */
 export async function* chunks(response) {
   for await (const data of events(response.body)) {

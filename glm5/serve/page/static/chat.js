@@ -1,7 +1,7 @@
 // The chat page, put together: which conversation is shown, which answers run, what keys and buttons do.
 
 import { answer, emptyAnswer } from "./answer.js";
-import { errorRecord, models } from "./api.js";
+import { errorRecord, models, samplingDefaults } from "./api.js";
 import { copyButton } from "./copy.js";
 import { byId, el, icon } from "./dom.js";
 import { Drawer } from "./drawer.js";
@@ -10,6 +10,12 @@ import { Settings } from "./settings.js";
 import { loadChats, newChat, removeChat, saveChat, titleOf } from "./store.js";
 import { Transcript } from "./transcript.js";
 
+const EXAMPLES = [
+  "Explain sparse attention to someone who knows matrices.",
+  "Write a Python function that checks whether brackets are balanced.",
+  "How many days are there between 3 March and 17 June?",
+  "Give me three names for a small model, with reasons.",
+];
 const prompt = byId("prompt");
 const picker = byId("model");
 const running = new Map(); // id of a conversation -> AbortController of its answer
@@ -212,6 +218,7 @@ async function showModels() {
     picker.value = cards.some((card) => card.id === chat.settings.model) ? chat.settings.model : (cards[0]?.id ?? "");
     status.textContent = "";
     transcript.warn("");
+    settings.showDefaults(await samplingDefaults());
   } catch (error) {
     const { title, message } = errorRecord(error);
     cards = [];
@@ -265,6 +272,9 @@ addEventListener("storage", () => {
   showList();
 });
 
+byId("examples").append(
+  ...EXAMPLES.map((text) => el("li", {}, el("button", { type: "button", onclick: () => running.has(chat.id) || say(text) }, text))),
+);
 const address = new URL("v1", document.baseURI).href;
 byId("address").textContent = address;
 byId("address").after(copyButton("Copy the address", () => address));

@@ -94,7 +94,7 @@ async function poll() {
     byId("model").textContent = labelValues(metrics, "vllm:generation_tokens_total", "model_name").join(", ");
   } catch (error) {
     const { title, message } = errorRecord(error);
-    showState("down", "No figures", `${title}: ${message}`);
+    showState("down", "No metrics", `${title}: ${message}`);
     byId("key-form").hidden = !(error.status === 401 || error.status === 403) && byId("key-form").hidden;
   }
   // It may have been paused while the request was on its way.
@@ -128,7 +128,7 @@ function showFigures() {
   }
   byId("updated").textContent = exactTime(now.time);
   const minutes = spanOf(samples) / 60;
-  byId("span").textContent = `${minutes} minute${minutes === 1 ? "" : "s"}`;
+  byId("span").textContent = minutes === 1 ? "minute" : `${minutes} minutes`;
 }
 
 byId("pause").addEventListener("click", () => {

@@ -198,7 +198,7 @@ export function figuresText({ tokens, rate, ttft, prompt, cached }) {
   const parts = [
     tokens !== null && tokens !== undefined && `${tokens.toLocaleString("en")} token${tokens === 1 ? "" : "s"}`,
     rate && `${rate < 100 ? rate.toFixed(1) : Math.round(rate).toLocaleString("en")} tokens/s`,
-    ttft && `first after ${seconds(ttft)}`,
+    ttft && `first token after ${seconds(ttft)}`,
     prompt && `prompt ${prompt.toLocaleString("en")}${cached ? `, ${cached.toLocaleString("en")} cached` : ""}`,
   ];
   return parts.filter(Boolean).join(" · ");

@@ -37,6 +37,14 @@ export class Settings {
     });
   }
 
+  /** What an empty field stands for; `defaults`: the server's sampling parameters, where the checkpoint names any. */
+  showDefaults(defaults) {
+    field("temperature").placeholder = defaults.temperature ?? 1;
+    field("top_p").placeholder = defaults.top_p ?? 1;
+    field("max_tokens").placeholder = defaults.max_tokens ?? "what the context has left";
+    field("seed").placeholder = "random";
+  }
+
   show(chat) {
     this.chat = chat;
     for (const name of TEXTS) field(name).value = chat.settings[name];
