@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.checkpoint.formats import choose
+from glm5.checkpoint.formats.base import Stored
 from glm5.checkpoint.load import parse_device
+from glm5.checkpoint.names import STACK, name_of, place_of
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.quantize import QuantizeConfig
@@ -19,10 +22,9 @@ from glm5.quant.graph import RotationName
 from glm5.quant.qat import GROUP, KEY
 from glm5.quant.record import Grid, Scheme
 from glm5.quant.rotate import rotations
-from glm5.quantize.formats import choose
 from glm5.quantize.plan import Plan, make_plan
 from glm5.quantize.recipe import Resolved, resolve
-from glm5.quantize.source import STACK, Source, name_of
+from glm5.quantize.source import Source
 from glm5.quantize.texts import samples
 from glm5.quantize.work import Run, refuse_int4
 
@@ -41,6 +43,13 @@ class Job:
     run: Run
     cfg: ModelConfig
     """Of what is written: without the MTP layer where that is dropped."""
+
+    def stored(self, module: str) -> Stored:
+        """The tensors of a quantized module, which has this name on disk."""
+        place = place_of(f"{module}.weight")
+        scheme = self.run.plan.layer(place.layer_idx)[place.name.removesuffix(".weight")].scheme
+        rows, columns = self.source.fit.specs[f"{module}.weight"].shape
+        return self.run.format.layout(module, scheme, (rows, columns))
 
     @property
     def remarks(self) -> list[str]:
@@ -80,7 +89,7 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
     run = Run(
         cfg=source.cfg,
         plan=plan,
-        form=choose(plan),
+        format=choose(plan.target, plan.schemes),
         rotations=rotations(source.cfg, names, seed, upstream=settings.upstream_faithful),
         dtype=getattr(torch, settings.compute_dtype),
         devices=devices(settings.device),
