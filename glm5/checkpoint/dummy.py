@@ -12,11 +12,11 @@ import hashlib
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.formats import format_of
+from glm5.checkpoint.formats import format_of, stored_of
 from glm5.checkpoint.formats.fp8 import NativeFp8, fp8_config
 from glm5.checkpoint.init import E4M3_RMS
 from glm5.checkpoint.load import empty_model
-from glm5.checkpoint.stored import HOLD_SUFFIX, check_groups, stored_of, weight_formats
+from glm5.checkpoint.stored import HOLD_SUFFIX, check_groups, weight_formats
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8

@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from glm5.checkpoint.formats import stored_of
 from glm5.checkpoint.formats.base import Stored
 from glm5.checkpoint.index import ShardIndex, counted
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.shard import TensorEntry
-from glm5.checkpoint.stored import stored_of
 from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs

@@ -9,13 +9,11 @@ and e4m3 in blocks. Everything that a scheme can say can be dequantized, on the 
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.formats import format_of, schemes_of
 from glm5.checkpoint.formats.base import Stored
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.shard import DTYPES, TensorEntry, read_columns, read_into, read_tensor
@@ -55,23 +53,6 @@ def _say(grid: Grid) -> str:
     name = "nvfp4" if grid.kind == "nvfp4" else f"{grid.kind}{grid.bits}" if grid.kind == "int" else "fp8"
     group = f" of {grid.group}" if grid.group else ""
     return f"{name} per {grid.scope}{group}{'' if grid.symmetric else ', asymmetric'}"
-
-
-def stored_of(cfg: ModelConfig, entries: Mapping[str, TensorEntry] = MappingProxyType({})) -> dict[str, Stored]:
-    """The quantized matrices that `cfg` speaks of, by the weight's name; native FP8 is not among them. `entries`: the
-    tensors found, where any are known."""
-    on_disk, found = format_of(cfg), dict[str, Stored]()
-    if on_disk is None or not (schemes := schemes_of(cfg, entries)):
-        return found
-    for spec in tensor_specs(cfg):
-        module = spec.name.removesuffix(".weight")
-        if module not in schemes:
-            continue
-        try:
-            found[spec.name] = on_disk.layout(module, schemes[module], (spec.shape[0], spec.shape[1]))
-        except ConfigError as error:
-            raise ConfigError(f"quantization_config: {module}: {error}") from None
-    return found
 
 
 def weight_formats(

@@ -19,6 +19,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.recipe import QuaRot
 from glm5.quant.graph import RotationName
+from glm5.quant.hadamard import Rotation
 from glm5.quant.qat import GROUP, KEY
 from glm5.quant.record import Grid, Scheme
 from glm5.quant.rotate import rotations
@@ -84,13 +85,11 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
             f"{shlex.quote(settings.model)} {shlex.quote(str(settings.out))} --scheme w4a16 --method minmax{target}"
         )
     rotation = resolved.recipe.rotation
-    names = [] if rotation is None else rotation_names(rotation)
-    seed = 0 if rotation is None or rotation.seed is None else rotation.seed
     run = Run(
         cfg=source.cfg,
         plan=plan,
         format=choose(plan.target, plan.schemes),
-        rotations=rotations(source.cfg, names, seed, upstream=settings.upstream_faithful),
+        rotations={} if rotation is None else _rotations(source.cfg, rotation, upstream=settings.upstream_faithful),
         dtype=getattr(torch, settings.compute_dtype),
         devices=devices(settings.device),
         upstream=settings.upstream_faithful,
@@ -125,15 +124,15 @@ def _refuse_trained_experts(run: Run, source: Source) -> None:
             return
 
 
-def rotation_names(rotation: QuaRot) -> list[RotationName]:
-    """What a recipe's quarot turns."""
+def _rotations(cfg: ModelConfig, rotation: QuaRot, *, upstream: bool) -> dict[RotationName, Rotation]:
+    """Those that a recipe's quarot asks for."""
     wanted: dict[RotationName, bool] = {
         "residual": rotation.residual,
         "q latent": rotation.latents,
         "kv latent": rotation.latents,
         "value heads": rotation.heads,
     }
-    return [name for name, is_turned in wanted.items() if is_turned]
+    return rotations(cfg, [name for name, on in wanted.items() if on], rotation.seed or 0, upstream=upstream)
 
 
 def calibration(job: Job, given: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]] | None:

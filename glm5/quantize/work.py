@@ -91,7 +91,7 @@ def turned(run: Run, tensors: Layer) -> Layer:
             weight = fold({**norms, name: weight}, run.rotations)[0].get(name, weight)
             weight = rotate({name: weight}, run.cfg, run.rotations)[0].get(name, weight)
         held[name] = weight
-    return held | norms | fold(norms, run.rotations)[0]
+    return held | norms | (fold(norms, run.rotations)[0] if run.rotations else {})
 
 
 def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -> LayerResult:

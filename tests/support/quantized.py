@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.formats import format_of, schemes_of
+from glm5.checkpoint.formats import format_of, stored_of
 from glm5.checkpoint.formats.fp8 import W4aFp8
 from glm5.checkpoint.index import scan
 from glm5.checkpoint.load import load
@@ -20,7 +20,7 @@ def fake_quantized(path: Path, dtype: torch.dtype) -> Glm5:
     """The model of a quantized checkpoint, computed without a single code."""
     model = load(path, dtype=dtype)
     cfg = ModelConfig.from_file(path)
-    schemes = schemes_of(cfg)
+    schemes = {matrix.module: matrix.scheme for matrix in stored_of(cfg).values()}
     if isinstance(format_of(cfg), W4aFp8):
         schemes |= {name.removesuffix(".weight_scale_inv"): FP8_BLOCKS for name in scan(path).entries if is_fp8(name)}
     for module, scheme in schemes.items():

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from glm5.checkpoint.formats.ascend import AscendV1
-from glm5.checkpoint.formats.base import Format, Schemes, scheme_name
+from glm5.checkpoint.formats.base import Format, Schemes, Stored, scheme_name
 from glm5.checkpoint.formats.compressed import CompressedTensors
 from glm5.checkpoint.formats.fp8 import NativeFp8, W4aFp8
 from glm5.checkpoint.formats.glm5 import Glm5Format
@@ -20,7 +20,6 @@ from glm5.config.model import ModelConfig
 from glm5.config.quantize import Target
 from glm5.config.refusal import refuse
 from glm5.config.tensors import tensor_specs
-from glm5.quant.record import Scheme
 
 FORMATS: tuple[Format, ...] = (NativeFp8(), ModelOpt(), W4aFp8(), AscendV1(), CompressedTensors(), Glm5Format())
 """A plan is written in the first that its target loads and that suits its schemes."""
@@ -54,15 +53,25 @@ def format_of(cfg: ModelConfig) -> Format | None:
     return loaded[method]
 
 
-def schemes_of(cfg: ModelConfig, entries: Mapping[str, TensorEntry] = MappingProxyType({})) -> dict[str, Scheme]:
-    """Schemes by module on disk (`model.layers.3.mlp.experts.7.up_proj`), as `Format.schemes`; none for native FP8,
-    whose tensors speak for themselves (fit.py)."""
-    on_disk = format_of(cfg)
-    if on_disk is None:
-        return {}
-    modules = [
-        spec.name.removesuffix(".weight")
+def stored_of(cfg: ModelConfig, entries: Mapping[str, TensorEntry] = MappingProxyType({})) -> dict[str, Stored]:
+    """The quantized matrices that `cfg` speaks of, by the weight's name, without native FP8, whose tensors speak for
+    themselves (fit.py). `entries`: the tensors found, where any are known.
+
+    Raises ConfigError for what the config gets wrong, and for what this engine has no reading of.
+    """
+    chosen, found = format_of(cfg), dict[str, Stored]()
+    if chosen is None:
+        return found
+    shapes = {
+        spec.name.removesuffix(".weight"): (spec.shape[0], spec.shape[1])
         for spec in tensor_specs(cfg)
         if len(spec.shape) == 2 and not spec.name.removesuffix(".weight").endswith(_NO_LINEAR)
-    ]
-    return on_disk.schemes(cfg.quantization_config or {}, modules, entries)
+    }
+    schemes = chosen.schemes(cfg.quantization_config or {}, list(shapes), entries)
+    for module, shape in shapes.items():
+        if module in schemes:
+            try:
+                found[f"{module}.weight"] = chosen.layout(module, schemes[module], shape)
+            except ConfigError as error:
+                raise ConfigError(f"quantization_config: {module}: {error}") from None
+    return found

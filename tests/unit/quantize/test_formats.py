@@ -73,7 +73,7 @@ def test_every_target_has_a_format_and_every_format_its_row_in_the_documents():
     assert {target for each in FORMATS for target in each.targets} == set(get_args(Target))
     docs = Path(__file__).parents[3] / "docs"
     table = (docs / "checkpoints.md").read_text().partition("| `quant_method`")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `([\w-]+)`", table, re.M)) == {each.name for each in FORMATS if each.is_loaded}
+    assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == {each.name for each in FORMATS if each.is_loaded}
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (3, 6, 16), (4, 2, 128)])

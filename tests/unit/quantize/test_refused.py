@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from glm5.checkpoint.dummy import dummy
+from glm5.checkpoint.formats import stored_of
 from glm5.checkpoint.inspect import inspect
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
-from glm5.checkpoint.stored import stored_of, weight_formats
+from glm5.checkpoint.stored import weight_formats
 from glm5.checkpoint.update import read_all, replace, stage
 from glm5.common.errors import CheckpointError, ConfigError
 from glm5.config.model import ModelConfig

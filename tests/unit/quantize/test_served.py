@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from glm5.checkpoint.formats import stored_of
 from glm5.checkpoint.load import load
 from glm5.checkpoint.names import slot_of
 from glm5.checkpoint.save import save
-from glm5.checkpoint.stored import stored_of
 from glm5.config.model import ModelConfig
 from glm5.config.quantize import QuantizeConfig
 from glm5.engine import LLM, SamplingParams

@@ -6,8 +6,9 @@ import torch
 from glm5.bench.kernels import quantized
 from glm5.bench.kernels.shapes import RANKS, quantized_linears
 from glm5.bench.steps.case import rank_config, with_codes
+from glm5.checkpoint.formats import stored_of
 from glm5.checkpoint.load import empty_model
-from glm5.checkpoint.stored import stored_of, weight_formats
+from glm5.checkpoint.stored import weight_formats
 from glm5.engine.runner.fused.fused_model import LoweredLayer, LoweredMLP
 from glm5.model.linear import QuantizedLinear
 
