@@ -5,6 +5,7 @@ shard    one safetensors file, checked      fit      tensors found against tenso
 index    all shards of a directory          load     directory -> model, streaming
 writer   tensors -> shards, streaming       save     model -> directory, whole or not at all
 inspect  what a checkpoint holds            init     random weights, tensor by tensor
+formats/ quantized matrices on disk         stored   quantized matrices -> parameters
 """
 
 from glm5.checkpoint.inspect import CheckpointReport, inspect

@@ -8,15 +8,15 @@ Ranks that share a model draw what every one of them has from one seed, and thei
 """
 
 import hashlib
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.formats import format_of, stored_of
+from glm5.checkpoint.formats.fp8 import NativeFp8, fp8_config
 from glm5.checkpoint.init import E4M3_RMS
 from glm5.checkpoint.load import empty_model
-from glm5.checkpoint.schemes import method_of
-from glm5.checkpoint.stored import HOLD_SUFFIX, check_groups, forms_of, stored_of
+from glm5.checkpoint.stored import HOLD_SUFFIX, check_groups, weight_formats
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
@@ -25,7 +25,6 @@ from glm5.parallel.table import WHOLE, Shard, local_config
 
 _RMS = {FP8: E4M3_RMS, torch.int8: 74.0, torch.uint8: 4.0}  # of codes; uint8: two of 4 bits
 _CHUNK = 1 << 28  # elements filled at a time
-FP8_CONFIG: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 def dummy(
@@ -40,16 +39,17 @@ def dummy(
     """A model of `cfg` with random weights, `fp8` where a published FP8 checkpoint has it, or quantized as the config
     says; the same for one seed. Of a model that ranks share, `shard`'s part."""
     stored = stored_of(cfg) if fp8 else {}
-    native = fp8 and method_of(cfg) in (None, "fp8")
-    eights = [spec.name for spec in tensor_specs(cfg) if spec.fp8 and spec.name not in stored]
-    kept = frozenset(eights if native or method_of(cfg) == "w4afp8" else [])
-    quantization = FP8_CONFIG if native else cfg.quantization_config if stored else None
+    has_blocks = fp8 and isinstance(format_of(cfg) or NativeFp8(), NativeFp8)
+    specs = tensor_specs(cfg) if has_blocks else ()
+    kept = frozenset(spec.name for spec in specs if spec.fp8 and spec.name not in stored)
+    native = fp8_config(spec.name for spec in specs if not spec.fp8) if has_blocks else None
+    quantization = cfg.quantization_config if stored else native
     cfg = cfg.replace(quantization_config=quantization, dtype=str(dtype).removeprefix("torch."))
     check_groups(stored.values(), shard.size)
-    forms = forms_of(stored, cfg, torch.device(device))
-    model = empty_model(local_config(cfg, shard.size), kept, dtype, torch.device(device), forms, num_ranks=shard.size)
+    formats = weight_formats(stored, cfg, torch.device(device))
+    model = empty_model(local_config(cfg, shard.size), kept, dtype, torch.device(device), formats, num_ranks=shard.size)
     model.cfg = cfg
-    whole = empty_model(cfg, kept, dtype, torch.device("meta"), forms).state_dict()
+    whole = empty_model(cfg, kept, dtype, torch.device("meta"), formats).state_dict()
     generator = torch.Generator(device)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

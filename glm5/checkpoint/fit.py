@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from glm5.checkpoint.formats import stored_of
+from glm5.checkpoint.formats.base import Stored
 from glm5.checkpoint.index import ShardIndex, counted
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.shard import TensorEntry
-from glm5.checkpoint.stored import Stored, stored_of
 from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs
@@ -102,8 +103,7 @@ def fit(index: ShardIndex, cfg: ModelConfig) -> Fit:
             _check_weight(result, spec, entries)
         else:
             result.missing.append(f"{name} {list(spec.shape)}")
-    known = {part.name for matrix in stored.values() for part in matrix.parts.values()}
-    known |= {name for matrix in stored.values() for name in matrix.beside}
+    known = {name for matrix in stored.values() for name in matrix.tensor_names}
     for name, entry in entries.items():
         if name not in specs and name not in known and name.removesuffix(SCALE_SUFFIX) not in scaled:
             _check_leftover(result, entry, entries)

@@ -7,12 +7,11 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from glm5.checkpoint.formats.ascend import DESCRIPTION
 from glm5.checkpoint.shard import TensorEntry, read_header, unique_keys
 from glm5.checkpoint.writer import INDEX_NAME, SINGLE_NAME
 from glm5.common.bounded import TABLES, read_bounded_text
 from glm5.common.errors import CheckpointError
-
-_ASCEND = "quant_model_description.json"
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,9 @@ def read_weight_map(directory: Path) -> dict[str, str] | None:
     if not path.is_file():
         if (directory / SINGLE_NAME).is_file():
             return None
-        if (directory / _ASCEND).is_file():
+        if (directory / DESCRIPTION).is_file():
             raise CheckpointError(
-                f"{directory}: {_ASCEND} says that its weights are AscendV1's, which run on NPUs; for this engine: "
+                f"{directory}: {DESCRIPTION} says that its weights are AscendV1's, which run on NPUs; for this engine: "
                 "glm5 quantize --target glm5"
             )
         raise CheckpointError(f"{directory}: holds neither {INDEX_NAME} nor {SINGLE_NAME}{_other_weights(directory)}")

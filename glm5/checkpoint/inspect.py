@@ -13,7 +13,6 @@ from glm5.checkpoint.index import ShardIndex, merge, scan
 from glm5.checkpoint.names import SCALE_SUFFIX
 from glm5.checkpoint.resolve import hub_errors, is_hub_id, resolve
 from glm5.checkpoint.shard import TensorEntry
-from glm5.checkpoint.stored import Stored
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import ParameterCount, count_parameters
 from glm5.quant.qat import KEY
@@ -93,7 +92,7 @@ def inspect(path_or_id: str | Path) -> CheckpointReport:
         cfg, index = ModelConfig.from_file(directory), scan(directory)
     found = fit(index, cfg)
     by_dtype, by_part = Counter[str](), Counter[str]()
-    owners = {name: stored.name for stored in found.stored.values() for name in _names(stored)}
+    owners = {name: stored.name for stored in found.stored.values() for name in stored.tensor_names}
     ignored = {line.partition(":")[0] for line in found.ignored}
     for name, entry in index.entries.items():
         spec = found.specs.get(owners.get(name, name)) or found.specs.get(name.removesuffix(SCALE_SUFFIX))
@@ -109,11 +108,6 @@ def inspect(path_or_id: str | Path) -> CheckpointReport:
         bytes_by_part=dict(by_part.most_common()),
         fit=found,
     )
-
-
-def _names(stored: Stored) -> list[str]:
-    """Of all tensors on disk that hold a quantized weight."""
-    return [*(part.name for part in stored.parts.values()), *stored.beside]
 
 
 def _scan_hub(repo_id: str) -> tuple[ModelConfig, ShardIndex]:

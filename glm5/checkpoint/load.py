@@ -26,12 +26,13 @@ from torch import Tensor
 
 from glm5.checkpoint.dtypes import cast, dtype_name, parse_dtype
 from glm5.checkpoint.fit import ROTATIONS, Fit, fit
+from glm5.checkpoint.formats.base import Stored
 from glm5.checkpoint.index import ShardIndex, counted, scan
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.resolve import resolve
 from glm5.checkpoint.shard import DTYPES, TensorEntry, mapped, read_into, read_tensor
 from glm5.checkpoint.staging import Staging, Stagings
-from glm5.checkpoint.stored import BLOCKS, Stored, check_groups, forms_of, place
+from glm5.checkpoint.stored import BLOCKS, check_groups, place, weight_formats
 from glm5.common import host_memory
 from glm5.common.errors import ConfigError
 from glm5.common.progress import Progress
@@ -100,14 +101,14 @@ def read_model(
     kept = found.kept if wanted is None else frozenset()
     compute = wanted or _common_dtype(found, index)
     changes: dict[str, Any] = {"dtype": dtype_name(compute)}
-    forms = forms_of(found.stored, found.cfg, target) if wanted is None else {}
-    if not kept and not forms:
+    formats = weight_formats(found.stored, found.cfg, target) if wanted is None else {}
+    if not kept and not formats:
         changes["quantization_config"] = None
     whole = found.cfg.replace(**changes)
     local = local_config(whole, shard.size)
     check_blocks(whole, [(name, found.specs[name].shape) for name in sorted(kept)], shard.size)
     check_groups(found.stored.values(), shard.size)
-    model = empty_model(local, kept, compute, target, forms, is_turned=found.is_turned, num_ranks=shard.size)
+    model = empty_model(local, kept, compute, target, formats, is_turned=found.is_turned, num_ranks=shard.size)
     model.cfg = whole
     if target.type == "meta":
         return model.eval()
@@ -165,22 +166,22 @@ def empty_model(
     kept: frozenset[str],
     compute: torch.dtype,
     device: torch.device,
-    forms: Mapping[str, WeightFormat | Literal["blocks"]] | None = None,
+    formats: Mapping[str, WeightFormat | Literal["blocks"]] | None = None,
     *,
     is_turned: bool = False,
     num_ranks: int = 1,
 ) -> Glm5:
-    """A model with uninitialised parameters on `device`, FP8 modules for the weights `kept`, by name on disk; `forms`:
-    of modules that hold codes. `is_turned`: the MTP layer has rotations. `num_ranks`: of this machine that have as
+    """A model with uninitialised parameters on `device`, FP8 modules for the weights `kept`, by name on disk;
+    `formats`: of quantized modules. `is_turned`: the MTP layer has rotations. `num_ranks`: of this machine that have as
     much each. Raises ConfigError where there is not as much memory."""
-    forms = forms or {}
-    blocks = {slot_of(name).module for name in kept} | {name for name, form in forms.items() if form == BLOCKS}
+    formats = formats or {}
+    blocks = {slot_of(name).module for name in kept} | {name for name, each in formats.items() if each == BLOCKS}
     with torch.device("meta"):
         model = Glm5(cfg)
         use_block_scaled(model, sorted(blocks))
         if is_turned:
             model.mtp.turn()
-        use_quantized(model, {name: form for name, form in forms.items() if isinstance(form, WeightFormat)})
+        use_quantized(model, {name: each for name, each in formats.items() if isinstance(each, WeightFormat)})
     # Only quantized weights, their scales and the selection bias have a dtype of their own.
     fixed = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float8_e4m3fn}
     fixed |= {name + SCALE_SUFFIX for name in fixed}

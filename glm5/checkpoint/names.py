@@ -1,4 +1,4 @@
-"""How tensors on disk map to parameters in memory: the one table that load, save and inspect use.
+"""How tensors on disk map to parameters in memory, and to layers: the one table that load, save and inspect use.
 
 On disk there is one tensor per expert; in memory experts are stacked, gate above up. Every other tensor has the same
 name in both places. An FP8 weight and its block scales are a pair on disk (`<name>`, `<name>_scale_inv`) and in memory.
@@ -10,6 +10,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 SCALE_SUFFIX = "_scale_inv"
+OUTER = -1  # stands for a layer's index where the tensors outside of layers are meant
+STACK = "mlp.experts.*."  # as graph.py calls experts
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 # projection on disk -> (stacked parameter, which part of its rows, out of how many parts)
 STACKED = {
@@ -20,6 +23,8 @@ STACKED = {
 _EXPERT = re.compile(
     r"(?P<experts>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight(?P<scale>_scale_inv)?"
 )
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_IN_STACK = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
 class Slot(NamedTuple):
@@ -53,3 +58,31 @@ def slot_of(name: str) -> Slot:
     parameter, part, num_parts = STACKED[found["projection"]]
     scale = found["scale"] or ""
     return Slot(f"{found['experts']}.{parameter}{scale}", int(found["expert"]), part, num_parts)
+
+
+class Place(NamedTuple):
+    """Where a tensor from disk goes: a layer (or OUTER), a name there, and which of a stack of experts it is."""
+
+    layer_idx: int
+    name: str
+    expert: int | None = None
+
+
+def place_of(name: str) -> Place:
+    """Of a tensor's name on disk."""
+    in_layer = _LAYER.fullmatch(name)
+    if in_layer is None:
+        return Place(OUTER, name)
+    expert = _IN_STACK.fullmatch(in_layer[2])
+    if expert is None:
+        return Place(int(in_layer[1]), in_layer[2])
+    return Place(int(in_layer[1]), f"{STACK}{expert[2]}.weight", int(expert[1]))
+
+
+def name_of(layer_idx: int, name: str, expert: int | None = None) -> str:
+    """The name on disk of a tensor of a layer."""
+    if layer_idx == OUTER:
+        return name
+    if expert is not None:
+        name = name.replace(STACK, f"mlp.experts.{expert}.", 1)
+    return f"model.layers.{layer_idx}.{name}"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from glm5.checkpoint.dtypes import cast, dtype_name, parse_dtype
+from glm5.checkpoint.formats.fp8 import fp8_config
 from glm5.checkpoint.index import counted
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.shard import CODES
@@ -25,7 +26,7 @@ from glm5.common.atomic import atomic_dir, clear_leftovers
 from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs
-from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks, quantize_blocks
+from glm5.kernels.block_scaled import FP8, BlockScaled, num_blocks, quantize_blocks
 from glm5.model.experts import QuantizedExperts
 from glm5.model.glm5 import Glm5
 from glm5.model.linear import QuantizedLinear
@@ -184,15 +185,9 @@ def config_dict(cfg: ModelConfig, dtype: torch.dtype, fp8: bool) -> dict[str, An
     config["dtype"] = dtype_name(dtype)
     config.pop("quantization_config", None)
     if fp8:
-        config["quantization_config"] = cfg.quantization_config or {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": sorted(
-                spec.name.removesuffix(".weight") for spec in tensor_specs(cfg) if not spec.fp8
-            ),
-        }
+        config["quantization_config"] = cfg.quantization_config or fp8_config(
+            spec.name for spec in tensor_specs(cfg) if not spec.fp8
+        )
     return config
 
 

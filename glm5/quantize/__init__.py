@@ -4,6 +4,6 @@ recipe    names and files -> one recipe, one target     plan       recipe -> wha
 source    checkpoint -> layers, ahead of their use      layer      one layer's tensors, experts stacked
 texts     calibration text -> token ids                 calibrate  inputs of linear layers, as a layer runs
 work      one layer: rotate, smooth, quantize           run        all layers; goes on where it was cut off
-formats/  quantized tensors <-> files of an engine      verify     what was written, read again
-report    figures -> HTML and JSON                      ladder     methods side by side
+verify    what was written, read again                  report     figures -> HTML and JSON
+ladder    methods side by side
 """

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from glm5.checkpoint.formats.base import scheme_name
+from glm5.checkpoint.formats.glm5 import Glm5Format
+from glm5.checkpoint.names import place_of
 from glm5.common.atomic import atomic_write
 from glm5.common.errors import ConfigError
 from glm5.common.progress import Progress
@@ -22,14 +25,12 @@ from glm5.config.recipe import WeightExt
 from glm5.config.tensors import tensor_specs
 from glm5.quant.record import INT4_CHANNEL, INT4_GROUP, W4A8, W4A16, W8A8, Scheme
 from glm5.quantize.calibrate import Activations, Pack
-from glm5.quantize.formats import scheme_name
-from glm5.quantize.formats.own import Own
 from glm5.quantize.job import Job, held_out, prepare
 from glm5.quantize.layer import build_layer
 from glm5.quantize.measure import Quality, Walk, compare, original
 from glm5.quantize.plan import LinearPlan
 from glm5.quantize.report import bars, styled, table
-from glm5.quantize.source import Layer, place_of
+from glm5.quantize.source import Layer
 from glm5.quantize.weights import How, quantize_modules
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ def _branch_off(
     job: Job, layer_idx: int, tensors: Layer, samples: Activations, parts: Mapping[str, Sequence[str]]
 ) -> list[Branch]:
     """Every one of `parts` of a layer at every width that its rows divide into."""
-    cfg, how = job.cfg, How(Own(), job.run.devices, min_tokens=job.settings.min_tokens)
+    cfg, how = job.cfg, How(Glm5Format(), job.run.devices, min_tokens=job.settings.min_tokens)
     inputs = samples.inputs([build_layer(cfg, layer_idx, tensors)], cfg, layer_idx)
     found: list[Branch] = []
     for part, modules in parts.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.names import STACK
 from glm5.checkpoint.shard import CODES, read_header, read_tensor
 from glm5.checkpoint.writer import TensorLayout, write_file
 from glm5.config.model import ModelConfig
@@ -20,7 +21,6 @@ from glm5.model.packed import PackedView
 from glm5.model.seams import Rope, Selection
 from glm5.quantize.layer import WorkExperts, work_device, work_linears
 from glm5.quantize.sharing import shared
-from glm5.quantize.source import STACK
 
 PACK_TOKENS = 4096
 # What a module is given goes by the module that makes it: one of several that read the same stands for all.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.checkpoint.dtypes import cast, parse_dtype
-from glm5.checkpoint.names import SCALE_SUFFIX
+from glm5.checkpoint.names import SCALE_SUFFIX, place_of
 from glm5.checkpoint.save import check_unwritten, config_dict, copy_assets, write_checkpoint
 from glm5.checkpoint.shard import CODES, read_tensor
 from glm5.checkpoint.writer import TensorLayout
@@ -18,7 +18,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.tensors import TensorSpec
 from glm5.kernels.block_scaled import FP8, BlockScaled, num_blocks, quantize_blocks
 from glm5.quant.qat import KEY, is_int4
-from glm5.quantize.source import Source, check_finite, place_of
+from glm5.quantize.source import Source, check_finite
 
 
 def convert(model: str | Path, out: Path, dtype: str, max_shard_bytes: int, *, overwrite: bool = False) -> Path:

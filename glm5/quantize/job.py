@@ -10,19 +10,22 @@ from pathlib import Path
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.checkpoint.formats import choose
+from glm5.checkpoint.formats.base import Stored
 from glm5.checkpoint.load import parse_device
+from glm5.checkpoint.names import STACK, name_of, place_of
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.recipe import QuaRot
 from glm5.quant.graph import RotationName
+from glm5.quant.hadamard import Rotation
 from glm5.quant.qat import GROUP, KEY
 from glm5.quant.record import Grid, Scheme
 from glm5.quant.rotate import rotations
-from glm5.quantize.formats import choose
 from glm5.quantize.plan import Plan, make_plan
 from glm5.quantize.recipe import Resolved, resolve
-from glm5.quantize.source import STACK, Source, name_of
+from glm5.quantize.source import Source
 from glm5.quantize.texts import samples
 from glm5.quantize.work import Run, refuse_int4
 
@@ -41,6 +44,13 @@ class Job:
     run: Run
     cfg: ModelConfig
     """Of what is written: without the MTP layer where that is dropped."""
+
+    def stored(self, module: str) -> Stored:
+        """The tensors of a quantized module, which has this name on disk."""
+        place = place_of(f"{module}.weight")
+        scheme = self.run.plan.layer(place.layer_idx)[place.name.removesuffix(".weight")].scheme
+        rows, columns = self.source.fit.specs[f"{module}.weight"].shape
+        return self.run.format.layout(module, scheme, (rows, columns))
 
     @property
     def remarks(self) -> list[str]:
@@ -75,13 +85,11 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
             f"{shlex.quote(settings.model)} {shlex.quote(str(settings.out))} --scheme w4a16 --method minmax{target}"
         )
     rotation = resolved.recipe.rotation
-    names = [] if rotation is None else rotation_names(rotation)
-    seed = 0 if rotation is None or rotation.seed is None else rotation.seed
     run = Run(
         cfg=source.cfg,
         plan=plan,
-        form=choose(plan),
-        rotations=rotations(source.cfg, names, seed, upstream=settings.upstream_faithful),
+        format=choose(plan.target, plan.schemes),
+        rotations={} if rotation is None else _rotations(source.cfg, rotation, upstream=settings.upstream_faithful),
         dtype=getattr(torch, settings.compute_dtype),
         devices=devices(settings.device),
         upstream=settings.upstream_faithful,
@@ -116,15 +124,15 @@ def _refuse_trained_experts(run: Run, source: Source) -> None:
             return
 
 
-def rotation_names(rotation: QuaRot) -> list[RotationName]:
-    """What a recipe's quarot turns."""
+def _rotations(cfg: ModelConfig, rotation: QuaRot, *, upstream: bool) -> dict[RotationName, Rotation]:
+    """Those that a recipe's quarot asks for."""
     wanted: dict[RotationName, bool] = {
         "residual": rotation.residual,
         "q latent": rotation.latents,
         "kv latent": rotation.latents,
         "value heads": rotation.heads,
     }
-    return [name for name, is_turned in wanted.items() if is_turned]
+    return rotations(cfg, [name for name, on in wanted.items() if on], rotation.seed or 0, upstream=upstream)
 
 
 def calibration(job: Job, given: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]] | None:

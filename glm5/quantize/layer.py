@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from glm5.checkpoint.names import STACK
 from glm5.config.model import ModelConfig
 from glm5.model.block import DecoderLayer
 from glm5.model.direct import Direct
@@ -19,7 +20,7 @@ from glm5.model.moe import MoE
 from glm5.model.mtp import MTPLayer
 from glm5.quant.minmax import fake_quantize
 from glm5.quant.record import Grid
-from glm5.quantize.source import STACK, Layer
+from glm5.quantize.source import Layer
 
 
 def fake_input(x_TI: Tensor, act: Grid | None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.checkpoint.names import OUTER, STACK, name_of, place_of
 from glm5.checkpoint.shard import TensorEntry, read_header, read_tensor
 from glm5.common.errors import CheckpointError
 from glm5.common.progress import Progress
@@ -26,7 +27,7 @@ from glm5.quantize.calibrate import Activations
 from glm5.quantize.figures import ratio, squares
 from glm5.quantize.job import Job
 from glm5.quantize.layer import build_layer
-from glm5.quantize.source import OUTER, STACK, Layer, name_of, place_of
+from glm5.quantize.source import Layer
 
 Acts = dict[str, Grid | None]
 Fetch = Callable[[int], tuple[Layer, Acts]]
@@ -85,8 +86,7 @@ class Written:
                 for expert in range(job.cfg.n_routed_experts) if stacked else (None,):
                     disk = name_of(layer_idx, module, expert)
                     if module in linears:
-                        held = job.run.form.read(disk, linears[module].scheme, self.fetch)
-                        each.append(held.dequantize(job.run.dtype))
+                        each.append(job.stored(disk).read(self.fetch).dequantize(job.run.dtype))
                     else:
                         each.append(self.fetch(name_of(layer_idx, name, expert)))
                 tensors[name] = torch.stack(each) if stacked else each[0]

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.names import STACK, place_of
 from glm5.checkpoint.save import copy_assets, write_checkpoint
 from glm5.checkpoint.shard import CODES
 from glm5.checkpoint.writer import TensorLayout
 from glm5.config.model import ModelConfig
 from glm5.quant.fuse import smooth
 from glm5.quant.graph import SUBGRAPHS
-from glm5.quantize.source import STACK, Layer, Source, place_of
+from glm5.quantize.source import Layer, Source
 
 SHARE = 32  # one channel in so many
 

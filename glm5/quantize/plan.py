@@ -6,6 +6,8 @@ A module is a tensor's name without `.weight`; a stack of experts is one module,
 import re
 from dataclasses import dataclass, field
 
+from glm5.checkpoint.formats.base import Schemes
+from glm5.checkpoint.names import OUTER, STACK, place_of
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.quantize import Target
@@ -13,7 +15,6 @@ from glm5.config.recipe import ActGrid, Filter, FlexAwq, FlexSmooth, QConfig, Re
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import BLOCK
 from glm5.quant.record import Grid, Scheme
-from glm5.quantize.source import OUTER, STACK, place_of
 
 NVFP4_GROUP = 16
 _FUSED = (
@@ -46,6 +47,13 @@ class Plan:
 
     def layer(self, layer_idx: int) -> dict[str, LinearPlan]:
         return self.linears.get(layer_idx, {})
+
+    @property
+    def schemes(self) -> Schemes:
+        return {
+            layer_idx: {module: linear.scheme for module, linear in linears.items()}
+            for layer_idx, linears in self.linears.items()
+        }
 
     def smoothing(self, layer_idx: int, module: str, kind: str) -> FlexSmooth | FlexAwq | None:
         """The step that smooths a subgraph, by the module that its scales are divided out of; the last one counts."""

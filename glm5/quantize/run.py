@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.formats.base import Matrix, scheme_name
+from glm5.checkpoint.names import OUTER, STACK, name_of
 from glm5.checkpoint.save import ASSET_FILES, copy_assets
 from glm5.common.atomic import atomic_write
 from glm5.common.errors import CheckpointError
@@ -26,12 +28,10 @@ from glm5.config.quantize import QuantizeConfig, check_out
 from glm5.quant.record import Quantized
 from glm5.quantize.calibrate import Activations
 from glm5.quantize.drafts import draft_tensors
-from glm5.quantize.formats import Matrix, scheme_name
 from glm5.quantize.job import Job, calibration, held_out, peak_memory, prepare
 from glm5.quantize.measure import measure
 from glm5.quantize.recipe import Resolved
 from glm5.quantize.report import document, write_report
-from glm5.quantize.source import OUTER, STACK, name_of
 from glm5.quantize.store import FILES, Store, digest, digest_of, held, root_of
 from glm5.quantize.verify import THREADS, verify
 from glm5.quantize.weights import part_of
@@ -152,7 +152,7 @@ def _packed(job: Job, layer_idx: int, module: str, quantized: Quantized, amax: T
     def pack(expert: int | None) -> _Packed:
         one, disk = part_of(quantized, expert), name_of(layer_idx, module, expert)
         largest = None if amax is None else amax[expert if expert is not None and len(amax) > 1 else 0].item()
-        found = job.run.form.tensors(Matrix(disk, one, scheme.act, largest))
+        found = job.run.format.write(Matrix(disk, one, scheme, largest))
         return _Packed(disk, scheme_name(scheme), found, digest_of(one))
 
     with ThreadPoolExecutor(THREADS) as threads:
@@ -216,14 +216,15 @@ def _finish(job: Job, store: Store) -> None:
     stored = {name: "" for _, names in store.files() for name in names}
     for entry in store.layers.values():
         stored |= entry["schemes"]
-    extras = job.run.form.extras(job.run.plan, stored)
+    chosen, schemes = job.run.format, job.run.plan.schemes
+    beside = chosen.files(job.source.cfg, schemes, stored)
     config = job.cfg.to_dict()
     config.pop("quantization_config", None)
-    if (quantization := job.run.form.config(job.run.plan)) is not None:
+    if (quantization := chosen.config(job.source.cfg, schemes)) is not None:
         config["quantization_config"] = quantization
     if any((job.source.directory / name).is_file() for name in ASSET_FILES):
         copy_assets(job.source.directory, store.model)
-    for name, content in {"config.json": config, **extras.json}.items():
+    for name, content in {"config.json": config, **beside}.items():
         with atomic_write(store.model / name) as file:
             json.dump(content, file, indent=2, ensure_ascii=False)
             file.write("\n")
@@ -243,4 +244,4 @@ def _finish(job: Job, store: Store) -> None:
             logger.info("%s", remark)
     host, _ = peak_memory(job.run.devices)
     write_report(store.model, document(job, store, quality, num_verified, host))
-    store.finish(job.run.form.shard_prefix)
+    store.finish(chosen.shard_prefix)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.checkpoint.names import STACK
 from glm5.config.recipe import FlexAwq, FlexSmooth
 from glm5.quant.fuse import smooth
 from glm5.quant.graph import SUBGRAPHS, Subgraph
@@ -15,7 +16,7 @@ from glm5.quantize.calibrate import Inputs
 from glm5.quantize.figures import evenly
 from glm5.quantize.plan import Plan, scheme_of
 from glm5.quantize.sharing import shared
-from glm5.quantize.source import STACK, Layer
+from glm5.quantize.source import Layer
 from glm5.quantize.weights import How, some_at_a_time
 
 SEARCH_TOKENS = 2048

@@ -4,18 +4,16 @@ A layer is a dictionary of tensors by their names on disk without `model.layers.
 stack a projection, `mlp.experts.*.up_proj.weight` [E, F, D]. `outer` are the tensors outside of layers.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from glm5.checkpoint.fit import Fit, fit
 from glm5.checkpoint.index import ShardIndex, scan
-from glm5.checkpoint.names import SCALE_SUFFIX
+from glm5.checkpoint.names import SCALE_SUFFIX, place_of
 from glm5.checkpoint.resolve import resolve
 from glm5.checkpoint.shard import DTYPES, TensorEntry, read_into, read_tensor
 from glm5.common.errors import CheckpointError, ConfigError
@@ -24,39 +22,7 @@ from glm5.config.tensors import TensorSpec
 from glm5.kernels.block_scaled import BlockScaled
 
 NUM_READERS = 4
-OUTER = -1  # stands for a layer's index where the tensors outside of layers are meant
-STACK = "mlp.experts.*."  # as graph.py calls experts
 Layer = dict[str, Tensor]
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
-
-
-class Place(NamedTuple):
-    """Where a tensor from disk goes: a layer (or OUTER), a name there, and which of a stack of experts it is."""
-
-    layer_idx: int
-    name: str
-    expert: int | None = None
-
-
-def place_of(name: str) -> Place:
-    """Of a tensor's name on disk."""
-    in_layer = _LAYER.fullmatch(name)
-    if in_layer is None:
-        return Place(OUTER, name)
-    expert = _EXPERT.fullmatch(in_layer[2])
-    if expert is None:
-        return Place(int(in_layer[1]), in_layer[2])
-    return Place(int(in_layer[1]), f"{STACK}{expert[2]}.weight", int(expert[1]))
-
-
-def name_of(layer_idx: int, name: str, expert: int | None = None) -> str:
-    """The name on disk of a tensor of a layer."""
-    if layer_idx == OUTER:
-        return name
-    if expert is not None:
-        name = name.replace(STACK, f"mlp.experts.{expert}.", 1)
-    return f"model.layers.{layer_idx}.{name}"
 
 
 class Source:

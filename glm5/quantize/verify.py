@@ -8,8 +8,6 @@ from glm5.common.errors import CheckpointError
 from glm5.common.progress import Progress
 from glm5.quantize.job import Job
 from glm5.quantize.measure import Written
-from glm5.quantize.plan import LinearPlan
-from glm5.quantize.source import place_of
 from glm5.quantize.store import Store, digest, digest_of
 
 THREADS = 8
@@ -23,16 +21,14 @@ def verify(job: Job, store: Store) -> int:
     written = Written(store.model)
     num_compared = 0
     with Progress(len(store.layers), "layer", "verifying") as progress:
-        for layer_idx, entry in sorted(store.layers.items()):
-            linears = job.run.plan.layer(layer_idx)
+        for _, entry in sorted(store.layers.items()):
 
-            def compare(name: str, entry: dict[str, Any] = entry, linears: dict[str, LinearPlan] = linears) -> None:
+            def compare(name: str, entry: dict[str, Any] = entry) -> None:
                 """One tensor that is not quantized, or one module, by their names on disk."""
                 if name in entry["plain"]:
                     got, meant = digest({name: written.fetch(name)}), entry["plain"][name]
                 else:
-                    scheme = linears[place_of(f"{name}.weight").name.removesuffix(".weight")].scheme
-                    got, meant = digest_of(job.run.form.read(name, scheme, written.fetch)), entry["digests"][name]
+                    got, meant = digest_of(job.stored(name).read(written.fetch)), entry["digests"][name]
                 if got != meant:
                     raise CheckpointError(
                         f"{store.model}: {name} reads back unlike it was written: the disk or its driver loses bytes; "

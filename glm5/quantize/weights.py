@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.checkpoint.formats.base import Format
+from glm5.checkpoint.names import STACK
 from glm5.config.recipe import WeightExt
 from glm5.kernels.block_scaled import FP8_MAX
 from glm5.quant.gptq import gptq, gram
@@ -21,10 +23,9 @@ from glm5.quant.record import E2M1, Grid, Quantized
 from glm5.quant.ssz import ssz, ssz_asymmetric, ssz_upstream
 from glm5.quantize.calibrate import Inputs
 from glm5.quantize.figures import Errors, errors_of, evenly
-from glm5.quantize.formats.base import Format
 from glm5.quantize.plan import LinearPlan
 from glm5.quantize.sharing import shared
-from glm5.quantize.source import STACK, Layer
+from glm5.quantize.source import Layer
 
 UPSTREAM_STEPS = 50
 EXPERTS_AT_ONCE = 16
@@ -36,7 +37,7 @@ SHOWN_EXPERT_TOKENS = 32
 class How:
     """What all weights of a run share."""
 
-    form: Format
+    format: Format
     devices: Sequence[torch.device]
     upstream: bool = False
     all_experts: bool = False
@@ -207,7 +208,7 @@ def quantize_weight(
     importance = None if hessian is None else hessian.diagonal(dim1=-2, dim2=-1)
     scale, offset = find_scale(weight, grid, linear.method, linear.ext, importance, upstream=how.upstream)
     # As a file holds it: float32 at most, also where everything is computed in float64.
-    scale = how.form.stored_scale(scale.float(), grid).to(scale.dtype)
+    scale = how.format.stored_scale(scale.float(), linear.scheme).to(scale.dtype)
     if linear.method == "gptq" and hessian is not None:
         return gptq(weight, hessian, grid, scale, damp=linear.ext.damp)
     return quantize(weight, grid, scale, offset)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.formats.base import Format, scheme_name
+from glm5.checkpoint.names import STACK, name_of
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.quant.graph import RotationName
@@ -20,11 +22,10 @@ from glm5.quant.qat import GROUP, is_int4
 from glm5.quant.record import Grid, Quantized
 from glm5.quant.rotate import fold, rotate
 from glm5.quantize.calibrate import Activations, Inputs
-from glm5.quantize.formats.base import Format, scheme_name
 from glm5.quantize.layer import build_layers
 from glm5.quantize.plan import LinearPlan, Plan
 from glm5.quantize.smoothing import smooth_layer
-from glm5.quantize.source import STACK, Layer, name_of
+from glm5.quantize.source import Layer
 from glm5.quantize.weights import How, quantize_modules, shared_tensor_scale
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Run:
 
     cfg: ModelConfig
     plan: Plan
-    form: Format
+    format: Format
     rotations: dict[RotationName, Rotation]
     dtype: torch.dtype
     devices: list[torch.device]
@@ -52,7 +53,7 @@ class Run:
 
     @property
     def how(self) -> How:
-        return How(self.form, self.devices, self.upstream, self.all_experts, self.min_tokens)
+        return How(self.format, self.devices, self.upstream, self.all_experts, self.min_tokens)
 
     @property
     def device(self) -> torch.device:
@@ -90,7 +91,7 @@ def turned(run: Run, tensors: Layer) -> Layer:
             weight = fold({**norms, name: weight}, run.rotations)[0].get(name, weight)
             weight = rotate({name: weight}, run.cfg, run.rotations)[0].get(name, weight)
         held[name] = weight
-    return held | norms | fold(norms, run.rotations)[0]
+    return held | norms | (fold(norms, run.rotations)[0] if run.rotations else {})
 
 
 def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -> LayerResult:

@@ -5,9 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.formats import format_of, stored_of
+from glm5.checkpoint.formats.fp8 import W4aFp8
 from glm5.checkpoint.index import scan
 from glm5.checkpoint.load import load
-from glm5.checkpoint.schemes import method_of, schemes_of
 from glm5.config.model import ModelConfig
 from glm5.model.experts import Experts
 from glm5.model.glm5 import Glm5
@@ -19,8 +20,8 @@ def fake_quantized(path: Path, dtype: torch.dtype) -> Glm5:
     """The model of a quantized checkpoint, computed without a single code."""
     model = load(path, dtype=dtype)
     cfg = ModelConfig.from_file(path)
-    schemes = schemes_of(cfg)
-    if method_of(cfg) == "w4afp8":
+    schemes = {matrix.module: matrix.scheme for matrix in stored_of(cfg).values()}
+    if isinstance(format_of(cfg), W4aFp8):
         schemes |= {name.removesuffix(".weight_scale_inv"): FP8_BLOCKS for name in scan(path).entries if is_fp8(name)}
     for module, scheme in schemes.items():
         if ".experts." not in module:

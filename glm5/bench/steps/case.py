@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from glm5.checkpoint.dummy import dummy
+from glm5.checkpoint.formats.glm5 import Glm5Format
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
 from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
@@ -16,7 +17,6 @@ from glm5.engine.sampling import SamplingParams
 from glm5.engine.scheduler.plan import Bucket, Entered, Item, StepPlan
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Group
-from glm5.quantize.formats.own import Own
 from glm5.quantize.plan import make_plan
 from glm5.quantize.recipe import built_in
 
@@ -38,7 +38,8 @@ def rank_config(ranks: int, layers: int, name: str = "glm-5") -> ModelConfig:
 
 def with_codes(cfg: ModelConfig, recipe: str) -> ModelConfig:
     """`cfg` as a quantized checkpoint has it, by one of `glm5 quantize`'s own recipes (w4a8-channel, w8a8)."""
-    return cfg.replace(quantization_config=Own().config(make_plan(cfg, built_in(recipe), "glm5")))
+    schemes = make_plan(cfg, built_in(recipe), "glm5").schemes
+    return cfg.replace(quantization_config=Glm5Format().config(cfg, schemes))
 
 
 @dataclass(frozen=True)

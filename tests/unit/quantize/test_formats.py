@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,15 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from glm5.checkpoint.load import load
-from glm5.checkpoint.save import save
-from glm5.common.errors import ConfigError
-from glm5.config.quantize import QuantizeConfig
-from glm5.config.tensors import tensor_specs
-from glm5.quant.minmax import minmax
-from glm5.quant.record import INT4_GROUP
-from glm5.quantize.formats.compressed import two_level_scale
-from glm5.quantize.formats.packing import (
+from glm5.checkpoint.formats import FORMATS
+from glm5.checkpoint.formats.compressed import two_level_scale
+from glm5.checkpoint.formats.packing import (
     pack_int32,
     pack_pairs,
     pack_rows,
@@ -26,6 +21,13 @@ from glm5.quantize.formats.packing import (
     unpack_pairs,
     unpack_rows,
 )
+from glm5.checkpoint.load import load
+from glm5.checkpoint.save import save
+from glm5.common.errors import ConfigError
+from glm5.config.quantize import QuantizeConfig, Target
+from glm5.config.tensors import tensor_specs
+from glm5.quant.minmax import minmax
+from glm5.quant.record import INT4_GROUP
 from glm5.quantize.job import prepare
 from glm5.quantize.run import quantize
 from tests.support.checkpoints import read_tensors
@@ -65,6 +67,13 @@ def int4_of(packed: Tensor) -> np.ndarray:
     byte = packed.view(torch.uint8).numpy()
     both = np.stack([byte & 15, byte >> 4], -1).reshape(*byte.shape[:-1], -1).astype(int)
     return np.where(both > 7, both - 16, both)
+
+
+def test_every_target_has_a_format_and_every_format_its_row_in_the_documents():
+    assert {target for each in FORMATS for target in each.targets} == set(get_args(Target))
+    docs = Path(__file__).parents[3] / "docs"
+    table = (docs / "checkpoints.md").read_text().partition("| `quant_method`")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == {each.name for each in FORMATS if each.is_loaded}
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (3, 6, 16), (4, 2, 128)])
@@ -110,10 +119,7 @@ def test_compressed_tensors_reads_every_module(written, settings):
             if f"{module}.{name}" in made.tensors
         }
         compressor = BaseCompressor.get_value_from_registry(scheme.format)
-        layer_idx, name = layer_and_name(module)
-        meant = made.job.run.form.read(
-            module, made.job.run.plan.layer(layer_idx)[name].scheme, made.tensors.__getitem__
-        )
+        meant = made.job.stored(module).read(made.tensors.__getitem__)
         wide = {**held, "weight_scale": held["weight_scale"].float()}
         value = compressor.decompress(wide, scheme)["weight"]
         assert torch.equal(value.float(), meant.dequantize(torch.float32)), module
@@ -196,10 +202,10 @@ def test_transformers_gives_our_weight_only_logits(written):
     ours = load(made.job.source.directory, dtype="float32")
     state = ours.state_dict()
     for layer_idx, linears in made.job.run.plan.linears.items():
-        for module, linear in linears.items():
+        for module in linears:
             for expert in range(8):
                 name = f"model.layers.{layer_idx}.{module}".replace("*", str(expert))
-                value = made.job.run.form.read(name, linear.scheme, made.tensors.__getitem__).dequantize(torch.bfloat16)
+                value = made.job.stored(name).read(made.tensors.__getitem__).dequantize(torch.bfloat16)
                 stack = f"model.layers.{layer_idx}.mlp.experts."
                 if module.endswith("down_proj"):
                     state[f"{stack}down_proj"][expert].copy_(value)

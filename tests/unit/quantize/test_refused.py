@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from glm5.checkpoint.dummy import dummy
+from glm5.checkpoint.formats import stored_of
 from glm5.checkpoint.inspect import inspect
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
-from glm5.checkpoint.stored import forms_of, stored_of
+from glm5.checkpoint.stored import weight_formats
 from glm5.checkpoint.update import read_all, replace, stage
 from glm5.common.errors import CheckpointError, ConfigError
 from glm5.config.model import ModelConfig
@@ -86,7 +87,7 @@ def test_schemes_without_a_reader(written):
 def test_nvfp4_has_no_kernel_on_a_gpu_and_runs_by_its_values_on_a_cpu(written, name):
     cfg = ModelConfig.from_file(written(name))
     with pytest.raises(ConfigError, match=r"nvfp4 per group of 16 under inputs in 16 bits have no kernel"):
-        forms_of(stored_of(cfg), cfg, torch.device("cuda"))
+        weight_formats(stored_of(cfg), cfg, torch.device("cuda"))
     model = load(written(name))
     assert model.cfg.quantization_config is None
     assert torch.equal(model.logits(IDS), load(written(name), dtype=model.dtype).logits(IDS))

@@ -6,8 +6,9 @@ import torch
 from glm5.bench.kernels import quantized
 from glm5.bench.kernels.shapes import RANKS, quantized_linears
 from glm5.bench.steps.case import rank_config, with_codes
+from glm5.checkpoint.formats import stored_of
 from glm5.checkpoint.load import empty_model
-from glm5.checkpoint.stored import forms_of, stored_of
+from glm5.checkpoint.stored import weight_formats
 from glm5.engine.runner.fused.fused_model import FusedLayer, FusedMLP
 from glm5.model.linear import QuantizedLinear
 
@@ -22,7 +23,7 @@ def sizes(linears, rows):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_products_of_codes(ranks):
     cfg = with_codes(rank_config(ranks, 4), "w4a8-channel")
-    model = empty_model(cfg, frozenset(), torch.bfloat16, META, forms_of(stored_of(cfg), cfg, META))
+    model = empty_model(cfg, frozenset(), torch.bfloat16, META, weight_formats(stored_of(cfg), cfg, META))
     found = set()
     for layer in (FusedLayer(model.model.layers[layer_idx]) for layer_idx in (0, 3)):
         mlp = layer.mlp if isinstance(layer.mlp, FusedMLP) else layer.mlp.apart
