@@ -1,21 +1,99 @@
-"""What every op's front door shares: the error for an implementation name that does not exist; and no gradient."""
+"""What every op's front door shares: the table of its implementations, which `auto` chooses from; and no gradient."""
 
 from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from glm5.common.errors import TrainingError
+from glm5.kernels import cuda_code, triton_support
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Machine = Literal["any", "cpu", "gpu", "triton", "hopper"]
+TABLES: dict[str, "Table"] = {}  # of the ops that are imported, by name
 
 
-def unknown_impl(op: str, impl: str, allowed: tuple[str, ...]) -> ValueError:
-    """The error to raise when `impl` is not one of `allowed`."""
-    return ValueError(f"{op}: unknown impl {impl!r}, expected one of {', '.join(('auto', *allowed))}")
+class Impl(NamedTuple):
+    """An implementation: `reason` is why it is there, for a person. `auto` takes it `on` a kind of machine `when` that
+    holds for what is given, a `forward_only` one where no gradient is asked for.
+
+    `module`: its file, if that has another name; relative to the op's folder.
+    """
+
+    reason: str
+    on: Machine = "any"
+    when: Callable[..., bool] | None = None
+    forward_only: bool = False
+    module: str | None = None
+
+
+class Table:
+    """The implementations of an op by name. `auto` takes the first that it may; those behind one that it may always
+    take run only where they are named."""
+
+    def __init__(self, package: str, **impls: Impl):
+        self.op, self.impls, self._package = package.rpartition(".")[2], impls, package
+        self._modules: dict[str, Any] = {}
+        self._on_cpu = self._rules(torch.device("cpu"), torch.float32)
+        self._on_gpu: dict[tuple[torch.device, torch.dtype], list[_Rule]] = {}
+        TABLES[self.op] = self
+
+    def candidates(self, device: torch.device, dtype: torch.dtype, *, trains: bool = False) -> list[str]:
+        """What `auto` may stand for there, in order."""
+        machine, found = machine_of(device, dtype), list[str]()
+        for name, impl in self.impls.items():
+            if impl.on in machine:
+                found.append(name)
+                if impl.when is None and not (trains and impl.forward_only):
+                    break
+        return found
+
+    def module(self, impl: str, x: Tensor, *given: Any) -> Any:
+        """The file of the implementation called `impl`, which is never replaced. "auto": of the one that the rules lead
+        to, by the machine that `x` is on and what else conditions look at. ValueError for a name that is not known."""
+        if impl == "auto":
+            if x.is_cpu:
+                rules = self._on_cpu
+            elif (rules := self._on_gpu.get((x.device, x.dtype))) is None:
+                rules = self._on_gpu[x.device, x.dtype] = self._rules(x.device, x.dtype)
+            for name, when, forward_only in rules:
+                if forward_only and torch.is_grad_enabled() and any(map(_asks, (x, *given))):
+                    continue
+                if when is None or when(x, *given):
+                    impl = name
+                    break
+        try:
+            return self._modules[impl]
+        except KeyError:
+            return self._load(impl)
+
+    def _load(self, impl: str) -> Any:
+        if impl not in self.impls:
+            raise ValueError(f"{self.op}: unknown impl {impl!r}, expected one of {', '.join(('auto', *self.impls))}")
+        self._modules[impl] = import_module(f".{self.impls[impl].module or impl}", self._package)
+        return self._modules[impl]
+
+    def _rules(self, device: torch.device, dtype: torch.dtype) -> list["_Rule"]:
+        names = self.candidates(device, dtype, trains=True)
+        return [(name, self.impls[name].when, self.impls[name].forward_only) for name in names]
+
+
+_Rule = tuple[str, Callable[..., bool] | None, bool]
+
+
+@cache
+def machine_of(device: torch.device, dtype: torch.dtype) -> frozenset[Machine]:
+    """What `Impl.on` may say there. Kernels of our own compute nothing in float64."""
+    kinds: set[Machine] = {"any"}
+    if device.type in ("cpu", "cuda"):
+        kinds.add("cpu" if device.type == "cpu" else "gpu")
+    if dtype != torch.float64 and triton_support.supports(device):
+        kinds |= {"triton"} if cuda_code.missing_on(device) else {"triton", "hopper"}
+    return frozenset(kinds)
 
 
 def without_gradient(run: Callable[P, R]) -> Callable[P, R]:
