@@ -24,7 +24,8 @@ from glm5.config.presets import preset
 from glm5.engine.runner.fused.fused_model import Lowered
 from glm5.kernels import triton_support
 from glm5.parallel.apply import connect
-from glm5.parallel.group import ALONE, Meeting, open_group, store_at
+from glm5.parallel.group import ALONE
+from glm5.parallel.rendezvous import Rendezvous, open_group, store_at
 from glm5.parallel.table import Shard
 from tests.support.choices import MAX_LEN, Choices, exact, logits_of
 from tests.support.dispatch import as_on
@@ -131,9 +132,9 @@ def main():
     try:
         prepare(folder, given.weights)
         torch.cuda.empty_cache()
-        meeting = Meeting()
-        store = meeting.open(given.ranks)
-        command = [sys.executable, "-m", __spec__.name, "--ranks", str(given.ranks), "--port", str(meeting.port)]
+        rendezvous = Rendezvous()
+        store = rendezvous.open(given.ranks)
+        command = [sys.executable, "-m", __spec__.name, "--ranks", str(given.ranks), "--port", str(rendezvous.port)]
         command += ["--folder", str(folder), "--weights", given.weights]
         ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(given.ranks)]
         codes = [rank.wait() for rank in ranks]
