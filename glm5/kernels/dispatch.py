@@ -33,7 +33,8 @@ class Impl(NamedTuple):
 
 class Table:
     """The implementations of an op by name. `auto` takes the first that it may; those behind one that it may always
-    take run only where they are named."""
+    take run only where they are named. What needs Triton is imported when it is first asked for, as Triton may be
+    missing; all others at once, so that nothing is found out hours later."""
 
     def __init__(self, package: str, **impls: Impl):
         self.op, self.impls, self._package = package.rpartition(".")[2], impls, package
@@ -41,6 +42,9 @@ class Table:
         self._on_cpu = self._rules(torch.device("cpu"), torch.float32)
         self._on_gpu: dict[tuple[torch.device, torch.dtype], list[_Rule]] = {}
         TABLES[self.op] = self
+        for name, impl in impls.items():
+            if impl.on not in ("triton", "hopper"):
+                self._load(name)
 
     def candidates(self, device: torch.device, dtype: torch.dtype, *, trains: bool = False) -> list[str]:
         """What `auto` may stand for there, in order."""

@@ -18,7 +18,7 @@ TABLE = Table(
     ),
     reference=Impl("the definition"),
     invariant=Impl("a sigmoid that computes all elements alike"),
-    invariant_triton=Impl("the same kernels: their tiling follows from T alone", module="triton"),
+    invariant_triton=Impl("the same kernels: their tiling follows from T alone", on="triton", module="triton"),
 )
 
 

@@ -18,7 +18,7 @@ TABLE = Table(
     ),
     tiled=Impl("scores by index_score's tiled, some queries at a time"),
     invariant=Impl("what a query selects depends on no other, bit for bit"),
-    invariant_triton=Impl("the same on a GPU, a program a query"),
+    invariant_triton=Impl("the same on a GPU, a program a query", on="triton"),
     reference=Impl("the definition"),
 )
 

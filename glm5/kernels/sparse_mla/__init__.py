@@ -100,5 +100,5 @@ TABLE = Table(
     chunked=Impl("gathers again for backward", when=_learns),
     gather=Impl("the definition", module="reference"),
     invariant=Impl("a result depends on its query and keys alone, bit for bit"),
-    invariant_triton=Impl("the same on a GPU"),
+    invariant_triton=Impl("the same on a GPU", on="triton"),
 )
