@@ -18,8 +18,8 @@ TABLES: dict[str, "Table"] = {}  # of the ops that are imported, by name
 
 
 class Impl(NamedTuple):
-    """An implementation: `reason` is why it is there, for a person. `auto` takes it `on` a kind of machine `when` that
-    holds for what is given, a `forward_only` one where no gradient is asked for.
+    """An implementation: `reason` is when to use it, for a person. `auto` takes it `on` a kind of machine, `when` that
+    holds for what is given. `gradient`: only where one is asked for, or only where none is; None: in either case.
 
     `module`: its file, if that has another name; relative to the op's folder.
     """
@@ -27,7 +27,7 @@ class Impl(NamedTuple):
     reason: str
     on: Machine = "any"
     when: Callable[..., bool] | None = None
-    forward_only: bool = False
+    gradient: bool | None = None
     module: str | None = None
 
 
@@ -46,13 +46,13 @@ class Table:
             if impl.on not in ("triton", "hopper"):
                 self._load(name)
 
-    def candidates(self, device: torch.device, dtype: torch.dtype, *, trains: bool = False) -> list[str]:
-        """What `auto` may stand for there, in order."""
+    def candidates(self, device: torch.device, dtype: torch.dtype, *, gradient: bool | None = None) -> list[str]:
+        """What `auto` may stand for there, in order; `gradient`: whether one is asked for, where that is known."""
         machine, found = machine_of(device, dtype), list[str]()
         for name, impl in self.impls.items():
-            if impl.on in machine:
+            if impl.on in machine and (gradient is None or impl.gradient in (None, gradient)):
                 found.append(name)
-                if impl.when is None and not (trains and impl.forward_only):
+                if impl.when is None and impl.gradient in (None, gradient):
                     break
         return found
 
@@ -64,8 +64,8 @@ class Table:
                 rules = self._on_cpu
             elif (rules := self._on_gpu.get((x.device, x.dtype))) is None:
                 rules = self._on_gpu[x.device, x.dtype] = self._rules(x.device, x.dtype)
-            for name, when, forward_only in rules:
-                if forward_only and torch.is_grad_enabled() and any(map(_asks, (x, *given))):
+            for name, when, gradient in rules:
+                if gradient is not None and gradient != asks_gradient(x, *given):
                     continue
                 if when is None or when(x, *given):
                     impl = name
@@ -82,11 +82,11 @@ class Table:
         return self._modules[impl]
 
     def _rules(self, device: torch.device, dtype: torch.dtype) -> list["_Rule"]:
-        names = self.candidates(device, dtype, trains=True)
-        return [(name, self.impls[name].when, self.impls[name].forward_only) for name in names]
+        names = self.candidates(device, dtype)
+        return [(name, self.impls[name].when, self.impls[name].gradient) for name in names]
 
 
-_Rule = tuple[str, Callable[..., bool] | None, bool]
+_Rule = tuple[str, Callable[..., bool] | None, bool | None]
 
 
 @cache
@@ -133,11 +133,16 @@ def forward_only(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def refuse_gradient(op: str, *given: object) -> None:
     """TrainingError where a gradient of `given` is asked for: tensors, tuples of them, and anything else."""
-    if torch.is_grad_enabled() and any(map(_asks, given)):
+    if asks_gradient(*given):
         raise TrainingError(
             f"{op} computes no gradient, and one is asked for; to train, run the model as glm5.load gives it; "
             "to infer, run this under torch.inference_mode()"
         )
+
+
+def asks_gradient(*given: object) -> bool:
+    """Whether a gradient of any of these is asked for: tensors, tuples of them, and anything else."""
+    return torch.is_grad_enabled() and any(map(_asks, given))
 
 
 def _asks(value: object) -> bool:

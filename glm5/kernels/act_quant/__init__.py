@@ -8,7 +8,7 @@ from glm5.kernels.dispatch import Impl, Table
 
 TABLE = Table(
     __name__,
-    triton=Impl("one pass", on="triton", forward_only=True),
+    triton=Impl("one pass", on="triton", gradient=False),
     reference=Impl("the definition"),
 )
 

@@ -11,7 +11,7 @@ Names = Literal["auto", "reference", "triton"]
 
 TABLE = Table(
     __name__,
-    triton=Impl("one pass over the residual stream", on="triton", forward_only=True, module=".rms_norm.triton"),
+    triton=Impl("one pass over the residual stream", on="triton", gradient=False, module=".rms_norm.triton"),
     reference=Impl("the definition"),
 )
 

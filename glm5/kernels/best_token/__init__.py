@@ -8,7 +8,7 @@ from glm5.kernels.dispatch import Impl, Table
 
 TABLE = Table(
     __name__,
-    triton=Impl("two launches", on="triton", forward_only=True),
+    triton=Impl("two launches", on="triton", gradient=False),
     reference=Impl("the definition"),
 )
 

@@ -12,7 +12,7 @@ __all__ = ["CommittedTokens", "commit_tokens"]
 
 TABLE = Table(
     __name__,
-    triton=Impl("one launch, which a CUDA graph can hold", on="triton", forward_only=True),
+    triton=Impl("one launch, which a CUDA graph can hold", on="triton", gradient=False),
     reference=Impl("the definition"),
 )
 

@@ -47,8 +47,8 @@ def _suits_cuda(x_TD: Tensor, weight: BlockScaled) -> bool:
 
 TABLE = Table(
     __name__,
-    scaled_mm=Impl("cuBLASLt, for more than 128 rows", on="triton", when=_suits_scaled_mm, forward_only=True),
-    cuda=Impl("5 to 128 rows, of shapes for which it is faster", on="hopper", when=_suits_cuda, forward_only=True),
-    triton=Impl("other numbers of rows; up to 16 are not quantized", on="triton", forward_only=True),
+    scaled_mm=Impl("cuBLASLt, for more than 128 rows", on="triton", when=_suits_scaled_mm, gradient=False),
+    cuda=Impl("5 to 128 rows, of shapes for which it is faster", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("other numbers of rows; up to 16 are not quantized", on="triton", gradient=False),
     reference=Impl("the definition"),
 )

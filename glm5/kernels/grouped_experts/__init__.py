@@ -108,18 +108,18 @@ def _suits_grouped_mm(x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_pro
 
 TABLE = Table(
     __name__,
-    cuda=Impl("FP8, 16 or 32 to 80 rows an expert", on="hopper", when=_suits_cuda, forward_only=True),
-    triton=Impl("FP8, other numbers of rows; tiling_for has four ways", on="triton", when=_is_fp8, forward_only=True),
-    on_device=Impl("plain weights, nothing waits for the device", on="gpu", when=_is_plain, forward_only=True),
+    cuda=Impl("FP8, 16 or 32 to 80 rows an expert", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("FP8, other numbers of rows; tiling_for has four ways", on="triton", when=_is_fp8, gradient=False),
+    on_device=Impl("plain weights, nothing waits for the device", on="gpu", when=_is_plain, gradient=False),
     trained=Impl(
-        "bfloat16, with a gradient", on="gpu", when=lambda x, *given: _is_plain(x, *given) and x.dtype == torch.bfloat16
+        "bfloat16", on="gpu", gradient=True, when=lambda x, *given: _is_plain(x, *given) and x.dtype == torch.bfloat16
     ),
-    one_by_one=Impl("a token or two", on="cpu", when=_suits_one_by_one, forward_only=True),
+    one_by_one=Impl("a token or two", on="cpu", when=_suits_one_by_one, gradient=False),
     grouped_mm=Impl(
         "plain weights, one grouped product",
         on="cpu",
         when=_suits_grouped_mm,
-        forward_only=True,
+        gradient=False,
     ),
     reference=Impl("the definition"),
     invariant=Impl("a row's result does not depend on the others, bit for bit"),

@@ -9,7 +9,7 @@ from glm5.kernels.fp8_pool import Pool
 
 TABLE = Table(
     __name__,
-    triton=Impl("nothing of size T x J x S exists", on="triton", forward_only=True),
+    triton=Impl("nothing of size T x J x S exists", on="triton", gradient=False),
     tiled=Impl("products of a tile stay in cache"),
     invariant=Impl("one query and one page at a time: a score depends on no other, bit for bit"),
     reference=Impl("the definition"),

@@ -16,9 +16,9 @@ TABLE = Table(
         "heads as GLM-5 has them, in bfloat16",
         on="hopper",
         when=lambda *x: not cuda.refusal(*x),
-        forward_only=True,
+        gradient=False,
     ),
-    triton=Impl("any heads", on="triton", forward_only=True),
+    triton=Impl("any heads", on="triton", gradient=False),
     reference=Impl("the definition"),
 )
 

@@ -53,8 +53,8 @@ def _suits_cuda(x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, _
 
 TABLE = Table(
     __name__,
-    cuda=Impl("few tokens over int4 codes in bfloat16", on="hopper", when=_suits_cuda, forward_only=True),
-    triton=Impl("codes widened in registers", on="triton", when=_suits_triton, forward_only=True),
+    cuda=Impl("few tokens over int4 codes in bfloat16", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("codes widened in registers", on="triton", when=_suits_triton, gradient=False),
     reference=Impl("the definition"),
     invariant=Impl("the same in tiles of a fixed number of rows", module="reference"),
 )

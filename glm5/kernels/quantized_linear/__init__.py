@@ -49,7 +49,7 @@ def _suits_cuda(x_TD: Tensor, weight: QuantizedWeight) -> bool:
 
 TABLE = Table(
     __name__,
-    cuda=Impl("int8 codes, where kernels/tuned says so", on="hopper", when=_suits_cuda, forward_only=True),
-    triton=Impl("codes widened in registers", on="triton", when=lambda _, w: not refusal(w), forward_only=True),
+    cuda=Impl("int8 codes, where kernels/tuned says so", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("codes widened in registers", on="triton", when=lambda _, w: not refusal(w), gradient=False),
     reference=Impl("the definition"),
 )

@@ -8,7 +8,7 @@ from glm5.kernels.dispatch import Impl, Table
 
 TABLE = Table(
     __name__,
-    triton=Impl("one pass", on="triton", forward_only=True),
+    triton=Impl("one pass", on="triton", gradient=False),
     trained=Impl("one pass forward and one backward", on="triton", module="triton_trained"),
     fused=Impl("a third of the operations that autograd makes of the reference"),
     reference=Impl("the definition"),

@@ -14,7 +14,7 @@ TABLE = Table(
         "two launches, of one group of experts",
         on="triton",
         when=lambda *given: given[3] == 1 and given[4] <= MAX_CHOICES,
-        forward_only=True,
+        gradient=False,
     ),
     reference=Impl("the definition"),
     invariant=Impl("a sigmoid that computes all elements alike"),

@@ -84,20 +84,14 @@ def _suits_masked(
     return num_keys <= (10 if crowded else 3) * keys_TK.shape[1]
 
 
-def _learns(q_THL: Tensor, latent_PZL: Pool, *_: Any) -> bool:
-    return (
-        torch.is_grad_enabled() and isinstance(latent_PZL, Tensor) and (q_THL.requires_grad or latent_PZL.requires_grad)
-    )
-
-
 TABLE = Table(
     __name__,
-    cuda=Impl("8 or 16 heads, and enough queries", on="hopper", when=_suits_cuda, forward_only=True),
-    triton=Impl("other numbers of heads and queries", on="triton", forward_only=True),
-    trained=Impl("16 bits, with a gradient", on="triton", when=_suits_trained, module="triton_trained"),
+    cuda=Impl("8 or 16 heads, and enough queries", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("other numbers of heads and queries", on="triton", gradient=False),
+    trained=Impl("16 bits", on="triton", when=_suits_trained, gradient=True, module="triton_trained"),
     grouped=Impl("few queries of each of many requests", on="cpu", when=_suits_grouped),
     masked=Impl("contexts a few times as long as selections", when=_suits_masked),
-    chunked=Impl("gathers again for backward", when=_learns),
+    chunked=Impl("gathers again for backward", gradient=True),
     gather=Impl("the definition", module="reference"),
     invariant=Impl("a result depends on its query and keys alone, bit for bit"),
     invariant_triton=Impl("the same on a GPU", on="triton"),

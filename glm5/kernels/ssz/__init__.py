@@ -9,7 +9,7 @@ from glm5.kernels.ssz.native import available
 
 TABLE = Table(
     __name__,
-    triton=Impl("a program a row", on="triton", when=lambda w: w.shape[-1] <= 1 << 14, forward_only=True),
+    triton=Impl("a program a row", on="triton", when=lambda w: w.shape[-1] <= 1 << 14, gradient=False),
     native=Impl("C++, where a compiler is there", on="cpu", when=lambda _: available()),
     reference=Impl("the definition"),
 )

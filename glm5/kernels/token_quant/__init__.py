@@ -9,7 +9,7 @@ from glm5.kernels.quantized_weight import Act
 
 TABLE = Table(
     __name__,
-    triton=Impl("one pass, a program a row", on="triton", forward_only=True),
+    triton=Impl("one pass, a program a row", on="triton", gradient=False),
     reference=Impl("the definition"),
 )
 

@@ -15,7 +15,7 @@ TABLE = Table(
         "rows of up to a million keys",
         on="triton",
         when=lambda score_TS, k: score_TS.shape[1] <= _TRITON_ROW and k <= _TRITON_K,
-        forward_only=True,
+        gradient=False,
     ),
     # torch.topk keeps k values at hand while it reads a row that is long enough: five times as fast there.
     partition=Impl(
