@@ -4,14 +4,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from glm5.parallel.group import Meeting
+from glm5.parallel.rendezvous import Rendezvous
 
 
 def run_ranks(module: str, ranks: int, arguments: Sequence[str]) -> int:
     """`python -m MODULE ARGUMENTS --ranks N --rank R --port P`, once for each rank; the largest of their exit codes."""
-    meeting = Meeting()
-    store = meeting.open(ranks)
-    command = [sys.executable, "-m", module, *arguments, "--ranks", str(ranks), "--port", str(meeting.port)]
+    rendezvous = Rendezvous()
+    store = rendezvous.open(ranks)
+    command = [sys.executable, "-m", module, *arguments, "--ranks", str(ranks), "--port", str(rendezvous.port)]
     processes = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(ranks)]
     codes = [process.wait() for process in processes]
     del store

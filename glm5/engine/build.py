@@ -52,7 +52,8 @@ from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_invariant, weight_bytes
 from glm5.model.native import use_native
 from glm5.parallel.apply import connect
-from glm5.parallel.group import ALONE, Group, Meeting, least, open_group, store_at
+from glm5.parallel.group import ALONE, Group, least
+from glm5.parallel.rendezvous import Rendezvous, open_group, store_at
 from glm5.parallel.table import WHOLE, Shard, local_config
 
 logger = logging.getLogger(__name__)
@@ -87,9 +88,9 @@ def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None =
     local_config(cfg, size)
     assert heartbeat is not None, "ranks need a process of their own"
     on_progress("waiting for the ranks", 0.0)
-    meeting = Meeting()
-    store = meeting.open(size)
-    heartbeat.ranks = ranks = Ranks(start, size, meeting.port, heartbeat)
+    rendezvous = Rendezvous()
+    store = rendezvous.open(size)
+    heartbeat.ranks = ranks = Ranks(start, size, rendezvous.port, heartbeat)
     group = open_group(Shard(0, size), _device(start, 0, size), store, timeout_s=_MEET_SECONDS)
     read = _Read()
     model = _load(start, config, group.shard, _device(start, 0, size), on_progress, read)

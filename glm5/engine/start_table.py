@@ -8,8 +8,14 @@ from glm5.config.engine import EngineConfig
 from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
 from glm5.engine.core.pace import PromptShare
 from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.kernels.dispatch import TABLES
+from glm5.kernels.invariant import impl_on
+from glm5.model.experts import QuantizedExperts
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import weight_kinds
+from glm5.model.moe import MoE
+
+_OPS = ("rms_norm", "rope", "top_k", "store_rows", "select_keys", "sparse_mla")
 
 
 def start_table(
@@ -52,5 +58,35 @@ def start_table(
         ("drafts", f"up to {depth} a step, {drafts}" if depth else off),
         ("steps", "launched ahead" if scheduler.launch_ahead else "one after the other"),
         ("deterministic", on if config.deterministic else off),
+        ("kernels", "cpu_layer/layer.cpp" if is_native else _kernels(model, deterministic=config.deterministic)),
         ("seed", str(config.seed)),
     ]
+
+
+def _kernels(model: Glm5, *, deterministic: bool) -> str:
+    """What the rules of each op of this model lead to (kernels/dispatch.py): the implementation, or, where arguments
+    decide, those that they choose from, in order, and when."""
+    kinds, moes = weight_kinds(model), [module for module in model.modules() if isinstance(module, MoE)]
+    ops = [*_OPS]
+    ops += ["prompt_attention"] if model.device.type == "cuda" else []
+    ops += ["fp8_linear"] if "FP8" in kinds else []
+    ops += ["quantized_linear"] if {*kinds} - {"FP8"} else []
+    named: dict[str, str] = {}
+    for moe in moes[:1]:
+        experts = "quantized_experts" if isinstance(moe.experts, QuantizedExperts) else "grouped_experts"
+        ops += ["router", experts]
+        named = {"router": moe.gate.impl, experts: moe.experts.impl}
+    if deterministic:
+        impl = impl_on(model.device, model.dtype)
+        named |= {"select_keys": impl, "sparse_mla": impl}
+    alike: dict[str, list[str]] = {}
+    unlike: list[str] = []
+    for op in ops:
+        table, impl = TABLES[op], named.get(op, "auto")
+        names = table.candidates(model.device, model.dtype, gradient=False) if impl == "auto" else [impl]
+        if len(names) == 1:
+            alike.setdefault(names[0], []).append(op)
+        else:
+            which = [f"{name} ({table.impls[name].reason})" for name in names[:-1]]
+            unlike.append(f"{op} {', '.join(which)}, else {names[-1]}")
+    return "; ".join([*(f"{', '.join(of)} {name}" for name, of in alike.items()), *unlike])

@@ -8,7 +8,7 @@ at a time, and rows of 4 with SSE. 24 rows are alike with SSE, AVX2 and AVX-512,
 exp of single elements. What remains has a form of its own:
 
     sums over keys, rows of an expert     tiles of one shape: `impl="invariant"` of index_score, sparse_mla,
-                                          grouped_experts. On a GPU: Triton's kernels under one tiling
+                                          grouped_experts; `invariant_triton`: Triton's kernels under one tiling
     sigmoid, silu on a CPU                below: torch computes the last elements of a piece of memory, or of a
                                           thread's share of it, otherwise than those before them
 
@@ -16,10 +16,13 @@ All of it holds for one number of threads; with another, MKL may divide a produc
 or more some products leave a thread such a remainder: `has_alike_rows` finds them.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.kernels import triton_support
 from glm5.kernels.dispatch import forward_only
 
 # Rows of a pass. Milliseconds of a step of nano (all layers, head, MTP layer; float32, one core, contexts of 200):
@@ -32,6 +35,13 @@ PASS_ROWS = 24
 _TILE_ROWS_GPU = 8
 _PASS_ROWS_GPU = 128  # 251 of 256 experts are read once for as many rows, where 32 read 163 (docs/numerics.md)
 WIDTH_UNIT = 4  # values: 16 bytes in float32
+
+Impl = Literal["auto", "invariant", "invariant_triton"]  # what the seams of a model and of a cache ask kernels for
+
+
+def impl_on(device: torch.device, dtype: torch.dtype) -> Impl:
+    """The implementations that deterministic mode names there, of ops that have both."""
+    return "invariant_triton" if dtype != torch.float64 and triton_support.supports(device) else "invariant"
 
 
 def pass_rows(device: torch.device) -> int:

@@ -49,15 +49,14 @@ def chosen(*tensors: Tensor) -> bool:
 
 def runs_on(*tensors: Tensor) -> bool:
     """Whether Triton kernels take them: all on a GPU for which the kernels are cut, none in float64."""
-    if tensors[0].is_cpu or not all(t.is_cuda and t.dtype != torch.float64 for t in tensors):
-        return False
-    return installed() and all(_fits(t.device) for t in tensors)
+    return all(t.dtype != torch.float64 and supports(t.device) for t in tensors)
 
 
 @cache
-def _fits(device: torch.device) -> bool:
-    """Whether it has FP8 matrix units and the 227 KB of shared memory that tiles are cut for: H100, H200, B200."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+def supports(device: torch.device) -> bool:
+    """Whether it has FP8 matrix units and the 227 KB of shared memory that tiles are cut for: H100, H200, B200; and
+    Triton is there."""
+    return device.type == "cuda" and installed() and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @cache

@@ -3,13 +3,12 @@
 `impl` names the implementation of `grouped_experts` or `quantized_experts` that they run (lowering.py sets it).
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
 from glm5.kernels.grouped_experts import grouped_experts
+from glm5.kernels.invariant import Impl
 from glm5.kernels.quantized_experts import quantized_experts
 from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.model.direct import Direct
@@ -18,7 +17,7 @@ from glm5.model.direct import Direct
 class Experts(Direct):
     """`gate_up_proj` [E, 2F, D] (gate rows first) and `down_proj` [E, D, F] in the model's dtype."""
 
-    impl: Literal["auto", "invariant"] = "auto"
+    impl: Impl = "auto"
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -37,7 +36,7 @@ class BlockScaledExperts(Direct):
     [E, 2 ceil(F/128), ceil(D/128)], `down_proj_scale_inv` [E, ceil(D/128), ceil(F/128)], float32.
     """
 
-    impl: Literal["auto", "invariant"] = "auto"
+    impl: Impl = "auto"
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -65,7 +64,7 @@ class QuantizedExperts(Direct):
     `down_proj_scale` [E, D, G], float32.
     """
 
-    impl: Literal["auto", "invariant"] = "auto"
+    impl: Impl = "auto"
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, form: WeightFormat):
         super().__init__()

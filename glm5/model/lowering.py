@@ -7,8 +7,9 @@ from torch import Tensor
 
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
-from glm5.kernels.invariant import WIDTH_UNIT, has_alike_rows
+from glm5.kernels.invariant import WIDTH_UNIT, has_alike_rows, impl_on
 from glm5.kernels.quantized_weight import WeightFormat
+from glm5.kernels.router import MAX_CHOICES
 from glm5.model.experts import BlockScaledExperts, Experts, QuantizedExperts
 from glm5.model.glm5 import Glm5
 from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
@@ -97,7 +98,7 @@ def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
     """Make rows of `model` independent of each other, bit for bit, in calls with exactly `pass_rows` rows; in place.
     `local`: the widths of its modules, where they are others than the config's.
 
-    The view has to do its part: keys selected and read by the kernels' `invariant` implementations. Forward only from
+    The view has to do its part: keys selected and read by the kernels' implementations of that name. Forward only from
     then on. Raises ConfigError for widths that cannot give that, and where products of this processor with so many
     threads do not. (What it rests on: kernels/invariant.py.)
     """
@@ -109,9 +110,15 @@ def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
         )
     if model.device.type == "cpu":
         _check_products(model)
+    impl, cfg = impl_on(model.device, model.dtype), model.cfg
     for module in model.modules():
-        if isinstance(module, Experts | BlockScaledExperts | QuantizedExperts | Router | MLP):
+        if isinstance(module, Experts | QuantizedExperts | MLP):
             module.impl = "invariant"
+        elif isinstance(module, BlockScaledExperts):
+            module.impl = impl
+        elif isinstance(module, Router):
+            fits = cfg.n_group == 1 and cfg.num_experts_per_tok <= MAX_CHOICES
+            module.impl = impl if fits else "invariant"
 
 
 def _check_products(model: Glm5) -> None:

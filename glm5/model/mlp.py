@@ -1,18 +1,16 @@
 """The gated MLP of dense layers and of the shared expert: down(silu(gate(x)) * up(x))."""
 
-from typing import Literal
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from glm5.kernels.invariant import silu
+from glm5.kernels.invariant import Impl, silu
 from glm5.model.linear import Linear
 
 
 class MLP(nn.Module):
     """[T, D] to [T, D] through `intermediate_size` gated units. `impl`: of silu, torch's or kernels/invariant.py's."""
 
-    impl: Literal["auto", "invariant"] = "auto"
+    impl: Impl = "auto"
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()

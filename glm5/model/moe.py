@@ -7,12 +7,13 @@ The bias moves the choice only; the shared expert is not scaled.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from glm5.config.model import ModelConfig
+from glm5.kernels.invariant import Impl
 from glm5.kernels.router import router
 from glm5.model.direct import Direct
 from glm5.model.experts import Experts
@@ -22,7 +23,7 @@ from glm5.model.mlp import MLP
 class Router(nn.Module):
     """Weights [T, A] float32 and expert ids [T, A] int32 for tokens [T, D]. `impl`: of `kernels.router`."""
 
-    impl: Literal["auto", "invariant"] = "auto"
+    impl: Impl = "auto"
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()

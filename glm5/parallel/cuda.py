@@ -153,7 +153,7 @@ class CudaGroup:
         dist.all_to_all_single(parts, part)
         return all_reduce_reference(parts)
 
-    def spread(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         dist.broadcast(x, src=0)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 
 from glm5.checkpoint.dummy import dummy
@@ -21,11 +22,13 @@ from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
 from glm5.engine.runner.fused.fused_model import FusedModel
-from glm5.kernels import grouped_experts, triton_support
+from glm5.kernels import triton_support
 from glm5.parallel.apply import connect
-from glm5.parallel.group import ALONE, Meeting, open_group, store_at
+from glm5.parallel.group import ALONE
+from glm5.parallel.rendezvous import Rendezvous, open_group, store_at
 from glm5.parallel.table import Shard
 from tests.support.choices import MAX_LEN, Choices, exact, logits_of
+from tests.support.dispatch import as_on
 from tests.support.steps import far
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 6, 16, 128, 19360
@@ -52,12 +55,12 @@ def prepare(folder, weights):
     """The checkpoint, what float32 arithmetic makes of it, and what the inference form does on one GPU."""
     model = dummy(whole_config(), fp8=weights == "fp8", device="cuda", seed=1)
     save(model, folder / "model")
-    choose = grouped_experts._choose
-    grouped_experts._choose, triton_support.installed = (lambda *_: "reference"), (lambda: False)
-    choices, truth = Choices(), exact(model)
-    want = logits_of(truth, truth, "auto", choices, "take_down")
-    del truth
-    grouped_experts._choose, triton_support.installed = choose, lambda: True
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        as_on(monkeypatch)
+        monkeypatch.setattr(triton_support, "supports", lambda _: False)
+        choices, truth = Choices(), exact(model)
+        want = logits_of(truth, truth, "auto", choices, "take_down")
+        del truth
     torch.save((want, choices.routing, choices.keys), folder / "want")
     errors = measured(model, ALONE, want, choices)
     torch.save(errors, folder / "errors1")
@@ -129,9 +132,9 @@ def main():
     try:
         prepare(folder, given.weights)
         torch.cuda.empty_cache()
-        meeting = Meeting()
-        store = meeting.open(given.ranks)
-        command = [sys.executable, "-m", __spec__.name, "--ranks", str(given.ranks), "--port", str(meeting.port)]
+        rendezvous = Rendezvous()
+        store = rendezvous.open(given.ranks)
+        command = [sys.executable, "-m", __spec__.name, "--ranks", str(given.ranks), "--port", str(rendezvous.port)]
         command += ["--folder", str(folder), "--weights", given.weights]
         ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(given.ranks)]
         codes = [rank.wait() for rank in ranks]

@@ -82,7 +82,7 @@ def experts() -> None:
     for T, tilings in ways.items():
         case = make_experts(T, 6, 2, 200, 136, torch.Generator().manual_seed(T)).to("cuda", torch.bfloat16)
         for tiling in tilings:
-            grouped_experts(*case[:5], case.shared, tiling)
+            grouped_experts(*case[:5], case.shared, tiling=tiling)
     case = make_experts(230, 6, 2, 512, 256, torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
     case.expert[:100] = torch.tensor([1, 4])
     prompts.grouped_experts(*case[:5], case.shared)

@@ -40,13 +40,13 @@ def gen(seed):
 def test_keys_and_attention_are_of_a_query_alone(layout, gen):
     case = Paged(gen, torch.bfloat16, GLM5, device="cuda", layout=layout, num_queries=ROWS)
     every = torch.arange(case.num_queries)
-    keys = case.selection(every, "invariant")
-    want = case.attention(keys, every, "invariant")
+    keys = case.selection(every, "invariant_triton")
+    want = case.attention(keys, every, "invariant_triton")
     for count in (case.num_queries, 7, 1):
         some = case.shuffled(count)
         order = some.argsort()
-        assert torch.equal(case.selection(some, "invariant"), keys[some[order]])
-        for got, whole in zip(case.attention(keys, some, "invariant"), want, strict=True):
+        assert torch.equal(case.selection(some, "invariant_triton"), keys[some[order]])
+        for got, whole in zip(case.attention(keys, some, "invariant_triton"), want, strict=True):
             assert torch.equal(got, whole[some[order]])
 
 
@@ -54,10 +54,12 @@ def test_a_router_sees_one_row(gen):
     x, weight = (torch.randn(n, 6144, generator=gen).bfloat16().cuda() for n in (ROWS, 256))
     how = {"top_k": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "scaling_factor": 2.5}
     bias = torch.randn(256, generator=gen).cuda()
-    want = router(x, weight * 6144**-0.5, bias, impl="invariant", **how)
+    want = router(x, weight * 6144**-0.5, bias, impl="invariant_triton", **how)
     for _ in range(5):
         order = torch.randperm(len(x), generator=gen).cuda()
-        for got, whole in zip(router(x[order], weight * 6144**-0.5, bias, impl="invariant", **how), want, strict=True):
+        for got, whole in zip(
+            router(x[order], weight * 6144**-0.5, bias, impl="invariant_triton", **how), want, strict=True
+        ):
             assert torch.equal(got, whole[order])
 
 
@@ -66,7 +68,7 @@ def test_experts_of_a_row_are_its_own(gen):
 
     def run(rows):
         chosen = case.x[rows], case.gate_up, case.down, case.weight[rows], case.expert[rows]
-        return grouped_experts(*chosen, shared=case.shared, impl="invariant")
+        return grouped_experts(*chosen, shared=case.shared, impl="invariant_triton")
 
     want = run(torch.arange(ROWS).cuda())
     for count in (1, 9, ROWS):

@@ -9,8 +9,9 @@ import pytest
 from glm5.bench.steps.case import rank_config, with_codes
 from glm5.checkpoint.dummy import dummy
 from glm5.engine.runner.fused.fused_model import FusedModel
-from glm5.kernels import grouped_experts, triton_support
+from glm5.kernels import triton_support
 from tests.support.choices import MAX_LEN, Choices, exact, logits_of
+from tests.support.dispatch import as_on
 from tests.support.steps import far
 
 pytestmark = pytest.mark.gpu
@@ -25,11 +26,11 @@ TOP_K = 128
 def references(monkeypatch):
     """While asked for, `auto` never means Triton."""
 
-    choose = grouped_experts._choose
-
     def use(on: bool):
-        monkeypatch.setattr(grouped_experts, "_choose", (lambda *_: "reference") if on else choose)
-        monkeypatch.setattr(triton_support, "installed", (lambda: False) if on else (lambda: True))
+        monkeypatch.undo()
+        if on:
+            as_on(monkeypatch)
+            monkeypatch.setattr(triton_support, "supports", lambda _: False)
 
     return use
 

@@ -1,12 +1,16 @@
-"""Watching what torch allocates."""
+"""What torch allocates, and which implementations `auto` chooses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from glm5.kernels import dispatch
+from glm5.kernels.dispatch import Table
 
 
 @dataclass
@@ -38,3 +42,16 @@ def largest_result() -> Iterator[Largest]:
 
     with Watch():
         yield largest
+
+
+def as_on(monkeypatch: pytest.MonkeyPatch, *kinds: dispatch.Machine) -> None:
+    """`auto` takes all tensors to be on a machine of these kinds."""
+    monkeypatch.setattr(dispatch, "machine_of", lambda *_: frozenset({"any", *kinds}))
+    for table in dispatch.TABLES.values():
+        monkeypatch.setattr(table, "_on_cpu", table._rules(torch.device("cpu"), torch.float32))
+        monkeypatch.setattr(table, "_on_gpu", {})
+
+
+def chosen_by(table: Table, *given: object) -> str:
+    """The file that `auto` stands for."""
+    return table.module("auto", *given).__name__.rpartition(".")[2]

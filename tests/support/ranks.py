@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from glm5.parallel.group import GlooGroup
+from glm5.parallel.gloo import GlooGroup
 from glm5.parallel.table import Shard
 
 SECONDS = 30

@@ -18,7 +18,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.parallel import ParallelConfig
 from glm5.config.step import LoraConfig, LossConfig, OptimizerConfig
 from glm5.model.glm5 import Glm5
-from glm5.parallel.group import Meeting, store_at
+from glm5.parallel.rendezvous import Rendezvous, store_at
 from glm5.train.batch import Batch
 from glm5.train.lora import adapt
 from glm5.train.masters import Masters
@@ -161,11 +161,11 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """What `work(rank, port, *args)` returns on each of `world` ranks. RuntimeError with what a rank raised."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.sharded"])
-    meeting = Meeting()
-    store = meeting.open(world)
+    rendezvous = Rendezvous()
+    store = rendezvous.open(world)
     links = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        context.Process(target=_child, args=(link[1], work, rank, meeting.port, args), daemon=True)
+        context.Process(target=_child, args=(link[1], work, rank, rendezvous.port, args), daemon=True)
         for rank, link in enumerate(links)
     ]
     try:

@@ -30,7 +30,8 @@ from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.grouped_experts import FEW_TOKENS
 from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.parallel.cuda import BUFFER_BYTES, CudaGroup
-from glm5.parallel.group import Group, open_group, store_at
+from glm5.parallel.group import Group
+from glm5.parallel.rendezvous import open_group, store_at
 from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
 

@@ -21,7 +21,8 @@ from glm5.bench.steps.__main__ import say
 from glm5.bench.steps.anatomy import kernels_of, timed
 from glm5.bench.steps.case import Prompts, StepCase, rank_config
 from glm5.engine.runner.fused import row_sharding
-from glm5.parallel.group import Group, open_group, store_at
+from glm5.parallel.group import Group
+from glm5.parallel.rendezvous import open_group, store_at
 from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
 

@@ -22,7 +22,7 @@ from glm5.config.parallel import ParallelConfig
 from glm5.config.presets import preset
 from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.config.tensors import count_parameters
-from glm5.parallel.group import Meeting, store_at
+from glm5.parallel.rendezvous import Rendezvous, store_at
 from glm5.train.batch import Batch
 from glm5.train.optim.build import INDEXER, Optimizers
 from glm5.train.parallel.build import ModelShard, build, outline
@@ -58,9 +58,9 @@ def shape_figures(num_layers: int, passes: int, sequences: int, *, steps: int = 
     few = {"num_hidden_layers": num_layers, "index_topk_pattern": "F" + "S" * (num_layers - 1)}
     cfg = preset("glm-5").replace(**(FLASH | few))
     world = torch.cuda.device_count()
-    meeting, found = Meeting(), get_context("spawn").SimpleQueue()
-    store = meeting.open(world)
-    args = (world, meeting.port, cfg, [sequences] * passes, steps, found)
+    rendezvous, found = Rendezvous(), get_context("spawn").SimpleQueue()
+    store = rendezvous.open(world)
+    args = (world, rendezvous.port, cfg, [sequences] * passes, steps, found)
     spawn(_rank, args, nprocs=world)
     del store
     return found.get()

@@ -27,6 +27,7 @@ from glm5.kernels.block_scaled import FP8
 from glm5.kernels.cpu_layer import HostPool, host_pool
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
 from glm5.kernels.groups import FewQueries
+from glm5.kernels.invariant import Impl
 from glm5.kernels.paging import EveryRow
 from glm5.kernels.rope import rope_part
 from glm5.kernels.select_keys import select_keys
@@ -39,7 +40,6 @@ from glm5.kernels.store_rows.in_place import Where, as_array, write_rows
 PAGE_SIZE = 64
 
 Layout = Literal["auto", "fp8_key", "fp8"]
-Impl = Literal["auto", "invariant"]
 
 _ALIGNMENT = 16  # bytes, of every part of a page: what a GPU loads at once
 

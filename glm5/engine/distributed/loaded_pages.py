@@ -32,4 +32,4 @@ class LoadedPages:
             if isinstance(message, CopyDone):
                 page = self._page_of.pop(message.copy_id, None)
                 if page is not None and message.tier is not None:
-                    self.group.spread(self.cache.page(page))
+                    self.group.broadcast(self.cache.page(page))

@@ -4,19 +4,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.act_quant.reference import act_quant as _reference
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.triton_support import chosen
+from glm5.kernels.dispatch import Impl, Table
+
+TABLE = Table(
+    __name__,
+    triton=Impl("one pass", on="triton", gradient=False),
+    reference=Impl("the definition"),
+)
 
 
 def act_quant(x_TD: Tensor, *, impl: Literal["auto", "reference", "triton"] = "auto") -> tuple[Tensor, Tensor]:
     """(x_fp8 [T, D] float8_e4m3fn, scale [T, ceil(D/128)] float32): scale = max(amax, 1e-4) / 448 per 128 values."""
-    if impl == "auto":
-        impl = "triton" if chosen(x_TD) else "reference"
-    if impl == "reference":
-        return _reference(x_TD)
-    if impl == "triton":
-        from glm5.kernels.act_quant.triton import act_quant as run
-
-        return run(x_TD)
-    raise unknown_impl("act_quant", impl, ("reference", "triton"))
+    return TABLE.module(impl, x_TD).act_quant(x_TD)

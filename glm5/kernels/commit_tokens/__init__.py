@@ -5,11 +5,16 @@ from typing import Literal
 from torch import Tensor
 
 from glm5.kernels.commit_tokens.reference import CommittedTokens
-from glm5.kernels.commit_tokens.reference import commit_tokens as _reference
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.triton_support import chosen
+from glm5.kernels.dispatch import Impl, Table
 
 __all__ = ["CommittedTokens", "commit_tokens"]
+
+
+TABLE = Table(
+    __name__,
+    triton=Impl("one launch, which a CUDA graph can hold", on="triton", gradient=False),
+    reference=Impl("the definition"),
+)
 
 
 def commit_tokens(
@@ -32,13 +37,4 @@ def commit_tokens(
     The last slot is padding's, and gains nothing. All int64, pieces of `told` contiguous.
     """
     where = token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told
-    if impl == "auto":
-        impl = "triton" if chosen(token_R) else "reference"
-    if impl == "reference":
-        _reference(*where)
-    elif impl == "triton":
-        from glm5.kernels.commit_tokens.triton import commit_tokens as run
-
-        run(*where)
-    else:
-        raise unknown_impl("commit_tokens", impl, ("reference", "triton"))
+    TABLE.module(impl, token_R).commit_tokens(*where)

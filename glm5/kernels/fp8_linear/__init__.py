@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.fp8_linear import cuda
-from glm5.kernels.fp8_linear import scaled_mm as _scaled_mm
-from glm5.kernels.fp8_linear.reference import fp8_linear as _reference
-from glm5.kernels.triton_support import chosen
+from glm5.kernels.dispatch import Impl, Table
+from glm5.kernels.fp8_linear import cuda, scaled_mm
 
 _FEW_ROWS = 16  # that Triton's kernels take as they are
 MAX_TILED_ROWS = 128  # beyond, cuBLASLt's tiles are faster than ours (docs/performance-kernels.md)
@@ -32,19 +29,7 @@ def fp8_linear(
 
     Inference only: backward raises RuntimeError. Raises ValueError where data and scale do not fit (BlockScaled.check).
     """
-    if impl == "auto":
-        impl = _choose(x_TD, weight)
-    if impl == "reference":
-        return _reference(x_TD, weight, quantized)
-    if impl == "triton":
-        from glm5.kernels.fp8_linear.triton import fp8_linear as run
-
-        return run(x_TD, weight, quantized)
-    if impl == "scaled_mm":
-        return _scaled_mm.fp8_linear(x_TD, weight, quantized)
-    if impl == "cuda":
-        return cuda.fp8_linear(x_TD, weight, quantized)
-    raise unknown_impl("fp8_linear", impl, ("reference", "triton", "scaled_mm", "cuda"))
+    return TABLE.module(impl, x_TD, weight).fp8_linear(x_TD, weight, quantized)
 
 
 def few_rows(device: torch.device) -> int:
@@ -52,10 +37,18 @@ def few_rows(device: torch.device) -> int:
     return cuda.MIN_TOKENS - 1 if cuda.runs_on(device) else _FEW_ROWS
 
 
-def _choose(x_TD: Tensor, weight: BlockScaled) -> Literal["reference", "triton", "scaled_mm", "cuda"]:
-    if not chosen(x_TD, weight.scale):
-        return "reference"
-    if len(x_TD) > MAX_TILED_ROWS and _scaled_mm.refusal(weight, x_TD.dtype) is None:
-        return "scaled_mm"
-    is_faster = cuda.is_faster(len(x_TD), *weight.data.shape)
-    return "cuda" if is_faster and not cuda.refusal(x_TD, weight) else "triton"
+def _suits_scaled_mm(x_TD: Tensor, weight: BlockScaled) -> bool:
+    return len(x_TD) > MAX_TILED_ROWS and scaled_mm.refusal(weight, x_TD.dtype) is None
+
+
+def _suits_cuda(x_TD: Tensor, weight: BlockScaled) -> bool:
+    return cuda.is_faster(len(x_TD), *weight.data.shape) and not cuda.refusal(x_TD, weight)
+
+
+TABLE = Table(
+    __name__,
+    scaled_mm=Impl("cuBLASLt, for more than 128 rows", on="triton", when=_suits_scaled_mm, gradient=False),
+    cuda=Impl("5 to 128 rows, of shapes for which it is faster", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("other numbers of rows; up to 16 are not quantized", on="triton", gradient=False),
+    reference=Impl("the definition"),
+)

@@ -4,9 +4,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.gptq_block.reference import gptq_block as _reference
-from glm5.kernels.triton_support import chosen
+from glm5.kernels.dispatch import Impl, Table
+
+TABLE = Table(
+    __name__,
+    triton=Impl("128 columns in one launch", on="triton", gradient=False),
+    reference=Impl("the definition"),
+)
 
 
 def gptq_block(
@@ -23,12 +27,5 @@ def gptq_block(
 
     `scale_BOK` has K columns or 1. Codes are whole numbers of `lowest` to `highest`, or e4m3 numbers for `fp8`.
     """
-    if impl == "auto":
-        impl = "triton" if chosen(w_BOK, factor_BKK, scale_BOK) else "reference"
-    if impl == "reference":
-        return _reference(w_BOK, factor_BKK, scale_BOK, lowest, highest, fp8=fp8)
-    if impl == "triton":
-        from glm5.kernels.gptq_block.triton import gptq_block as run
-
-        return run(w_BOK, factor_BKK, scale_BOK, lowest, highest, fp8=fp8)
-    raise unknown_impl("gptq_block", impl, ("reference", "triton"))
+    run = TABLE.module(impl, w_BOK, factor_BKK, scale_BOK).gptq_block
+    return run(w_BOK, factor_BKK, scale_BOK, lowest, highest, fp8=fp8)

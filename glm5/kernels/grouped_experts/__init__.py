@@ -1,28 +1,19 @@
 """The sum over a token's routed experts."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BlockScaled
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.grouped_experts import cuda
-from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
-from glm5.kernels.grouped_experts.grouped_mm import grouped_experts as _grouped_mm
+from glm5.kernels.grouped_experts.expert_outputs import FEW_TOKENS, ExpertOutputs
 from glm5.kernels.grouped_experts.grouped_mm import refusal
-from glm5.kernels.grouped_experts.invariant import grouped_experts as _invariant
-from glm5.kernels.grouped_experts.on_device import grouped_experts as _on_device
 from glm5.kernels.grouped_experts.one_by_one import MAX_PAIRS
-from glm5.kernels.grouped_experts.one_by_one import grouped_experts as _one_by_one
-from glm5.kernels.grouped_experts.reference import grouped_experts as _reference
 from glm5.kernels.grouped_experts.shared import SharedExpert
-from glm5.kernels.grouped_experts.trained import grouped_experts as _trained
-from glm5.kernels.triton_support import chosen
 
 __all__ = ["FEW_TOKENS", "ExpertOutputs", "SharedExpert", "expert_outputs", "grouped_experts"]
-
-FEW_TOKENS = 32  # up to here products in FP8 take rows as they are
 
 
 def grouped_experts(
@@ -35,7 +26,16 @@ def grouped_experts(
     shared: SharedExpert | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
     impl: Literal[
-        "auto", "reference", "trained", "grouped_mm", "on_device", "one_by_one", "invariant", "triton", "cuda"
+        "auto",
+        "reference",
+        "trained",
+        "grouped_mm",
+        "on_device",
+        "one_by_one",
+        "invariant",
+        "invariant_triton",
+        "triton",
+        "cuda",
     ] = "auto",
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
@@ -48,37 +48,15 @@ def grouped_experts(
     of x, where that is known; it is what `triton` reads of more than FEW_TOKENS.
 
     `trained`: with plain weights and a gradient, in grouped products that do not wait for a GPU; sums in float32.
-    `invariant`: a row's result does not depend on the others, bit for bit; no gradient. `grouped_mm`: on a CPU, with
+    `invariant`, and `invariant_triton` on a GPU for BlockScaled weights: a row's result does not depend on the others,
+    bit for bit; no gradient. `grouped_mm`: on a CPU, with
     plain weights; no gradient. `one_by_one`: likewise, for a token or two. `on_device`: with plain weights on a GPU,
     without waiting for it; no gradient. `triton`: on a GPU, BlockScaled weights, no
     gradient. It sums in float32, does not quantize x for few tokens, and rounds terms to x's dtype for many only:
     nearer to float64 than the reference. `cuda`: many tokens on Hopper, likewise.
     """
-    if impl == "auto":
-        impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA.numel(), shared)
-    if impl == "triton":
-        from glm5.kernels.grouped_experts.triton import grouped_experts as fused
-
-        return fused(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized=quantized)
-    if impl == "cuda":
-        return cuda.grouped_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized=quantized)
-    if impl == "invariant":
-        return _invariant(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared)
-    if impl == "reference":
-        run = _reference
-    elif impl == "grouped_mm":
-        run = _grouped_mm
-    elif impl == "one_by_one":
-        run = _one_by_one
-    elif impl == "on_device":
-        run = _on_device
-    elif impl == "trained":
-        run = _trained
-    else:
-        allowed = ("reference", "trained", "grouped_mm", "on_device", "one_by_one", "invariant", "triton", "cuda")
-        raise unknown_impl("grouped_experts", impl, allowed)
-    out_TD = run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
-    return out_TD if shared is None else out_TD + shared(x_TD)
+    run = TABLE.module(impl, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared).grouped_experts
+    return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized)
 
 
 def expert_outputs(
@@ -92,36 +70,58 @@ def expert_outputs(
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> ExpertOutputs | None:
     """What `grouped_experts` would add up, for those who do so on their way; None where only sums are to be had."""
-    impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA.numel(), shared)
-    given = x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized
-    if impl == "cuda":
-        return cuda.expert_outputs(*given)
-    if impl == "triton":
-        from glm5.kernels.grouped_experts.triton import expert_outputs as run
-
-        return run(*given)
-    return None
+    given = x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared
+    run = getattr(TABLE.module("auto", *given), "expert_outputs", None)
+    return None if run is None else run(*given, quantized)
 
 
-def _choose(
+def _is_fp8(_x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, *_: object) -> bool:
+    return isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled)
+
+
+def _is_plain(_x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, *_: object) -> bool:
+    return isinstance(gate_up_proj, Tensor) and isinstance(down_proj, Tensor)
+
+
+def _suits_cuda(
     x_TD: Tensor,
     gate_up_proj: Tensor | BlockScaled,
     down_proj: Tensor | BlockScaled,
-    num_pairs: int,
+    _weight_TA: Tensor,
+    expert_TA: Tensor,
     shared: SharedExpert | None,
-) -> Literal["reference", "trained", "grouped_mm", "on_device", "one_by_one", "triton", "cuda"]:
-    if isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled):
-        if not chosen(x_TD, gate_up_proj.scale):
-            return "reference"
-        num_experts, _, inner = down_proj.data.shape
-        is_faster = cuda.is_faster(num_pairs, num_experts, inner)
-        return "cuda" if is_faster and not cuda.refusal(x_TD, gate_up_proj, down_proj, shared) else "triton"
-    if isinstance(gate_up_proj, BlockScaled) or isinstance(down_proj, BlockScaled):
-        return "reference"
-    if torch.is_grad_enabled():
-        return "trained" if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 else "reference"
-    if x_TD.is_cpu and 0 < num_pairs <= MAX_PAIRS:
-        return "one_by_one"
-    if x_TD.is_cuda:
-        return "on_device"
-    return "grouped_mm" if refusal(x_TD, gate_up_proj, down_proj) is None else "reference"
+) -> bool:
+    if not (isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled)):
+        return False
+    num_experts, _, inner = down_proj.data.shape
+    is_faster = cuda.is_faster(expert_TA.numel(), num_experts, inner)
+    return is_faster and not cuda.refusal(x_TD, gate_up_proj, down_proj, shared)
+
+
+def _suits_one_by_one(x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, *given: Any):
+    return _is_plain(x_TD, gate_up_proj, down_proj) and 0 < given[1].numel() <= MAX_PAIRS
+
+
+def _suits_grouped_mm(x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, *_: object):
+    return refusal(x_TD, gate_up_proj, down_proj) is None
+
+
+TABLE = Table(
+    __name__,
+    cuda=Impl("FP8, 16 or 32 to 80 rows an expert", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("FP8, other numbers of rows; tiling_for has four ways", on="triton", when=_is_fp8, gradient=False),
+    on_device=Impl("plain weights, nothing waits for the device", on="gpu", when=_is_plain, gradient=False),
+    trained=Impl(
+        "bfloat16", on="gpu", gradient=True, when=lambda x, *given: _is_plain(x, *given) and x.dtype == torch.bfloat16
+    ),
+    one_by_one=Impl("a token or two", on="cpu", when=_suits_one_by_one, gradient=False),
+    grouped_mm=Impl(
+        "plain weights, one grouped product",
+        on="cpu",
+        when=_suits_grouped_mm,
+        gradient=False,
+    ),
+    reference=Impl("the definition"),
+    invariant=Impl("a row's result does not depend on the others, bit for bit"),
+    invariant_triton=Impl("the same over FP8 weights on a GPU", on="triton"),
+)

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glm5.kernels.triton_support import dependent_launch
+
+FEW_TOKENS = 32  # up to here products in FP8 take rows as they are, and terms are another way's
+_BLOCK = 1024
+
 
 @dataclass
 class ExpertOutputs:
@@ -38,8 +43,22 @@ class ExpertOutputs:
 
     def summed(self) -> Tensor:
         """[T, D] in y's dtype, on a GPU."""
-        from glm5.kernels.grouped_experts.triton import combine
-
         out_TD = torch.empty(self.shape, dtype=self.y.dtype, device=self.y.device)
         combine(self.y, out_TD, self.active, has_shared=self.has_shared, places=self.places)
         return out_TD
+
+
+def combine(y: Tensor, out_TD: Tensor, active: int, *, has_shared: bool, places: Tensor | None = None) -> None:
+    """Writes what terms `y` [T * A + T, D] of each token are together; `places`: as of `ExpertOutputs`."""
+    from glm5.kernels.grouped_experts.triton_few import combine as kernel
+
+    kernel[(len(out_TD), -(-out_TD.shape[1] // _BLOCK))](
+        y,
+        out_TD,
+        *out_TD.shape,
+        A=active,
+        SHARED=has_shared,
+        BLOCK_D=_BLOCK,
+        place_ptr=places,
+        **dependent_launch(out_TD.device),
+    )

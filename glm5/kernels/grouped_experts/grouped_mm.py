@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import forward_only
+from glm5.kernels.grouped_experts.shared import adds_shared
 
 _ALIGNMENT = 16  # bytes, of a row of anything that torch's grouped product reads
 
@@ -25,6 +26,7 @@ def refusal(x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor 
     return None
 
 
+@adds_shared
 @forward_only("grouped_experts[grouped_mm]")
 def grouped_experts(
     x_TD: Tensor,

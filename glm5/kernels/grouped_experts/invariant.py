@@ -3,10 +3,7 @@
 An expert's rows are cut into tiles of `tile_rows`, the last one filled up with zeros. Terms, rounding and order of the
 sum are the reference's. Forward only.
 
-On a GPU block-scaled weights take the kernels whose tiles are an expert's rows, always cut the same way. They quantize
-rows, and sum terms in float32, in expert order, the shared expert last.
-
-Rows whose experts are all -1 are nobody's: they get anything finite, and on a GPU they go to no expert.
+Rows whose experts are all -1 are nobody's: they get anything finite.
 """
 
 from collections.abc import Sequence
@@ -20,7 +17,7 @@ from glm5.kernels.dispatch import forward_only
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.grouped_experts.shared import SharedExpert
 from glm5.kernels.invariant import silu, tile_rows
-from glm5.kernels.triton_support import chosen
+from glm5.kernels.row_codes import Quantized
 
 
 @forward_only("grouped_experts[invariant]")
@@ -31,12 +28,11 @@ def grouped_experts(
     weight_TA: Tensor,
     expert_TA: Tensor,
     shared: SharedExpert | None = None,
+    _quantized: Quantized | None = None,
 ) -> Tensor:
     """[T, D] in x's dtype. Experts that no token chose are not touched."""
     if not len(x_TD):
         return torch.zeros_like(x_TD)
-    if isinstance(gate_up_proj, BlockScaled) and chosen(x_TD, gate_up_proj.scale):
-        return _on_device(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared)
     expert_TA, column_TA = expert_TA.long().clamp_min(0).sort(dim=-1, stable=True)
     weight_TA = weight_TA.gather(1, column_TA)
     gate_ups, downs = _unstack(gate_up_proj), _unstack(down_proj)
@@ -54,22 +50,6 @@ def grouped_experts(
     terms = (y_TAD * weight_TA[..., None]).to(x_TD.dtype).unbind(1)
     out_TD = sum(terms[1:], start=terms[0])
     return out_TD if shared is None else out_TD + shared(x_TD)
-
-
-def _on_device(
-    x_TD: Tensor,
-    gate_up_proj: BlockScaled,
-    down_proj: Tensor | BlockScaled,
-    weight_TA: Tensor,
-    expert_TA: Tensor,
-    shared: SharedExpert | None,
-) -> Tensor:
-    from glm5.kernels.grouped_experts.triton import Tiling
-    from glm5.kernels.grouped_experts.triton import grouped_experts as fused
-
-    tiling = Tiling("tiles", 128, 8, 128, 8, down_tiles=8, up_stages=5, block_t=16)
-    out_TD = fused(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA.int(), shared, tiling)
-    return out_TD.masked_fill_(expert_TA[:, :1] < 0, 0.0)
 
 
 def _tiles(expert_G: Tensor, num_experts: int, num_rows: int) -> tuple[Tensor, list[int]]:

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.kernels.grouped_experts.shared import adds_shared
 
+
+@adds_shared
 @torch.no_grad()
 def grouped_experts(
     x_TD: Tensor, gate_up_proj: Tensor, down_proj: Tensor, weight_TA: Tensor, expert_TA: Tensor

@@ -9,10 +9,12 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import forward_only
+from glm5.kernels.grouped_experts.shared import adds_shared
 
 MAX_PAIRS = 4  # of token and expert; beyond, experts meet several tokens at a time
 
 
+@adds_shared
 @forward_only("grouped_experts[one_by_one]")
 def grouped_experts(
     x_TD: Tensor,

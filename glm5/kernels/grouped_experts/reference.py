@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
+from glm5.kernels.grouped_experts.shared import adds_shared
 
 
 class _Dispatch(torch.autograd.Function):
@@ -57,6 +58,7 @@ def _unstack(weight: Tensor | BlockScaled) -> list[Tensor] | list[BlockScaled]:
     return list(weight.unbind(0))
 
 
+@adds_shared
 def grouped_experts(
     x_TD: Tensor,
     gate_up_proj: Tensor | BlockScaled,

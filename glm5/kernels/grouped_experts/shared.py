@@ -1,5 +1,7 @@
 """The shared expert: what every token visits besides its routed experts, with weight 1."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import NamedTuple
 
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
+from glm5.kernels.row_codes import Quantized
 
 
 class SharedExpert(NamedTuple):
@@ -23,3 +26,22 @@ class SharedExpert(NamedTuple):
 
 def _linear(x: Tensor, weight: Tensor | BlockScaled) -> Tensor:
     return fp8_linear(x, weight) if isinstance(weight, BlockScaled) else F.linear(x, weight)
+
+
+def adds_shared(routed: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of a function for routed experts alone, one that adds what the shared expert makes of x."""
+
+    @wraps(routed)
+    def both(
+        x_TD: Tensor,
+        gate_up_proj: Tensor | BlockScaled,
+        down_proj: Tensor | BlockScaled,
+        weight_TA: Tensor,
+        expert_TA: Tensor,
+        shared: SharedExpert | None = None,
+        _quantized: Quantized | None = None,
+    ) -> Tensor:
+        out_TD = routed(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+        return out_TD if shared is None else out_TD + shared(x_TD)
+
+    return both

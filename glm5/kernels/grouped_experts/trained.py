@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from glm5.kernels.grouped_experts.shared import adds_shared
 from glm5.kernels.swiglu import swiglu, swiglu_backward
 from glm5.kernels.weighted_rows import weighted_rows
 
 _ALIGN = 8  # rows of 16 bits in 16 bytes
 
 
+@adds_shared
 def grouped_experts(
     x_TD: Tensor, gate_up_proj: Tensor, down_proj: Tensor, weight_TA: Tensor, expert_TA: Tensor
 ) -> Tensor:

@@ -18,20 +18,18 @@ from torch import Tensor
 from glm5.kernels import tuned
 from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks
-from glm5.kernels.grouped_experts import FEW_TOKENS
 from glm5.kernels.grouped_experts import triton_few as few
 from glm5.kernels.grouped_experts import triton_rows as by_rows
 from glm5.kernels.grouped_experts import triton_tiles as by_tiles
-from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
+from glm5.kernels.grouped_experts.expert_outputs import FEW_TOKENS, ExpertOutputs, combine
 from glm5.kernels.grouped_experts.plan import tiles_by_expert
 from glm5.kernels.grouped_experts.shared import SharedExpert
+from glm5.kernels.row_codes import Quantized
 from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
 _MOST_SOUGHT = 2048  # pairs, among which a program finds its expert's
 _HELD_BLOCKS = 4  # of h, that a program keeps for all of its outputs
-
-Quantized = tuple[Tensor, Tensor]
 
 
 class Weights(NamedTuple):
@@ -103,8 +101,8 @@ def grouped_experts(
     weight_TA: Tensor,
     expert_TA: Tensor,
     shared: SharedExpert | None = None,
-    tiling: Tiling | None = None,
     quantized: Quantized | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """[T, D] in x's dtype. `quantized`: what `act_quant` makes of x, where that is known.
 
@@ -143,20 +141,6 @@ def expert_outputs(
     y = _many(x_TD.contiguous(), weights, weight_TA.contiguous(), expert_TA.contiguous(), tiling, quantized)
     num_tokens, active = expert_TA.shape
     return ExpertOutputs(y, num_tokens, active, weights.has_shared)
-
-
-def combine(y: Tensor, out_TD: Tensor, active: int, *, has_shared: bool, places: Tensor | None = None) -> None:
-    """Writes what terms `y` [T * A + T, D] of each token are together; `places`: as of `ExpertOutputs`."""
-    few.combine[(len(out_TD), triton.cdiv(out_TD.shape[1], 1024))](
-        y,
-        out_TD,
-        *out_TD.shape,
-        A=active,
-        SHARED=has_shared,
-        BLOCK_D=1024,
-        place_ptr=places,
-        **dependent_launch(out_TD.device),
-    )
 
 
 def _tiling(x_TD: Tensor, weights: Weights, expert_TA: Tensor) -> Tiling:

@@ -4,11 +4,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.index_kl.reference import Served
-from glm5.kernels.index_kl.reference import index_kl as _reference
-from glm5.kernels.index_kl.streamed import index_kl as _streamed
-from glm5.kernels.triton_support import runs_on
+
+TABLE = Table(
+    __name__,
+    triton=Impl("tiles on a GPU", on="triton", when=lambda q_TJI: q_TJI.element_size() == 2),
+    streamed=Impl("nothing of size T x S exists"),
+    reference=Impl("the definition"),
+)
 
 
 def index_kl(
@@ -33,16 +37,7 @@ def index_kl(
     `triton`: the same on a GPU, up to float32; without `keys_TK` the queries must be all tokens of their sequences, in
     order, as those of a training pass are.
     """
-    if impl == "auto":
-        impl = "triton" if runs_on(q_TJI) and q_TJI.element_size() == 2 else "streamed"
-    if impl == "triton":
-        from glm5.kernels.index_kl.triton import index_kl as run
-    elif impl == "streamed":
-        run = _streamed
-    elif impl == "reference":
-        run = _reference
-    else:
-        raise unknown_impl("index_kl", impl, ("reference", "streamed", "triton"))
+    run = TABLE.module(impl, q_TJI).index_kl
     where = (page_table_BN, row_T, end_T)
     return run(q_TJI, key_PZI, w_TJ, served, keys_TK, *where, index_scale=index_scale, scale=scale)
 

@@ -4,12 +4,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels import triton_support
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.index_score.invariant import index_score as _invariant
-from glm5.kernels.index_score.reference import index_score as _reference
-from glm5.kernels.index_score.tiled import index_score as _tiled
+
+TABLE = Table(
+    __name__,
+    triton=Impl("nothing of size T x J x S exists", on="triton", gradient=False),
+    tiled=Impl("products of a tile stay in cache"),
+    invariant=Impl("one query and one page at a time: a score depends on no other, bit for bit"),
+    reference=Impl("the definition"),
+)
 
 
 def index_score(
@@ -29,17 +33,5 @@ def index_score(
     `invariant`: a score depends on its query and key alone, bit for bit; no gradient. `triton`: on a GPU, up to
     float32; no gradient.
     """
-    if impl == "auto":
-        pools = () if isinstance(key_PZI, tuple) else (key_PZI,)
-        impl = "triton" if triton_support.chosen(q_TJI, w_TJ, *pools) else "tiled"
-    if impl == "tiled":
-        run = _tiled
-    elif impl == "reference":
-        run = _reference
-    elif impl == "invariant":
-        run = _invariant
-    elif impl == "triton":
-        from glm5.kernels.index_score.triton import index_score as run
-    else:
-        raise unknown_impl("index_score", impl, ("reference", "tiled", "invariant", "triton"))
+    run = TABLE.module(impl, q_TJI, w_TJ, key_PZI).index_score
     return run(q_TJI, key_PZI, w_TJ, page_table_BN, row_T, end_T, scale=scale)

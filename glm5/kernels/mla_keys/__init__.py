@@ -4,16 +4,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.mla_keys.index_keys import HeadWeights, IndexKeys, PlainLatents
-from glm5.kernels.mla_keys.reference import mla_keys as _reference
-from glm5.kernels.row_codes import Kind, quantize
-from glm5.kernels.triton_support import chosen
+from glm5.kernels.row_codes import Kind
 
 __all__ = ["HeadWeights", "IndexKeys", "PlainLatents", "mla_keys", "mla_keys_quantized"]
 
-Impl = Literal["auto", "reference", "triton"]
+Names = Literal["auto", "reference", "triton"]
+
+TABLE = Table(__name__, triton=Impl("one launch", on="triton"), reference=Impl("the definition"))
 
 
 def mla_keys(
@@ -28,21 +28,15 @@ def mla_keys(
     index: IndexKeys | None = None,
     *,
     plain: PlainLatents | None = None,
-    impl: Impl = "auto",
+    impl: Names = "auto",
 ) -> Tensor:
     """The query latent [T, Q], normed; writes each token's latent, and its index key if asked, to its slot of the pool.
 
     `qkv_TY` [T, Q + C + R] is the product of the layer's input with q_a and kv_a, C the length of `kv_weight_C`.
     `slot_T` int64 as in `store_rows`; cos and sin as in `rope`. Mutates the pools, fills `plain`. No gradient passes.
     """
-    if _choice(impl, qkv_TY) == "reference":
-        return _reference(
-            qkv_TY, q_weight_Q, kv_weight_C, eps, cos_TR2, sin_TR2, slot_T, latent_PZL, index, plain=plain
-        )
-    from glm5.kernels.mla_keys.triton import mla_keys as run
-
     where = cos_TR2, sin_TR2, slot_T, latent_PZL, index
-    return run(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, plain=plain, kind=None)[0]
+    return TABLE.module(impl, qkv_TY).mla_keys(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, plain=plain)[0]
 
 
 def mla_keys_quantized(
@@ -58,21 +52,9 @@ def mla_keys_quantized(
     kind: Kind = "blocks",
     *,
     plain: PlainLatents | None = None,
-    impl: Impl = "auto",
+    impl: Names = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(query latent, codes, scale): `mla_keys`, and `row_codes.quantize` of its result for products that read it."""
     where = cos_TR2, sin_TR2, slot_T, latent_PZL, index
-    if _choice(impl, qkv_TY) == "reference":
-        q_TQ = _reference(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, plain=plain)
-        return q_TQ, *quantize(q_TQ, kind, impl="reference")
-    from glm5.kernels.mla_keys.triton import mla_keys as run
-
+    run = TABLE.module(impl, qkv_TY).mla_keys
     return run(qkv_TY, q_weight_Q, kv_weight_C, eps, *where, plain=plain, kind=kind)
-
-
-def _choice(impl: Impl, qkv_TY: Tensor) -> Literal["reference", "triton"]:
-    if impl == "auto":
-        return "triton" if chosen(qkv_TY.detach()) else "reference"
-    if impl not in ("reference", "triton"):
-        raise unknown_impl("mla_keys", impl, ("reference", "triton"))
-    return impl

@@ -13,6 +13,7 @@ from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.mla_keys.index_keys import IndexKeys, PlainLatents
 from glm5.kernels.rms_norm import rms_norm
 from glm5.kernels.rope import rope
+from glm5.kernels.row_codes import Kind, quantize
 from glm5.kernels.store_rows import store_rows
 
 
@@ -29,8 +30,9 @@ def mla_keys(
     index: IndexKeys | None = None,
     *,
     plain: PlainLatents | None = None,
-) -> Tensor:
-    """The query latent [T, Q] in qkv's dtype."""
+    kind: Kind | None = None,
+) -> tuple[Tensor, ...]:
+    """The query latent [T, Q] in qkv's dtype, then its codes and their scale, if they are asked for."""
     rope_dim = 2 * cos_TR2.shape[1]
     q_TQ, kv_TC, rope_TR = qkv_TY.split([len(q_weight_Q), len(kv_weight_C), rope_dim], dim=-1)
     kv_TC = rms_norm(kv_TC, kv_weight_C, eps, impl="reference")
@@ -43,6 +45,7 @@ def mla_keys(
         index.heads.out_TJ.copy_(F.linear(index.heads.x_TD, index.heads.weight_JD))
     if index is not None:
         x_TI = F.layer_norm(index.x_TI, index.weight_I.shape, index.weight_I, index.bias_I, index.eps)
-        turned_TR = rope(x_TI[:, :rope_dim], cos_TR2, sin_TR2, impl="reference")
-        store_rows(index.pool_PZI, slot_T, torch.cat([turned_TR, x_TI[:, rope_dim:]], dim=-1), impl="reference")
-    return rms_norm(q_TQ, q_weight_Q, eps, impl="reference")
+        rotated_TR = rope(x_TI[:, :rope_dim], cos_TR2, sin_TR2, impl="reference")
+        store_rows(index.pool_PZI, slot_T, torch.cat([rotated_TR, x_TI[:, rope_dim:]], dim=-1), impl="reference")
+    q_TQ = rms_norm(q_TQ, q_weight_Q, eps, impl="reference")
+    return (q_TQ,) if kind is None else (q_TQ, *quantize(q_TQ, kind, impl="reference"))

@@ -189,7 +189,7 @@ def mla_keys(
     index: IndexKeys | None = None,
     *,
     plain: PlainLatents | None = None,
-    kind: Kind | None,
+    kind: Kind | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.mla_keys`, then its codes and their scale, empty of no kind."""
     num_tokens, device = len(qkv_TY), qkv_TY.device

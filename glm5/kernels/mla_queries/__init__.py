@@ -4,9 +4,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.mla_queries.reference import mla_queries as _reference
-from glm5.kernels.triton_support import chosen
+from glm5.kernels.dispatch import Impl, Table
+
+TABLE = Table(
+    __name__,
+    triton=Impl("absorption and rotation in one launch", on="triton"),
+    reference=Impl("the definition"),
+)
 
 
 def mla_queries(
@@ -25,12 +29,4 @@ def mla_queries(
     `early`: room for the result, which may then be made while the kernel before this one runs. That one has nothing to
     do with what this one reads and writes, waited for those before it, and was launched when `early` was there.
     """
-    if impl == "auto":
-        impl = "triton" if chosen(q_THX.detach()) else "reference"
-    if impl == "reference":
-        return _reference(q_THX, w_HNC, cos_TR2, sin_TR2)
-    if impl == "triton":
-        from glm5.kernels.mla_queries.triton import mla_queries as run
-
-        return run(q_THX, w_HNC, cos_TR2, sin_TR2, early=early)
-    raise unknown_impl("mla_queries", impl, ("reference", "triton"))
+    return TABLE.module(impl, q_THX).mla_queries(q_THX, w_HNC, cos_TR2, sin_TR2, early=early)

@@ -11,8 +11,10 @@ from glm5.kernels.rope import rope
 
 
 @torch.no_grad()
-def mla_queries(q_THX: Tensor, w_HNC: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
+def mla_queries(
+    q_THX: Tensor, w_HNC: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, *, early: Tensor | None = None
+) -> Tensor:
     """Absorbed queries [T, H, C + R]."""
     nope = w_HNC.shape[1]
     rotated_THR = rope(q_THX[..., nope:], cos_TR2, sin_TR2, impl="reference")
-    return torch.cat([per_head(q_THX[..., :nope], w_HNC, impl="reference"), rotated_THR], dim=-1)
+    return torch.cat([per_head(q_THX[..., :nope], w_HNC), rotated_THR], dim=-1, out=early)

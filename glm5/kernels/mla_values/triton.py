@@ -59,11 +59,20 @@ def _mla_values(
         tl.store(scale_ptr + t + (h * V + first) // 128 * stride_b, scale, mask=known)
 
 
-def mla_values(out_THC: Tensor, w_HCV: Tensor, *, quantize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, H * V], then what `act_quant` makes of it, empty if not asked for.
+def mla_values(out_THC: Tensor, w_HCV: Tensor) -> Tensor:
+    """[T, H * V]."""
+    return _run(out_THC, w_HCV, quantize=False)[0]
+
+
+def mla_values_quantized(out_THC: Tensor, w_HCV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, H * V], then what `act_quant` makes of it.
 
     Raises ValueError where scales of a head's values would be another's too.
     """
+    return _run(out_THC, w_HCV, quantize=True)
+
+
+def _run(out_THC: Tensor, w_HCV: Tensor, *, quantize: bool) -> tuple[Tensor, Tensor, Tensor]:
     (num_tokens, H, C), V, device = out_THC.shape, w_HCV.shape[2], out_THC.device
     if quantize and V % BLOCK:
         raise ValueError(f"mla_values[triton] quantizes heads of a multiple of {BLOCK} values, got {V}")

@@ -5,12 +5,22 @@ from typing import Literal
 from torch import Tensor
 
 from glm5.kernels.act_quant import act_quant
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.prompt_attention import cuda
-from glm5.kernels.prompt_attention.reference import prompt_attention as _reference
-from glm5.kernels.triton_support import chosen
 
-Impl = Literal["auto", "reference", "triton", "cuda"]
+Names = Literal["auto", "reference", "triton", "cuda"]
+
+TABLE = Table(
+    __name__,
+    cuda=Impl(
+        "heads as GLM-5 has them, in bfloat16",
+        on="hopper",
+        when=lambda *x: not cuda.refusal(*x),
+        gradient=False,
+    ),
+    triton=Impl("any heads", on="triton", gradient=False),
+    reference=Impl("the definition"),
+)
 
 
 def prompt_attention(
@@ -21,7 +31,7 @@ def prompt_attention(
     first_T: Tensor,
     *,
     scale: float,
-    impl: Impl = "auto",
+    impl: Names = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V] in q's dtype, lse [T, H] float32, natural log): token t sees tokens first_T[t]..t of the pass.
 
@@ -30,16 +40,8 @@ def prompt_attention(
     Where every visible key is read, this takes less than half the operations of `sparse_mla`, which never expands.
     `cuda`: on Hopper, for heads as GLM-5 has them, in bfloat16.
     """
-    impl = _choose(q_THX, k_THN, rope_TR, v_THV) if impl == "auto" else impl
-    if impl == "reference":
-        return _reference(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale)
-    if impl == "triton":
-        from glm5.kernels.prompt_attention.triton import prompt_attention as run
-
-        return run(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale)
-    if impl == "cuda":
-        return cuda.prompt_attention(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale)
-    raise unknown_impl("prompt_attention", impl, ("reference", "triton", "cuda"))
+    run = TABLE.module(impl, q_THX, k_THN, rope_TR, v_THV).prompt_attention
+    return run(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale)
 
 
 def prompt_attention_quantized(
@@ -50,22 +52,15 @@ def prompt_attention_quantized(
     first_T: Tensor,
     *,
     scale: float,
-    impl: Impl = "auto",
+    impl: Names = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out [T, H * V], codes, scale): `prompt_attention` and what `act_quant` makes of it, for products that read that.
 
     `cuda` writes no `out`: what stands for it has its shape and dtype.
     """
-    impl = _choose(q_THX, k_THN, rope_TR, v_THV) if impl == "auto" else impl
-    given = q_THX, k_THN, rope_TR, v_THV, first_T
-    if impl == "cuda":
+    module, given = TABLE.module(impl, q_THX, k_THN, rope_TR, v_THV), (q_THX, k_THN, rope_TR, v_THV, first_T)
+    if module is cuda:
         stand_in = v_THV.new_empty(len(v_THV), v_THV.shape[1] * v_THV.shape[2])
         return stand_in, *cuda.prompt_attention_quantized(*given, scale=scale)
-    out_TV = prompt_attention(*given, scale=scale, impl=impl)[0].flatten(1)
+    out_TV = module.prompt_attention(*given, scale=scale)[0].flatten(1)
     return out_TV, *act_quant(out_TV)
-
-
-def _choose(q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor) -> Literal["reference", "triton", "cuda"]:
-    if not chosen(q_THX, k_THN, rope_TR, v_THV):
-        return "reference"
-    return "triton" if cuda.refusal(q_THX, k_THN, rope_TR, v_THV) else "cuda"

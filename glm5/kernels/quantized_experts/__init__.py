@@ -4,12 +4,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import refuse_gradient, unknown_impl
-from glm5.kernels.quantized_experts import cuda
-from glm5.kernels.quantized_experts.reference import quantized_experts as _reference
+from glm5.kernels.dispatch import Impl, Table, refuse_gradient
+from glm5.kernels.quantized_experts import cuda, reference
 from glm5.kernels.quantized_linear import refusal
 from glm5.kernels.quantized_weight import QuantizedWeight
-from glm5.kernels.triton_support import chosen
 
 
 def quantized_experts(
@@ -33,27 +31,30 @@ def quantized_experts(
     registers; terms are summed in float32. `cuda`: likewise, for few tokens and int4 codes on Hopper. No gradient
     passes.
     """
-    if impl == "auto":
-        impl = _choose(x_TD, gate_up_proj, down_proj, expert_TA)
+    if impl == "triton" and (why := refusal(gate_up_proj) or refusal(down_proj)):
+        raise ValueError(f"quantized_experts[triton] {why}; use impl='reference'")
+    given = x_TD, gate_up_proj, down_proj, weight_TA, expert_TA
+    module = TABLE.module(impl, *given)
+    if module is not reference:
+        return module.quantized_experts(*given, plus_TD=plus_TD)
     if impl == "invariant":
         refuse_gradient("quantized_experts[invariant]", x_TD, weight_TA, plus_TD)
-    if impl in ("reference", "invariant"):
-        out_TD = _reference(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, invariant=impl == "invariant")
-        return out_TD if plus_TD is None else out_TD + plus_TD
-    if impl == "triton":
-        if why := refusal(gate_up_proj) or refusal(down_proj):
-            raise ValueError(f"quantized_experts[triton] {why}; use impl='reference'")
-        from glm5.kernels.quantized_experts.triton import quantized_experts as run
-
-        return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD=plus_TD)
-    if impl == "cuda":
-        return cuda.quantized_experts(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD)
-    raise unknown_impl("quantized_experts", impl, ("reference", "invariant", "triton", "cuda"))
+    out_TD = reference.quantized_experts(*given, invariant=impl == "invariant")
+    return out_TD if plus_TD is None else out_TD + plus_TD
 
 
-def _choose(
-    x_TD: Tensor, gate_up_proj: QuantizedWeight, down_proj: QuantizedWeight, expert_TA: Tensor
-) -> Literal["reference", "triton", "cuda"]:
-    if not chosen(x_TD, gate_up_proj.scale) or refusal(gate_up_proj) or refusal(down_proj):
-        return "reference"
-    return "triton" if cuda.refusal(x_TD, gate_up_proj, down_proj, expert_TA) else "cuda"
+def _suits_triton(_x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, *_: Tensor) -> bool:
+    return not (refusal(gate_up) or refusal(down))
+
+
+def _suits_cuda(x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, _: Tensor, expert_TA: Tensor) -> bool:
+    return _suits_triton(x_TD, gate_up, down) and not cuda.refusal(x_TD, gate_up, down, expert_TA)
+
+
+TABLE = Table(
+    __name__,
+    cuda=Impl("few tokens over int4 codes in bfloat16", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("codes widened in registers", on="triton", when=_suits_triton, gradient=False),
+    reference=Impl("the definition"),
+    invariant=Impl("the same in tiles of a fixed number of rows", module="reference"),
+)

@@ -4,13 +4,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.quantized_linear import cuda
-from glm5.kernels.quantized_linear.reference import quantized_linear as _reference
 from glm5.kernels.quantized_linear.tiling import measured_for
 from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.kernels.row_codes import Quantized
-from glm5.kernels.triton_support import chosen
 
 
 def quantized_linear(
@@ -29,26 +27,9 @@ def quantized_linear(
 
     Inference only: no gradient passes. Raises ValueError where codes and scale do not fit (QuantizedWeight.check).
     """
-    if impl == "auto":
-        impl = _choose(x_TD, weight)
-    if impl == "reference":
-        return _reference(x_TD, weight, quantized)
-    if impl == "triton":
-        if why := refusal(weight):
-            raise ValueError(f"quantized_linear[triton] {why}; use impl='reference'")
-        from glm5.kernels.quantized_linear.triton import quantized_linear as run
-
-        return run(x_TD, weight, quantized=quantized)
-    if impl == "cuda":
-        return cuda.quantized_linear(x_TD, weight, quantized=quantized)
-    raise unknown_impl("quantized_linear", impl, ("reference", "triton", "cuda"))
-
-
-def _choose(x_TD: Tensor, weight: QuantizedWeight) -> Literal["reference", "triton", "cuda"]:
-    if not chosen(x_TD, weight.scale) or refusal(weight):
-        return "reference"
-    measured = measured_for(x_TD, weight)
-    return "cuda" if measured is not None and measured.cluster and not cuda.refusal(x_TD, weight) else "triton"
+    if impl == "triton" and (why := refusal(weight)):
+        raise ValueError(f"quantized_linear[triton] {why}; use impl='reference'")
+    return TABLE.module(impl, x_TD, weight).quantized_linear(x_TD, weight, quantized=quantized)
 
 
 def refusal(weight: QuantizedWeight) -> str | None:
@@ -59,3 +40,16 @@ def refusal(weight: QuantizedWeight) -> str | None:
     if weight.codes.shape[-1] % 16:
         return f"needs rows of a multiple of 16 bytes, got {weight.codes.shape[-1]}"
     return None
+
+
+def _suits_cuda(x_TD: Tensor, weight: QuantizedWeight) -> bool:
+    measured = None if refusal(weight) else measured_for(x_TD, weight)
+    return measured is not None and bool(measured.cluster) and not cuda.refusal(x_TD, weight)
+
+
+TABLE = Table(
+    __name__,
+    cuda=Impl("int8 codes, where kernels/tuned says so", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("codes widened in registers", on="triton", when=lambda _, w: not refusal(w), gradient=False),
+    reference=Impl("the definition"),
+)

@@ -4,10 +4,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.rms_norm.fused import rms_norm as _fused
-from glm5.kernels.rms_norm.reference import rms_norm as _reference
-from glm5.kernels.triton_support import chosen, runs_on
+from glm5.kernels.dispatch import Impl, Table
+
+TABLE = Table(
+    __name__,
+    triton=Impl("one pass", on="triton", gradient=False),
+    trained=Impl("one pass forward and one backward", on="triton", module="triton_trained"),
+    fused=Impl("a third of the operations that autograd makes of the reference"),
+    reference=Impl("the definition"),
+)
 
 
 def rms_norm(
@@ -21,18 +26,4 @@ def rms_norm(
 
     `triton`: without a gradient; `trained`: in Triton with one.
     """
-    if impl == "auto":
-        impl = "triton" if chosen(x, weight) else "trained" if runs_on(x, weight) else "fused"
-    if impl == "triton":
-        from glm5.kernels.rms_norm.triton import rms_norm as run
-
-        return run(x, weight, eps)
-    if impl == "trained":
-        from glm5.kernels.rms_norm.triton_trained import rms_norm as run
-
-        return run(x, weight, eps)
-    if impl == "fused":
-        return _fused(x, weight, eps)
-    if impl == "reference":
-        return _reference(x, weight, eps)
-    raise unknown_impl("rms_norm", impl, ("reference", "fused", "triton", "trained"))
+    return TABLE.module(impl, x, weight).rms_norm(x, weight, eps)

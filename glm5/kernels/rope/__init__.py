@@ -5,10 +5,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.rope import complex as _complex
 from glm5.kernels.rope import reference as _reference
-from glm5.kernels.triton_support import chosen, runs_on
+from glm5.kernels.triton_support import chosen
+
+_COMPLEX = (torch.float32, torch.float64)  # of which torch has complex numbers
+
+TABLE = Table(
+    __name__,
+    triton=Impl("one pass", on="triton"),
+    complex=Impl("one complex product", when=lambda x: x.dtype in _COMPLEX),
+    reference=Impl("the definition"),
+)
 
 
 def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -23,14 +32,14 @@ def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) 
 
 def rope_turns(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Tensor | None:
     """`rope_turn` of `rope_table`, looked up, where that is faster: on a CPU. Else None."""
-    if not positions_T.is_cpu or torch.is_grad_enabled() or dtype not in (torch.float32, torch.float64):
+    if not positions_T.is_cpu or torch.is_grad_enabled() or dtype not in _COMPLEX:
         return None
     return _complex.turns_at(positions_T, dim, theta, dtype)
 
 
 def rope_turn(cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor | None:
     """cos + i sin in one tensor, where torch has complex numbers of the dtype: `rope` saves making it."""
-    return torch.complex(cos_TR2, sin_TR2) if cos_TR2.dtype in (torch.float32, torch.float64) else None
+    return torch.complex(cos_TR2, sin_TR2) if cos_TR2.dtype in _COMPLEX else None
 
 
 def rope(
@@ -45,22 +54,7 @@ def rope(
 
     `turn_TR2`: `rope_turn` of the same table, for those who rotate by it more than once.
     """
-    if impl == "auto" and runs_on(x):
-        impl = "triton"
-    elif impl == "auto":
-        impl = "complex" if x.dtype in (torch.float32, torch.float64) else "reference"
-    if impl == "reference":
-        return _reference.rope(x, cos_TR2, sin_TR2)
-    if impl == "complex":
-        return _complex.rope(x, cos_TR2, sin_TR2, turn_TR2)
-    if impl == "triton":
-        if chosen(x):
-            from glm5.kernels.rope.triton import rope as run
-        else:
-            from glm5.kernels.rope.triton import rope_with_gradient as run
-
-        return run(x, cos_TR2, sin_TR2)
-    raise unknown_impl("rope", impl, ("reference", "complex", "triton"))
+    return TABLE.module(impl, x).rope(x, cos_TR2, sin_TR2, turn_TR2)
 
 
 def rope_part(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None, start: int, stop: int) -> Tensor:
@@ -74,9 +68,7 @@ def rope_part(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | No
     if turn_TR2 is not None and part.is_cpu and _complex.fits(part):
         part.view(turn_TR2.dtype).mul_(turn_TR2 if x.dim() == 2 else turn_TR2.unsqueeze(1))
     elif chosen(part) and part.stride(-1) == 1:
-        from glm5.kernels.rope.triton import rope as run
-
-        run(part, cos_TR2, sin_TR2, part)
+        TABLE.module("triton", part).rotate(part, cos_TR2, sin_TR2, part)
     else:
         part.copy_(rope(part, cos_TR2, sin_TR2, turn_TR2))
     return x

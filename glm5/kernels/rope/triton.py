@@ -43,8 +43,14 @@ def _rope(
     tl.store(out_ptr + t * out_stride_t + h[:, None] * out_stride_h + r[None, :], out, mask=inside)
 
 
-def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, out: Tensor | None = None) -> Tensor:
-    """As `reference.rope`; x may be strided. `out`: room for the result, of rows in one piece; it may be x."""
+def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, _turn_TR2: Tensor | None = None) -> Tensor:
+    """As `reference.rope`; x may be strided."""
+    asks = torch.is_grad_enabled() and x.requires_grad
+    return _Rope.apply(x, cos_TR2, sin_TR2) if asks else rotate(x, cos_TR2, sin_TR2)
+
+
+def rotate(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, out: Tensor | None = None) -> Tensor:
+    """The same without a gradient; x may be strided. `out`: room for the result, of rows in one piece; it may be x."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     rows = x if x.dim() == 3 else x.unsqueeze(1)
     if rows.stride(-1) != 1:
@@ -71,19 +77,16 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, out: Tensor | None = None)
     return out
 
 
-def rope_with_gradient(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
-    """The same, differentiable in x: what comes back is turned back."""
-    return _Rope.apply(x, cos_TR2, sin_TR2)
-
-
 class _Rope(torch.autograd.Function):
+    """Backward rotates the other way."""
+
     @staticmethod
     def forward(ctx, x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor:
         ctx.save_for_backward(cos_TR2, sin_TR2)
-        return rope(x, cos_TR2, sin_TR2)
+        return rotate(x, cos_TR2, sin_TR2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         cos_TR2, sin_TR2 = ctx.saved_tensors
-        return rope(grad, cos_TR2, -sin_TR2), None, None
+        return rotate(grad, cos_TR2, -sin_TR2), None, None

@@ -4,10 +4,22 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.router.invariant import router as _invariant
-from glm5.kernels.router.reference import router as _reference
-from glm5.kernels.triton_support import chosen
+from glm5.kernels.dispatch import Impl, Table
+
+MAX_CHOICES = 32  # of the Triton kernel
+
+TABLE = Table(
+    __name__,
+    triton=Impl(
+        "two launches, of one group of experts",
+        on="triton",
+        when=lambda *given: given[3] == 1 and given[4] <= MAX_CHOICES,
+        gradient=False,
+    ),
+    reference=Impl("the definition"),
+    invariant=Impl("a sigmoid that computes all elements alike"),
+    invariant_triton=Impl("the same kernels: their tiling follows from T alone", on="triton", module="triton"),
+)
 
 
 def router(
@@ -20,14 +32,14 @@ def router(
     topk_group: int,
     norm_topk_prob: bool,
     scaling_factor: float,
-    impl: Literal["auto", "reference", "invariant", "triton"] = "auto",
+    impl: Literal["auto", "reference", "invariant", "invariant_triton", "triton"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(weight [T, A] float32, expert [T, A] int32, ascending) of the A = top_k experts of each token (model spec 3.6).
 
     Differentiable in x and weight through the chosen sigmoid scores; the choice itself and the bias get no gradient.
-    `invariant`: for one T, a row's result does not depend on the others, bit for bit; no gradient at all. `triton`: no
-    gradient, one group, and a score that is no number counts as the lowest. Raises ValueError where groups and experts
-    do not fit each other.
+    `invariant`, and `invariant_triton` on a GPU: for one T, a row's result does not depend on the others, bit for bit;
+    no gradient at all. `triton`: no gradient, one group, and a score that is no number counts as the lowest. Raises
+    ValueError where groups and experts do not fit each other.
     """
     num_experts = weight_ED.shape[0]
     per_group = num_experts // n_group
@@ -40,18 +52,7 @@ def router(
         raise ValueError(
             f"router: got {top_k=}, but {topk_group} groups of {per_group} experts allow 1 to {per_group * topk_group}"
         )
-    # Also for `invariant`: Triton's tiling follows from T alone.
-    if impl in ("auto", "invariant") and n_group == 1 and top_k <= 32 and chosen(x_TD, weight_ED, bias_E):
-        impl = "triton"
-    if impl in ("auto", "reference"):
-        run = _reference
-    elif impl == "triton":
-        from glm5.kernels.router.triton import router as run
-    elif impl == "invariant":
-        run = _invariant
-    else:
-        raise unknown_impl("router", impl, ("reference", "invariant", "triton"))
-    return run(
+    return TABLE.module(impl, x_TD, weight_ED, bias_E, n_group, top_k).router(
         x_TD,
         weight_ED,
         bias_E,

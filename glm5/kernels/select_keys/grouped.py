@@ -7,6 +7,7 @@ from torch import Tensor
 from glm5.kernels.dispatch import without_gradient
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import FewQueries, Group
+from glm5.kernels.select_keys.reference import rotated
 from glm5.kernels.top_k import top_k as best_keys
 
 
@@ -21,10 +22,14 @@ def select_keys(
     *,
     top_k: int,
     scale: float,
+    rotation: tuple[Tensor, Tensor] | None = None,
+    num_shares: int = 1,
 ) -> Tensor:
     """As `reference.select_keys`. Raises ValueError for tensors that are not in host memory."""
     if q_TJI.device.type != "cpu":
         raise ValueError(f"select_keys[grouped] needs tensors in host memory, got {q_TJI.device}; use impl='tiled'")
+    del num_shares
+    q_TJI = rotated(q_TJI, rotation)
     few = FewQueries(page_table_BN, row_T, end_T, key_PZI.shape[1])
     return select_few(few, q_TJI, key_PZI, w_TJ, top_k=top_k, scale=scale)
 

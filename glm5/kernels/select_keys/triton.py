@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from glm5.kernels.fp8_pool import Pool
-from glm5.kernels.index_score.triton import Tiling, score_visible, tiling_for, tiling_of
+from glm5.kernels.index_score.triton import Tiling, score_visible, tiling_of
 from glm5.kernels.top_k.triton import GROUPS, LONGEST, best_of, group_size
 
 _SCORES = 1 << 26  # of a piece of the queries: 256 MB
@@ -26,13 +26,14 @@ def select_keys(
     longest: int = LONGEST,
     num_groups: int = GROUPS,
     rotation: tuple[Tensor, Tensor] | None = None,
+    num_shares: int = 1,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """As `reference.select_keys`. Rows of more than `longest` keys go through groups of them (`top_k/triton.py`).
 
     `tiling`: of the scores, by default that of all queries, however many are looked at together.
     """
-    tiling = tiling or tiling_of(q_TJI, key_PZI, page_table_BN)
+    tiling = tiling or tiling_of(q_TJI, key_PZI, page_table_BN, num_shares)
     num_keys = page_table_BN.shape[1] * key_PZI.shape[1]
     group = group_size(num_keys, num_groups) if num_keys > longest else 1
     step = max(1, _SCORES // max(1, num_keys))
@@ -58,9 +59,3 @@ def select_keys(
         )
         parts.append(best_of(score_TS, group_TG, end, group, top_k))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def lone_queries(q_TJI: Tensor) -> Tiling:
-    """Under which a score is computed alike whatever queries, requests and pages there are: one query at a time, a page
-    of its keys."""
-    return tiling_for(crowded=False, is_float32=q_TJI.element_size() > 2)

@@ -5,10 +5,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.sequence_attention.flash import MAX_WIDTH
-from glm5.kernels.sequence_attention.flash import sequence_attention as _flash
-from glm5.kernels.sequence_attention.reference import sequence_attention as _reference
+
+TABLE = Table(
+    __name__,
+    flash=Impl("torch's fused attention, in 16 bits", on="gpu", when=lambda q_THX, v_THV: fits(q_THX, v_THV.shape[-1])),
+    reference=Impl("the definition"),
+)
 
 
 def sequence_attention(
@@ -25,13 +29,8 @@ def sequence_attention(
     Sequences of `lengths` tokens lie one after the other. Differentiable in q, k and v through `out`. `flash`: on a
     GPU, 16 bits, heads of up to 256 values; deterministic where torch is asked to be.
     """
-    if impl == "auto":
-        impl = "flash" if fits(q_THX, v_THV.shape[-1]) else "reference"
-    if impl == "flash":
-        return _flash(q_THX, k_THX, v_THV, lengths, scale=scale)
-    if impl == "reference":
-        return _reference(q_THX, k_THX, v_THV, lengths, scale=scale)
-    raise unknown_impl("sequence_attention", impl, ("reference", "flash"))
+    run = TABLE.module(impl, q_THX, v_THV).sequence_attention
+    return run(q_THX, k_THX, v_THV, lengths, scale=scale)
 
 
 def fits(q_THX: Tensor, value_width: int) -> bool:

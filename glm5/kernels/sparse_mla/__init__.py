@@ -1,20 +1,14 @@
 """Latent attention over the keys that an indexer picked."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from glm5.kernels import triton_support
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.groups import few_queries
 from glm5.kernels.sparse_mla import cuda
-from glm5.kernels.sparse_mla.chunked import sparse_mla as _chunked
-from glm5.kernels.sparse_mla.grouped import sparse_mla as _grouped
-from glm5.kernels.sparse_mla.invariant import sparse_mla as _invariant
-from glm5.kernels.sparse_mla.masked import sparse_mla as _masked
-from glm5.kernels.sparse_mla.reference import sparse_mla as _gather
 
 _TRAINED_HEADS = 64  # that fit into a program
 # Queries from which on it is faster; of fewer Triton's smaller programs begin sooner.
@@ -32,7 +26,9 @@ def sparse_mla(
     *,
     scale: float,
     value_dim: int,
-    impl: Literal["auto", "gather", "chunked", "masked", "grouped", "invariant", "triton", "cuda", "trained"] = "auto",
+    impl: Literal[
+        "auto", "gather", "chunked", "masked", "grouped", "invariant", "invariant_triton", "triton", "cuda", "trained"
+    ] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query over its selected visible keys (None: over all visible keys).
 
@@ -41,64 +37,62 @@ def sparse_mla(
     read gives zeros and -inf. `gather` (the reference) reads K latents per query; `chunked` is the same and gathers
     again for backward, which is for training at long contexts; `masked` multiplies with the whole context. `grouped`:
     for few queries of each of many requests, on a CPU; no gradient. `invariant`: gathers, for one T and K a row's
-    result depends on its query and keys alone, bit for bit; no gradient, and `keys_TK` must be given. `triton`: on a
-    GPU, up to float32; no gradient. `cuda`: on Hopper, for few heads and queries in bfloat16; no gradient.
+    result depends on its query and keys alone, bit for bit; no gradient, and `keys_TK` must be given;
+    `invariant_triton`: the same on a GPU, by Triton's kernels. `triton`: on a GPU, up to float32; no gradient. `cuda`:
+    on Hopper, for few heads and queries in bfloat16; no gradient.
     `trained`: on a GPU, up to 64 heads and float32, differentiable; what is gathered exists block by block only.
     """
-    if impl == "auto":
-        impl = _cheaper(q_THL, latent_PZL, keys_TK, page_table_BN, end_T, value_dim)
-    if impl == "gather":
-        run = _gather
-    elif impl == "chunked":
-        run = _chunked
-    elif impl == "masked":
-        run = _masked
-    elif impl == "grouped":
-        run = _grouped
-    elif impl == "invariant":
-        run = _invariant
-    elif impl == "triton":
-        from glm5.kernels.sparse_mla.triton import sparse_mla as run
-    elif impl == "cuda":
-        run = cuda.sparse_mla
-    elif impl == "trained":
-        from glm5.kernels.sparse_mla.triton_trained import sparse_mla as run
+    where = page_table_BN, row_T, end_T
+    run = TABLE.module(impl, q_THL, latent_PZL, keys_TK, page_table_BN, end_T, value_dim).sparse_mla
+    return run(q_THL, latent_PZL, keys_TK, *where, scale=scale, value_dim=value_dim)
+
+
+def _suits_cuda(
+    q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, _end_T: Tensor, value_dim: int
+) -> bool:
+    num_queries = len(q_THL)
+    if isinstance(latent_PZL, Tensor):
+        is_faster = num_queries >= _CUDA and (num_queries <= _MOST or q_THL.shape[1] < _MANY_HEADS)
     else:
-        allowed = ("gather", "chunked", "masked", "grouped", "invariant", "triton", "cuda", "trained")
-        raise unknown_impl("sparse_mla", impl, allowed)
-    return run(q_THL, latent_PZL, keys_TK, page_table_BN, row_T, end_T, scale=scale, value_dim=value_dim)
-
-
-def _cheaper(
-    q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor, value_dim: int
-) -> Literal["gather", "chunked", "masked", "grouped", "triton", "cuda", "trained"]:
-    """Which implementation is faster, from shapes; on a CPU also from the contexts' lengths.
-
-    Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, `masked` wins up to 11
-    keys in context per key selected; with one query a request, up to 3.
-    """
-    if triton_support.chosen(q_THL, *(() if isinstance(latent_PZL, tuple) else (latent_PZL,))):
-        num_queries = len(q_THL)
         is_faster = num_queries >= _FP8_CUDA
-        if isinstance(latent_PZL, Tensor):
-            is_faster = num_queries >= _CUDA and (num_queries <= _MOST or q_THL.shape[1] < _MANY_HEADS)
-        refused = not is_faster or cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
-        return "triton" if refused else "cuda"
-    is_trained = q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS and keys_TK is not None
-    if is_trained and isinstance(latent_PZL, Tensor) and triton_support.runs_on(q_THL, latent_PZL):
-        return "trained"
-    crowded = q_THL.shape[0] >= 16 * page_table_BN.shape[0]
-    if not torch.is_grad_enabled() and few_queries(page_table_BN, end_T, q_THL.shape[1]):
-        return "grouped"
+    return is_faster and not cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
+
+
+def _suits_trained(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, *_: Any) -> bool:
+    fits = q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS
+    return fits and keys_TK is not None and isinstance(latent_PZL, Tensor)
+
+
+def _suits_grouped(
+    q_THL: Tensor, _latent_PZL: Pool, _keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor, _value_dim: int
+) -> bool:
+    return not torch.is_grad_enabled() and few_queries(page_table_BN, end_T, q_THL.shape[1])
+
+
+def _suits_masked(
+    q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor, _value_dim: int
+) -> bool:
+    """Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, it wins up to 11 keys
+    in context per key selected; with one query a request, up to 3."""
     if keys_TK is None:
-        return "masked"
+        return True
+    crowded = q_THL.shape[0] >= 16 * page_table_BN.shape[0]
     num_keys = page_table_BN.shape[1] * latent_PZL.shape[1]
-    if q_THL.device.type == "cpu" and len(end_T):
-        # `masked` goes request by request, so few long ones do not decide. Of a whole sequence, the mean is half.
+    if q_THL.is_cpu and len(end_T):
+        # It goes request by request, so few long ones do not decide. Of a whole sequence, the mean is half.
         num_keys = min(num_keys, int(end_T.max()), int(end_T.float().mean()) * (2 if crowded else 1))
-    if num_keys <= (10 if crowded else 3) * keys_TK.shape[1]:
-        return "masked"
-    learns = (
-        torch.is_grad_enabled() and isinstance(latent_PZL, Tensor) and (q_THL.requires_grad or latent_PZL.requires_grad)
-    )
-    return "chunked" if learns else "gather"
+    return num_keys <= (10 if crowded else 3) * keys_TK.shape[1]
+
+
+TABLE = Table(
+    __name__,
+    cuda=Impl("8 or 16 heads, and enough queries", on="hopper", when=_suits_cuda, gradient=False),
+    triton=Impl("other numbers of heads and queries", on="triton", gradient=False),
+    trained=Impl("16 bits", on="triton", when=_suits_trained, gradient=True, module="triton_trained"),
+    grouped=Impl("few queries of each of many requests", on="cpu", when=_suits_grouped),
+    masked=Impl("contexts a few times as long as selections", when=_suits_masked),
+    chunked=Impl("gathers again for backward", gradient=True),
+    gather=Impl("the definition", module="reference"),
+    invariant=Impl("a result depends on its query and keys alone, bit for bit"),
+    invariant_triton=Impl("the same on a GPU", on="triton"),
+)

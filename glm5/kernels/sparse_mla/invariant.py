@@ -3,9 +3,6 @@
 A key that is not to be read is replaced by the query's key 0 and hidden from the softmax. The result of a query is
 then a function of its keys and their order alone, as long as K stays the same: callers give every selection the same
 width, padded with -1. Forward only.
-
-On a GPU Triton's kernel does the same with a fixed number of shares and one tiling: a program has one query, and the
-order in which it takes keys, sums of shares and the merge knows nothing of others.
 """
 
 import torch
@@ -14,11 +11,9 @@ from torch import Tensor
 from glm5.kernels.dispatch import forward_only
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.paging import key_slots, read_rows
-from glm5.kernels.triton_support import chosen
 
 # Latent values gathered at a time: 1 MB in float32 on a CPU, 128 MB elsewhere.
 _GATHERED_CPU, _GATHERED = 1 << 18, 1 << 25
-_SHARES = 2  # of a query's keys on a GPU: programs of a pass then fill it
 
 
 @forward_only("sparse_mla[invariant]")
@@ -36,11 +31,6 @@ def sparse_mla(
     """As `reference.sparse_mla`, without gradients. Raises ValueError where `keys_TK` is None."""
     if keys_TK is None:
         raise ValueError("sparse_mla[invariant] reads selections of one width: give keys_TK, padded with -1; got None")
-    if chosen(q_THL, *(() if isinstance(latent_PZL, tuple) else (latent_PZL,))):
-        from glm5.kernels.sparse_mla.triton import sparse_mla as fused
-
-        where = page_table_BN, row_T, end_T
-        return fused(q_THL, latent_PZL, keys_TK, *where, scale=scale, value_dim=value_dim, num_shares=_SHARES)
     hidden_TK = (keys_TK < 0) | (keys_TK >= end_T[:, None])
     slots_TK = key_slots(keys_TK.masked_fill(hidden_TK, 0), page_table_BN.clamp_min(0), row_T, latent_PZL.shape[1])
     step = _step(q_THL, keys_TK.shape[1])

@@ -4,11 +4,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.ssz.native import available
-from glm5.kernels.ssz.native import ssz as _native
-from glm5.kernels.ssz.reference import ssz as _reference
-from glm5.kernels.triton_support import chosen
+
+TABLE = Table(
+    __name__,
+    triton=Impl("a program a row", on="triton", when=lambda w: w.shape[-1] <= 1 << 14, gradient=False),
+    native=Impl("C++, where a compiler is there", on="cpu", when=lambda _: available()),
+    reference=Impl("the definition"),
+)
 
 
 def ssz(
@@ -26,17 +30,4 @@ def ssz(
 
     Starts are factors of max|w| / highest. `h_BGI` >= 0 weighs elements alike in every one of O rows; None: 1.
     """
-    if impl == "auto":
-        if chosen(w_BOGI) and w_BOGI.shape[-1] <= 1 << 14:
-            impl = "triton"
-        else:
-            impl = "native" if w_BOGI.is_cpu and available() else "reference"
-    if impl == "reference":
-        return _reference(w_BOGI, h_BGI, lowest, highest, starts, steps, polish)
-    if impl == "native":
-        return _native(w_BOGI, h_BGI, lowest, highest, starts, steps, polish)
-    if impl == "triton":
-        from glm5.kernels.ssz.triton import ssz as run
-
-        return run(w_BOGI, h_BGI, lowest, highest, starts, steps, polish)
-    raise unknown_impl("ssz", impl, ("reference", "native", "triton"))
+    return TABLE.module(impl, w_BOGI).ssz(w_BOGI, h_BGI, lowest, highest, starts, steps, polish)

@@ -4,12 +4,17 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
+from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.step_rows.reference import StepRows
-from glm5.kernels.step_rows.reference import step_rows as _reference
-from glm5.kernels.triton_support import chosen
 
 __all__ = ["StepRows", "step_rows"]
+
+
+TABLE = Table(
+    __name__,
+    triton=Impl("one launch, which a CUDA graph can hold", on="triton", gradient=False),
+    reference=Impl("the definition"),
+)
 
 
 def step_rows(
@@ -31,12 +36,4 @@ def step_rows(
     to the dump page. Integers are int64 unless said.
     """
     where = slot_T, start_T, offset_T, live_T, len_S, token_SN, table_SN
-    if impl == "auto":
-        impl = "triton" if chosen(slot_T) else "reference"
-    if impl == "reference":
-        return _reference(*where, page_size=page_size, dump_page=dump_page)
-    if impl == "triton":
-        from glm5.kernels.step_rows.triton import step_rows as run
-
-        return run(*where, page_size=page_size, dump_page=dump_page)
-    raise unknown_impl("step_rows", impl, ("reference", "triton"))
+    return TABLE.module(impl, slot_T).step_rows(*where, page_size=page_size, dump_page=dump_page)

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.kernels.row_codes import Kind, quantize
+
 
 def swiglu(gate_up_GY: Tensor) -> Tensor:
     """[G, F]."""
     gate_GF, up_GF = _wide(gate_up_GY).chunk(2, dim=-1)
     return (F.silu(gate_GF) * up_GF).to(gate_up_GY.dtype)
+
+
+def swiglu_quantized(gate_up_GY: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [G, F], codes, scale)."""
+    out_GF = swiglu(gate_up_GY)
+    return out_GF, *quantize(out_GF, kind, impl="reference")
 
 
 def swiglu_backward(gate_up_GY: Tensor, grad_GF: Tensor, weight_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:

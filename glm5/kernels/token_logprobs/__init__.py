@@ -4,9 +4,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.token_logprobs.chunked import token_logprobs as _chunked
-from glm5.kernels.token_logprobs.reference import token_logprobs as _reference
+from glm5.kernels.dispatch import Impl, Table
+
+TABLE = Table(
+    __name__,
+    chunked=Impl("logits of `chunk` positions exist at a time"),
+    reference=Impl("the definition"),
+)
 
 
 def token_logprobs(
@@ -22,8 +26,4 @@ def token_logprobs(
     Minus its mean is the cross-entropy. `chunked` holds the logits of `chunk` positions at a time: at 200k tokens of
     154,880 possible ones, 2.4 GiB in place of 118.
     """
-    if impl in ("auto", "chunked"):
-        return _chunked(hidden_TD, weight_WD, target_T, chunk=chunk)
-    if impl == "reference":
-        return _reference(hidden_TD, weight_WD, target_T)
-    raise unknown_impl("token_logprobs", impl, ("reference", "chunked"))
+    return TABLE.module(impl, hidden_TD).token_logprobs(hidden_TD, weight_WD, target_T, chunk)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-def token_logprobs(hidden_TD: Tensor, weight_WD: Tensor, target_T: Tensor, *, chunk: int) -> Tensor:
+def token_logprobs(hidden_TD: Tensor, weight_WD: Tensor, target_T: Tensor, chunk: int) -> Tensor:
     """As `reference.token_logprobs`."""
     return _TokenLogprobs.apply(hidden_TD, weight_WD, target_T.long(), chunk)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def token_logprobs(hidden_TD: Tensor, weight_WD: Tensor, target_T: Tensor) -> Tensor:
+def token_logprobs(hidden_TD: Tensor, weight_WD: Tensor, target_T: Tensor, _chunk: int = 0) -> Tensor:
     """[T] in float32 (float64 for float64)."""
     logits_TW = F.linear(hidden_TD, weight_WD)
     wide = torch.promote_types(logits_TW.dtype, torch.float32)

@@ -4,13 +4,27 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels import triton_support
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.top_k.partition import top_k as _partition
-from glm5.kernels.top_k.reference import top_k as _reference
+from glm5.kernels.dispatch import Impl, Table
 
 _LONG_ROW = 64  # keys for each key wanted, from which on torch does so
 _TRITON_ROW, _TRITON_K = 1 << 20, 1 << 14  # the longest row and the largest k for which the Triton kernel is meant
+
+TABLE = Table(
+    __name__,
+    triton=Impl(
+        "rows of up to a million keys",
+        on="triton",
+        when=lambda score_TS, k: score_TS.shape[1] <= _TRITON_ROW and k <= _TRITON_K,
+        gradient=False,
+    ),
+    # torch.topk keeps k values at hand while it reads a row that is long enough: five times as fast there.
+    partition=Impl(
+        "NumPy's partition, for shorter rows",
+        on="cpu",
+        when=lambda score_TS, k: score_TS.shape[1] < _LONG_ROW * (k + 1),
+    ),
+    reference=Impl("the definition, by torch.topk"),
+)
 
 
 def top_k(score_TS: Tensor, k: int, *, impl: Literal["auto", "reference", "partition", "triton"] = "auto") -> Tensor:
@@ -21,18 +35,4 @@ def top_k(score_TS: Tensor, k: int, *, impl: Literal["auto", "reference", "parti
     """
     if k < 1:
         raise ValueError(f"top_k: k must be at least 1, got {k}")
-    if impl == "auto" and triton_support.chosen(score_TS) and score_TS.shape[1] <= _TRITON_ROW and k <= _TRITON_K:
-        impl = "triton"
-    if impl == "auto":
-        # torch.topk keeps k values at hand while it reads a row that is long enough: five times as fast there.
-        is_long = score_TS.shape[1] >= _LONG_ROW * (k + 1)
-        impl = "partition" if score_TS.device.type == "cpu" and not is_long else "reference"
-    if impl == "reference":
-        return _reference(score_TS, k)
-    if impl == "partition":
-        return _partition(score_TS, k)
-    if impl == "triton":
-        from glm5.kernels.top_k.triton import top_k as run
-
-        return run(score_TS, k)
-    raise unknown_impl("top_k", impl, ("reference", "partition", "triton"))
+    return TABLE.module(impl, score_TS, k).top_k(score_TS, k)

@@ -4,9 +4,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from glm5.kernels.dispatch import unknown_impl
-from glm5.kernels.triton_support import runs_on
-from glm5.kernels.weighted_rows.reference import weighted_rows as _reference
+from glm5.kernels.dispatch import Impl, Table
+
+TABLE = Table(
+    __name__,
+    triton=Impl("gathers and sums in one pass", on="triton"),
+    reference=Impl("the definition"),
+)
 
 
 def weighted_rows(
@@ -16,10 +20,4 @@ def weighted_rows(
 
     No gradient passes.
     """
-    if impl == "triton" or (impl == "auto" and runs_on(row_GD)):
-        from glm5.kernels.weighted_rows.triton import weighted_rows as run
-
-        return run(row_GD, slot_TA, weight_TA)
-    if impl in ("auto", "reference"):
-        return _reference(row_GD, slot_TA, weight_TA)
-    raise unknown_impl("weighted_rows", impl, ("reference", "triton"))
+    return TABLE.module(impl, row_GD).weighted_rows(row_GD, slot_TA, weight_TA)

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from glm5.common.errors import TrainingError
 from glm5.common.interrupt import noted_interrupt, signal_name
-from glm5.parallel.group import Meeting
+from glm5.parallel.rendezvous import Rendezvous
 
 LAUNCHER = "GLM5_LAUNCHER"
 """In the environment of ranks: the process that started them, and that they end with."""
@@ -25,8 +25,8 @@ _STOP_S = 600.0  # for a step and a state, after Ctrl-C
 def launch(command: Sequence[str], num: int, environment: Mapping[str, str]) -> None:
     """Run `command` as `num` ranks to their end. Raises TrainingError that names the rank that failed, and
     KeyboardInterrupt when they were stopped."""
-    meeting = Meeting()
-    store = meeting.open(num)
+    rendezvous = Rendezvous()
+    store = rendezvous.open(num)
     ranks = [
         subprocess.Popen(
             list(command),
@@ -36,7 +36,7 @@ def launch(command: Sequence[str], num: int, environment: Mapping[str, str]) -> 
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(meeting.port),
+                "MASTER_PORT": str(rendezvous.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 LAUNCHER: str(os.getpid()),
             },

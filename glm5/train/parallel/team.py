@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import Store
 
-from glm5.parallel.group import begin
+from glm5.parallel.rendezvous import begin
 from glm5.parallel.table import Shard
 from glm5.train.parallel.collectives import Group
 from glm5.train.parallel.mesh import Mesh

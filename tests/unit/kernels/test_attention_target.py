@@ -62,5 +62,5 @@ def test_budget_notices_one_percent_of_scale(gen):
 
 def test_unknown_implementation(gen):
     where, q, pool, keys = make_case("one query, one key", "selected", gen)
-    with pytest.raises(ValueError, match="head_mean_probs: unknown impl 'fast'"):
+    with pytest.raises(ValueError, match="attention_target: unknown impl 'fast'"):
         run(where, q, pool, keys, "fast")

@@ -10,6 +10,7 @@ from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.fp8_linear import cuda, cuda_rows, fp8_linear
 from glm5.testing.numerics import rel_rms
 from tests.support.cuda_on_cpu import Matrix, build
+from tests.support.dispatch import as_on, chosen_by
 
 module = import_module("glm5.kernels.fp8_linear")
 BUDGET = 3e-3  # the result's rounding to bfloat16: measured 1.7e-3
@@ -82,11 +83,11 @@ def test_columns_are_shared_by_as_many_programs_as_run_at_once():
 
 def test_auto_takes_it_where_it_is_faster_and_can_be_built(monkeypatch, gen):
     weight = quantize_blocks(torch.randn(256, 128, generator=gen))
-    monkeypatch.setattr(module, "chosen", lambda *given: True)
-    monkeypatch.setattr(module._scaled_mm, "refusal", lambda *given: None)
+    as_on(monkeypatch, "gpu", "triton", "hopper")
+    monkeypatch.setattr(module.scaled_mm, "refusal", lambda *given: None)
 
     def choice(T):
-        return module._choose(torch.zeros(T, 128, dtype=torch.bfloat16), weight)
+        return chosen_by(module.TABLE, torch.zeros(T, 128, dtype=torch.bfloat16), weight)
 
     monkeypatch.setattr(cuda, "refusal", lambda *given: "needs NVRTC")
     assert [choice(T) for T in (4, 5, 64, 129)] == ["triton", "triton", "triton", "scaled_mm"]

@@ -10,6 +10,7 @@ from glm5.kernels.act_quant import act_quant
 from glm5.kernels.grouped_experts import cuda, grouped_experts, plan
 from glm5.testing.numerics import rel_rms
 from tests.support.cuda_on_cpu import Matrix, build
+from tests.support.dispatch import as_on, chosen_by
 from tests.support.experts import make_experts
 
 module = import_module("glm5.kernels.grouped_experts")
@@ -90,10 +91,10 @@ def test_programs_fit():
 
 def test_auto_takes_it_where_it_is_faster_and_can_run(monkeypatch, gen):
     case = make_experts(110, 4, 2, 512, 128, gen)
-    monkeypatch.setattr(module, "chosen", lambda *given: True)
+    as_on(monkeypatch, "gpu", "triton", "hopper")
 
     def choice(T):
-        return module._choose(case.x[:T], case.gate_up, case.down, case.expert[:T].numel(), None)
+        return chosen_by(module.TABLE, case.x[:T], case.gate_up, case.down, case.weight[:T], case.expert[:T], None)
 
     assert [choice(T) for T in (63, 64)] == ["triton", "triton"]
     monkeypatch.setattr(cuda, "refusal", lambda *given: "")

@@ -35,7 +35,7 @@ def run(case, way, *, with_shared, **cut):
     from glm5.kernels.grouped_experts.triton import grouped_experts as run
 
     tiling = Tiling(way, **(CUTS[way] | cut))
-    return run(*case[:5], case.shared if with_shared else None, tiling)
+    return run(*case[:5], case.shared if with_shared else None, tiling=tiling)
 
 
 @pytest.mark.parametrize("with_shared", [True, False])
@@ -103,7 +103,7 @@ def test_rows_that_are_quantized_already(way, gen):
     case = make_experts(9, 3, 2, 136, 72, gen)
     data, scale = act_quant(case.x)
     for quantized in ((data, scale.contiguous()), (data, scale.T.contiguous().T)):  # row by row, column by column
-        got = run_triton(*case[:5], None, Tiling(way, **CUTS[way]), quantized)
+        got = run_triton(*case[:5], None, quantized, Tiling(way, **CUTS[way]))
         assert rel_rms(got, grouped_experts(*case[:5], impl="reference")) < TILES_BUDGET
 
 

@@ -1,12 +1,9 @@
 """What deterministic mode takes of Triton's kernels, under the interpreter: a row alone is, bit for bit, what it is
 among others. tests/gpu/test_invariance_cuda.py asks the same of GLM-5's shapes."""
 
-import importlib
-
 import pytest
 import torch
 
-from glm5.kernels import triton_support
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.kernels.router import router
 from tests.support.arranged_keys import Paged
@@ -16,67 +13,47 @@ from tests.support.interpreter import DTYPES, interpreted
 pytestmark = interpreted
 
 
-@pytest.fixture(autouse=True)
-def fused(monkeypatch):
-    """`invariant` takes Triton's kernels, as on a GPU; returns the names of those that ran."""
-    monkeypatch.setattr(triton_support, "chosen", lambda *_: True)
-    for place in ("sparse_mla.invariant", "router", "grouped_experts.invariant"):
-        monkeypatch.setattr(importlib.import_module(f"glm5.kernels.{place}"), "chosen", lambda *_: True)
-    ran: list[str] = []
-    for op in ("sparse_mla", "select_keys", "router", "grouped_experts"):
-        module = importlib.import_module(f"glm5.kernels.{op}.triton")
-
-        def noted(*args, op=op, run=getattr(module, op), **options):
-            ran.append(op)
-            return run(*args, **options)
-
-        monkeypatch.setattr(module, op, noted)
-    return ran
-
-
 @pytest.mark.parametrize(("layout", "dtype"), [("plain", d) for d in DTYPES] + [("fp8", torch.float32)], ids=str)
-def test_keys_and_attention_are_of_a_query_alone(layout, dtype, fused, gen):
+def test_keys_and_attention_are_of_a_query_alone(layout, dtype, gen):
     case = Paged(gen, dtype, layout=layout)
     every = torch.arange(case.num_queries)
-    keys = case.selection(every, "invariant")
-    want = case.attention(keys, every, "invariant")
+    keys = case.selection(every, "invariant_triton")
+    want = case.attention(keys, every, "invariant_triton")
     for count in (case.num_queries, 7, 2, 1):
         some = case.shuffled(count)
         order = some.argsort()
-        assert torch.equal(case.selection(some, "invariant"), keys[some[order]])
-        for got, whole in zip(case.attention(keys, some, "invariant"), want, strict=True):
+        assert torch.equal(case.selection(some, "invariant_triton"), keys[some[order]])
+        for got, whole in zip(case.attention(keys, some, "invariant_triton"), want, strict=True):
             assert torch.equal(got, whole[some[order]])
-    assert set(fused) == {"select_keys", "sparse_mla"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_router_sees_one_row(dtype, fused, gen):
+def test_a_router_sees_one_row(dtype, gen):
     """At every place of a pass, whoever stands beside it."""
     x, weight = torch.randn(32, 72, generator=gen).to(dtype), (torch.randn(24, 72, generator=gen) * 0.3).to(dtype)
     how = {"top_k": 4, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "scaling_factor": 2.5}
     bias = torch.randn(24, generator=gen)
-    want = router(x, weight, bias, impl="invariant", **how)
+    want = router(x, weight, bias, impl="invariant_triton", **how)
     for _ in range(3):
         order = torch.randperm(32, generator=gen)
-        for got, whole in zip(router(x[order], weight, bias, impl="invariant", **how), want, strict=True):
+        for got, whole in zip(router(x[order], weight, bias, impl="invariant_triton", **how), want, strict=True):
             assert torch.equal(got, whole[order])
     for row in (0, 5, 31):
         alone = torch.zeros_like(x).index_copy_(0, torch.tensor([9]), x[row : row + 1])
-        for got, whole in zip(router(alone, weight, bias, impl="invariant", **how), want, strict=True):
+        for got, whole in zip(router(alone, weight, bias, impl="invariant_triton", **how), want, strict=True):
             assert torch.equal(got[9], whole[row])
-    assert set(fused) == {"router"}
 
 
 @pytest.mark.parametrize("with_shared", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_experts_of_a_row_are_its_own(dtype, with_shared, fused, gen):
+def test_experts_of_a_row_are_its_own(dtype, with_shared, gen):
     """Of rows in any number, of which many or few share an expert."""
     case = make_experts(40, 4, 2, 200, 72, gen).to("cpu", dtype)
     shared = case.shared if with_shared else None
 
     def run(rows):
         chosen = case.x[rows], case.gate_up, case.down, case.weight[rows], case.expert[rows]
-        return grouped_experts(*chosen, shared=shared, impl="invariant")
+        return grouped_experts(*chosen, shared=shared, impl="invariant_triton")
 
     want = run(torch.arange(40))
     for count in (1, 2, 9, 40):
@@ -87,14 +64,13 @@ def test_experts_of_a_row_are_its_own(dtype, with_shared, fused, gen):
     got = run(torch.arange(40))
     assert torch.equal(got[~nobodys], want[~nobodys])
     assert not got[nobodys].any()
-    assert set(fused) == {"grouped_experts"}
 
 
 def test_the_usual_tilings_do_show_their_batch(gen):
     """The control: of how many queries and rows something changes when they come alone."""
     queries, case = Paged(gen, torch.float32), make_experts(32, 4, 2, 200, 72, gen)
     every = torch.arange(queries.num_queries)
-    keys = queries.selection(every, "invariant")
+    keys = queries.selection(every, "invariant_triton")
     whole = queries.attention(keys, every, "triton")[0]
     attended = sum(
         not torch.equal(queries.attention(keys, every[t : t + 1], "triton")[0][0], whole[t]) for t in range(4)

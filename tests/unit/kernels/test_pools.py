@@ -260,5 +260,5 @@ def test_a_pool_is_never_copied(kind, gen):
 
 
 def test_unknown_implementation():
-    with pytest.raises(ValueError, match="store_rows: unknown impl 'fast', expected one of auto, reference"):
+    with pytest.raises(ValueError, match="store_rows: unknown impl 'fast', expected one of auto, triton"):
         store_rows(torch.zeros(1, 4, 2), torch.tensor([0]), torch.ones(1, 2), impl="fast")

@@ -94,5 +94,5 @@ def test_what_is_refused(gen):
     q, k, rope, v, first = make_case("ragged", gen, torch.float32)
     with pytest.raises(ValueError, match=r"prompt_attention\[triton\] needs v_THV with rows in one piece"):
         prompt_attention(q, k, rope, v.transpose(1, 2).contiguous().transpose(1, 2), first, scale=SCALE, impl="triton")
-    with pytest.raises(ValueError, match="unknown impl 'fast', expected one of auto, reference, triton, cuda"):
+    with pytest.raises(ValueError, match="unknown impl 'fast', expected one of auto, cuda, triton, reference"):
         prompt_attention(q, k, rope, v, first, scale=SCALE, impl="fast")

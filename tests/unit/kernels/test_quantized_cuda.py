@@ -14,6 +14,7 @@ from glm5.kernels.quantized_weight import WeightFormat
 from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
 from tests.support.cuda_on_cpu import Matrix, build
+from tests.support.dispatch import as_on, chosen_by
 from tests.support.quantized_weights import exact_experts, quantized_case, random_quantized
 
 BUDGET = 3e-3  # the result's rounding to bfloat16: measured 1.7e-3
@@ -95,12 +96,12 @@ def test_tiles_have_the_references_bits(shape, gen, tmp_path, monkeypatch):
 def test_auto_takes_what_was_measured(gen, monkeypatch):
     module = import_module("glm5.kernels.quantized_linear")
     x, weight = torch.zeros(20, 128).bfloat16(), random_quantized(gen, linear_cuda.FORM, 16, 128)
-    monkeypatch.setattr(module, "chosen", lambda *given: True)
+    as_on(monkeypatch, "gpu", "triton", "hopper")
 
     def choice(measured, why=""):
         monkeypatch.setattr(module, "measured_for", lambda *given: measured)
         monkeypatch.setattr(linear_cuda, "refusal", lambda *given: why)
-        return module._choose(x, weight)
+        return chosen_by(module.TABLE, x, weight)
 
     assert choice(None) == choice(Tiling(block_o=32)) == choice(Tiling(cluster=2), "needs NVRTC") == "triton"
     assert choice(Tiling(cluster=2)) == "cuda"

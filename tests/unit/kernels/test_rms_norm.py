@@ -64,5 +64,7 @@ def test_gradients_agree_with_float64(dtype, budget, impl, gen):
 
 
 def test_unknown_implementation():
-    with pytest.raises(ValueError, match="rms_norm: unknown impl 'quick', expected one of auto, reference, fused"):
+    with pytest.raises(
+        ValueError, match="rms_norm: unknown impl 'quick', expected one of auto, triton, trained, fused"
+    ):
         rms_norm(torch.ones(2), torch.ones(2), EPS, impl="quick")

@@ -114,5 +114,5 @@ def test_a_share_of_queries_is_tiled_as_all_of_them():
 
 def test_unknown_implementation(gen):
     where, q, pool, w = make_case("one query, one key", gen)
-    with pytest.raises(ValueError, match="index_score: unknown impl 'fast'"):
+    with pytest.raises(ValueError, match="select_keys: unknown impl 'fast'"):
         select_keys(q, pool, w, *where.args, top_k=1, scale=SCALE, impl="fast")

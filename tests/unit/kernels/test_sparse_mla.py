@@ -196,7 +196,7 @@ def test_peak_memory_of_chunks_does_not_grow_with_gathered_latents(gen, monkeypa
 
 def test_auto_gathers_again_when_it_learns(monkeypatch):
     taken = []
-    monkeypatch.setattr("glm5.kernels.sparse_mla._chunked", lambda *_args, **_kwargs: taken.append("chunked"))
+    monkeypatch.setattr("glm5.kernels.sparse_mla.chunked.sparse_mla", lambda *_args, **_kwargs: taken.append("chunked"))
     num = 640
     q, pool = torch.zeros(num, H, L).requires_grad_(), torch.zeros(1, num, L)
     where = (torch.zeros(1, 1, dtype=torch.int32), torch.zeros(num, dtype=torch.int32), torch.full((num,), num))
@@ -218,8 +218,9 @@ def test_auto_gathers_again_when_it_learns(monkeypatch):
 )
 def test_auto_takes_the_cheaper(num_requests, num_queries, num_keys, selected, want, monkeypatch):
     taken = []
-    for name in ("gather", "masked"):
-        monkeypatch.setattr(f"glm5.kernels.sparse_mla._{name}", lambda *_args, name=name, **_kwargs: taken.append(name))
+    for name, file in (("gather", "reference"), ("masked", "masked")):
+        run = lambda *_args, name=name, **_kwargs: taken.append(name)  # noqa: E731
+        monkeypatch.setattr(f"glm5.kernels.sparse_mla.{file}.sparse_mla", run)
     row = torch.arange(num_requests).repeat_interleave(num_queries // num_requests)
     table, end = torch.arange(2 * num_requests).view(-1, 2), torch.full((num_queries,), num_keys)
     keys = None if selected is None else torch.zeros(num_queries, selected)
@@ -230,7 +231,7 @@ def test_auto_takes_the_cheaper(num_requests, num_queries, num_keys, selected, w
 
 def test_unknown_implementation(gen):
     where, q, pool, keys = make_case("one query, one key", "selected", gen)
-    with pytest.raises(ValueError, match="sparse_mla: unknown impl 'reference', expected one of auto, gather, chunked"):
+    with pytest.raises(ValueError, match="sparse_mla: unknown impl 'reference', expected one of auto, cuda, triton"):
         run(where, q, pool, keys, "reference")
 
 

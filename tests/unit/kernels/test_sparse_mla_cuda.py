@@ -10,6 +10,7 @@ from glm5.kernels.sparse_mla import cuda, sparse_mla
 from glm5.kernels.sparse_mla.cuda import num_shares
 from glm5.testing.numerics import rel_rms
 from tests.support.cuda_on_cpu import build
+from tests.support.dispatch import as_on, chosen_by
 
 BUDGET = 6e-3  # of p's and the result's rounding: measured 2.4e-3 in bfloat16, 1.8e-3 in FP8
 
@@ -92,15 +93,15 @@ def test_what_is_refused():
 
 def test_auto_takes_it_where_it_is_faster_and_can_be_built(monkeypatch):
     module = import_module("glm5.kernels.sparse_mla")
-    monkeypatch.setattr(module.triton_support, "chosen", lambda *given: True)
+    as_on(monkeypatch, "gpu", "triton", "hopper")
     monkeypatch.setattr(cuda, "refusal", lambda *given: "")
     pool, form = torch.zeros(2, 64, 576, dtype=torch.bfloat16), LatentFormat(512, 64)
     fp8 = Fp8Latents(quantize_latents(pool.flatten(0, 1), form).unflatten(0, (2, 64)), form)
 
     def taken(pool, H):
-        given = torch.zeros(1, 1).int(), torch.zeros(1, 2).int(), torch.zeros(1).int(), 512
+        given = pool, torch.zeros(1, 1).int(), torch.zeros(1, 2).int(), torch.zeros(1).int(), 512
         counts = (3, 4, 23, 24, 512, 513, 8192)
-        choices = {T: module._cheaper(torch.zeros(T, H, 576, dtype=torch.bfloat16), pool, *given) for T in counts}
+        choices = {T: chosen_by(module.TABLE, torch.zeros(T, H, 576, dtype=torch.bfloat16), *given) for T in counts}
         return [T for T, choice in choices.items() if choice == "cuda"]
 
     assert taken(fp8, 8) == taken(fp8, 16) == [4, 23, 24, 512, 513, 8192]

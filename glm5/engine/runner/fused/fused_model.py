@@ -289,10 +289,10 @@ class FusedMoE:
             return experts(*choice, apart_TD) if isinstance(experts, QuantizedExperts) else experts(*choice) + apart_TD
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
-        if experts.impl == "invariant":
+        if experts.impl != "auto":
             # Rows of padding would all go to the same experts, one tile after the other.
             given = *given[:-1], expert_TA.masked_fill(view.end_T[:, None] == 0, -1)
-            return grouped_experts(*given, shared=shared, impl="invariant")
+            return grouped_experts(*given, shared=shared, impl=experts.impl)
         terms = expert_outputs(*given, shared=shared, quantized=x.quantized)
         return grouped_experts(*given, shared=shared, quantized=x.quantized) if terms is None else terms
 

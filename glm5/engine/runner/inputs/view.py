@@ -7,7 +7,6 @@ writes to the dump page.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.runner.inputs.slot_state import SlotState
 from glm5.kernels.cpu_layer import HostKeys, HostStep
 from glm5.kernels.groups import FewQueries, few_queries
+from glm5.kernels.invariant import Impl, impl_on
 from glm5.kernels.step_rows import StepRows
 from glm5.kernels.store_rows.in_place import Where
 from glm5.model.seams import Selection
@@ -196,8 +196,8 @@ class StepView:
         return self._planned
 
     @property
-    def _impl(self) -> Literal["auto", "invariant"]:
-        return "invariant" if self.invariant else "auto"
+    def _impl(self) -> Impl:
+        return impl_on(self.cache.device, self.cache.dtype) if self.invariant else "auto"
 
 
 def _on_host(

@@ -10,7 +10,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.train import Recipe, read_recipe
 from glm5.model.glm5 import Glm5
 from glm5.model.init import init_weights
-from glm5.parallel.group import store_at
+from glm5.parallel.rendezvous import store_at
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import build, fill, outline, take_rows

@@ -1,0 +1,20 @@
+"""Latent attention by Triton's kernel with a fixed number of shares and one tiling: a program has one query, and the
+order in which it takes keys, sums of shares and the merge knows nothing of others."""
+
+from typing import Any
+
+from torch import Tensor
+
+from glm5.kernels.dispatch import forward_only
+from glm5.kernels.fp8_pool import Pool
+from glm5.kernels.sparse_mla import triton
+
+_SHARES = 2  # of a query's keys: programs of a pass then fill a GPU
+
+
+@forward_only("sparse_mla[invariant_triton]")
+def sparse_mla(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, *where: Tensor, **options: Any):
+    """As `reference.sparse_mla`, without gradients. Raises ValueError where `keys_TK` is None."""
+    if keys_TK is None:
+        raise ValueError("sparse_mla[invariant_triton] reads selections of one width: give keys_TK; got None")
+    return triton.sparse_mla(q_THL, latent_PZL, keys_TK, *where, num_shares=_SHARES, **options)

@@ -1,0 +1,62 @@
+"""How the ranks of a machine find each other, and the group that they are then."""
+
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
+
+from glm5.parallel.cuda import CudaGroup
+from glm5.parallel.gloo import GlooGroup
+from glm5.parallel.group import Group
+from glm5.parallel.table import Shard
+
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+class Rendezvous:
+    """Where ranks find each other: a store that the first rank keeps, on this machine alone."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def open(self, size: int) -> Store:
+        return TCPStore(
+            "127.0.0.1",
+            self.port,
+            size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+
+
+def store_at(port: int, size: int) -> Store:
+    """The store of a `Rendezvous`, for the other ranks."""
+    return TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+
+
+def open_group(shard: Shard, device: torch.device, store: Store, *, timeout_s: float) -> Group:
+    """Meet the other ranks, all of which call this. `timeout_s`: how long a collective may take before it fails."""
+    begin(shard, device, store, timeout_s=timeout_s)
+    return CudaGroup(shard, device) if device.type == "cuda" else GlooGroup(shard)
+
+
+def begin(shard: Shard, device: torch.device, store: Store, *, timeout_s: float) -> None:
+    """torch.distributed's world for these ranks: NCCL on GPUs, else gloo on this machine's own interface."""
+    timeout = timedelta(seconds=timeout_s)
+    ranks = {"store": store, "rank": shard.rank, "world_size": shard.size, "timeout": timeout}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **ranks)
+        return
+    # The one way to stay on this machine's own interface without the environment.
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface=_LOOPBACK)]
+    options._timeout = timeout
+    dist.init_process_group("gloo", pg_options=options, **ranks)
