@@ -1,6 +1,6 @@
 """Logits to tokens: batched, on the device, by state that a sequence leaves in its slot when it takes it.
 
-params     what callers write, each number declared once: `SamplingParams`       words    bad words as token sequences
+params     what callers write, each number declared once: `SamplingParams`        words    bad words as token sequences
 slots      per-slot tables: who sits where, what was written so far               edits    rules, masks and penalties
 draw       temperature, min-p, top-k, top-p, then the race                        noise    what the race is run with
 sampler    logits in, tokens and log-probabilities out: `Sampler`                 logprobs of tokens, and the likeliest

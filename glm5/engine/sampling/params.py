@@ -282,6 +282,7 @@ def _numbers() -> Iterator[tuple[str, Number]]:
 _HINTS = get_type_hints(SamplingParams, include_extras=True)
 _FLAGS = [name for name, hint in _HINTS.items() if hint is bool]
 NUMBERS = dict(_numbers())
+LOGIT_NUMBERS = {name: number for name, number in NUMBERS.items() if number.bounds.feature}  # those that act on logits
 _CHECKS = [(name, one.types, one.bounds.minimum, one.bounds.maximum, one.allowed) for name, one in NUMBERS.items()]
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from glm5.engine.sampling.params import (
     CUTS,
+    LOGIT_NUMBERS,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
     MAX_STOP_IDS,
-    NUMBERS,
     Feature,
     SamplingParams,
 )
@@ -31,9 +31,8 @@ ANY_TOKEN = -2  # in front of a bad word shorter than the longest
 _FOREVER = torch.iinfo(torch.int64).max
 
 # Columns, one value a slot: the numbers that act on logits, min_p as its logarithm, and the seed.
-_ACTING = {name: number for name, number in NUMBERS.items() if number.bounds.feature}
-_FLOATS = [name for name, number in _ACTING.items() if float in number.types]
-_INTS = [*(name for name in _ACTING if name not in _FLOATS), "seed"]
+_FLOATS = [name for name, number in LOGIT_NUMBERS.items() if float in number.types]
+_INTS = [*(name for name in LOGIT_NUMBERS if name not in _FLOATS), "seed"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Placement:
     def features(self) -> int:
         params, features = self.params, 0
         for name, value in _numbers(params).items():
-            features |= _ACTING[name].bounds.feature if value != _ACTING[name].default else 0
+            features |= LOGIT_NUMBERS[name].bounds.feature if value != LOGIT_NUMBERS[name].default else 0
         features = features & ~(CUTS | Feature.TEMPERED) if params.greedy else features | Feature.RANDOM
         features |= 0 if params.logprobs is None else Feature.LOGPROBS
         features |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else 0
@@ -235,7 +234,7 @@ class SlotTables:
 
 def _numbers(params: SamplingParams) -> dict[str, float]:
     """Those that act on logits, the same for all values that mean the same."""
-    numbers = {name: getattr(params, name) for name in _ACTING}
+    numbers = {name: getattr(params, name) for name in LOGIT_NUMBERS}
     numbers["temperature"] = 0.0 if params.greedy else params.temperature
     numbers["top_k"] = max(params.top_k, 0)
     return numbers
