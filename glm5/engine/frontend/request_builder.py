@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt in its one form. `text` is None where token ids were given."""
+    """A prompt as token ids. `text` is None where token ids were given."""
 
     text: str | None
     token_ids: list[int]
@@ -79,9 +79,9 @@ def listed(prompts: Any, prompt_token_ids: Any = None) -> list[Any]:
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> ReadPrompt:
-    """A prompt in any of its forms: text, token ids, or vLLM's {"prompt": ...} and {"prompt_token_ids": ...}, with
+    """A prompt as text, token ids, or vLLM's {"prompt": ...} and {"prompt_token_ids": ...}, with
     "cache_salt". Special tokens spelled in a text are special tokens."""
-    salt, forms = "", "a text or a list of token ids"
+    salt, allowed = "", "a text or a list of token ids"
     if isinstance(prompt, Mapping):
         if unknown := [key for key, value in prompt.items() if key not in _KEYS and value is not None]:
             raise RequestError(
@@ -90,12 +90,12 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> ReadP
             )
         salt = prompt.get("cache_salt") or ""
         if "prompt_token_ids" in prompt:
-            name, prompt, forms = f"{name}: prompt_token_ids", prompt["prompt_token_ids"], "a list of token ids"
+            name, prompt, allowed = f"{name}: prompt_token_ids", prompt["prompt_token_ids"], "a list of token ids"
         else:
             prompt = prompt.get("prompt", ())
     if not isinstance(salt, str):
         raise RequestError(f"{name}: cache_salt is {salt!r:.60}; allowed: a text", param="cache_salt")
-    if isinstance(prompt, str) and forms != "a list of token ids":
+    if isinstance(prompt, str) and allowed != "a list of token ids":
         if tokenizer is None:
             raise RequestError(
                 f"{name} is text and there is no tokenizer; give token ids, or LLM(..., tokenizer=PATH)", param="prompt"
@@ -103,7 +103,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> ReadP
         return ReadPrompt(prompt, tokenizer.encode(prompt), salt)
     ids = _ids(prompt)
     if ids is None:
-        raise RequestError(f"{name} is {prompt!r:.60}; allowed: {forms}", param="prompt")
+        raise RequestError(f"{name} is {prompt!r:.60}; allowed: {allowed}", param="prompt")
     return ReadPrompt(None, ids, salt)
 
 

@@ -322,7 +322,7 @@ def _part(model: Glm5, group: Group) -> VocabShard | None:
     if group.shard.size == 1:
         return None
     size = model.cfg.vocab_size // group.shard.size
-    return VocabShard(group, group.shard.rank, group.shard.rank * size, size)
+    return VocabShard(group.shard.rank * size, size, group, group.shard.rank)
 
 
 def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:

@@ -1,10 +1,10 @@
 """Logits to tokens: batched, on the device, by state that a sequence leaves in its slot when it takes it.
 
-params     what callers write: `SamplingParams`, `StructuredOutputsParams`        words    bad words as token sequences
+params     what callers write, each number declared once: `SamplingParams`        words    bad words as token sequences
 slots      per-slot tables: who sits where, what was written so far               edits    rules, masks and penalties
 draw       temperature, min-p, top-k, top-p, then the race                        noise    what the race is run with
 sampler    logits in, tokens and log-probabilities out: `Sampler`                 logprobs of tokens, and the likeliest
-drafts     which drafted tokens stand                                             grammar  xgrammar's masks
+drafts     which drafted tokens are accepted                                      grammar  xgrammar's masks
 schema     JSON schemas that a grammar cannot honour                              compiling off the step's path
 
 A token is a function of its row of logits, its sequence's parameters and earlier tokens, seed and position: of nothing

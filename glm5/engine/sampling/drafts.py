@@ -1,7 +1,7 @@
-"""Which drafted tokens stand. A draft does when it is the very token that its row drew: output cannot depend on depth.
+"""Which drafts are accepted: those that are the very token their row drew, so that output cannot depend on depth.
 
-row 0 of a slot draws t0; row j draws tj assuming drafts d1 .. dj;  d1 stands if t0 == d1, d2 if also t1 == d2 ...
-new tokens = t0 .. ta, a = number of drafts that stand
+row 0 of a slot draws t0; row j draws tj assuming drafts d1 .. dj;  d1 is accepted if t0 == d1, d2 if also t1 == d2 ...
+new tokens = t0 .. ta, a = number of accepted drafts
 """
 
 from typing import NamedTuple
@@ -41,9 +41,9 @@ def accept_on_device(token_R: Tensor, slot_R: Tensor, offset_R: Tensor, draft_SK
     # Not `= True`: that would copy a scalar from the host, which no CUDA graph can hold.
     drawn_SJ[slot_R, offset_R] = torch.ones_like(slot_R, dtype=torch.bool)
     drawn_SJ[-1].fill_(False)  # noqa: FBT003
-    stands_SK = token_SJ[:, :-1] == draft_SK
+    accepted_SK = token_SJ[:, :-1] == draft_SK
     alive_SJ = drawn_SJ.clone()
-    alive_SJ[:, 1:] &= stands_SK
+    alive_SJ[:, 1:] &= accepted_SK
     return Accepted(token_SJ, alive_SJ.int().cumprod(dim=1).sum(dim=1))
 
 

@@ -9,6 +9,7 @@ row keeps the same tokens whether its head or the whole of it was sorted, on any
 greedy where its temperature is 0.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,40 +17,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm5.engine.sampling.logprobs import Logprobs, logprobs
 from glm5.engine.sampling.noise import log_exponential
+from glm5.engine.sampling.params import Feature
 
 ONE = 2.0**40  # the mass of the likeliest token; 2**18 of them still fit 63 bits
 _ALL = torch.iinfo(torch.int64).max
 _HEAD = 1024  # tokens of a row that a CPU sorts before it sorts all
 
-
-@dataclass
-class DrawParams:
-    """Per row: temperature (0: greedy), log of min_p, top_p in float32; top_k (0: all) and seed in int64."""
-
-    temperature_R: Tensor
-    log_min_p_R: Tensor
-    top_p_R: Tensor
-    top_k_R: Tensor
-    seed_R: Tensor
+Numbers = Mapping[str, Tensor]  # of each row, by name (`SlotTables.numbers_of`)
 
 
-def kept(logits_RW: Tensor, params: DrawParams, *, min_p: bool, head: bool) -> Tensor:
-    """z of what is kept, -inf elsewhere. `min_p`, `head`: whether any row has a min_p, or a top_k or top_p: else that
-    work is skipped."""
-    z_RW = logits_RW - logits_RW.amax(dim=-1, keepdim=True)
-    z_RW /= divisor(params.temperature_R)[:, None]
-    if min_p:
-        z_RW.masked_fill_(z_RW < params.log_min_p_R[:, None], -torch.inf)
-    if head:
-        z_RW.masked_fill_(_dropped(z_RW, params.top_k_R, params.top_p_R), -torch.inf)
+class Best(NamedTuple):
+    """Per row the largest value and its token id, the smallest of equals."""
+
+    value_R: Tensor
+    token_R: Tensor
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids whose logits this process has, `size` from `first` on: all. (`parts.VocabShard`: a rank's part.)"""
+
+    first: int
+    size: int
+
+    def best(self, values_RW: Tensor) -> Best:
+        """See `Best`. Rows of NaN or of -inf alone give any token, the same on every rank."""
+        return Best(*values_RW.max(dim=-1))
+
+    def keep_head(self, z_RW: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> None:
+        """z is -inf for the tokens that top_k and then top_p leave out."""
+        z_RW.masked_fill_(_dropped(z_RW, top_k_R, top_p_R), -torch.inf)
+
+    def logprobs(
+        self, logits_RW: Tensor, token_R: Tensor, drawn_from_RW: Tensor | None, num_likeliest: int
+    ) -> Logprobs:
+        return logprobs(logits_RW, token_R, drawn_from_RW, num_likeliest)
+
+
+def kept(logits_RW: Tensor, best: Best, numbers: Numbers, features: int, vocabulary: Vocabulary) -> Tensor:
+    """z of what is kept, -inf elsewhere. Cuts that are not among `features`, as no row has them, are skipped."""
+    z_RW = logits_RW - best.value_R[:, None]
+    z_RW /= divisor(numbers["temperature"])[:, None]
+    if features & Feature.MIN_P:
+        z_RW.masked_fill_(z_RW < numbers["min_p"][:, None], -torch.inf)
+    if features & Feature.HEAD:
+        vocabulary.keep_head(z_RW, numbers["top_k"], numbers["top_p"])
     return z_RW
 
 
-def race(z_RW: Tensor, logits_RW: Tensor, position_R: Tensor, params: DrawParams) -> Tensor:
+def race(z_RW: Tensor, best: Best, position_R: Tensor, numbers: Numbers, vocabulary: Vocabulary) -> Tensor:
     """Token ids [R] out of z, which is overwritten."""
-    z_RW -= log_exponential(params.seed_R, position_R, logits_RW.shape[1])
-    return torch.where(params.temperature_R == 0, logits_RW.argmax(dim=-1), z_RW.argmax(dim=-1))
+    z_RW -= log_exponential(numbers["seed"], position_R, vocabulary.size, vocabulary.first)
+    return torch.where(numbers["temperature"] == 0, best.token_R, vocabulary.best(z_RW).token_R)
 
 
 def divisor(temperature_R: Tensor) -> Tensor:

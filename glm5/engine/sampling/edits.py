@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glm5.engine.sampling.slots import ANY_TOKEN, Feature, SlotTables
+from glm5.engine.sampling.params import Feature
+from glm5.engine.sampling.slots import ANY_TOKEN, SlotTables
 
 EDITS = Feature.PERMITTED | Feature.BAD_WORDS | Feature.BIASES | Feature.PENALTIES
 
@@ -123,9 +124,9 @@ def _penalize(logits_RW: Tensor, rows: Rows, assumed_RK: Tensor | None, tables: 
     if assumed_RK is not None:
         place_RK, is_within_RK = _within(assumed_RK, first or 0, logits_RW.shape[1])
         counts_RW.scatter_add_(1, place_RK, is_within_RK.int())
+    numbers = tables.numbers_of(rows.slot_R)
     presence_R1, frequency_R1, repetition_R1 = (
-        table.index_select(0, rows.slot_R)[:, None]
-        for table in (tables.presence_S, tables.frequency_S, tables.repetition_S)
+        numbers[f"{name}_penalty"][:, None] for name in ("presence", "frequency", "repetition")
     )
     written_RW = counts_RW > 0
     seen_RW = tables.in_prompt_SW[:, span].index_select(0, rows.slot_R).logical_or_(written_RW)

@@ -51,8 +51,8 @@ class Matcher:
     def fill(self, drafts: Sequence[int], mask_JM: Tensor) -> None:
         """Row j of mask_JM, int32 [at least 1 + len(drafts), ceil(W / 32)], on the host: what may follow j drafts.
 
-        Rows after a draft that is not allowed are free: that draft will not stand, and they with it. The sequence's
-        place in its grammar stays as it was.
+        Rows after a draft that is not allowed are free: neither it nor those after it will be accepted. The
+        sequence's place in its grammar stays as it was.
         """
         start = time.thread_time()
         starts_after, budget, num_taken = self._starts_after, self._budget, 0

@@ -7,11 +7,13 @@ only what needs a model (`check_token_ids`) or a compiler (a grammar's text) is 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from glm5.common.budget import least_chars
 from glm5.common.errors import RequestError
@@ -32,16 +34,44 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256  # token sequences: a word has up to two spellings, at the start of a text and within one
 MAX_BAD_WORD_LEN = 32  # tokens
 
-_NUMBERS = (
-    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
-    *("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget"),
-    "truncate_prompt_tokens",
-)
-_SWITCHES = (
-    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "spaces_between_special_tokens"),
-)
+_TRUNCATION = "None, at least 1, or -1 for what the context takes"
 _KINDS = {0: "CUMULATIVE", 1: "DELTA", 2: "FINAL_ONLY"}
 _HALVES = re.compile("[\ud800-\udfff]")
+
+
+class Feature:
+    """Work of the sampler, as bits of an int: an enum's would take longer than small tensors do."""
+
+    RANDOM = 1
+    MIN_P = 2
+    HEAD = 4  # top_k or top_p
+    PENALTIES = 8
+    BIASES = 16  # logit_bias, or stop tokens barred by min_tokens
+    BAD_WORDS = 32
+    PERMITTED = 64  # a grammar, a budget of thinking or allowed_token_ids
+    LOGPROBS = 128
+    TEMPERED = 256  # a temperature other than 1, which log-probabilities show
+
+
+CUTS = Feature.MIN_P | Feature.HEAD  # leave tokens out of a draw
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least and the most that a number may be, for `Annotated`; `allowed`: in words.
+
+    `feature`: the number acts on logits. Each slot has a column for it, and a value other than the default needs this
+    work of the sampler. Pydantic writes the bounds into the OpenAPI document, and checks nothing by them.
+    """
+
+    minimum: float
+    maximum: float = math.inf
+    allowed: str = ""
+    feature: int = 0
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        bounds = {"minimum": self.minimum, "maximum": self.maximum}
+        return handler(schema) | {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
 
 
 @dataclass(frozen=True)
@@ -95,35 +125,36 @@ class StructuredOutputsParams:
 class SamplingParams:
     """How to continue one prompt. Raises RequestError naming the field, the value and what is allowed.
 
+    A number is declared here alone: checks, fields of the HTTP bodies and the sampler's columns follow from `Bounds`.
     The last ones are vLLM's, and taken where they ask for nothing else than what is done anyway: `stream` yields
     deltas and `generate` returns finished answers, and no spaces are ever put between special tokens.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 and -1: all tokens
-    min_p: float = 0.0
-    seed: int | None = None
+    n: Annotated[int, Bounds(1, MAX_N)] = 1
+    presence_penalty: Annotated[float, Bounds(-2, 2, feature=Feature.PENALTIES)] = 0.0
+    frequency_penalty: Annotated[float, Bounds(-2, 2, feature=Feature.PENALTIES)] = 0.0
+    repetition_penalty: Annotated[float, Bounds(0.01, 100, "0.01 to 100 (1: none)", Feature.PENALTIES)] = 1.0
+    temperature: Annotated[float, Bounds(0, 100, "0 (greedy) to 100", Feature.TEMPERED)] = 1.0
+    top_p: Annotated[float, Bounds(0, 1, "above 0, at most 1", Feature.HEAD)] = 1.0
+    top_k: Annotated[int, Bounds(-1, allowed=f"-1 or 0 (all), or 1 to {MAX_TOP_K}", feature=Feature.HEAD)] = 0
+    min_p: Annotated[float, Bounds(0, 1, feature=Feature.MIN_P)] = 0.0
+    seed: Annotated[int, Bounds(-(2**63), 2**64 - 1, "a 64-bit integer")] | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None  # 0: of the sampled token alone; k: of the k likeliest besides
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens, the first of which has none
+    max_tokens: Annotated[int, Bounds(1, allowed="at least 1, or None for up to the end of the context")] | None = 16
+    min_tokens: Annotated[int, Bounds(0)] = 0
+    logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None  # of the sampled token, and the k likeliest
+    prompt_logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None  # the prompt's first token has none
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    thinking_token_budget: int | None = None  # tokens of thinking before its end tag is all that may come
+    thinking_token_budget: Annotated[int, Bounds(0)] | None = None  # after them only the end tag of thinking may come
     detokenize: bool = True  # False: token ids alone, no text
-    truncate_prompt_tokens: int | None = None  # the prompt's last k tokens; -1: as many as the context takes
+    truncate_prompt_tokens: Annotated[int, Bounds(-1, allowed=_TRUNCATION)] | None = None  # the last of them are left
     spaces_between_special_tokens: bool = True
     output_kind: str | None = None
     flat_logprobs: bool = False
@@ -131,8 +162,13 @@ class SamplingParams:
     logits_processors: None = None
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            object.__setattr__(self, name, plain(getattr(self, name)))
+        for name, types, minimum, maximum, allowed in _CHECKS:
+            given = getattr(self, name)
+            value = plain(given)
+            if value is not given:
+                object.__setattr__(self, name, value)
+            if type(value) not in types or not (value is None or minimum <= value <= maximum):
+                raise _refusal(name, value, allowed)
         for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             object.__setattr__(self, name, _as_tuple([value] if isinstance(value, str) else value))
@@ -144,7 +180,7 @@ class SamplingParams:
         for name in ("extra_args", "logits_processors"):
             if isinstance(getattr(self, name), Sized) and not len(getattr(self, name)):
                 object.__setattr__(self, name, None)
-        for name, good, allowed in (*self._numbers(), *self._lists(), *self._ending(), *self._others()):
+        for name, good, allowed in (*self._together(), *self._lists(), *self._others()):
             if not good:
                 raise _refusal(name, getattr(self, name), allowed)
 
@@ -179,63 +215,75 @@ class SamplingParams:
                     f"{name} holds {beyond[0]}; allowed: token ids below the vocabulary's {vocab_size}", param=name
                 )
 
-    def _numbers(self) -> Iterator[tuple[str, bool, str]]:
-        yield "n", _is_int(self.n, 1, MAX_N), f"1 to {MAX_N}"
-        yield "presence_penalty", _within(self.presence_penalty, -2.0, 2.0), "-2 to 2"
-        yield "frequency_penalty", _within(self.frequency_penalty, -2.0, 2.0), "-2 to 2"
-        yield "repetition_penalty", _within(self.repetition_penalty, 1e-2, 1e2), "0.01 to 100 (1: none)"
-        yield "temperature", _within(self.temperature, 0.0, 100.0), "0 (greedy) to 100"
-        yield "top_p", _within(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0, at most 1"
-        yield "top_k", _is_int(self.top_k, -1, MAX_TOP_K), f"-1 or 0 (all), or 1 to {MAX_TOP_K}"
-        yield "min_p", _within(self.min_p, 0.0, 1.0), "0 to 1"
-        yield "seed", self.seed is None or _is_int(self.seed, -(2**63), 2**64 - 1), "a 64-bit integer"
+    def _together(self) -> Iterator[tuple[str, bool, str]]:
+        """What bounds alone do not say."""
+        yield "top_p", self.top_p > 0, NUMBERS["top_p"].bounds.allowed
+        yield "top_k", self.top_k <= MAX_TOP_K, NUMBERS["top_k"].bounds.allowed
         yield "n", self.n == 1 or not self.greedy, "1 with temperature 0: all answers would be the same"
+        longest = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        yield "min_tokens", longest, f"0 to max_tokens ({self.max_tokens})"
+        yield "truncate_prompt_tokens", self.truncate_prompt_tokens != 0, _TRUNCATION
 
     def _lists(self) -> Iterator[tuple[str, bool, str]]:
         few = _few(self.stop, _is_text, MAX_STOP_STRINGS)
         yield "stop", few, f"a non-empty text, or up to {MAX_STOP_STRINGS} of them"
         short = few and all(len(text) <= MAX_STOP_CHARS for text in self.stop)
         yield "stop", short, f"texts of up to {MAX_STOP_CHARS} characters"
-        few = _few(self.stop_token_ids, _is_int, MAX_STOP_IDS)
+        few = _few(self.stop_token_ids, _is_token_id, MAX_STOP_IDS)
         yield "stop_token_ids", few, f"a list of up to {MAX_STOP_IDS} token ids of at least 0"
         few = _few(self.bad_words, _is_text, MAX_BAD_WORDS // 2)
         yield "bad_words", few, f"a list of up to {MAX_BAD_WORDS // 2} non-empty texts"
         biases = self.logit_bias
-        few = biases is None or _few(tuple(biases), _is_int, MAX_LOGIT_BIASES)
+        few = biases is None or _few(tuple(biases), _is_token_id, MAX_LOGIT_BIASES)
         yield "logit_bias", few, f"a mapping of up to {MAX_LOGIT_BIASES} token ids to numbers"
         allowed = self.allowed_token_ids
-        few = allowed is None or (_few(allowed, _is_int, MAX_ALLOWED_IDS) and len(allowed) > 0)
+        few = allowed is None or (_few(allowed, _is_token_id, MAX_ALLOWED_IDS) and len(allowed) > 0)
         yield "allowed_token_ids", few, f"some token ids, up to {MAX_ALLOWED_IDS}"
         grammar = self.structured_outputs
         right = grammar is None or isinstance(grammar, StructuredOutputsParams)
         yield "structured_outputs", right, "a StructuredOutputsParams"
-
-    def _ending(self) -> Iterator[tuple[str, bool, str]]:
-        yield (
-            "max_tokens",
-            self.max_tokens is None or _is_int(self.max_tokens, 1),
-            ("at least 1, or None for up to the end of the context"),
-        )
-        most = self.max_tokens if isinstance(self.max_tokens, int) else float("inf")
-        yield "min_tokens", _is_int(self.min_tokens, 0, most), f"0 to max_tokens ({self.max_tokens})"
-        budget = self.thinking_token_budget
-        yield "thinking_token_budget", budget is None or _is_int(budget), "None, or at least 0"
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            yield name, value is None or _is_int(value, 0, MAX_LOGPROBS), f"None, or 0 to {MAX_LOGPROBS}"
-        for name in _SWITCHES:
-            yield name, isinstance(getattr(self, name), bool), "true or false"
         yield "stop", self.detokenize or not self.stop, "none without text (detokenize is false)"
 
     def _others(self) -> Iterator[tuple[str, bool, str]]:
-        cut = self.truncate_prompt_tokens
-        few = cut is None or cut == -1 or _is_int(cut, 1)
-        yield "truncate_prompt_tokens", few, "None, at least 1, or -1 for what the context takes"
+        for name in _FLAGS:
+            yield name, isinstance(getattr(self, name), bool), "true or false"
         kinds = "DELTA (what stream yields) or FINAL_ONLY (what generate returns)"
         yield "output_kind", self.output_kind in (None, "DELTA", "FINAL_ONLY"), kinds
         yield "flat_logprobs", self.flat_logprobs is False, "false: log-probabilities come by token"
         yield "extra_args", self.extra_args is None, "None: there are none"
         yield "logits_processors", self.logits_processors is None, "None: logit_bias, bad_words, structured_outputs"
+
+
+class Number(NamedTuple):
+    """A number of SamplingParams. `annotated`: its type with the bounds; `types`: those that a value may have."""
+
+    annotated: Any
+    types: tuple[type, ...]
+    bounds: Bounds
+    default: Any
+
+    @property
+    def allowed(self) -> str:
+        minimum, maximum = self.bounds.minimum, self.bounds.maximum
+        words = f"at least {minimum}" if maximum == math.inf else f"{minimum} to {maximum}"
+        return self.bounds.allowed or ("None, or " if NoneType in self.types else "") + words
+
+
+def _numbers() -> Iterator[tuple[str, Number]]:
+    defaults = {one.name: one.default for one in fields(SamplingParams)}
+    for name, hint in _HINTS.items():
+        for kind in (hint, *get_args(hint)):
+            if get_origin(kind) is Annotated:
+                number, bounds = get_args(kind)
+                types = (number, *((int,) if number is float else ()), *((NoneType,) if kind is not hint else ()))
+                yield name, Number(kind, types, bounds, defaults[name])
+
+
+_HINTS = get_type_hints(SamplingParams, include_extras=True)
+_FLAGS = [name for name, hint in _HINTS.items() if hint is bool]
+NUMBERS = dict(_numbers())
+LOGIT_NUMBERS = {name: number for name, number in NUMBERS.items() if number.bounds.feature}  # those that act on logits
+_CHECKS = [(name, one.types, one.bounds.minimum, one.bounds.maximum, one.allowed) for name, one in NUMBERS.items()]
 
 
 def _as_text(kind: str, value: Any) -> str:
@@ -328,13 +376,8 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != "" and not _HALVES.search(value)
 
 
-def _is_int(value: object, low: int = 0, high: float = float("inf")) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _within(value: object, low: float, high: float) -> bool:
-    """A number in [low, high]; NaN is not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def answer_seeds(seed: int, count: int) -> list[int]:

@@ -14,9 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from glm5.engine.sampling.draw import ONE, DrawParams, divisor
+from glm5.engine.sampling.draw import ONE, Best, Vocabulary
 from glm5.engine.sampling.logprobs import Logprobs
-from glm5.engine.sampling.noise import log_exponential
 from glm5.kernels.top_k import top_k
 
 _BITS, _BINS = 8, 256  # of each of four passes over the 31 bits of a magnitude
@@ -32,50 +31,64 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class VocabShard:
-    """This rank's token ids: `size` from `first` on, the rank-th part of all."""
+class VocabShard(Vocabulary):
+    """This rank's token ids, the rank-th part of all."""
 
     exchange: Exchange
     rank: int
-    first: int
-    size: int
 
+    def best(self, values_RW: Tensor) -> Best:
+        mine = values_RW.max(dim=-1)
+        pairs_2R = torch.stack([mine.values.double(), (mine.indices + self.first).double()])
+        value_NR, token_NR = self.exchange.all_gather(pairs_2R).unbind(dim=1)
+        value_R = value_NR.amax(dim=0)
+        token_R = token_NR.masked_fill(value_NR != value_R, torch.inf).amin(dim=0)
+        return Best(value_R.float(), token_R.masked_fill(token_R.isinf(), 0).long())
 
-class Best(NamedTuple):
-    """Per row the largest value of all ranks' and its token id, the smallest of equals."""
-
-    value_R: Tensor
-    token_R: Tensor
-
-
-def best_of(values_RW: Tensor, part: VocabShard) -> Best:
-    """See `Best`. Rows of NaN or of -inf alone give any token, the same on every rank."""
-    mine = values_RW.max(dim=-1)
-    pairs_2R = torch.stack([mine.values.double(), (mine.indices + part.first).double()])
-    value_NR, token_NR = part.exchange.all_gather(pairs_2R).unbind(dim=1)
-    value_R = value_NR.amax(dim=0)
-    token_R = token_NR.masked_fill(value_NR != value_R, torch.inf).amin(dim=0)
-    return Best(value_R.float(), token_R.masked_fill(token_R.isinf(), 0).long())
-
-
-def kept_part(
-    logits_RW: Tensor, best: Best, params: DrawParams, part: VocabShard, *, min_p: bool, head: bool
-) -> Tensor:
-    """`kept` of the whole's logits, of which `best` is the largest."""
-    z_RW = (logits_RW - best.value_R[:, None]) / divisor(params.temperature_R)[:, None]
-    if min_p:
-        z_RW.masked_fill_(z_RW < params.log_min_p_R[:, None], -torch.inf)
-    if head:
-        num_rows = max(1, MOST_SOUGHT // part.size)
+    def keep_head(self, z_RW: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> None:
+        num_rows = max(1, MOST_SOUGHT // self.size)
         for rows in (slice(first, first + num_rows) for first in range(0, len(z_RW), num_rows)):
-            z_RW[rows].masked_fill_(_dropped(z_RW[rows], params.top_k_R[rows], params.top_p_R[rows], part), -torch.inf)
-    return z_RW
+            z_RW[rows].masked_fill_(_dropped(z_RW[rows], top_k_R[rows], top_p_R[rows], self), -torch.inf)
 
-
-def race_part(z_RW: Tensor, best: Best, position_R: Tensor, params: DrawParams, part: VocabShard) -> Tensor:
-    """`race`; z is overwritten."""
-    z_RW -= log_exponential(params.seed_R, position_R, part.size, part.first)
-    return torch.where(params.temperature_R == 0, best.token_R, best_of(z_RW, part).token_R)
+    def logprobs(
+        self, logits_RW: Tensor, token_R: Tensor, drawn_from_RW: Tensor | None, num_likeliest: int
+    ) -> Logprobs:
+        logits_RW = logits_RW.float()
+        drawn_from_RW = logits_RW if drawn_from_RW is None else drawn_from_RW
+        place_R = token_R - self.first
+        is_mine_R = (place_R >= 0) & (place_R < self.size)
+        rows: list[Tensor] = []
+        for each_RW in (logits_RW, drawn_from_RW):
+            mine_R = each_RW.gather(1, place_R.clamp(0, self.size - 1)[:, None])[:, 0]
+            rows += [torch.where(is_mine_R, mine_R, 0.0), *_spread(each_RW)]
+        said_NXR = self.exchange.all_gather(torch.stack([row.double() for row in rows]))
+        chosen_R, drawn_R = said_NXR[:, 0].sum(dim=0).float(), said_NXR[:, 3].sum(dim=0).float()
+        whole_R, tempered_R = _log_sum(said_NXR[:, 1:3]), _log_sum(said_NXR[:, 4:6])
+        logprob_RW = logits_RW - whole_R[:, None]
+        logprob_R = chosen_R - whole_R
+        num_above_R = (logprob_RW > logprob_R[:, None]).sum(dim=-1)
+        count = min(num_likeliest, self.size)
+        columns = [num_above_R[:, None]]
+        if count:
+            chosen_RN = top_k(logprob_RW, count).long().clamp_min_(0)
+            tempered_RN = drawn_from_RW.gather(1, chosen_RN) - tempered_R[:, None]
+            columns += [logprob_RW.gather(1, chosen_RN), chosen_RN + self.first, tempered_RN]
+        said_NRX = self.exchange.all_gather(torch.cat([column.double() for column in columns], dim=1))
+        rank_R = said_NRX[..., 0].sum(dim=0).long() + 1
+        # Ranks' ids ascend, and so do each rank's: a stable sort leaves equals in the order of their ids.
+        values_RN, ids_RN, tempered_RN = (
+            said_NRX[..., 1 + k * count : 1 + (k + 1) * count].transpose(0, 1).flatten(1).float() for k in range(3)
+        )
+        best = values_RN.sort(dim=-1, descending=True, stable=True)
+        first_RN = best.indices[:, :num_likeliest]
+        return Logprobs(
+            logprob_R,
+            drawn_R - tempered_R,
+            rank_R,
+            ids_RN.gather(1, first_RN).long(),
+            values_RN.gather(1, first_RN),
+            tempered_RN.gather(1, first_RN),
+        )
 
 
 class _Cut(NamedTuple):
@@ -132,48 +145,6 @@ def _find_cut(size_RW: Tensor, mass_RW: Tensor, wanted_R: Tensor, part: VocabSha
     num_ties_R = (missing_R - 1) // mass_each_R + 1 if by_mass else missing_R
     num_ties_R = num_ties_R.minimum(num_here_R)
     return _Cut(prefix_R1[:, 0], num_ties_R, above_R2[:, 1] + num_ties_R * mass_each_R)
-
-
-def logprobs_part(
-    logits_RW: Tensor, token_R: Tensor, drawn_from_RW: Tensor | None, num_likeliest: int, part: VocabShard
-) -> Logprobs:
-    """`logprobs` of the whole's logits."""
-    logits_RW = logits_RW.float()
-    drawn_from_RW = logits_RW if drawn_from_RW is None else drawn_from_RW
-    place_R = token_R - part.first
-    is_mine_R = (place_R >= 0) & (place_R < part.size)
-    rows: list[Tensor] = []
-    for each_RW in (logits_RW, drawn_from_RW):
-        mine_R = each_RW.gather(1, place_R.clamp(0, part.size - 1)[:, None])[:, 0]
-        rows += [torch.where(is_mine_R, mine_R, 0.0), *_spread(each_RW)]
-    said_NXR = part.exchange.all_gather(torch.stack([row.double() for row in rows]))
-    chosen_R, drawn_R = said_NXR[:, 0].sum(dim=0).float(), said_NXR[:, 3].sum(dim=0).float()
-    whole_R, tempered_R = _log_sum(said_NXR[:, 1:3]), _log_sum(said_NXR[:, 4:6])
-    logprob_RW = logits_RW - whole_R[:, None]
-    logprob_R = chosen_R - whole_R
-    num_above_R = (logprob_RW > logprob_R[:, None]).sum(dim=-1)
-    count = min(num_likeliest, part.size)
-    columns = [num_above_R[:, None]]
-    if count:
-        chosen_RN = top_k(logprob_RW, count).long().clamp_min_(0)
-        tempered_RN = drawn_from_RW.gather(1, chosen_RN) - tempered_R[:, None]
-        columns += [logprob_RW.gather(1, chosen_RN), chosen_RN + part.first, tempered_RN]
-    said_NRX = part.exchange.all_gather(torch.cat([column.double() for column in columns], dim=1))
-    rank_R = said_NRX[..., 0].sum(dim=0).long() + 1
-    # Ranks' ids ascend, and so do each rank's: a stable sort leaves equals in the order of their ids.
-    values_RN, ids_RN, tempered_RN = (
-        said_NRX[..., 1 + k * count : 1 + (k + 1) * count].transpose(0, 1).flatten(1).float() for k in range(3)
-    )
-    best = values_RN.sort(dim=-1, descending=True, stable=True)
-    first_RN = best.indices[:, :num_likeliest]
-    return Logprobs(
-        logprob_R,
-        drawn_R - tempered_R,
-        rank_R,
-        ids_RN.gather(1, first_RN).long(),
-        values_RN.gather(1, first_RN),
-        tempered_RN.gather(1, first_RN),
-    )
 
 
 def _spread(logits_RW: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glm5.engine.sampling.drafts import Accepted
-from glm5.engine.sampling.draw import DrawParams, drawn_from, kept, race
+from glm5.engine.sampling.draw import Vocabulary, drawn_from, kept, race
 from glm5.engine.sampling.edits import EDITS, Rows, edited
-from glm5.engine.sampling.logprobs import Logprobs, logprobs
-from glm5.engine.sampling.parts import VocabShard, best_of, kept_part, logprobs_part, race_part
+from glm5.engine.sampling.logprobs import Logprobs
+from glm5.engine.sampling.params import CUTS, Feature
+from glm5.engine.sampling.parts import VocabShard
 from glm5.engine.sampling.simulated import simulated
-from glm5.engine.sampling.slots import Feature, Placement, SlotTables
+from glm5.engine.sampling.slots import Placement, SlotTables
 from glm5.kernels.best_token import best_token
 
 _UNKNOWN_AHEAD = Feature.PERMITTED | Feature.LOGPROBS
-_CUTS = Feature.MIN_P | Feature.HEAD
 _ALL = -1
 _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's L2
 
@@ -55,7 +55,7 @@ class Sampler:
         simulate: float | None = None,
     ) -> None:
         self.part, self._simulate = part, simulate
-        self._width = vocab_size if part is None else part.size
+        self.vocabulary = part or Vocabulary(0, vocab_size)
         self.tables = SlotTables(num_slots, vocab_size, 1 + max_drafts, torch.device(device))
 
     def place(self, placements: list[Placement]) -> None:
@@ -100,7 +100,7 @@ class Sampler:
         self, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, *, drafting: bool, features: int | None
     ) -> Sampled:
         num_rows, vocab_size = logits_RW.shape
-        assert vocab_size == self._width, f"{vocab_size=} {self._width=}"
+        assert vocab_size == self.vocabulary.size, f"{vocab_size=} {self.vocabulary.size=}"
         assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
         wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
         features = (self.tables.features_of(rows.slots) if features is None else features) & wanted
@@ -123,71 +123,33 @@ class Sampler:
         features: int,
         num_likeliest: int,
     ) -> Sampled:
-        if self.part is not None:
-            return self._sample_part(self.part, logits_RW, rows, draft_SK, features, num_likeliest)
-        if not features:
+        part, vocabulary = self.part, self.vocabulary
+        if not features and part is None:
             return Sampled(*best_token(logits_RW), None)
-        edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features)
-        best = edited_RW.max(dim=-1)  # of equal ones the first
-        token_R, drawn_from_RW = best.indices, self._uncut(edited_RW, rows, features)
+        edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features, part and part.first)
+        best = vocabulary.best(edited_RW)
+        token_R, drawn_from_RW = best.token_R, self._uncut(edited_RW, rows, features)
         if features & Feature.RANDOM:
-            params = self._draw_params(rows)
-            z_RW = kept(edited_RW, params, **_cuts(features))
-            if drawn_from_RW is not None and features & _CUTS:
-                drawn_from_RW = drawn_from(edited_RW, params.temperature_R, z_RW)
-            token_R = race(z_RW, edited_RW, rows.position_R, params)
-        found = logprobs(logits_RW, token_R, drawn_from_RW, num_likeliest) if features & Feature.LOGPROBS else None
-        return Sampled(token_R, best.values.isfinite().logical_not_(), found)
+            numbers = self.tables.numbers_of(rows.slot_R)
+            z_RW = kept(edited_RW, best, numbers, features, vocabulary)
+            if drawn_from_RW is not None and features & CUTS:
+                drawn_from_RW = drawn_from(edited_RW, numbers["temperature"], z_RW)
+            token_R = race(z_RW, best, rows.position_R, numbers, vocabulary)
+        found = None
+        if features & Feature.LOGPROBS:
+            found = vocabulary.logprobs(logits_RW, token_R, drawn_from_RW, num_likeliest)
+        return Sampled(token_R, best.value_R.isfinite().logical_not_(), found)
 
     def logprobs(self, logits_RW: Tensor, token_R: Tensor, num_likeliest: int, temperature: float) -> Logprobs:
         """`logprobs` of tokens that are given, not drawn; `temperature` 0 counts as 1."""
         drawn_from_RW = None if temperature in (0, 1) else logits_RW.float() / temperature
-        if self.part is not None:
-            return logprobs_part(logits_RW, token_R, drawn_from_RW, num_likeliest, self.part)
-        return logprobs(logits_RW, token_R, drawn_from_RW, num_likeliest)
+        return self.vocabulary.logprobs(logits_RW, token_R, drawn_from_RW, num_likeliest)
 
     def _uncut(self, edited_RW: Tensor, rows: Rows, features: int) -> Tensor | None:
         """What tokens would be drawn from if nothing were cut; None where nobody asks, or it is the model's own."""
-        if not features & Feature.LOGPROBS or not features & (Feature.TEMPERED | EDITS | _CUTS):
+        if not features & Feature.LOGPROBS or not features & (Feature.TEMPERED | EDITS | CUTS):
             return None
-        return drawn_from(edited_RW, self.tables.temperature_S.index_select(0, rows.slot_R), None)
-
-    def _sample_part(
-        self,
-        part: VocabShard,
-        logits_RW: Tensor,
-        rows: Rows,
-        draft_SK: Tensor | None,
-        features: int,
-        num_likeliest: int,
-    ) -> Sampled:
-        edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features, part.first)
-        best = best_of(edited_RW, part)
-        token_R, drawn_from_RW = best.token_R, self._uncut(edited_RW, rows, features)
-        if features & Feature.RANDOM:
-            params = self._draw_params(rows)
-            z_RW = kept_part(edited_RW, best, params, part, **_cuts(features))
-            if drawn_from_RW is not None and features & _CUTS:
-                drawn_from_RW = drawn_from(edited_RW, params.temperature_R, z_RW)
-            token_R = race_part(z_RW, best, rows.position_R, params, part)
-        found = None
-        if features & Feature.LOGPROBS:
-            found = logprobs_part(logits_RW, token_R, drawn_from_RW, num_likeliest, part)
-        return Sampled(token_R, best.value_R.isfinite().logical_not_(), found)
-
-    def _draw_params(self, rows: Rows) -> DrawParams:
-        tables, slot_R = self.tables, rows.slot_R
-        return DrawParams(
-            temperature_R=tables.temperature_S.index_select(0, slot_R),
-            log_min_p_R=tables.log_min_p_S.index_select(0, slot_R),
-            top_p_R=tables.top_p_S.index_select(0, slot_R),
-            top_k_R=tables.top_k_S.index_select(0, slot_R),
-            seed_R=tables.seed_S.index_select(0, slot_R),
-        )
-
-
-def _cuts(features: int) -> dict[str, bool]:
-    return {"min_p": bool(features & Feature.MIN_P), "head": bool(features & Feature.HEAD)}
+        return drawn_from(edited_RW, self.tables.numbers_of(rows.slot_R)["temperature"], None)
 
 
 def _joined(parts: Any) -> Sampled:

@@ -1,12 +1,12 @@
-"""Drafts that stand as often as a benchmark asks, whatever the model says: answers are worth nothing.
+"""Drafts accepted as often as a benchmark asks, whatever the model says: answers are worth nothing.
 
 A model with random weights accepts none of its drafts, so the speed of drafting could not be measured with one. Each
-draft stands with one probability, given that those before it do, so that a step of k drafts gains on average
+draft is accepted with one probability, given that those before it are, so that a step of k drafts gains on average
 
     mean = 1 + p + p^2 + ... + p^k        (the 1: the token that needs no draft)
 
-Whether one stands is a hash of its sequence's slot and its position: the same on every rank and in every replay of a
-CUDA graph.
+Whether one is accepted is a hash of its sequence's slot and its position: the same on every rank and in every replay
+of a CUDA graph.
 """
 
 import torch
@@ -30,11 +30,11 @@ def probability_of(mean: float, depth: int) -> float:
         raise ConfigError(
             f"simulate_acceptance: got {mean:g} tokens a step; allowed with {depth} drafts: 1 to {1 + depth}"
         )
-    low, high = 0.0, 1.0
+    minimum, maximum = 0.0, 1.0
     for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**k for k in range(depth + 1)) < mean else (low, middle)
-    return high
+        middle = (minimum + maximum) / 2
+        minimum, maximum = (middle, maximum) if sum(middle**k for k in range(depth + 1)) < mean else (minimum, middle)
+    return maximum
 
 
 def simulated(token_R: Tensor, rows: Rows, draft_SK: Tensor, probability: float) -> Tensor:
@@ -43,8 +43,8 @@ def simulated(token_R: Tensor, rows: Rows, draft_SK: Tensor, probability: float)
     slot_R, offset_R = rows.slot_R, rows.offset_R
     draft_R = draft_SK[slot_R, offset_R.clamp_max(draft_SK.shape[1] - 1)]
     key_R = mix(mix(slot_R) + rows.position_R)
-    stands_R = (key_R >> (64 - 1 - _BITS)) & ((1 << _BITS) - 1) < round(probability * (1 << _BITS))
+    is_accepted_R = (key_R >> (64 - 1 - _BITS)) & ((1 << _BITS) - 1) < round(probability * (1 << _BITS))
     other_R = torch.where(token_R == draft_R, torch.where(draft_R > 0, draft_R - 1, draft_R + 1), token_R)
-    is_followed_R = torch.zeros_like(stands_R)
+    is_followed_R = torch.zeros_like(is_accepted_R)
     is_followed_R[:-1] = (slot_R[1:] == slot_R[:-1]) & (offset_R[1:] == offset_R[:-1] + 1)
-    return torch.where(is_followed_R, torch.where(stands_R, draft_R, other_R), token_R)
+    return torch.where(is_followed_R, torch.where(is_accepted_R, draft_R, other_R), token_R)

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glm5.engine.sampling.params import (
-    GREEDY_BELOW,
+    CUTS,
+    LOGIT_NUMBERS,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
     MAX_STOP_IDS,
+    Feature,
     SamplingParams,
 )
 from glm5.kernels.upload import upload
@@ -28,19 +30,9 @@ NO_TOKEN = -1  # before the first output token
 ANY_TOKEN = -2  # in front of a bad word shorter than the longest
 _FOREVER = torch.iinfo(torch.int64).max
 
-
-class Feature:
-    """Work that a sequence's parameters need, as bits of an int: an enum's would take longer than small tensors do."""
-
-    RANDOM = 1
-    MIN_P = 2
-    HEAD = 4  # top_k or top_p
-    PENALTIES = 8
-    BIASES = 16  # logit_bias, or stop tokens barred by min_tokens
-    BAD_WORDS = 32
-    PERMITTED = 64  # a grammar, a budget of thinking or allowed_token_ids
-    LOGPROBS = 128
-    TEMPERED = 256  # log-probabilities at a temperature other than 1
+# Columns, one value a slot: the numbers that act on logits, min_p as its logarithm, and the seed.
+_FLOATS = [name for name, number in LOGIT_NUMBERS.items() if float in number.types]
+_INTS = [*(name for name in LOGIT_NUMBERS if name not in _FLOATS), "seed"]
 
 
 @dataclass(frozen=True)
@@ -61,19 +53,15 @@ class Placement:
 
     @property
     def features(self) -> int:
-        params = self.params
-        random = 0 if params.greedy else Feature.RANDOM
-        if random:
-            random |= Feature.MIN_P if params.min_p > 0 else 0
-            random |= Feature.HEAD if params.top_k > 0 or params.top_p < 1 else 0
-        shown = 0 if params.logprobs is None else Feature.LOGPROBS
-        if shown and random and params.temperature != 1:
-            shown |= Feature.TEMPERED
+        params, features = self.params, 0
+        for name, value in _numbers(params).items():
+            features |= LOGIT_NUMBERS[name].bounds.feature if value != LOGIT_NUMBERS[name].default else 0
+        features = features & ~(CUTS | Feature.TEMPERED) if params.greedy else features | Feature.RANDOM
+        features |= 0 if params.logprobs is None else Feature.LOGPROBS
+        features |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else 0
+        features |= Feature.BAD_WORDS if self.bad_words else 0
         permitted = params.allowed_token_ids is not None or params.constrained
-        edited = Feature.PENALTIES if params.penalized else 0
-        edited |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else 0
-        edited |= Feature.BAD_WORDS if self.bad_words else 0
-        return random | shown | edited | (Feature.PERMITTED if permitted else 0)
+        return features | (Feature.PERMITTED if permitted else 0)
 
 
 class SlotTables:
@@ -89,11 +77,8 @@ class SlotTables:
                 return torch.zeros(S, *shape, dtype=dtype, device=device)
             return torch.full((S, *shape), fill, dtype=dtype, device=device)
 
-        self._floats = table(6, dtype=torch.float32)
-        self._ints = table(3, dtype=torch.int64)
-        self.temperature_S, self.log_min_p_S, self.top_p_S = self._floats[:, :3].unbind(dim=1)
-        self.presence_S, self.frequency_S, self.repetition_S = self._floats[:, 3:].unbind(dim=1)
-        self.top_k_S, self.seed_S, self.prompt_len_S = self._ints.unbind(dim=1)
+        self._floats = table(len(_FLOATS), dtype=torch.float32)
+        self._ints = table(len(_INTS), dtype=torch.int64)
         self.counts_SW = table(vocab_size, dtype=torch.int32)
         self.in_prompt_SW = table(vocab_size, dtype=torch.bool)
         self.bias_ids_SU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.int64)
@@ -128,6 +113,11 @@ class SlotTables:
         """Most bad words of any of the slots, and the length of their longest."""
         return int(self._num_bad_words[slots].max(initial=0)), int(self._bad_word_len[slots].max(initial=0))
 
+    def numbers_of(self, slot_R: Tensor) -> dict[str, Tensor]:
+        """Of each row [R], by name: the numbers that act on logits, min_p as its logarithm, and the seed."""
+        floats, ints = (table.index_select(0, slot_R).unbind(dim=1) for table in (self._floats, self._ints))
+        return dict(zip((*_FLOATS, *_INTS), (*floats, *ints), strict=True))
+
     def place(self, placements: Sequence[Placement]) -> None:
         """Sequences take their slots. What they need is copied to the device; work enqueued before is unaffected."""
         if not placements:
@@ -137,22 +127,24 @@ class SlotTables:
         assert ((slots >= 0) & (slots < self.num_slots)).all(), f"{slots=} {self.num_slots=}"
         for placement in placements:
             self._neutralize(placement.slot)
-        self._features[slots] = [placement.features for placement in placements]
+        features = [placement.features for placement in placements]
+        self._features[slots] = features
         self._asked = None
         self._num_likeliest[slots] = [placement.params.logprobs or 0 for placement in placements]
         index = self._upload(slots)
-        floats = np.array([_floats(placement.params) for placement in placements], dtype=np.float32)
+        columns = [_columns(placement) for placement in placements]
+        floats = np.array([[column[name] for name in _FLOATS] for column in columns], dtype=np.float32)
         self._floats.index_copy_(0, index, self._upload(floats))
-        ints = np.array([_ints(placement) for placement in placements], dtype=np.int64)
+        ints = np.array([[column[name] for name in _INTS] for column in columns], dtype=np.int64)
         self._ints.index_copy_(0, index, self._upload(ints))
-        for placement in placements:
-            if placement.features & Feature.PENALTIES:
+        for placement, work in zip(placements, features, strict=True):
+            if work & Feature.PENALTIES:
                 self._write_counts(placement)
-            if placement.features & Feature.BIASES:
+            if work & Feature.BIASES:
                 self._write_biases(placement)
-            if placement.features & Feature.BAD_WORDS:
+            if work & Feature.BAD_WORDS:
                 self._write_bad_words(placement)
-            if placement.features & Feature.PERMITTED:
+            if work & Feature.PERMITTED:
                 self._write_permitted(placement)
 
     def permit(self, slots: Sequence[int], masks_BJM: Tensor) -> None:
@@ -240,13 +232,16 @@ class SlotTables:
         return upload(array, self.device)
 
 
-def _floats(params: SamplingParams) -> tuple[float, ...]:
-    temperature = 0.0 if params.temperature < GREEDY_BELOW else params.temperature
-    log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
-    return temperature, log_min_p, params.top_p, *penalties
+def _numbers(params: SamplingParams) -> dict[str, float]:
+    """Those that act on logits, the same for all values that mean the same."""
+    numbers = {name: getattr(params, name) for name in LOGIT_NUMBERS}
+    numbers["temperature"] = 0.0 if params.greedy else params.temperature
+    numbers["top_k"] = max(params.top_k, 0)
+    return numbers
 
 
-def _ints(placement: Placement) -> tuple[int, ...]:
-    seed = placement.seed % 2**64
-    return max(placement.params.top_k, 0), seed - 2**64 if seed >> 63 else seed, len(placement.prompt_ids)
+def _columns(placement: Placement) -> dict[str, float]:
+    columns, min_p, seed = _numbers(placement.params), placement.params.min_p, placement.seed % 2**64
+    columns["min_p"] = math.log(min_p) if min_p > 0 else -math.inf
+    columns["seed"] = seed - 2**64 if seed >> 63 else seed
+    return columns

@@ -7,22 +7,18 @@ it read the first block of an answer as its text. (A model that always thinks do
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from glm5.common.errors import RequestError
+from glm5.serve.generation.openapi_schemas import BLOCK_MESSAGES, BLOCK_TOOLS, TEXT_OR_BLOCKS
 from glm5.serve.generation.prompting import ToolChoice
-from glm5.serve.generation.shapes import BLOCK_MESSAGES, BLOCK_TOOLS, TEXT_OR_BLOCKS
-from glm5.serve.http.body import Body
+from glm5.serve.http.body import Body, StrictModel
 
 CLEAR_THINKING = "clear_thinking_20251015"
 INTERLEAVED = "interleaved-thinking"  # begins the name of a beta
 
 
-class _StrictModel(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class ThinkingConfig(_StrictModel):
+class ThinkingConfig(StrictModel):
     """`adaptive` thinks without a budget. `display` "omitted": what is thought is not shown, and travels in the
     signature. `clear_thinking`: Z.ai's; forget what was thought in earlier turns."""
 
@@ -32,7 +28,7 @@ class ThinkingConfig(_StrictModel):
     clear_thinking: bool | None = None
 
 
-class ChoiceConfig(_StrictModel):
+class ChoiceConfig(StrictModel):
     """Whether and which tools are used. `name`: with the type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -40,14 +36,14 @@ class ChoiceConfig(_StrictModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class Format(_StrictModel):
+class Format(StrictModel):
     """What the text of the answer must look like."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(_StrictModel):
+class OutputConfig(StrictModel):
     """`effort`: of thinking, where the model's template has one."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None

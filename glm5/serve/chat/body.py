@@ -3,20 +3,20 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import MAX_LOGPROBS
+from glm5.engine.sampling.params import MAX_LOGPROBS, Bounds
+from glm5.serve.generation.openapi_schemas import MESSAGES, TOOL_CHOICE, TOOLS
 from glm5.serve.generation.prompting import ToolChoice
 from glm5.serve.generation.sampling_fields import MEANINGLESS, REFUSED, SamplingFields
-from glm5.serve.generation.shapes import MESSAGES, TOOL_CHOICE, TOOLS, between
 from glm5.serve.generation.thinking import Thinking
+from glm5.serve.http.body import StrictModel
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictModel):
     """`include_usage`: count the tokens in a last chunk. `continuous_usage_stats`: in every chunk."""
 
-    model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -79,9 +79,9 @@ class ChatBody(AnswerFields):
     """auto, none, required, one function by name, or allowed_tools."""
     parallel_tool_calls: bool = True
     logprobs: bool = False
-    top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
-    max_tokens: Annotated[int, between(1)] | None = None
-    max_completion_tokens: Annotated[int, between(1)] | None = None
+    top_logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Bounds(1)] | None = None
+    max_completion_tokens: Annotated[int, Bounds(1)] | None = None
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] = {}

@@ -7,10 +7,10 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import MAX_LOGPROBS
+from glm5.engine.sampling.params import MAX_LOGPROBS, Bounds
 from glm5.serve.chat.body import AnswerFields
+from glm5.serve.generation.openapi_schemas import TOKEN_IDS
 from glm5.serve.generation.sampling_fields import REFUSED
-from glm5.serve.generation.shapes import TOKEN_IDS, between
 
 MAX_PROMPTS = 1024
 _IDS: JsonDict = {"type": "array", "minItems": 1, **TOKEN_IDS}
@@ -33,9 +33,9 @@ class CompletionBody(AnswerFields):
 
     prompt: Annotated[Any, Field(json_schema_extra=_PROMPT)]
     """A text, token ids, or a list of either. Special tokens spelled in a text are special tokens."""
-    max_tokens: Annotated[int, between(0)] = 16
+    max_tokens: Annotated[int, Bounds(0)] = 16
     """0 with `echo`: the prompt alone, with its log-probabilities."""
-    logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None
     echo: bool = False
     best_of: int | None = None
 

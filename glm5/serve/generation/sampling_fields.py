@@ -7,11 +7,18 @@ room in the context, and the many ways to ask for structured output.
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import MAX_LOGPROBS, MAX_N, SamplingParams, StructuredOutputsParams
-from glm5.serve.generation.shapes import STOP, TOKEN_IDS, WORDS, between
+from glm5.engine.sampling.params import (
+    LOGIT_NUMBERS,
+    MAX_LOGPROBS,
+    MAX_N,
+    Bounds,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from glm5.serve.generation.openapi_schemas import STOP, TOKEN_IDS, WORDS
 from glm5.serve.http.body import Body
 from glm5.serve.http.errors import ApiError, named
 from glm5.serve.service.service import Service
@@ -48,28 +55,6 @@ MEANINGLESS = frozenset(
         "guided_decoding_backend",
     }
 )
-_PLAIN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "bad_words",
-    "logit_bias",
-    "allowed_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "ignore_eos",
-    "min_tokens",
-    "prompt_logprobs",
-    "thinking_token_budget",
-)
 # Older names, and SGLang's, of what structured_outputs holds.
 _OLDER = {
     "guided_json": "json",
@@ -83,18 +68,14 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural
 _WITHOUT_EFFECT = {"disable_fallback": None, "disable_additional_properties": False, "whitespace_pattern": None}
 
 
-class SamplingFields(Body):
+_LOGIT_FIELDS: dict[str, Any] = {name: (number.annotated | None, None) for name, number in LOGIT_NUMBERS.items()}
+
+
+class SamplingFields(create_model("LogitFields", __base__=Body, **_LOGIT_FIELDS)):
     """Defaults are the checkpoint's, then vLLM's."""
 
-    temperature: Annotated[float, between(0, 100)] | None = None
-    top_p: Annotated[float, between(0, 1)] | None = None
-    top_k: Annotated[int, between(-1)] | None = None
-    min_p: Annotated[float, between(0, 1)] | None = None
-    presence_penalty: Annotated[float, between(-2, 2)] | None = None
-    frequency_penalty: Annotated[float, between(-2, 2)] | None = None
-    repetition_penalty: Annotated[float, between(0.01, 100)] | None = None
-    seed: Annotated[int, between(-(2**63), 2**64 - 1)] | None = None
-    n: Annotated[int, between(1, MAX_N)] = 1
+    seed: Annotated[int, Bounds(-(2**63), 2**64 - 1)] | None = None
+    n: Annotated[int, Bounds(1, MAX_N)] = 1
     stop: Annotated[Any, Field(json_schema_extra=STOP)] = None
     stop_token_ids: Annotated[list[Any], Field(json_schema_extra=TOKEN_IDS)] | None = None
     bad_words: Annotated[list[Any], Field(json_schema_extra=WORDS)] | None = None
@@ -103,9 +84,9 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, between(0)] | None = None
-    prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
-    thinking_token_budget: Annotated[int, between(0)] | None = None
+    min_tokens: Annotated[int, Bounds(0)] | None = None
+    prompt_logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None
+    thinking_token_budget: Annotated[int, Bounds(0)] | None = None
     """Tokens of thinking, after which it ends."""
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -123,7 +104,7 @@ class SamplingFields(Body):
 
     def params(self, service: Service, **decided: Any) -> SamplingParams:
         """Sampling parameters: what the API decided, what the request says, the defaults. Raises RequestError."""
-        given = {name: value for name in _PLAIN if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         return service.engine.defaults.params(**{**given, **decided})
 
     def constraint(self) -> "tuple[StructuredOutputsParams | None, str]":
@@ -143,6 +124,11 @@ class SamplingFields(Body):
                 f"{' and '.join(asked)} both say what the answer must look like; allowed: one", [*asked][1]
             )
         return next(((wanted, name) for name, wanted in asked.items()), (None, "tools"))
+
+
+_SAME_NAME = [
+    name for name in SamplingFields.model_fields if hasattr(SamplingParams, name) and name != "structured_outputs"
+]
 
 
 def fit(service: Service, prompt_tokens: int, wanted: int | None, *, prompt: str, limit: str) -> int:

@@ -11,22 +11,20 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import RequestError
+from glm5.serve.http.body import StrictModel
 
 # To the three levels of GLM-5.3; templates that know fewer have them mapped on.
 _LEVELS = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "max", "max": "max"}
 _PROBE = [{"role": "user", "content": "?"}]
-# What the server itself tells the template.
+# What the server itself gives to the template.
 _NOT_FOR_TEMPLATES = {"messages", "tools", "add_generation_prompt"}
 
 
-class Thinking(BaseModel):
+class Thinking(StrictModel):
     """`budget_tokens`: of thinking, after which it ends. `clear_thinking`: forget what was thought in earlier turns."""
 
-    model_config = ConfigDict(strict=True)
     type: Literal["enabled", "disabled"]
     budget_tokens: int | None = None
     clear_thinking: bool | None = None
@@ -35,7 +33,7 @@ class Thinking(BaseModel):
 def template_kwargs(
     template: ChatTemplate, given: Mapping[str, Any], thinking: Thinking | None, effort: str | None
 ) -> dict[str, Any]:
-    """What the template is told. Raises RequestError naming the field."""
+    """The arguments of the template. Raises RequestError naming the field."""
     if given.get("add_generation_prompt") is True:  # clients say so; it is so
         given = {key: value for key, value in given.items() if key != "add_generation_prompt"}
     if taken := sorted(_NOT_FOR_TEMPLATES & given.keys()):

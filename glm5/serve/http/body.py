@@ -46,14 +46,20 @@ _ERRORS = {
 }
 
 
-class Body(BaseModel):
+class StrictModel(BaseModel):
+    """No value is converted to a field's type."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Body(StrictModel):
     """Base of all bodies. null counts as not given.
 
     `refused`: fields that are known and not supported, with the values that change nothing, the first of which is
-    told. `meaningless`: fields that say nothing about the answer.
+    named in the refusal. `meaningless`: fields that say nothing about the answer.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     meaningless: ClassVar[frozenset[str]] = frozenset()
 

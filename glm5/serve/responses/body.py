@@ -3,20 +3,21 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from glm5.chat.message import Tool
 from glm5.common.budget import least_chars
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import MAX_LOGPROBS, StructuredOutputsParams
+from glm5.engine.sampling.params import MAX_LOGPROBS, Bounds, StructuredOutputsParams
 from glm5.serve.chat.body import tool_choice
+from glm5.serve.generation.openapi_schemas import FUNCTIONS, ITEMS, TOOL_CHOICE
 from glm5.serve.generation.prompting import ToolChoice
 from glm5.serve.generation.sampling_fields import MEANINGLESS, REFUSED, SamplingFields
-from glm5.serve.generation.shapes import FUNCTIONS, ITEMS, TOOL_CHOICE, between
+from glm5.serve.http.body import StrictModel
 from glm5.serve.http.errors import named
 
 LOGPROBS, SEALED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
-MAX_TOLD = 1 << 14  # characters of a field that comes back in the response and in events
+MAX_REPEATED = 1 << 14  # characters of a field that comes back in the response and in events
 # What may be included of tools that this server does not run: there never is any.
 _OF_OTHER_TOOLS = (
     "file_search_call.results",
@@ -28,11 +29,7 @@ _OF_OTHER_TOOLS = (
 )
 
 
-class _StrictModel(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class Reasoning(_StrictModel):
+class Reasoning(StrictModel):
     """`effort`: none switches it off. `context`: whether what was thought in earlier turns is kept. Reasoning is told
     as it is; there is no `summary` of it."""
 
@@ -43,14 +40,14 @@ class Reasoning(_StrictModel):
     mode: Literal["standard"] | None = None
 
 
-class TextConfig(_StrictModel):
+class TextConfig(StrictModel):
     """`format`: text, json_object or json_schema."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class StreamOptions(_StrictModel):
+class StreamOptions(StrictModel):
     """Events are never padded."""
 
     include_obfuscation: Literal[False] | None = None
@@ -93,7 +90,7 @@ class ResponsesBody(SamplingFields):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     include: list[Any] = []
-    top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
@@ -104,8 +101,10 @@ class ResponsesBody(SamplingFields):
         if unknown := [one for one in self.include if one not in known]:
             raise RequestError(f"include holds {unknown[0]!r:.60}; allowed: {', '.join(known)}", "include")
         for name in ("metadata", "user", "tool_choice"):
-            if least_chars(getattr(self, name), MAX_TOLD) > MAX_TOLD:
-                raise RequestError(f"{name} has more than {MAX_TOLD} characters, too many to be told again", name)
+            if least_chars(getattr(self, name), MAX_REPEATED) > MAX_REPEATED:
+                raise RequestError(
+                    f"{name} has more than {MAX_REPEATED} characters, too many to be repeated in the response", name
+                )
 
     @property
     def num_logprobs(self) -> int | None:

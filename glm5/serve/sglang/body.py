@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, create_model
 from pydantic.config import JsonDict
 
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
+from glm5.engine.sampling.params import LOGIT_NUMBERS, SamplingParams, StructuredOutputsParams
 from glm5.serve.http.body import Body, checked
 from glm5.serve.http.errors import named
 
@@ -34,24 +34,10 @@ NAMES = {
     "seed": "sampling_seed",
     "include_stop_str_in_output": "no_stop_trim",
 }
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "logit_bias",
-)
+_LOGIT_FIELDS: dict[str, Any] = {name: (number.types[0], number.default) for name, number in LOGIT_NUMBERS.items()}
 
 
-class SamplingOptions(Body):
+class SamplingOptions(create_model("LogitFields", __base__=Body, **_LOGIT_FIELDS)):
     """`sampling_params` of /generate."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"stop_regex": ([],), "custom_params": ({},), "beam_width": (1,)}
@@ -60,13 +46,7 @@ class SamplingOptions(Body):
     max_new_tokens: int | None = DEFAULT_LENGTH
     """0: only the prompt is read, for its log-probabilities. null: as many as fit."""
     min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
     top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     n: int = 1
     stop: Any = ()
     stop_token_ids: list[Any] = []
@@ -83,14 +63,14 @@ class SamplingOptions(Body):
 
     def params(self, **decided: Any) -> SamplingParams:
         """As the engine knows them. Raises RequestError."""
-        same = {name: getattr(self, name) for name in _SAME}
+        same = {name: getattr(self, name) for name in _SAME_NAME}
         renamed = {ours: getattr(self, theirs) for ours, theirs in NAMES.items()}
         return SamplingParams(**{**same, **renamed, "structured_outputs": self._constraint()[0], **decided})
 
     def names(self) -> dict[str, str]:
         """What SGLang calls the parameters of `SamplingParams`."""
         named = {ours: f"sampling_params.{theirs}" for ours, theirs in NAMES.items()}
-        named |= {name: f"sampling_params.{name}" for name in _SAME}
+        named |= {name: f"sampling_params.{name}" for name in _SAME_NAME}
         logprobs = dict.fromkeys(("logprobs", "prompt_logprobs"), "top_logprobs_num")
         return named | logprobs | {"structured_outputs": f"sampling_params.{self._constraint()[1]}"}
 
@@ -105,20 +85,20 @@ class SamplingOptions(Body):
         return None, "json_schema"
 
 
+_SAME_NAME = [name for name in SamplingOptions.model_fields if hasattr(SamplingParams, name)]
 _SAMPLING: JsonDict = SamplingOptions.model_json_schema()
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be told of one prompt's answers. `start`: the first token of the prompt whose log-probability is told,
-    -1 for none."""
+    """The log-probabilities that answer one prompt. `start`: the first token of the prompt that has one, -1: none."""
 
     logprobs: bool
     start: int
     num_likeliest: int
 
     def of_prompt(self, num_tokens: int) -> bool:
-        """Whether log-probabilities of the prompt are told. Raises RequestError."""
+        """Whether log-probabilities of the prompt are answered. Raises RequestError."""
         if self.start > num_tokens:
             message = f"logprob_start_len is {self.start}; allowed: -1 to {num_tokens}, the prompt's length"
             raise RequestError(message, "logprob_start_len")
@@ -226,7 +206,7 @@ class GenerateBody(Body):
         return found
 
     def wanted(self, count: int) -> list[Wanted]:
-        """What is to be told, of each prompt. Raises RequestError."""
+        """The log-probabilities asked for, of each prompt. Raises RequestError."""
         flags = self._each("return_logprob", bool, count, "true or false")
         starts = self._each("logprob_start_len", int, count, "-1 (none of the prompt), or the first token of it")
         numbers = self._each("top_logprobs_num", int, count, "a number of tokens")

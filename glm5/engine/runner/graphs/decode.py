@@ -30,7 +30,7 @@ from glm5.engine.runner.inputs.batch import Batch, Ints, arrays
 from glm5.engine.runner.inputs.slot_state import SlotState
 from glm5.engine.runner.inputs.view import StepView
 from glm5.engine.sampling import Rows, Sampled, Sampler, accept
-from glm5.engine.sampling.slots import Feature
+from glm5.engine.sampling.params import Feature
 from glm5.kernels.commit_tokens import CommittedTokens, commit_tokens
 from glm5.kernels.step_rows import StepRows
 

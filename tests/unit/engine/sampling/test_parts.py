@@ -40,7 +40,7 @@ class Meeting:
 def together(size, job):
     """`job(part)` of every rank, at once."""
     meeting, width = Meeting(size), VOCAB // size
-    parts = [VocabShard(meeting.at(rank), rank, rank * width, width) for rank in range(size)]
+    parts = [VocabShard(rank * width, width, meeting.at(rank), rank) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(job, parts))
 

@@ -1,6 +1,10 @@
 """Bad values are refused by name, good ones pass; words become tokens as vLLM spells them."""
 
+import math
+import re
+from dataclasses import fields
 from enum import IntEnum
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -8,7 +12,7 @@ import pytest
 
 from glm5.common.errors import RequestError
 from glm5.engine.sampling import SamplingParams, StructuredOutputsParams
-from glm5.engine.sampling.params import MAX_BAD_WORD_LEN, answer_seeds
+from glm5.engine.sampling.params import MAX_BAD_WORD_LEN, NUMBERS, answer_seeds
 from glm5.engine.sampling.words import bad_word_ids
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -50,6 +54,25 @@ def test_bad_values_are_refused_by_name(name, value):
     assert name in str(caught.value)
     assert "allowed" in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_within_their_bounds(name):
+    """Of every declared number, which needs no line of its own here."""
+    bounds = NUMBERS[name].bounds
+    assert getattr(SamplingParams(), name) == NUMBERS[name].default
+    beyond = [bounds.minimum - 1, bounds.maximum + 1, NAN, "1", True, [1]]
+    for value in beyond if math.isfinite(bounds.maximum) else beyond[:1] + beyond[2:]:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
+
+
+def test_the_document_has_every_field():
+    document = (Path(__file__).parents[4] / "docs/engine.md").read_text(encoding="utf-8")
+    table = document.partition("## What a request may ask")[2].partition("\n## ")[0]
+    first_column = " ".join(re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE))
+    assert sorted(re.findall(r"`(\w+)`", first_column)) == sorted(field.name for field in fields(SamplingParams))
 
 
 def test_several_greedy_answers_are_refused():

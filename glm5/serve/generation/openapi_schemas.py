@@ -1,8 +1,5 @@
-"""What the OpenAPI document says of fields that other code checks: messages, tools, choices, bounds of numbers."""
+"""JSON schemas of the OpenAPI document for fields that other code checks: messages, tools, choices."""
 
-from typing import Any
-
-from pydantic import Field
 from pydantic.config import JsonDict
 
 _TEXT: JsonDict = {"type": "string"}
@@ -12,7 +9,7 @@ _TEXT_PART: JsonDict = {
     "properties": {"type": {"const": "text"}, "text": _TEXT},
     "required": ["type", "text"],
 }
-_NO_TEXT: JsonDict = {"type": "null"}
+_NULL: JsonDict = {"type": "null"}
 _CONTENT: JsonDict = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_PART}]}
 _CALL: JsonDict = {
     "type": "object",
@@ -36,7 +33,7 @@ _PROPERTIES: JsonDict = {
 _FUNCTION: JsonDict = {"type": "object", "properties": _PROPERTIES, "required": ["name"]}
 
 _WORD: JsonDict = {"type": "string", "minLength": 1}
-STOP: JsonDict = {"anyOf": [_WORD, {"type": "array", "items": _WORD}, _NO_TEXT]}
+STOP: JsonDict = {"anyOf": [_WORD, {"type": "array", "items": _WORD}, _NULL]}
 WORDS: JsonDict = {"items": _WORD}
 TOKEN_IDS: JsonDict = {"items": {"type": "integer", "minimum": 0}}
 
@@ -54,8 +51,8 @@ MESSAGES: JsonDict = {
                 "type": "object",
                 "properties": {
                     "role": {"const": "assistant"},
-                    "content": {"anyOf": [_CONTENT, _NO_TEXT]},
-                    "reasoning_content": {"anyOf": [_TEXT, _NO_TEXT]},
+                    "content": {"anyOf": [_CONTENT, _NULL]},
+                    "reasoning_content": {"anyOf": [_TEXT, _NULL]},
                     "tool_calls": {"type": "array", "items": _CALL},
                 },
                 "required": ["role"],
@@ -134,7 +131,7 @@ BLOCK_MESSAGES: JsonDict = {
         "required": ["role", "content"],
     },
 }
-TEXT_OR_BLOCKS: JsonDict = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_PART}, _NO_TEXT]}
+TEXT_OR_BLOCKS: JsonDict = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_PART}, _NULL]}
 BLOCK_TOOLS: JsonDict = {
     "items": {
         "type": "object",
@@ -171,17 +168,6 @@ TOOL_CHOICE: JsonDict = {
             "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": _OBJECT},
             "required": ["type", "allowed_tools"],
         },
-        _NO_TEXT,
+        _NULL,
     ]
 }
-
-
-def told(**keywords: Any) -> Any:
-    """For `Annotated`: these keywords in the document, and nothing that is checked by them."""
-    return Field(json_schema_extra=keywords)
-
-
-def between(low: float | None = None, high: float | None = None) -> Any:
-    """For `Annotated`: the bounds of a number, as the document tells them."""
-    bounds = {"minimum": low, "maximum": high}
-    return told(**{name: bound for name, bound in bounds.items() if bound is not None})
