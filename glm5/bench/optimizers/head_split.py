@@ -1,4 +1,4 @@
-"""`python -m glm5.bench.optimizers.head_split`: q_b_proj whole and split by heads, half of the heads with small gradients.
+"""`python -m glm5.bench.optimizers.head_split`: q_b_proj whole and by heads, half of them with small gradients.
 
 Whole, one orthogonalisation shares its size out over all heads, and those with small gradients starve. Split, every
 head moves as far. Printed: root mean square of the first update of both halves, its largest singular value within a
