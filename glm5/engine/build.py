@@ -31,6 +31,8 @@ from glm5.engine.distributed.loaded_pages import LoadedPages
 from glm5.engine.distributed.rank_wire import Begin
 from glm5.engine.distributed.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.frontend.startup import WEIGHTS
+from glm5.engine.runner.direct_calls import call_directly
+from glm5.engine.runner.native import use_native
 from glm5.engine.runner.runner import Runner
 from glm5.engine.runner.warm import warm_up
 from glm5.engine.sampling.compiling import Compiler, Vocabulary
@@ -47,10 +49,8 @@ from glm5.kernels.compile_ahead import hash_compiler
 from glm5.kernels.invariant import pass_rows
 from glm5.kernels.kernel_count import start_counting
 from glm5.kernels.triton_support import check_kernel_cache, installed
-from glm5.model.direct import pin_members
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_invariant, weight_bytes
-from glm5.model.native import use_native
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Group, least
 from glm5.parallel.rendezvous import Rendezvous, open_group, store_at
@@ -282,7 +282,7 @@ def _parts(
     in_passes = config.deterministic and not is_native
     if in_passes:
         use_invariant(model, local_config(cfg, group.shard.size))
-    pin_members(model)
+    call_directly(model)
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
     weights = Weights(model, source, group.shard, made_of(config), shared)
     # Ranks have the same keys in the same pages: the first one's are kept for all (loaded.py).

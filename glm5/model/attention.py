@@ -9,18 +9,17 @@ keys of their own after all) is the `KVView`.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from glm5.config.model import ModelConfig
 from glm5.kernels.per_head import per_head
-from glm5.model.direct import Direct
 from glm5.model.indexer import Indexer
 from glm5.model.linear import Linear
 from glm5.model.norm import RMSNorm
 from glm5.model.seams import KVView, Rope, Selection
 
 
-class SparseLatentAttention(Direct):
+class SparseLatentAttention(nn.Module):
     """Attention of one layer; has an `indexer` unless the layer shares an earlier layer's selection."""
 
     def __init__(self, cfg: ModelConfig, layer_idx: int):

@@ -11,9 +11,10 @@ from glm5.model.seams import KVView, LayerImpl, Rope, Selection
 
 
 class DecoderLayer(nn.Module):
-    """Layer `layer_idx`, dense or mixture of experts as the config says. `native` computes what it can (native.py)."""
+    """Layer `layer_idx`, dense or mixture of experts as the config says."""
 
-    native: LayerImpl | None = None
+    impl: LayerImpl | None = None
+    """Another way to compute the layer, where it can."""
 
     def __init__(self, cfg: ModelConfig, layer_idx: int):
         super().__init__()
@@ -23,7 +24,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(cfg) if cfg.is_moe(layer_idx) else MLP(cfg.hidden_size, cfg.intermediate_size)
 
     def forward(self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None) -> tuple[Tensor, Selection]:
-        if self.native is not None and (done := self.native(x_TD, rope, view, selection)) is not None:
+        if self.impl is not None and (done := self.impl(x_TD, rope, view, selection)) is not None:
             return done
         return self.compute(x_TD, rope, view, selection)
 

@@ -11,10 +11,9 @@ from glm5.kernels.grouped_experts import grouped_experts
 from glm5.kernels.invariant import Impl
 from glm5.kernels.quantized_experts import quantized_experts
 from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
-from glm5.model.direct import Direct
 
 
-class Experts(Direct):
+class Experts(nn.Module):
     """`gate_up_proj` [E, 2F, D] (gate rows first) and `down_proj` [E, D, F] in the model's dtype."""
 
     impl: Impl = "auto"
@@ -29,7 +28,7 @@ class Experts(Direct):
         return grouped_experts(x_TD, self.gate_up_proj, self.down_proj, weight_TA, expert_TA, impl=self.impl)
 
 
-class BlockScaledExperts(Direct):
+class BlockScaledExperts(nn.Module):
     """The same with e4m3 weights in 128x128 blocks.
 
     Gate and up keep the block grids they have on disk, one above the other: `gate_up_proj_scale_inv`
@@ -57,7 +56,7 @@ class BlockScaledExperts(Direct):
         return grouped_experts(x_TD, gate_up, down, weight_TA, expert_TA, impl=self.impl)
 
 
-class QuantizedExperts(Direct):
+class QuantizedExperts(nn.Module):
     """The same with weights as codes under scales, and rows quantized where `form` says so (kernels.quantized_weight).
 
     `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], of 4-bit codes two a byte; `gate_up_proj_scale` [E, 2F, G] and

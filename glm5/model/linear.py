@@ -8,10 +8,9 @@ from glm5.kernels.block_scaled import BLOCK, BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
 from glm5.kernels.quantized_linear import quantized_linear
 from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
-from glm5.model.direct import Direct
 
 
-class Linear(Direct):
+class Linear(nn.Module):
     """y = x W^T with `weight` [O, I] in the model's dtype."""
 
     def __init__(self, in_features: int, out_features: int):
@@ -26,7 +25,7 @@ class Linear(Direct):
         return self.weight.to(dtype)
 
 
-class BlockScaledLinear(Direct):
+class BlockScaledLinear(nn.Module):
     """y = x W^T with an FP8 weight in 128x128 blocks and activations quantized per token and 128 inputs.
 
     Parameters as in the checkpoint: `weight` [O, I] e4m3 and `weight_scale_inv` [ceil(O/128), ceil(I/128)] float32;
@@ -53,7 +52,7 @@ class BlockScaledLinear(Direct):
         return self.block_scaled.dequantize(dtype)
 
 
-class QuantizedLinear(Direct):
+class QuantizedLinear(nn.Module):
     """y = x W^T with a weight as codes under scales, and x quantized per row where `form` says so.
 
     `weight` [O, I] int8 or e4m3, or two 4-bit codes a byte [O, I / 2]; `weight_scale` [O, G] float32.

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from glm5.config.model import ModelConfig
 from glm5.kernels.invariant import Impl
 from glm5.kernels.router import router
-from glm5.model.direct import Direct
 from glm5.model.experts import Experts
 from glm5.model.mlp import MLP
 
@@ -55,7 +54,7 @@ class Router(nn.Module):
         return self
 
 
-class MoE(Direct):
+class MoE(nn.Module):
     """Routed experts plus the shared expert, [T, D] to [T, D]."""
 
     def __init__(self, cfg: ModelConfig):

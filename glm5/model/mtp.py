@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from glm5.config.model import ModelConfig
 from glm5.model.block import DecoderLayer
-from glm5.model.direct import Direct
 from glm5.model.linear import Linear
 from glm5.model.norm import RMSNorm
 from glm5.model.seams import KVView, Rope, Selection
@@ -25,7 +24,7 @@ class SharedHead(nn.Module):
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
 
-class Rotation(Direct):
+class Rotation(nn.Module):
     """x times `weight` [D, D]."""
 
     def __init__(self, width: int):

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from glm5.kernels.rms_norm import rms_norm
-from glm5.model.direct import Direct
 
 
-class RMSNorm(Direct):
+class RMSNorm(nn.Module):
     """y = weight * (x * rsqrt(mean(x^2) + eps)), over the last dimension."""
 
     def __init__(self, dim: int, eps: float):

@@ -107,9 +107,6 @@ class PackedView:
                 self._records[-1].add((absorbed(q_THX, w_k_HNC), self._latent_PZL.detach(), lse_TH.detach()), scale)
         return out_THV
 
-    def on_host(self, layer_idx: int) -> None:
-        """Not in native code: gradients may be asked for."""
-
     def index_loss(self) -> Tensor:
         """Mean KL over indexers and queries of this pass (index_loss.py); a view with `learn_index` only."""
         return index_loss(self._records)

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from glm5.kernels.cpu_layer import HostKeys
 from glm5.kernels.rope import rope_part, rope_table, rope_turn, rope_turns
 
 
@@ -84,13 +83,9 @@ class KVView(Protocol):
         nothing done, where queries are to be absorbed for `attend`."""
         ...
 
-    def on_host(self, layer_idx: int) -> HostKeys | None:
-        """Where the layer's keys lie, if in float32 in host memory, for native code; else None."""
-        ...
-
 
 class LayerImpl(Protocol):
-    """Another way to compute a decoder layer."""
+    """Another way to compute a decoder layer: native code, or activations computed again in the backward pass."""
 
     def __call__(
         self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from glm5.checkpoint.names import STACK
 from glm5.config.model import ModelConfig
 from glm5.model.block import DecoderLayer
-from glm5.model.direct import Direct
 from glm5.model.linear import Linear
 from glm5.model.moe import MoE
 from glm5.model.mtp import MTPLayer
@@ -31,7 +30,7 @@ def fake_input(x_TI: Tensor, act: Grid | None) -> Tensor:
     return fake_quantize(F.pad(x_TI, (0, -width % act.group)), act)[..., :width]
 
 
-class WorkLinear(Direct):
+class WorkLinear(nn.Module):
     """A linear layer whose input is quantized on `act`, and kept in `seen` while that is a list."""
 
     def __init__(self, weight: Tensor, act: Grid | None) -> None:
@@ -49,7 +48,7 @@ class WorkLinear(Direct):
         return self.weight.to(dtype)
 
 
-class WorkExperts(Direct):
+class WorkExperts(nn.Module):
     """Routed experts of three stacks [E, O, I]; keeps in `seen` which experts tokens went to, and with what weights."""
 
     def __init__(self, stacks: Mapping[str, Tensor], act: Grid | None, act_down: Grid | None) -> None:

@@ -27,7 +27,7 @@ def keep(model: Glm5, recompute: Recompute | None, *, offload: bool) -> None:
     """Let every layer of `model` keep as much from now on."""
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
-        layer.native = _Kept(layer, recompute, offload=offload) if recompute or offload else None
+        layer.impl = _Kept(layer, recompute, offload=offload) if recompute or offload else None
 
 
 class _Kept:

@@ -1,1 +1,1 @@
-"""Muon Split, Muon and AdamW on the same steps of a small model, each at a rate that was searched for."""
+"""Muon Split, Muon and AdamW: what each learns of the same steps, and what splitting does to updates."""

@@ -43,7 +43,7 @@ class Machine:
 
 
 # Of a CPU: one core of an AMD EPYC (Zen 4) and the demo's model. A layer is a hundred small operations there, unless it
-# is native code (model/native.py): then a step is mostly what surrounds its layers.
+# is native code (engine/runner/native.py): then a step is mostly what surrounds its layers.
 MACHINES = {
     "cpu": Machine(5e-4, 1.3e-3, 1e10, 2e10),
     "native": Machine(1.2e-4, 3e-4, 5e10, 2.5e10),

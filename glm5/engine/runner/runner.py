@@ -26,6 +26,7 @@ from glm5.engine.runner.graphs.prompts import PromptSteps
 from glm5.engine.runner.inputs.batch import Batch, Packer, arrays
 from glm5.engine.runner.inputs.slot_state import SlotState
 from glm5.engine.runner.inputs.view import StepView
+from glm5.engine.runner.native import parameters_moved
 from glm5.engine.runner.result import Launched, Pending, PromptLogprobs
 from glm5.engine.sampling import Accepted, Placement, Rows, Sampled, Sampler, SamplingParams, accept
 from glm5.engine.sampling.logprobs import Logprobs
@@ -33,7 +34,6 @@ from glm5.engine.sampling.parts import VocabShard
 from glm5.engine.scheduler.plan import Item, StepPlan
 from glm5.kernels.upload import upload
 from glm5.model.glm5 import Glm5
-from glm5.model.native import parameters_moved
 from glm5.parallel.group import ALONE, Group
 
 _PROMPT_ROWS = 256  # rows of a prompt's logits that exist at a time

@@ -35,8 +35,7 @@ class Muon(torch.optim.Optimizer):
     """`rows` names, for parameters that hold several matrices below each other, their sizes (`table.cut`).
 
     Momentum exists from the start, so what is saved does not depend on which tensors have had gradients. A parameter
-    without a gradient is left alone. With `watch`, the root mean square of each parameter's last update, at learning
-    rate 1, is kept in `update_rms`.
+    without a gradient is left alone.
 
     `shards`: parameters are a rank's rows of tensors, by name; matrices that their borders cut are made whole by the
     exchange, in which every rank takes part in every step.
@@ -61,8 +60,6 @@ class Muon(torch.optim.Optimizer):
         self._rows, self._coefficients, self._compute_dtype = rows, coefficients, compute_dtype
         self._cut, self._exchange = ({}, None) if shards is None else shards
         self._name_of = {weight: name for name, weight in self._cut.items()}
-        self.watch = False
-        self.update_rms: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.dim() < 2:
@@ -81,10 +78,8 @@ class Muon(torch.optim.Optimizer):
                     whole.append(weight)
             for alike in self._alike(whole):
                 rows = self._rows.get(alike[0], ())
-                squares = [self._update(pieces, rows, group) for pieces in self._pieces(alike)]
-                if self.watch:
-                    mean_W = torch.stack(squares).sum(dim=0) / alike[0].numel()
-                    self.update_rms |= dict(zip(alike, mean_W.sqrt(), strict=True))
+                for pieces in self._pieces(alike):
+                    self._update(pieces, rows, group)
         if self._exchange is None:
             return
         rms = self.defaults["rms"]
@@ -116,8 +111,8 @@ class Muon(torch.optim.Optimizer):
         for parts in zip(*(one.split(at_once) for one in wholes[0]), strict=True):
             yield [Piece(*parts)]
 
-    def _update(self, pieces: list[Piece], rows: tuple[int, ...], group: dict[str, Any]) -> Tensor:
-        """Moves the pieces, all of one shape; the sums of squares of their updates at learning rate 1, if watched."""
+    def _update(self, pieces: list[Piece], rows: tuple[int, ...], group: dict[str, Any]) -> None:
+        """Moves the pieces, all of one shape."""
         mu, lr = group["momentum"], group["lr"]
         weights, grads, momenta = (list(tensors) for tensors in zip(*pieces, strict=True))
         _torch._foreach_lerp_(momenta, [grad.to(momenta[0].dtype) for grad in grads], 1 - mu)
@@ -126,7 +121,6 @@ class Muon(torch.optim.Optimizer):
         stacked = self._orthogonal(stacked, rows, group["rms"])
         _torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         _torch._foreach_sub_(weights, list(stacked.to(weights[0].dtype)), alpha=lr)
-        return stacked.flatten(1).square().sum(dim=1, dtype=torch.float32) if self.watch else stacked.new_empty(0)
 
     def _moved(self, weight: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """The momentum with this step's gradient, and a step ahead."""
@@ -137,8 +131,6 @@ class Muon(torch.optim.Optimizer):
         return grad.lerp(momentum.to(grad.dtype), mu)
 
     def _apply(self, weight: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
-        if self.watch:
-            self.update_rms[weight] = update.square().mean(dtype=torch.float32).sqrt()
         weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(weight.dtype), alpha=group["lr"])
 
     def _orthogonal(self, update: Tensor, rows: tuple[int, ...], rms: float) -> Tensor:

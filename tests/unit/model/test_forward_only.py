@@ -4,15 +4,17 @@ import pytest
 import torch
 
 from glm5.common.errors import TrainingError
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.native import NativeLayer, NativeLinear, NativeNorm, use_native
 from glm5.kernels import native_code
 from glm5.kernels.grouped_experts import grouped_experts
 from glm5.kernels.sparse_mla import sparse_mla
 from glm5.model.linear import Linear
 from glm5.model.lowering import use_invariant
-from glm5.model.native import NativeLayer, NativeLinear, NativeNorm, use_native
 from glm5.model.norm import RMSNorm
 from glm5.model.packed import PackedView
 from glm5.model.seams import Rope
+from tests.support.cached import view_of
 from tests.support.models import random_model
 
 needs_compiler = pytest.mark.skipif(native_code.find_compiler() is None, reason="needs a C++ compiler")
@@ -48,8 +50,7 @@ def test_a_native_layer_refuses_a_gradient(wants, seed):
     if wants == "weight":
         model.model.layers[1].mlp.experts.down_proj.requires_grad_()
     x_TD = torch.randn(3, model.cfg.hidden_size, requires_grad=wants == "input")
-    view = PackedView([3])
-    view.on_host = lambda _layer_idx: object()
+    view = view_of(KVCache(model.cfg, 1, dtype=torch.float32), [([0], 0, 3)])
     rope = Rope.at(view.positions_T, model.cfg.qk_rope_head_dim, model.cfg.rope_theta, x_TD.detach())
     with pytest.raises(TrainingError, match=NO_GRADIENT):
         layer(x_TD, rope, view, None)

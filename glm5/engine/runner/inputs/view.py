@@ -175,7 +175,8 @@ class StepView:
     ) -> None:
         """Never: a cache holds latents. (Whole prompts on a GPU: lower.py.)"""
 
-    def on_host(self, layer_idx: int) -> HostKeys | None:
+    def host_keys(self, layer_idx: int) -> HostKeys | None:
+        """Where the layer's keys lie, if in float32 in host memory, for native code (runner/native.py); else None."""
         pools = self.cache.host_pools(layer_idx)
         if pools is None or self.invariant:
             return None

@@ -141,15 +141,6 @@ def test_starved_heads_move_as_far_as_the_others(gen):
     assert 40 < large / small < 130
 
 
-def test_update_rms_is_watched(gen):
-    weight = nn.Parameter(torch.zeros(ROWS, COLS))
-    muon = Muon([weight], {}, lr=1.0, weight_decay=0.0)
-    muon.watch = True
-    weight.grad = torch.randn(ROWS, COLS, generator=gen)
-    muon.step()
-    assert muon.update_rms[weight].item() == pytest.approx(weight.detach().square().mean().sqrt().item(), rel=1e-6)
-
-
 def test_operations_of_the_published_shapes():
     """Training notes, 2.3: 1460 GFLOP for q_b whole, 182.5 split."""
     whole, split = flops(16384, 2048), 64 * flops(256, 2048)

@@ -1,6 +1,6 @@
-"""`python -m glm5.bench.optim`: its table and its picture."""
+"""`python -m glm5.bench.optimizers.head_split`: its table and its picture."""
 
-from glm5.bench.optim.__main__ import main
+from glm5.bench.optimizers.head_split import main
 
 
 def test_starved_heads_are_shown(tmp_path, capsys):

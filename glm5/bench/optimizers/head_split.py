@@ -1,4 +1,4 @@
-"""`python -m glm5.bench.optim`: q_b_proj whole and split by heads, half of the heads with small gradients.
+"""`python -m glm5.bench.optimizers.head_split`: q_b_proj whole and by heads, half of them with small gradients.
 
 Whole, one orthogonalisation shares its size out over all heads, and those with small gradients starve. Split, every
 head moves as far. Printed: root mean square of the first update of both halves, its largest singular value within a
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="glm5.bench.optim", description=__doc__)
+    parser = argparse.ArgumentParser(prog="glm5.bench.optimizers.head_split", description=__doc__)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--rows", type=int, default=64, help="of a head; GLM-5: 64 heads of 256 rows, 2048 columns")
     parser.add_argument("--cols", type=int, default=256)

@@ -19,8 +19,8 @@ from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.build import build_core
 from glm5.engine.cache.kv_cache import KVCache
+from glm5.engine.runner.native import parameters_moved, use_native
 from glm5.kernels import cpu_layer, native_code
-from glm5.model.native import parameters_moved, use_native
 from glm5.model.packed import PackedView
 from tests.support.cached import CachedRun, view_of
 from tests.support.models import random_model
@@ -169,8 +169,8 @@ def test_scores_that_are_no_numbers_stay_within_bounds(seed):
 def test_what_an_engine_runs(settings, dtype, native, seed):
     model = random_model(seed, dtype=dtype)
     core = build_core(model, EngineConfig(num_gpu_blocks_override=4, max_num_seqs=2, **settings))
-    assert (core.runner.model.model.layers[0].native is not None) == native
-    assert model.model.layers[0].native is None  # the caller's
+    assert (core.runner.model.model.layers[0].impl is not None) == native
+    assert model.model.layers[0].impl is None  # the caller's
     assert dict(core.facts.table)["threads"].endswith("native code" if native else "torch")
 
 
@@ -188,7 +188,7 @@ def test_without_a_compiler_torch_runs_everything(monkeypatch, seed):
     monkeypatch.setattr(cpu_layer, "library", lambda: None)
     model = random_model(seed)
     assert not use_native(model)
-    assert model.model.layers[0].native is None
+    assert model.model.layers[0].impl is None
 
 
 def test_without_a_compiler_it_is_said_once_in_a_line(monkeypatch, caplog):

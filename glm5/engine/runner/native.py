@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from glm5.config.model import ModelConfig
+from glm5.engine.runner.inputs.view import StepView
 from glm5.kernels import cpu_layer
 from glm5.kernels.cpu_layer import Constants, CpuLayer, Sizes, Weights, available
 from glm5.model.block import DecoderLayer
-from glm5.model.direct import Direct
 from glm5.model.glm5 import Glm5
 from glm5.model.indexer import K_NORM_EPS
 from glm5.model.linear import Linear
@@ -29,7 +29,7 @@ def use_native(model: Glm5) -> bool:
     if not is_plain or cfg.n_group > 1 or not available():
         return False
     for layer_idx, layer in enumerate(_layers(model)):
-        layer.native = NativeLayer(cfg, layer, layer_idx)
+        layer.impl = NativeLayer(cfg, layer, layer_idx)
     _replace(model, "lm_head")
     _replace(model.model, "norm")
     if cfg.num_nextn_predict_layers:
@@ -41,7 +41,7 @@ def use_native(model: Glm5) -> bool:
 
 def parameters_moved(model: Glm5) -> None:
     """To be called when parameters may lie elsewhere in memory than before."""
-    if any(layer.native is not None for layer in _layers(model)):
+    if any(layer.impl is not None for layer in _layers(model)):
         use_native(model)
 
 
@@ -60,7 +60,7 @@ def _replace(parent: nn.Module, name: str) -> None:
         setattr(parent, name, NativeLinear(module))
 
 
-class NativeNorm(Direct):
+class NativeNorm(nn.Module):
     """`RMSNorm` in native code."""
 
     def __init__(self, norm: RMSNorm):
@@ -71,7 +71,7 @@ class NativeNorm(Direct):
         return cpu_layer.rms_norm(x, self.weight, self.eps)
 
 
-class NativeLinear(Direct):
+class NativeLinear(nn.Module):
     """`Linear` in native code."""
 
     def __init__(self, linear: Linear):
@@ -111,7 +111,9 @@ class NativeLayer:
     def __call__(
         self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
     ) -> tuple[Tensor, Selection] | None:
-        if rope.turn_TR2 is None or (keys := view.on_host(self.layer_idx)) is None:
+        if rope.turn_TR2 is None or not isinstance(view, StepView):
+            return None
+        if (keys := view.host_keys(self.layer_idx)) is None:
             return None
         given_TK = None if selection is None else selection.keys_TK
         y_TD, keys_TK = self._run(x_TD, rope.turn_TR2, keys, given_TK, is_given=selection is not None)

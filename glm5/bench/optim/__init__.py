@@ -1,1 +1,0 @@
-"""What splitting matrices by heads does to their updates, and what it costs."""
