@@ -26,15 +26,15 @@ def commit_tokens(
     slot_C: Tensor,
     token_SN: Tensor,
     len_S: Tensor,
-    told: CommittedTokens,
+    committed: CommittedTokens,
     *,
     impl: Literal["auto", "reference", "triton"] = "auto",
 ) -> None:
     """Row r drew `token_R[r]` for `position_R[r]` of the sequence in slot `slot_R[r]`, assuming `offset_R[r]` drafts.
 
     A sequence gains the tokens drawn up to the first draft, of `draft_SK`, that is not the token drawn in its place.
-    Writes what was drawn to `token_SN`, adds what was gained to `len_S`, and tells it of the slots `slot_C` in `told`.
-    The last slot is padding's, and gains nothing. All int64, pieces of `told` contiguous.
+    Writes what was drawn to `token_SN`, adds what was gained to `len_S`, and fills `committed` for the slots `slot_C`.
+    The last slot is padding's, and gains nothing. All int64, pieces of `committed` contiguous.
     """
-    where = token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told
+    where = token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, committed
     TABLE.module(impl, token_R).commit_tokens(*where)

@@ -23,7 +23,7 @@ def commit_tokens(
     slot_C: Tensor,
     token_SN: Tensor,
     len_S: Tensor,
-    told: CommittedTokens,
+    committed: CommittedTokens,
 ) -> None:
     num_slots, depth = draft_SK.shape
     token_SJ = token_R.new_zeros(num_slots, depth + 1)
@@ -35,5 +35,5 @@ def commit_tokens(
     count_S = alive_SJ.int().cumprod(dim=1).sum(dim=1)
     token_SN[slot_R, position_R] = token_R
     len_S += count_S
-    for part, now in zip(told, (token_SJ[slot_C], count_S[slot_C], draft_SK[slot_C]), strict=True):
+    for part, now in zip(committed, (token_SJ[slot_C], count_S[slot_C], draft_SK[slot_C]), strict=True):
         part.copy_(now)

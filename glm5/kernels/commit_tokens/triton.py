@@ -33,16 +33,16 @@ def _commit_tokens(
     s, r, c = tl.program_id(0), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    mine = tl.load(slot_ptr + r, mask=r < num_rows, other=-1) == s
-    token = tl.load(token_ptr + r, mask=mine, other=0)
-    offset = tl.load(offset_ptr + r, mask=mine, other=-1)
-    position = tl.load(position_ptr + r, mask=mine, other=0)
-    tl.store(known_ptr + s.to(tl.int64) * known_stride + position, token, mask=mine)
+    of_slot = tl.load(slot_ptr + r, mask=r < num_rows, other=-1) == s
+    token = tl.load(token_ptr + r, mask=of_slot, other=0)
+    offset = tl.load(offset_ptr + r, mask=of_slot, other=-1)
+    position = tl.load(position_ptr + r, mask=of_slot, other=0)
+    tl.store(known_ptr + s.to(tl.int64) * known_stride + position, token, mask=of_slot)
     asks = tl.load(asked_ptr + c, mask=c < num_asked, other=-1) == s
     stands = s < tl.num_programs(0) - 1
     count = tl.zeros([], tl.int64)
     for j in tl.static_range(K + 1):
-        here = mine & (offset == j)
+        here = of_slot & (offset == j)
         stands = stands & (tl.max(here.to(tl.int32), 0) > 0)
         count += stands.to(tl.int64)
         drawn = tl.sum(tl.where(here, token, 0), 0)
@@ -64,7 +64,7 @@ def commit_tokens(
     slot_C: Tensor,
     token_SN: Tensor,
     len_S: Tensor,
-    told: CommittedTokens,
+    committed: CommittedTokens,
 ) -> None:
     """As `reference.commit_tokens`."""
     (num_slots, depth), num_asked = draft_SK.shape, len(slot_C)
@@ -77,7 +77,7 @@ def commit_tokens(
         slot_C.contiguous(),
         token_SN,
         len_S,
-        *told,
+        *committed,
         len(token_R),
         num_asked,
         token_SN.stride(0),
