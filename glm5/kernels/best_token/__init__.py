@@ -13,6 +13,6 @@ TABLE = Table(
 )
 
 
-def best_token(logits_RW: Tensor, *, impl: Literal["auto", "reference", "triton"] = "auto") -> tuple[Tensor, Tensor]:
-    """(token [R] int64, the first of equals; whether there is none, as all are barred or one is no number, bool)."""
-    return TABLE.module(impl, logits_RW).best_token(logits_RW)
+def best_token(logits_TW: Tensor, *, impl: Literal["auto", "reference", "triton"] = "auto") -> tuple[Tensor, Tensor]:
+    """(token [T] int64, the first of equals; whether there is none, as all are barred or one is no number, bool)."""
+    return TABLE.module(impl, logits_TW).best_token(logits_TW)

@@ -56,10 +56,10 @@ def _commit_tokens(
 
 
 def commit_tokens(
-    token_R: Tensor,
-    slot_R: Tensor,
-    offset_R: Tensor,
-    position_R: Tensor,
+    token_T: Tensor,
+    slot_T: Tensor,
+    offset_T: Tensor,
+    position_T: Tensor,
     draft_SK: Tensor,
     slot_C: Tensor,
     token_SN: Tensor,
@@ -69,21 +69,21 @@ def commit_tokens(
     """As `reference.commit_tokens`."""
     (num_slots, depth), num_asked = draft_SK.shape, len(slot_C)
     _commit_tokens[(num_slots,)](
-        token_R.contiguous(),
-        slot_R.contiguous(),
-        offset_R.contiguous(),
-        position_R.contiguous(),
+        token_T.contiguous(),
+        slot_T.contiguous(),
+        offset_T.contiguous(),
+        position_T.contiguous(),
         draft_SK.contiguous(),
         slot_C.contiguous(),
         token_SN,
         len_S,
         *committed,
-        len(token_R),
+        len(token_T),
         num_asked,
         token_SN.stride(0),
         K=depth,
-        BLOCK_R=max(32, triton.next_power_of_2(len(token_R))),
+        BLOCK_R=max(32, triton.next_power_of_2(len(token_T))),
         BLOCK_C=max(32, triton.next_power_of_2(num_asked)),
         num_warps=4,
-        **dependent_launch(token_R.device),
+        **dependent_launch(token_T.device),
     )
