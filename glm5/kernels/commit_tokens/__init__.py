@@ -1,7 +1,5 @@
 """What a decoding step comes to: which drawn tokens stand, and everything that is written down for it."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.commit_tokens.reference import CommittedTokens
@@ -28,7 +26,7 @@ def commit_tokens(
     len_S: Tensor,
     committed: CommittedTokens,
     *,
-    impl: Literal["auto", "reference", "triton"] = "auto",
+    impl: str = "auto",
 ) -> None:
     """Row t drew `token_T[t]` for `position_T[t]` of the sequence in slot `slot_T[t]`, assuming `offset_T[t]` drafts.
 
