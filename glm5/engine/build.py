@@ -52,7 +52,7 @@ from glm5.kernels.triton_support import check_kernel_cache, installed
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import use_invariant, weight_bytes
 from glm5.parallel.apply import connect
-from glm5.parallel.group import ALONE, Group, least
+from glm5.parallel.group import ALONE, Group, all_reduce_min
 from glm5.parallel.rendezvous import Rendezvous, open_group, store_at
 from glm5.parallel.table import WHOLE, Shard, local_config
 
@@ -398,7 +398,7 @@ def _sizes(config: EngineConfig, model: Glm5, layout: Layout, group: Group, *, m
         }
         memory -= workspace_bytes(cfg, model.dtype, depth=_depth(config, cfg), **counts)
     if group.shard.size > 1:
-        (memory,) = least(group, [memory], model.device)
+        (memory,) = all_reduce_min(group, [memory], model.device)
         if model.device.type == "cpu" and config.kv_cache_memory_bytes is None:  # which all of them share
             memory //= group.shard.size
     return plan_cache(

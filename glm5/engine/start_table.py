@@ -64,8 +64,7 @@ def start_table(
 
 
 def _kernels(model: Glm5, *, deterministic: bool) -> str:
-    """What the rules of each op of this model lead to (kernels/dispatch.py): the implementation, or, where arguments
-    decide, those that they choose from, in order, and when."""
+    """What each op of this model runs (kernels/dispatch.py), or what its arguments choose from, in order."""
     kinds, moes = weight_kinds(model), [module for module in model.modules() if isinstance(module, MoE)]
     ops = [*_OPS]
     ops += ["prompt_attention"] if model.device.type == "cuda" else []

@@ -41,14 +41,9 @@ def check_kernel_cache() -> None:
 
 
 def chosen(*tensors: Tensor) -> bool:
-    """Whether `auto` means a Triton kernel without a gradient: as `runs_on`, and no gradient asked for."""
+    """Whether Triton kernels without a gradient take them: none in float64, and no gradient asked for."""
     if tensors[0].is_cpu or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return False
-    return runs_on(*tensors)
-
-
-def runs_on(*tensors: Tensor) -> bool:
-    """Whether Triton kernels take them: all on a GPU for which the kernels are cut, none in float64."""
     return all(t.dtype != torch.float64 and supports(t.device) for t in tensors)
 
 

@@ -1,4 +1,4 @@
-"""A model of which every rank holds its part (`table.py`), made whole by what its modules exchange.
+"""A model that is sharded over ranks (`table.py`): what its modules exchange.
 
     embedding    rows of other ranks are zero, and the parts are added up
     layer        attention and MLP give parts of sums: each is added up before it joins the residual stream
@@ -22,10 +22,10 @@ from glm5.parallel.group import Group
 class ParallelEmbedding(Embedding):
     """Rows of the whole table, of which this rank holds `weight`."""
 
-    def __init__(self, whole: Embedding, group: Group):
+    def __init__(self, embedding: Embedding, group: Group):
         nn.Module.__init__(self)
-        self.weight, self.group = whole.weight, group
-        self.first = group.shard.rank * len(whole.weight)
+        self.weight, self.group = embedding.weight, group
+        self.first = group.shard.rank * len(embedding.weight)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         return self.group.all_reduce(self.part(ids_T))
@@ -33,9 +33,9 @@ class ParallelEmbedding(Embedding):
     def part(self, ids_T: Tensor) -> Tensor:
         """[T, D] of what this rank holds, zeros elsewhere."""
         place_T = ids_T - self.first
-        is_mine_T = (place_T >= 0) & (place_T < len(self.weight))
-        rows_TD = F.embedding(torch.where(is_mine_T, place_T, 0), self.weight)
-        return rows_TD.masked_fill(~is_mine_T[:, None], 0)
+        is_local_T = (place_T >= 0) & (place_T < len(self.weight))
+        rows_TD = F.embedding(torch.where(is_local_T, place_T, 0), self.weight)
+        return rows_TD.masked_fill(~is_local_T[:, None], 0)
 
 
 class ParallelLayer(DecoderLayer):
@@ -59,8 +59,8 @@ class ParallelMTPLayer(ParallelLayer, MTPLayer):
     def merge(self, embed_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         both_TY, weight_DY = self.side_by_side(embed_TD, hidden_TD), self.eh_proj.weight
         (rank, size), width = self.group.shard, weight_DY.shape[1]
-        mine = slice(rank * width // size, (rank + 1) * width // size)
-        return self.group.all_reduce(F.linear(both_TY[:, mine], weight_DY[:, mine]))
+        columns = slice(rank * width // size, (rank + 1) * width // size)
+        return self.group.all_reduce(F.linear(both_TY[:, columns], weight_DY[:, columns]))
 
 
 def connect(model: Glm5, group: Group) -> None:

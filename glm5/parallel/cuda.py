@@ -2,7 +2,7 @@
 
     one shot     few rows: every rank sends its part to all others (kernels/all_reduce/triton.py)
     two shots    more rows: each piece has an owner that adds it up; whole prompts some rows after the other
-    dealt        prompts: each rank keeps the rows that it adds up (triton_sharded.py)
+    sharded      prompts: each rank keeps the rows that it adds up (triton_sharded.py)
     NCCL         where there is no symmetric memory, in two collectives
 
 All of them add in the order of ranks, in float32, and round once. (NCCL's own all-reduce would round at every hop.)
@@ -31,7 +31,7 @@ from glm5.parallel.table import Shard
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES = 32 << 20  # of each of three: what 2,048 rows of GLM-5 are dealt out in at once
+BUFFER_BYTES = 32 << 20  # of each of three: what 2,048 rows of GLM-5 are exchanged in at once
 ONE_SHOT_BYTES = 256 << 10  # that a rank sends in one shot, at most
 TWO_SHOTS_BYTES = 6 << 20  # of a message, at most: longer ones are slower than several of these
 
@@ -87,11 +87,11 @@ class CudaGroup:
         self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         if self.buffers is not None:
-            from glm5.kernels.all_reduce.triton_sharded import can_deal, dealt
+            from glm5.kernels.all_reduce.triton_sharded import add_rms_norm_sharded, can_shard
 
-            if can_deal(self.buffers, part):
+            if can_shard(self.buffers, part):
                 quantized = room(len(residual_OD), part.shape[1], quantize, self.device) if quantize else None
-                return *dealt(self.buffers, part, (residual_OD, weight_D, eps), quantized), quantized
+                return *add_rms_norm_sharded(self.buffers, part, (residual_OD, weight_D, eps), quantized), quantized
         new_OD = self._sharded_nccl(summed(part)).view_as(residual_OD)
         return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 

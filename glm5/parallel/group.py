@@ -5,7 +5,7 @@
     Alone           one rank
 
 Every rank gets the same bits, and the same bits again for the same rows: what follows from them (which experts, which
-keys, which token) is then the same everywhere without being told.
+keys, which token) is then the same everywhere, and need not be broadcast.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.add_rms_norm import add_rms_norm, add_rms_norm_quantized
-from glm5.kernels.all_reduce import is_turned
+from glm5.kernels.all_reduce import is_transposed
 from glm5.kernels.all_reduce.part import PartialSum, summed
 from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.row_codes import Kind, Quantized
@@ -109,12 +109,12 @@ def rows_of(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
     """`gather_rows`, of one part after the other."""
     return [
         group.all_gather(part.T).transpose(0, 1).flatten(1).T
-        if is_turned(part)
+        if is_transposed(part)
         else group.all_gather(part).flatten(0, 1)
         for part in parts
     ]
 
 
-def least(group: Group, numbers: Sequence[int], device: torch.device) -> list[int]:
+def all_reduce_min(group: Group, numbers: Sequence[int], device: torch.device) -> list[int]:
     """The smallest of all ranks' numbers, one by one."""
     return group.all_gather(torch.tensor(numbers, dtype=torch.int64, device=device)).amin(dim=0).tolist()

@@ -4,7 +4,7 @@
     units        rows of gate_proj and up_proj, columns of down_proj: units of an MLP, of each expert (an F slice)
     vocabulary   rows of the embedding and of lm_head: token ids
     replicated   everything else: norms, low-rank and index projections, routers
-    dealt        in training, whole routed experts lie on different ranks (train/parallel/places.py)
+    experts      expert parallelism, in training: whole routed experts (train/parallel/places.py)
 
 A rank's columns of o_proj and down_proj give a part of a sum, which a collective completes (`apply.py`). Block scales
 of FP8 weights follow their blocks of 128.
@@ -23,12 +23,12 @@ SCALE_SUFFIX = "_scale_inv"
 
 class Placement(NamedTuple):
     """How a tensor is cut: along which dimension (None: not at all), into equal parts of which count of the config.
-    `dealt`: there are many of its kind, of which training gives each rank some whole ones."""
+    `expert_parallel`: of an expert; training may give each rank some whole ones."""
 
     kind: Literal["column", "row", "expert F slice", "vocabulary", "replicated"]
     dim: int | None = None
     counted: str | None = None
-    dealt: bool = False
+    expert_parallel: bool = False
 
 
 REPLICATED = Placement("replicated")
@@ -39,7 +39,7 @@ UNIT_ROWS = Placement("column", 0, "intermediate_size")
 UNIT_COLUMNS = Placement("row", 1, "intermediate_size")
 EXPERT_ROWS = Placement("expert F slice", 0, "moe_intermediate_size")
 EXPERT_COLUMNS = Placement("expert F slice", 1, "moe_intermediate_size")
-ROUTED_ROWS, ROUTED_COLUMNS = EXPERT_ROWS._replace(dealt=True), EXPERT_COLUMNS._replace(dealt=True)
+ROUTED_ROWS, ROUTED_COLUMNS = EXPERT_ROWS._replace(expert_parallel=True), EXPERT_COLUMNS._replace(expert_parallel=True)
 
 # Names on disk; `*` is a number.
 TABLE: dict[str, Placement] = {
@@ -123,7 +123,7 @@ def scale_span(span: Span) -> Span:
 def local_config(cfg: ModelConfig, size: int) -> ModelConfig:
     """The sizes of one rank's modules. What is not cut is as it was.
 
-    Raises ConfigError when heads, widths or vocabulary cannot be dealt out evenly.
+    Raises ConfigError when heads, widths or vocabulary cannot be sharded evenly.
     """
     if size == 1:
         return cfg

@@ -26,7 +26,7 @@ from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.kernels.compile_ahead import Compilers, missing
 from glm5.kernels.kernel_count import mark_ready
 from glm5.kernels.triton_support import installed
-from glm5.parallel.group import Group, least
+from glm5.parallel.group import Group, all_reduce_min
 
 _MIB = 1 << 20
 _MAX_COMPILERS = 32
@@ -74,7 +74,7 @@ def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: 
                 mine = wanted[group.shard.rank :: group.shard.size]
                 compilers.compile(mine, lambda done: on_progress("compiling kernels", done / len(mine)))
                 if group.shard.size > 1:
-                    least(group, [0], device)  # all have come here, and what they compiled is on disk
+                    all_reduce_min(group, [0], device)  # all have come here, and what they compiled is on disk
                     compilers.compile(wanted, lambda _done: None)
         _rehearse(steps, prompts, buckets, counts, depths, lambda share: on_progress("loading kernels", share))
     synchronize(device)

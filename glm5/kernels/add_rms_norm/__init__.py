@@ -1,13 +1,9 @@
 """Sum and norm of the residual stream, in one pass."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.row_codes import Kind
-
-Names = Literal["auto", "reference", "triton"]
 
 TABLE = Table(
     __name__,
@@ -17,14 +13,14 @@ TABLE = Table(
 
 
 def add_rms_norm(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, impl: Names = "auto"
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """(out, sum), [T, D] each: sum = x + residual and its `rms_norm`, both in x's dtype."""
     return TABLE.module(impl, x_TD, residual_TD, weight_D).add_rms_norm(x_TD, residual_TD, weight_D, eps)
 
 
 def add_rms_norm_quantized(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind = "blocks", *, impl: Names = "auto"
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind = "blocks", *, impl: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, sum, codes, scale): `add_rms_norm`, and `row_codes.quantize` of out, for the products that read it."""
     run = TABLE.module(impl, x_TD, residual_TD, weight_D).add_rms_norm_quantized

@@ -1,7 +1,5 @@
 """Rows added to those of a matrix that they name, in the order in which they lie: the same bits in every run."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -13,8 +11,6 @@ TABLE = Table(
 )
 
 
-def add_rows(
-    to_SL: Tensor, slot_G: Tensor, row_GL: Tensor, *, impl: Literal["auto", "reference", "triton"] = "auto"
-) -> None:
+def add_rows(to_SL: Tensor, slot_G: Tensor, row_GL: Tensor, *, impl: str = "auto") -> None:
     """to[slot[g]] += row[g] in place; rows of slot -1 are not read. No gradient passes."""
     TABLE.module(impl, to_SL).add_rows(to_SL, slot_G, row_GL)

@@ -16,6 +16,6 @@ def all_reduce_reference(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def is_turned(part: Tensor) -> bool:
+def is_transposed(part: Tensor) -> bool:
     """Whether columns of [O, Y] lie in one piece, as they do then in all ranks' rows."""
     return part.dim() == 2 and part.stride(0) == 1

@@ -1,7 +1,7 @@
 """Sums over GPUs that write into each other's memory (triton_buffers.py), a launch each.
 
     one shot    every rank sends its rows to all others, and each adds all of them up: one way, N times the bytes
-    two shots   a row's pieces are dealt out to owners, who add up what they get and send the sum to all: twice the way
+    two shots   a row's pieces are sharded over owners, who add up what they get and send the sum to all: twice the way
     gather      words of all ranks, side by side
 
 All programs of a launch must run at once, as they wait for each other's data: grids are at most as large as the GPU.
@@ -74,13 +74,13 @@ def _one_shot(
     empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
     if split == 0:
         d = tl.arange(0, BLOCK_D)
-        mine = sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0))
-        residual, weight = mine, mine
+        own = sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0))
+        residual, weight = own, own
         if NORM:
             residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
             weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
         place = buffer(pointers, rank, slot, num_words, part_ptr) + t * D + d
-        total = wait_sum(place, T * D, d < D, rank, mine, SIZE, BLOCK_D).to(mine.dtype)
+        total = wait_sum(place, T * D, d < D, rank, own, SIZE, BLOCK_D).to(own.dtype)
         at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
         finish(total, residual, weight, t, d, D, *at, eps, NORM, QUANTIZE)
     end(state, turn, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1, NUM)
@@ -131,13 +131,13 @@ def _two_shots(
         place = buffer(pointers, piece % SIZE, slot, num_words, part_ptr) + (rank * owned + piece // SIZE) * PIECE
         tl.store(place + e, sendable(x), mask=d < D)
     empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
-    mine = buffer(pointers, rank, slot, num_words, part_ptr)
+    own = buffer(pointers, rank, slot, num_words, part_ptr)
     for index in range(program, owned, programs):
         piece = index * SIZE + rank
         if piece < pieces:
             d = (piece % pieces_a_row) * PIECE + e
             none = tl.zeros((PIECE,), part_ptr.dtype.element_ty)
-            total = wait_sum(mine + index * PIECE + e, owned * PIECE, d < D, -1, none, SIZE, PIECE)
+            total = wait_sum(own + index * PIECE + e, owned * PIECE, d < D, -1, none, SIZE, PIECE)
             x = sendable(total.to(part_ptr.dtype.element_ty))
             for step in tl.static_range(SIZE):
                 peer = (rank + step) % SIZE
@@ -149,7 +149,7 @@ def _two_shots(
         if NORM:
             residual = tl.load(residual_ptr + row * stride_r + d, mask=d < D, other=0.0)
             weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
-        x = wait(mine + sums + row * D + d, d < D)
+        x = wait(own + sums + row * D + d, d < D)
         at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
         finish(x, residual, weight, row, d, D, *at, eps, NORM, QUANTIZE)
     end(state, turn, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1, NUM)
@@ -176,9 +176,9 @@ def _gather(
         peer = (rank + step) % SIZE
         tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + w, x, mask=w < count)
     empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
-    mine = buffer(pointers, rank, slot, num_words, part_ptr)
+    own = buffer(pointers, rank, slot, num_words, part_ptr)
     for r in tl.static_range(SIZE):
-        tl.store(out_ptr + r * count + w, wait(mine + r * count + w, w < count), mask=w < count)
+        tl.store(out_ptr + r * count + w, wait(own + r * count + w, w < count), mask=w < count)
     end(state, turn, slot, SIZE * count, NUM)
 
 

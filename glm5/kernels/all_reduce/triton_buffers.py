@@ -136,8 +136,8 @@ def unless(mask, rank, r):
 
 
 @triton.jit
-def wait_sum(place, stride, mask, rank, mine, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum over ranks of what lies `stride` apart; of this rank `mine`, which need not have come."""
+def wait_sum(place, stride, mask, rank, own, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum over ranks of what lies `stride` apart; of this rank `own`, which need not have come."""
     missing = 1
     while missing != 0:
         is_missing = tl.zeros((BLOCK,), tl.int32)
@@ -148,7 +148,7 @@ def wait_sum(place, stride, mask, rank, mine, SIZE: tl.constexpr, BLOCK: tl.cons
     total = tl.zeros((BLOCK,), tl.float32)
     for r in tl.static_range(SIZE):
         x = tl.load(place + r * stride, mask=unless(mask, rank, r), other=1.0, volatile=True)
-        total += tl.where(rank == r, mine, x).to(tl.float32)
+        total += tl.where(rank == r, own, x).to(tl.float32)
     return total
 
 

@@ -1,7 +1,8 @@
 """Many rows over GPUs that write into each other's memory (triton_buffers.py), half of a sum at a time.
 
-    dealt    rank r gets the r-th of N equal shares of rows: the sum over ranks, added to the residual stream, its norm
-    gather   the shares of all ranks, one below the other, of several things at once
+    add_rms_norm_sharded    rank r gets the r-th of N equal shares of rows: the sum over ranks, added to the residual
+                            stream, and its norm
+    gather                  the shares of all ranks, one below the other, of several things at once
 
 One launch each, in which some programs send and wait for nothing; each other waits for what peers send in programs of
 smaller numbers, and empties the place where it came. Programs begin in the order of their numbers, so none waits for
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.all_reduce.part import PartialSum, computed
-from glm5.kernels.all_reduce.reference import is_turned
+from glm5.kernels.all_reduce.reference import is_transposed
 from glm5.kernels.all_reduce.triton_buffers import (
     MAX_WIDTH,
     NUM_BUFFERS,
@@ -43,7 +44,7 @@ from glm5.kernels.triton_rows import row_codes, row_scale
 from glm5.kernels.triton_support import dependent_launch
 
 _CHUNK_BYTES = 8192  # that a program of `gather` sends, or takes in
-_PIECE = 2048  # values of a row that a program of `dealt` holds at a time
+_PIECE = 2048  # values of a row that a program of `add_rms_norm_sharded` holds at a time
 _LEAST_SENT = 8 << 20  # bytes that a rank sends, for which a product of its own is worth it: 23 us of the link
 
 Norm = tuple[Tensor, Tensor, float]  # residual of this rank's rows, weight, eps
@@ -102,9 +103,9 @@ def _deal(
         squares = 0.0
         for begin in range(0, D, PIECE):
             d = begin + tl.arange(0, PIECE)
-            mine = sendable(new_row(part_ptr, rank * share + t, d, T, D, A, SHARED, place_ptr))
+            own = sendable(new_row(part_ptr, rank * share + t, d, T, D, A, SHARED, place_ptr))
             residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
-            total = wait_sum(place + d, count, d < D, rank, mine, SIZE, PIECE).to(mine.dtype)
+            total = wait_sum(place + d, count, d < D, rank, own, SIZE, PIECE).to(own.dtype)
             tl.debug_barrier()  # all have read
             for r in tl.static_range(SIZE):
                 _empty(place + r * count + d, unless(d < D, rank, r))
@@ -250,14 +251,14 @@ def _empty(place, mask):
         tl.store(place.to(tl.pointer_type(tl.int32)), tl.full(place.shape, -0x7FFF8000, tl.int32), mask=mask)
 
 
-def can_deal(buffers: Buffers, part: PartialSum) -> bool:
+def can_shard(buffers: Buffers, part: PartialSum) -> bool:
     """Whether rows [T, D] can go this way."""
     num_rows, width = part.shape
     is_known = part.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return is_known and num_rows % buffers.size == 0 and width % 8 == 0 and width <= MAX_WIDTH
 
 
-def dealt(
+def add_rms_norm_sharded(
     buffers: Buffers,
     part: PartialSum,
     norm: Norm,
@@ -327,16 +328,16 @@ def _sent(buffers: Buffers, part: PartialSum) -> Tensor | None:
 
 
 def gather(buffers: Buffers, *parts: Tensor) -> list[Tensor]:
-    """All ranks' rows [O, ...] of each part, one below the other, in one launch; of a part that `is_turned`, columns in
-    one piece. A part is a whole number of words. A word 0x80008000 becomes 0x80008001, on every rank.
+    """All ranks' rows [O, ...] of each part, one below the other, in one launch; of a part that `is_transposed`,
+    columns in one piece. A part is a whole number of words. A word 0x80008000 becomes 0x80008001, on every rank.
     """
-    size, turned = buffers.size, [is_turned(part) for part in parts]
-    mine = [(part.T if turns else part).contiguous() for part, turns in zip(parts, turned, strict=True)]
+    size, transposed = buffers.size, [is_transposed(part) for part in parts]
+    own = [(part.T if flips else part).contiguous() for part, flips in zip(parts, transposed, strict=True)]
     outs = [
-        each.new_empty(len(each), size * each.shape[1]) if turns else each.new_empty(size * len(each), *each.shape[1:])
-        for each, turns in zip(mine, turned, strict=True)
+        each.new_empty(len(each), size * each.shape[1]) if flips else each.new_empty(size * len(each), *each.shape[1:])
+        for each, flips in zip(own, transposed, strict=True)
     ]
-    words = tuple(each.view(-1).view(torch.int32) for each in mine)
+    words = tuple(each.view(-1).view(torch.int32) for each in own)
     counts, chunk = tuple(len(each) for each in words), _CHUNK_BYTES // 4
     pieces = sum(triton.cdiv(count, chunk) for count in counts)
     step = buffers.num_words // size // chunk
@@ -347,15 +348,15 @@ def gather(buffers: Buffers, *parts: Tensor) -> list[Tensor]:
             words,
             tuple(out.view(-1).view(torch.int32) for out in outs),
             counts,
-            tuple(count // len(each) for count, each in zip(counts, mine, strict=True)),
+            tuple(count // len(each) for count, each in zip(counts, own, strict=True)),
             buffers.rank,
             buffers.num_words,
             first,
-            BY_RUNS=sum(turns << i for i, turns in enumerate(turned)),
+            BY_RUNS=sum(flips << i for i, flips in enumerate(transposed)),
             SIZE=size,
             CHUNK=chunk,
             NUM=NUM_BUFFERS,
             num_warps=8,
             **dependent_launch(words[0].device),
         )
-    return [out.T if turns else out for out, turns in zip(outs, turned, strict=True)]
+    return [out.T if flips else out for out, flips in zip(outs, transposed, strict=True)]

@@ -1,18 +1,12 @@
 """The likeliest token of each row of logits."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
 
-TABLE = Table(
-    __name__,
-    triton=Impl("two launches", on="triton", gradient=False),
-    reference=Impl("the definition"),
-)
+TABLE = Table(__name__, triton=Impl("two launches", on="triton", gradient=False), reference=Impl("the definition"))
 
 
-def best_token(logits_RW: Tensor, *, impl: Literal["auto", "reference", "triton"] = "auto") -> tuple[Tensor, Tensor]:
-    """(token [R] int64, the first of equals; whether there is none, as all are barred or one is no number, bool)."""
-    return TABLE.module(impl, logits_RW).best_token(logits_RW)
+def best_token(logits_TW: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+    """(token [T] int64, the first of equals; whether there is none, as all are barred or one is no number, bool)."""
+    return TABLE.module(impl, logits_TW).best_token(logits_TW)

@@ -3,6 +3,6 @@
 from torch import Tensor
 
 
-def best_token(logits_RW: Tensor) -> tuple[Tensor, Tensor]:
-    best = logits_RW.max(dim=-1)  # of equal ones the first
+def best_token(logits_TW: Tensor) -> tuple[Tensor, Tensor]:
+    best = logits_TW.max(dim=-1)  # of equal ones the first
     return best.indices, best.values.isfinite().logical_not_()

@@ -37,19 +37,19 @@ def _best(value_ptr, index_ptr, token_ptr, stuck_ptr, pieces, BLOCK: tl.constexp
     tl.store(stuck_ptr + row, (value == float("inf")) | (value == float("-inf")))
 
 
-def best_token(logits_RW: Tensor) -> tuple[Tensor, Tensor]:
+def best_token(logits_TW: Tensor) -> tuple[Tensor, Tensor]:
     """As `reference.best_token`."""
-    logits_RW = logits_RW if logits_RW.stride(-1) == 1 else logits_RW.contiguous()
-    (num_rows, width), device = logits_RW.shape, logits_RW.device
-    token_R = torch.empty(num_rows, dtype=torch.int64, device=device)
-    stuck_R = torch.empty(num_rows, dtype=torch.bool, device=device)
+    logits_TW = logits_TW if logits_TW.stride(-1) == 1 else logits_TW.contiguous()
+    (num_rows, width), device = logits_TW.shape, logits_TW.device
+    token_T = torch.empty(num_rows, dtype=torch.int64, device=device)
+    stuck_T = torch.empty(num_rows, dtype=torch.bool, device=device)
     if not num_rows:
-        return token_R, stuck_R
+        return token_T, stuck_T
     pieces = triton.cdiv(width, _PIECE)
     value = torch.empty(num_rows, pieces, dtype=torch.float32, device=device)
     index = torch.empty(num_rows, pieces, dtype=torch.int32, device=device)
     options = dependent_launch(device)
-    _pieces[(num_rows, pieces)](logits_RW, value, index, width, logits_RW.stride(0), PIECE=_PIECE, **options)
+    _pieces[(num_rows, pieces)](logits_TW, value, index, width, logits_TW.stride(0), PIECE=_PIECE, **options)
     block = max(16, triton.next_power_of_2(pieces))
-    _best[(num_rows,)](value, index, token_R, stuck_R, pieces, BLOCK=block, num_warps=1, **options)
-    return token_R, stuck_R
+    _best[(num_rows,)](value, index, token_T, stuck_T, pieces, BLOCK=block, num_warps=1, **options)
+    return token_T, stuck_T

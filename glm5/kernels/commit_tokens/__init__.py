@@ -1,7 +1,5 @@
 """What a decoding step comes to: which drawn tokens stand, and everything that is written down for it."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.commit_tokens.reference import CommittedTokens
@@ -18,23 +16,23 @@ TABLE = Table(
 
 
 def commit_tokens(
-    token_R: Tensor,
-    slot_R: Tensor,
-    offset_R: Tensor,
-    position_R: Tensor,
+    token_T: Tensor,
+    slot_T: Tensor,
+    offset_T: Tensor,
+    position_T: Tensor,
     draft_SK: Tensor,
     slot_C: Tensor,
     token_SN: Tensor,
     len_S: Tensor,
-    told: CommittedTokens,
+    committed: CommittedTokens,
     *,
-    impl: Literal["auto", "reference", "triton"] = "auto",
+    impl: str = "auto",
 ) -> None:
-    """Row r drew `token_R[r]` for `position_R[r]` of the sequence in slot `slot_R[r]`, assuming `offset_R[r]` drafts.
+    """Row t drew `token_T[t]` for `position_T[t]` of the sequence in slot `slot_T[t]`, assuming `offset_T[t]` drafts.
 
     A sequence gains the tokens drawn up to the first draft, of `draft_SK`, that is not the token drawn in its place.
-    Writes what was drawn to `token_SN`, adds what was gained to `len_S`, and tells it of the slots `slot_C` in `told`.
-    The last slot is padding's, and gains nothing. All int64, pieces of `told` contiguous.
+    Writes what was drawn to `token_SN`, adds what was gained to `len_S`, and fills `committed` for the slots `slot_C`.
+    The last slot is padding's, and gains nothing. All int64, pieces of `committed` contiguous.
     """
-    where = token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told
-    TABLE.module(impl, token_R).commit_tokens(*where)
+    where = token_T, slot_T, offset_T, position_T, draft_SK, slot_C, token_SN, len_S, committed
+    TABLE.module(impl, token_T).commit_tokens(*where)

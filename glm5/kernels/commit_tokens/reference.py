@@ -15,25 +15,25 @@ class CommittedTokens(NamedTuple):
 
 
 def commit_tokens(
-    token_R: Tensor,
-    slot_R: Tensor,
-    offset_R: Tensor,
-    position_R: Tensor,
+    token_T: Tensor,
+    slot_T: Tensor,
+    offset_T: Tensor,
+    position_T: Tensor,
     draft_SK: Tensor,
     slot_C: Tensor,
     token_SN: Tensor,
     len_S: Tensor,
-    told: CommittedTokens,
+    committed: CommittedTokens,
 ) -> None:
     num_slots, depth = draft_SK.shape
-    token_SJ = token_R.new_zeros(num_slots, depth + 1)
-    alive_SJ = torch.zeros(num_slots, depth + 1, dtype=torch.bool, device=token_R.device)
-    token_SJ[slot_R, offset_R] = token_R
-    alive_SJ[slot_R, offset_R] = torch.ones_like(slot_R, dtype=torch.bool)
+    token_SJ = token_T.new_zeros(num_slots, depth + 1)
+    alive_SJ = torch.zeros(num_slots, depth + 1, dtype=torch.bool, device=token_T.device)
+    token_SJ[slot_T, offset_T] = token_T
+    alive_SJ[slot_T, offset_T] = torch.ones_like(slot_T, dtype=torch.bool)
     alive_SJ[:, 1:] &= token_SJ[:, :-1] == draft_SK
     alive_SJ[-1:] &= torch.zeros_like(alive_SJ[-1:])
     count_S = alive_SJ.int().cumprod(dim=1).sum(dim=1)
-    token_SN[slot_R, position_R] = token_R
+    token_SN[slot_T, position_T] = token_T
     len_S += count_S
-    for part, now in zip(told, (token_SJ[slot_C], count_S[slot_C], draft_SK[slot_C]), strict=True):
+    for part, now in zip(committed, (token_SJ[slot_C], count_S[slot_C], draft_SK[slot_C]), strict=True):
         part.copy_(now)

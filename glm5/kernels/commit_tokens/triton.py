@@ -33,16 +33,16 @@ def _commit_tokens(
     s, r, c = tl.program_id(0), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    mine = tl.load(slot_ptr + r, mask=r < num_rows, other=-1) == s
-    token = tl.load(token_ptr + r, mask=mine, other=0)
-    offset = tl.load(offset_ptr + r, mask=mine, other=-1)
-    position = tl.load(position_ptr + r, mask=mine, other=0)
-    tl.store(known_ptr + s.to(tl.int64) * known_stride + position, token, mask=mine)
+    of_slot = tl.load(slot_ptr + r, mask=r < num_rows, other=-1) == s
+    token = tl.load(token_ptr + r, mask=of_slot, other=0)
+    offset = tl.load(offset_ptr + r, mask=of_slot, other=-1)
+    position = tl.load(position_ptr + r, mask=of_slot, other=0)
+    tl.store(known_ptr + s.to(tl.int64) * known_stride + position, token, mask=of_slot)
     asks = tl.load(asked_ptr + c, mask=c < num_asked, other=-1) == s
     stands = s < tl.num_programs(0) - 1
     count = tl.zeros([], tl.int64)
     for j in tl.static_range(K + 1):
-        here = mine & (offset == j)
+        here = of_slot & (offset == j)
         stands = stands & (tl.max(here.to(tl.int32), 0) > 0)
         count += stands.to(tl.int64)
         drawn = tl.sum(tl.where(here, token, 0), 0)
@@ -56,34 +56,34 @@ def _commit_tokens(
 
 
 def commit_tokens(
-    token_R: Tensor,
-    slot_R: Tensor,
-    offset_R: Tensor,
-    position_R: Tensor,
+    token_T: Tensor,
+    slot_T: Tensor,
+    offset_T: Tensor,
+    position_T: Tensor,
     draft_SK: Tensor,
     slot_C: Tensor,
     token_SN: Tensor,
     len_S: Tensor,
-    told: CommittedTokens,
+    committed: CommittedTokens,
 ) -> None:
     """As `reference.commit_tokens`."""
     (num_slots, depth), num_asked = draft_SK.shape, len(slot_C)
     _commit_tokens[(num_slots,)](
-        token_R.contiguous(),
-        slot_R.contiguous(),
-        offset_R.contiguous(),
-        position_R.contiguous(),
+        token_T.contiguous(),
+        slot_T.contiguous(),
+        offset_T.contiguous(),
+        position_T.contiguous(),
         draft_SK.contiguous(),
         slot_C.contiguous(),
         token_SN,
         len_S,
-        *told,
-        len(token_R),
+        *committed,
+        len(token_T),
         num_asked,
         token_SN.stride(0),
         K=depth,
-        BLOCK_R=max(32, triton.next_power_of_2(len(token_R))),
+        BLOCK_R=max(32, triton.next_power_of_2(len(token_T))),
         BLOCK_C=max(32, triton.next_power_of_2(num_asked)),
         num_warps=4,
-        **dependent_launch(token_R.device),
+        **dependent_launch(token_T.device),
     )

@@ -1,7 +1,5 @@
 """Linear layer with FP8 weights kept as they are in the checkpoint."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ def fp8_linear(
     weight: BlockScaled,
     quantized: tuple[Tensor, Tensor] | None = None,
     *,
-    impl: Literal["auto", "reference", "triton", "scaled_mm", "cuda"] = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D], [T, O] in x's dtype; x is quantized by `act_quant` first.
 

@@ -19,7 +19,7 @@ _THREADS, _PEERS, _ROWS = 384, 2, 128  # as in rows.cu
 
 
 class Places(NamedTuple):
-    """Of ranks that rows are dealt to, the r-th of equal shares to rank r: addresses of their buffers [N], which of
+    """Of ranks that rows are sharded over, the r-th of equal shares to rank r: addresses of their buffers [N], which of
     a rank's buffers has its turn [1], this rank, words of a buffer. As triton_buffers.py has them."""
 
     buffers: Tensor

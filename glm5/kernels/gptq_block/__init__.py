@@ -1,7 +1,5 @@
 """A block of GPTQ's columns, rounded one by one."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -21,7 +19,7 @@ def gptq_block(
     lowest: float,
     highest: float,
     fp8: bool,
-    impl: Literal["auto", "reference", "triton"] = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(codes in w's dtype, errors over the factor's diagonal), [B, O, K] both. `factor_BKK`: upper triangular.
 

@@ -1,7 +1,5 @@
 """The sum over a token's routed experts."""
 
-from typing import Any, Literal
-
 import torch
 from torch import Tensor
 
@@ -11,32 +9,21 @@ from glm5.kernels.grouped_experts import cuda
 from glm5.kernels.grouped_experts.expert_outputs import FEW_TOKENS, ExpertOutputs
 from glm5.kernels.grouped_experts.grouped_mm import refusal
 from glm5.kernels.grouped_experts.one_by_one import MAX_PAIRS
-from glm5.kernels.grouped_experts.shared import SharedExpert
+from glm5.kernels.grouped_experts.shared import SharedExpert, Weight
 
 __all__ = ["FEW_TOKENS", "ExpertOutputs", "SharedExpert", "expert_outputs", "grouped_experts"]
 
 
 def grouped_experts(
     x_TD: Tensor,
-    gate_up_proj: Tensor | BlockScaled,
-    down_proj: Tensor | BlockScaled,
+    gate_up_proj: Weight,
+    down_proj: Weight,
     weight_TA: Tensor,
     expert_TA: Tensor,
     *,
     shared: SharedExpert | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
-    impl: Literal[
-        "auto",
-        "reference",
-        "trained",
-        "grouped_mm",
-        "on_device",
-        "one_by_one",
-        "invariant",
-        "invariant_triton",
-        "triton",
-        "cuda",
-    ] = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
@@ -61,8 +48,8 @@ def grouped_experts(
 
 def expert_outputs(
     x_TD: Tensor,
-    gate_up_proj: Tensor | BlockScaled,
-    down_proj: Tensor | BlockScaled,
+    gate_up_proj: Weight,
+    down_proj: Weight,
     weight_TA: Tensor,
     expert_TA: Tensor,
     *,
@@ -75,35 +62,27 @@ def expert_outputs(
     return None if run is None else run(*given, quantized)
 
 
-def _is_fp8(_x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, *_: object) -> bool:
-    return isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled)
+def _is_fp8(_: Tensor, gate_up: Weight, down: Weight, *_given: object) -> bool:
+    return isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled)
 
 
-def _is_plain(_x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, *_: object) -> bool:
-    return isinstance(gate_up_proj, Tensor) and isinstance(down_proj, Tensor)
+def _is_plain(_: Tensor, gate_up: Weight, down: Weight, *_given: object) -> bool:
+    return isinstance(gate_up, Tensor) and isinstance(down, Tensor)
 
 
-def _suits_cuda(
-    x_TD: Tensor,
-    gate_up_proj: Tensor | BlockScaled,
-    down_proj: Tensor | BlockScaled,
-    _weight_TA: Tensor,
-    expert_TA: Tensor,
-    shared: SharedExpert | None,
-) -> bool:
-    if not (isinstance(gate_up_proj, BlockScaled) and isinstance(down_proj, BlockScaled)):
+def _suits_cuda(x_TD: Tensor, gate_up: Weight, down: Weight, _: Tensor, expert_TA: Tensor, shared: SharedExpert | None):
+    if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
         return False
-    num_experts, _, inner = down_proj.data.shape
-    is_faster = cuda.is_faster(expert_TA.numel(), num_experts, inner)
-    return is_faster and not cuda.refusal(x_TD, gate_up_proj, down_proj, shared)
+    num_experts, inner = len(down.data), down.data.shape[2]
+    return cuda.is_faster(expert_TA.numel(), num_experts, inner) and not cuda.refusal(x_TD, gate_up, down, shared)
 
 
-def _suits_one_by_one(x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, *given: Any):
-    return _is_plain(x_TD, gate_up_proj, down_proj) and 0 < given[1].numel() <= MAX_PAIRS
+def _suits_one_by_one(x_TD: Tensor, gate_up: Weight, down: Weight, _: Tensor, expert_TA: Tensor, *_given: object):
+    return _is_plain(x_TD, gate_up, down) and 0 < expert_TA.numel() <= MAX_PAIRS
 
 
-def _suits_grouped_mm(x_TD: Tensor, gate_up_proj: Tensor | BlockScaled, down_proj: Tensor | BlockScaled, *_: object):
-    return refusal(x_TD, gate_up_proj, down_proj) is None
+def _suits_grouped_mm(x_TD: Tensor, gate_up: Weight, down: Weight, *_given: object) -> bool:
+    return refusal(x_TD, gate_up, down) is None
 
 
 TABLE = Table(
@@ -112,11 +91,11 @@ TABLE = Table(
     triton=Impl("FP8, other numbers of rows; tiling_for has four ways", on="triton", when=_is_fp8, gradient=False),
     on_device=Impl("plain weights, nothing waits for the device", on="gpu", when=_is_plain, gradient=False),
     trained=Impl(
-        "bfloat16", on="gpu", gradient=True, when=lambda x, *given: _is_plain(x, *given) and x.dtype == torch.bfloat16
+        "bfloat16", on="gpu", when=lambda x, *given: _is_plain(x, *given) and x.dtype == torch.bfloat16, gradient=True
     ),
     one_by_one=Impl("a token or two", on="cpu", when=_suits_one_by_one, gradient=False),
     grouped_mm=Impl(
-        "plain weights, one grouped product",
+        "plain, in one product",
         on="cpu",
         when=_suits_grouped_mm,
         gradient=False,

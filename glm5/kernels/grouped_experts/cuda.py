@@ -74,10 +74,10 @@ def expert_outputs(
     assert isinstance(gate_up, BlockScaled)
     assert isinstance(down, BlockScaled)
     quantized = quantized or act_quant(x_TD)
-    return terms(quantized, gate_up, down, weight_TA.contiguous(), expert_TA.int().contiguous(), shared)
+    return weighted_outputs(quantized, gate_up, down, weight_TA.contiguous(), expert_TA.int().contiguous(), shared)
 
 
-def terms(
+def weighted_outputs(
     quantized: tuple[Tensor, Tensor],
     gate_up: BlockScaled,
     down: BlockScaled,

@@ -54,5 +54,7 @@ def grouped_experts(
     y_GD = F.grouped_mm(F.silu(gate_GF) * up_GF, down_proj.mT, offs=end_E)
     weight_G = weight_TA.flatten().index_select(0, torch.from_numpy(order))
     y_GD = (y_GD * weight_G[:, None]).to(x_TD.dtype)
-    terms = y_GD.index_select(0, torch.from_numpy(place.ravel())).view(num_tokens, num_chosen, x_TD.shape[1]).unbind(1)
-    return sum(terms[1:], start=terms[0])
+    outputs = (
+        y_GD.index_select(0, torch.from_numpy(place.ravel())).view(num_tokens, num_chosen, x_TD.shape[1]).unbind(1)
+    )
+    return sum(outputs[1:], start=outputs[0])

@@ -47,8 +47,8 @@ def grouped_experts(
         gate_UF, up_UF = _project(x_UD, gate_ups, experts).chunk(2, dim=-1)
     y_UD = _project(silu(gate_UF) * up_UF, downs, experts)
     y_TAD = y_UD.index_select(0, place_G).unflatten(0, expert_TA.shape)
-    terms = (y_TAD * weight_TA[..., None]).to(x_TD.dtype).unbind(1)
-    out_TD = sum(terms[1:], start=terms[0])
+    outputs = (y_TAD * weight_TA[..., None]).to(x_TD.dtype).unbind(1)
+    out_TD = sum(outputs[1:], start=outputs[0])
     return out_TD if shared is None else out_TD + shared(x_TD)
 
 

@@ -16,7 +16,7 @@ from glm5.kernels.grouped_experts.shared import adds_shared
 def grouped_experts(
     x_TD: Tensor, gate_up_proj: Tensor, down_proj: Tensor, weight_TA: Tensor, expert_TA: Tensor
 ) -> Tensor:
-    """As `reference.grouped_experts`, terms summed in float32. No gradient passes."""
+    """As `reference.grouped_experts`, outputs summed in float32. No gradient passes."""
     run = _sorted if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 else _all
     return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
 
@@ -30,8 +30,8 @@ def _sorted(x_TD: Tensor, gate_up_proj: Tensor, down_proj: Tensor, weight_TA: Te
     gate_GF, up_GF = F.grouped_mm(x_GD, gate_up_proj.mT, offs=end_E).chunk(2, dim=-1)
     y_GD = F.grouped_mm(F.silu(gate_GF) * up_GF, down_proj.mT, offs=end_E)
     y_GD = y_GD.float() * weight_TA.flatten().index_select(0, order_G)[:, None]
-    terms_GD = torch.empty_like(y_GD).index_copy_(0, order_G, y_GD)
-    return terms_GD.unflatten(0, expert_TA.shape).sum(dim=1).to(x_TD.dtype)
+    outputs_GD = torch.empty_like(y_GD).index_copy_(0, order_G, y_GD)
+    return outputs_GD.unflatten(0, expert_TA.shape).sum(dim=1).to(x_TD.dtype)
 
 
 def _all(x_TD: Tensor, gate_up_proj: Tensor, down_proj: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:

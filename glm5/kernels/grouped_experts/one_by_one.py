@@ -35,9 +35,9 @@ def grouped_experts(
 
 
 def _visit(x_1D: Tensor, pairs: list[tuple[int, float]], gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
-    width, terms = down_proj.shape[2], list[Tensor]()
+    width, outputs = down_proj.shape[2], list[Tensor]()
     for expert, weight in pairs:
         gate_up_1F = F.linear(x_1D, gate_up_proj[expert])
         hidden_1F = F.silu(gate_up_1F[:, :width]).mul_(gate_up_1F[:, width:])
-        terms.append(F.linear(hidden_1F, down_proj[expert]).mul_(weight))
-    return sum(terms[1:], start=terms[0])
+        outputs.append(F.linear(hidden_1F, down_proj[expert]).mul_(weight))
+    return sum(outputs[1:], start=outputs[0])

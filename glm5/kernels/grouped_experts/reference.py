@@ -83,5 +83,5 @@ def grouped_experts(
         if len(piece_GD)
     ]
     y_TAD = _Undo.apply(torch.cat([x_TD[:0], *outs]), order_G, place_TA)
-    terms = (y_TAD * weight_TA[..., None]).to(x_TD.dtype).unbind(1)
-    return sum(terms[1:], start=terms[0])
+    outputs = (y_TAD * weight_TA[..., None]).to(x_TD.dtype).unbind(1)
+    return sum(outputs[1:], start=outputs[0])

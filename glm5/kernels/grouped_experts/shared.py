@@ -2,22 +2,23 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
-from glm5.kernels.row_codes import Quantized
+
+Weight = Tensor | BlockScaled
 
 
 class SharedExpert(NamedTuple):
     """`gate` and `up` [F, D], `down` [D, F]: the weights where they are, plain or in FP8, of one kind."""
 
-    gate: Tensor | BlockScaled
-    up: Tensor | BlockScaled
-    down: Tensor | BlockScaled
+    gate: Weight
+    up: Weight
+    down: Weight
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """down(silu(gate x) * up x), [T, D]."""
@@ -32,16 +33,9 @@ def adds_shared(routed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Of a function for routed experts alone, one that adds what the shared expert makes of x."""
 
     @wraps(routed)
-    def both(
-        x_TD: Tensor,
-        gate_up_proj: Tensor | BlockScaled,
-        down_proj: Tensor | BlockScaled,
-        weight_TA: Tensor,
-        expert_TA: Tensor,
-        shared: SharedExpert | None = None,
-        _quantized: Quantized | None = None,
-    ) -> Tensor:
-        out_TD = routed(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
+    def both(x_TD: Tensor, *given: Any) -> Tensor:
+        *routing, shared, _quantized = given
+        out_TD = routed(x_TD, *routing)
         return out_TD if shared is None else out_TD + shared(x_TD)
 
     return both

@@ -58,7 +58,7 @@ class Slots(NamedTuple):
         slot_TA = torch.empty_like(order_G).scatter_(0, order_G, place_G).view(expert_TA.shape)
         return cls(slot_TA, pair_G.clamp_min(0) // num_chosen, pair_G, end_E.int())
 
-    def spread(self, weight_TA: Tensor) -> Tensor:
+    def weights_of(self, weight_TA: Tensor) -> Tensor:
         """Of each slot its pair's weight, 0 where it fills up."""
         return weight_TA.flatten()[self.pair_G.clamp_min(0)].masked_fill(self.pair_G < 0, 0.0)
 
@@ -79,7 +79,7 @@ class _Experts(torch.autograd.Function):
         slots = Slots(*places)
         grad_GD = grad_TD.index_select(0, slots.token_G)
         grad_hidden_GF = F.grouped_mm(grad_GD, down_proj, offs=slots.end_E)
-        grad_up_GY, hidden_GF, grad_weight_G = swiglu_backward(gate_up_GY, grad_hidden_GF, slots.spread(weight_TA))
+        grad_up_GY, hidden_GF, grad_weight_G = swiglu_backward(gate_up_GY, grad_hidden_GF, slots.weights_of(weight_TA))
         grad_x_GD = F.grouped_mm(grad_up_GY, gate_up_proj, offs=slots.end_E)
         grad_x_TD = weighted_rows(grad_x_GD, slots.slot_TA, None)
         grad_down = F.grouped_mm(grad_GD.mT, hidden_GF, offs=slots.end_E)

@@ -34,10 +34,10 @@ def _find(expert_ptr, expert, count_ptr, found_ptr, T, A: tl.constexpr, PAIRS: t
     """Writes down which pairs an expert has, and how many they are, which is returned. Programs of one expert write the
     same."""
     j = tl.arange(0, PAIRS)
-    mine = (tl.load(expert_ptr + j, mask=j < T * A, other=-1) == expert).to(tl.int32)
-    count = tl.sum(mine)
+    is_expert = (tl.load(expert_ptr + j, mask=j < T * A, other=-1) == expert).to(tl.int32)
+    count = tl.sum(is_expert)
     tl.store(count_ptr + expert, count)
-    tl.store(found_ptr + expert * (T * A) + tl.cumsum(mine) - 1, j, mask=mine > 0)
+    tl.store(found_ptr + expert * (T * A) + tl.cumsum(is_expert) - 1, j, mask=is_expert > 0)
     tl.debug_barrier()
     return count
 

@@ -1,7 +1,5 @@
 """The indexer's loss: KL from the attention of the layers that it selects for."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -27,7 +25,7 @@ def index_kl(
     *,
     index_scale: float,
     scale: float,
-    impl: Literal["auto", "reference", "streamed", "triton"] = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """Sum over queries of KL( mean attention of the served layers || softmax of the index scores ), a scalar.
 

@@ -1,7 +1,5 @@
 """What stands between the first products of attention and the next: norms, rotation, and both writes to the cache."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -10,8 +8,6 @@ from glm5.kernels.mla_keys.index_keys import HeadWeights, IndexKeys, PlainLatent
 from glm5.kernels.row_codes import Kind
 
 __all__ = ["HeadWeights", "IndexKeys", "PlainLatents", "mla_keys", "mla_keys_quantized"]
-
-Names = Literal["auto", "reference", "triton"]
 
 TABLE = Table(__name__, triton=Impl("one launch", on="triton"), reference=Impl("the definition"))
 
@@ -28,7 +24,7 @@ def mla_keys(
     index: IndexKeys | None = None,
     *,
     plain: PlainLatents | None = None,
-    impl: Names = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """The query latent [T, Q], normed; writes each token's latent, and its index key if asked, to its slot of the pool.
 
@@ -52,7 +48,7 @@ def mla_keys_quantized(
     kind: Kind = "blocks",
     *,
     plain: PlainLatents | None = None,
-    impl: Names = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(query latent, codes, scale): `mla_keys`, and `row_codes.quantize` of its result for products that read it."""
     where = cos_TR2, sin_TR2, slot_T, latent_PZL, index

@@ -1,7 +1,5 @@
 """What stands between the products that make queries and the kernels that use them: absorption and rotation."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -20,7 +18,7 @@ def mla_queries(
     sin_TR2: Tensor,
     *,
     early: Tensor | None = None,
-    impl: Literal["auto", "reference", "triton"] = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """Queries [T, H, N + R] absorbed into latents, [T, H, C + R]: the first N dimensions by `w_HNC`, the rest rotated.
 

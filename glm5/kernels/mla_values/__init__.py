@@ -1,7 +1,5 @@
 """What stands between latent attention and the product behind it: each head's values, side by side."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK
@@ -9,8 +7,6 @@ from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.row_codes import Kind, quantize
 
 _FEW = 128  # rows up to which the library's product takes longer than a kernel that quantizes along the way
-Names = Literal["auto", "reference", "triton"]
-
 TABLE = Table(
     __name__,
     triton=Impl(
@@ -22,7 +18,7 @@ TABLE = Table(
 )
 
 
-def mla_values(out_THC: Tensor, w_HCV: Tensor, *, impl: Names = "auto") -> Tensor:
+def mla_values(out_THC: Tensor, w_HCV: Tensor, *, impl: str = "auto") -> Tensor:
     """Of attended latents [T, H, C], each head's values by its matrix [C, V]: [T, H * V]. `triton`: on a GPU.
 
     No gradient passes.
@@ -31,7 +27,7 @@ def mla_values(out_THC: Tensor, w_HCV: Tensor, *, impl: Names = "auto") -> Tenso
 
 
 def mla_values_quantized(
-    out_THC: Tensor, w_HCV: Tensor, kind: Kind = "blocks", *, impl: Names = "auto"
+    out_THC: Tensor, w_HCV: Tensor, kind: Kind = "blocks", *, impl: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, then what `row_codes.quantize` makes of it."""
     if kind == "int8":

@@ -1,14 +1,10 @@
 """Attention of a prompt's tokens to one another, heads' keys and values expanded from the latents."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.prompt_attention import cuda
-
-Names = Literal["auto", "reference", "triton", "cuda"]
 
 TABLE = Table(
     __name__,
@@ -31,7 +27,7 @@ def prompt_attention(
     first_T: Tensor,
     *,
     scale: float,
-    impl: Names = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V] in q's dtype, lse [T, H] float32, natural log): token t sees tokens first_T[t]..t of the pass.
 
@@ -52,7 +48,7 @@ def prompt_attention_quantized(
     first_T: Tensor,
     *,
     scale: float,
-    impl: Names = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out [T, H * V], codes, scale): `prompt_attention` and what `act_quant` makes of it, for products that read that.
 

@@ -1,7 +1,5 @@
 """Linear layer whose weight is kept as codes under scales."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -16,7 +14,7 @@ def quantized_linear(
     weight: QuantizedWeight,
     quantized: Quantized | None = None,
     *,
-    impl: Literal["auto", "reference", "triton", "cuda"] = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first where the form says so.
 

@@ -1,7 +1,5 @@
 """Rotary position embedding, interleaved pairs."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -48,7 +46,7 @@ def rope(
     sin_TR2: Tensor,
     turn_TR2: Tensor | None = None,
     *,
-    impl: Literal["auto", "reference", "complex", "triton"] = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """`x` [T, R] or [T, H, R] rotated pair by pair (x[2j], x[2j+1]), pairs kept in place, in x.dtype.
 

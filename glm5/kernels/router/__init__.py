@@ -1,7 +1,5 @@
 """Expert routing."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -32,7 +30,7 @@ def router(
     topk_group: int,
     norm_topk_prob: bool,
     scaling_factor: float,
-    impl: Literal["auto", "reference", "invariant", "invariant_triton", "triton"] = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(weight [T, A] float32, expert [T, A] int32, ascending) of the A = top_k experts of each token (model spec 3.6).
 

@@ -1,7 +1,5 @@
 """Which keys each query reads: the best by index score."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -35,7 +33,7 @@ def select_keys(
     scale: float,
     rotation: tuple[Tensor, Tensor] | None = None,
     num_shares: int = 1,
-    impl: Literal["auto", "reference", "tiled", "grouped", "invariant", "invariant_triton", "triton"] = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """`top_k` of `index_score` (which says what the arguments are), int32 [T, top_k], in bounded memory.
 

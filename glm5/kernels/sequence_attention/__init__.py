@@ -1,7 +1,5 @@
 """Causal attention within each of the sequences that a training pass packs, over keys and values of every head."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,7 @@ def sequence_attention(
     lengths: list[int],
     *,
     scale: float,
-    impl: Literal["auto", "reference", "flash"] = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V] in q's dtype, lse [T, H] float32, natural log): token t sees its own sequence up to itself.
 

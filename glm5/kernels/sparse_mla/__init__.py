@@ -1,6 +1,6 @@
 """Latent attention over the keys that an indexer picked."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ def sparse_mla(
     *,
     scale: float,
     value_dim: int,
-    impl: Literal[
-        "auto", "gather", "chunked", "masked", "grouped", "invariant", "invariant_triton", "triton", "cuda", "trained"
-    ] = "auto",
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query over its selected visible keys (None: over all visible keys).
 
@@ -47,15 +45,11 @@ def sparse_mla(
     return run(q_THL, latent_PZL, keys_TK, *where, scale=scale, value_dim=value_dim)
 
 
-def _suits_cuda(
-    q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, _end_T: Tensor, value_dim: int
-) -> bool:
-    num_queries = len(q_THL)
+def _suits_cuda(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, table_BN: Tensor, _: Tensor, value_dim: int):
+    is_faster = len(q_THL) >= _FP8_CUDA
     if isinstance(latent_PZL, Tensor):
-        is_faster = num_queries >= _CUDA and (num_queries <= _MOST or q_THL.shape[1] < _MANY_HEADS)
-    else:
-        is_faster = num_queries >= _FP8_CUDA
-    return is_faster and not cuda.refusal(q_THL, latent_PZL, keys_TK, page_table_BN, value_dim)
+        is_faster = len(q_THL) >= _CUDA and (len(q_THL) <= _MOST or q_THL.shape[1] < _MANY_HEADS)
+    return is_faster and not cuda.refusal(q_THL, latent_PZL, keys_TK, table_BN, value_dim)
 
 
 def _suits_trained(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, *_: Any) -> bool:
@@ -63,21 +57,17 @@ def _suits_trained(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, *_: 
     return fits and keys_TK is not None and isinstance(latent_PZL, Tensor)
 
 
-def _suits_grouped(
-    q_THL: Tensor, _latent_PZL: Pool, _keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor, _value_dim: int
-) -> bool:
-    return not torch.is_grad_enabled() and few_queries(page_table_BN, end_T, q_THL.shape[1])
+def _suits_grouped(q_THL: Tensor, _: Pool, _keys_TK: Tensor | None, table_BN: Tensor, end_T: Tensor, *_given: int):
+    return not torch.is_grad_enabled() and few_queries(table_BN, end_T, q_THL.shape[1])
 
 
-def _suits_masked(
-    q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, end_T: Tensor, _value_dim: int
-) -> bool:
+def _suits_masked(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, table_BN: Tensor, end_T: Tensor, *_: int):
     """Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, it wins up to 11 keys
     in context per key selected; with one query a request, up to 3."""
     if keys_TK is None:
         return True
-    crowded = q_THL.shape[0] >= 16 * page_table_BN.shape[0]
-    num_keys = page_table_BN.shape[1] * latent_PZL.shape[1]
+    crowded = q_THL.shape[0] >= 16 * table_BN.shape[0]
+    num_keys = table_BN.shape[1] * latent_PZL.shape[1]
     if q_THL.is_cpu and len(end_T):
         # It goes request by request, so few long ones do not decide. Of a whole sequence, the mean is half.
         num_keys = min(num_keys, int(end_T.max()), int(end_T.float().mean()) * (2 if crowded else 1))

@@ -121,7 +121,7 @@ def _add_blocks(
     stop,
     keys,
     pool,
-    mine,
+    valid,
     end,
     scale,
     C: tl.constexpr,
@@ -133,7 +133,7 @@ def _add_blocks(
     GROUPS: tl.constexpr,
     SELECTED: tl.constexpr,
 ):
-    """`sums` with blocks start..stop-1. keys: where they and their pages are; pool: pointers, strides; mine, end: of
+    """`sums` with blocks start..stop-1. keys: where they and their pages are; pool: pointers, strides; valid, end: of
     each row."""
     q_GHC, q_HR = q
     top_H, sum_H, out_GHC = sums
@@ -145,7 +145,7 @@ def _add_blocks(
         at = page_N * page_stride + slot_N * row_stride
         values_GNC = _rows(latent_ptr + at, known_N, C, BLOCK_C, GROUPS)
         rope_1NR = _rows(rope_ptr + at, known_N, R, BLOCK_R, 1)
-        seen_HN = known_N[None, :] & (mine[:, None] & (key_N[None, :] < end[:, None]))
+        seen_HN = known_N[None, :] & (valid[:, None] & (key_N[None, :] < end[:, None]))
         top_H, sum_H, out_GHC = _add(
             q_GHC, q_HR, values_GNC, rope_1NR[0], seen_HN, scale, top_H, sum_H, out_GHC, GROUPS
         )
@@ -160,7 +160,7 @@ def _add_fp8_blocks(
     stop,
     keys,
     pool,
-    mine,
+    valid,
     end,
     scale,
     C: tl.constexpr,
@@ -181,7 +181,7 @@ def _add_fp8_blocks(
         known_N, page_N, slot_N = _slots(key_N, pages_ptr, last_end, Z)
         bytes_GNC, scale_GN, rope_NR = _bytes(known_N, page_N, slot_N, *pool, C, R, BLOCK_C, BLOCK_R, GROUPS)
         values_GNC, rope_NR = _widened(bytes_GNC, scale_GN, GROUPS, q_HR.dtype), rope_NR.to(q_HR.dtype)
-        seen_HN = known_N[None, :] & (mine[:, None] & (key_N[None, :] < end[:, None]))
+        seen_HN = known_N[None, :] & (valid[:, None] & (key_N[None, :] < end[:, None]))
         top_H, sum_H, out_GHC = _add(q_GHC, q_HR, values_GNC, rope_NR, seen_HN, scale, top_H, sum_H, out_GHC, GROUPS)
     return top_H, sum_H, out_GHC
 

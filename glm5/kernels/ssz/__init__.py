@@ -1,7 +1,5 @@
 """Scales of least squared error for integers, from many starts."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -24,7 +22,7 @@ def ssz(
     starts: tuple[float, ...],
     steps: int,
     polish: int,
-    impl: Literal["auto", "reference", "native", "triton"] = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """The scale [B, O, G] of w's rows of I elements with the least sum of h (w - scale q)^2 that steps lead to.
 

@@ -1,7 +1,5 @@
 """Where the rows of a step are: position, token, what they see, and where their keys go."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -28,7 +26,7 @@ def step_rows(
     *,
     page_size: int,
     dump_page: int,
-    impl: Literal["auto", "reference", "triton"] = "auto",
+    impl: str = "auto",
 ) -> StepRows:
     """Row t is of the sequence in slot `slot_T[t]`, at `start_T[t]` + offset, or, where start is negative, counted from
     the sequence's last known token. `len_S`: tokens known, `token_SN` token ids, `table_SN` int32 pages, a row a slot;

@@ -1,7 +1,5 @@
 """Writing keys into a page pool."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -23,7 +21,7 @@ def store_rows(
     slot_T: Tensor,
     row_TX: Tensor,
     *,
-    impl: Literal["auto", "reference", "in_place", "triton"] = "auto",
+    impl: str = "auto",
 ) -> None:
     """Write row t, in the pool's format, to slot_T[t] (int64, page * Z + offset). Mutates the pool only.
 

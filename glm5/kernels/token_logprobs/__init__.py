@@ -1,16 +1,10 @@
 """Log-probabilities of given tokens, from hidden states."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
 
-TABLE = Table(
-    __name__,
-    chunked=Impl("logits of `chunk` positions exist at a time"),
-    reference=Impl("the definition"),
-)
+TABLE = Table(__name__, chunked=Impl("logits of `chunk` positions exist at a time"), reference=Impl("the definition"))
 
 
 def token_logprobs(
@@ -19,7 +13,7 @@ def token_logprobs(
     target_T: Tensor,
     *,
     chunk: int = 4096,
-    impl: Literal["auto", "reference", "chunked"] = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """log softmax(hidden W^T)[t, target[t]], [T] in float32 (float64 for float64); differentiable in hidden and weight.
 

@@ -1,7 +1,5 @@
 """Rows of activations as codes under one scale each."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
@@ -14,8 +12,6 @@ TABLE = Table(
 )
 
 
-def token_quant(
-    x_TD: Tensor, kind: Act, *, impl: Literal["auto", "reference", "triton"] = "auto"
-) -> tuple[Tensor, Tensor]:
+def token_quant(x_TD: Tensor, kind: Act, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """(codes [T, D] int8 or float8_e4m3fn, scale [T] float32; float64 for float64): scale = amax / 127, or / 448."""
     return TABLE.module(impl, x_TD).token_quant(x_TD, kind)

@@ -1,21 +1,13 @@
 """Sums of a token's rows, each with its weight."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
 
-TABLE = Table(
-    __name__,
-    triton=Impl("gathers and sums in one pass", on="triton"),
-    reference=Impl("the definition"),
-)
+TABLE = Table(__name__, triton=Impl("gathers and sums in one pass", on="triton"), reference=Impl("the definition"))
 
 
-def weighted_rows(
-    row_GD: Tensor, slot_TA: Tensor, weight_TA: Tensor | None, *, impl: Literal["auto", "reference", "triton"] = "auto"
-) -> Tensor:
+def weighted_rows(row_GD: Tensor, slot_TA: Tensor, weight_TA: Tensor | None, *, impl: str = "auto") -> Tensor:
     """out[t] = sum_a weight[t, a] row[slot[t, a]], [T, D] in the rows' dtype, summed in float32. No weights: 1 each.
 
     No gradient passes.

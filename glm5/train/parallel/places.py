@@ -3,7 +3,7 @@ saved states, checkpoints and pushed weights.
 
     rows      of a tensor [..., C]: those of its view [R, C]; of a vector [n], n rows of one value
     layer     lies in one stage of the pipeline; the embedding in the first, final norm, head and MTP in the last
-    experts   `dealt` in the table of placements: whole ones over the expert ranks, then over those who share them
+    experts   `expert_parallel` in the table: whole ones over the expert ranks, then over those who share them
     the rest  cut along its first dimension, as FSDP2 does: ceil(n / ranks) each, the last ones less or nothing
 
 Every row has exactly one holder. (The last stage reads the embedding too, for MTP: a copy, which is not listed.)
@@ -92,7 +92,7 @@ def is_dealt(name: str) -> bool:
     experts, _, leaf = name.rpartition(".")
     if leaf not in _PROJECTION or experts.endswith(".base"):
         return False
-    return placement_of(f"{experts}.0.{_PROJECTION[leaf]}.weight").dealt
+    return placement_of(f"{experts}.0.{_PROJECTION[leaf]}.weight").expert_parallel
 
 
 def split_layers(cfg: ModelConfig, stages: int, mtp_depth: int = 0) -> list[range]:

@@ -88,7 +88,8 @@ def work(rank, _port, ranks, folder, calls):
     from glm5.kernels.all_reduce import triton_sharded
     from glm5.kernels.all_reduce.triton import one_shot, two_shots
     from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, Buffers, empty_state
-    from glm5.kernels.all_reduce.triton_sharded import dealt, gather
+    from glm5.kernels.all_reduce.triton_sharded import add_rms_norm_sharded as run
+    from glm5.kernels.all_reduce.triton_sharded import gather
 
     memory = [
         torch.from_file(str(folder / str(r)), shared=True, size=NUM_BUFFERS * NUM_WORDS, dtype=torch.int32)
@@ -103,15 +104,15 @@ def work(rank, _port, ranks, folder, calls):
         parts, residual, weight = _parts(ranks, call)
         quantized = torch.zeros(ROWS // ranks, WIDTH, dtype=FP8), torch.zeros(2, ROWS // ranks).T
         norm = residual[share], weight, EPS
-        both = dealt(buffers, parts[rank], norm, quantized if call % 2 else None, max_rows=ranks if call == 2 else None)
+        both = run(buffers, parts[rank], norm, quantized if call % 2 else None, max_rows=ranks if call == 2 else None)
         terms, max_rows = _terms(ranks, call, call != 1), ranks if call == 1 else None
-        of_terms = dealt(buffers, terms[rank], norm, max_rows=max_rows)
-        of_sums = dealt(buffers, _sum_of(terms[rank]), norm, max_rows=max_rows)
+        of_terms = run(buffers, terms[rank], norm, max_rows=max_rows)
+        of_sums = run(buffers, _sum_of(terms[rank]), norm, max_rows=max_rows)
         assert all(torch.equal(*pair) for pair in zip(of_terms, of_sums, strict=True)), "added up on their way"
         order = torch.randperm(3 * ROWS, generator=torch.Generator().manual_seed(call))
         moved = ExpertOutputs(terms[rank].y.clone(), ROWS, 3, terms[rank].has_shared, order.argsort().int())
         moved.y[: 3 * ROWS] = terms[rank].y[order]
-        of_moved = dealt(buffers, moved, norm, max_rows=max_rows)
+        of_moved = run(buffers, moved, norm, max_rows=max_rows)
         assert all(torch.equal(*pair) for pair in zip(of_moved, of_sums, strict=True)), "in another order"
         of_all = [two_shots(buffers, part, programs=1)[0] for part in (_sum_of(terms[rank]), terms[rank], moved)]
         assert all(torch.equal(each, of_all[0]) for each in of_all[1:]), "in two shots"
@@ -127,7 +128,7 @@ def work(rank, _port, ranks, folder, calls):
                 assert rel_rms(wide, ways[1][0].double()) < E4M3
         assert torch.equal(group.all_gather(parts[rank]), parts)
         wrong = ExpertOutputs(terms[rank].y.roll(1, 0), ROWS, 3, terms[rank].has_shared)
-        assert not torch.equal(dealt(buffers, wrong, norm)[1], of_sums[1])
+        assert not torch.equal(run(buffers, wrong, norm)[1], of_sums[1])
         for _ in range(call):
             assert torch.equal(two_shots(buffers, parts[rank], programs=1)[0], all_reduce_reference(parts))
         few = one_shot(buffers, parts[rank][:1], splits=1)[0]
@@ -135,10 +136,10 @@ def work(rank, _port, ranks, folder, calls):
         product, rows = _product(rank, ranks, call), residual.repeat(SENT, 1)[:SENT]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton_sharded, "_LEAST_SENT", 0)
-            apart = dealt(buffers, product, (rows, weight, EPS))
+            apart = run(buffers, product, (rows, weight, EPS))
             patch.setattr(triton_sharded.cuda_rows, "refusal", lambda *given: "")
             patch.setattr(triton_sharded.cuda_rows, "fp8_linear", _sends(memory))
-            on_its_way = dealt(buffers, product, (rows, weight, EPS))
+            on_its_way = run(buffers, product, (rows, weight, EPS))
         assert all(torch.equal(*pair) for pair in zip(on_its_way, apart, strict=True)), "sent by who computes"
         beside = _beside(ranks, call)[rank]
         together = group.gather_rows(beside[:, 0], both[0], beside, beside.T.contiguous().T, quantized[0])
