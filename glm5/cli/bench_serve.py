@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     check_parent("--json", settings.json_)
     check_parent("--plot", settings.plot)
     from glm5.bench.serve import plot
-    from glm5.bench.serve.live import Live
+    from glm5.bench.serve.progress import LoadProgress
     from glm5.bench.serve.report import block, write_json
     from glm5.bench.serve.session import measure
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         if settings.json_ is not None:
             write_json(settings.json_, settings, runs)
 
-    with Live() as live:
+    with LoadProgress() as live:
         asyncio.run(measure(settings, os.environ.get("OPENAI_API_KEY"), live.start, ended))
     return _conclude(settings, runs)
 

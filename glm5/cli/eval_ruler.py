@@ -76,7 +76,7 @@ def _by_windows(settings: RulerConfig, tasks: Sequence[str]) -> tuple["Answerer"
     from glm5.checkpoint.load import load
     from glm5.checkpoint.resolve import resolve
     from glm5.config.step import WindowConfig
-    from glm5.eval.windows import by_windows, find_pattern
+    from glm5.eval.sliding_window import by_windows, find_pattern
     from glm5.train.stage_trainer import device_of
 
     path = resolve(settings.model)

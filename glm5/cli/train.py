@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if to_pack:  # what it lacks is to be found out now, not behind the training
         importlib.import_module("glm5.quantize.run")
     if recipe.tensorboard:
-        importlib.import_module("glm5.train.watch").check_board()
+        importlib.import_module("glm5.train.metrics").check_board()
     if settings.nproc is not None and settings.nproc > 1:
         _launch(settings)
     elif started > 1:

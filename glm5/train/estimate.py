@@ -22,12 +22,12 @@ from glm5.config.train import Recipe, StageConfig
 from glm5.kernels.sequence_attention.flash import MAX_WIDTH
 from glm5.model.glm5 import Glm5
 from glm5.train.lora import adapt
+from glm5.train.metrics import flops_per_token
 from glm5.train.optim.table import rule_of
 from glm5.train.qat import check_widths
 from glm5.train.schedule import Schedule
 from glm5.train.stage_trainer import device_of
 from glm5.train.stages import choose_parameters, longer, losses_of, phase_of
-from glm5.train.watch import flops_per_token
 
 EFFICIENCY = 0.3
 """Share of a matrix product's speed that training reaches; rough, as small models reach less."""

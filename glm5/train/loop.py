@@ -21,11 +21,12 @@ from glm5.common.interrupt import noted_interrupt
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
 from glm5.quant.qat import KEY
-from glm5.train.ahead import Ask, ahead, rows_of
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.lora import LoraTrainer
+from glm5.train.metrics import MetricsLog, NoMetrics, flops_per_token, memory
 from glm5.train.optim.build import Optimizers
+from glm5.train.prefetch import Ask, ahead, rows_of
 from glm5.train.qat import MARK, STORED, check_widths
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
@@ -33,7 +34,6 @@ from glm5.train.stage_trainer import StageTrainer, device_of
 from glm5.train.stages import longer, losses_of
 from glm5.train.state import Position, Store, clear, locked, writing_to
 from glm5.train.step import Step
-from glm5.train.watch import Silent, Watch, flops_per_token, memory
 
 logger = logging.getLogger(__name__)
 
@@ -164,15 +164,15 @@ class _Stage:
             logger.warning("stopped at step %d of %s; the same command goes on", self.position.step, self.stage.name)
             raise KeyboardInterrupt
 
-    def _watch(self) -> Watch | Silent:
+    def _watch(self) -> MetricsLog | NoMetrics:
         if not self.trainer.is_first:
-            return Silent()
-        return Watch(self.run_.out, self.stage, self.position.step, tensorboard=self.recipe.tensorboard)
+            return NoMetrics()
+        return MetricsLog(self.run_.out, self.stage, self.position.step, tensorboard=self.recipe.tensorboard)
 
     def _draws(self, step: int) -> range:
         return self.trainer.share(self.schedule.draws(step))
 
-    def _train_on(self, number: int, rows: Sequence[Row], watch: Watch | Silent) -> None:
+    def _train_on(self, number: int, rows: Sequence[Row], watch: MetricsLog | NoMetrics) -> None:
         began = time.monotonic()
         self.step.cfg = losses_of(self.recipe, self.stage, number)
         lr = self.schedule.lr(number)
@@ -210,7 +210,7 @@ class _Stage:
             f"--set skip_steps={self.position.skipped + 1} leaves this step out"
         ) from error
 
-    def _held_out(self, watch: Watch | Silent) -> dict[str, float]:
+    def _held_out(self, watch: MetricsLog | NoMetrics) -> dict[str, float]:
         """Figures of the held-out rows; nothing where a source holds none back."""
         if not self.rows.holds_out:
             return {}

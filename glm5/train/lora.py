@@ -31,7 +31,7 @@ from glm5.model.glm5 import Glm5
 from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
 from glm5.train.build import Builder
 from glm5.train.optim.build import Optimizers
-from glm5.train.parts import whole_state
+from glm5.train.sharded_state import whole_state
 from glm5.train.stage_trainer import StageTrainer, device_of
 from glm5.train.stages import losses_of, phase_of
 from glm5.train.state import Position, Store

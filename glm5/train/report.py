@@ -7,7 +7,7 @@ from typing import Any
 
 from glm5.common.atomic import atomic_write
 from glm5.config.train import Recipe
-from glm5.train.watch import read_metrics
+from glm5.train.metrics import read_metrics
 
 CURVES = (
     ("loss", "held-out loss"),

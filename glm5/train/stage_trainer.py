@@ -13,15 +13,15 @@ from glm5.common.errors import TrainingError
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
 from glm5.train.activation_memory import keep
+from glm5.train.attention_recall import attention_recall
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
 from glm5.train.evaluate import held_out
-from glm5.train.masters import Masters
+from glm5.train.master_weights import MasterWeights
 from glm5.train.optim.build import Optimizers
-from glm5.train.parts import whole_state
 from glm5.train.qat import make_aware
-from glm5.train.recall import attention_recall
+from glm5.train.sharded_state import whole_state
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.state import Position, Store
 from glm5.train.step import Phase, Step
@@ -41,7 +41,7 @@ class StageTrainer:
         self.device = device_of(recipe.device)
         self.model = builder.model(self.device)
         compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
-        self.masters = None if compute == self.model.dtype else Masters(self.model, compute)
+        self.masters = None if compute == self.model.dtype else MasterWeights(self.model, compute)
         if saved is None:
             return
         if self.masters is None:

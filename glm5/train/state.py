@@ -1,7 +1,7 @@
 """What a run needs to go on: one file, replaced as a whole, and the folders of checkpoints beside it.
 
     OUT/state.pt              weights, optimizer, and how far the run is
-    OUT/state-*.pt            where several processes train: their rows of weights and optimizer (parts.py)
+    OUT/state-*.pt            where several processes train: their rows of weights and optimizer (sharded_state.py)
     OUT/STAGE/step-00000500   checkpoints in the published layout; OUT/STAGE/last and best point to two of them
     OUT/run.lock              held while a process trains there
 
@@ -26,7 +26,7 @@ import torch
 from glm5.common.atomic import atomic_write, sweep
 from glm5.common.errors import CheckpointError, TrainingError
 from glm5.config.train import Recipe
-from glm5.train.parts import DAMAGED, check_bytes, damaged
+from glm5.train.sharded_state import DAMAGED, check_bytes, damaged
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView, Stage
 from glm5.train.balance import Balance
 from glm5.train.batch import Batch
-from glm5.train.masters import Masters
+from glm5.train.device_timer import DeviceTimer
+from glm5.train.master_weights import MasterWeights
 from glm5.train.optim.build import Optimizers
-from glm5.train.stopwatch import Stopwatch
-from glm5.train.window import WindowView
+from glm5.train.sliding_window import WindowView
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Step:
     """Trains `model` with `optimizers`. The model's router biases are moved as well, unless their step is 0."""
 
     def __init__(
-        self, model: Glm5, optimizers: Optimizers, cfg: LossConfig, phase: Phase, masters: Masters | None = None
+        self, model: Glm5, optimizers: Optimizers, cfg: LossConfig, phase: Phase, masters: MasterWeights | None = None
     ):
         """`masters`: whose parameters `optimizers` are about, where they are not the model's own."""
         self.model, self.optimizers, self.cfg, self.phase = model, optimizers, cfg, phase
         self.balance, self.masters = Balance(model), masters
-        self.optimizer_time = Stopwatch(model.device)
+        self.optimizer_time = DeviceTimer(model.device)
         """Of the last step: Muon and AdamW, without clipping."""
         self.optimizer_before = 0.0
         """Its seconds in the step before the last: known without waiting."""

@@ -18,7 +18,7 @@ from glm5.testing.numerics import rel_rms
 from glm5.train import activation_memory
 from glm5.train.activation_memory import keep
 from glm5.train.batch import Batch
-from glm5.train.masters import Masters
+from glm5.train.master_weights import MasterWeights
 from glm5.train.optim.build import Optimizers
 from glm5.train.step import Phase, Step
 from tests.support.parity import BASE, randomize
@@ -187,7 +187,7 @@ def test_steps_of_a_model(phase, gen):
         model = Glm5(cfg)
         randomize(model, seed=3)
         model = model.to(device)
-        masters = Masters(model, torch.bfloat16) if device == "cuda" else None
+        masters = MasterWeights(model, torch.bfloat16) if device == "cuda" else None
         named = dict(model.named_parameters()) if masters is None else masters.trained()
         step = Step(model, Optimizers(named, cfg, OptimizerConfig()), LossConfig(mtp_depth=2), asked, masters)
         torch.use_deterministic_algorithms(mode=in_order)

@@ -21,14 +21,14 @@ from glm5.model.glm5 import Glm5
 from glm5.parallel.rendezvous import Rendezvous, store_at
 from glm5.train.batch import Batch
 from glm5.train.lora import adapt
-from glm5.train.masters import Masters
+from glm5.train.master_weights import MasterWeights
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import build, fill, outline, put_rows, take_rows
 from glm5.train.parallel.context import CutBatch
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.pipeline import PipelineStep
 from glm5.train.parallel.step import SharedStep, shards_of
-from glm5.train.parallel.team import Team
+from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.step import Phase, Step
 from tests.support.parity import BASE, randomize
 from tests.support.replay import Choices, Recorder, Replayer
@@ -136,7 +136,7 @@ class Kept(Optimizers):
 
 def alone(job: Job) -> Done:
     model, device = job.model().to(job.device), torch.device(job.device)
-    masters = None if job.compute is None else Masters(model, job.compute)
+    masters = None if job.compute is None else MasterWeights(model, job.compute)
     named = dict(model.named_parameters()) if masters is None else masters.trained()
     optimizers = Kept(named, model.cfg, job.optimizer)
     step = Step(model, optimizers, job.losses, job.phase, masters)
@@ -203,7 +203,7 @@ def _child(link: Any, work: Callable[..., Any], rank: int, port: int, args: tupl
 def _rank(rank: int, port: int, job: Job) -> Done:
     mesh = mesh_of(job.parallel, job.world)
     device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", rank)
-    team = Team(mesh, rank, device, store_at(port, job.world), timeout_s=SECONDS)
+    team = TrainingGroup(mesh, rank, device, store_at(port, job.world), timeout_s=SECONDS)
     depth = job.losses.mtp_depth
     model = outline(job.cfg, job.dtype)
     job.choose(model)
@@ -232,7 +232,7 @@ def _rank(rank: int, port: int, job: Job) -> Done:
     return Done(figures, grads, weights, None, (int(flipped), int(asked)))
 
 
-def _mine(job: Job, team: Team, number: int) -> list[Batch]:
+def _mine(job: Job, team: TrainingGroup, number: int) -> list[Batch]:
     rows, mesh = rows_of_step(job, number, team.device), team.mesh
     if job.skewed and team.rank == mesh.size - 1:
         rows = rows_of_step(job, number + 1, team.device)
@@ -245,14 +245,14 @@ def _mine(job: Job, team: Team, number: int) -> list[Batch]:
     return [CutBatch(row, mesh.part(team.rank), mesh.context) for row in mine]
 
 
-def _buffers(team: Team, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+def _buffers(team: TrainingGroup, mine: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of all stages."""
     found: list[Any] = [None] * team.mesh.size
     dist.all_gather_object(found, {name: one.cpu() for name, one in mine.items()})
     return {name: one for buffers in found for name, one in buffers.items()}
 
 
-def _joined(team: Team, places: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
+def _joined(team: TrainingGroup, places: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors from all ranks' rows; {} on all but the first."""
     found: list[Any] = [None] * team.mesh.size
     dist.all_gather_object(found, {name: one.cpu() for name, one in local.items()})

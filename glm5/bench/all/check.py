@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from glm5.bench.all.parts import parts, size_of
+from glm5.bench.all.commands import parts, size_of
 from glm5.bench.latency.measure import fitted
 from glm5.common.errors import ConfigError, UsageError
 from glm5.config.bench import LatencyConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from glm5.bench.all.parts import BenchCommand, read
+from glm5.bench.all.commands import BenchCommand, read
 from glm5.bench.all.work import Work
 from glm5.common.atomic import atomic_write
 

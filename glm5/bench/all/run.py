@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from glm5.bench.all.parts import BenchCommand, parts, read, size_of
+from glm5.bench.all.commands import BenchCommand, parts, read, size_of
 from glm5.bench.all.record import entry, table, write
 from glm5.bench.all.work import Work
 from glm5.checkpoint.init import write_weightless

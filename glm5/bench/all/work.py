@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from glm5 import __version__
-from glm5.bench.all.parts import BenchCommand, Size, read
+from glm5.bench.all.commands import BenchCommand, Size, read
 from glm5.common.atomic import atomic_write
 
 

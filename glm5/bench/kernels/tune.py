@@ -19,8 +19,8 @@ import torch
 from glm5.bench.kernels.attention import TOP_K, attention_case, selection_case
 from glm5.bench.kernels.case import Case
 from glm5.bench.kernels.clock import measure
+from glm5.bench.kernels.elementwise import router_case
 from glm5.bench.kernels.experts import experts_case
-from glm5.bench.kernels.glue import router_case
 from glm5.bench.kernels.linear import linear_case
 from glm5.bench.kernels.preparation import queries_case
 from glm5.bench.kernels.quantized import LINEAR_TOKENS, W8A8
@@ -182,7 +182,7 @@ def _router() -> Iterator[Subject]:
         candidates = _unlike([op.tiling_for(tokens), *(op.Tiling(*cut) for cut in cuts)])
 
         def case(tiling: Any, tokens: int = tokens) -> Case:
-            from glm5.bench.kernels.glue import OPTIONS
+            from glm5.bench.kernels.elementwise import OPTIONS
 
             return router_case(tokens, lambda x, w, b: op.router(x, w, b, **OPTIONS, tiling=tiling))
 

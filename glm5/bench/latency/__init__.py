@@ -5,5 +5,6 @@
     start       seconds of each phase, tokens in the cache
 
 Times are of the client that hears of every step. Figures are told only if tokens visit experts as evenly as random
-weights should have them do (spread.py): a router that sends all tokens to the same few would be fast and mean nothing.
+weights should have them do (expert_coverage.py): a router that sends all tokens to the same few would be fast and mean
+nothing.
 """

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from glm5.bench.latency.asking import Heard, ask
-from glm5.bench.latency.spread import Spread, check, spread_of
+from glm5.bench.latency.expert_coverage import ExpertCoverage, check, coverage_of
+from glm5.bench.latency.requests import TokenTimes, ask
 from glm5.common.errors import ConfigError
 from glm5.config.bench import LatencyConfig
 from glm5.engine.llm import LLM
@@ -145,10 +145,10 @@ def _prefill_rate(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
 def _decode_ms(llm: LLM, prompts: Sequence[Sequence[int]], num_steps: int) -> float:
     """Of a step in which all prompts' answers gain a token, the mean over `num_steps`."""
 
-    def last_of(heard: list[Heard]) -> Heard:
+    def last_of(heard: list[TokenTimes]) -> TokenTimes:
         return max(heard, key=lambda one: one.at[0])
 
-    def is_enough(heard: list[Heard]) -> bool:
+    def is_enough(heard: list[TokenTimes]) -> bool:
         return all(one.at for one in heard) and len(last_of(heard).at) > _FIRST + num_steps
 
     heard = ask(llm, prompts, max_tokens=_num_tokens(len(prompts), num_steps), until=is_enough)
@@ -159,7 +159,7 @@ def _decode_ms(llm: LLM, prompts: Sequence[Sequence[int]], num_steps: int) -> fl
 def _drafted(llm: LLM, prompt: Sequence[int], num_steps: int) -> tuple[float, float]:
     """(tokens a second, tokens a step) of one answer, over `num_steps` steps with drafts."""
 
-    def is_enough(heard: list[Heard]) -> bool:
+    def is_enough(heard: list[TokenTimes]) -> bool:
         return len(heard[0].at) > _FIRST + num_steps
 
     most = (1 + llm.client.facts.max_depth) * (_FIRST + num_steps + 2)
@@ -168,11 +168,11 @@ def _drafted(llm: LLM, prompt: Sequence[int], num_steps: int) -> tuple[float, fl
     return count / (heard.at[_FIRST + num_steps] - heard.at[_FIRST]), count / num_steps
 
 
-def _spreads(llm: LLM, prompts: Sequence[Sequence[int]], batches: Sequence[int]) -> list[Spread]:
+def _spreads(llm: LLM, prompts: Sequence[Sequence[int]], batches: Sequence[int]) -> list[ExpertCoverage]:
     """Of the second tokens that the prompts' answers are computed from; none without experts."""
     if not llm.cfg.has_experts:
         return []
     heard = ask(llm, prompts, max_tokens=3, routed=True)
     experts = [one.experts for one in heard if one.experts is not None]
     assert len(experts) == len(prompts), f"{len(experts)=}"
-    return [spread_of(llm.cfg, experts[:batch]) for batch in sorted(batches)]
+    return [coverage_of(llm.cfg, experts[:batch]) for batch in sorted(batches)]

@@ -17,7 +17,7 @@ from glm5.common.atomic import atomic_write
 from glm5.config.train import Recipe, read_recipe
 from glm5.train.build import Builder
 from glm5.train.loop import train
-from glm5.train.watch import read_metrics
+from glm5.train.metrics import read_metrics
 
 WAYS = {"Muon Split": ("muon", True), "Muon": ("muon", False), "AdamW": ("adamw", False)}
 """Of training matrices: `kind` and `split` of the recipe's optimizer."""

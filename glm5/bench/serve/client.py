@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from glm5.bench.serve.dialects import Dialect, Message, Prompt, message_of
+from glm5.bench.serve.api_formats import ApiFormat, Message, Prompt, message_of
 from glm5.bench.serve.failure import BAD_ANSWER, TIMEOUT, RequestFailed
 from glm5.bench.serve.http import Address, Answer, Pool
 from glm5.bench.serve.record import Record
@@ -32,7 +32,7 @@ class Client:
         self,
         pool: Pool,
         address: Address,
-        dialect: Dialect,
+        dialect: ApiFormat,
         *,
         headers: Mapping[str, str] | None = None,
         timeout: float = 3600.0,
@@ -93,7 +93,7 @@ class Client:
 class _Reading:
     """Takes the body of one answer, chunk by chunk, as it comes."""
 
-    def __init__(self, dialect: Dialect, record: Record) -> None:
+    def __init__(self, dialect: ApiFormat, record: Record) -> None:
         self._dialect, self._record = dialect, record
         self._events = Events()
         self._error = bytearray()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from glm5.bench.serve.dialects import Message, Prompt
+from glm5.bench.serve.api_formats import Message, Prompt
 from glm5.bench.serve.texts import Source
 from glm5.bench.serve.workload import Conversation, Turn
 from glm5.common.errors import ConfigError

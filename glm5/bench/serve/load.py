@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from glm5.bench.serve.api_formats import Prompt
 from glm5.bench.serve.client import Client, ReplyText
-from glm5.bench.serve.dialects import Prompt
 from glm5.bench.serve.record import Record
 from glm5.bench.serve.workload import Conversation, extend
 

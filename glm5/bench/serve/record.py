@@ -16,7 +16,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from glm5.bench.serve.dialects import Piece, Usage
+from glm5.bench.serve.api_formats import Piece, Usage
 from glm5.bench.serve.failure import CUT_OFF, NO_TOKENS, RequestFailed
 
 UNKNOWN = -1

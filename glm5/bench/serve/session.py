@@ -13,9 +13,9 @@ from glm5.bench.serve.arrivals import arrival_times, read_arrivals
 from glm5.bench.serve.client import Client
 from glm5.bench.serve.counters import Gained, gained, read_counters, sglang_acceptance
 from glm5.bench.serve.files import Reader
+from glm5.bench.serve.handshake import ServerFacts, flush_cache, meet, token_counter
 from glm5.bench.serve.http import Address, Open, Pool, opener
 from glm5.bench.serve.load import Outcome, Plan, Tell, run
-from glm5.bench.serve.meeting import Met, flush_cache, meet, token_counter
 from glm5.bench.serve.statistics import Result, summarize
 from glm5.bench.serve.texts import Source, Words
 from glm5.bench.serve.workload import Conversation, generate
@@ -90,7 +90,7 @@ async def _closing(pool: Pool) -> AsyncGenerator[Pool, None]:
         pool.close()
 
 
-async def _run(settings: BenchServeConfig, met: Met, plan: Plan, started: Started) -> Done:
+async def _run(settings: BenchServeConfig, met: ServerFacts, plan: Plan, started: Started) -> Done:
     await _warm_up(settings, met.client, met.source, plan.clients)
     if settings.flush_cache:
         await flush_cache(met.client)
@@ -120,7 +120,7 @@ async def _warm_up(settings: BenchServeConfig, client: Client, source: Source, c
         raise asyncio.CancelledError
 
 
-def _read_file(settings: BenchServeConfig, met: Met) -> list[Conversation]:
+def _read_file(settings: BenchServeConfig, met: ServerFacts) -> list[Conversation]:
     if settings.dataset_path is None:
         return []
     if not Path(settings.dataset_path).is_file():

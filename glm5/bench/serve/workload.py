@@ -18,8 +18,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from glm5.bench.serve.api_formats import Message, Prompt
 from glm5.bench.serve.client import ReplyText
-from glm5.bench.serve.dialects import Message, Prompt
 from glm5.bench.serve.texts import Source
 from glm5.config.bench_serve import BenchServeConfig
 

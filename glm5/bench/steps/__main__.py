@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from glm5.bench.command import command, need_gpus
-from glm5.bench.latency.spread import expected_experts
-from glm5.bench.steps.anatomy import kernels_of, timed
+from glm5.bench.latency.expert_coverage import expected_experts
+from glm5.bench.steps.breakdown import kernels_of, timed
 from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config, with_codes
 from glm5.config.bench import RECIPES
 from glm5.config.presets import preset

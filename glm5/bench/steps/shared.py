@@ -18,7 +18,7 @@ from torch import Tensor
 from glm5.bench.command import command, need_gpus
 from glm5.bench.ranks import run_ranks
 from glm5.bench.steps.__main__ import say
-from glm5.bench.steps.anatomy import kernels_of, timed
+from glm5.bench.steps.breakdown import kernels_of, timed
 from glm5.bench.steps.case import Prompts, StepCase, rank_config
 from glm5.engine.runner.fused import row_sharding
 from glm5.parallel.group import Group

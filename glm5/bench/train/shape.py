@@ -24,13 +24,13 @@ from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.config.tensors import count_parameters
 from glm5.parallel.rendezvous import Rendezvous, store_at
 from glm5.train.batch import Batch
+from glm5.train.metrics import flops_per_token
 from glm5.train.optim.build import INDEXER, Optimizers
 from glm5.train.parallel.build import ModelShard, build, outline
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.step import SharedStep, shards_of
-from glm5.train.parallel.team import Team
+from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.step import Phase
-from glm5.train.watch import flops_per_token
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def _rank(
     configure("info" if rank == 0 else "warning")
     parallel = ParallelConfig(expert=world)
     device = torch.device("cuda", rank)
-    team = Team(mesh_of(parallel, world), rank, device, store_at(port, world), timeout_s=TIMEOUT_S)
+    team = TrainingGroup(mesh_of(parallel, world), rank, device, store_at(port, world), timeout_s=TIMEOUT_S)
     dtype, losses = torch.bfloat16, LossConfig(mtp_depth=0, chunk=1024)
     model = outline(cfg, dtype)
     for name, weight in model.named_parameters():

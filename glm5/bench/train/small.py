@@ -15,10 +15,10 @@ from glm5.model.glm5 import Glm5
 from glm5.model.init import init_weights
 from glm5.train.batch import Batch
 from glm5.train.loop import one_order
-from glm5.train.masters import Masters
+from glm5.train.master_weights import MasterWeights
+from glm5.train.metrics import flops_per_token
 from glm5.train.optim.build import INDEXER, Optimizers
 from glm5.train.step import Phase, Step
-from glm5.train.watch import flops_per_token
 
 RECIPE = Path("recipes/active-100m.toml")
 """Whose model it is; `glm5 train` trains it."""
@@ -59,7 +59,7 @@ def _step(stage: str) -> Step:
     phase = PHASES[stage]
     for name, weight in model.named_parameters():
         weight.requires_grad_(phase.learn_index if INDEXER in name else stage != "warmup")
-    masters = Masters(model, torch.bfloat16)
+    masters = MasterWeights(model, torch.bfloat16)
     optimizers = Optimizers(masters.trained(), cfg, OptimizerConfig())
     return Step(model, optimizers, LossConfig(mtp_depth=0), phase, masters)
 

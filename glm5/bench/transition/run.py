@@ -11,21 +11,21 @@ from pathlib import Path
 
 import torch
 
-from glm5.bench.transition.parts import Transition
+from glm5.bench.transition.trainings import Transition
 from glm5.checkpoint.load import load
 from glm5.common.progress import Progress
 from glm5.config.step import WindowConfig
 from glm5.config.train import Recipe, read_recipe
 from glm5.config.transition import TransitionConfig
 from glm5.model.glm5 import Glm5
+from glm5.train.attention_recall import attention_recall
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.evaluate import held_out
 from glm5.train.loop import train
-from glm5.train.recall import attention_recall
+from glm5.train.sliding_window import search_pattern
 from glm5.train.stage_trainer import batch_of, device_of
 from glm5.train.step import Phase
-from glm5.train.window import search_pattern
 
 DENSE, DENSE_MORE = "dense", "dense, trained on"
 DSA_NEW, DSA_WARM, DSA = "DSA, indexers random", "DSA after warm-up", "DSA after joint steps"

@@ -11,10 +11,10 @@ from glm5.config.model import ModelConfig
 from glm5.config.parallel import ParallelConfig
 from glm5.model.glm5 import Glm5
 from glm5.train.parallel.deferred import Queue, defer_linears
-from glm5.train.parallel.places import Places, Span
+from glm5.train.parallel.row_layout import RowLayout, Span
 from glm5.train.parallel.shards import Root, deal_experts, local_parameters, shard
 from glm5.train.parallel.stages import keep_stage
-from glm5.train.parallel.team import Team
+from glm5.train.parallel.training_group import TrainingGroup
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ModelShard:
     """
 
     roots: tuple[Root, ...]
-    places: Places
+    places: RowLayout
     local: dict[str, nn.Parameter]
     copies: dict[str, nn.Parameter]
     dtype: torch.dtype
@@ -55,7 +55,7 @@ def outline(cfg: ModelConfig, dtype: torch.dtype) -> Glm5:
 
 def build(
     model: Glm5,
-    team: Team,
+    team: TrainingGroup,
     parallel: ParallelConfig,
     *,
     dtype: torch.dtype,
@@ -66,7 +66,7 @@ def build(
     """The rank's part of `model`, which has shapes and no content, and knows which parameters learn; with whatever
     content."""
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    places = Places(team.mesh, model.cfg, shapes, mtp_depth)
+    places = RowLayout(team.mesh, model.cfg, shapes, mtp_depth)
     like = torch.empty(0, dtype=compute, device=team.device)
     queue = Queue() if parallel.schedule == "zero-bubble" and team.mesh.pipeline > 1 else None
     roots: list[Root] = []

@@ -35,15 +35,15 @@ from glm5.train.estimate import (
     state_bytes,
     states_of,
 )
+from glm5.train.metrics import flops_per_token
 from glm5.train.optim.build import INDEXER, cut_of
 from glm5.train.optim.exchange import Exchange
 from glm5.train.optim.table import row_sizes, rule_of
 from glm5.train.parallel.mesh import Mesh, check_stage, mesh_of
-from glm5.train.parallel.places import Places, is_dealt
+from glm5.train.parallel.row_layout import RowLayout, is_expert_sharded
 from glm5.train.schedule import Schedule
 from glm5.train.stage_trainer import device_of
 from glm5.train.stages import longer, losses_of, phase_of
-from glm5.train.watch import flops_per_token
 
 LINK = {"cuda": 2e11, "cpu": 1e9}
 """Bytes a second that a process sends: GPUs of one host, sockets of one machine; rough."""
@@ -126,10 +126,10 @@ class Need(NamedTuple):
         depth = _depth(cfg, recipe, stage)
         model = outlined(cfg, recipe, stage)
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        places = Places(mesh, cfg, shapes, depth)
+        places = RowLayout(mesh, cfg, shapes, depth)
         held = {
             name: Held(
-                weight.numel() // (mesh.expert if is_dealt(name) else 1),
+                weight.numel() // (mesh.expert if is_expert_sharded(name) else 1),
                 math.prod(places.local_shape(name, rank)),
                 weight.requires_grad,
             )
@@ -187,7 +187,7 @@ def _whole(held: Mapping[str, Held], cfg: ModelConfig, mesh: Mesh, computed: int
 
 
 def _sends(
-    cfg: ModelConfig, recipe: Recipe, stage: StageConfig, places: Places, rank: int, held: Mapping[str, Held]
+    cfg: ModelConfig, recipe: Recipe, stage: StageConfig, places: RowLayout, rank: int, held: Mapping[str, Held]
 ) -> dict[str, float]:
     mesh, computed = places.mesh, element_bytes(recipe)[1]
     depth = _depth(cfg, recipe, stage)
@@ -196,7 +196,7 @@ def _sends(
     gathers = 1 if mesh.pipeline > 1 else _num_passes(stage, mesh)
     weights = gradients = 0.0
     for name, one in held.items():
-        among = mesh.shards // mesh.expert if is_dealt(name) else mesh.shards
+        among = mesh.shards // mesh.expert if is_expert_sharded(name) else mesh.shards
         others = one.whole * (among - 1) / among
         is_layer = _LAYER.match(name) is not None and INDEXER not in name and mesh.pipeline == 1
         weights += others * computed * gathers * (2 if is_layer else 1)
@@ -217,7 +217,7 @@ def _sends(
 
 
 def _muon_bytes(
-    cfg: ModelConfig, recipe: Recipe, stage: StageConfig, places: Places, rank: int, held: Mapping[str, Held]
+    cfg: ModelConfig, recipe: Recipe, stage: StageConfig, places: RowLayout, rank: int, held: Mapping[str, Held]
 ) -> float:
     mesh, optimizer = places.mesh, stage.optimizer or recipe.optimizer
     ranks = mesh.stage_ranks(rank)
@@ -251,7 +251,7 @@ def _tokens(stage: StageConfig, mesh: Mesh) -> float:
     return (stage.pass_sequences or -(-stage.sequences // mesh.data)) * stage.seq_len / mesh.context
 
 
-def _layers_run(places: Places, mesh: Mesh, rank: int, depth: int) -> int:
+def _layers_run(places: RowLayout, mesh: Mesh, rank: int, depth: int) -> int:
     """In a pass of this rank."""
     return len(places.layers_of(rank)) + depth * (mesh.last_stage in mesh.stages_of(rank))
 

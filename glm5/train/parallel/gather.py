@@ -14,8 +14,8 @@ from torch import distributed as dist
 from glm5.checkpoint.names import slot_of
 from glm5.config.tensors import tensor_specs
 from glm5.train.parallel.build import ModelShard, put_rows, take_rows
-from glm5.train.parallel.places import Span
-from glm5.train.parallel.team import Team
+from glm5.train.parallel.row_layout import Span
+from glm5.train.parallel.training_group import TrainingGroup
 
 _BIAS = ".e_score_correction_bias"
 
@@ -26,7 +26,9 @@ def parameters_in_order(part: ModelShard) -> list[str]:
 
 
 @torch.no_grad()
-def whole_tensors(part: ModelShard, team: Team, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(
+    part: ModelShard, team: TrainingGroup, names: Sequence[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor on the host) of every parameter and buffer, in order, or of those of `names`. On other ranks than
     the first nothing comes; they must be run to the end too."""
     mine = _mine(part)
@@ -41,7 +43,7 @@ def whole_tensors(part: ModelShard, team: Team, names: Sequence[str] | None = No
 
 
 @torch.no_grad()
-def spread(part: ModelShard, team: Team, whole: Mapping[str, Tensor] | None) -> None:
+def spread(part: ModelShard, team: TrainingGroup, whole: Mapping[str, Tensor] | None) -> None:
     """Give every rank its rows of what the first one has; None on the others."""
     biases = [name for name in parameters_in_order(part) if name not in part.places.shapes]
     for name in (*part.places.shapes, *(name for name in biases if name.endswith(_BIAS))):
@@ -69,7 +71,7 @@ def _mine(part: ModelShard) -> Mapping[str, Tensor]:
     return {**part.local, **part.buffers}
 
 
-def _holders(part: ModelShard, team: Team, name: str) -> dict[int, list[Span] | None]:
+def _holders(part: ModelShard, team: TrainingGroup, name: str) -> dict[int, list[Span] | None]:
     """Ranks that have rows of it, and which; None of a buffer, which all ranks of its stage have."""
     if name not in part.places.shapes:
         first = part.places.stage(name) % team.mesh.pipeline * team.mesh.shards
@@ -78,7 +80,11 @@ def _holders(part: ModelShard, team: Team, name: str) -> dict[int, list[Span] | 
 
 
 def _received(
-    part: ModelShard, team: Team, name: str, mine: Mapping[str, Tensor], spans_of: Mapping[int, list[Span] | None]
+    part: ModelShard,
+    team: TrainingGroup,
+    name: str,
+    mine: Mapping[str, Tensor],
+    spans_of: Mapping[int, list[Span] | None],
 ) -> Tensor:
     places, whole = part.places, None
     for rank, spans in spans_of.items():

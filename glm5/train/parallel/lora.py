@@ -21,7 +21,7 @@ from glm5.train.lora import FrozenExperts, adapt
 from glm5.train.parallel.build import ModelShard, build, fill
 from glm5.train.parallel.gather import spread, whole_tensors
 from glm5.train.parallel.trainer import SharedTrainer
-from glm5.train.parts import weight_rows
+from glm5.train.sharded_state import weight_rows
 from glm5.train.stages import phase_of
 from glm5.train.step import Phase
 

@@ -37,7 +37,7 @@ from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import ModelShard
 from glm5.train.parallel.shards import Root, take_gradients, touch
 from glm5.train.parallel.step import SharedStep
-from glm5.train.parallel.team import Team
+from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.step import Phase
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -63,7 +63,7 @@ class PipelineStep(SharedStep):
     def __init__(
         self,
         part: ModelShard,
-        team: Team,
+        team: TrainingGroup,
         optimizers: Optimizers,
         cfg: LossConfig,
         phase: Phase,

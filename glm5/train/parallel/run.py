@@ -17,8 +17,8 @@ from glm5.train.build import Builder
 from glm5.train.loop import Run, ordered
 from glm5.train.parallel.lora import SharedLora
 from glm5.train.parallel.mesh import mesh_of
-from glm5.train.parallel.team import Team
 from glm5.train.parallel.trainer import SharedTrainer
+from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.stage_trainer import device_of
 from glm5.train.state import clear, locked
 
@@ -52,7 +52,7 @@ def train_shared(recipe: Recipe, beside: Path, rank: Rank, *, restart: bool = Fa
     device = device_of(recipe.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank.local)
-    team = Team(mesh, rank.rank, device, store, timeout_s=recipe.parallel.timeout_s)
+    team = TrainingGroup(mesh, rank.rank, device, store, timeout_s=recipe.parallel.timeout_s)
     makes = SharedTrainer if recipe.lora is None else SharedLora
     lock = locked(out) if team.is_first else nullcontext()
     with _blaming(store, rank, recipe.parallel.timeout_s), ordered(recipe), lock:
@@ -72,7 +72,7 @@ def _prepare(recipe: Recipe, beside: Path, out: Path, *, restart: bool) -> None:
         builder.rows(stage)
 
 
-def _first(team: Team, work: Callable[[], None]) -> None:
+def _first(team: TrainingGroup, work: Callable[[], None]) -> None:
     """Work that the first rank does while the others wait."""
     if team.is_first:
         work()

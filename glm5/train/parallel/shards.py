@@ -26,8 +26,8 @@ from glm5.model.glm5 import Glm5
 from glm5.model.moe import MoE
 from glm5.model.mtp import MTPLayer
 from glm5.train.parallel.experts import DealtExperts
-from glm5.train.parallel.places import Places
-from glm5.train.parallel.team import Team
+from glm5.train.parallel.row_layout import RowLayout
+from glm5.train.parallel.training_group import TrainingGroup
 
 
 class Root(nn.Module):
@@ -49,14 +49,14 @@ class Root(nn.Module):
         return self.on_stage(work, number)
 
 
-def deal_experts(model: Glm5, team: Team, *, gathers: bool) -> None:
+def deal_experts(model: Glm5, team: TrainingGroup, *, gathers: bool) -> None:
     """Leave every rank its own experts, and the way to those of others."""
     for layer in _layers(model):
         if isinstance(layer.mlp, MoE) and isinstance(layer.mlp.experts, Experts):
             layer.mlp.experts = DealtExperts(layer.mlp.experts, team.experts, gathers=gathers)  # type: ignore[assignment]
 
 
-def shard(model: Glm5, team: Team, places: Places, dtype: torch.dtype, compute: torch.dtype) -> Root:
+def shard(model: Glm5, team: TrainingGroup, places: RowLayout, dtype: torch.dtype, compute: torch.dtype) -> Root:
     """`model`, whose experts are dealt, in shards as `places` says: parameters in `dtype`, passes in `compute`.
 
     Raises ConfigError where this torch cannot shard what a base is stored in.

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from glm5.model.glm5 import Glm5
-from glm5.train.parallel.places import Places
+from glm5.train.parallel.row_layout import RowLayout
 
 
 class Elsewhere(nn.Module):
@@ -14,7 +14,7 @@ class Elsewhere(nn.Module):
         self.weight = weight
 
 
-def keep_stage(model: Glm5, places: Places, stage: int, like: Tensor) -> None:
+def keep_stage(model: Glm5, places: RowLayout, stage: int, like: Tensor) -> None:
     """Leave in `model` what the stage has; `like`: an empty tensor, of the dtype and device of passes."""
     trunk, last = model.model, stage == places.mesh.last_stage
     for layer_idx in range(len(trunk.layers)):

@@ -18,9 +18,9 @@ from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers, Shards
 from glm5.train.parallel.collectives import swap
 from glm5.train.parallel.context import ContextView, CutBatch
-from glm5.train.parallel.places import Places
+from glm5.train.parallel.row_layout import RowLayout
 from glm5.train.parallel.shards import Root, local_parameters, take_gradients
-from glm5.train.parallel.team import Team
+from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.step import Phase, Step, first_not_finite
 
 _MOST_DEPTHS = 8  # of MTP, as the recipe allows
@@ -39,7 +39,7 @@ LOSSES = (
 class SharedStep(Step):
     """`root` holds this rank's shards; `optimizers` are about their rows, as `local_parameters` gives them."""
 
-    def __init__(self, root: Root, team: Team, optimizers: Optimizers, cfg: LossConfig, phase: Phase) -> None:
+    def __init__(self, root: Root, team: TrainingGroup, optimizers: Optimizers, cfg: LossConfig, phase: Phase) -> None:
         super().__init__(root.glm, optimizers, cfg, phase)
         self.root, self.team = root, team
         self._count_together()
@@ -95,7 +95,7 @@ class SharedStep(Step):
         return ContextView(batch, self.team.context, stage=self.phase.keys, learn_index=self.phase.learn_index)
 
 
-def shards_of(places: Places, team: Team) -> Shards:
+def shards_of(places: RowLayout, team: TrainingGroup) -> Shards:
     """What optimizers have to know of the other ranks."""
     ranks = team.mesh.stage_ranks(team.rank)
     return Shards(

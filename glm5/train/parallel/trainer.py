@@ -11,6 +11,7 @@ from glm5.checkpoint.stream import save_stream
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
 from glm5.model.packed import PackedView
+from glm5.train.attention_recall import RecallView
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
@@ -21,12 +22,11 @@ from glm5.train.parallel.context import CutBatch
 from glm5.train.parallel.gather import spread, whole_tensors
 from glm5.train.parallel.mesh import check_stage
 from glm5.train.parallel.pipeline import PipelineStep, Stage
-from glm5.train.parallel.saved import StateWriter
+from glm5.train.parallel.state_writer import StateWriter
 from glm5.train.parallel.step import SharedStep, shards_of
-from glm5.train.parallel.team import Team
-from glm5.train.parts import buffers, read_parts, state_rows, weight_rows
+from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.qat import make_aware
-from glm5.train.recall import RecallView
+from glm5.train.sharded_state import buffers, read_parts, state_rows, weight_rows
 from glm5.train.stage_trainer import StageTrainer, batch_of
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.state import Position, Store
@@ -39,7 +39,7 @@ class SharedTrainer(StageTrainer):
     shared: SharedStep
     """`step`, as what it is here."""
 
-    def __init__(self, team: Team, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
+    def __init__(self, team: TrainingGroup, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
         self.recipe, self.builder, self.team = recipe, builder, team
         self.device, self.is_first = team.device, team.is_first
         self.parts = None if saved is None else read_parts(saved, builder.out, team.rank, team.mesh.size)

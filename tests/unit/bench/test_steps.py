@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from glm5.bench.latency.spread import expected_experts
+from glm5.bench.latency.expert_coverage import expected_experts
 from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config, with_codes
 from glm5.config.presets import preset
 from glm5.model.lowering import weight_kinds

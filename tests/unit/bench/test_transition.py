@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from glm5.bench.transition.parts import Transition
 from glm5.bench.transition.report import ORDER, as_text, document, lines, picture, verdicts
 from glm5.bench.transition.run import DENSE, DENSE_MORE, DSA, Done, Row
+from glm5.bench.transition.trainings import Transition
 from glm5.cli.main import main
 from glm5.common.errors import ConfigError
 from glm5.config.step import WindowConfig

@@ -11,8 +11,8 @@ from glm5.common.errors import CheckpointError
 from glm5.config.train import read_recipe
 from glm5.demo.run import RECIPE, train
 from glm5.train.data.questions import KINDS
+from glm5.train.metrics import read_metrics
 from glm5.train.step import Step
-from glm5.train.watch import read_metrics
 
 STEPS = 2
 STAGES = read_recipe(RECIPE).stage

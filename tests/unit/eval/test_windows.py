@@ -9,7 +9,7 @@ from glm5.cli.main import main
 from glm5.config.presets import preset
 from glm5.config.step import WindowConfig
 from glm5.eval.ruler import Asked, make
-from glm5.eval.windows import by_windows, find_pattern
+from glm5.eval.sliding_window import by_windows, find_pattern
 from glm5.model.packed import PackedView
 from tests.support.tokenizers import tiny_tokenizer
 

@@ -21,10 +21,10 @@ from glm5.model.indexer import Indexer
 from glm5.train import loop, stage_trainer
 from glm5.train.build import Builder
 from glm5.train.data.tokens import writing
-from glm5.train.parts import read_parts
+from glm5.train.metrics import MetricsLog, read_metrics
+from glm5.train.sharded_state import read_parts
 from glm5.train.state import Position, Store, clear
 from glm5.train.step import Step
-from glm5.train.watch import Watch, read_metrics
 from tests.support.training import recipe, recipe_file, run, same, stage, state, weights
 
 # A gradient is a sum of at most 1e4 roundings one after another (128 tokens through two layers, rows of up to 512), and
@@ -112,14 +112,14 @@ def test_killed_and_resumed_is_bitwise_the_same(straight, tmp_path):
 
 def test_ctrl_c_ends_between_two_steps_and_the_run_goes_on(straight, tmp_path, monkeypatch):
     _, best = straight
-    said = Watch.step
+    said = MetricsLog.step
 
     def interrupt(self, step, figures):
         said(self, step, figures)
         if step == 2:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Watch, "step", interrupt)
+    monkeypatch.setattr(MetricsLog, "step", interrupt)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "out")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from glm5.bench.all import run as module
-from glm5.bench.all.parts import parts, size_of
+from glm5.bench.all.commands import parts, size_of
 from glm5.bench.all.record import entry, table, write
 from glm5.bench.all.work import Work
 from glm5.cli.main import main

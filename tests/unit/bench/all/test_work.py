@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from glm5.bench.all.parts import BenchCommand, Size
+from glm5.bench.all.commands import BenchCommand, Size
 from glm5.bench.all.work import Work
 from glm5.common.errors import ConfigError
 

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from glm5.bench.latency.asking import ask
+from glm5.bench.latency.expert_coverage import check, coverage_of, expected_experts
 from glm5.bench.latency.measure import fitted, measure
 from glm5.bench.latency.report import table
-from glm5.bench.latency.spread import check, expected_experts, spread_of
+from glm5.bench.latency.requests import ask
 from glm5.cli.main import main
 from glm5.common.errors import ConfigError, GlmError
 from glm5.config.bench import LatencyConfig
@@ -97,15 +97,15 @@ def test_routing_that_spreads_is_told_from_routing_that_does_not():
     cfg, rng = preset("glm-5"), np.random.default_rng(0)
     even = [np.stack([rng.permutation(256)[:8] for _ in range(75)]) for _ in range(128)]
     for count in (1, 8, 32, 64, 128):
-        spread = spread_of(cfg, even[:count])
+        spread = coverage_of(cfg, even[:count])
         assert spread.mean == pytest.approx(expected_experts(cfg, count), rel=0.02)
         check([spread])
     few = [experts % 200 for experts in even]
-    check([spread_of(cfg, few[:1])])  # one token says nothing
+    check([coverage_of(cfg, few[:1])])  # one token says nothing
     with pytest.raises(GlmError, match="routing did not spread: of 128 tokens"):
-        check([spread_of(cfg, few)])
+        check([coverage_of(cfg, few)])
     with pytest.raises(GlmError, match="did not spread"):
-        check([spread_of(cfg, [even[0]] * 8)])
+        check([coverage_of(cfg, [even[0]] * 8)])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What the tests of the load generator share: a client of a scripted server, in virtual time."""
 
+from glm5.bench.serve.api_formats import DIALECTS, Asking
 from glm5.bench.serve.client import Client
-from glm5.bench.serve.dialects import DIALECTS, Asking
 from glm5.bench.serve.http import Address, Pool
 from glm5.bench.serve.load import Outcome, Plan, run
 from glm5.bench.serve.workload import Conversation, Turn

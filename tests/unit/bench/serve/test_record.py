@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5.bench.serve.dialects import Piece, Usage
+from glm5.bench.serve.api_formats import Piece, Usage
 from glm5.bench.serve.failure import CUT_OFF, NO_TOKENS, RequestFailed
 from glm5.bench.serve.record import Record, spread
 

@@ -5,7 +5,7 @@ import statistics as textbook
 
 import pytest
 
-from glm5.bench.serve.dialects import Usage
+from glm5.bench.serve.api_formats import Usage
 from glm5.bench.serve.load import CANCELLED, Outcome, Plan
 from glm5.bench.serve.record import Record
 from glm5.bench.serve.statistics import Times, is_good, summarize

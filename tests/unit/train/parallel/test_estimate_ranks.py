@@ -19,7 +19,7 @@ from glm5.train.parallel.estimate import Need, estimate_shared
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.pipeline import PipelineStep
 from glm5.train.parallel.step import SharedStep, shards_of
-from glm5.train.parallel.team import Team
+from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from tests.support.peak import Resized, peak_bytes
 from tests.support.sharded import SECONDS, run_ranks
@@ -34,7 +34,7 @@ def counted(rank: int, port: int, plan: Recipe) -> int:
     """Bytes at the peak of a first step, beside what was there before."""
     part_of_plan, cfg = plan.stage[0], plan.model.architecture()
     mesh = mesh_of(plan.parallel, 2)
-    team = Team(mesh, rank, torch.device("cpu"), store_at(port, 2), timeout_s=SECONDS)
+    team = TrainingGroup(mesh, rank, torch.device("cpu"), store_at(port, 2), timeout_s=SECONDS)
     model, whole = outline(cfg, torch.float32), init_weights(Glm5(cfg), 0).state_dict()
     choose_parameters(model, part_of_plan)
     part = build(model, team, plan.parallel, dtype=torch.float32, compute=torch.float32, mtp_depth=1)

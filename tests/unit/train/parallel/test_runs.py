@@ -17,11 +17,11 @@ from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from glm5.testing.numerics import rel_rms
 from glm5.train.loop import train
+from glm5.train.metrics import read_metrics
 from glm5.train.parallel.mesh import Mesh, check_stage
 from glm5.train.parallel.run import Rank, train_shared
 from glm5.train.parallel.trainer import SharedTrainer
 from glm5.train.state import Store
-from glm5.train.watch import read_metrics
 from tests.support.sharded import run_ranks
 from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import recipe_file, stage, weights

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from glm5.bench.serve.dialects import Asking, OpenAIChat, OpenAICompletions, Piece, SGLang, Usage, message_of
+from glm5.bench.serve.api_formats import Asking, OpenAIChat, OpenAICompletions, Piece, SGLang, Usage, message_of
 from glm5.bench.serve.failure import BAD_ANSWER, IN_STREAM, RequestFailed
 from glm5.common.errors import ConfigError
 

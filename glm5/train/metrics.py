@@ -20,10 +20,10 @@ from glm5.common.extras import require
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
 from glm5.config.train import StageConfig
-from glm5.train.live import LEAST_WIDTH, Live, clock_of, columns
+from glm5.train.progress_table import LEAST_WIDTH, ProgressTable, clock_of, columns
+from glm5.train.sliding_window import keys_read
 from glm5.train.state import writing_to
 from glm5.train.step import Phase
-from glm5.train.window import keys_read
 
 FILE = "metrics.jsonl"
 _SHOWN = ("loss", "mtp", "index", "trunk norm", "lr", "tokens/s", "mfu", "held-out loss", "held-out accuracy")
@@ -40,7 +40,7 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, phase: Phase) -> float:
     return 6 * active + attention
 
 
-class Watch:
+class MetricsLog:
     """Figures of a stage, step by step. Lines of steps that are done again after a kill are taken back first."""
 
     def __init__(
@@ -50,7 +50,8 @@ class Watch:
         self._file, self._stage = out / FILE, stage
         self._stream = sys.stderr if stream is None else stream
         is_wide = columns(self._stream) >= LEAST_WIDTH
-        self._live = Live(f"{stage.name} ({stage.kind})", stage.steps, first, self._stream) if is_wide else None
+        title = f"{stage.name} ({stage.kind})"
+        self._live = ProgressTable(title, stage.steps, first, self._stream) if is_wide else None
         self._board = check_board().SummaryWriter(str(out / "tensorboard" / stage.name)) if tensorboard else None
         self._first = first
         self._start = time.monotonic()
@@ -102,8 +103,8 @@ class Watch:
                         self._board.add_scalar(name, value, record["step"])
 
 
-class Silent:
-    """A `Watch` of a process that others speak for."""
+class NoMetrics:
+    """A `MetricsLog` of a process that others speak for."""
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 _torch: Any = torch  # for its operations on lists of tensors, which are public in all but name
 
 
-class Masters:
+class MasterWeights:
     """Copies of a model's parameters, by name, in the dtype that they have now; the model goes on in `compute`.
 
     `named` takes the parameters' place before optimizers and in saved states.
@@ -30,7 +30,7 @@ class Masters:
             weight.requires_grad_(asked)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Masters of the parameters that require a gradient, which they then do too."""
+        """MasterWeights of the parameters that require a gradient, which they then do too."""
         for name, master in self.named.items():
             master.requires_grad_(self._weights[name].requires_grad)
         return {name: master for name, master in self.named.items() if master.requires_grad}

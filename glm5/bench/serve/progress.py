@@ -8,7 +8,7 @@ from glm5.bench.serve.load import Outcome, Plan, Tell
 from glm5.common.progress import Progress
 
 
-class Live:
+class LoadProgress:
     """One progress line a run. `start` gives what `load.run` tells."""
 
     def __init__(self, stream: TextIO | None = None) -> None:

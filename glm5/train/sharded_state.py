@@ -3,7 +3,8 @@
     {"spans": {name: [(start, stop), ...]}, "shapes": {name: shape}, "weights": {name: rows},
      "optimizer": {name: {key: rows, or a number}}, "buffers": {name: tensor}}
 
-Rows are those of a tensor's view [R, C] (train/parallel/places.py). A state of one process is one part with all rows.
+Rows are those of a tensor's view [R, C] (train/parallel/row_layout.py). A state of one process is one part with all
+rows.
 """
 
 import math

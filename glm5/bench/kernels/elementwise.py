@@ -1,4 +1,4 @@
-"""What stands between the products: router, norms, quantization, rope: `python -m glm5.bench.kernels.glue`."""
+"""What stands between the products: router, norms, quantization, rope: `python -m glm5.bench.kernels.elementwise`."""
 
 import sys
 from collections.abc import Callable, Iterator

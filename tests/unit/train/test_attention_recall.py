@@ -8,8 +8,8 @@ from glm5.kernels.attention_target import head_mean_probs
 from glm5.model import Glm5
 from glm5.model.init import init_weights
 from glm5.model.packed import PackedView
+from glm5.train.attention_recall import RecallView, attention_recall
 from glm5.train.batch import Batch
-from glm5.train.recall import RecallView, attention_recall
 
 EXACT = 1e-5  # float32 sums of 40 probabilities
 
@@ -43,5 +43,5 @@ def test_what_is_kept_is_the_attention_of_selected_keys(model, monkeypatch):
     def all_of_it(q_THL, latent_PZL, keys_TK, lse_TH, *where, scale):
         return head_mean_probs(q_THL, latent_PZL, None, lse_TH, *where, scale=scale)
 
-    monkeypatch.setattr("glm5.train.recall.head_mean_probs", all_of_it)
+    monkeypatch.setattr("glm5.train.attention_recall.head_mean_probs", all_of_it)
     assert attention_recall(model, [given]) == pytest.approx(1.0, abs=EXACT)

@@ -19,7 +19,7 @@ MEAN_OF, BAR, LEAST_WIDTH = 20, 30, 80
 LEAST_SECONDS = 0.1
 
 
-class Live:
+class ProgressTable:
     """The table of a stage of `total` steps, of which those before `first` are done."""
 
     def __init__(

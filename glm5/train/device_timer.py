@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 
 
-class Stopwatch:
+class DeviceTimer:
     """`with watch: ...` and then `watch.seconds()`, which on a GPU waits until it is over."""
 
     def __init__(self, device: torch.device):

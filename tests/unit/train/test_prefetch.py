@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from glm5.common.errors import TrainingError
-from glm5.train.ahead import _row, ahead, rows_of
 from glm5.train.build import Builder
+from glm5.train.prefetch import _row, ahead, rows_of
 from glm5.train.schedule import Schedule
 from tests.support.training import recipe, stage
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from glm5.common.errors import MissingExtra
-from glm5.train import live, watch
-from glm5.train.live import Live
-from glm5.train.watch import Watch
+from glm5.train import metrics, progress_table
+from glm5.train.metrics import MetricsLog
+from glm5.train.progress_table import ProgressTable
 from tests.support.training import recipe
 
 FIGURES = {"loss": 2.0, "index": 0.5, "tokens/s": 123456.0, "lr": 1e-3, "excess load": 0.25}
@@ -18,13 +18,13 @@ FIGURES = {"loss": 2.0, "index": 0.5, "tokens/s": 123456.0, "lr": 1e-3, "excess 
 @pytest.fixture
 def terminal(monkeypatch):
     """A stream that is a terminal of 100 columns, and a clock that stands still until it is told."""
-    monkeypatch.setattr(live, "columns", lambda _stream: 100)
+    monkeypatch.setattr(progress_table, "columns", lambda _stream: 100)
     return io.StringIO(), SimpleNamespace(now=0.0)
 
 
 def test_the_table_says_what_is_known(terminal):
     stream, clock = terminal
-    table = Live("dsa (sparse)", 10, 0, stream, lambda: clock.now)
+    table = ProgressTable("dsa (sparse)", 10, 0, stream, lambda: clock.now)
     for step in (1, 2):
         clock.now += 3.0
         table.step(step, FIGURES | {"loss": 2.0 * step})
@@ -37,7 +37,7 @@ def test_the_table_says_what_is_known(terminal):
 
 def test_it_is_drawn_over_itself_until_left(terminal):
     stream, clock = terminal
-    table = Live("dsa (sparse)", 10, 0, stream, lambda: clock.now)
+    table = ProgressTable("dsa (sparse)", 10, 0, stream, lambda: clock.now)
     table.step(1, FIGURES)
     table.step(2, FIGURES)
     assert stream.getvalue().count("dsa (sparse)") == 1, "not more often than an eye sees"
@@ -53,9 +53,9 @@ def test_it_is_drawn_over_itself_until_left(terminal):
 
 def test_a_run_on_a_terminal_shows_the_table(terminal, monkeypatch, tmp_path):
     stream, _ = terminal
-    monkeypatch.setattr(watch, "columns", lambda _stream: 100)
+    monkeypatch.setattr(metrics, "columns", lambda _stream: 100)
     stage = recipe(tmp_path, "out").stage[0]
-    with Watch(tmp_path, stage, 0, stream) as watching:
+    with MetricsLog(tmp_path, stage, 0, stream) as watching:
         watching.step(1, FIGURES)
         watching.held_out(1, {"held-out loss": 1.5})
     assert "dense (pretrain)  1/6" in stream.getvalue()
@@ -68,9 +68,9 @@ def test_tensorboard_is_written_or_its_absence_named(monkeypatch, tmp_path):
     writer = SimpleNamespace(add_scalar=lambda *given: written.append(given), close=lambda: written.append("closed"))
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtra, match=r"glm5\[tensorboard\]"):
-        Watch(tmp_path, stage, 0, io.StringIO(), tensorboard=True)
+        MetricsLog(tmp_path, stage, 0, io.StringIO(), tensorboard=True)
     module = SimpleNamespace(SummaryWriter=lambda _folder: writer)
-    monkeypatch.setattr(watch, "require", lambda _name, _extra: module)
-    with Watch(tmp_path, stage, 0, io.StringIO(), tensorboard=True) as watching:
+    monkeypatch.setattr(metrics, "require", lambda _name, _extra: module)
+    with MetricsLog(tmp_path, stage, 0, io.StringIO(), tensorboard=True) as watching:
         watching.step(1, {"loss": 2.0})
     assert written == [("loss", 2.0, 1), "closed"]

@@ -13,8 +13,8 @@ from glm5.config.train import StageConfig
 from glm5.model.glm5 import Glm5
 from glm5.train.parallel.build import put_rows, take_rows
 from glm5.train.parallel.mesh import Mesh, check_stage, mesh_of
-from glm5.train.parallel.places import Places, is_dealt, split_layers
-from glm5.train.parts import read_parts, state_rows, weight_rows, whole_state
+from glm5.train.parallel.row_layout import RowLayout, is_expert_sharded, split_layers
+from glm5.train.sharded_state import read_parts, state_rows, weight_rows, whole_state
 
 MESHES = [
     Mesh(data=2),
@@ -38,7 +38,7 @@ def rows_in(shape):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_row_has_one_holder(mesh, shapes):
-    places = Places(mesh, preset("tiny"), shapes, mtp_depth=1)
+    places = RowLayout(mesh, preset("tiny"), shapes, mtp_depth=1)
     for name, shape in shapes.items():
         held = sorted(span for rank in range(mesh.size) for span in places.spans(name, rank))
         assert held[0][0] == 0
@@ -49,10 +49,10 @@ def test_every_row_has_one_holder(mesh, shapes):
 
 
 def test_experts_are_dealt_whole_and_nothing_else_is(shapes):
-    dealt = {name for name in shapes if is_dealt(name)}
+    dealt = {name for name in shapes if is_expert_sharded(name)}
     assert dealt == {name for name in shapes if ".mlp.experts." in name}
     assert dealt
-    places = Places(Mesh(data=2, expert=2), preset("tiny"), shapes)
+    places = RowLayout(Mesh(data=2, expert=2), preset("tiny"), shapes)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     experts, rows, _ = shapes[name]
     assert [places.spans(name, rank) for rank in range(2)] == [
@@ -107,7 +107,7 @@ def stage():
 
 @pytest.mark.parametrize("mesh", MESHES[2:], ids=str)
 def test_parts_hold_what_was_whole(mesh, shapes):
-    places = Places(mesh, preset("tiny"), shapes)
+    places = RowLayout(mesh, preset("tiny"), shapes)
     gen = torch.Generator().manual_seed(1)
     whole = {name: torch.randn(shape, generator=gen) for name, shape in shapes.items()}
     state = {

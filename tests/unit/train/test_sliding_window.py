@@ -9,8 +9,8 @@ from glm5.config.train import StageConfig
 from glm5.model.packed import PackedView
 from glm5.model.seams import Selection
 from glm5.train.batch import Batch
+from glm5.train.sliding_window import WindowView, keys_read, search_pattern
 from glm5.train.stages import phase_of
-from glm5.train.window import WindowView, keys_read, search_pattern
 from tests.support.models import random_model
 from tests.support.training import recipe, stage
 

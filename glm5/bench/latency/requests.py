@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.1
 
 
 @dataclass
-class Heard:
+class TokenTimes:
     """What came of one request: for each step that gained it tokens, when it was heard of and how many. Seconds of one
     clock. `experts`: of the last token, [MoE layers, A], where they were asked for."""
 
@@ -42,21 +42,21 @@ def ask(
     max_tokens: int,
     drafts: bool = False,
     routed: bool = False,
-    until: Callable[[list[Heard]], bool] = lambda _heard: False,
-) -> list[Heard]:
+    until: Callable[[list[TokenTimes]], bool] = lambda _heard: False,
+) -> list[TokenTimes]:
     """Send all at once, greedy, and listen until all are answered or `until` says that enough was heard."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     options = Options(num_speculative_tokens=None if drafts else 0, routed_experts=routed)
-    heard: list[Heard] = []
+    heard: list[TokenTimes] = []
     requests: list[Request] = []
     failed: list[GlmError] = []
 
-    def deliver_to(one: Heard) -> Callable[[Request, Delta | GlmError], None]:
+    def deliver_to(one: TokenTimes) -> Callable[[Request, Delta | GlmError], None]:
         return lambda _request, item: failed.append(item) if isinstance(item, GlmError) else one.hear(item)
 
     try:
         for prompt in prompts:
-            heard.append(Heard(time.monotonic()))
+            heard.append(TokenTimes(time.monotonic()))
             requests.append(llm.client.submit(prompt, params, options, deliver_to(heard[-1])))
         while llm.client.num_unfinished and not failed and not (heard[-1].at and until(heard)):
             llm.client.pump(_POLL_SECONDS)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from glm5.bench.serve.api_formats import DIALECTS, Asking
 from glm5.bench.serve.client import Client
-from glm5.bench.serve.dialects import DIALECTS, Asking
 from glm5.bench.serve.failure import CONNECT, DISCONNECTED, TIMEOUT, RequestFailed
 from glm5.bench.serve.http import Address, Pool
 from glm5.bench.serve.record import Record
@@ -27,7 +27,7 @@ NOT_READY = (CONNECT, DISCONNECTED, TIMEOUT, "http 502", "http 503", "http 504")
 FLUSH_ROUTES = ("/flush_cache", "/reset_prefix_cache")
 
 
-class Met(NamedTuple):
+class ServerFacts(NamedTuple):
     """A server that answers, and where prompts for it come from."""
 
     client: Client
@@ -35,7 +35,7 @@ class Met(NamedTuple):
     source: Source
 
 
-async def meet(settings: BenchServeConfig, pool: Pool, address: Address, api_key: str | None) -> Met:
+async def meet(settings: BenchServeConfig, pool: Pool, address: Address, api_key: str | None) -> ServerFacts:
     """Wait until the server answers a request. Raises GlmError when it refuses one, or never answers."""
     headers = ({"Authorization": f"Bearer {api_key}"} if api_key else {}) | settings.headers
 
@@ -50,12 +50,12 @@ async def meet(settings: BenchServeConfig, pool: Pool, address: Address, api_key
     client, source = client_for(model), _known_source(settings)
     short = await _until_ready(lambda: _probe(client, source, 0), settings.url, deadline)
     if source is not None:
-        return Met(client, model, source)
+        return ServerFacts(client, model, source)
     long = await _until_ready(lambda: _probe(client, source, 1), settings.url, deadline)
     if short is None or long is None:
         logger.warning("the server does not count prompt tokens: a word is taken for one")
-        return Met(client, model, Words())
-    return Met(client, model, Words.measured(PROBE_TOKENS, (short, long)))
+        return ServerFacts(client, model, Words())
+    return ServerFacts(client, model, Words.measured(PROBE_TOKENS, (short, long)))
 
 
 async def flush_cache(client: Client) -> None:

@@ -15,7 +15,7 @@ from glm5.train.parallel.collectives import Group
 from glm5.train.parallel.mesh import Mesh
 
 
-class Team:
+class TrainingGroup:
     """This process among the others of a `mesh`, and the groups it is in. All of them make this together."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, store: Store, *, timeout_s: float) -> None:

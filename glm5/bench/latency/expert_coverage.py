@@ -20,7 +20,7 @@ _DEVIATIONS = 3  # that chance may add where layers and experts are few
 
 
 @dataclass(frozen=True)
-class Spread:
+class ExpertCoverage:
     """Distinct experts of a step of `num_tokens`, over MoE layers, how many were to be expected, and the smallest mean
     that is believable."""
 
@@ -41,17 +41,17 @@ def expected_experts(cfg: ModelConfig, num_tokens: int) -> float:
     return num_experts * (1 - (1 - cfg.num_experts_per_tok / num_experts) ** num_tokens)
 
 
-def spread_of(cfg: ModelConfig, expert_TLA: Sequence[NDArray[np.int16]]) -> Spread:
+def coverage_of(cfg: ModelConfig, expert_TLA: Sequence[NDArray[np.int16]]) -> ExpertCoverage:
     """Of tokens' experts, each [MoE layers, A]."""
     counts = [len(np.unique(layer_TA)) for layer_TA in np.stack(expert_TLA, axis=1)]
     num_tokens, expected = len(expert_TLA), expected_experts(cfg, len(expert_TLA))
     # Were experts visited independently of one another; they are a little less scattered than that.
     deviation = sqrt(expected * (1 - expected / cfg.n_routed_experts) / len(counts))
     least = LEAST * expected - _DEVIATIONS * deviation
-    return Spread(num_tokens, min(counts), float(np.mean(counts)), max(counts), expected, least)
+    return ExpertCoverage(num_tokens, min(counts), float(np.mean(counts)), max(counts), expected, least)
 
 
-def check(spreads: Sequence[Spread]) -> None:
+def check(spreads: Sequence[ExpertCoverage]) -> None:
     """GlmError where tokens went to fewer experts than is believable: such figures are not to be reported."""
     for spread in spreads:
         if spread.mean < spread.least:

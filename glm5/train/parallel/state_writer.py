@@ -71,7 +71,7 @@ class StateWriter:
 
 
 def content_of(part: ModelShard, rank: int, optimizers: Optimizers) -> dict[str, Any]:
-    """A part as `train/parts.py` has it, on the host: training may go on."""
+    """A part as `train/sharded_state.py` has it, on the host: training may go on."""
     named = {name: weight for name, weight in part.local.items() if weight.requires_grad or not part.has_base}
     return {
         "spans": {name: part.places.spans(name, rank) for name in named},

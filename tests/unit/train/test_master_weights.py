@@ -7,20 +7,20 @@ from glm5.config.model import ModelConfig
 from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.model import Glm5
 from glm5.train.batch import Batch
-from glm5.train.masters import Masters
+from glm5.train.master_weights import MasterWeights
+from glm5.train.metrics import MetricsLog
 from glm5.train.optim.build import Optimizers
 from glm5.train.step import Phase, Step
-from glm5.train.watch import Watch
 from tests.support.parity import BASE, randomize
 from tests.support.training import run, stage, weights
 
 BFLOAT16 = ["model.compute=bfloat16"]
 
 
-def made(seed: int) -> tuple[Glm5, Masters, Step]:
+def made(seed: int) -> tuple[Glm5, MasterWeights, Step]:
     model = Glm5(ModelConfig.from_dict(BASE | {"num_nextn_predict_layers": 0}))
     randomize(model, seed=seed)
-    masters = Masters(model, torch.bfloat16)
+    masters = MasterWeights(model, torch.bfloat16)
     optimizers = Optimizers(masters.trained(), model.cfg, OptimizerConfig())
     return model, masters, Step(model, optimizers, LossConfig(mtp_depth=0), Phase("dense"), masters)
 
@@ -73,7 +73,7 @@ def test_a_run_goes_on_from_its_masters(tmp_path):
             if step == 3:
                 raise RuntimeError("cut off")
 
-        patch.setattr(Watch, "step", stop)
+        patch.setattr(MetricsLog, "step", stop)
         with pytest.raises(RuntimeError, match="cut off"):
             run(tmp_path, "out", *first, settings=[*BFLOAT16, "checkpoints.every=2"])
     assert weights(run(tmp_path, "out", *first, settings=[*BFLOAT16, "checkpoints.every=2"])) == weights(straight)

@@ -13,8 +13,8 @@ from glm5.config.step import WindowConfig
 from glm5.eval.ruler import Answerer, Asked, make
 from glm5.model.glm5 import Glm5
 from glm5.train.batch import Batch
+from glm5.train.sliding_window import search_pattern
 from glm5.train.step import Phase
-from glm5.train.window import search_pattern
 
 TOKENS_AT_ONCE = 1 << 16
 SEARCHED = 2

@@ -26,7 +26,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PROJECTION = {parameter: projection for projection, (parameter, _, _) in STACKED.items()}
 
 
-class Places:
+class RowLayout:
     """Of a model on a mesh. `mtp_depth`: how often the MTP layer runs, which the last stage has to spare time for."""
 
     def __init__(self, mesh: Mesh, cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]], mtp_depth: int = 0) -> None:
@@ -51,7 +51,7 @@ class Places:
     def dim(self, name: str) -> int:
         """The dimension that FSDP cuts: the first, but for experts of which there are fewer than ranks."""
         shape, mesh = list(self.shapes[name]), self.mesh
-        if not is_dealt(name):
+        if not is_expert_sharded(name):
             return 0
         among = mesh.shards // mesh.expert
         few = shape[0] // mesh.expert < among
@@ -63,7 +63,7 @@ class Places:
         if not self.is_of(name, rank):
             return []
         rows = math.prod(shape[:-1]) // shape[0] if len(shape) > 1 else 1  # of an element along the first dimension
-        if not is_dealt(name):
+        if not is_expert_sharded(name):
             start, stop = _chunk(shape[0], mesh.shards, mesh.shard(rank))
             return _listed((start * rows, stop * rows))
         experts, among = shape[0] // mesh.expert, mesh.shards // mesh.expert
@@ -86,7 +86,7 @@ class Places:
         return (rows // (math.prod(shape[1:-1]) or 1), *shape[1:])
 
 
-def is_dealt(name: str) -> bool:
+def is_expert_sharded(name: str) -> bool:
     """Whether whole experts of the parameter (of the model, stacked) may lie on different ranks. Not of those that are
     stored as codes: they are cut like the rest."""
     experts, _, leaf = name.rpartition(".")

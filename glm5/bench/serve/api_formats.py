@@ -55,7 +55,7 @@ class Asking:
     extra: Mapping[str, Any]
 
 
-class Dialect(Protocol):
+class ApiFormat(Protocol):
     """One way to ask for an answer in a stream."""
 
     path: str
