@@ -29,10 +29,10 @@ _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's
 
 @dataclass
 class Sampled:
-    """Tokens int64 [R]; rows where no token was possible (all barred, or NaN), bool [R]; log-probabilities if asked."""
+    """Tokens int64 [R]; rows without a valid token (all barred, or NaN), bool [R]; log-probabilities if asked."""
 
     token_R: Tensor
-    stuck_R: Tensor
+    no_valid_token_R: Tensor
     logprobs: Logprobs | None
 
 
@@ -156,5 +156,5 @@ def _joined(parts: Any) -> Sampled:
     """One Sampled of several, in order."""
     parts = list(parts)
     found = [part.logprobs for part in parts if part.logprobs is not None]
-    tokens, stuck = (torch.cat([getattr(part, name) for part in parts]) for name in ("token_R", "stuck_R"))
-    return Sampled(tokens, stuck, Logprobs.joined(found) if found else None)
+    tokens, invalid = (torch.cat([getattr(part, name) for part in parts]) for name in ("token_R", "no_valid_token_R"))
+    return Sampled(tokens, invalid, Logprobs.joined(found) if found else None)
