@@ -133,7 +133,7 @@ class Sampler:
             numbers = self.tables.numbers_of(rows.slot_R)
             z_RW = kept(edited_RW, best, numbers, features, vocabulary)
             if drawn_from_RW is not None and features & CUTS:
-                drawn_from_RW = drawn_from(edited_RW, numbers["temperature"], z_RW)
+                drawn_from_RW = drawn_from(edited_RW, numbers("temperature"), z_RW)
             token_R = race(z_RW, best, rows.position_R, numbers, vocabulary)
         found = None
         if features & Feature.LOGPROBS:
@@ -149,7 +149,7 @@ class Sampler:
         """What tokens would be drawn from if nothing were cut; None where nobody asks, or it is the model's own."""
         if not features & Feature.LOGPROBS or not features & (Feature.TEMPERED | EDITS | CUTS):
             return None
-        return drawn_from(edited_RW, self.tables.numbers_of(rows.slot_R)["temperature"], None)
+        return drawn_from(edited_RW, self.tables.numbers_of(rows.slot_R)("temperature"), None)
 
 
 def _joined(parts: Any) -> Sampled:
