@@ -10,7 +10,7 @@ from glm5.kernels.triton_support import chosen
 
 
 def best_token(logits_RW: Tensor, *, impl: Literal["auto", "reference", "triton"] = "auto") -> tuple[Tensor, Tensor]:
-    """(token [R] int64, the first of equals; whether it is no valid token, as all are barred or one is NaN, bool)."""
+    """(token [R] int64, the first of equals; whether there is none, as all are barred or one is no number, bool)."""
     if impl == "auto":
         impl = "triton" if chosen(logits_RW) else "reference"
     if impl == "reference":
