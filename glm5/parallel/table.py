@@ -4,7 +4,7 @@
     units        rows of gate_proj and up_proj, columns of down_proj: units of an MLP, of each expert (an F slice)
     vocabulary   rows of the embedding and of lm_head: token ids
     replicated   everything else: norms, low-rank and index projections, routers
-    experts      expert parallelism, in training: whole routed experts (train/parallel/places.py)
+    experts      expert parallelism, in training: whole routed experts (train/parallel/row_layout.py)
 
 A rank's columns of o_proj and down_proj give a part of a sum, which a collective completes (`apply.py`). Block scales
 of FP8 weights follow their blocks of 128.

@@ -221,9 +221,9 @@ class FakeRunner:
             start = len(slot.tokens) - 1
             assert item.start >= start
         drafts = (slot.drafts + [0] * self.max_depth)[: item.depth]
-        tokens, stuck = self._draw(slot, drafts, item.slot)
-        if stuck:
-            result.stuck.add(seq_id)
+        tokens, no_valid_token = self._draw(slot, drafts, item.slot)
+        if no_valid_token:
+            result.no_valid_token.add(seq_id)
         for position in range(item.depth):
             result.num_drafted[position] += 1
             result.num_accepted[position] += position < len(tokens) - 1

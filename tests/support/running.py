@@ -116,7 +116,7 @@ class Bench:
 
     def _take(self, plan: StepPlan, launched: Launched, out: Run, first: int) -> None:
         result = launched.read()
-        assert not result.stuck
+        assert not result.no_valid_token
         out.plans.append(plan)
         out.num_drafted += sum(result.num_drafted)
         out.num_accepted += sum(result.num_accepted)

@@ -290,8 +290,8 @@ class EngineCore:
         result = launched.read()
         note_prompts(plan.items, result, self._reports)
         for output in self.scheduler.apply(plan.step, result.tokens):
-            if output.seq_id in result.stuck:
-                self._fail(output, _why_stuck(self._specs[output.seq_id].params))
+            if output.seq_id in result.no_valid_token:
+                self._fail(output, _why_no_valid_token(self._specs[output.seq_id].params))
             else:
                 self._put(output, plan.version, result)
         # Drafts of a step before the depth was raised are left over from earlier, and say nothing.
@@ -361,7 +361,7 @@ class EngineCore:
         return said
 
 
-def _why_stuck(params: SamplingParams) -> str:
+def _why_no_valid_token(params: SamplingParams) -> str:
     """Which parameters may have barred every token."""
     names = ("structured_outputs", "allowed_token_ids", "logit_bias", "bad_words", "thinking_token_budget")
     barring = [name for name in names if getattr(params, name) not in (None, (), {})]

@@ -19,7 +19,7 @@ class StepResult:
     those with a grammar; of others they may be missing.
 
     `logprobs`: one entry a token, of those that ask; `prompt_logprobs`: of the prompt tokens behind each row of the
-    chunk. `stuck`: sequences for which no token was possible. `num_drafted` and `num_accepted` count by position.
+    chunk. `no_valid_token`: sequences without a valid token. `num_drafted` and `num_accepted` count by position.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     routed: dict[int, RoutedExperts] = field(default_factory=dict)
-    stuck: set[int] = field(default_factory=set)
+    no_valid_token: set[int] = field(default_factory=set)
     num_drafted: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
 
@@ -44,15 +44,15 @@ class PromptLogprobs:
 @dataclass
 class Pending:
     """Tensors of a launched step that its result is made of. `sampling`: items that sampled, `place_C` as in `Batch`.
-    `shown`: sequence id to the likeliest it asks for. `parts` of `whole`: token_CJ, count_C, draft_CK and stuck_Q,
-    which come to the host in one copy. `draft_CK`: None where nobody asks for drafts."""
+    `shown`: sequence id to the likeliest it asks for. `parts` of `whole`: token_CJ, count_C, draft_CK and
+    no_valid_token_Q, which come to the host in one copy. `draft_CK`: None where nobody asks for drafts."""
 
     sampling: Sequence[Item]
     place_C: Ints
     max_depth: int
     token_CJ: Tensor
     count_C: Tensor
-    stuck_Q: Tensor
+    no_valid_token_Q: Tensor
     draft_CK: Tensor | None = None
     logprobs: Logprobs | None = None
     shown: dict[int, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Launched:
         if pending.whole is not None and pending.parts is not None:
             # The next step writes where this one did.
             whole = pending.whole.clone() if is_here else _to_host(pending.whole)
-            pending.token_CJ, pending.count_C, pending.draft_CK, pending.stuck_Q = pending.parts(whole)
+            pending.token_CJ, pending.count_C, pending.draft_CK, pending.no_valid_token_Q = pending.parts(whole)
             pending.whole = None
         if not is_here:
             _each_tensor(pending, _to_host)
@@ -119,7 +119,7 @@ def _result(pending: Pending) -> StepResult:
     result = StepResult()
     tokens, counts = pending.token_CJ.tolist(), pending.count_C.tolist()
     drafts = None if pending.draft_CK is None else pending.draft_CK.tolist()
-    any_stuck = bool(pending.stuck_Q.any())
+    any_invalid = bool(pending.no_valid_token_Q.any())
     drafted, accepted = [0] * pending.max_depth, [0] * pending.max_depth
     rows = None if pending.logprobs is None else _entries(pending.logprobs)
     for index, item in enumerate(pending.sampling):
@@ -131,8 +131,8 @@ def _result(pending: Pending) -> StepResult:
             drafted[position] += 1
             accepted[position] += position < count - 1
         place = int(pending.place_C[index])
-        if any_stuck and bool(pending.stuck_Q[place : place + count].any()):
-            result.stuck.add(seq_id)
+        if any_invalid and bool(pending.no_valid_token_Q[place : place + count].any()):
+            result.no_valid_token.add(seq_id)
         if rows is not None and seq_id in pending.shown:
             ids = result.tokens[seq_id]
             result.logprobs[seq_id] = rows.of(ids, place, pending.shown[seq_id])

@@ -170,7 +170,7 @@ class Runner:
         assert steps is not None, f"{plan.step=}"
         shape, max_end = Shape(bucket.num_seqs, bucket.depth), _max_end(plan) + self.max_depth
         buffers, sampled = steps.run(batch, shape, max_end, plan.draft_depth if self._drafter is not None else 0)
-        token_CJ, count_C, draft_CK, stuck_Q = buffers.parts(buffers.result)
+        token_CJ, count_C, draft_CK, no_valid_token_Q = buffers.parts(buffers.result)
         pending = Pending(
             items,
             batch.place_C,
@@ -178,7 +178,7 @@ class Runner:
             token_CJ=token_CJ,
             count_C=count_C,
             draft_CK=draft_CK,
-            stuck_Q=stuck_Q,
+            no_valid_token_Q=no_valid_token_Q,
             logprobs=None if sampled is None else sampled.logprobs,
             shown=_shown(items, specs),
             whole=buffers.result,
@@ -222,7 +222,7 @@ class Runner:
             max_depth=self.max_depth,
             token_CJ=accepted.token_SJ.index_select(0, on.slot_C),
             count_C=accepted.count_S.index_select(0, on.slot_C),
-            stuck_Q=sampled.stuck_R,
+            no_valid_token_Q=sampled.no_valid_token_R,
             logprobs=sampled.logprobs,
             shown=_shown(sampling, specs),
             prompt_logprobs=prompt_logprobs,

@@ -9,7 +9,7 @@ row keeps the same tokens whether its head or the whole of it was sorted, on any
 greedy where its temperature is 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ ONE = 2.0**40  # the mass of the likeliest token; 2**18 of them still fit 63 bit
 _ALL = torch.iinfo(torch.int64).max
 _HEAD = 1024  # tokens of a row that a CPU sorts before it sorts all
 
-Numbers = Mapping[str, Tensor]  # of each row, by name (`SlotTables.numbers_of`)
+Numbers = Callable[[str], Tensor]  # of each row, by name (`SlotTables.numbers_of`)
 
 
 class Best(NamedTuple):
@@ -59,18 +59,18 @@ class Vocabulary:
 def kept(logits_RW: Tensor, best: Best, numbers: Numbers, features: int, vocabulary: Vocabulary) -> Tensor:
     """z of what is kept, -inf elsewhere. Cuts that are not among `features`, as no row has them, are skipped."""
     z_RW = logits_RW - best.value_R[:, None]
-    z_RW /= divisor(numbers["temperature"])[:, None]
+    z_RW /= divisor(numbers("temperature"))[:, None]
     if features & Feature.MIN_P:
-        z_RW.masked_fill_(z_RW < numbers["min_p"][:, None], -torch.inf)
+        z_RW.masked_fill_(z_RW < numbers("min_p")[:, None], -torch.inf)
     if features & Feature.HEAD:
-        vocabulary.keep_head(z_RW, numbers["top_k"], numbers["top_p"])
+        vocabulary.keep_head(z_RW, numbers("top_k"), numbers("top_p"))
     return z_RW
 
 
 def race(z_RW: Tensor, best: Best, position_R: Tensor, numbers: Numbers, vocabulary: Vocabulary) -> Tensor:
     """Token ids [R] out of z, which is overwritten."""
-    z_RW -= log_exponential(numbers["seed"], position_R, vocabulary.size, vocabulary.first)
-    return torch.where(numbers["temperature"] == 0, best.token_R, vocabulary.best(z_RW).token_R)
+    z_RW -= log_exponential(numbers("seed"), position_R, vocabulary.size, vocabulary.first)
+    return torch.where(numbers("temperature") == 0, best.token_R, vocabulary.best(z_RW).token_R)
 
 
 def divisor(temperature_R: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def _penalize(logits_RW: Tensor, rows: Rows, assumed_RK: Tensor | None, tables: 
         counts_RW.scatter_add_(1, place_RK, is_within_RK.int())
     numbers = tables.numbers_of(rows.slot_R)
     presence_R1, frequency_R1, repetition_R1 = (
-        numbers[f"{name}_penalty"][:, None] for name in ("presence", "frequency", "repetition")
+        numbers(f"{name}_penalty")[:, None] for name in ("presence", "frequency", "repetition")
     )
     written_RW = counts_RW > 0
     seen_RW = tables.in_prompt_SW[:, span].index_select(0, rows.slot_R).logical_or_(written_RW)

@@ -45,6 +45,10 @@ class VocabShard(Vocabulary):
         token_R = token_NR.masked_fill(value_NR != value_R, torch.inf).amin(dim=0)
         return Best(value_R.float(), token_R.masked_fill(token_R.isinf(), 0).long())
 
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        return self.exchange.all_gather(part).sum(dim=0)
+
     def keep_head(self, z_RW: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> None:
         num_rows = max(1, MOST_SOUGHT // self.size)
         for rows in (slice(first, first + num_rows) for first in range(0, len(z_RW), num_rows)):
@@ -129,7 +133,7 @@ def _find_cut(size_RW: Tensor, mass_RW: Tensor, wanted_R: Tensor, part: VocabSha
         bins_RX2 = torch.zeros(num_rows, _BINS, 2, dtype=torch.int64, device=size_RW.device)
         live_RW2 = each_RW2 * is_live_RW[..., None]
         bins_RX2.scatter_add_(1, digit_RW[..., None].expand(-1, -1, 2), live_RW2)
-        bins_RX2 = part.exchange.all_gather(bins_RX2).sum(dim=0)
+        bins_RX2 = part.total(bins_RX2)
         sums_RX2 = above_R2[:, None] + bins_RX2.cumsum(dim=1)
         # Without so much in all bins: the last bin that holds any.
         last_R1 = (bins_RX2[..., 0] > 0).long().mul(torch.arange(_BINS, device=size_RW.device)).amax(1, keepdim=True)

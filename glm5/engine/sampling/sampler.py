@@ -29,10 +29,10 @@ _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's
 
 @dataclass
 class Sampled:
-    """Tokens int64 [R]; rows where no token was possible (all barred, or NaN), bool [R]; log-probabilities if asked."""
+    """Tokens int64 [R]; rows without a valid token (all barred, or NaN), bool [R]; log-probabilities if asked."""
 
     token_R: Tensor
-    stuck_R: Tensor
+    no_valid_token_R: Tensor
     logprobs: Logprobs | None
 
 
@@ -133,7 +133,7 @@ class Sampler:
             numbers = self.tables.numbers_of(rows.slot_R)
             z_RW = kept(edited_RW, best, numbers, features, vocabulary)
             if drawn_from_RW is not None and features & CUTS:
-                drawn_from_RW = drawn_from(edited_RW, numbers["temperature"], z_RW)
+                drawn_from_RW = drawn_from(edited_RW, numbers("temperature"), z_RW)
             token_R = race(z_RW, best, rows.position_R, numbers, vocabulary)
         found = None
         if features & Feature.LOGPROBS:
@@ -149,12 +149,12 @@ class Sampler:
         """What tokens would be drawn from if nothing were cut; None where nobody asks, or it is the model's own."""
         if not features & Feature.LOGPROBS or not features & (Feature.TEMPERED | EDITS | CUTS):
             return None
-        return drawn_from(edited_RW, self.tables.numbers_of(rows.slot_R)["temperature"], None)
+        return drawn_from(edited_RW, self.tables.numbers_of(rows.slot_R)("temperature"), None)
 
 
 def _joined(parts: Any) -> Sampled:
     """One Sampled of several, in order."""
     parts = list(parts)
     found = [part.logprobs for part in parts if part.logprobs is not None]
-    tokens, stuck = (torch.cat([getattr(part, name) for part in parts]) for name in ("token_R", "stuck_R"))
-    return Sampled(tokens, stuck, Logprobs.joined(found) if found else None)
+    tokens, invalid = (torch.cat([getattr(part, name) for part in parts]) for name in ("token_R", "no_valid_token_R"))
+    return Sampled(tokens, invalid, Logprobs.joined(found) if found else None)

@@ -6,7 +6,7 @@ flags are kept: they say which work a batch needs. Tables have one slot more tha
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +79,8 @@ class SlotTables:
 
         self._floats = table(len(_FLOATS), dtype=torch.float32)
         self._ints = table(len(_INTS), dtype=torch.int64)
+        columns = (*self._floats.unbind(dim=1), *self._ints.unbind(dim=1))
+        self._column_S = dict(zip((*_FLOATS, *_INTS), columns, strict=True))
         self.counts_SW = table(vocab_size, dtype=torch.int32)
         self.in_prompt_SW = table(vocab_size, dtype=torch.bool)
         self.bias_ids_SU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.int64)
@@ -113,10 +115,9 @@ class SlotTables:
         """Most bad words of any of the slots, and the length of their longest."""
         return int(self._num_bad_words[slots].max(initial=0)), int(self._bad_word_len[slots].max(initial=0))
 
-    def numbers_of(self, slot_R: Tensor) -> dict[str, Tensor]:
+    def numbers_of(self, slot_R: Tensor) -> Callable[[str], Tensor]:
         """Of each row [R], by name: the numbers that act on logits, min_p as its logarithm, and the seed."""
-        floats, ints = (table.index_select(0, slot_R).unbind(dim=1) for table in (self._floats, self._ints))
-        return dict(zip((*_FLOATS, *_INTS), (*floats, *ints), strict=True))
+        return lambda name: self._column_S[name].index_select(0, slot_R)
 
     def place(self, placements: Sequence[Placement]) -> None:
         """Sequences take their slots. What they need is copied to the device; work enqueued before is unaffected."""

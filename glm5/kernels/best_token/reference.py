@@ -1,4 +1,4 @@
-"""token = argmax of a row; stuck where the largest value is not finite."""
+"""token = argmax of a row; no valid token where the largest value is not finite."""
 
 from torch import Tensor
 

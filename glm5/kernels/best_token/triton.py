@@ -26,7 +26,7 @@ def _pieces(x_ptr, value_ptr, index_ptr, W, stride, PIECE: tl.constexpr, PDL: tl
 
 
 @triton.jit
-def _best(value_ptr, index_ptr, token_ptr, stuck_ptr, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _best(value_ptr, index_ptr, token_ptr, no_valid_token_ptr, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, p = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
@@ -34,7 +34,7 @@ def _best(value_ptr, index_ptr, token_ptr, stuck_ptr, pieces, BLOCK: tl.constexp
         tl.load(value_ptr + row * pieces + p, mask=p < pieces, other=float("-inf")), 0, return_indices=True
     )
     tl.store(token_ptr + row, tl.load(index_ptr + row * pieces + place).to(tl.int64))
-    tl.store(stuck_ptr + row, (value == float("inf")) | (value == float("-inf")))
+    tl.store(no_valid_token_ptr + row, (value == float("inf")) | (value == float("-inf")))
 
 
 def best_token(logits_TW: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,14 +42,14 @@ def best_token(logits_TW: Tensor) -> tuple[Tensor, Tensor]:
     logits_TW = logits_TW if logits_TW.stride(-1) == 1 else logits_TW.contiguous()
     (num_rows, width), device = logits_TW.shape, logits_TW.device
     token_T = torch.empty(num_rows, dtype=torch.int64, device=device)
-    stuck_T = torch.empty(num_rows, dtype=torch.bool, device=device)
+    no_valid_token_T = torch.empty(num_rows, dtype=torch.bool, device=device)
     if not num_rows:
-        return token_T, stuck_T
+        return token_T, no_valid_token_T
     pieces = triton.cdiv(width, _PIECE)
     value = torch.empty(num_rows, pieces, dtype=torch.float32, device=device)
     index = torch.empty(num_rows, pieces, dtype=torch.int32, device=device)
     options = dependent_launch(device)
     _pieces[(num_rows, pieces)](logits_TW, value, index, width, logits_TW.stride(0), PIECE=_PIECE, **options)
     block = max(16, triton.next_power_of_2(pieces))
-    _best[(num_rows,)](value, index, token_T, stuck_T, pieces, BLOCK=block, num_warps=1, **options)
-    return token_T, stuck_T
+    _best[(num_rows,)](value, index, token_T, no_valid_token_T, pieces, BLOCK=block, num_warps=1, **options)
+    return token_T, no_valid_token_T

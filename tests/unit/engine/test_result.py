@@ -58,7 +58,7 @@ def test_a_chunk_that_samples_nothing_is_waited_for(monkeypatch: pytest.MonkeyPa
             max_depth=0,
             token_CJ=on_device(0, 1),
             count_C=on_device(0),
-            stuck_Q=on_device(0, dtype=torch.bool),
+            no_valid_token_Q=on_device(0, dtype=torch.bool),
             prompt_logprobs={5: PromptLogprobs(on_device(2), found, 1)},
         )
     )

@@ -80,7 +80,7 @@ class DeviceBatch:
 
 
 class Buffers:
-    """What steps of one shape read and write. `result`: tokens [C, J], counts [C], drafts [C, K], stuck rows [R]."""
+    """What steps of one shape read and write. `result`: tokens [C, J], counts [C], drafts [C, K], invalid rows [R]."""
 
     def __init__(self, shape: Shape, padding: Batch, like_D: Tensor, max_depth: int):
         device, C, J = like_D.device, shape.num_seqs, 1 + max_depth
@@ -107,10 +107,10 @@ class Buffers:
             self._loaded = batch
 
     def parts(self, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(token_CJ, count_C, draft_CK, stuck_R) of `result`, here or on the host."""
-        tokens, counts, drafts, stuck = result.split(list(self.sizes))
+        """(token_CJ, count_C, draft_CK, no_valid_token_R) of `result`, here or on the host."""
+        tokens, counts, drafts, no_valid_token = result.split(list(self.sizes))
         C = self.shape.num_seqs
-        return tokens.view(C, -1), counts, drafts.view(C, self.sizes[2] // C), stuck
+        return tokens.view(C, -1), counts, drafts.view(C, self.sizes[2] // C), no_valid_token
 
 
 class DecodeSteps:
@@ -227,8 +227,8 @@ class DecodeSteps:
         rows = Rows(slots_of_rows, on.sample_slot_Q, position_Q, on.sample_offset_Q)
         logits_QW = self.passes.logits(b.hidden_RD)
         sampled = self.sampler.sample(logits_QW, rows, draft_SK if slots.max_depth else None, features=kind)
-        *told, stuck_R = b.parts(b.result)
-        stuck_R.copy_(sampled.stuck_R)
+        *told, no_valid_token_R = b.parts(b.result)
+        no_valid_token_R.copy_(sampled.no_valid_token_R)
         if kind is None:  # what has been written is counted
             accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
             self.sampler.record(accepted, slots_of_rows)

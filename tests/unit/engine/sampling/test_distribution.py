@@ -59,7 +59,7 @@ def draw_counts(logits: torch.Tensor, placement: Placement, num_drafts: int) -> 
     rows = rows_of([3] * NUM_DRAWS, range(here, here + NUM_DRAWS), [num_drafts] * NUM_DRAWS)
     drafts = torch.tensor([DRAFTS] * 5) if num_drafts else None
     sampled = sampler.sample(logits.expand(NUM_DRAWS, -1), rows, drafts)
-    assert not sampled.stuck_R.any()
+    assert not sampled.no_valid_token_R.any()
     return np.bincount(sampled.token_R.numpy(), minlength=VOCAB)
 
 

@@ -128,7 +128,7 @@ def test_rows_without_a_possible_token_say_so(temperature):
     cornered = SamplingParams(temperature=temperature, allowed_token_ids=[3])
     sampler.place([Placement(0, shaped, 3, [1]), Placement(1, cornered, 3, [1], bad_words=((3,),))])
     sampled = sampler.sample(logits, rows_of([0, 0, 0, 1], [1] * 4))
-    assert sampled.stuck_R.tolist() == [False, True, True, True]
+    assert sampled.no_valid_token_R.tolist() == [False, True, True, True]
     assert ((sampled.token_R >= 0) & (sampled.token_R < 8)).all()
 
 
@@ -138,5 +138,5 @@ def test_padding_rows_are_harmless():
     params = SamplingParams(presence_penalty=1, logit_bias={1: 2}, min_tokens=1, top_p=0.5, logprobs=1, min_p=0.1)
     sampler.place([Placement(0, params, 1, [1], stop_ids=(3,), bad_words=((1, 2),))])
     sampled = sampler.sample(torch.zeros(3, 40), rows_of([0, 1, 1], [1, 0, 0], [0, 0, 1]), torch.full((2, 1), -1))
-    assert not sampled.stuck_R.any()
+    assert not sampled.no_valid_token_R.any()
     assert sampled.token_R[1:].tolist() == [0, 0]

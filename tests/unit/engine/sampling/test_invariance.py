@@ -44,7 +44,7 @@ def all_kinds(seed: int, vocab_size: int) -> list[Placement]:
 
 def flat(sampled: Sampled, row: int, num_likeliest: int | None) -> list[float]:
     """Everything about one row, for exact comparison; log-probabilities as far as the row asked for them."""
-    values = [sampled.token_R[row].item(), sampled.stuck_R[row].item()]
+    values = [sampled.token_R[row].item(), sampled.no_valid_token_R[row].item()]
     if num_likeliest is not None:
         assert sampled.logprobs is not None
         for tensor in dataclasses.astuple(sampled.logprobs):

@@ -104,7 +104,7 @@ def test_the_same_tokens_as_from_all_logits(size, kind, most_sought, seed, monke
     for got in ranks:
         for ours, whole in zip(got, want, strict=True):
             assert torch.equal(ours.token_R, whole.token_R)
-            assert torch.equal(ours.stuck_R, whole.stuck_R)
+            assert torch.equal(ours.no_valid_token_R, whole.no_valid_token_R)
             found, known = ours.logprobs, whole.logprobs
             for name in ("logprob_R", "tempered_R", "likeliest_logprob_RN"):
                 torch.testing.assert_close(getattr(found, name), getattr(known, name), rtol=0, atol=atol)
@@ -114,17 +114,17 @@ def test_the_same_tokens_as_from_all_logits(size, kind, most_sought, seed, monke
             assert torch.equal(found.rank_R, known.rank_R)
 
 
-def test_rows_without_a_possible_token_are_stuck_on_every_rank():
+def test_rows_without_a_valid_token_are_found_on_every_rank():
     logits = torch.randn(1, 4, VOCAB)
     logits[0, 2] = torch.nan
     logits[0, 1, 60] = torch.nan
     params = [SamplingParams(temperature=0), SamplingParams(temperature=1.0, top_p=0.5)]
     drafts = torch.zeros(3, 1, dtype=torch.int64)
-    want = sampled(params, logits, drafts, num_rounds=1)[0].stuck_R
+    want = sampled(params, logits, drafts, num_rounds=1)[0].no_valid_token_R
     assert want.tolist() == [False, True, True, False]
     ranks = [got for (got,) in together(4, lambda part: sampled(params, logits, drafts, part, num_rounds=1))]
     for got in ranks:
-        assert torch.equal(got.stuck_R, want)
+        assert torch.equal(got.no_valid_token_R, want)
         assert ((got.token_R >= 0) & (got.token_R < VOCAB)).all()
         assert torch.equal(got.token_R, ranks[0].token_R), "ranks compare the tokens of a step"
 
