@@ -14,21 +14,21 @@ def gptq_block(
     factor_BKK: Tensor,
     scale_BOK: Tensor,
     *,
-    lowest: float,
-    highest: float,
+    quant_min: float,
+    quant_max: float,
     fp8: bool,
     impl: Literal["auto", "reference", "triton"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(codes in w's dtype, errors over the factor's diagonal), [B, O, K] both. `factor_BKK`: upper triangular.
 
-    `scale_BOK` has K columns or 1. Codes are whole numbers of `lowest` to `highest`, or e4m3 numbers for `fp8`.
+    `scale_BOK` has K columns or 1. Codes are whole numbers of `quant_min` to `quant_max`, or e4m3 numbers for `fp8`.
     """
     if impl == "auto":
         impl = "triton" if chosen(w_BOK, factor_BKK, scale_BOK) else "reference"
     if impl == "reference":
-        return _reference(w_BOK, factor_BKK, scale_BOK, lowest, highest, fp8=fp8)
+        return _reference(w_BOK, factor_BKK, scale_BOK, quant_min, quant_max, fp8=fp8)
     if impl == "triton":
         from glm5.kernels.gptq_block.triton import gptq_block as run
 
-        return run(w_BOK, factor_BKK, scale_BOK, lowest, highest, fp8=fp8)
+        return run(w_BOK, factor_BKK, scale_BOK, quant_min, quant_max, fp8=fp8)
     raise unknown_impl("gptq_block", impl, ("reference", "triton"))

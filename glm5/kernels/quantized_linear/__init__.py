@@ -16,31 +16,31 @@ from glm5.kernels.triton_support import chosen
 def quantized_linear(
     x_TD: Tensor,
     weight: QuantizedWeight,
-    quantized: Quantized | None = None,
+    x_quantized: Quantized | None = None,
     *,
     impl: Literal["auto", "reference", "triton", "cuda"] = "auto",
 ) -> Tensor:
-    """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first where the form says so.
+    """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first if the format says so.
 
     `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `cuda`: up to 128 tokens over int8
     codes on Hopper; `auto` takes it where `kernels/tuned` says that it is faster.
 
-    `quantized`: `token_quant` of x as int8, for those who have it already; for weights in int8.
+    `x_quantized`: `token_quant` of x as int8, for those who have it already; for weights in int8.
 
     Inference only: no gradient passes. Raises ValueError where codes and scale do not fit (QuantizedWeight.check).
     """
     if impl == "auto":
         impl = _choose(x_TD, weight)
     if impl == "reference":
-        return _reference(x_TD, weight, quantized)
+        return _reference(x_TD, weight, x_quantized)
     if impl == "triton":
         if why := refusal(weight):
             raise ValueError(f"quantized_linear[triton] {why}; use impl='reference'")
         from glm5.kernels.quantized_linear.triton import quantized_linear as run
 
-        return run(x_TD, weight, quantized=quantized)
+        return run(x_TD, weight, x_quantized=x_quantized)
     if impl == "cuda":
-        return cuda.quantized_linear(x_TD, weight, quantized=quantized)
+        return cuda.quantized_linear(x_TD, weight, x_quantized=x_quantized)
     raise unknown_impl("quantized_linear", impl, ("reference", "triton", "cuda"))
 
 
@@ -53,7 +53,7 @@ def _choose(x_TD: Tensor, weight: QuantizedWeight) -> Literal["reference", "trit
 
 def refusal(weight: QuantizedWeight) -> str | None:
     """Why the Triton kernels cannot multiply with `weight`; None if they can."""
-    group = weight.form.group
+    group = weight.format.group
     if group is not None and group % 64:
         return f"takes groups of a multiple of 64, got {group}"
     if weight.codes.shape[-1] % 16:

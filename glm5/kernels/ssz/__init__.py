@@ -15,8 +15,8 @@ def ssz(
     w_BOGI: Tensor,
     h_BGI: Tensor | None,
     *,
-    lowest: float,
-    highest: float,
+    quant_min: float,
+    quant_max: float,
     starts: tuple[float, ...],
     steps: int,
     polish: int,
@@ -24,7 +24,7 @@ def ssz(
 ) -> Tensor:
     """The scale [B, O, G] of w's rows of I elements with the least sum of h (w - scale q)^2 that steps lead to.
 
-    Starts are factors of max|w| / highest. `h_BGI` >= 0 weighs elements alike in every one of O rows; None: 1.
+    Starts are factors of max|w| / quant_max. `h_BGI` >= 0 weighs elements alike in every one of O rows; None: 1.
     """
     if impl == "auto":
         if chosen(w_BOGI) and w_BOGI.shape[-1] <= 1 << 14:
@@ -32,11 +32,11 @@ def ssz(
         else:
             impl = "native" if w_BOGI.is_cpu and available() else "reference"
     if impl == "reference":
-        return _reference(w_BOGI, h_BGI, lowest, highest, starts, steps, polish)
+        return _reference(w_BOGI, h_BGI, quant_min, quant_max, starts, steps, polish)
     if impl == "native":
-        return _native(w_BOGI, h_BGI, lowest, highest, starts, steps, polish)
+        return _native(w_BOGI, h_BGI, quant_min, quant_max, starts, steps, polish)
     if impl == "triton":
         from glm5.kernels.ssz.triton import ssz as run
 
-        return run(w_BOGI, h_BGI, lowest, highest, starts, steps, polish)
+        return run(w_BOGI, h_BGI, quant_min, quant_max, starts, steps, polish)
     raise unknown_impl("ssz", impl, ("reference", "native", "triton"))
