@@ -16,7 +16,7 @@ from glm5.checkpoint.formats import format_of, stored_of
 from glm5.checkpoint.formats.fp8 import NativeFp8, fp8_config
 from glm5.checkpoint.init import E4M3_RMS
 from glm5.checkpoint.load import empty_model
-from glm5.checkpoint.stored import HOLD_SUFFIX, check_groups, weight_formats
+from glm5.checkpoint.stored import MODEL_SCALE_SUFFIX, check_groups, weight_formats
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
@@ -49,16 +49,18 @@ def dummy(
     formats = weight_formats(stored, cfg, torch.device(device))
     model = empty_model(local_config(cfg, shard.size), kept, dtype, torch.device(device), formats, num_ranks=shard.size)
     model.cfg = cfg
-    whole = empty_model(cfg, kept, dtype, torch.device("meta"), formats).state_dict()
+    unsharded = empty_model(cfg, kept, dtype, torch.device("meta"), formats).state_dict()
     generator = torch.Generator(device)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            shape = whole[name].shape
+            shape = unsharded[name].shape
             own = "" if shape == tensor.shape else f":{shard.rank}"
             digest = hashlib.sha256(f"{seed}:{name}{own}".encode()).digest()
             generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             width = shape[-1]
-            if (codes := whole.get(name.removesuffix(HOLD_SUFFIX))) is not None and name.endswith(HOLD_SUFFIX):
+            if (codes := unsharded.get(name.removesuffix(MODEL_SCALE_SUFFIX))) is not None and name.endswith(
+                MODEL_SCALE_SUFFIX
+            ):
                 _fill_scales(tensor, codes, generator)
             else:
                 _fill(name, tensor, width, generator)

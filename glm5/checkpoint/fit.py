@@ -19,7 +19,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs
 from glm5.kernels.block_scaled import BLOCK
 
-# Of the MTP layer, where quantization has turned the residual stream (model/mtp.py).
+# Of the MTP layer, where quantization has rotated the residual stream (model/mtp.py).
 ROTATIONS = ("hidden_rotation.weight", "chained_rotation.weight")
 FLOATS = ("BF16", "F16", "F32", "F64")
 
@@ -53,7 +53,7 @@ class Fit:
     """Weights that are quantized otherwise, as config.json says, by their name as plain ones."""
 
     @property
-    def is_turned(self) -> bool:
+    def is_rotated(self) -> bool:
         """Whether the MTP layer has rotations."""
         return any(name.endswith(ROTATIONS) for name in self.specs)
 

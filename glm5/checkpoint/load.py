@@ -104,12 +104,12 @@ def read_model(
     formats = weight_formats(found.stored, found.cfg, target) if wanted is None else {}
     if not kept and not formats:
         changes["quantization_config"] = None
-    whole = found.cfg.replace(**changes)
-    local = local_config(whole, shard.size)
-    check_blocks(whole, [(name, found.specs[name].shape) for name in sorted(kept)], shard.size)
+    unsharded = found.cfg.replace(**changes)
+    local = local_config(unsharded, shard.size)
+    check_blocks(unsharded, [(name, found.specs[name].shape) for name in sorted(kept)], shard.size)
     check_groups(found.stored.values(), shard.size)
-    model = empty_model(local, kept, compute, target, formats, is_turned=found.is_turned, num_ranks=shard.size)
-    model.cfg = whole
+    model = empty_model(local, kept, compute, target, formats, is_rotated=found.is_rotated, num_ranks=shard.size)
+    model.cfg = unsharded
     if target.type == "meta":
         return model.eval()
     parameters = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -168,19 +168,19 @@ def empty_model(
     device: torch.device,
     formats: Mapping[str, WeightFormat | Literal["blocks"]] | None = None,
     *,
-    is_turned: bool = False,
+    is_rotated: bool = False,
     num_ranks: int = 1,
 ) -> Glm5:
     """A model with uninitialised parameters on `device`, FP8 modules for the weights `kept`, by name on disk;
-    `formats`: of quantized modules. `is_turned`: the MTP layer has rotations. `num_ranks`: of this machine that have as
-    much each. Raises ConfigError where there is not as much memory."""
+    `formats`: of quantized modules. `is_rotated`: the MTP layer has rotations. `num_ranks`: of this machine that have
+    as much each. Raises ConfigError where there is not as much memory."""
     formats = formats or {}
     blocks = {slot_of(name).module for name in kept} | {name for name, each in formats.items() if each == BLOCKS}
     with torch.device("meta"):
         model = Glm5(cfg)
         use_block_scaled(model, sorted(blocks))
-        if is_turned:
-            model.mtp.turn()
+        if is_rotated:
+            model.mtp.add_rotations()
         use_quantized(model, {name: each for name, each in formats.items() if isinstance(each, WeightFormat)})
     # Only quantized weights, their scales and the selection bias have a dtype of their own.
     fixed = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float8_e4m3fn}
@@ -350,8 +350,8 @@ def _read_columns_into(
 ) -> None:
     stored = DTYPES[entry.dtype]
     columns, width = slice(span.start, span.stop), stored.itemsize
-    if may_map and (whole := mapped(directory, entry)) is not None:
-        part = whole[:, columns]
+    if may_map and (matrix := mapped(directory, entry)) is not None:
+        part = matrix[:, columns]
         if target.dtype == stored and target.device.type == "cpu":
             target.copy_(part)
             return

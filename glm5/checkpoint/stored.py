@@ -27,7 +27,7 @@ from glm5.parallel.table import Shard, Span, scale_span, span_of
 from glm5.quant.record import FP8_BLOCK, FP8_GROUP, NVFP4, Grid, Scheme
 
 BLOCKS: Literal["blocks"] = "blocks"
-HOLD_SUFFIX = "_scale"
+MODEL_SCALE_SUFFIX = "_scale"
 GPU_GROUP = 64  # groups of a multiple of this have kernels on a GPU
 
 
@@ -105,14 +105,14 @@ def place(
     target = slot.view(parameters[slot.parameter])
     codes, scale = (entries[matrix.parts[role].name] for role in ("codes", "scale"))
     if target.is_floating_point() and target.dtype != FP8:
-        whole = matrix.read(lambda name: read_tensor(directory, entries[name])).dequantize(target.dtype)
-        target.copy_(whole if span is None else whole.narrow(span.dim, span.start, span.stop - span.start))
+        dense = matrix.read(lambda name: read_tensor(directory, entries[name])).dequantize(target.dtype)
+        target.copy_(dense if span is None else dense.narrow(span.dim, span.start, span.stop - span.start))
         return
     held = _read(directory, codes, span, matrix.shape[1] // codes.shape[1], staging)
     to_pairs = matrix.packing.to_pairs
     assert to_pairs is not None, f"{matrix.packing=}"
     staging.send(held, lambda held: target.copy_(to_pairs(held)))
-    of_scale = slot._replace(parameter=slot.parameter + (SCALE_SUFFIX if grid.scope == "block" else HOLD_SUFFIX))
+    of_scale = slot._replace(parameter=slot.parameter + (SCALE_SUFFIX if grid.scope == "block" else MODEL_SCALE_SUFFIX))
     if span is not None and grid.scope == "block":
         span = scale_span(span)
     per_scale = 1 if grid.scope == "block" else grid.group

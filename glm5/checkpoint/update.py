@@ -18,7 +18,7 @@ from glm5.checkpoint.fit import Fit, fit
 from glm5.checkpoint.index import counted, scan
 from glm5.checkpoint.load import read_weights
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
-from glm5.checkpoint.stored import HOLD_SUFFIX
+from glm5.checkpoint.stored import MODEL_SCALE_SUFFIX
 from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
@@ -71,7 +71,7 @@ def stage(model: Glm5, directory: Path, shard: Shard = WHOLE) -> Staged:
     _check_config(model.cfg, directory)
     new = _copies(current, model.cfg, [name for name in names if name not in stored], kept)
     for slot in (slot_of(name) for name in names if name in stored):
-        of_codes = [slot.parameter + suffix for suffix in ("", SCALE_SUFFIX, HOLD_SUFFIX)]
+        of_codes = [slot.parameter + suffix for suffix in ("", SCALE_SUFFIX, MODEL_SCALE_SUFFIX)]
         new |= {name: current[name].to("cpu", copy=True) for name in of_codes if name in current and name not in new}
     read_weights(new, directory, index, names, scaled=found.scaled, kept=kept, stored=stored, shard=shard)
     if bad := [name for name, tensor in new.items() if not _is_finite(tensor)]:

@@ -2,7 +2,7 @@
 
     w[o, i] = scale[o, i // group] * code[o, i]
 
-int4 codes lie as neighbours of a row, the even one in the low half, in two's complement. A form also says how rows
+int4 codes lie as neighbours of a row, the even one in the low half, in two's complement. A format also says how rows
 that meet the weight are quantized: as codes of their own under one scale a row (`token_quant`), or not at all.
 """
 
@@ -61,38 +61,41 @@ class QuantizedWeight(NamedTuple):
 
     codes: Tensor
     scale: Tensor
-    form: WeightFormat
+    format: WeightFormat
 
     @property
     def width(self) -> int:
         """I."""
-        return self.codes.shape[-1] * self.form.per_byte
+        return self.codes.shape[-1] * self.format.per_byte
 
     def check(self) -> Self:
         """Itself; raises ValueError when dtypes or shapes do not belong together."""
-        want = (*self.codes.shape[:-1], self.form.num_scales(self.width))
-        if tuple(self.scale.shape) != want or (self.codes.dtype, self.scale.dtype) != (self.form.dtype, torch.float32):
+        want = (*self.codes.shape[:-1], self.format.num_scales(self.width))
+        if tuple(self.scale.shape) != want or (self.codes.dtype, self.scale.dtype) != (
+            self.format.dtype,
+            torch.float32,
+        ):
             raise ValueError(
-                f"QuantizedWeight {self.form}: codes {list(self.codes.shape)} {self.codes.dtype} need "
-                f"{self.form.dtype} and a float32 scale {list(want)}, got {list(self.scale.shape)} {self.scale.dtype}"
+                f"QuantizedWeight {self.format}: codes {list(self.codes.shape)} {self.codes.dtype} need "
+                f"{self.format.dtype} and a float32 scale {list(want)}, got {list(self.scale.shape)} {self.scale.dtype}"
             )
-        if (self.form.weight, self.form.act) not in PRODUCTS:
+        if (self.format.weight, self.format.act) not in PRODUCTS:
             raise ValueError(
-                f"QuantizedWeight: no kernel multiplies {self.form.weight} codes with rows in {self.form.act}"
+                f"QuantizedWeight: no kernel multiplies {self.format.weight} codes with rows in {self.format.act}"
             )
         return self
 
     def of(self, expert: int) -> "QuantizedWeight":
         """One matrix of a stack."""
-        return QuantizedWeight(self.codes[expert], self.scale[expert], self.form)
+        return QuantizedWeight(self.codes[expert], self.scale[expert], self.format)
 
     def rows(self, start: int, stop: int) -> "QuantizedWeight":
         """Some rows of a matrix."""
-        return QuantizedWeight(self.codes[start:stop], self.scale[start:stop], self.form)
+        return QuantizedWeight(self.codes[start:stop], self.scale[start:stop], self.format)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """The codes [..., O, I] as numbers of a dtype that holds them exactly."""
-        if self.form.weight != "int4":
+        if self.format.weight != "int4":
             return self.codes.to(dtype)
         byte = self.codes.view(torch.int8)
         # Shifts of int8 keep the sign.
@@ -105,7 +108,7 @@ class QuantizedWeight(NamedTuple):
         codes, scale = self.codes.flatten(0, -2), self.scale.flatten(0, -2)
         out = torch.empty(len(codes), width, dtype=dtype, device=codes.device)
         for start in range(0, len(codes), step):
-            part = QuantizedWeight(codes[start : start + step], scale[start : start + step], self.form)
-            spread = part.scale.double().repeat_interleave(self.form.group or width, dim=-1)[:, :width]
-            out[start : start + step] = round_once(part.values(torch.float64) * spread, dtype)
+            part = QuantizedWeight(codes[start : start + step], scale[start : start + step], self.format)
+            of_columns = part.scale.double().repeat_interleave(self.format.group or width, dim=-1)[:, :width]
+            out[start : start + step] = round_once(part.values(torch.float64) * of_columns, dtype)
         return out.view(*self.codes.shape[:-1], width)

@@ -57,7 +57,7 @@ class BlockScaledExperts(nn.Module):
 
 
 class QuantizedExperts(nn.Module):
-    """The same with weights as codes under scales, and rows quantized where `form` says so (kernels.quantized_weight).
+    """The same with quantized weights, and rows quantized where `format` says so (kernels.quantized_weight).
 
     `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], of 4-bit codes two a byte; `gate_up_proj_scale` [E, 2F, G] and
     `down_proj_scale` [E, D, G], float32.
@@ -65,15 +65,17 @@ class QuantizedExperts(nn.Module):
 
     impl: Impl = "auto"
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, form: WeightFormat):
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, weight_format: WeightFormat):
         super().__init__()
-        self.form = form
+        self.format = weight_format
 
         def codes(*shape: int, width: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, width // form.per_byte, dtype=form.dtype), requires_grad=False)
+            return nn.Parameter(
+                torch.empty(*shape, width // weight_format.per_byte, dtype=weight_format.dtype), requires_grad=False
+            )
 
         def scale(*shape: int, width: int) -> nn.Parameter:
-            held = torch.empty(*shape, form.num_scales(width), dtype=torch.float32)
+            held = torch.empty(*shape, weight_format.num_scales(width), dtype=torch.float32)
             return nn.Parameter(held, requires_grad=False)
 
         self.gate_up_proj = codes(num_experts, 2 * intermediate_size, width=hidden_size)
@@ -83,6 +85,6 @@ class QuantizedExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, weight_TA: Tensor, expert_TA: Tensor, plus_TD: Tensor | None = None) -> Tensor:
         """Likewise; `plus_TD` is added."""
-        gate_up = QuantizedWeight(self.gate_up_proj, self.gate_up_proj_scale, self.form)
-        down = QuantizedWeight(self.down_proj, self.down_proj_scale, self.form)
+        gate_up = QuantizedWeight(self.gate_up_proj, self.gate_up_proj_scale, self.format)
+        down = QuantizedWeight(self.down_proj, self.down_proj_scale, self.format)
         return quantized_experts(x_TD, gate_up, down, weight_TA, expert_TA, plus_TD, impl=self.impl)

@@ -53,22 +53,22 @@ class BlockScaledLinear(nn.Module):
 
 
 class QuantizedLinear(nn.Module):
-    """y = x W^T with a weight as codes under scales, and x quantized per row where `form` says so.
+    """y = x W^T with a quantized weight, and x quantized per row where `format` says so.
 
     `weight` [O, I] int8 or e4m3, or two 4-bit codes a byte [O, I / 2]; `weight_scale` [O, G] float32.
     """
 
-    def __init__(self, in_features: int, out_features: int, form: WeightFormat):
+    def __init__(self, in_features: int, out_features: int, weight_format: WeightFormat):
         super().__init__()
-        self.form = form
-        weight = torch.empty(out_features, in_features // form.per_byte, dtype=form.dtype)
-        scale = torch.empty(out_features, form.num_scales(in_features), dtype=torch.float32)
+        self.format = weight_format
+        weight = torch.empty(out_features, in_features // weight_format.per_byte, dtype=weight_format.dtype)
+        scale = torch.empty(out_features, weight_format.num_scales(in_features), dtype=torch.float32)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
-        return QuantizedWeight(self.weight, self.weight_scale, self.form)
+        return QuantizedWeight(self.weight, self.weight_scale, self.format)
 
     def forward(self, x: Tensor) -> Tensor:
         return quantized_linear(x, self.quantized_weight)

@@ -32,18 +32,18 @@ _WIDTHS = (
 
 
 def use_block_scaled(model: Glm5, module_names: Iterable[str]) -> None:
-    """Replace the named `Linear` and `Experts` modules of `model` by their FP8 forms, in place, on their device.
+    """Replace the named `Linear` and `Experts` modules of `model` by FP8 ones, in place, on their device.
 
     Names are module paths (`model.layers.3.mlp.experts`). Weights of the new modules are uninitialised.
     """
     for name in module_names:
-        _replace(model, name, _block_scaled_form)
+        _replace(model, name, _block_scaled)
 
 
-def use_quantized(model: Glm5, forms: Mapping[str, WeightFormat]) -> None:
-    """Replace `Linear` and `Experts` modules by those that hold codes of a form, by name; likewise."""
-    for name, form in forms.items():
-        _replace(model, name, lambda path, module, form=form: _quantized_form(path, module, form))
+def use_quantized(model: Glm5, formats: Mapping[str, WeightFormat]) -> None:
+    """Replace `Linear` and `Experts` modules by those that hold quantized weights, by name; likewise."""
+    for name, weight_format in formats.items():
+        _replace(model, name, lambda path, module, weight_format=weight_format: _quantized(path, module, weight_format))
 
 
 def empty_like(model: Glm5) -> Glm5:
@@ -56,21 +56,21 @@ def empty_like(model: Glm5) -> Glm5:
         )
         use_quantized(
             empty,
-            {name: kind.form for name, kind in kinds.items() if isinstance(kind, QuantizedLinear | QuantizedExperts)},
+            {name: kind.format for name, kind in kinds.items() if isinstance(kind, QuantizedLinear | QuantizedExperts)},
         )
         if any(isinstance(kind, Rotation) for kind in kinds.values()):
-            empty.mtp.turn()
+            empty.mtp.add_rotations()
     return empty
 
 
-def _replace(model: Glm5, name: str, form_of: Callable[[str, torch.nn.Module], torch.nn.Module]) -> None:
+def _replace(model: Glm5, name: str, replacement: Callable[[str, torch.nn.Module], torch.nn.Module]) -> None:
     parent = model.get_submodule(name.rpartition(".")[0])
     old = model.get_submodule(name)
     with torch.device(next(old.parameters()).device):
-        setattr(parent, name.rpartition(".")[2], form_of(name, old))
+        setattr(parent, name.rpartition(".")[2], replacement(name, old))
 
 
-def _block_scaled_form(name: str, module: torch.nn.Module) -> BlockScaledLinear | BlockScaledExperts:
+def _block_scaled(name: str, module: torch.nn.Module) -> BlockScaledLinear | BlockScaledExperts:
     match module:
         case Linear():
             out_features, in_features = module.weight.shape
@@ -79,19 +79,19 @@ def _block_scaled_form(name: str, module: torch.nn.Module) -> BlockScaledLinear 
             num_experts, hidden_size, intermediate_size = module.down_proj.shape
             return BlockScaledExperts(num_experts, hidden_size, intermediate_size)
         case _:
-            raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts have an FP8 form")
+            raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts can hold FP8")
 
 
-def _quantized_form(name: str, module: torch.nn.Module, form: WeightFormat) -> QuantizedLinear | QuantizedExperts:
+def _quantized(name: str, module: torch.nn.Module, weight_format: WeightFormat) -> QuantizedLinear | QuantizedExperts:
     match module:
         case Linear():
             out_features, in_features = module.weight.shape
-            return QuantizedLinear(in_features, out_features, form)
+            return QuantizedLinear(in_features, out_features, weight_format)
         case Experts():
             num_experts, hidden_size, intermediate_size = module.down_proj.shape
-            return QuantizedExperts(num_experts, hidden_size, intermediate_size, form)
+            return QuantizedExperts(num_experts, hidden_size, intermediate_size, weight_format)
         case _:
-            raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts have a form of codes")
+            raise TypeError(f"{name} is a {type(module).__name__}; only Linear and Experts can be quantized")
 
 
 def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
@@ -144,7 +144,7 @@ def weight_kinds(model: Glm5) -> list[str]:
     kinds: dict[str, None] = {}
     for module in model.modules():
         if isinstance(module, QuantizedLinear | QuantizedExperts):
-            kinds[str(module.form)] = None
+            kinds[str(module.format)] = None
         elif isinstance(module, BlockScaledLinear | BlockScaledExperts):
             kinds["FP8"] = None
     return list(kinds)

@@ -38,7 +38,7 @@ class Rotation(nn.Module):
 class MTPLayer(DecoderLayer):
     """Layer `num_hidden_layers` of the checkpoint: a decoder layer behind a merge of embedding and hidden state.
 
-    Where quantization has turned the residual stream, the target's hidden state lacks the final norm's weight and has
+    Where quantization has rotated the residual stream, the target's hidden state lacks the final norm's weight and has
     another basis. `hidden_rotation` makes of it what this layer reads, `chained_rotation` makes of H' what the target
     would have handed on: so drafts of drafts are drafts like any, and the main model's head is right for both.
     """
@@ -74,7 +74,7 @@ class MTPLayer(DecoderLayer):
         """H' as the head and a next draft read it."""
         return normed_TD if self.chained_rotation is None else self.chained_rotation(normed_TD)
 
-    def turn(self) -> None:
+    def add_rotations(self) -> None:
         """Give it both rotations, uninitialised, on its device."""
         width, device = self.enorm.weight.shape[0], self.enorm.weight.device
         with torch.device(device):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from glm5.config.model import ModelConfig
+from glm5.quant.chunks import wide
 from glm5.quant.graph import Subgraph, place
-from glm5.quant.parts import wide
 from glm5.quant.record import Step
 from glm5.quant.rotate import Steps, scale_inputs
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glm5.common.errors import ConfigError
 from glm5.kernels.gptq_block import gptq_block
-from glm5.quant.parts import room, stacked, wide
+from glm5.quant.chunks import elements_at_once, stacked, wide
 from glm5.quant.record import FP8, Grid, Quantized
 
 DAMP = 0.01
@@ -51,17 +51,17 @@ def gptq(
     codes = torch.empty(weight.shape, dtype=FP8 if grid.kind == "fp8" else torch.int8, device=weight.device)
     flat, hessians, scales, out = stacked(weight), stacked(hessian), stacked(scale), stacked(codes)
     largest = max(weight.shape[-2:]) * weight.shape[-1]
-    at_once = max(1, room(weight.device, _MOST) // largest)
+    at_once = max(1, elements_at_once(weight.device, _MOST) // largest)
     for start in range(0, len(flat), at_once):
         some = slice(start, start + at_once)
         w = wide(flat[some]).clone()
-        spread = grid.spread(scales[some], w.shape)
+        of_columns = grid.broadcast(scales[some], w.shape)
         order = _order(hessians[some], largest_first)
         factor = _factors(hessians[some], order, damp, w.dtype)
         w = w.gather(-1, order.unsqueeze(-2).expand_as(w))
-        if spread.shape[-1] > 1:
-            spread = spread.gather(-1, order.unsqueeze(-2).expand_as(w))
-        q = _rounded_by_columns(w, factor, grid, spread, block)
+        if of_columns.shape[-1] > 1:
+            of_columns = of_columns.gather(-1, order.unsqueeze(-2).expand_as(w))
+        q = _rounded_by_columns(w, factor, grid, of_columns, block)
         back = order.argsort(-1).unsqueeze(-2).expand_as(q)
         out[some] = q.gather(-1, back).to(codes.dtype)
     return Quantized(grid, codes, scale)
@@ -78,7 +78,7 @@ def _order(hessian: Tensor, largest_first: bool) -> Tensor:
 def _factors(hessian: Tensor, order: Tensor, damp: float, dtype: torch.dtype) -> Tensor:
     """U [b, K, K] by order, rounded to `dtype`."""
     factors = torch.empty(hessian.shape, dtype=dtype, device=hessian.device)
-    at_once = max(1, room(hessian.device, _FACTORED) // hessian.shape[-1] ** 2)
+    at_once = max(1, elements_at_once(hessian.device, _FACTORED) // hessian.shape[-1] ** 2)
     for start in range(0, len(hessian), at_once):
         some = slice(start, start + at_once)
         factors[some] = _factor(hessian[some], order[some], damp)
@@ -110,8 +110,8 @@ def _rounded_by_columns(w: Tensor, factor: Tensor, grid: Grid, scale: Tensor, bl
             w[..., start:stop],
             factor[:, start:stop, start:stop],
             scale if scale.shape[-1] == 1 else scale[..., start:stop],
-            lowest=grid.lowest,
-            highest=grid.highest,
+            quant_min=grid.quant_min,
+            quant_max=grid.quant_max,
             fp8=grid.kind == "fp8",
         )
         w[..., stop:] -= wrong @ factor[:, start:stop, stop:]

@@ -33,8 +33,8 @@ class Fold(NamedTuple):
     part: Part = "all"
 
 
-class Turn(NamedTuple):
-    """A side of a matrix that a rotation turns."""
+class Rotated(NamedTuple):
+    """A side of a matrix that a rotation changes."""
 
     tensor: str
     side: Side
@@ -42,11 +42,11 @@ class Turn(NamedTuple):
 
 
 class RotationFacts(NamedTuple):
-    """A rotation: the config field with its size, the norms that must be 1 for it, and every side that it turns."""
+    """A rotation: the config field with its size, the norms that must be 1 for it, and every side that it rotates."""
 
     size: str
     folds: tuple[Fold, ...]
-    turns: tuple[Turn, ...]
+    sides: tuple[Rotated, ...]
 
 
 @dataclass(frozen=True)
@@ -73,30 +73,30 @@ ROTATIONS: dict[RotationName, RotationFacts] = {
             Fold("shared_head.norm", ("shared_head.head",)),
         ),
         (
-            Turn("model.embed_tokens", "inputs"),
-            *(Turn(name, "inputs") for name in (*_READS_RESIDUAL, *_INDEXER_READS_RESIDUAL, *_MLP_READS)),
-            Turn("lm_head", "inputs"),
-            Turn("shared_head.head", "inputs"),
-            Turn("eh_proj", "inputs", "halves"),
-            Turn("eh_proj", "outputs"),
-            Turn("self_attn.o_proj", "outputs"),
-            *(Turn(f"{mlp}.down_proj", "outputs") for mlp in _MLPS),
+            Rotated("model.embed_tokens", "inputs"),
+            *(Rotated(name, "inputs") for name in (*_READS_RESIDUAL, *_INDEXER_READS_RESIDUAL, *_MLP_READS)),
+            Rotated("lm_head", "inputs"),
+            Rotated("shared_head.head", "inputs"),
+            Rotated("eh_proj", "inputs", "halves"),
+            Rotated("eh_proj", "outputs"),
+            Rotated("self_attn.o_proj", "outputs"),
+            *(Rotated(f"{mlp}.down_proj", "outputs") for mlp in _MLPS),
         ),
     ),
     "q latent": RotationFacts(
         "q_lora_rank",
         (Fold("self_attn.q_a_layernorm", _READS_Q_LATENT),),
-        (Turn("self_attn.q_a_proj", "outputs"), *(Turn(name, "inputs") for name in _READS_Q_LATENT)),
+        (Rotated("self_attn.q_a_proj", "outputs"), *(Rotated(name, "inputs") for name in _READS_Q_LATENT)),
     ),
     "kv latent": RotationFacts(
         "kv_lora_rank",
         (Fold("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj",)),),
-        (Turn("self_attn.kv_a_proj_with_mqa", "outputs", "latent"), Turn("self_attn.kv_b_proj", "inputs")),
+        (Rotated("self_attn.kv_a_proj_with_mqa", "outputs", "latent"), Rotated("self_attn.kv_b_proj", "inputs")),
     ),
     "value heads": RotationFacts(
         "v_head_dim",
         (),
-        (Turn("self_attn.kv_b_proj", "outputs", "values"), Turn("self_attn.o_proj", "inputs", "heads")),
+        (Rotated("self_attn.kv_b_proj", "outputs", "values"), Rotated("self_attn.o_proj", "inputs", "heads")),
     ),
 }
 

@@ -13,8 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_ROWS = 1 << 16  # turned at a time: a stack of experts would be held several times over
-_MOST = 1 << 27  # elements of a stack that is turned whole
+_ROWS = 1 << 16  # rotated at a time: a stack of experts would be held several times over
+_MOST = 1 << 27  # elements of a stack that is rotated at once
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class Rotation:
     signs: Tensor
     shift: int = 0
 
-    def turn(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """x R over the last dimension, in x's dtype."""
         rows, out = x.reshape(-1, self.size), torch.empty_like(x, memory_format=torch.contiguous_format)
         for part, into in zip(rows.split(_ROWS), out.view(-1, self.size).split(_ROWS), strict=True):
-            into.copy_(self.turn_outputs(part.mT.contiguous()).mT)
+            into.copy_(self.apply_to_outputs(part.mT.contiguous()).mT)
         return out
 
-    def turn_outputs(self, x: Tensor) -> Tensor:
+    def apply_to_outputs(self, x: Tensor) -> Tensor:
         """R^T x over the last but one dimension of x [..., n, m]. Additions run along m, wherever a row lies."""
         if x.dim() > 2 and x.numel() > _MOST:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
             for part, into in zip(x, out, strict=True):
-                into.copy_(self.turn_outputs(part))
+                into.copy_(self.apply_to_outputs(part))
             return out
         y = self._blocks(x)
         if self.shift:
@@ -48,7 +48,7 @@ class Rotation:
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """R itself."""
-        return self.turn(torch.eye(self.size, dtype=dtype, device=self.signs.device))
+        return self.apply(torch.eye(self.size, dtype=dtype, device=self.signs.device))
 
     def _blocks(self, x: Tensor) -> Tensor:
         """Every block of x times the Hadamard matrix, normalised."""

@@ -1,10 +1,10 @@
 """Scales from the largest values, and codes under given scales.
 
-    symmetric     s = max|x| / highest                  code = clamp(round(x / s), lowest, highest)
-    asymmetric    s = (max - min) / (2^b - 1)           o = round(-min / s) + lowest
-                                                        code = clamp(round(x / s + o), lowest, highest)
+    symmetric     s = max|x| / quant_max                  code = clamp(round(x / s), quant_min, quant_max)
+    asymmetric    s = (max - min) / (2^b - 1)           o = round(-min / s) + quant_min
+                                                        code = clamp(round(x / s + o), quant_min, quant_max)
 
-highest is 7 for 4 bits, 127 for 8, 448 for e4m3; fp8 codes are rounded by the format instead. As msModelSlim
+quant_max is 7 for 4 bits, 127 for 8, 448 for e4m3; fp8 codes are rounded by the format instead. As msModelSlim
 (`ir/`), but for two things: 0 is always within the asymmetric range, so that an offset is itself a code; and the scale
 of zeros is 1, where msModelSlim never goes below float32's epsilon and so loses rows of small numbers.
 """
@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from glm5.common.errors import ConfigError
 from glm5.kernels.block_scaled import FP8
+from glm5.quant.chunks import chunks, stacked, wide
 from glm5.quant.nvfp4 import quantize_nvfp4
-from glm5.quant.parts import parts, stacked, wide
 from glm5.quant.record import Grid, Quantized
 
 
@@ -39,16 +39,16 @@ def minmax(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
     """(scale, offset) of `grid` for x [..., O, I]; float32, float64 for a float64 x. Offset is None if symmetric."""
     scale = torch.empty(grid.scale_shape(x.shape), dtype=wide(x[..., :0]).dtype, device=x.device)
     offset = None if grid.symmetric else torch.empty_like(scale)
-    for some, rows, of_scale in _parts(x, grid):
+    for some, rows, of_scale in _chunks(x, grid):
         groups = as_groups(wide(stacked(x)[some, rows]), grid)
-        low, high = groups.amin(-1).clamp_max_(0), groups.amax(-1).clamp_min_(0)
-        reach = torch.maximum(high, -low) if offset is None else high - low
+        minimum, maximum = groups.amin(-1).clamp_max_(0), groups.amax(-1).clamp_min_(0)
+        reach = torch.maximum(maximum, -minimum) if offset is None else maximum - minimum
         # A tensor as divisor: by a plain number, torch on CUDA multiplies with the rounded reciprocal instead.
-        step = reach / torch.full_like(reach, grid.highest if offset is None else grid.highest - grid.lowest)
+        step = reach / torch.full_like(reach, grid.quant_max if offset is None else grid.quant_max - grid.quant_min)
         step.masked_fill_(step == 0, 1.0)
         stacked(scale)[some, of_scale] = step
         if offset is not None:
-            stacked(offset)[some, of_scale] = (-low / step).round_() + grid.lowest
+            stacked(offset)[some, of_scale] = (-minimum / step).round_() + grid.quant_min
     return scale, offset
 
 
@@ -57,7 +57,7 @@ def encode(x: Tensor, grid: Grid, scale: Tensor, offset: Tensor | None = None) -
     if grid.kind == "nvfp4":
         raise ConfigError("codes of nvfp4 come from quantize: it has two scales")
     codes = torch.empty(x.shape, dtype=FP8 if grid.kind == "fp8" else torch.int8, device=x.device)
-    for some, rows, of_scale in _parts(x, grid):
+    for some, rows, of_scale in _chunks(x, grid):
         offset_OG = None if offset is None else stacked(offset)[some, of_scale]
         stacked(codes)[some, rows] = nearest(
             wide(stacked(x)[some, rows]), grid, stacked(scale)[some, of_scale], offset_OG
@@ -66,13 +66,13 @@ def encode(x: Tensor, grid: Grid, scale: Tensor, offset: Tensor | None = None) -
 
 
 def nearest(x: Tensor, grid: Grid, scale: Tensor, offset: Tensor | None = None) -> Tensor:
-    """Codes of x [..., O, I] in its own dtype, under a scale that `grid.spread` spreads to it."""
-    x = x / grid.spread(scale, x.shape)
+    """Codes of x [..., O, I] in its own dtype, under a scale that `grid.broadcast` fits to it."""
+    x = x / grid.broadcast(scale, x.shape)
     if offset is not None:
-        x += grid.spread(offset, x.shape)
+        x += grid.broadcast(offset, x.shape)
     if grid.kind == "fp8":
-        return x.clamp_(grid.lowest, grid.highest).to(FP8).to(x.dtype)
-    return x.round_().clamp_(grid.lowest, grid.highest)
+        return x.clamp_(grid.quant_min, grid.quant_max).to(FP8).to(x.dtype)
+    return x.round_().clamp_(grid.quant_min, grid.quant_max)
 
 
 def quantize(x: Tensor, grid: Grid, scale: Tensor | None = None, offset: Tensor | None = None) -> Quantized:
@@ -95,15 +95,15 @@ def fake_quantize(x: Tensor, grid: Grid | None, scale: Tensor | None = None) -> 
     # A code has at most 8 bits, so its product with a scale is rounded once here too.
     scale = minmax(x, grid)[0] if scale is None else scale
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for some, rows, of_scale in _parts(x, grid):
+    for some, rows, of_scale in _chunks(x, grid):
         part, each = stacked(x)[some, rows], stacked(scale)[some, of_scale]
-        stacked(out)[some, rows] = nearest(part, grid, each).mul_(grid.spread(each, part.shape))
+        stacked(out)[some, rows] = nearest(part, grid, each).mul_(grid.broadcast(each, part.shape))
     return out
 
 
-def _parts(x: Tensor, grid: Grid) -> Iterator[tuple[slice, slice, slice]]:
+def _chunks(x: Tensor, grid: Grid) -> Iterator[tuple[slice, slice, slice]]:
     """Slices of a stack along its matrices and rows, and the slice of rows of the scale that belongs to them."""
     flat = stacked(x)
     unit = {"block": grid.group or 1, "tensor": max(1, flat.shape[1])}.get(grid.scope, 1)
-    for some, rows in parts(flat, unit):
+    for some, rows in chunks(flat, unit):
         yield some, rows, slice(rows.start // unit, -(-rows.stop // unit))

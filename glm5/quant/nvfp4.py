@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.kernels.block_scaled import FP8, FP8_MAX
-from glm5.quant.parts import parts, stacked, wide
+from glm5.quant.chunks import chunks, stacked, wide
 from glm5.quant.record import E2M1, Grid, Quantized
 
 _LEAST = 2.0**-9  # e4m3's smallest number: a scale of 0 would lose the group's sign and, in some kernels, divide by it
@@ -25,13 +25,13 @@ def quantize_nvfp4(x: Tensor, grid: Grid, tensor_scale: Tensor | None = None) ->
         tensor_scale = tensor_scale.masked_fill(tensor_scale == 0, 1.0)
     scale = torch.empty(shape, dtype=tensor_scale.dtype, device=x.device)
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    for some, rows in parts(flat := stacked(x)):
+    for some, rows in chunks(flat := stacked(x)):
         groups = wide(flat[some, rows]).unflatten(-1, (shape[-1], -1))
-        whole = stacked(tensor_scale)[some]
-        each = groups.abs().amax(-1) / (torch.full_like(whole, E2M1[-1]) * whole)
+        of_tensor = stacked(tensor_scale)[some]
+        each = groups.abs().amax(-1) / (torch.full_like(of_tensor, E2M1[-1]) * of_tensor)
         each = each.clamp_(_LEAST, FP8_MAX).to(FP8).to(scale.dtype)
         stacked(scale)[some, rows] = each
-        stacked(codes)[some, rows] = _codes(groups / (each * whole).unsqueeze(-1)).flatten(-2)
+        stacked(codes)[some, rows] = _codes(groups / (each * of_tensor).unsqueeze(-1)).flatten(-2)
     return Quantized(grid, codes, scale, tensor_scale=tensor_scale)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.quant.chunks import chunks, stacked, wide
 from glm5.quant.minmax import encode
-from glm5.quant.parts import parts, stacked, wide
 from glm5.quant.record import Grid, Quantized
 
 GROUP = 128
@@ -27,9 +27,9 @@ def int4(weight: Tensor, group: int = GROUP) -> Quantized:
     """weight [..., O, I] in groups along I. The scale is held in float32 and is a bfloat16 value."""
     grid = Grid("int", 4, "group", group)
     scale = torch.empty(grid.scale_shape(weight.shape), dtype=torch.float32, device=weight.device)
-    for some, rows in parts(flat := stacked(weight)):
+    for some, rows in chunks(flat := stacked(weight)):
         reach = wide(flat[some, rows]).unflatten(-1, (-1, group)).abs().amax(-1)
-        each = (reach / torch.full_like(reach, grid.highest)).clamp_min_(_LEAST)
+        each = (reach / torch.full_like(reach, grid.quant_max)).clamp_min_(_LEAST)
         stacked(scale)[some, rows] = each.to(torch.bfloat16).float()
     return Quantized(grid, encode(weight, grid, scale), scale)
 

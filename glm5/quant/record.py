@@ -54,14 +54,14 @@ class Grid:
             raise ConfigError(f"only integer grids outside blocks can be asymmetric, got {self}")
 
     @property
-    def lowest(self) -> float:
+    def quant_min(self) -> float:
         """Least code, in units of the scale."""
         return {"int": -float(2 ** (self.bits - 1)), "fp8": -FP8_MAX, "nvfp4": -E2M1[-1]}[self.kind]
 
     @property
-    def highest(self) -> float:
+    def quant_max(self) -> float:
         """Largest code, in units of the scale."""
-        return -self.lowest - 1 if self.kind == "int" else -self.lowest
+        return -self.quant_min - 1 if self.kind == "int" else -self.quant_min
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the scale of a tensor [..., O, I]; ConfigError where rows do not divide into groups."""
@@ -83,7 +83,7 @@ class Grid:
                 assert self.group is not None, f"{self=}"
                 return (*lead, -(-rows // self.group), -(-cols // self.group))
 
-    def spread(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
+    def broadcast(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
         """`scale` for every element of a tensor [..., O, I]: [..., O or 1, I or 1], ready to broadcast."""
         if self.group is None:
             return scale
@@ -155,9 +155,9 @@ class Quantized:
         else:
             value = codes.double()
         if offset is not None:
-            value = value - self.grid.spread(offset.double(), codes.shape)
+            value = value - self.grid.broadcast(offset.double(), codes.shape)
         wide = scale.double() if tensor_scale is None else scale.double() * tensor_scale.double()
-        return round_once(value * self.grid.spread(wide, codes.shape), dtype)
+        return round_once(value * self.grid.broadcast(wide, codes.shape), dtype)
 
 
 def _rows(part: Tensor, which: slice, rows: int, unit: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""QuaRot for MLA, DSA and MoE: norms folded into the matrices behind them, then everything seen in turned bases.
+"""QuaRot for MLA, DSA and MoE: norms folded into the matrices behind them, then everything seen in rotated bases.
 
     fold      norm(x) diag(g) W^T = norm(x) (W diag(g))^T                  the norm's weight is then 1
     turn      inputs: W <- W R        outputs: W <- R^T W                  norm(x R) = norm(x) R once g = 1
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
-from glm5.quant.graph import ROTATIONS, Part, RotationName, Side, Turn, place
+from glm5.quant.chunks import chunks, stacked, wide
+from glm5.quant.graph import ROTATIONS, Part, Rotated, RotationName, Side, place
 from glm5.quant.hadamard import Rotation, random_hadamard, shifted_blocks
-from glm5.quant.parts import parts, stacked, wide
 from glm5.quant.record import Step
 
 Steps = dict[str, list[Step]]
 
-_ROWS = 64  # turned at a time, at least: additions run along them
+_ROWS = 64  # rotated at a time, at least: additions run along them
 
 
 def rotations(
@@ -83,25 +83,25 @@ def rotate(
         if short in unfolded and not bool((weight == 1).all()):
             raise ConfigError(f"{name} is not 1: fold norms into the matrices behind them before rotating")
         for rotation_name, rotation in by.items():
-            for turned in ROTATIONS[rotation_name].turns:
-                if turned.tensor == short and name.endswith(".weight"):
-                    changed[name] = _turned(changed.get(name, tensors[name]), cfg, turned, rotation)
-                    steps.setdefault(name, []).append(Step("rotated", rotation_name, turned.side))
+            for rotated in ROTATIONS[rotation_name].sides:
+                if rotated.tensor == short and name.endswith(".weight"):
+                    changed[name] = _rotated(changed.get(name, tensors[name]), cfg, rotated, rotation)
+                    steps.setdefault(name, []).append(Step("rotated", rotation_name, rotated.side))
     return changed, steps
 
 
-def _turned(weight: Tensor, cfg: ModelConfig, turned: Turn, rotation: Rotation) -> Tensor:
-    if turned.part == "all":
+def _rotated(weight: Tensor, cfg: ModelConfig, rotated: Rotated, rotation: Rotation) -> Tensor:
+    if rotated.part == "all":
         out = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        # Along the side that is not turned parts are independent: rows for inputs, columns for outputs.
+        # Along the side that is not rotated parts are independent: rows for inputs, columns for outputs.
         of, into = stacked(weight), stacked(out)
-        if turned.side == "outputs":
+        if rotated.side == "outputs":
             of, into = of.mT, into.mT
-        for some, rows in parts(of, _ROWS):
-            into[some, rows] = rotation.turn(wide(of[some, rows])).to(weight.dtype)
+        for some, rows in chunks(of, _ROWS):
+            into[some, rows] = rotation.apply(wide(of[some, rows])).to(weight.dtype)
         return out
     w = wide(weight)
-    match turned.part:
+    match rotated.part:
         case "latent":
             w = torch.cat([_turn_side(w[: rotation.size], "outputs", rotation), w[rotation.size :]])
         case "values":
@@ -110,14 +110,14 @@ def _turned(weight: Tensor, cfg: ModelConfig, turned: Turn, rotation: Rotation) 
             )
             w = torch.cat([keys, _turn_side(values, "outputs", rotation)], 1).flatten(0, 1)
         case "heads" | "halves":
-            w = rotation.turn(w.unflatten(-1, (-1, rotation.size))).flatten(-2)
+            w = rotation.apply(w.unflatten(-1, (-1, rotation.size))).flatten(-2)
         case _:
-            raise AssertionError(f"{turned=}")
+            raise AssertionError(f"{rotated=}")
     return w.to(weight.dtype).contiguous()
 
 
 def _turn_side(w: Tensor, side: Side, rotation: Rotation) -> Tensor:
-    return rotation.turn(w) if side == "inputs" else rotation.turn_outputs(w)
+    return rotation.apply(w) if side == "inputs" else rotation.apply_to_outputs(w)
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ def mtp_corrections(rotation: Rotation, norm: Tensor, mtp_norm: Tensor, lm_head:
     turn = rotation.matrix().to(norm.device)
 
     def seen_from_there(factor: Tensor) -> Tensor:
-        return rotation.turn_outputs(factor.double()[:, None] * turn).to(dtype)
+        return rotation.apply_to_outputs(factor.double()[:, None] * turn).to(dtype)
 
     head = torch.empty_like(lm_head, memory_format=torch.contiguous_format)
-    for _, rows in parts(stacked(head)):
-        head[rows] = rotation.turn(scale_inputs(wide(lm_head[rows]), mtp_norm)).to(head.dtype)
+    for _, rows in chunks(stacked(head)):
+        head[rows] = rotation.apply(scale_inputs(wide(lm_head[rows]), mtp_norm)).to(head.dtype)
     ratio = None if bool((norm == 0).any()) else mtp_norm.double() / norm.double()
     return MtpCorrections(
         hidden=seen_from_there(norm),

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from glm5.quant.chunks import elements_at_once, wide
 from glm5.quant.minmax import fake_quantize
-from glm5.quant.parts import room, wide
 from glm5.quant.record import INT8_TOKEN, Grid, Scheme
 from glm5.quant.ssz import ssz, ssz_upstream
 
@@ -148,7 +148,7 @@ def _in_batches(
     """`run` of as many members at a time as there is room for, all where they share a scale."""
     lead = x.shape[:-2]
     sizes = [x.shape[-2] * x.shape[-1], *(t.weight.shape[-2] * (t.weight.shape[-1] + x.shape[-2]) for t in targets)]
-    at_once = max(1, room(x.device, _MOST) // max(1, sum(sizes)))
+    at_once = max(1, elements_at_once(x.device, _MOST) // max(1, sum(sizes)))
     if shared or not lead or lead.numel() <= at_once:
         return run(x, targets, counts)
     flat = [t._replace(weight=t.weight.reshape(-1, *t.weight.shape[-2:])) for t in targets]
@@ -161,8 +161,8 @@ def _in_batches(
                 x[some], [t._replace(weight=t.weight[some]) for t in flat], counts[some] if counts is not None else None
             )
         )
-    whole = (torch.cat(values) for values in zip(*found, strict=True))
-    return Smoothing(*(value.reshape((*lead, *value.shape[1:])) for value in whole))
+    joined = (torch.cat(values) for values in zip(*found, strict=True))
+    return Smoothing(*(value.reshape((*lead, *value.shape[1:])) for value in joined))
 
 
 class _Search:

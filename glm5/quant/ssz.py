@@ -1,6 +1,6 @@
 """SSZ: the scale of least squared error for each row or group, by turns with the codes (Lloyd-Max on an even grid).
 
-    q = clamp(round(w / s), lowest, highest)            the best codes for a scale
+    q = clamp(round(w / s), quant_min, quant_max)            the best codes for a scale
     s = sum_k h_k w_k q_k / sum_k h_k q_k^2             the best scale for codes, h = 1 or what the inputs weigh
 
 Each step lowers the error, down to a local minimum that depends on the start. `ssz_upstream` is msModelSlim's
@@ -9,7 +9,7 @@ one until its codes stay; it reaches what a grid of a hundred scales reaches, wi
 
 Asymmetric grids have an offset as well, a whole number, found in turn with the other two (`ssz_asymmetric`):
 
-    q = clamp(round(w / s + o), lowest, highest)      s = sum h w (q - o) / sum h (q - o)^2      o = mean_h(q - w / s)
+    q = clamp(round(w / s + o), quant_min, quant_max)   s = sum h w (q - o) / sum h (q - o)^2   o = mean_h(q - w / s)
 
 h_k = E[x_k^2] makes it the error of the output for inputs that do not correlate (the diagonal of GPTQ's Hessian).
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from glm5.common.errors import ConfigError
 from glm5.kernels.ssz import ssz as many_starts
+from glm5.quant.chunks import chunks, stacked, wide
 from glm5.quant.minmax import as_groups, minmax
-from glm5.quant.parts import parts, stacked, wide
 from glm5.quant.record import Grid
 
 STARTS = tuple(round(1 - 0.05 * i, 2) for i in range(18))
@@ -45,13 +45,13 @@ def ssz(
     _refuse(grid)
     shape = grid.scale_shape(weight.shape)
     scale = torch.empty(shape, dtype=wide(weight[..., :0]).dtype, device=weight.device)
-    for some, rows in parts(flat := stacked(weight)):
+    for some, rows in chunks(flat := stacked(weight)):
         h = None if importance is None else _importance(importance, grid, some, weight)
         stacked(scale)[some, rows] = many_starts(
             as_groups(flat[some, rows], grid),
             h,
-            lowest=grid.lowest,
-            highest=grid.highest,
+            quant_min=grid.quant_min,
+            quant_max=grid.quant_max,
             starts=starts,
             steps=steps,
             polish=polish,
@@ -85,7 +85,7 @@ def ssz_asymmetric(
     first, offset = minmax(weight, grid)
     assert offset is not None
     scale = torch.empty_like(first)
-    for some, rows in parts(flat := stacked(weight)):
+    for some, rows in chunks(flat := stacked(weight)):
         h = None if importance is None else _importance(importance, grid, some, weight).unsqueeze(1)
         w = as_groups(wide(flat[some, rows]), grid)
         best = _Range(w, torch.ones_like(w) if h is None else h.expand_as(w), grid)
@@ -93,7 +93,7 @@ def ssz_asymmetric(
         best.consider(one, stacked(offset)[some, rows])
         for start in starts:
             s = one * start
-            o = (0.5 * (grid.lowest + grid.highest) - middle / s).round_().clamp_(grid.lowest, grid.highest)
+            o = (0.5 * (grid.quant_min + grid.quant_max) - middle / s).round_().clamp_(grid.quant_min, grid.quant_max)
             for _ in range(steps):
                 s, o = best.consider(*best.step(s, o))
         for _ in range(polish):
@@ -127,14 +127,14 @@ class _Range:
         q = self._codes(scale, offset)
         size = self.h.sum(-1).clamp_min(_NOTHING)
         offset = ((self.h * (q - self.w / scale.unsqueeze(-1))).sum(-1) / size).round_()
-        offset = offset.clamp_(self.grid.lowest, self.grid.highest)  # so that 0 has a code
+        offset = offset.clamp_(self.grid.quant_min, self.grid.quant_max)  # so that 0 has a code
         moved = q - offset.unsqueeze(-1)
         found = (self.h * self.w * moved).sum(-1) / (self.h * moved.square()).sum(-1).clamp_min_(_NOTHING)
         return torch.where(found > 0, found, scale), offset
 
     def _codes(self, scale: Tensor, offset: Tensor) -> Tensor:
         near = (self.w / scale.unsqueeze(-1) + offset.unsqueeze(-1)).round_()
-        return near.clamp_(self.grid.lowest, self.grid.highest)
+        return near.clamp_(self.grid.quant_min, self.grid.quant_max)
 
 
 def _one_start(w: Tensor, grid: Grid, first: Tensor, steps: int) -> Tensor:
@@ -154,7 +154,7 @@ def _one_start(w: Tensor, grid: Grid, first: Tensor, steps: int) -> Tensor:
 
 
 def _codes(w: Tensor, scale: Tensor, grid: Grid) -> Tensor:
-    return (w / scale.unsqueeze(-1)).round_().clamp_(grid.lowest, grid.highest)
+    return (w / scale.unsqueeze(-1)).round_().clamp_(grid.quant_min, grid.quant_max)
 
 
 def _importance(importance: Tensor, grid: Grid, some: slice, weight: Tensor) -> Tensor:

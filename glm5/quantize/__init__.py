@@ -2,8 +2,8 @@
 
 recipe    names and files -> one recipe, one target     plan       recipe -> what becomes of each module
 source    checkpoint -> layers, ahead of their use      layer      one layer's tensors, experts stacked
-texts     calibration text -> token ids                 calibrate  inputs of linear layers, as a layer runs
-work      one layer: rotate, smooth, quantize           run        all layers; goes on where it was cut off
-verify    what was written, read again                  report     figures -> HTML and JSON
+calibration_text   text -> token ids                    calibrate  inputs of linear layers, as a layer runs
+quantize_layer     rotate, smooth, quantize one layer   run        all layers; goes on where it was cut off
+verify    what was written, read again                  report     metrics -> HTML and JSON
 ladder    methods side by side
 """

@@ -31,7 +31,7 @@ from glm5.quantize.measure import Quality, Walk, compare, original
 from glm5.quantize.plan import LinearPlan
 from glm5.quantize.report import bars, styled, table
 from glm5.quantize.source import Layer
-from glm5.quantize.weights import How, quantize_modules
+from glm5.quantize.weights import Options, quantize_modules
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _branch_off(
     job: Job, layer_idx: int, tensors: Layer, samples: Activations, parts: Mapping[str, Sequence[str]]
 ) -> list[Branch]:
     """Every one of `parts` of a layer at every width that its rows divide into."""
-    cfg, how = job.cfg, How(Glm5Format(), job.run.devices, min_tokens=job.settings.min_tokens)
+    cfg, options = job.cfg, Options(Glm5Format(), job.run.devices, min_tokens=job.settings.min_tokens)
     inputs = samples.inputs([build_layer(cfg, layer_idx, tensors)], cfg, layer_idx)
     found: list[Branch] = []
     for part, modules in parts.items():
@@ -138,7 +138,7 @@ def _branch_off(
                 continue
             held: Layer = dict(tensors) | {f"{m}.weight": tensors[f"{m}.weight"].clone() for m in there}
             linear = LinearPlan(scheme, "ssz" if scheme.weight.bits == 4 else "minmax", WeightExt())
-            errors = {m: quantize_modules(how, [m], linear, held, inputs)[m].errors.relative() for m in there}
+            errors = {m: quantize_modules(options, [m], linear, held, inputs)[m].errors.relative() for m in there}
             branch = Branch(layer_idx, part, scheme, sum(w.numel() for w in weights), _copy(samples), errors)
             acts = dict.fromkeys(there, scheme.act)
             branch.samples.through([build_layer(cfg, layer_idx, held, acts)], cfg, layer_idx)

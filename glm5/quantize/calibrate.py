@@ -19,8 +19,8 @@ from glm5.config.model import ModelConfig
 from glm5.model.block import DecoderLayer
 from glm5.model.packed import PackedView
 from glm5.model.seams import Rope, Selection
-from glm5.quantize.layer import WorkExperts, work_device, work_linears
-from glm5.quantize.sharing import shared
+from glm5.quantize.devices import on_devices
+from glm5.quantize.layer import FakeQuantizedExperts, device_of, linears_of
 
 PACK_TOKENS = 4096
 # What a module is given goes by the module that makes it: one of several that read the same stands for all.
@@ -108,15 +108,15 @@ class Activations:
 
     def inputs(self, layers: Sequence[DecoderLayer], cfg: ModelConfig, layer_idx: int) -> Inputs:
         """Run the layer and keep what its linear layers are given, on the first device; the packs stay as they are."""
-        modules = [{name: m for name, m in work_linears(layer).items() if name in SITES} for layer in layers]
-        routed = [e for layer in layers if isinstance(e := getattr(layer.mlp, "experts", None), WorkExperts)]
+        modules = [{name: m for name, m in linears_of(layer).items() if name in SITES} for layer in layers]
+        routed = [e for layer in layers if isinstance(e := getattr(layer.mlp, "experts", None), FakeQuantizedExperts)]
         linears = [module for some in modules for module in some.values()]
         for module in linears:
             module.seen = []
         for experts in routed:
             experts.seen = []
         self._run(layers, cfg, layer_idx, keep=False)
-        device = work_device(layers[0])
+        device = device_of(layers[0])
         found = Inputs(
             {SITES[name]: self._gathered([some[name].seen for some in modules], device) for name in modules[0]}
         )
@@ -144,7 +144,7 @@ class Activations:
                     if keep:
                         pack.hidden_TD, pack.selection = out_TD, selection
 
-        shared([work_device(layer) for layer in layers], range(len(layers)), work)
+        on_devices([device_of(layer) for layer in layers], range(len(layers)), work)
 
     def save(self, path: Path) -> None:
         """Write all that the next layer needs."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from glm5.checkpoint.shard import read_tensor
 from glm5.config.model import ModelConfig
 from glm5.quant.rotate import mtp_corrections
+from glm5.quantize.quantize_layer import Run, rotated
 from glm5.quantize.source import Source
-from glm5.quantize.work import Run, turned
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -42,7 +42,7 @@ def draft_tensors(source: Source, run: Run, layer_idx: int, cfg: ModelConfig) ->
         for copy, name in copies.items():
             if copy not in found and (copy in source.index.entries or residual is not None):
                 stored = _read(source, name)
-                found[copy] = turned(run, {name: stored})[name].to(stored.dtype).cpu()
+                found[copy] = rotated(run, {name: stored})[name].to(stored.dtype).cpu()
     return found
 
 

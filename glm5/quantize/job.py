@@ -1,7 +1,6 @@
 """A run with everything decided before anything is written: recipe, plan, format, rotations, devices, samples."""
 
 import logging
-import resource
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import torch
 from glm5.chat.tokenizer import Tokenizer
 from glm5.checkpoint.formats import choose
 from glm5.checkpoint.formats.base import Stored
-from glm5.checkpoint.load import parse_device
 from glm5.checkpoint.names import STACK, name_of, place_of
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
@@ -23,11 +21,12 @@ from glm5.quant.hadamard import Rotation
 from glm5.quant.qat import GROUP, KEY
 from glm5.quant.record import Grid, Scheme
 from glm5.quant.rotate import rotations
+from glm5.quantize.calibration_text import samples
+from glm5.quantize.devices import parse_devices
 from glm5.quantize.plan import Plan, make_plan
+from glm5.quantize.quantize_layer import Run, refuse_int4
 from glm5.quantize.recipe import Resolved, resolve
 from glm5.quantize.source import Source
-from glm5.quantize.texts import samples
-from glm5.quantize.work import Run, refuse_int4
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
         format=choose(plan.target, plan.schemes),
         rotations={} if rotation is None else _rotations(source.cfg, rotation, upstream=settings.upstream_faithful),
         dtype=getattr(torch, settings.compute_dtype),
-        devices=devices(settings.device),
+        devices=parse_devices(settings.device),
         upstream=settings.upstream_faithful,
         all_experts=settings.calibrate_all_experts,
         min_tokens=settings.min_tokens,
@@ -159,18 +158,3 @@ def read_samples(job: Job, where: str, num_samples: int, sample_len: int, seed: 
     longest = min(sample_len, job.cfg.max_position_embeddings)
     sizes = {"num_samples": num_samples, "sample_len": longest}
     return samples(where, tokenizer, job.cfg.vocab_size, seed=seed, **sizes)
-
-
-def devices(name: str) -> list[torch.device]:
-    """auto: all GPUs, else the CPU."""
-    if name == "auto":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
-    return [parse_device(part) for part in name.split(",")]
-
-
-def peak_memory(used: Sequence[torch.device]) -> tuple[int, str]:
-    """(bytes of host memory at the highest, the same of devices in words)."""
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peaks = [torch.cuda.max_memory_allocated(device) for device in used if device.type == "cuda"]
-    return host, f"{max(peaks) / 1e9:.2f} GB of a GPU" if peaks else "no GPU"

@@ -133,7 +133,7 @@ class Ladder:
         logger.info("%s: %d questions, %.1f s", model, len(self.examples), time.monotonic() - started)
 
     def original(self) -> dict[str, Any]:
-        """The original's own figures, in the form of a rung's."""
+        """The original's own results, as a rung has them."""
         quality = self._compared(iter(self.reference))
         return _row(quality, self.right, self.right)
 
@@ -168,8 +168,8 @@ class Ladder:
     def _job(self, rung: Rung, seed: int, out: Path) -> Job:
         recipe = rung.recipe
         if recipe.rotation is not None:
-            turned = recipe.rotation.model_copy(update={"seed": seed})
-            steps = tuple(turned if step is recipe.rotation else step for step in recipe.process)
+            rotated = recipe.rotation.model_copy(update={"seed": seed})
+            steps = tuple(rotated if step is recipe.rotation else step for step in recipe.process)
             recipe = recipe.model_copy(update={"process": steps})
         settings = QuantizeConfig.model_validate(
             {

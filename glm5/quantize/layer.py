@@ -30,7 +30,7 @@ def fake_input(x_TI: Tensor, act: Grid | None) -> Tensor:
     return fake_quantize(F.pad(x_TI, (0, -width % act.group)), act)[..., :width]
 
 
-class WorkLinear(nn.Module):
+class FakeQuantizedLinear(nn.Module):
     """A linear layer whose input is quantized on `act`, and kept in `seen` while that is a list."""
 
     def __init__(self, weight: Tensor, act: Grid | None) -> None:
@@ -48,7 +48,7 @@ class WorkLinear(nn.Module):
         return self.weight.to(dtype)
 
 
-class WorkExperts(nn.Module):
+class FakeQuantizedExperts(nn.Module):
     """Routed experts of three stacks [E, O, I]; keeps in `seen` which experts tokens went to, and with what weights."""
 
     def __init__(self, stacks: Mapping[str, Tensor], act: Grid | None, act_down: Grid | None) -> None:
@@ -83,12 +83,12 @@ def build_layer(
         layer = MTPLayer(cfg) if layer_idx == cfg.num_hidden_layers else DecoderLayer(cfg, layer_idx)
     if isinstance(layer.mlp, MoE):
         stacks = {part: tensors[f"{STACK}{part}.weight"] for part in ("gate_proj", "up_proj", "down_proj")}
-        experts = WorkExperts(stacks, acts.get(f"{STACK}gate_proj"), acts.get(f"{STACK}down_proj"))
+        experts = FakeQuantizedExperts(stacks, acts.get(f"{STACK}gate_proj"), acts.get(f"{STACK}down_proj"))
         layer.mlp.experts = experts  # type: ignore[assignment]
     linears = [name for name, module in layer.named_modules() if isinstance(module, Linear)]
     for name in linears:
         parent = layer.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], WorkLinear(tensors[f"{name}.weight"], acts.get(name)))
+        setattr(parent, name.rpartition(".")[2], FakeQuantizedLinear(tensors[f"{name}.weight"], acts.get(name)))
     for name, held in [*layer.named_parameters(), *layer.named_buffers()]:
         parent = layer.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
@@ -98,9 +98,9 @@ def build_layer(
     return layer.eval()
 
 
-def work_linears(layer: DecoderLayer) -> dict[str, WorkLinear]:
+def linears_of(layer: DecoderLayer) -> dict[str, FakeQuantizedLinear]:
     """By their names in the layer."""
-    return {name: module for name, module in layer.named_modules() if isinstance(module, WorkLinear)}
+    return {name: module for name, module in layer.named_modules() if isinstance(module, FakeQuantizedLinear)}
 
 
 def build_layers(
@@ -115,6 +115,6 @@ def build_layers(
     return [build_layer(cfg, layer_idx, each, acts) for each in placed]
 
 
-def work_device(layer: DecoderLayer) -> torch.device:
+def device_of(layer: DecoderLayer) -> torch.device:
     """Where a layer computes."""
     return layer.input_layernorm.weight.device

@@ -24,7 +24,7 @@ from glm5.config.model import ModelConfig
 from glm5.kernels.rms_norm import rms_norm
 from glm5.quant.record import Grid
 from glm5.quantize.calibrate import Activations
-from glm5.quantize.figures import ratio, squares
+from glm5.quantize.errors import ratio, squares
 from glm5.quantize.job import Job
 from glm5.quantize.layer import build_layer
 from glm5.quantize.source import Layer
@@ -139,7 +139,7 @@ def measure(job: Job, directory: Path, samples: Sequence[Sequence[int]]) -> Qual
                 after.step(layer_idx)
                 wrong = right = 0.0
                 for one, other in zip(before.activations.packs, after.activations.packs, strict=True):
-                    want = one.hidden_TD if residual is None else residual.turn(one.hidden_TD)
+                    want = one.hidden_TD if residual is None else residual.apply(one.hidden_TD)
                     sums = squares(other.hidden_TD, want)
                     wrong, right = wrong + sums[0], right + sums[1]
                 quality.layers.append(ratio(wrong, right))

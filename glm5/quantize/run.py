@@ -27,15 +27,16 @@ from glm5.common.progress import Progress
 from glm5.config.quantize import QuantizeConfig, check_out
 from glm5.quant.record import Quantized
 from glm5.quantize.calibrate import Activations
+from glm5.quantize.devices import peak_memory
 from glm5.quantize.drafts import draft_tensors
-from glm5.quantize.job import Job, calibration, held_out, peak_memory, prepare
+from glm5.quantize.job import Job, calibration, held_out, prepare
 from glm5.quantize.measure import measure
+from glm5.quantize.quantize_layer import LayerResult, quantize_layer, rotated
 from glm5.quantize.recipe import Resolved
 from glm5.quantize.report import document, write_report
 from glm5.quantize.store import FILES, Store, digest, digest_of, held, root_of
 from glm5.quantize.verify import THREADS, verify
 from glm5.quantize.weights import part_of
-from glm5.quantize.work import LayerResult, turned, work
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def _layers(job: Job, store: Store, chosen: Sequence[Sequence[int]] | None) -> N
             if layer_idx == OUTER:
                 result, activations = _outer(job, stored, chosen)
             else:
-                result = work(job.run, layer_idx, stored, activations)
+                result = quantize_layer(job.run, layer_idx, stored, activations)
             write(job, store, result, activations)
             host, _ = peak_memory(job.run.devices)
             progress.update(1, **{"host GB": round(host / 1e9, 2)})
@@ -104,7 +105,7 @@ def _outer(
     job: Job, stored: dict[str, Tensor], chosen: Sequence[Sequence[int]] | None
 ) -> tuple[LayerResult, Activations | None]:
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-    held = turned(job.run, stored)
+    held = rotated(job.run, stored)
     plain = {name: tensor.to(dtypes[name]) for name, tensor in held.items()}
     activations = None
     if chosen is not None:
@@ -131,7 +132,7 @@ def write(job: Job, store: Store, result: LayerResult, activations: Activations 
         "schemes": schemes,
         "digests": digests,
         "plain": digest_plain(tensors, schemes),
-        "figures": result.figures,
+        "figures": result.metrics,
     }
     store.done(layer_idx, entry, activations)
 

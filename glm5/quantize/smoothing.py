@@ -13,18 +13,18 @@ from glm5.quant.graph import SUBGRAPHS, Subgraph
 from glm5.quant.record import Scheme
 from glm5.quant.smooth import Smoothing, Target, flex_awq, flex_smooth
 from glm5.quantize.calibrate import Inputs
-from glm5.quantize.figures import evenly
+from glm5.quantize.devices import on_devices
+from glm5.quantize.errors import evenly
 from glm5.quantize.plan import Plan, scheme_of
-from glm5.quantize.sharing import shared
 from glm5.quantize.source import Layer
-from glm5.quantize.weights import How, some_at_a_time
+from glm5.quantize.weights import Options, some_at_a_time
 
 SEARCH_TOKENS = 2048
 EXPERT_TOKENS = 512
 
 
 def smooth_layer(
-    how: How, plan: Plan, layer_idx: int, tensors: Layer, inputs: Inputs, norm_dtype: torch.dtype
+    options: Options, plan: Plan, layer_idx: int, tensors: Layer, inputs: Inputs, norm_dtype: torch.dtype
 ) -> dict[str, Any]:
     """Smooth every subgraph of the layer that the recipe names, in place of `tensors`' entries and of `inputs`'.
 
@@ -39,13 +39,13 @@ def smooth_layer(
         if step is None or not targets:
             continue
         if subgraph.source.startswith(STACK):
-            found = _experts(how, plan, layer_idx, step, tensors, inputs)
+            found = _experts(options, plan, layer_idx, step, tensors, inputs)
         else:
             seen = inputs.by_site.get(subgraph.source)
             if seen is None:
                 continue
             readers = _targets(plan, layer_idx, step, targets, tensors)
-            found = _search(step, evenly(seen, SEARCH_TOKENS), readers, None, how.upstream)
+            found = _search(step, evenly(seen, SEARCH_TOKENS), readers, None, options.upstream)
         if found is None:
             continue
         _apply(plan, subgraph, tensors, found.scale, norm_dtype)
@@ -94,7 +94,7 @@ def _search(
 
 
 def _experts(
-    how: How, plan: Plan, layer_idx: int, step: FlexSmooth | FlexAwq, tensors: Layer, inputs: Inputs
+    options: Options, plan: Plan, layer_idx: int, step: FlexSmooth | FlexAwq, tensors: Layer, inputs: Inputs
 ) -> Smoothing | None:
     """Of routed experts, some at a time: each with the tokens that it saw. Those that saw too few keep scale 1."""
     module = f"{STACK}down_proj"
@@ -102,18 +102,18 @@ def _experts(
 
     def work(some: slice, device: torch.device) -> Smoothing | None:
         x_ETF, counts = (
-            each.to(device) for each in expert_inputs(tensors, inputs, some, how.all_experts, EXPERT_TOKENS)
+            each.to(device) for each in expert_inputs(tensors, inputs, some, options.all_experts, EXPERT_TOKENS)
         )
-        few = counts < how.min_tokens
+        few = counts < options.min_tokens
         x_ETF[few] = 0
         targets = _targets(plan, layer_idx, step, [module], {f"{module}.weight": down[some].to(device)})
-        found = _search(step, x_ETF, targets, counts, how.upstream)
+        found = _search(step, x_ETF, targets, counts, options.upstream)
         if found is None:
             return None
         found = found._replace(scale=torch.where(few.unsqueeze(-1), torch.ones_like(found.scale), found.scale))
         return Smoothing(*(part.to(down.device) for part in found))
 
-    each = shared(how.devices, some_at_a_time(len(down)), work)
+    each = on_devices(options.devices, some_at_a_time(len(down)), work)
     found = [one for one in each if one is not None]
     return Smoothing(*(torch.cat(parts) for parts in zip(*found, strict=True))) if found else None
 

@@ -22,9 +22,9 @@ from glm5.quant.qat import int4
 from glm5.quant.record import E2M1, Grid, Quantized
 from glm5.quant.ssz import ssz, ssz_asymmetric, ssz_upstream
 from glm5.quantize.calibrate import Inputs
-from glm5.quantize.figures import Errors, errors_of, evenly
+from glm5.quantize.devices import on_devices
+from glm5.quantize.errors import Errors, errors_of, evenly
 from glm5.quantize.plan import LinearPlan
-from glm5.quantize.sharing import shared
 from glm5.quantize.source import Layer
 
 UPSTREAM_STEPS = 50
@@ -34,7 +34,7 @@ SHOWN_EXPERT_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class How:
+class Options:
     """What all weights of a run share."""
 
     format: Format
@@ -45,7 +45,7 @@ class How:
 
 
 @dataclass
-class Done:
+class QuantizedModule:
     """A module that is quantized: on the CPU, scales in float32. `amax`: largest input, [1], of stacks [E]."""
 
     weight: Quantized
@@ -54,13 +54,13 @@ class Done:
 
 
 def quantize_modules(
-    how: How,
+    options: Options,
     modules: Sequence[str],
     linear: LinearPlan,
     tensors: Layer,
     inputs: Inputs | None,
     tensor_scale: Tensor | None = None,
-) -> dict[str, Done]:
+) -> dict[str, QuantizedModule]:
     """Quantize `<module>.weight` of a layer; the entries in `tensors` then hold the values of the codes.
 
     Several modules read the same: they are stacks of experts, and one matrix of all their rows is what GPTQ sees.
@@ -70,22 +70,22 @@ def quantize_modules(
     if not modules[0].startswith(STACK):
         (module,) = modules
         seen = None if inputs is None else inputs.of(module)
-        return {module: _one(how, linear, weight, seen, tensor_scale, SHOWN_TOKENS)}
+        return {module: _one(options, linear, weight, seen, tensor_scale, SHOWN_TOKENS)}
 
-    rooms = [_Room(len(weight)) for _ in modules]
+    buffers = [_StackBuffer(len(weight)) for _ in modules]
 
-    def work(some: slice, device: torch.device) -> list[Done]:
+    def work(some: slice, device: torch.device) -> list[QuantizedModule]:
         its_scale = None if tensor_scale is None else tensor_scale[some].to(device)
-        return _some(how, modules, linear, tensors, inputs, some, device, its_scale, rooms)
+        return _some(options, modules, linear, tensors, inputs, some, device, its_scale, buffers)
 
-    parts = shared(how.devices, some_at_a_time(len(weight)), work)
+    parts = on_devices(options.devices, some_at_a_time(len(weight)), work)
     return {
-        module: _gathered([part[i] for part in parts], rooms[i], seen=inputs is not None)
+        module: _gathered([part[i] for part in parts], buffers[i], seen=inputs is not None)
         for i, module in enumerate(modules)
     }
 
 
-class _Room:
+class _StackBuffer:
     """Host memory for the codes of a stack, which come some experts at a time: most of what a layer leaves."""
 
     def __init__(self, num_experts: int) -> None:
@@ -113,7 +113,7 @@ def some_at_a_time(num_experts: int) -> list[slice]:
     return [slice(start, start + EXPERTS_AT_ONCE) for start in range(0, num_experts, EXPERTS_AT_ONCE)]
 
 
-def _gathered(done: list[Done], room: _Room, *, seen: bool) -> Done:
+def _gathered(done: list[QuantizedModule], buffer: _StackBuffer, *, seen: bool) -> QuantizedModule:
     """A module of a stack, of its parts."""
     errors = Errors()
     for one in done:
@@ -124,27 +124,31 @@ def _gathered(done: list[Done], room: _Room, *, seen: bool) -> Done:
         for column in zip(*parts, strict=True)
     )
     assert scale is not None
-    weight = Quantized(done[0].weight.grid, room.codes, scale, offset, tensor_scale)
-    return Done(weight, errors, torch.cat([one.amax for one in done if one.amax is not None]) if seen else None)
+    weight = Quantized(done[0].weight.grid, buffer.codes, scale, offset, tensor_scale)
+    return QuantizedModule(
+        weight, errors, torch.cat([one.amax for one in done if one.amax is not None]) if seen else None
+    )
 
 
 def _one(
-    how: How, linear: LinearPlan, weight: Tensor, seen: Tensor | None, tensor_scale: Tensor | None, shown: int
-) -> Done:
+    options: Options, linear: LinearPlan, weight: Tensor, seen: Tensor | None, tensor_scale: Tensor | None, shown: int
+) -> QuantizedModule:
     """A matrix [O, I] with its inputs [T, I]."""
     hessian = None
     if seen is not None and (linear.method == "gptq" or linear.ext.weighted):
         hessian = gram(seen)
-    quantized = quantize_weight(how, linear, weight, hessian, tensor_scale)
+    quantized = quantize_weight(options, linear, weight, hessian, tensor_scale)
     value = quantized.dequantize(weight.dtype)
     some = None if seen is None else evenly(seen, shown)
     errors = errors_of(weight, value, linear.scheme.act, some)
     weight.copy_(value)
-    return Done(_on_cpu(quantized), errors, None if seen is None else seen.abs().amax().reshape(1).float().cpu())
+    return QuantizedModule(
+        _on_cpu(quantized), errors, None if seen is None else seen.abs().amax().reshape(1).float().cpu()
+    )
 
 
 def _some(
-    how: How,
+    options: Options,
     modules: Sequence[str],
     linear: LinearPlan,
     tensors: Layer,
@@ -152,22 +156,22 @@ def _some(
     some: slice,
     device: torch.device,
     tensor_scale: Tensor | None,
-    rooms: Sequence[_Room],
-) -> list[Done]:
+    buffers: Sequence[_StackBuffer],
+) -> list[QuantizedModule]:
     """Some experts of stacks on a device: their part of each module."""
     weights = [tensors[f"{module}.weight"][some] for module in modules]
-    seen = [expert_reads(how, modules[0], tensors, inputs, some.start + i) for i in range(len(weights[0]))]
+    seen = [expert_reads(options, modules[0], tensors, inputs, some.start + i) for i in range(len(weights[0]))]
     held, hessian = torch.cat([weight.to(device) for weight in weights], dim=-2), None
     if inputs is not None and (linear.method == "gptq" or linear.ext.weighted):
         none = held.new_zeros(held.shape[-1], held.shape[-1])
-        hessian = torch.stack([none if x is None or len(x) < how.min_tokens else gram(x.to(device)) for x in seen])
-    quantized = quantize_weight(how, linear, held, hessian, tensor_scale)
+        hessian = torch.stack([none if x is None or len(x) < options.min_tokens else gram(x.to(device)) for x in seen])
+    quantized = quantize_weight(options, linear, held, hessian, tensor_scale)
     del hessian
     value = quantized.dequantize(held.dtype)
     heights = [weight.shape[-2] for weight in weights]
     apart = zip(weights, held.split(heights, -2), value.split(heights, -2), strict=True)
-    done: list[Done] = []
-    for (weight, was, now), codes, room in zip(apart, _by_rows(quantized, heights), rooms, strict=True):
+    done: list[QuantizedModule] = []
+    for (weight, was, now), codes, buffer in zip(apart, _by_rows(quantized, heights), buffers, strict=True):
         errors, amaxes = Errors(), [torch.zeros(1)] * len(weight)
         for i, x in enumerate(seen):
             shown = None if x is None else evenly(x, SHOWN_EXPERT_TOKENS).to(device)
@@ -175,7 +179,7 @@ def _some(
             if x is not None and len(x):
                 amaxes[i] = x.abs().amax().reshape(1).float().cpu()
         weight.copy_(now)
-        done.append(Done(_on_cpu(codes, room.put(codes.codes, some)), errors, torch.cat(amaxes)))
+        done.append(QuantizedModule(_on_cpu(codes, buffer.put(codes.codes, some)), errors, torch.cat(amaxes)))
     return done
 
 
@@ -187,11 +191,11 @@ def _by_rows(quantized: Quantized, heights: list[int]) -> list[Quantized]:
     return [Quantized(quantized.grid, code, scale) for code, scale in zip(codes, scales, strict=True)]
 
 
-def expert_reads(how: How, module: str, tensors: Layer, inputs: Inputs | None, expert: int) -> Tensor | None:
+def expert_reads(options: Options, module: str, tensors: Layer, inputs: Inputs | None, expert: int) -> Tensor | None:
     """[T, I] what one expert's projection is given: its tokens, for down_proj through gate and up as they are now."""
     if inputs is None:
         return None
-    x_GD = inputs.by_site["post_attention_layernorm"][inputs.routed(expert, everyone=how.all_experts)]
+    x_GD = inputs.by_site["post_attention_layernorm"][inputs.routed(expert, everyone=options.all_experts)]
     if not module.endswith("down_proj"):
         return x_GD
     gate, up = (tensors[f"{STACK}{name}_proj.weight"][expert] for name in ("gate", "up"))
@@ -199,16 +203,16 @@ def expert_reads(how: How, module: str, tensors: Layer, inputs: Inputs | None, e
 
 
 def quantize_weight(
-    how: How, linear: LinearPlan, weight: Tensor, hessian: Tensor | None, tensor_scale: Tensor | None = None
+    options: Options, linear: LinearPlan, weight: Tensor, hessian: Tensor | None, tensor_scale: Tensor | None = None
 ) -> Quantized:
     """weight [..., O, I] on its grid; `hessian` [..., I, I] of its inputs, all zero for a matrix without any."""
     grid = linear.scheme.weight
     if grid.kind == "nvfp4":
         return quantize_nvfp4(weight, grid, tensor_scale)
     importance = None if hessian is None else hessian.diagonal(dim1=-2, dim2=-1)
-    scale, offset = find_scale(weight, grid, linear.method, linear.ext, importance, upstream=how.upstream)
+    scale, offset = find_scale(weight, grid, linear.method, linear.ext, importance, upstream=options.upstream)
     # As a file holds it: float32 at most, also where everything is computed in float64.
-    scale = how.format.stored_scale(scale.float(), linear.scheme).to(scale.dtype)
+    scale = options.format.stored_scale(scale.float(), linear.scheme).to(scale.dtype)
     if linear.method == "gptq" and hessian is not None:
         return gptq(weight, hessian, grid, scale, damp=linear.ext.damp)
     return quantize(weight, grid, scale, offset)

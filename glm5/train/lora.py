@@ -159,7 +159,7 @@ def _dense(experts: BlockScaledExperts | QuantizedExperts, name: str, dtype: tor
     """The stack [E, O, I] of that name as a plain tensor."""
     weight = getattr(experts, name)
     if isinstance(experts, QuantizedExperts):
-        return QuantizedWeight(weight, getattr(experts, f"{name}_scale"), experts.form).dequantize(dtype)
+        return QuantizedWeight(weight, getattr(experts, f"{name}_scale"), experts.format).dequantize(dtype)
     scale = getattr(experts, f"{name}_scale_inv")
     if name == "down_proj":
         return BlockScaled(weight, scale).dequantize(dtype)

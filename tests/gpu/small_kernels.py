@@ -204,13 +204,13 @@ def quantized() -> None:
 def quantization() -> None:
     for grid in ((2, 130, 1, 300), (2, 9, 5, 128)):
         for h in (None, torch.rand(2, *grid[2:], device="cuda")):
-            found = {"lowest": -8, "highest": 7, "starts": (1.0, 0.5), "steps": 2, "polish": 2}
+            found = {"quant_min": -8, "quant_max": 7, "starts": (1.0, 0.5), "steps": 2, "polish": 2}
             ssz(torch.randn(grid, device="cuda"), h, **found, impl="triton")
     for width, fp8 in ((128, False), (70, True)):
         factor = torch.randn(3, width, width, device="cuda").triu() + 9 * torch.eye(width, device="cuda")
         for columns in (1, width):
             scale, w = torch.rand(3, 130, columns, device="cuda") + 0.1, torch.randn(3, 130, width, device="cuda")
-            gptq_block(w, factor, scale, lowest=-8, highest=7, fp8=fp8, impl="triton")
+            gptq_block(w, factor, scale, quant_min=-8, quant_max=7, fp8=fp8, impl="triton")
 
 
 def training() -> None:

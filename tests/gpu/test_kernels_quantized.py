@@ -59,7 +59,7 @@ def test_linear(shape, form, gen):
 def test_linear_of_a_steps_tokens(shape, gen):
     x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
     weight = random_quantized(gen, WeightFormat("int8", None, "int8"), *shape[1:])
-    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), weight.form)
+    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), weight.format)
     got = quantized_linear(x.cuda(), card, impl="cuda")
     assert torch.equal(got.cpu(), quantized_linear(x, weight))
     assert all(torch.equal(quantized_linear(x.cuda(), card, impl="cuda"), got) for _ in range(REPEATS))
@@ -73,7 +73,7 @@ def test_linear_of_a_steps_tokens(shape, gen):
 def test_linear_by_clusters(shape, cluster, gen):
     x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
     weight = random_quantized(gen, WeightFormat("int8", None, "int8"), *shape[1:])
-    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), weight.form)
+    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), weight.format)
     assert torch.equal(
         cuda.quantized_linear(x.cuda(), card, Tiling(cluster=cluster)).cpu(), quantized_linear(x, weight)
     )
@@ -86,7 +86,7 @@ def test_linear_whose_inputs_are_shared(shape, tiling, gen):
 
     x = torch.randn(shape[0], shape[2], generator=gen).bfloat16()
     weight = random_quantized(gen, WeightFormat("int8", None, "int8"), *shape[1:])
-    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), weight.form)
+    card = QuantizedWeight(weight.codes.cuda(), weight.scale.cuda(), weight.format)
     got = run(x.cuda(), card, Tiling(*tiling))
     assert torch.equal(got.cpu(), quantized_linear(x, weight))
     assert all(torch.equal(run(x.cuda(), card, Tiling(*tiling)), got) for _ in range(REPEATS))

@@ -91,7 +91,7 @@ def quantized_of(model):
         elif isinstance(module, QuantizedExperts):
             for leaf in ("gate_up_proj", "down_proj"):
                 found[f"{path}.{leaf}"] = QuantizedWeight(
-                    getattr(module, leaf), getattr(module, f"{leaf}_scale"), module.form
+                    getattr(module, leaf), getattr(module, f"{leaf}_scale"), module.format
                 )
     return found
 

@@ -13,7 +13,7 @@ from glm5.config.model import ModelConfig
 from glm5.model.experts import Experts
 from glm5.model.glm5 import Glm5
 from glm5.quant.record import FP8_BLOCKS
-from glm5.quantize.layer import WorkExperts, WorkLinear
+from glm5.quantize.layer import FakeQuantizedExperts, FakeQuantizedLinear
 
 
 def fake_quantized(path: Path, dtype: torch.dtype) -> Glm5:
@@ -27,13 +27,13 @@ def fake_quantized(path: Path, dtype: torch.dtype) -> Glm5:
         if ".experts." not in module:
             linear = model.get_submodule(module)
             assert isinstance(linear.weight, Tensor)
-            _put(model, module, WorkLinear(linear.weight.detach(), scheme.act))
+            _put(model, module, FakeQuantizedLinear(linear.weight.detach(), scheme.act))
     for name, experts in list(model.named_modules()):
         if isinstance(experts, Experts) and f"{name}.0.up_proj" in schemes:
             gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
             stacks = {"gate_proj": gate, "up_proj": up, "down_proj": experts.down_proj.detach()}
             acts = [schemes[f"{name}.0.{leaf}"].act for leaf in ("gate_proj", "down_proj")]
-            _put(model, name, WorkExperts(stacks, *acts))
+            _put(model, name, FakeQuantizedExperts(stacks, *acts))
     return model
 
 

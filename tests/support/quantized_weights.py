@@ -45,7 +45,7 @@ def met(x: Tensor, form: WeightFormat) -> Tensor:
 
 
 def exact_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    return met(x, weight.form) @ weight.dequantize(torch.float64).T
+    return met(x, weight.format) @ weight.dequantize(torch.float64).T
 
 
 class QuantizedCase(NamedTuple):
@@ -59,7 +59,7 @@ class QuantizedCase(NamedTuple):
 
     def to(self, device: str, dtype: torch.dtype) -> "QuantizedCase":
         def move(weight: QuantizedWeight) -> QuantizedWeight:
-            return QuantizedWeight(weight.codes.to(device), weight.scale.to(device), weight.form)
+            return QuantizedWeight(weight.codes.to(device), weight.scale.to(device), weight.format)
 
         x = self.x.to(device, dtype)
         return QuantizedCase(x, move(self.gate_up), move(self.down), self.weight.to(device), self.expert.to(device))

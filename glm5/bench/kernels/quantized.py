@@ -54,25 +54,27 @@ Stack = tuple[QuantizedWeight, QuantizedWeight] | tuple[BlockScaled, BlockScaled
 Run = Callable[[Tensor, QuantizedWeight], Tensor]
 
 
-def random_codes(gen: torch.Generator, form: WeightFormat, *shape: int) -> QuantizedWeight:
+def random_codes(gen: torch.Generator, weight_format: WeightFormat, *shape: int) -> QuantizedWeight:
     """Products with rows of unit scale have about unit scale."""
     *lead, width = shape
-    codes = torch.randint(0, 256, (*lead, width // form.per_byte), dtype=torch.uint8, device="cuda", generator=gen)
-    if form.weight == "fp8":
+    codes = torch.randint(
+        0, 256, (*lead, width // weight_format.per_byte), dtype=torch.uint8, device="cuda", generator=gen
+    )
+    if weight_format.weight == "fp8":
         codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # the two that are no numbers
-    scale = torch.rand(*lead, form.num_scales(width), device="cuda", generator=gen) + 0.5
-    dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}[form.weight]
-    return QuantizedWeight(codes.view(dtype), scale / (_RMS[form.weight] * width**0.5), form)
+    scale = torch.rand(*lead, weight_format.num_scales(width), device="cuda", generator=gen) + 0.5
+    dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}[weight_format.weight]
+    return QuantizedWeight(codes.view(dtype), scale / (_RMS[weight_format.weight] * width**0.5), weight_format)
 
 
 def linear_case(
-    form: WeightFormat, weight: Weight, tokens: int, ranks: int, run: Run = quantized_linear, variant: str = ""
+    weight_format: WeightFormat, weight: Weight, tokens: int, ranks: int, run: Run = quantized_linear, variant: str = ""
 ) -> Case:
     """A linear layer on `tokens` rows, by `run`."""
 
     def inputs(i: int) -> tuple[Tensor, QuantizedWeight]:
         gen = generator(i)
-        return random_rows(gen, tokens, weight.cols), random_codes(gen, form, weight.rows, weight.cols)
+        return random_rows(gen, tokens, weight.cols), random_codes(gen, weight_format, weight.rows, weight.cols)
 
     def make(i: int) -> Launch:
         x, w = inputs(i)
@@ -82,21 +84,29 @@ def linear_case(
         x, w = inputs(10**6)
         return rel_rms(run(x, w), _exact_linear(x, w))
 
-    moved = weight.rows * (weight.cols // form.per_byte + 4 * form.num_scales(weight.cols))
+    moved = weight.rows * (weight.cols // weight_format.per_byte + 4 * weight_format.num_scales(weight.cols))
     moved += 2 * tokens * (weight.rows + weight.cols)
     flops = 2 * tokens * weight.rows * weight.cols
     shape = f"{weight.name} {weight.rows}x{weight.cols} tp{ranks} M={tokens}"
     return Case(
-        "quantized_linear", shape, make, error, LINEAR_BUDGET, moved, flops, _unit(form), f"{form} {variant}".rstrip()
+        "quantized_linear",
+        shape,
+        make,
+        error,
+        LINEAR_BUDGET,
+        moved,
+        flops,
+        _unit(weight_format),
+        f"{weight_format} {variant}".rstrip(),
     )
 
 
-def experts_case(form: WeightFormat | None, tokens: int, ranks: int) -> Case:
+def experts_case(weight_format: WeightFormat | None, tokens: int, ranks: int) -> Case:
     """Experts of a layer on `tokens` tokens; None: in FP8, block-scaled, by `grouped_experts`."""
     inner = EXPERT_INNER // ranks
 
     def run(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-        gate_up, down = _stack(form, inner)
+        gate_up, down = _stack(weight_format, inner)
         if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
             return quantized_experts(x, gate_up, down, weight, expert)
         assert isinstance(gate_up, BlockScaled)
@@ -109,35 +119,45 @@ def experts_case(form: WeightFormat | None, tokens: int, ranks: int) -> Case:
 
     def error() -> float:
         inputs = _inputs(generator(10**6), tokens)
-        return rel_rms(run(*inputs), _exact(_stack(form, inner), *inputs))
+        return rel_rms(run(*inputs), _exact(_stack(weight_format, inner), *inputs))
 
     chosen = EXPERTS * (1 - (1 - ACTIVE / EXPERTS) ** tokens)
-    if form is None:
+    if weight_format is None:
         matrix, budget = 3 * inner * HIDDEN + 12 * num_blocks(inner) * num_blocks(HIDDEN), FP8_BUDGET
     else:
-        scales = 2 * inner * form.num_scales(HIDDEN) + HIDDEN * form.num_scales(inner)
-        matrix, budget = 3 * inner * HIDDEN // form.per_byte + 4 * scales, EXPERTS_BUDGET
+        scales = 2 * inner * weight_format.num_scales(HIDDEN) + HIDDEN * weight_format.num_scales(inner)
+        matrix, budget = 3 * inner * HIDDEN // weight_format.per_byte + 4 * scales, EXPERTS_BUDGET
     moved = int(chosen * matrix) + 4 * tokens * HIDDEN
     flops = 2 * tokens * ACTIVE * 3 * inner * HIDDEN
     shape = f"F={inner} tp{ranks} M={tokens}"
-    unit = "fp8" if form is None else _unit(form)
+    unit = "fp8" if weight_format is None else _unit(weight_format)
     return Case(
-        "quantized_experts", shape, make, error, budget, moved, flops, unit, "fp8-block" if form is None else str(form)
+        "quantized_experts",
+        shape,
+        make,
+        error,
+        budget,
+        moved,
+        flops,
+        unit,
+        "fp8-block" if weight_format is None else str(weight_format),
     )
 
 
-def _unit(form: WeightFormat) -> Literal["fp8", "bf16"]:
+def _unit(weight_format: WeightFormat) -> Literal["fp8", "bf16"]:
     """int8 products run as fast as FP8's."""
-    return "fp8" if form.act else "bf16"
+    return "fp8" if weight_format.act else "bf16"
 
 
 @cache
-def _stack(form: WeightFormat | None, inner: int) -> Stack:
+def _stack(weight_format: WeightFormat | None, inner: int) -> Stack:
     gen = generator(inner)
-    if form is None:
+    if weight_format is None:
         gate_up = random_weight(gen, EXPERTS, 2 * inner, HIDDEN, scale_rows=2 * num_blocks(inner))
         return gate_up, random_weight(gen, EXPERTS, HIDDEN, inner)
-    return random_codes(gen, form, EXPERTS, 2 * inner, HIDDEN), random_codes(gen, form, EXPERTS, HIDDEN, inner)
+    return random_codes(gen, weight_format, EXPERTS, 2 * inner, HIDDEN), random_codes(
+        gen, weight_format, EXPERTS, HIDDEN, inner
+    )
 
 
 def _inputs(gen: torch.Generator, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,8 +168,8 @@ def _inputs(gen: torch.Generator, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _exact_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
     rows = x.double()
-    if weight.form.act is not None:
-        codes, scale = token_quant(x, weight.form.act, impl="reference")
+    if weight.format.act is not None:
+        codes, scale = token_quant(x, weight.format.act, impl="reference")
         rows = codes.double() * scale.double()[:, None]
     return rows @ weight.dequantize(torch.float64).T
 
@@ -176,11 +196,11 @@ def _exact(stack: Stack, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    """Experts of every form at every number of tokens, beside FP8's; linear layers, in int8 by each implementation."""
+    """Experts of every format at every number of tokens, beside FP8's; linear layers in int8 by each implementation."""
     for ranks in RANKS:
-        for form in (None, *EXPERT_FORMS):
+        for weight_format in (None, *EXPERT_FORMS):
             for tokens in TOKENS:
-                yield experts_case(form, tokens, ranks)
+                yield experts_case(weight_format, tokens, ranks)
     for ranks in RANKS:
         for weight in quantized_linears(ranks):
             for tokens in LINEAR_TOKENS:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from glm5.bench.command import command, need_gpus
 from glm5.common.console import out
+from glm5.quant.chunks import chunks
 from glm5.quant.gptq import gptq, gram
 from glm5.quant.hadamard import random_hadamard
 from glm5.quant.minmax import as_groups, fake_quantize, minmax, quantize
-from glm5.quant.parts import parts
 from glm5.quant.qat import int4
 from glm5.quant.record import INT4_CHANNEL, INT4_GROUP, W4A8, W8A8, Grid
 from glm5.quant.smooth import Smoothing, Target, flex_awq, flex_smooth
@@ -47,7 +47,7 @@ def runs(width: int) -> dict[str, tuple[Run, Run | None]]:
         "int4 of QAT": (lambda w: int4(w.weight).codes, None),
         "ssz, channel": (lambda w: ssz(w.weight, INT4_CHANNEL), lambda w: ssz_upstream(w.weight, INT4_CHANNEL)),
         "ssz, groups": (lambda w: ssz(w.weight, INT4_GROUP), None),
-        "rotation": (lambda w: rotation.turn(w.weight), None),
+        "rotation": (lambda w: rotation.apply(w.weight), None),
         "flex_smooth": (
             lambda w: flex_smooth(w.x, [Target(w.weight, W8A8)]),
             lambda w: flex_smooth(w.x, [Target(w.weight, W8A8)], upstream=True),
@@ -107,12 +107,12 @@ def scales(device: str) -> None:
 def best_of_a_hundred(weight: Tensor, grid: Grid) -> Tensor:
     """The scale of least error among 100 even steps from min-max's down to a tenth of it, in parts like SSZ."""
     scale, _ = minmax(weight, grid)
-    for some, rows in parts(weight.unsqueeze(0)):
+    for some, rows in chunks(weight.unsqueeze(0)):
         groups, first = as_groups(weight.unsqueeze(0)[some, rows], grid), scale.unsqueeze(0)[some, rows]
         best, least, room = first, torch.full_like(first, torch.inf), torch.empty_like(groups)
         for i in range(100):
             each = first * (1 - 0.009 * i)
-            torch.mul(groups, each.reciprocal().unsqueeze(-1), out=room).round_().clamp_(grid.lowest, grid.highest)
+            torch.mul(groups, each.reciprocal().unsqueeze(-1), out=room).round_().clamp_(grid.quant_min, grid.quant_max)
             wrong = room.mul_(each.unsqueeze(-1)).sub_(groups).square_().sum(-1)
             better = wrong < least
             best, least = torch.where(better, each, best), torch.where(better, wrong, least)

@@ -26,17 +26,22 @@ from glm5.common.console import out
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
 from glm5.config.quantize import QuantizeConfig
-from glm5.quantize import run, work
+from glm5.quantize import quantize_layer, run
 from glm5.quantize.calibrate import Activations
-from glm5.quantize.job import devices, peak_memory
+from glm5.quantize.devices import parse_devices, peak_memory
 from glm5.quantize.source import Source
 
 LAYERS = 75  # with experts, of GLM-5
 _VOCAB = 4096
 # What a run's time is made of, and whose functions they are. The first group is spread over several GPUs; a next layer
 # is read beside it all, and the first one is waited for (`OUTER` is next to nothing).
-_DIVIDED = ((work, "smooth_layer"), (work, "quantize_modules"), (Activations, "inputs"), (Activations, "through"))
-_WHOLE = ((work, "turned"), (run, "write"), (run, "verify"))
+_DIVIDED = (
+    (quantize_layer, "smooth_layer"),
+    (quantize_layer, "quantize_modules"),
+    (Activations, "inputs"),
+    (Activations, "through"),
+)
+_WHOLE = ((quantize_layer, "rotated"), (run, "write"), (run, "verify"))
 _READ = (Source, "layer")
 
 
@@ -60,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     cfg = one_layer(args.preset)
-    used = devices(args.device)
+    used = parse_devices(args.device)
     began = time.monotonic()
     source = save(dummy(cfg, fp8=False, device=used[0]), args.folder / "model")
     if used[0].type == "cuda":

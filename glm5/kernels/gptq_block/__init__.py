@@ -16,14 +16,14 @@ def gptq_block(
     factor_BKK: Tensor,
     scale_BOK: Tensor,
     *,
-    lowest: float,
-    highest: float,
+    quant_min: float,
+    quant_max: float,
     fp8: bool,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(codes in w's dtype, errors over the factor's diagonal), [B, O, K] both. `factor_BKK`: upper triangular.
 
-    `scale_BOK` has K columns or 1. Codes are whole numbers of `lowest` to `highest`, or e4m3 numbers for `fp8`.
+    `scale_BOK` has K columns or 1. Codes are whole numbers of `quant_min` to `quant_max`, or e4m3 numbers for `fp8`.
     """
     run = TABLE.module(impl, w_BOK, factor_BKK, scale_BOK).gptq_block
-    return run(w_BOK, factor_BKK, scale_BOK, lowest, highest, fp8=fp8)
+    return run(w_BOK, factor_BKK, scale_BOK, quant_min, quant_max, fp8=fp8)

@@ -10,7 +10,7 @@ from glm5.kernels.block_scaled import FP8
 
 
 def gptq_block(
-    w_BOK: Tensor, factor_BKK: Tensor, scale_BOK: Tensor, lowest: float, highest: float, *, fp8: bool
+    w_BOK: Tensor, factor_BKK: Tensor, scale_BOK: Tensor, quant_min: float, quant_max: float, *, fp8: bool
 ) -> tuple[Tensor, Tensor]:
     """(codes, errors) in w's dtype."""
     w = w_BOK.clone()
@@ -18,7 +18,7 @@ def gptq_block(
     for k in range(w.shape[-1]):
         column = w[..., k : k + 1]
         scale = scale_BOK if scale_BOK.shape[-1] == 1 else scale_BOK[..., k : k + 1]
-        near = (column / scale).clamp_(lowest, highest)
+        near = (column / scale).clamp_(quant_min, quant_max)
         code = near.to(FP8).to(w.dtype) if fp8 else near.round_()
         wrong[..., k : k + 1] = (column - code * scale) / factor_BKK[:, k, k, None, None]
         w[..., k + 1 :] -= wrong[..., k : k + 1] * factor_BKK[:, k, None, k + 1 :]

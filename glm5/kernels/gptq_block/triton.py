@@ -24,8 +24,8 @@ def _gptq_block(
     scale_stack,
     scale_row,
     scale_step,
-    lowest,
-    highest,
+    quant_min,
+    quant_max,
     E4M3: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -45,7 +45,7 @@ def _gptq_block(
         scale = tl.load(scale_ptr + at * scale_step, mask=there, other=1.0)
         factor = tl.load(factor_ptr + at * factor_row + k, mask=(k >= at) & (k < K), other=0.0)
         diagonal = tl.load(factor_ptr + at * factor_row + at)
-        near = tl.minimum(tl.maximum(tl.div_rn(column, scale), lowest), highest)
+        near = tl.minimum(tl.maximum(tl.div_rn(column, scale), quant_min), quant_max)
         # Adding 1.5 * 2^23 rounds to nearest even.
         near = near.to(tl.float8e4nv).to(tl.float32) if E4M3 else (near + 12582912.0) - 12582912.0
         error = tl.div_rn(column - near * scale, tl.broadcast_to(diagonal, column.shape))
@@ -58,7 +58,7 @@ def _gptq_block(
 
 
 def gptq_block(
-    w_BOK: Tensor, factor_BKK: Tensor, scale_BOK: Tensor, lowest: float, highest: float, *, fp8: bool
+    w_BOK: Tensor, factor_BKK: Tensor, scale_BOK: Tensor, quant_min: float, quant_max: float, *, fp8: bool
 ) -> tuple[Tensor, Tensor]:
     """As `reference.gptq_block`; products and differences are one operation here, so a last bit may differ."""
     if w_BOK.dtype != torch.float32:
@@ -79,8 +79,8 @@ def gptq_block(
         *factor_BKK.stride()[:2],
         *scale_BOK.stride()[:2],
         scale_BOK.stride(2) if scale_BOK.shape[-1] > 1 else 0,
-        lowest,
-        highest,
+        quant_min,
+        quant_max,
         E4M3=fp8,
         ROWS=_ROWS,
         WIDTH=triton.next_power_of_2(width),

@@ -21,7 +21,7 @@ def quantized_experts(
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
     `gate_up_proj` [E, 2F, D] holds gate rows first, `down_proj` [E, D, F]; what each multiplies is quantized per row
-    where its form says so. Terms are rounded to x's dtype and summed in it, in expert order, as in `grouped_experts`.
+    where its format says so. Terms are rounded to x's dtype and summed in it, in expert order, as in `grouped_experts`.
 
     `plus_TD`: added to that, when it is rounded.
 

@@ -28,18 +28,21 @@ class Kernels(NamedTuple):
     down: Callable[..., None]
 
 
-def most_tokens(form: WeightFormat) -> int:
+def most_tokens(weight_format: WeightFormat) -> int:
     """Up to here these kernels are faster than Triton's on an H200 (docs/performance-kernels.md)."""
-    return 32 if form.act == "int8" else 16
+    return 32 if weight_format.act == "int8" else 16
 
 
 def refusal(x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, expert_TA: Tensor) -> str:
     """Why these cannot be handled; empty if they can."""
-    form, active = gate_up.form, expert_TA.shape[1]
-    if x_TD.dtype != torch.bfloat16 or form.weight != "int4" or down.form != form or (form.group or 0) % _CHUNK:
-        return f"needs rows in bfloat16 and int4 codes in groups of a multiple of {_CHUNK}, got {x_TD.dtype} and {form}"
-    if not 0 < len(x_TD) <= most_tokens(form) or expert_TA.numel() > _MOST_PAIRS or active > _MOST_ACTIVE:
-        return f"is for 1 to {most_tokens(form)} tokens of at most {_MOST_ACTIVE} experts, got {tuple(expert_TA.shape)}"
+    weight_format, active = gate_up.format, expert_TA.shape[1]
+    is_int4 = weight_format.weight == "int4" and (weight_format.group or 0) % _CHUNK == 0
+    if x_TD.dtype != torch.bfloat16 or not is_int4 or down.format != weight_format:
+        got = f"{x_TD.dtype} and {weight_format}"
+        return f"needs rows in bfloat16 and int4 codes in groups of a multiple of {_CHUNK}, got {got}"
+    most = most_tokens(weight_format)
+    if not 0 < len(x_TD) <= most or expert_TA.numel() > _MOST_PAIRS or active > _MOST_ACTIVE:
+        return f"is for 1 to {most} tokens of at most {_MOST_ACTIVE} experts, got {tuple(expert_TA.shape)}"
     if gate_up.width % _CHUNK or gate_up.width > _HELD * _CHUNK * _WARPS:
         return f"takes inputs of a multiple of {_CHUNK}, up to {_HELD * _CHUNK * _WARPS}, got {gate_up.width}"
     if down.width % _CHUNK or down.width > _MOST_INNER:
@@ -61,7 +64,7 @@ def quantized_experts(
     if reason := refusal(x_TD, gate_up_proj, down_proj, expert_TA):
         raise ValueError(f"quantized_experts[cuda] {reason}; use impl='triton'")
     (num_tokens, width), inner, active = x_TD.shape, down_proj.width, expert_TA.shape[1]
-    kernels = _kernels(gate_up_proj.form, width, inner, active, num_tokens > 1, x_TD.device)
+    kernels = _kernels(gate_up_proj.format, width, inner, active, num_tokens > 1, x_TD.device)
     return run(kernels, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, plus_TD)
 
 
@@ -78,7 +81,7 @@ def run(
     (num_tokens, width), inner = x_TD.shape, down_proj.width
     num_pairs, active = expert_TA.numel(), expert_TA.shape[1]
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
-    rows = torch.empty(num_tokens, _row_bytes(gate_up_proj.form, width), dtype=torch.uint8, device=x_TD.device)
+    rows = torch.empty(num_tokens, _row_bytes(gate_up_proj.format, width), dtype=torch.uint8, device=x_TD.device)
     scale_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device)
     h, out_TD = x_TD.new_empty(num_pairs, inner), torch.empty_like(x_TD)
     kernels.prepare((num_tokens, 1), 32 * _WARPS, x_TD, rows, scale_T)
@@ -91,18 +94,18 @@ def run(
     return out_TD
 
 
-def constants_for(form: WeightFormat, width: int, inner: int, active: int, many: bool) -> dict[str, int]:
+def constants_for(weight_format: WeightFormat, width: int, inner: int, active: int, many: bool) -> dict[str, int]:
     """What few.cu is compiled with: what was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
     return {
-        "ACT": {None: 0, "int8": 1, "fp8": 2}[form.act],
-        "GROUP": form.group or 0,
+        "ACT": {None: 0, "int8": 1, "fp8": 2}[weight_format.act],
+        "GROUP": weight_format.group or 0,
         "D": width,
         "F": inner,
         "A": active,
         "MANY": int(many),
         "ROWS": _MOST_ROWS if many else 1,
         "TILES": _tiles(many),
-        "UP_BLOCKS": 2 if many and form.act != "int8" else 3,
+        "UP_BLOCKS": 2 if many and weight_format.act != "int8" else 3,
         "DOWN_BLOCKS": 3 if many else 4,
     }
 
@@ -112,15 +115,17 @@ def _tiles(many: bool) -> int:
     return 2 if many else 1
 
 
-def _row_bytes(form: WeightFormat, width: int) -> int:
+def _row_bytes(weight_format: WeightFormat, width: int) -> int:
     """Of a row of x that is prepared: e4m3 in float16."""
-    return width * (1 if form.act == "int8" else 2)
+    return width * (1 if weight_format.act == "int8" else 2)
 
 
 @cache
-def _kernels(form: WeightFormat, width: int, inner: int, active: int, many: bool, device: torch.device) -> Kernels:
-    constants = constants_for(form, width, inner, active, many)
-    shared_bytes = constants["ROWS"] * (_row_bytes(form, width) + 64)
+def _kernels(
+    weight_format: WeightFormat, width: int, inner: int, active: int, many: bool, device: torch.device
+) -> Kernels:
+    constants = constants_for(weight_format, width, inner, active, many)
+    shared_bytes = constants["ROWS"] * (_row_bytes(weight_format, width) + 64)
 
     def made(name: str, shared_bytes: int = 0) -> cuda_code.CudaKernel:
         kernel = cuda_code.build(SOURCE, name, shared_bytes, device, **constants)

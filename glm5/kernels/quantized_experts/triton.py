@@ -44,17 +44,17 @@ class Tiling(NamedTuple):
     down_stages: int = 3
 
 
-def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, form: WeightFormat) -> Tiling:
+def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, weight_format: WeightFormat) -> Tiling:
     """What was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
     if num_tokens <= PAIR_TOKENS:
-        if form.act is None:
+        if weight_format.act is None:
             return Tiling(block_t=8, parts=4)
         return Tiling(block_f=64 if 4 < num_tokens <= 8 else 32, parts=4 if num_tokens <= 4 else 2)
     rows = num_pairs // num_experts
     block_t = min(64, max(16, triton.next_power_of_2(rows + rows // 2)))
     if block_t == 16:
         return Tiling("tiles")
-    wide = form.act is None or (form.act == "fp8" and rows >= 64)
+    wide = weight_format.act is None or (weight_format.act == "fp8" and rows >= 64)
     return Tiling(
         "tiles",
         block_f=64,
@@ -258,7 +258,7 @@ def quantized_experts(
     if not num_tokens:
         return torch.empty_like(x_TD)
     if tiling is None:
-        tiling = tiling_for(num_tokens, expert_TA.numel(), num_experts, gate_up_proj.form)
+        tiling = tiling_for(num_tokens, expert_TA.numel(), num_experts, gate_up_proj.format)
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
     y = _terms(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, tiling)
     out_TD = torch.empty_like(x_TD)
@@ -293,7 +293,7 @@ def _terms(
         "BLOCK_T": tiling.block_t,
         **dependent_launch(x_TD.device),
     }
-    rows, x_scale = prepare_rows(x_TD, gate_up.form.act, halves=gate_up.form.weight == "int4")
+    rows, x_scale = prepare_rows(x_TD, gate_up.format.act, halves=gate_up.format.weight == "int4")
     h = torch.empty(num_pairs, inner, dtype=x_TD.dtype, device=x_TD.device)
     _gate_up[(triton.cdiv(inner, tiling.block_f), num_tiles)](
         rows,
@@ -315,7 +315,7 @@ def _terms(
         num_warps=tiling.up_warps,
         **common,
     )
-    rows, h_scale = prepare_rows(h, down.form.act, halves=down.form.weight == "int4")
+    rows, h_scale = prepare_rows(h, down.format.act, halves=down.format.weight == "int4")
     y = torch.empty(num_pairs, width, dtype=torch.float32 if few else x_TD.dtype, device=x_TD.device)
     meaning = _meaning(down)
     _down[(triton.cdiv(width, tiling.block_d * tiling.down_tiles), num_tiles)](
@@ -344,16 +344,16 @@ def _terms(
 
 
 def _arguments(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    codes, scale, form = weight
-    return codes.view(torch.int8) if form.weight == "int4" else codes, scale
+    codes, scale, weight_format = weight
+    return codes.view(torch.int8) if weight_format.weight == "int4" else codes, scale
 
 
 def _meaning(weight: QuantizedWeight) -> dict[str, int | bool]:
-    form = weight.form
+    weight_format = weight.format
     return {
-        "QUANTIZED": form.act is not None,
-        "INT4": form.weight == "int4",
-        "GROUP": form.group or 0,
-        "INTEGER": form.act == "int8",
+        "QUANTIZED": weight_format.act is not None,
+        "INT4": weight_format.weight == "int4",
+        "GROUP": weight_format.group or 0,
+        "INTEGER": weight_format.act == "int8",
         "BLOCK_K": block_k_of(weight, BLOCK_K),
     }

@@ -12,27 +12,27 @@ from glm5.kernels.row_codes import Quantized
 def quantized_linear(
     x_TD: Tensor,
     weight: QuantizedWeight,
-    quantized: Quantized | None = None,
+    x_quantized: Quantized | None = None,
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first where the form says so.
+    """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first if the format says so.
 
     `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `cuda`: up to 128 tokens over int8
     codes on Hopper; `auto` takes it where `kernels/tuned` says that it is faster.
 
-    `quantized`: `token_quant` of x as int8, for those who have it already; for weights in int8.
+    `x_quantized`: `token_quant` of x as int8, for those who have it already; for weights in int8.
 
     Inference only: no gradient passes. Raises ValueError where codes and scale do not fit (QuantizedWeight.check).
     """
     if impl == "triton" and (why := refusal(weight)):
         raise ValueError(f"quantized_linear[triton] {why}; use impl='reference'")
-    return TABLE.module(impl, x_TD, weight).quantized_linear(x_TD, weight, quantized=quantized)
+    return TABLE.module(impl, x_TD, weight).quantized_linear(x_TD, weight, x_quantized=x_quantized)
 
 
 def refusal(weight: QuantizedWeight) -> str | None:
     """Why the Triton kernels cannot multiply with `weight`; None if they can."""
-    group = weight.form.group
+    group = weight.format.group
     if group is not None and group % 64:
         return f"takes groups of a multiple of 64, got {group}"
     if weight.codes.shape[-1] % 16:

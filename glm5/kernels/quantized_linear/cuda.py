@@ -20,7 +20,7 @@ from glm5.kernels.row_codes import Quantized
 from glm5.kernels.token_quant import token_quant
 
 FEW, TILES = Path(__file__).with_name("few.cu"), Path(__file__).with_name("tiles.cu")
-FORM = WeightFormat("int8", None, "int8")
+FORMAT = WeightFormat("int8", None, "int8")
 FEW_TOKENS, MOST_TOKENS = 16, 128
 _UNIT = 128  # of inputs
 # As in few.cu.
@@ -33,8 +33,8 @@ _MOST_STAGES = 12
 
 def refusal(x_TD: Tensor, weight: QuantizedWeight) -> str:
     """Why these cannot be handled; empty if they can."""
-    if x_TD.dtype != torch.bfloat16 or weight.form != FORM:
-        return f"needs rows in bfloat16 and weights in {FORM}, got {x_TD.dtype} and {weight.form}"
+    if x_TD.dtype != torch.bfloat16 or weight.format != FORMAT:
+        return f"needs rows in bfloat16 and weights in {FORMAT}, got {x_TD.dtype} and {weight.format}"
     if not 0 < len(x_TD) <= MOST_TOKENS:
         return f"is for 1 to {MOST_TOKENS} tokens, got {len(x_TD)}"
     width, is_few = weight.width, len(x_TD) <= FEW_TOKENS
@@ -46,7 +46,7 @@ def refusal(x_TD: Tensor, weight: QuantizedWeight) -> str:
 
 
 def quantized_linear(
-    x_TD: Tensor, weight: QuantizedWeight, tiling: Tiling | None = None, *, quantized: Quantized | None = None
+    x_TD: Tensor, weight: QuantizedWeight, tiling: Tiling | None = None, *, x_quantized: Quantized | None = None
 ) -> Tensor:
     """[T, O] in bfloat16, the reference's bits. Raises ValueError where `refusal` has a reason.
 
@@ -56,20 +56,20 @@ def quantized_linear(
     if reason := refusal(x_TD, weight):
         raise ValueError(f"quantized_linear[cuda] {reason}; use impl='triton'")
     if len(x_TD) <= FEW_TOKENS:
-        return run_few(_few_kernel(weight.width, _eights(len(x_TD)), x_TD.device), x_TD, weight, quantized)
+        return run_few(_few_kernel(weight.width, _eights(len(x_TD)), x_TD.device), x_TD, weight, x_quantized)
     columns = next(n for n in (32, 64, 128) if n >= len(x_TD))
     tiling = tiling or measured_for(x_TD, weight)
     cluster = tiling.cluster if tiling else 0
     kernel = _tiles_kernel(columns, x_TD.device)
     cluster = cluster or cut_for(*weight.codes.shape).shares
-    return run_tiles(kernel, columns, x_TD, weight, cluster, quantized)
+    return run_tiles(kernel, columns, x_TD, weight, cluster, x_quantized)
 
 
 def run_few(
-    kernel: Callable[..., None], x_TD: Tensor, weight: QuantizedWeight, quantized: Quantized | None = None
+    kernel: Callable[..., None], x_TD: Tensor, weight: QuantizedWeight, x_quantized: Quantized | None = None
 ) -> Tensor:
     """The kernel, made for these sizes, behind what quantizes tokens."""
-    rows, scale_T, out_TO = _prepared(x_TD, weight, quantized)
+    rows, scale_T, out_TO = _prepared(x_TD, weight, x_quantized)
     num_tokens, num_rows = out_TO.shape
     programs = (-(-num_rows // _FEW_ROWS), 1)
     kernel(programs, _FEW_THREADS, rows, scale_T, weight.codes, weight.scale, out_TO, num_tokens, num_rows)
@@ -82,10 +82,10 @@ def run_tiles(
     x_TD: Tensor,
     weight: QuantizedWeight,
     cluster: int,
-    quantized: Quantized | None = None,
+    x_quantized: Quantized | None = None,
 ) -> Tensor:
     """Likewise; the kernel is made for as many `columns`."""
-    rows, scale_T, out_TO = _prepared(x_TD, weight, quantized)
+    rows, scale_T, out_TO = _prepared(x_TD, weight, x_quantized)
     (num_tokens, num_rows), width = out_TO.shape, weight.width
     kernel(
         (cluster, -(-num_rows // _TILE_ROWS)),
@@ -108,9 +108,9 @@ def constants_for(width: int, num_tokens: int) -> dict[str, int]:
     return {"K": width, "TILES": _eights(num_tokens), "BLOCKS": 2}
 
 
-def _prepared(x_TD: Tensor, weight: QuantizedWeight, quantized: Quantized | None) -> tuple[Tensor, Tensor, Tensor]:
+def _prepared(x_TD: Tensor, weight: QuantizedWeight, x_quantized: Quantized | None) -> tuple[Tensor, Tensor, Tensor]:
     """(codes of x, their scales, room for what comes out)."""
-    rows, scale_T = quantized or token_quant(x_TD, "int8")
+    rows, scale_T = x_quantized or token_quant(x_TD, "int8")
     return rows, scale_T, torch.empty(len(x_TD), len(weight.codes), dtype=x_TD.dtype, device=x_TD.device)
 
 

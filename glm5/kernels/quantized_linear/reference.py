@@ -19,15 +19,15 @@ class _QuantizedLinear(torch.autograd.Function):
     """Forward only. A node of the graph all the same, so that training through it is an error and not a zero."""
 
     @staticmethod
-    def forward(_ctx, x_TD: Tensor, codes: Tensor, scale: Tensor, form, quantized) -> Tensor:
-        weight, wide = QuantizedWeight(codes, scale, form), torch.promote_types(x_TD.dtype, torch.float32)
+    def forward(_ctx, x_TD: Tensor, codes: Tensor, scale: Tensor, weight_format, x_quantized) -> Tensor:
+        weight, wide = QuantizedWeight(codes, scale, weight_format), torch.promote_types(x_TD.dtype, torch.float32)
         rows_TD, scale_T = x_TD, None
-        if form.act is not None:
-            rows_TD, scale_T = quantized or token_quant(x_TD, form.act, impl="reference")
+        if weight_format.act is not None:
+            rows_TD, scale_T = x_quantized or token_quant(x_TD, weight_format.act, impl="reference")
         rows_TD, values_OD = rows_TD.double(), weight.values(torch.float64)
         y_TO = torch.zeros(len(x_TD), len(codes), dtype=wide, device=x_TD.device)
-        for g, start in enumerate(range(0, weight.width, form.group or weight.width)):
-            stop = start + (form.group or weight.width)
+        for g, start in enumerate(range(0, weight.width, weight_format.group or weight.width)):
+            stop = start + (weight_format.group or weight.width)
             y_TO += (rows_TD[:, start:stop] @ values_OD[:, start:stop].T).to(wide) * scale[:, g].to(wide)
         return (y_TO if scale_T is None else y_TO * scale_T[:, None]).to(x_TD.dtype)
 
@@ -39,6 +39,6 @@ class _QuantizedLinear(torch.autograd.Function):
         )
 
 
-def quantized_linear(x_TD: Tensor, weight: QuantizedWeight, quantized: Quantized | None = None) -> Tensor:
+def quantized_linear(x_TD: Tensor, weight: QuantizedWeight, x_quantized: Quantized | None = None) -> Tensor:
     """[T, O] in x's dtype."""
-    return _QuantizedLinear.apply(x_TD, *weight.check(), quantized)
+    return _QuantizedLinear.apply(x_TD, *weight.check(), x_quantized)

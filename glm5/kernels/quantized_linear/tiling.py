@@ -22,14 +22,14 @@ class Tiling(NamedTuple):
     cluster: int = 0
 
 
-def sizes_of(form: WeightFormat, rows: int, width: int) -> str:
+def sizes_of(weight_format: WeightFormat, rows: int, width: int) -> str:
     """A weight's name in `kernels/tuned`."""
-    return f"{form} O={rows} D={width}"
+    return f"{weight_format} O={rows} D={width}"
 
 
 def measured_for(x_TD: Tensor, weight: QuantizedWeight) -> Tiling | None:
     """What was fastest on this GPU; None if nothing was measured."""
-    sizes = sizes_of(weight.form, len(weight.codes), weight.width)
+    sizes = sizes_of(weight.format, len(weight.codes), weight.width)
     return tuned.find(Tiling, "quantized_linear", sizes, len(x_TD), x_TD.device)
 
 

@@ -23,7 +23,7 @@ from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch
 
 def block_k_of(weight: QuantizedWeight, block_k: int) -> int:
     """Inputs of a step: no step may cross groups."""
-    return 64 if weight.form.group is not None and weight.form.group % block_k else block_k
+    return 64 if weight.format.group is not None and weight.format.group % block_k else block_k
 
 
 @triton.jit
@@ -90,10 +90,10 @@ def _store(y, x_scale_ptr, out_ptr, column, at, known, QUANTIZED: tl.constexpr):
 
 
 def quantized_linear(
-    x_TD: Tensor, weight: QuantizedWeight, tiling: Tiling | None = None, *, quantized: Quantized | None = None
+    x_TD: Tensor, weight: QuantizedWeight, tiling: Tiling | None = None, *, x_quantized: Quantized | None = None
 ) -> Tensor:
     """[T, O] in x's dtype."""
-    codes, scale, form = weight.check()
+    codes, scale, weight_format = weight.check()
     num_rows = len(codes)
     out_TO = torch.empty(len(x_TD), num_rows, dtype=x_TD.dtype, device=x_TD.device)
     if not out_TO.numel():
@@ -102,14 +102,16 @@ def quantized_linear(
     if tiling is None or tiling.cluster:
         tiling = tiling_for(len(x_TD), num_rows)
     tiles, split = (triton.cdiv(num_rows, tiling.block_o), triton.cdiv(len(x_TD), tiling.block_t)), tiling.split
-    assert split == 1 or (form.act == "int8" and form.group is None and math.prod(tiles) <= NUM_ARRIVALS), f"{tiling=}"
-    assert quantized is None or form.weight != "int4", "those come in halves"
-    rows, x_scale = quantized or prepare_rows(x_TD, form.act, halves=form.weight == "int4")
+    assert split == 1 or (
+        weight_format.act == "int8" and weight_format.group is None and math.prod(tiles) <= NUM_ARRIVALS
+    ), f"{tiling=}"
+    assert x_quantized is None or weight_format.weight != "int4", "those come in halves"
+    rows, x_scale = x_quantized or prepare_rows(x_TD, weight_format.act, halves=weight_format.weight == "int4")
     partial = torch.empty(split if split > 1 else 0, *out_TO.shape, dtype=torch.int32, device=x_TD.device)
     _quantized_linear[(*tiles, split)](
         rows,
         x_scale if x_scale is not None else rows,
-        codes.view(torch.int8) if form.weight == "int4" else codes,
+        codes.view(torch.int8) if weight_format.weight == "int4" else codes,
         scale,
         out_TO,
         partial,
@@ -119,9 +121,9 @@ def quantized_linear(
         codes.shape[-1],
         scale.shape[-1],
         QUANTIZED=x_scale is not None,
-        INT4=form.weight == "int4",
-        GROUP=form.group or 0,
-        INTEGER=form.act == "int8",
+        INT4=weight_format.weight == "int4",
+        GROUP=weight_format.group or 0,
+        INTEGER=weight_format.act == "int8",
         BLOCK_O=tiling.block_o,
         BLOCK_T=tiling.block_t,
         BLOCK_K=block_k_of(weight, tiling.block_k),

@@ -20,7 +20,7 @@ def _search(number: type[ctypes.c_float] | type[ctypes.c_double]) -> type[ctypes
             *((name, ctypes.c_void_p) for name in ("w", "h", "starts")),
             *((name, ctypes.c_int64) for name in ("rows", "width", "rows_per_matrix", "groups", "one_h")),
             *((name, ctypes.c_int) for name in ("num_starts", "steps", "polish")),
-            *((name, number) for name in ("lowest", "highest")),
+            *((name, number) for name in ("quant_min", "quant_max")),
             ("out", ctypes.c_void_p),
         ]
 
@@ -41,8 +41,8 @@ def available() -> bool:
 def ssz(
     w_BOGI: Tensor,
     h_BGI: Tensor | None,
-    lowest: float,
-    highest: float,
+    quant_min: float,
+    quant_max: float,
     starts: tuple[float, ...],
     steps: int,
     polish: int,
@@ -62,7 +62,7 @@ def ssz(
     one_h = h is not None and len(h) == 1
 
     search = make(
-        *pointers, B * O * G, I, O * G, G, one_h, len(starts), steps, polish, lowest, highest, out_BOG.data_ptr()
+        *pointers, B * O * G, I, O * G, G, one_h, len(starts), steps, polish, quant_min, quant_max, out_BOG.data_ptr()
     )
     if getattr(native, name)(ctypes.byref(search), torch.get_num_threads()):
         raise MemoryError("ssz: no memory for a row")

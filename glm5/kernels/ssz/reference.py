@@ -1,6 +1,6 @@
 """SSZ: codes and scale by turns, from every start; then on from the best until it stays.
 
-    q = clamp(round(w / s), lowest, highest)    s = sum h w q / sum h q^2    explained = (sum h w q)^2 / sum h q^2
+    q = clamp(round(w / s), quant_min, quant_max)    s = sum h w q / sum h q^2    explained = (sum h w q)^2 / sum h q^2
 
 What a step explains of sum h w^2 is the error's complement for the codes it came from; the most explained is best.
 """
@@ -14,8 +14,8 @@ _NOTHING = 1e-30  # sums of squares of codes that are all zero
 def ssz(
     w_BOGI: Tensor,
     h_BGI: Tensor | None,
-    lowest: float,
-    highest: float,
+    quant_min: float,
+    quant_max: float,
     starts: tuple[float, ...],
     steps: int,
     polish: int,
@@ -24,14 +24,14 @@ def ssz(
     w = w_BOGI.to(torch.promote_types(w_BOGI.dtype, torch.float32))
     h = None if h_BGI is None else h_BGI.to(w.dtype).unsqueeze(1)
     first = w.abs().amax(-1)
-    first = first / torch.full_like(first, highest)
+    first = first / torch.full_like(first, quant_max)
     first = first.masked_fill(first == 0, 1.0)
     hw, room = (w if h is None else w * h), torch.empty_like(w)
     best, most = first, torch.full_like(first, -torch.inf)
 
     def step(scale: Tensor) -> tuple[Tensor, Tensor]:
         # Codes found with a reciprocal may differ from a quotient's at ties, where either is as good.
-        q = torch.mul(w, scale.reciprocal().unsqueeze(-1), out=room).round_().clamp_(lowest, highest)
+        q = torch.mul(w, scale.reciprocal().unsqueeze(-1), out=room).round_().clamp_(quant_min, quant_max)
         hwq = (hw * q).sum(-1)
         hqq = (q.square_() if h is None else q.square_().mul_(h)).sum(-1).clamp_min_(_NOTHING)
         scale = hwq / hqq

@@ -19,7 +19,7 @@ template <class T> struct Search {
     const T *w, *h, *starts;  // w [rows, width]; h [matrices or 1, groups, width] or null
     int64_t rows, width, rows_per_matrix, groups, one_h;
     int num_starts, steps, polish;
-    T lowest, highest;
+    T quant_min, quant_max;
     T* out;  // [rows]
 };
 
@@ -27,13 +27,13 @@ template <class T> struct Search {
 template <class T> constexpr T ROUND = T(1.5) * T(int64_t(1) << (std::numeric_limits<T>::digits - 1));
 
 template <class T, bool WEIGHTED>
-void step(const T* w, const T* hw, const T* h, int64_t padded, T scale, T lowest, T highest, T& found, T& explained) {
+void step(const T* w, const T* hw, const T* h, int64_t padded, T scale, T quant_min, T quant_max, T& found, T& explained) {
     T inverse = T(1) / scale, wq[LANES] = {}, qq[LANES] = {};
     for (int64_t at = 0; at < padded; at += LANES)
         for (int l = 0; l < LANES; ++l) {
             T near = w[at + l] * inverse;
-            near = near > lowest ? near : lowest;
-            near = near < highest ? near : highest;
+            near = near > quant_min ? near : quant_min;
+            near = near < quant_max ? near : quant_max;
             T q = (near + ROUND<T>) - ROUND<T>;
             wq[l] += hw[at + l] * q;
             qq[l] += WEIGHTED ? h[at + l] * (q * q) : q * q;
@@ -48,19 +48,19 @@ void step(const T* w, const T* hw, const T* h, int64_t padded, T scale, T lowest
 template <class T, bool WEIGHTED> T search(const Search<T>& of, const T* w, const T* hw, const T* h, int64_t padded) {
     T reach = 0;
     for (int64_t i = 0; i < of.width; ++i) reach = std::max(reach, w[i] < 0 ? -w[i] : w[i]);
-    T first = reach / of.highest;
+    T first = reach / of.quant_max;
     if (first == 0) first = 1;
     T best = first, most = -std::numeric_limits<T>::infinity(), explained;
     for (int s = 0; s < of.num_starts; ++s) {
         T scale = first * of.starts[s];
         for (int i = 0; i < of.steps; ++i) {
-            step<T, WEIGHTED>(w, hw, h, padded, scale, of.lowest, of.highest, scale, explained);
+            step<T, WEIGHTED>(w, hw, h, padded, scale, of.quant_min, of.quant_max, scale, explained);
             if (explained > most) most = explained, best = scale;
         }
     }
     for (int i = 0; i < of.polish; ++i) {
         T scale;
-        step<T, WEIGHTED>(w, hw, h, padded, best, of.lowest, of.highest, scale, explained);
+        step<T, WEIGHTED>(w, hw, h, padded, best, of.quant_min, of.quant_max, scale, explained);
         if (!(explained > most)) break;  // nothing would change any more
         most = explained, best = scale;
     }

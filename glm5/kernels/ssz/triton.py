@@ -9,10 +9,10 @@ _TILE = 4096  # elements of a program, unless one row has more; at 8192 many sho
 
 
 @triton.jit
-def _step(w, hw, h, scale, lowest, highest, WEIGHTED: tl.constexpr):
+def _step(w, hw, h, scale, quant_min, quant_max, WEIGHTED: tl.constexpr):
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     # Small numbers are rounded to nearest even by adding 1.5 * 2^23; the ends are whole, so cutting first is the same.
-    q = (tl.minimum(tl.maximum(w * inverse[:, None], lowest), highest) + 12582912.0) - 12582912.0
+    q = (tl.minimum(tl.maximum(w * inverse[:, None], quant_min), quant_max) + 12582912.0) - 12582912.0
     hwq = tl.sum(hw * q, axis=1)
     hqq = tl.sum(h * (q * q) if WEIGHTED else q * q, axis=1)
     found = tl.div_rn(hwq, tl.maximum(hqq, 1e-30))
@@ -30,8 +30,8 @@ def _ssz(
     O,
     G,
     num_starts,
-    lowest,
-    highest,
+    quant_min,
+    quant_max,
     STEPS: tl.constexpr,
     POLISH: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -49,18 +49,18 @@ def _ssz(
         h = tl.load(h_ptr + of_h[:, None] * I + i[None, :], mask=inside, other=0.0)
         hw = h * w
     reach = tl.max(tl.abs(w), axis=1)
-    first = tl.div_rn(reach, tl.zeros([ROWS], tl.float32) + highest)
+    first = tl.div_rn(reach, tl.zeros([ROWS], tl.float32) + quant_max)
     first = tl.where(first == 0, 1.0, first)
     best = first
     most = tl.full([ROWS], float("-inf"), tl.float32)
     for s in range(num_starts):
         scale = first * tl.load(starts_ptr + s)
         for _ in range(STEPS):
-            scale, explained = _step(w, hw, h, scale, lowest, highest, WEIGHTED)
+            scale, explained = _step(w, hw, h, scale, quant_min, quant_max, WEIGHTED)
             best = tl.where(explained > most, scale, best)
             most = tl.maximum(explained, most)
     for _ in range(POLISH):
-        scale, explained = _step(w, hw, h, best, lowest, highest, WEIGHTED)
+        scale, explained = _step(w, hw, h, best, quant_min, quant_max, WEIGHTED)
         best = tl.where(explained > most, scale, best)
         most = tl.maximum(explained, most)
     tl.store(out_ptr + r, tl.where(most > 0, best, first), mask=r < R)
@@ -69,8 +69,8 @@ def _ssz(
 def ssz(
     w_BOGI: Tensor,
     h_BGI: Tensor | None,
-    lowest: float,
-    highest: float,
+    quant_min: float,
+    quant_max: float,
     starts: tuple[float, ...],
     steps: int,
     polish: int,
@@ -96,8 +96,8 @@ def ssz(
         O,
         G,
         len(starts),
-        lowest,
-        highest,
+        quant_min,
+        quant_max,
         STEPS=steps,
         POLISH=polish,
         WEIGHTED=h_BGI is not None,

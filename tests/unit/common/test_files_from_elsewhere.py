@@ -17,8 +17,8 @@ from glm5.common.errors import CheckpointError, ConfigError, DataError, GlmError
 from glm5.config.model import ModelConfig
 from glm5.config.train import read_recipe as read_training
 from glm5.engine.defaults import read_defaults
+from glm5.quantize.calibration_text import _from_file
 from glm5.quantize.recipe import read_recipe as read_quantization
-from glm5.quantize.texts import _from_file
 from glm5.train.data.tokens import TokenFile
 from tests.support.tokenizers import tiny_tokenizer
 

@@ -64,12 +64,12 @@ def quantized_model(seed):
     use_quantized(model, {name: experts if name.endswith("experts") else linear for name in sorted(modules)})
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
-            codes, scale, _ = random_quantized(gen, module.form, *module.weight.shape)
+            codes, scale, _ = random_quantized(gen, module.format, *module.weight.shape)
             module.weight.data, module.weight_scale.data = codes, scale
         elif isinstance(module, QuantizedExperts):
             for leaf in ("gate_up_proj", "down_proj"):
                 *shape, num_bytes = getattr(module, leaf).shape
-                codes, scale, _ = random_quantized(gen, module.form, *shape, 2 * num_bytes)
+                codes, scale, _ = random_quantized(gen, module.format, *shape, 2 * num_bytes)
                 getattr(module, leaf).data, getattr(module, f"{leaf}_scale").data = codes, scale
     return model
 
@@ -266,7 +266,7 @@ def test_neighbours_of_one_kind_are_one_product(seed):
         if isinstance(linear, Linear):
             linear.weight.data = weight
         elif isinstance(linear, QuantizedLinear):
-            linear.weight.data, linear.weight_scale.data, _ = random_quantized(gen, linear.form, *weight.shape)
+            linear.weight.data, linear.weight_scale.data, _ = random_quantized(gen, linear.format, *weight.shape)
         else:
             linear.weight.data, linear.weight_scale_inv.data = quantize_blocks(weight)
     rows = Rows(torch.randn(3, 256, generator=gen))

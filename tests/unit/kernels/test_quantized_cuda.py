@@ -64,7 +64,10 @@ def test_refusals(gen):
 @pytest.mark.parametrize("shape", [(1, 40, 512), (9, 16, 1152), (16, 33, 128)], ids=str)
 def test_a_linear_layer_has_the_references_bits(shape, gen, tmp_path):
     num_tokens, num_rows, width = shape
-    weight, x = random_quantized(gen, linear_cuda.FORM, num_rows, width), torch.randn(num_tokens, width, generator=gen)
+    weight, x = (
+        random_quantized(gen, linear_cuda.FORMAT, num_rows, width),
+        torch.randn(num_tokens, width, generator=gen),
+    )
     constants = linear_cuda.constants_for(width, num_tokens) | {"ACT": 1}  # products of int8
     kernel = build(linear_cuda.FEW, tmp_path, "few", constants)
     got, want = linear_cuda.run_few(kernel, x.bfloat16(), weight), quantized_linear(x.bfloat16(), weight)
@@ -80,7 +83,10 @@ def test_a_linear_layer_has_the_references_bits(shape, gen, tmp_path):
 def test_tiles_have_the_references_bits(shape, gen, tmp_path, monkeypatch):
     num_tokens, columns, num_rows, width = shape
     monkeypatch.setattr(linear_cuda.cuda_code, "tile_map", Matrix)
-    weight, x = random_quantized(gen, linear_cuda.FORM, num_rows, width), torch.randn(num_tokens, width, generator=gen)
+    weight, x = (
+        random_quantized(gen, linear_cuda.FORMAT, num_rows, width),
+        torch.randn(num_tokens, width, generator=gen),
+    )
     constants = {"COLS": columns, "STAGES": 3 if columns == 128 else 2}
     kernel = build(linear_cuda.TILES, tmp_path, "tiles", constants, "hopper_int8_on_cpu.h")
     got = linear_cuda.run_tiles(kernel, columns, x.bfloat16(), weight, 1)
@@ -95,7 +101,7 @@ def test_tiles_have_the_references_bits(shape, gen, tmp_path, monkeypatch):
 
 def test_auto_takes_what_was_measured(gen, monkeypatch):
     module = import_module("glm5.kernels.quantized_linear")
-    x, weight = torch.zeros(20, 128).bfloat16(), random_quantized(gen, linear_cuda.FORM, 16, 128)
+    x, weight = torch.zeros(20, 128).bfloat16(), random_quantized(gen, linear_cuda.FORMAT, 16, 128)
     as_on(monkeypatch, "gpu", "triton", "hopper")
 
     def choice(measured, why=""):
@@ -113,10 +119,12 @@ def test_linear_layers_that_are_refused(gen):
         (17, 128, "multiple of 4 outputs for more than 16 tokens, got 18"),
         (129, 192, "is for 1 to 128 tokens, got 129"),
     ):
-        weight = random_quantized(gen, linear_cuda.FORM, 18, width)
+        weight = random_quantized(gen, linear_cuda.FORMAT, 18, width)
         with pytest.raises(ValueError, match=why):
             quantized_linear(torch.randn(rows, width).bfloat16(), weight, impl="cuda")
     with pytest.raises(ValueError, match=r"needs rows in bfloat16 and weights in w8a8, got torch\.float32"):
         quantized_linear(torch.randn(3, 192), weight, impl="cuda")
     with pytest.raises(ValueError, match="needs Hopper, got cpu; use impl='triton'"):
-        quantized_linear(torch.randn(3, 256).bfloat16(), random_quantized(gen, linear_cuda.FORM, 16, 256), impl="cuda")
+        quantized_linear(
+            torch.randn(3, 256).bfloat16(), random_quantized(gen, linear_cuda.FORMAT, 16, 256), impl="cuda"
+        )

@@ -98,7 +98,7 @@ def test_invariant_rows_do_not_depend_on_others(form, gen):
 def test_mistakes(gen):
     weight = random_quantized(gen, WeightFormat("int8"), 4, 16)
     with pytest.raises(ValueError, match="no kernel multiplies int8 codes with rows in fp8"):
-        quantized_linear(torch.ones(1, 16), weight._replace(form=WeightFormat("int8", None, "fp8")))
+        quantized_linear(torch.ones(1, 16), weight._replace(format=WeightFormat("int8", None, "fp8")))
     with pytest.raises(ValueError, match=r"need torch\.int8 and a float32 scale"):
         quantized_linear(torch.ones(1, 16), weight._replace(scale=weight.scale.double()))
     with pytest.raises(ValueError, match="unknown impl"):

@@ -25,13 +25,13 @@ def correlated(gen: torch.Generator, *shape: int) -> Tensor:
 def by_elimination(weight: Tensor, hessian: Tensor, grid: Grid, scale: Tensor, order: list[int]) -> Tensor:
     """Optimal brain quantization, a row and a column at a time: the inverse of what is left of H, in full."""
     codes = torch.zeros_like(weight)
-    spread = grid.spread(scale, weight.shape).expand_as(weight)
+    spread = grid.broadcast(scale, weight.shape).expand_as(weight)
     for row in range(len(weight)):
         w, left = weight[row].clone(), list(order)
         while left:
             inverse = torch.linalg.inv(hessian[left][:, left])
             k = left[0]
-            codes[row, k] = (w[k] / spread[row, k]).round().clamp(grid.lowest, grid.highest)
+            codes[row, k] = (w[k] / spread[row, k]).round().clamp(grid.quant_min, grid.quant_max)
             w[left] -= (w[k] - codes[row, k] * spread[row, k]) / inverse[0, 0] * inverse[0]
             left = left[1:]
     return codes

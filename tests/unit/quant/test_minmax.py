@@ -8,7 +8,7 @@ import torch
 from glm5.common.errors import ConfigError
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import quantize_blocks
-from glm5.quant import parts
+from glm5.quant import chunks
 from glm5.quant.minmax import encode, fake_quantize, minmax, quantize
 from glm5.quant.nvfp4 import quantize_nvfp4
 from glm5.quant.record import (
@@ -60,7 +60,7 @@ def test_rows_by_the_formula(bits, symmetric, seed):
 def test_a_batch_is_its_members_and_parts_are_the_whole(grid, dtype, seed, monkeypatch):
     x = laplace(torch.Generator().manual_seed(seed), 2, 3, 200, 256).to(dtype)
     whole = quantize(x, grid)
-    monkeypatch.setitem(parts._MOST, "cpu", 1 << 14)
+    monkeypatch.setitem(chunks._MOST, "cpu", 1 << 14)
     in_parts, alone = quantize(x, grid), quantize(x[1, 2], grid)
     for name in ("codes", "scale", "offset", "tensor_scale"):
         if (part := getattr(whole, name)) is not None:

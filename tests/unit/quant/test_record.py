@@ -20,7 +20,7 @@ GRIDS = [
 
 
 def filled(grid: Grid, shape: tuple[int, ...], gen: torch.Generator) -> Quantized:
-    low, high = (0, 15) if grid.kind == "nvfp4" else (int(grid.lowest), int(grid.highest))
+    low, high = (0, 15) if grid.kind == "nvfp4" else (int(grid.quant_min), int(grid.quant_max))
     codes = torch.randint(low, high + 1, shape, generator=gen)
     of_scale = grid.scale_shape(shape)
     scale = torch.rand(of_scale, generator=gen) + 0.1

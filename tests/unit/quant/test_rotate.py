@@ -7,7 +7,7 @@ from torch import Tensor
 from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
 from glm5.model.glm5 import Glm5
-from glm5.quant import parts
+from glm5.quant import chunks
 from glm5.quant.graph import ROTATIONS
 from glm5.quant.hadamard import random_hadamard, shifted_blocks
 from glm5.quant.rotate import fold, mtp_corrections, rotate, rotations
@@ -112,7 +112,7 @@ def test_a_batch_of_experts_is_a_loop_bit_for_bit(dtype, model, monkeypatch):
     for some in (tensors, alone):
         folded = {**some, **fold(some, ALL)[0]}
         results.append({**folded, **rotate(folded, cfg, by)[0]})
-        monkeypatch.setitem(parts._MOST, "cpu", 1 << 9)
+        monkeypatch.setitem(chunks._MOST, "cpu", 1 << 9)
     for name, got in results[1].items():
         stack = (
             name.replace("experts." + name.split("experts.")[-1].split(".")[0], "experts.*")
@@ -137,7 +137,7 @@ def test_rotations_are_orthogonal_and_spread(size):
     assert blocks == (9 if size == 36 else 1)  # 35 is no prime: nine blocks of 4
     assert torch.allclose(matrix[matrix != 0].abs(), torch.tensor(rotation.block**-0.5).double())
     x = torch.randn(3, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
-    assert torch.allclose(rotation.turn(x), x @ matrix, atol=1e-12)
+    assert torch.allclose(rotation.apply(x), x @ matrix, atol=1e-12)
 
 
 def test_upstreams_blocks():
@@ -154,4 +154,4 @@ def test_the_width_of_glm5_is_one_block_of_twelve_times_512():
     rotation = random_hadamard(6144, 1)
     assert (rotation.block, rotation.paley) == (6144, 12)
     x = torch.randn(2, 6144, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-    assert torch.allclose(rotation.turn(x) @ rotation.turn(x).T, x @ x.T, atol=1e-9)
+    assert torch.allclose(rotation.apply(x) @ rotation.apply(x).T, x @ x.T, atol=1e-9)

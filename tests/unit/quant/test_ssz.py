@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from glm5.common.errors import ConfigError
-from glm5.quant import parts
+from glm5.quant import chunks
 from glm5.quant.minmax import as_groups, minmax, quantize
 from glm5.quant.record import FP8_CHANNEL, INT4_CHANNEL, INT4_GROUP, INT8_CHANNEL, Grid
 from glm5.quant.ssz import ssz, ssz_asymmetric, ssz_upstream
@@ -40,7 +40,7 @@ def best_of_a_hundred(w: Tensor, grid: Grid) -> Tensor:
     best, least = first, torch.full_like(first, torch.inf)
     for i in range(100):
         scale = first * (1 - 0.009 * i)
-        q = (groups / scale[..., None]).round().clamp(grid.lowest, grid.highest)
+        q = (groups / scale[..., None]).round().clamp(grid.quant_min, grid.quant_max)
         wrong = (groups - q * scale[..., None]).square().sum(-1)
         best, least = torch.where(wrong < least, scale, best), torch.minimum(wrong, least)
     return best
@@ -95,7 +95,7 @@ def test_a_batch_of_experts_is_a_loop_bit_for_bit(grid, weighted, seed, monkeypa
     for e in range(len(w)):
         assert torch.equal(whole[e], ssz(w[e], grid, None if h is None else h[e]))
         assert torch.equal(ssz_upstream(w, grid)[e], ssz_upstream(w[e], grid))
-    monkeypatch.setitem(parts._MOST, "cpu", 1 << 10)
+    monkeypatch.setitem(chunks._MOST, "cpu", 1 << 10)
     assert torch.equal(ssz(w, grid, h), whole)
 
 
@@ -137,8 +137,8 @@ def best_asymmetric(w: Tensor, grid: Grid) -> float:
     wrong = torch.full(first.shape[:1], torch.inf, dtype=w.dtype)
     for i in range(60):
         scale = first * (1 - 0.015 * i)
-        for offset in range(int(grid.lowest), int(grid.highest) + 1):
-            q = (w / scale + offset).round().clamp(grid.lowest, grid.highest)
+        for offset in range(int(grid.quant_min), int(grid.quant_max) + 1):
+            q = (w / scale + offset).round().clamp(grid.quant_min, grid.quant_max)
             wrong = torch.minimum(wrong, (w - scale * (q - offset)).square().sum(-1))
     return float((wrong.sum() / w.square().sum()).sqrt())
 
@@ -168,6 +168,6 @@ def test_asymmetric_ssz_finds_scale_and_offset(seed):
     assert (wrong[1].square() * h.unsqueeze(1)).sum() <= (wrong[0].square() * h.unsqueeze(1)).sum()
     zero, whole = ssz_asymmetric(torch.zeros(1, 8), grid)
     assert zero.item() == 1
-    assert grid.lowest <= whole.item() <= grid.highest
+    assert grid.quant_min <= whole.item() <= grid.quant_max
     with pytest.raises(ConfigError, match="asymmetric integers"):
         ssz_asymmetric(w, INT4_CHANNEL)

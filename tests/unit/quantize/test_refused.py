@@ -203,9 +203,9 @@ def test_random_weights_of_a_scheme(written):
     assert {QuantizedLinear, QuantizedExperts} <= kinds
     assert not {BlockScaledLinear, BlockScaledExperts} & kinds
     experts = model.get_submodule("model.layers.1.mlp.experts")
-    assert experts.form == WeightFormat("int4", None, "int8")
+    assert experts.format == WeightFormat("int4", None, "int8")
     assert model.logits(IDS).float().std() > 0.1
-    values = QuantizedWeight(experts.gate_up_proj, experts.gate_up_proj_scale, experts.form).values(torch.int8)
+    values = QuantizedWeight(experts.gate_up_proj, experts.gate_up_proj_scale, experts.format).values(torch.int8)
     assert (values.min(), values.max()) == (-7, 7)  # a mean of half a code would drive all tokens to the same experts
     other = dummy(cfg.replace(quantization_config={"quant_method": "w4afp8"}), fp8=True)
     assert {BlockScaledLinear, QuantizedExperts} <= {type(module) for module in other.modules()}

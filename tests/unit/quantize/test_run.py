@@ -68,8 +68,10 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_bytes(small_bf16, straight, t
         quantize(settings(small_bf16, tmp_path / "out", scheme="w4a8"))
     assert not (tmp_path / "out").exists()
     worked: list[int] = []
-    work = running.work
-    monkeypatch.setattr(running, "work", lambda run, idx, *args: (worked.append(idx), work(run, idx, *args))[1])
+    work = running.quantize_layer
+    monkeypatch.setattr(
+        running, "quantize_layer", lambda run, idx, *args: (worked.append(idx), work(run, idx, *args))[1]
+    )
     assert content(quantize(settings(small_bf16, tmp_path / "out", scheme="w4a8"))) == content(straight)
     assert worked == list(range(after + 1, 4))
 

@@ -92,7 +92,7 @@ def test_matrices_are_what_the_formats_read(written):
             assert torch.equal(slot.view(held[slot.parameter]), want), (name, disk)
             owner = quantized.get_submodule(slot.module)
             weight, scale = (getattr(owner, slot.parameter.rpartition(".")[2] + end) for end in ("", "_scale"))
-            got = QuantizedWeight(weight, scale, owner.form).dequantize(torch.bfloat16)
+            got = QuantizedWeight(weight, scale, owner.format).dequantize(torch.bfloat16)
             assert torch.equal(slot.view(got), want), (name, disk)
 
 

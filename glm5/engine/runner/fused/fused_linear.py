@@ -86,7 +86,7 @@ class FusedLinear:
             case Linear():
                 return F.linear(rows.x_TD, weight)
             case QuantizedLinear():
-                quantized = QuantizedWeight(weight, _piece(first.weight_scale, count), first.form)
+                quantized = QuantizedWeight(weight, _piece(first.weight_scale, count), first.format)
                 return quantized_linear(rows.x_TD, quantized, rows.codes_for(first))
             case BlockScaledLinear():
                 scale = _piece(first.weight_scale_inv, num_blocks(count))
@@ -99,7 +99,7 @@ def _continues(before: AnyLinear, linear: AnyLinear) -> bool:
         case Linear(), Linear():
             return True
         case QuantizedLinear(), QuantizedLinear():
-            return before.form == linear.form
+            return before.format == linear.format
         case BlockScaledLinear(), BlockScaledLinear():
             return before.weight.shape[0] % BLOCK == 0
         case _:
@@ -129,7 +129,7 @@ def _kind_of(linear: AnyLinear) -> Kind | None:
     match linear:
         case BlockScaledLinear():
             return "blocks"
-        case QuantizedLinear() if (linear.form.weight, linear.form.act) == ("int8", "int8"):
+        case QuantizedLinear() if (linear.format.weight, linear.format.act) == ("int8", "int8"):
             return "int8"
         case _:
             return None

@@ -1,6 +1,6 @@
-"""One layer: folded and rotated, smoothed, quantized, and its figures. Nothing here reads or writes a file.
+"""One layer: folded and rotated, smoothed, quantized, and its metrics. Nothing here reads or writes a file.
 
-    tensors as stored -> turned -> seen by samples -> smoothed -> codes -> the same layer with the codes' values
+    tensors as stored -> rotated -> seen by samples -> smoothed -> codes -> the same layer with the codes' values
 
 Everything is computed in the run's dtype; what stays unquantized is rounded to its own dtype before samples see it.
 """
@@ -26,7 +26,7 @@ from glm5.quantize.layer import build_layers
 from glm5.quantize.plan import LinearPlan, Plan
 from glm5.quantize.smoothing import smooth_layer
 from glm5.quantize.source import Layer
-from glm5.quantize.weights import How, quantize_modules, shared_tensor_scale
+from glm5.quantize.weights import Options, quantize_modules, shared_tensor_scale
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class Run:
     min_tokens: int = 16
 
     @property
-    def how(self) -> How:
-        return How(self.format, self.devices, self.upstream, self.all_experts, self.min_tokens)
+    def options(self) -> Options:
+        return Options(self.format, self.devices, self.upstream, self.all_experts, self.min_tokens)
 
     @property
     def device(self) -> torch.device:
@@ -62,19 +62,19 @@ class Run:
 
 @dataclass
 class LayerResult:
-    """A layer as it is to be stored: tensors in their own dtypes, quantized modules, and figures for the report."""
+    """A layer as it is to be stored: tensors in their own dtypes, quantized modules, and metrics for the report."""
 
     layer_idx: int
     plain: Layer
     quantized: dict[str, Quantized]
     input_amax: dict[str, Tensor] = field(default_factory=dict)
     """Of modules that samples reached: largest input, for stacks one an expert."""
-    figures: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
     tensor_scales: dict[frozenset[str], Tensor] = field(default_factory=dict)
     """Of nvfp4, by the modules that share them."""
 
 
-def turned(run: Run, tensors: Layer) -> Layer:
+def rotated(run: Run, tensors: Layer) -> Layer:
     """The tensors in the run's dtype on its first device, folded and rotated as the recipe says; `tensors` is used up,
     one at a time, so that no layer is held twice."""
 
@@ -94,7 +94,7 @@ def turned(run: Run, tensors: Layer) -> Layer:
     return held | norms | (fold(norms, run.rotations)[0] if run.rotations else {})
 
 
-def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -> LayerResult:
+def quantize_layer(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -> LayerResult:
     """Quantize a layer, which is used up, and send the samples through it as it will run.
 
     Without samples only methods without data.
@@ -103,7 +103,7 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
     linears = run.plan.layer(layer_idx)
     for module, linear in linears.items():
         refuse_int4(run, layer_idx, module, linear, stored[f"{module}.weight"])
-    tensors = turned(run, stored)
+    tensors = rotated(run, stored)
     is_trunk = layer_idx < run.cfg.num_hidden_layers
     inputs = None
     if samples is not None and is_trunk:
@@ -111,7 +111,7 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
     result = LayerResult(layer_idx, {}, {})
     if inputs is not None and run.plan.recipe.smoothing:
         stored_norm = dtypes["input_layernorm.weight"]
-        result.figures["smoothing"] = smooth_layer(run.how, run.plan, layer_idx, tensors, inputs, stored_norm)
+        result.metrics["smoothing"] = smooth_layer(run.options, run.plan, layer_idx, tensors, inputs, stored_norm)
     for name in tensors:
         if name.removesuffix(".weight") not in linears:
             rounded = tensors[name].to(dtypes[name])
@@ -121,9 +121,9 @@ def work(run: Run, layer_idx: int, stored: Layer, samples: Activations | None) -
             continue
         shared = _shared_scale(module, linear, tensors, result)
         together = _together(module, linear, linears)
-        for name, done in quantize_modules(run.how, together, linear, tensors, inputs, shared).items():
+        for name, done in quantize_modules(run.options, together, linear, tensors, inputs, shared).items():
             result.quantized[name] = done.weight
-            result.figures[name] = done.errors.relative()
+            result.metrics[name] = done.errors.relative()
             if done.amax is not None:
                 result.input_amax[name] = done.amax
     _count_tokens(run, layer_idx, inputs, result)
@@ -171,7 +171,7 @@ def _count_tokens(run: Run, layer_idx: int, inputs: Inputs | None, result: Layer
     counts = None if inputs is None else inputs.tokens_per_expert(run.cfg.n_routed_experts)
     if counts is None:
         return
-    result.figures["tokens_per_expert"] = counts.tolist()
+    result.metrics["tokens_per_expert"] = counts.tolist()
     few = (counts < run.min_tokens).nonzero().flatten().tolist()
     if few and not run.all_experts:
         shown = ", ".join(map(str, few[:8])) + (f" and {len(few) - 8} more" if len(few) > 8 else "")
