@@ -26,9 +26,9 @@ from glm5.engine.core.depth import AdaptiveDepth, StepCost
 from glm5.engine.core.engine_core import EngineCore
 from glm5.engine.core.pace import PromptPace, PromptShare
 from glm5.engine.defaults import read_defaults
-from glm5.engine.distributed.follower import Follower, Say
+from glm5.engine.distributed.follower import Follower
 from glm5.engine.distributed.loaded_pages import LoadedPages
-from glm5.engine.distributed.rank_wire import Begin
+from glm5.engine.distributed.rank_wire import Begin, RankReply
 from glm5.engine.distributed.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.frontend.startup import WEIGHTS
 from glm5.engine.runner.runner import Runner
@@ -103,7 +103,7 @@ def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None =
     return parts.core(load_tokenizer, RankedRunner(parts.runner, ranks, pages), ranks)
 
 
-def build_follower(begin: Begin, say: Say) -> Follower:
+def build_follower(begin: Begin, send_reply: Callable[[RankReply], None]) -> Follower:
     """What a rank beside the first runs. Raises ConfigError and CheckpointError."""
     start, shard = begin.start, Shard(begin.rank, begin.size)
     config, device = EngineConfig(**start.config), _device(start, begin.rank, begin.size)
@@ -114,7 +114,9 @@ def build_follower(begin: Begin, say: Say) -> Follower:
     read.by_all(group, device)
     parts = _parts(model, config, Path(start.path), group, lambda _phase, _share: None)
     pages = LoadedPages(parts.cache, group)
-    return Follower(parts.runner, parts.scheduler, weights=parts.weights, cache=parts.cache, pages=pages, say=say)
+    return Follower(
+        parts.runner, parts.scheduler, weights=parts.weights, cache=parts.cache, pages=pages, send_reply=send_reply
+    )
 
 
 def _device(start: Start, rank: int, size: int) -> torch.device:

@@ -22,7 +22,19 @@ from glm5.engine.frontend.request_builder import Options, RequestBuilder
 from glm5.engine.frontend.text import AnswerText
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.link import FORKED, Link
-from glm5.engine.transport.wire import Answer, Close, Dead, Drop, Facts, Loading, Ready, Stop, ToEngine, Update, Updates
+from glm5.engine.transport.wire import (
+    AbortRequests,
+    Answer,
+    Close,
+    Dead,
+    Facts,
+    Loading,
+    Ready,
+    StopAnswer,
+    ToEngine,
+    Update,
+    Updates,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +130,11 @@ class Client:
         """Forget a request, in whatever state it is. Nothing more is delivered of it after the pump's present turn."""
         known = [seq_id for seq_id in request.seq_ids if self._growing.pop(seq_id, None) is not None]
         if known:
-            self.link.send(Drop(tuple(known)))
+            self.link.send(AbortRequests(tuple(known)))
 
     def abort_all(self) -> None:
         """Have the engine end everything that it was asked for; each answer's last delta says "abort"."""
-        self.link.send(Drop())
+        self.link.send(AbortRequests())
 
     def call(self, make: Callable[[int], ToEngine]) -> Future[dict[str, Any]]:
         """Send `make(call_id)`; the result is set by the pump, as is the GlmError if the engine refuses."""
@@ -200,7 +212,7 @@ class Client:
         if delta.finish_reason is not None:
             self._growing.pop(update.seq_id, None)
             if stream.found_stop:
-                self.link.send(Stop(update.seq_id))
+                self.link.send(StopAnswer(update.seq_id))
             request.unfinished.discard(update.seq_id)
             if not request.unfinished:
                 request.metrics.finished_time = now

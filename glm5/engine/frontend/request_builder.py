@@ -14,7 +14,7 @@ from glm5.engine.sampling.params import MAX_STOP_IDS, SamplingParams, answer_see
 from glm5.engine.sampling.words import bad_word_ids
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.scheduler.messages import Submit
-from glm5.engine.transport.wire import Ask, Facts
+from glm5.engine.transport.wire import AddRequest, Facts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -177,7 +177,7 @@ class RequestBuilder:
 
     def write(
         self, seq_ids: tuple[int, ...], seed: int, prompt_ids: Sequence[int], params: SamplingParams, options: Options
-    ) -> Ask:
+    ) -> AddRequest:
         """The message for a request that was checked. `seed`: see `answer_seeds`."""
         encode = None if self.tokenizer is None else self.tokenizer.encode
         starts_after, not_before = self._starts_after(prompt_ids, params, options), options.not_before
@@ -185,7 +185,7 @@ class RequestBuilder:
         if starts_after is not None and params.structured_outputs is not None:
             # An answer that ended before its grammar began would be none.
             not_before = tuple(sorted({*not_before, *self.eos_ids}))
-        return Ask(
+        return AddRequest(
             seq_ids=seq_ids,
             prompt_ids=list(prompt_ids),
             params=self._plain(params, prompt_ids),

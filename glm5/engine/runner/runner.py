@@ -120,7 +120,7 @@ class Runner:
             self.pass_graphs = PassGraphs(self.passes, cache, graphs, context_buckets, self._routing)
             self.passes.captured = self.pass_graphs
 
-    def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
+    def set_bitmasks(self, slots: list[int], masks_BJM: Tensor) -> None:
         """Masks of the rows of the next launch, for sequences with a grammar (`Sampler.permit`)."""
         self._masks = slots, masks_BJM
 

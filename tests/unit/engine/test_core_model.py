@@ -19,8 +19,8 @@ from glm5.engine.build import build_core
 from glm5.engine.cache.memory import Memory
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import (
+    AddRequest,
     Answer,
-    Ask,
     PauseCall,
     ResumeCall,
     SleepCall,
@@ -49,7 +49,7 @@ class Session:
         }
         defaults |= {"enable_return_routed_experts": True, "async_scheduling": True}
         self.core = build_core(model, EngineConfig(**defaults | config), source=source)
-        self.asks: dict[int, Ask] = {}
+        self.asks: dict[int, AddRequest] = {}
         self.updates: dict[int, list] = {}
         self.answers: dict[int, Answer] = {}
 
@@ -58,7 +58,7 @@ class Session:
         gen = torch.Generator().manual_seed(seq_id)
         prompt = torch.randint(4, 320, (num_prompt,), generator=gen).tolist()
         params = SamplingParams(**{"max_tokens": None, "logprobs": 2} | params)
-        self.asks[seq_id] = Ask((seq_id,), prompt, params, (7 + seq_id,), max_tokens, routed_experts=routed)
+        self.asks[seq_id] = AddRequest((seq_id,), prompt, params, (7 + seq_id,), max_tokens, routed_experts=routed)
         self.updates[seq_id] = []
         self.core.receive(self.asks[seq_id])
         return seq_id
