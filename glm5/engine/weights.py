@@ -20,7 +20,7 @@ from torch import Tensor
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
 from glm5.common.background import in_background
 from glm5.common.errors import RequestError
-from glm5.engine.cache.memory import taking_back
+from glm5.engine.cache.memory import restoring
 from glm5.engine.shared_model import SharedModel
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import WHOLE, Shard
@@ -102,7 +102,7 @@ class Weights:
         """What was dropped is read from the first checkpoint: updates since then are lost, and the version says so."""
         if not self._shapes:
             return False
-        with taking_back("the weights", self._give_back):
+        with restoring("the weights", self._give_back):
             for name, tensor in self.model.state_dict(keep_vars=True).items():
                 tensor.data = tensor.data.new_empty(self._shapes[name])
                 if name in self._on_host:
