@@ -1,5 +1,4 @@
-"""The engine's loop. Begin with `engine_core.py`: an iteration handles messages, plans and launches a step, and reads
-the results of the step before.
+"""The engine's loop. Begin with `engine_core.py`: it handles messages, plans and launches a step, reads the last one.
 
 interfaces   what the loop needs of runner, weights, cache and other ranks
 intake       requests before they reach the scheduler       replies   tokens on their way to clients

@@ -165,10 +165,9 @@ class Control:
         """Weights first: if that fails, all stays asleep; if only the cache fails, it alone does."""
         if self.level and "weights" in parts:
             if self.weights.restore():
-                self.engine.send_to_scheduler(
-                    SetWeights(self.weights.version, recompute=True, identity=self.weights.identity)
-                )
-            self._weights_changed()
+                self._use_other_weights(recompute=True)
+            else:
+                self._weights_changed()
             self.level = 0
             is_awake = self.has_cache
         else:
@@ -210,9 +209,8 @@ class Control:
 
     def _use_other_weights(self, *, recompute: bool) -> None:
         self._weights_changed()
-        self.engine.send_to_scheduler(
-            SetWeights(self.weights.version, recompute=recompute, identity=self.weights.identity)
-        )
+        version, identity = self.weights.version, self.weights.identity
+        self.engine.send_to_scheduler(SetWeights(version, recompute=recompute, identity=identity))
 
     def _reset(self) -> _Turns:
         self.engine.send_to_scheduler(ResetCache())

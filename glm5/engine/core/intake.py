@@ -128,14 +128,11 @@ class Intake:
         _check_ids("stop_token_ids", request.stop_ids, self.vocab_size)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"{len(request.stop_ids)} stop tokens; allowed: {MAX_STOP_IDS}", param="stop_token_ids")
-        if len(request.bad_words) > MAX_BAD_WORDS or not all(
-            0 < len(word) <= MAX_BAD_WORD_LEN for word in request.bad_words
-        ):
+        words = request.bad_words
+        if len(words) > MAX_BAD_WORDS or not all(0 < len(word) <= MAX_BAD_WORD_LEN for word in words):
             allowed = f"up to {MAX_BAD_WORDS} spellings of 1 to {MAX_BAD_WORD_LEN} tokens"
-            raise RequestError(
-                f"bad_words have {len(request.bad_words)} spellings; allowed: {allowed}", param="bad_words"
-            )
-        for word in request.bad_words:
+            raise RequestError(f"bad_words have {len(words)} spellings; allowed: {allowed}", param="bad_words")
+        for word in words:
             _check_ids("bad_words", word, self.vocab_size)
         if not request.seq_ids or len(request.seeds) != len(request.seq_ids) or request.params.n != 1:
             raise RequestError(

@@ -18,9 +18,8 @@ from glm5.engine.tiers.key import PageKey
 
 @dataclass
 class Found:
-    """What admission now would give a waiting sequence. `num_short`: pages missing; it can be admitted at 0.
-
-    `donor`: the sequence whose prompt it shares. `num_matched`: pages in the prefix tree. `lower`: pages to load."""
+    """What admission now would give a waiting sequence: a `donor` whose prompt it shares, `num_matched` pages of the
+    prefix tree, and pages to load (`lower`). It can be admitted if no pages are missing (`num_short`)."""
 
     donor: Sequence | None
     num_matched: int

@@ -395,15 +395,15 @@ def test_weights_for_which_there_is_no_memory_stay_where_they_are(models, folder
 
 def test_weights_that_are_not_a_checkpoints_alone_are_told_from_it(models, folders):
     """On disk their pages would be taken for each other's; and what was dropped could not be had again."""
-    plain, made = (weights.Weights(load_copy(models[0]), folders[0], made_of=of) for of in (b"", b"dummy"))
-    again = weights.Weights(load_copy(models[0]), folders[0], made_of=b"dummy")
+    plain, made = (weights.Weights(load_copy(models[0]), folders[0], derived_from=of) for of in (b"", b"dummy"))
+    again = weights.Weights(load_copy(models[0]), folders[0], derived_from=b"dummy")
     assert plain.identity != made.identity == again.identity
     plain.check_source()
     with pytest.raises(RequestError, match=r"random or with an adapter: .* use level 1"):
         made.check_source()
     of = EngineConfig(load_format="dummy"), EngineConfig(adapter=str(folders[0])), EngineConfig()
-    assert [bool(build.made_of(config)) for config in of] == [True, True, False]
-    assert build.made_of(of[0]) != build.made_of(of[1])
+    assert [bool(build.derived_from(config)) for config in of] == [True, True, False]
+    assert build.derived_from(of[0]) != build.derived_from(of[1])
 
 
 def test_a_model_from_memory_keeps_its_weights(models):

@@ -100,10 +100,8 @@ class FusedAttention:
         if selection is None:
             assert head_weights is not None
             index_TJI = index_TO.unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
-            w_TJ, own = (
-                head_weights.wait(),
-                (row_sharding.shard_rows(rotation[0]), row_sharding.shard_rows(rotation[1])),
-            )
+            w_TJ = head_weights.wait()
+            own = row_sharding.shard_rows(rotation[0]), row_sharding.shard_rows(rotation[1])
             scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
             # Allocated before selection frees memory, so that queries may be computed while keys are selected.
             early = q_THX.new_empty(len(q_THX), heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
