@@ -217,8 +217,8 @@ class LLM:
     ) -> Generator[Delta, None, None]:
         """The answers to one prompt as they grow, a delta for each step. Closing the iterator aborts."""
         params = sampling_params or self.get_default_sampling_params()
-        asked = self._read(prompt, params, Options(routed_experts=routed_experts), "the prompt")
-        for _, delta in self._run([asked], {}):
+        checked = self._read(prompt, params, Options(routed_experts=routed_experts), "the prompt")
+        for _, delta in self._run([checked], {}):
             yield delta
 
     def pause(self) -> None:
@@ -295,35 +295,37 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         """Read all prompts before the first is submitted."""
-        asked = [
+        checked = [
             self._read(prompt, each, option, f"prompt {i}")
             for i, (prompt, each, option) in enumerate(zip(prompts, params, options, strict=True))
         ]
         gained: dict[Request, list[Delta]] = {}
-        num_answers = sum(one.params.n for one in asked)
+        num_answers = sum(one.params.n for one in checked)
         bar = Progress(total=num_answers, unit="answer", desc="generate") if use_tqdm else None
         start, num_tokens = time.monotonic(), 0
         with bar or nullcontext():
-            for request, delta in self._run(asked, gained):
+            for request, delta in self._run(checked, gained):
                 gained[request].append(delta)
                 num_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None and bar is not None:
                     bar.update(1, **{"tokens/s": num_tokens / (time.monotonic() - start)})
-        return [_output(request, one.prompt.text, gained[request]) for request, one in zip(gained, asked, strict=True)]
+        return [
+            _output(request, one.prompt.text, gained[request]) for request, one in zip(gained, checked, strict=True)
+        ]
 
-    def _run(self, asked: Sequence[_Asked], requests: dict[Request, list[Delta]]) -> Iterator[tuple[Request, Delta]]:
+    def _run(self, ready: Sequence[_Checked], requests: dict[Request, list[Delta]]) -> Iterator[tuple[Request, Delta]]:
         """Run these requests and add each to `requests`; unfinished ones are aborted if the iterator is closed."""
         self._check_not_forked()
         arrived: deque[tuple[Request, Delta | GlmError]] = deque()
         names: dict[Request, str] = {}
         try:
-            for one in asked:
+            for one in ready:
                 with held_interrupt():
                     request = self.client.submit(
                         one.prompt.token_ids, one.params, one.options, lambda *item: arrived.append(item)
                     )
                     requests[request], names[request] = [], one.name
-            num_left = sum(one.params.n for one in asked)
+            num_left = sum(one.params.n for one in ready)
             while num_left:
                 while not arrived:
                     self._pump()
@@ -365,18 +367,18 @@ class LLM:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; give one, or one for each prompt")
         return list(given)
 
-    def _read(self, prompt: Prompt | ReadPrompt, params: SamplingParams, options: Options, name: str) -> _Asked:
+    def _read(self, prompt: Prompt | ReadPrompt, params: SamplingParams, options: Options, name: str) -> _Checked:
         read = prompt if isinstance(prompt, ReadPrompt) else read_prompt(prompt, self.tokenizer, name)
         options = replace(options, cache_salt=read.cache_salt)
         try:
             read = replace(read, token_ids=self.client.check(read.token_ids, params, options))
         except RequestError as error:
             raise RequestError(f"{name}: {error}", param=error.param) from None
-        return _Asked(read, params, options, name)
+        return _Checked(read, params, options, name)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Checked:
     """One prompt, checked; `name` is for messages."""
 
     prompt: ReadPrompt

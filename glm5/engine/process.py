@@ -1,4 +1,4 @@
-"""The engine process: `python -m glm5.engine.process FOLDER CWD`, started by `link.ProcessLink` and by nobody else.
+"""The engine process: `python -m glm5.engine.process FOLDER CWD`, started only by `link.ProcessLink`.
 
     FOLDER    two ZMQ sockets, MessagePack: one receives requests, the other sends results
     stdin     a pipe that is never written to: when it closes, the parent has ended, and this process exits

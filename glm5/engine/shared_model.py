@@ -74,7 +74,7 @@ def _weights(model: Glm5) -> dict[str, Tensor]:
 def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     if other := sorted(own.keys() ^ given.keys()):
         verb = "lacks" if other[0] in own else "has"
-        raise ConfigError(f"model: it {verb} {other[0]}, unlike what its config says; {_REMEDY}")
+        raise ConfigError(f"model: it {verb} {other[0]}, unlike its config; {_REMEDY}")
 
 
 def _set_tensor(model: Glm5, name: str, tensor: Tensor) -> None:

@@ -218,8 +218,8 @@ class RequestBuilder:
 
     def _starts_after(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> int | None:
         """`starts_after` as given; for a thinking budget alone, the end tag if the answer begins with thinking."""
-        asked = params.thinking_token_budget is not None and params.structured_outputs is None
-        if options.starts_after is not None or not asked or self.tokenizer is None:
+        has_budget_only = params.thinking_token_budget is not None and params.structured_outputs is None
+        if options.starts_after is not None or not has_budget_only or self.tokenizer is None:
             return options.starts_after
         return self.tokenizer.id_of(THINK_END) if ends_in_reasoning(prompt_ids, self.tokenizer) else None
 

@@ -54,7 +54,6 @@ from glm5.engine.scheduler.sequence import Group, Sequence
 
 _rank = attrgetter("rank")
 
-
 # A launched item: its sequence, the most tokens that it samples, and the end of a prompt chunk that samples none.
 InFlight = tuple[Sequence, int, int]
 
@@ -382,9 +381,8 @@ class Scheduler:
         """Split the rest of the budget among prompts: at most half of a step for each, then the remainder to one."""
         most = self.config.most_of_prompts(self.max_prompt_tokens if plan.items else None)
         budget = min(self.config.max_tokens_per_step - plan.num_tokens, most)
-        left = (
-            self.config.most_of_whole(self.max_prompt_tokens) if self._was_whole and plan.items else 0
-        )  # to the next step
+        # Prompts of up to `left` tokens are left to the next step.
+        left = self.config.most_of_whole(self.max_prompt_tokens) if self._was_whole and plan.items else 0
         chunk = self.config.max_prompt_chunk or budget
         half = min(chunk, max(1, most // 2))
         shares: list[tuple[Sequence, int]] = []
