@@ -1,8 +1,8 @@
 """Requests to tokens. Begin with `llm.py`, or `async_engine.py` for asyncio: what programs call.
 
-frontend      text to token ids, checked requests, answers as they grow; no tensors
-transport     typed messages between the caller's process and the engine's, signs of life
-core          one turn of the engine: messages in, a step planned and launched, its tokens out
+frontend      text to token ids, checked requests, streamed answers; no tensors
+transport     typed messages between the caller's process and the engine's, heartbeats
+core          the engine's loop: messages in, a step planned and launched, its tokens out
 scheduler     which rows the next step computes, and with which pages; plain Python
 runner        a plan computed on the device       sampling   logits to tokens
 cache, tiers  KV-cache pages on the device        distributed   the ranks of tensor parallelism
@@ -28,7 +28,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
 ]
-# The engine process imports torch, a program that talks with it does not.
+# The engine process imports torch; a program that only sends it requests does not.
 _HOMES = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",

@@ -1,10 +1,10 @@
-"""The engine under asyncio: a thread listens to it, coroutines get their deltas from there.
+"""The engine under asyncio: a thread receives its messages, and passes deltas to coroutines.
 
     async with engine.generate(prompt_ids, params) as deltas:      # leaving the block aborts
         async for delta in deltas: ...
 
-Requests of all coroutines, of any event loop, are computed together. When the engine ends, every request that waits
-gets the reason as `EngineDead`, and so does every later one.
+Requests of all coroutines, of any event loop, are batched together. When the engine ends, every waiting request and
+every later one gets the reason as `EngineDead`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Item = Delta | GlmError
 
 
 class _Stream:
-    """The way of a request's deltas from the pump to the coroutine that waits for them."""
+    """A request's queue of deltas, from the pump to the coroutine that waits for them."""
 
     def __init__(self, num_answers: int) -> None:
         self.event_loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ class _Stream:
             if isinstance(item, GlmError):
                 self._left.clear()
                 raise item
-            if item.index in self._left:  # else it was aborted while its end was on the way
+            if item.index in self._left:  # otherwise it was aborted before its last delta arrived
                 if item.finish_reason is not None:
                     self._left.discard(item.index)
                 return item
@@ -66,8 +66,8 @@ class _Stream:
 
 
 class Generation:
-    """What `AsyncEngine.generate` returns: to be entered with `async with`, which gives the deltas; or iterated over as
-    it is, where breaking out of the loop aborts only once nobody holds the iterator any more."""
+    """The result of `AsyncEngine.generate`. `async with` gives its deltas. It can also be iterated directly, but then
+    leaving the loop early aborts the request only when the iterator is garbage-collected."""
 
     def __init__(self, block: AbstractAsyncContextManager[AsyncIterator[Delta]]):
         self._block = block
@@ -97,7 +97,7 @@ class AsyncEngine:
         self.llm = llm if isinstance(llm, LLM) else LLM(llm, *args, **kwargs)
         self._client = self.llm.hand_over()
         self._calls = Calls(self._client)
-        # What a turn of the pump brought; each event loop is woken once for all of it.
+        # What one call of the pump received; each event loop is woken once for all of it.
         self._arrived: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Request, Item]]] = {}
         self._lock = threading.Lock()
         self._streams: dict[Request, _Stream] = {}
@@ -114,7 +114,7 @@ class AsyncEngine:
 
     @property
     def table(self) -> Sequence[tuple[str, str]]:
-        """What was resolved, to show."""
+        """The resolved settings, for display."""
         return self.llm.table
 
     @property
@@ -124,12 +124,12 @@ class AsyncEngine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are being served."""
+        """Whether requests are served."""
         return self.stopped_because is None
 
     @property
     def stopped_because(self) -> str | None:
-        """Why requests are not being served, or None while they are."""
+        """Why requests are not served, or None while they are."""
         if not self._is_started:
             return "it was not started"
         return self._client.dead_because or (CLOSED if self._is_closing else None)
@@ -150,7 +150,7 @@ class AsyncEngine:
             self._run()
 
     def kill(self) -> None:
-        """End the engine now: it writes nothing more to disk, and requests still running get EngineDead."""
+        """Kill the engine: it writes nothing more to disk, and requests still running get EngineDead."""
         self._is_closing = True
         self._client.fail("it was killed")
         self._wake()
@@ -173,7 +173,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.close)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> None:
-        """What `generate` would refuse at once: RequestError for a bad request, EngineDead when not running."""
+        """Raise what `generate` would raise: RequestError for a bad request, EngineDead when not running."""
         self._client.check(prompt_ids, params, options_of(options))
         self._check_running()
 
@@ -197,7 +197,7 @@ class AsyncEngine:
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None, options: Mapping[str, Any]
     ) -> AsyncIterator[AsyncIterator[Delta]]:
         self._check_running()
-        asked = options_of(options)
+        checked = options_of(options)
         if not isinstance(request_id, (str, type(None))):
             raise RequestError(f"request_id is {request_id!r:.60}; allowed: a text", param="request_id")
         if not isinstance(params, SamplingParams):
@@ -207,7 +207,7 @@ class AsyncEngine:
         def deliver(request: Request, item: Item) -> None:
             self._deliver(stream, request, item)
 
-        request = self._client.submit(prompt_ids, params, asked, deliver, request_id)
+        request = self._client.submit(prompt_ids, params, checked, deliver, request_id)
         self._streams[request] = stream
         try:
             yield stream
@@ -216,7 +216,7 @@ class AsyncEngine:
             self._client.abort(request)
 
     def abort(self, request_id: str) -> int:
-        """End every answer to the requests of this id; each one's last delta says "abort". How many requests."""
+        """End all requests of this id; their last deltas have finish_reason "abort". Returns how many requests."""
         found = [
             (request, stream) for request, stream in list(self._streams.items()) if request.request_id == request_id
         ]
@@ -266,7 +266,7 @@ class AsyncEngine:
             self._arrived.setdefault(stream.event_loop, []).append((stream, request, item))
 
     async def profile(self, folder: str | None) -> str | None:
-        """Begin a trace of the engine that will lie in `folder`, or with None end it. The trace's path, at its end."""
+        """Start a trace of the engine that is written to `folder`; None ends it and returns its path."""
         return (await self._wait(self._calls.profile(folder))).get("path")
 
     async def _wait(self, future: Called) -> dict[str, Any]:
@@ -283,23 +283,23 @@ class AsyncEngine:
                 self._client.pump(_POLL_SECONDS)
                 self._wake()
         except Exception as error:
-            # A bug of this side; those who wait must learn of it all the same.
+            # A bug in this process; waiting requests must still get an error.
             logger.exception("the engine is ended, as its messages cannot be read")
             self._client.fail(reason_of(error))
             self._wake()
 
     def _wake(self) -> None:
-        """Hand over what has arrived. An event loop that is closed will never read it: its requests are aborted."""
+        """Pass what has arrived to the event loops. Requests of a closed event loop are aborted."""
         with self._lock:
             arrived, self._arrived = self._arrived, {}
         for event_loop, items in arrived.items():
             try:
-                event_loop.call_soon_threadsafe(_put, items)
+                event_loop.call_soon_threadsafe(_enqueue, items)
             except RuntimeError:
                 for _, request, _ in items:
                     self._client.abort(request)
 
 
-def _put(items: Sequence[tuple[_Stream, Request, Item]]) -> None:
+def _enqueue(items: Sequence[tuple[_Stream, Request, Item]]) -> None:
     for stream, _, item in items:
         stream.items.put_nowait(item)

@@ -1,4 +1,4 @@
-"""From a model and settings to an `EngineCore`: every choice that settings leave open is made here, and listed."""
+"""Builds an `EngineCore` from a model and settings: every open setting is resolved here, and listed."""
 
 import logging
 import os
@@ -26,9 +26,9 @@ from glm5.engine.core.depth import AdaptiveDepth, StepCost
 from glm5.engine.core.engine_core import EngineCore
 from glm5.engine.core.pace import PromptPace, PromptShare
 from glm5.engine.defaults import read_defaults
-from glm5.engine.distributed.follower import Follower, Say
+from glm5.engine.distributed.follower import Follower
 from glm5.engine.distributed.loaded_pages import LoadedPages
-from glm5.engine.distributed.rank_wire import Begin
+from glm5.engine.distributed.rank_wire import Begin, RankReply
 from glm5.engine.distributed.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.frontend.startup import WEIGHTS
 from glm5.engine.runner.direct_calls import call_directly
@@ -59,13 +59,13 @@ from glm5.parallel.table import WHOLE, Shard, local_config
 logger = logging.getLogger(__name__)
 
 AUTO_DEPTH = 3
-# Below this many active parameters a second thread costs more than it brings (the demo's model: 1.1 M).
+# Below this many active parameters a second thread costs more than it gains (the demo model: 1.1 M).
 _ONE_THREAD = 50e6
 _GIB = 2**30
-# Pages that pass through host memory on their way to disk, where no more of it is given.
+# The least number of pages in host memory, through which pages are copied to disk.
 _STAGED_PAGES = 64
 _COPY_WORKERS = 2
-# A rank may wait so long for the others; while steps run, the watchdog is what ends waiting.
+# Timeout of collectives between ranks; the watchdog ends a hanging step earlier.
 _MEET_SECONDS = 1800.0
 # A mixed step computes at most a third more rows than it needs.
 _TOKEN_BUCKETS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
@@ -74,7 +74,7 @@ Progress = Callable[[str, float], None]
 
 
 def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None = None) -> EngineCore:
-    """The core of an engine process, which `heartbeat` ends with the other ranks' processes, if there are any. Raises
+    """Build the core of an engine process. `heartbeat` ends this process together with other ranks', if any. Raises
     ConfigError and CheckpointError."""
     config, path = EngineConfig(**start.config), Path(start.path)
     check_disk(config.kv_disk_dir)
@@ -104,8 +104,8 @@ def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None =
     return parts.core(load_tokenizer, RankedRunner(parts.runner, ranks, pages), ranks)
 
 
-def build_follower(begin: Begin, say: Say) -> Follower:
-    """What a rank beside the first runs. Raises ConfigError and CheckpointError."""
+def build_follower(begin: Begin, send_reply: Callable[[RankReply], None]) -> Follower:
+    """Build the engine of a rank other than the first. Raises ConfigError and CheckpointError."""
     start, shard = begin.start, Shard(begin.rank, begin.size)
     config, device = EngineConfig(**start.config), _device(start, begin.rank, begin.size)
     group = open_group(shard, device, store_at(begin.port, begin.size), timeout_s=_MEET_SECONDS)
@@ -115,11 +115,12 @@ def build_follower(begin: Begin, say: Say) -> Follower:
     read.by_all(group, device)
     parts = _parts(model, config, Path(start.path), group, lambda _phase, _share: None)
     pages = LoadedPages(parts.cache, group)
-    return Follower(parts.runner, parts.scheduler, weights=parts.weights, cache=parts.cache, pages=pages, say=say)
+    weights, cache = parts.weights, parts.cache
+    return Follower(parts.runner, parts.scheduler, weights=weights, cache=cache, pages=pages, send_reply=send_reply)
 
 
 def _device(start: Start, rank: int, size: int) -> torch.device:
-    """Of a rank: GPUs are dealt out in order."""
+    """The device of a rank; GPUs are assigned in order."""
     check_gpus(start.device, size)
     name = ("cuda" if torch.cuda.is_available() else "cpu") if start.device == "auto" else start.device
     return parse_device(f"cuda:{rank}" if name == "cuda" and size > 1 else name)
@@ -127,7 +128,7 @@ def _device(start: Start, rank: int, size: int) -> torch.device:
 
 @dataclass
 class _Read:
-    """What a rank read of the weights' files."""
+    """Bytes and seconds of a rank's reading of the weights' files."""
 
     num_bytes: float = 0.0
     seconds: float = 0.0
@@ -136,9 +137,9 @@ class _Read:
         self.num_bytes, self.seconds = num_bytes, seconds
 
     def by_all(self, group: Group, device: torch.device) -> str:
-        """How fast all ranks read together, which all of them ask."""
-        mine = torch.tensor([self.num_bytes, self.seconds], dtype=torch.float64, device=device)
-        num_bytes_N, seconds_N = group.all_gather(mine).unbind(dim=1)
+        """The reading speed of all ranks together. A collective: every rank must call it."""
+        own = torch.tensor([self.num_bytes, self.seconds], dtype=torch.float64, device=device)
+        num_bytes_N, seconds_N = group.all_gather(own).unbind(dim=1)
         gigabytes, seconds = float(num_bytes_N.sum()) / 1e9, float(seconds_N.max())
         return f"read {gigabytes:.2f} GB in {seconds:.1f} s, {gigabytes / max(seconds, 1e-9):.2f} GB/s"
 
@@ -161,7 +162,7 @@ def _load(
         )
     if device.type == "cuda" and installed():
         check_kernel_cache()
-        # While weights are read.
+        # While the weights are read.
         in_background(hash_compiler, "glm5-compiler")
     if device.type == "cpu":
         cores = max(1, (os.cpu_count() or 1) // shard.size)
@@ -192,7 +193,7 @@ def _load(
 
 
 def _dummy(start: Start, cfg: ModelConfig, shard: Shard, device: torch.device) -> Glm5:
-    """In the dtype asked for, or as a checkpoint of this config would be."""
+    """Random weights in the requested dtype, or in that of a checkpoint with this config."""
     if start.lora_norm_eps is not None:
         cfg = cfg.replace(lora_norm_eps=start.lora_norm_eps)
     is_fp8 = start.dtype == "auto" and cfg.quantization_config is not None
@@ -209,10 +210,10 @@ def build_core(
     load_tokenizer: Callable[[], Tokenizer] | None = None,
     on_progress: Progress = lambda _phase, _share: None,
 ) -> EngineCore:
-    """The core of a model in memory: the caller's, who may train it on (shared.py). With `source`, the folder that its
-    weights came from, it is the engine's own from now on.
+    """Build the core of a model in memory. Without `source`, the caller keeps the model and may train it
+    (shared_model.py). With `source`, the folder of its weights, the engine owns it.
 
-    The tokenizer spells tokens for grammars; it is loaded by the first request that has one.
+    Grammars need the tokenizer; the first request with a grammar loads it.
     """
     if config.tensor_parallel_size != 1:
         raise ConfigError(
@@ -229,7 +230,7 @@ def build_core(
 
 @dataclass
 class _RankParts:
-    """What a rank consists of."""
+    """The parts of one rank."""
 
     cfg: ModelConfig
     source: Path | None
@@ -248,7 +249,7 @@ class _RankParts:
         followed: RankedRunner | None = None,
         ranks: Ranks | None = None,
     ) -> EngineCore:
-        """The core of the first rank, whose runner is `followed` by the others'."""
+        """The core of the first rank. `followed`: its runner when there are other ranks."""
         runner, weights, cache = self.runner, self.weights, self.cache
         return EngineCore(
             runner if followed is None else followed,
@@ -272,7 +273,7 @@ def _parts(
     on_progress: Progress,
     shared: SharedModel | None = None,
 ) -> _RankParts:
-    """Everything but what talks to clients."""
+    """Build everything except for the parts that serve clients."""
     on_progress("preparing layers and cache", 0.0)
     start_counting()
     cfg, simulated = model.cfg, config.simulate_acceptance
@@ -284,8 +285,8 @@ def _parts(
         use_invariant(model, local_config(cfg, group.shard.size))
     call_directly(model)
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
-    weights = Weights(model, source, group.shard, made_of(config), shared)
-    # Ranks have the same keys in the same pages: the first one's are kept for all (loaded.py).
+    weights = Weights(model, source, group.shard, derived_from(config), shared)
+    # All ranks have the same KV cache: the first one stores pages for all (loaded_pages.py).
     copies = _copies(config, cache, group.shard.size, is_native=is_native) if group.shard.rank == 0 else None
     machine = "native" if is_native else model.device.type
     cost = StepCost.of(cfg, weight_bytes(model), machine, group.shard.size)
@@ -353,7 +354,7 @@ def _scheduler(
         prefix_cache=config.enable_prefix_caching,
         max_prompt_chunk=config.long_prefill_token_threshold or None,
         max_prompt_tokens=prompt_share.max_tokens,
-        # Steps in pieces have a faster attention for these (runner.py: on a GPU, unless in passes).
+        # Prompt graphs have faster attention for these (runner.py: on a GPU, unless in passes).
         whole_prompt=0 if in_passes or model.device.type == "cpu" else model.cfg.index_topk,
         tiers=_has_tiers(config),
         token_buckets=tuple(count for count in _TOKEN_BUCKETS if count < config.max_num_batched_tokens),
@@ -399,7 +400,7 @@ def _sizes(config: EngineConfig, model: Glm5, layout: Layout, group: Group, *, m
         memory -= workspace_bytes(cfg, model.dtype, depth=_depth(config, cfg), **counts)
     if group.shard.size > 1:
         (memory,) = all_reduce_min(group, [memory], model.device)
-        if model.device.type == "cpu" and config.kv_cache_memory_bytes is None:  # which all of them share
+        if model.device.type == "cpu" and config.kv_cache_memory_bytes is None:  # memory that all ranks share
             memory //= group.shard.size
     return plan_cache(
         cfg,
@@ -416,15 +417,15 @@ def _has_tiers(config: EngineConfig) -> bool:
     return bool(config.kv_offloading_size) or config.kv_disk_dir is not None
 
 
-def made_of(config: EngineConfig) -> bytes:
-    """What weights follow from beside their checkpoint: keys of other weights must not be taken for theirs."""
+def derived_from(config: EngineConfig) -> bytes:
+    """What the weights depend on in addition to the checkpoint, as a part of their identity."""
     if config.load_format == "dummy":
         return b"dummy"
     return b"" if config.adapter is None else identity_of(Path(config.adapter))
 
 
 def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: bool) -> CopyQueue | None:
-    """Tiers behind the cache, if any were asked for."""
+    """The lower tiers, if configured."""
     if not _has_tiers(config):
         return None
     facts = {
@@ -448,8 +449,8 @@ def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: 
 
 
 def _arithmetic(device: torch.device) -> str:
-    """Where the same operations give the same bits: a kind of GPU; of processor, what torch uses of it, and threads;
-    and the rows of a pass."""
+    """A key for bit-equal arithmetic: the GPU model, or the CPU model with its capability and threads; and the rows of
+    a pass."""
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:
@@ -459,7 +460,7 @@ def _arithmetic(device: torch.device) -> str:
 
 
 def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[[], Tokenizer]) -> Vocabulary:
-    """What tokens spell, known once somebody asks."""
+    """The bytes of each token; the tokenizer is loaded on first use."""
     loaded: list[Tokenizer] = []
 
     def tokenizer() -> Tokenizer:
@@ -477,7 +478,7 @@ def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[
 
 
 def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group) -> bool:
-    """Small models alone: native layers run on one thread. They tell nobody of their routing."""
+    """Whether native layers are used: only for small models, as they run on one thread; they record no routing."""
     is_small = count_parameters(model.cfg).active < _ONE_THREAD
     is_plain = group.shard.size == 1 and layout == "auto" and not config.enable_return_routed_experts
     return is_small and is_plain and use_native(model)

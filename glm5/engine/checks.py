@@ -1,21 +1,21 @@
-"""What can be refused before a model is loaded: GPUs that there are not, folders that take no pages."""
+"""Checks before a model is loaded: missing GPUs, folders that cannot be written."""
 
 from pathlib import Path
 
 from glm5.common.errors import ConfigError
 from glm5.common.writable import try_to_write
 
-_SOME_BYTES = 2**20  # a full disk takes an empty file
+_SOME_BYTES = 2**20  # an empty file can be written to a full disk
 
 
 def check_disk(folder: str | None) -> None:
-    """Raises ConfigError where no page can be written to a folder for them, which is made."""
+    """Create the folder for pages. Raises ConfigError if nothing can be written there."""
     if folder is None:
         return
     try:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         try_to_write(Path(folder), _SOME_BYTES)
-    except (OSError, ValueError) as error:  # ValueError: no path has a zero in it
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
         why = "it is a file" if isinstance(error, FileExistsError) else getattr(error, "strerror", None) or error
         raise ConfigError(
             f"kv_disk_dir: got {folder!r}, where nothing can be written ({why}); allowed: a folder with room, or none"
@@ -23,8 +23,8 @@ def check_disk(folder: str | None) -> None:
 
 
 def check_gpus(device: str, ranks: int) -> None:
-    """Raises ConfigError where an engine of so many ranks needs GPUs that this machine lacks. torch, which counts them,
-    is imported only where some may be lacking: with one rank, "auto" takes what there is."""
+    """Raises ConfigError if the engine needs more GPUs than this machine has. torch is imported only if some may be
+    missing: with one rank, "auto" needs none."""
     if not device.startswith("cuda") and (device != "auto" or ranks == 1):
         return
     import torch
@@ -51,7 +51,7 @@ def check_gpus(device: str, ranks: int) -> None:
 
 
 def _why_none() -> str:
-    """What torch says of it, such as that there is no driver."""
+    """torch's reason, such as a missing driver."""
     import torch
 
     try:

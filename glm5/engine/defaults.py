@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json asks for: sampling defaults and the tokens that end an answer."""
+"""Reads a checkpoint's generation_config.json: sampling defaults and the tokens that end an answer."""
 
 import json
 import logging
@@ -25,13 +25,13 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """`sampling` holds the fields that were set; `eos_ids` is None where the file does not say."""
+    """`sampling` has the fields that were set; `eos_ids` is None if the file has none."""
 
     sampling: dict[str, Any]
     eos_ids: tuple[int, ...] | None
 
     def params(self, **given: Any) -> SamplingParams:
-        """Sampling parameters: what is given, then these defaults, then SamplingParams' own."""
+        """Sampling parameters: `given` first, then these defaults, then SamplingParams' own."""
         return SamplingParams(**{**self.sampling, **given})
 
 
@@ -39,7 +39,7 @@ NO_DEFAULTS = GenerationDefaults({}, None)
 
 
 def read_defaults(generation_config: str | Path, checkpoint: Path | None) -> GenerationDefaults:
-    """By the meaning of vLLM's --generation-config: "auto" (the checkpoint's file, if any), "vllm" (none), or a folder.
+    """As vLLM's --generation-config: "auto" (the checkpoint's file, if any), "vllm" (none), or a folder.
 
     Raises ConfigError for a folder without the file, a file that is not a JSON object, or values out of range.
     """

@@ -47,21 +47,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAMES = ("model", "tokenizer", "dtype", "device", "generation_config", "lora_norm_eps")
-_POLL_SECONDS = 0.1  # how long Ctrl-C may have to wait
+_POLL_SECONDS = 0.1  # the longest delay of Ctrl-C
 
 
 class LLM:
     """A model with its tokenizer and the engine that runs them. Use it from one thread, and `close` it at the end.
 
-    `model` is a checkpoint folder or a hub id, run by a process of its own; or a model in memory, run by this one,
-    which works without a tokenizer too, on token ids alone. `tokenizer` replaces the checkpoint's. `dtype` and `device`
-    are for loading ("auto": what the checkpoint holds, on the GPU if there is one), `generation_config` has vLLM's
-    meaning (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len, and other engines' names for them
+    `model` is a checkpoint folder or a hub id, run in a process of its own; or a model in memory, run in this process,
+    also without a tokenizer, on token ids only. `tokenizer` replaces the checkpoint's. `dtype` and `device` are for
+    loading ("auto": the checkpoint's dtype, on the GPU if there is one), `generation_config` has vLLM's meaning
+    (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len, and other engines' names for them
     (config/keywords.py).
 
-    `table` lists what was resolved, to show; `startup` has the seconds of each phase of the start. Raises ConfigError
-    and CheckpointError for what cannot be honoured or read, and from then on EngineDead, here and in every method, once
-    the engine has died or was closed.
+    `table` lists the resolved settings, for display; `startup` has the seconds of each phase of the start. Raises
+    ConfigError for invalid settings and CheckpointError for a bad checkpoint. Every method raises EngineDead once the
+    engine has died or was closed.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class LLM:
                 self.tokenizer = _tokenizer(tokenizer, None)
                 link = InlineLink(_core_of(model, self.config, self.tokenizer))
             self.client = Client(
-                link, self.tokenizer, eos_ids=eos_ids, seed=self.config.seed, on_loading=self.startup.hear
+                link, self.tokenizer, eos_ids=eos_ids, seed=self.config.seed, on_loading=self.startup.receive
             )
         self.max_model_len = self.client.facts.max_model_len
         sampling = ", ".join(f"{name} {value}" for name, value in self.defaults.sampling.items()) or "temperature 1.0"
@@ -217,16 +217,16 @@ class LLM:
     ) -> Generator[Delta, None, None]:
         """The answers to one prompt as they grow, a delta for each step. Closing the iterator aborts."""
         params = sampling_params or self.get_default_sampling_params()
-        asked = self._read(prompt, params, Options(routed_experts=routed_experts), "the prompt")
-        for _, delta in self._run([asked], {}):
+        checked = self._read(prompt, params, Options(routed_experts=routed_experts), "the prompt")
+        for _, delta in self._run([checked], {}):
             yield delta
 
     def pause(self) -> None:
-        """Compute nothing more until `resume`; returns when no step is under way. Requests wait, new ones too."""
+        """Compute nothing until `resume`; returns when no step is under way. Requests wait, including new ones."""
         self._wait(self._calls.pause())
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._wait(self._calls.resume())
 
     def abort_all(self) -> None:
@@ -237,28 +237,28 @@ class LLM:
             self._pump()
 
     def sleep(self, level: Literal[1, 2] = 1) -> int:
-        """Give memory back: the cache, on a GPU the weights to host memory; at level 2 the weights, to be read again.
-        Returns how many bytes. Requests wait and are computed anew after `wake_up`."""
+        """Release memory: level 1 frees the cache and on a GPU moves weights to the host; level 2 frees weights, which
+        `wake_up` reads again. Returns the freed bytes. Requests wait and are recomputed after `wake_up`."""
         return self._wait(self._calls.sleep(level))["freed_bytes"]
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back the memory that `sleep` gave: all of it, or that of "weights" or "kv_cache" first. With the weights
-        awake they can be updated; with both, requests go on."""
+        """Allocate the memory that `sleep` released: all of it, or only "weights" or "kv_cache". Once the weights are
+        awake they can be updated; once both are, requests continue."""
         self._wait(self._calls.wake_up(tags))
 
     def update_weights(
         self, source: str | Path | Mapping[str, Tensor], *, policy: Policy = "recompute", version: int | None = None
     ) -> int:
-        """Replace all or some weights, by those of a checkpoint folder or by tensors under its names or the model's.
+        """Replace all or some weights, from a checkpoint folder or by tensors under its names or the model's.
 
         All are checked before the first is replaced, between two steps. `policy` for running requests: "keep" what
-        they have computed, "recompute" it, or "abort" them. Returns the version that tokens carry from then on:
-        `version`, which must be larger than all before, or one more.
+        they have computed, "recompute" it, or "abort" them. Returns the version reported with later tokens: `version`,
+        which must be larger than all before, or the last one plus 1.
         """
         return self._wait(self._calls.update_weights(source, policy, version))["version"]
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes that no running request uses, in every tier."""
+        """Empty the prefix cache in every tier, except for prefixes that running requests use."""
         self._wait(self._calls.reset_prefix_cache())
 
     def stats(self) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class LLM:
             self._pump()
 
     def hand_over(self) -> Client:
-        """The client, for another's thread to pump. From then on nothing of this may be called."""
+        """Return the client, for another thread to pump. No method of this object may be called afterwards."""
         self._check_not_forked()
         self._is_mine = False
         return self.client
@@ -294,36 +294,38 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        """Reads all before the first is asked."""
-        asked = [
+        """Read all prompts before the first is submitted."""
+        checked = [
             self._read(prompt, each, option, f"prompt {i}")
             for i, (prompt, each, option) in enumerate(zip(prompts, params, options, strict=True))
         ]
         gained: dict[Request, list[Delta]] = {}
-        num_answers = sum(one.params.n for one in asked)
+        num_answers = sum(one.params.n for one in checked)
         bar = Progress(total=num_answers, unit="answer", desc="generate") if use_tqdm else None
         start, num_tokens = time.monotonic(), 0
         with bar or nullcontext():
-            for request, delta in self._run(asked, gained):
+            for request, delta in self._run(checked, gained):
                 gained[request].append(delta)
                 num_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None and bar is not None:
                     bar.update(1, **{"tokens/s": num_tokens / (time.monotonic() - start)})
-        return [_output(request, one.prompt.text, gained[request]) for request, one in zip(gained, asked, strict=True)]
+        return [
+            _output(request, one.prompt.text, gained[request]) for request, one in zip(gained, checked, strict=True)
+        ]
 
-    def _run(self, asked: Sequence[_Asked], requests: dict[Request, list[Delta]]) -> Iterator[tuple[Request, Delta]]:
-        """Runs these until they are done, noting each in `requests`; what is left when it is cut short, is aborted."""
+    def _run(self, ready: Sequence[_Checked], requests: dict[Request, list[Delta]]) -> Iterator[tuple[Request, Delta]]:
+        """Run these requests and add each to `requests`; unfinished ones are aborted if the iterator is closed."""
         self._check_not_forked()
         arrived: deque[tuple[Request, Delta | GlmError]] = deque()
         names: dict[Request, str] = {}
         try:
-            for one in asked:
+            for one in ready:
                 with held_interrupt():
                     request = self.client.submit(
                         one.prompt.token_ids, one.params, one.options, lambda *item: arrived.append(item)
                     )
                     requests[request], names[request] = [], one.name
-            num_left = sum(one.params.n for one in asked)
+            num_left = sum(one.params.n for one in ready)
             while num_left:
                 while not arrived:
                     self._pump()
@@ -365,18 +367,18 @@ class LLM:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts; give one, or one for each prompt")
         return list(given)
 
-    def _read(self, prompt: Prompt | ReadPrompt, params: SamplingParams, options: Options, name: str) -> _Asked:
+    def _read(self, prompt: Prompt | ReadPrompt, params: SamplingParams, options: Options, name: str) -> _Checked:
         read = prompt if isinstance(prompt, ReadPrompt) else read_prompt(prompt, self.tokenizer, name)
         options = replace(options, cache_salt=read.cache_salt)
         try:
             read = replace(read, token_ids=self.client.check(read.token_ids, params, options))
         except RequestError as error:
             raise RequestError(f"{name}: {error}", param=error.param) from None
-        return _Asked(read, params, options, name)
+        return _Checked(read, params, options, name)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Checked:
     """One prompt, checked; `name` is for messages."""
 
     prompt: ReadPrompt
@@ -386,7 +388,7 @@ class _Asked:
 
 
 def _output(request: Request, text: str | None, deltas: Sequence[Delta]) -> RequestOutput:
-    """What all deltas of a request come to."""
+    """The output from all deltas of a request."""
     num_prompt, n = len(request.prompt_ids), request.params.n
     of_index: list[list[Delta]] = [[] for _ in range(n)]
     routed: list[list[RoutedExperts]] = [[] for _ in range(n)]
@@ -394,7 +396,7 @@ def _output(request: Request, text: str | None, deltas: Sequence[Delta]) -> Requ
         of_index[delta.index].append(delta)
         run = delta.routed_experts
         for index in range(n):
-            # The prompt's are computed once, and reported with whichever answer came first.
+            # The prompt's are computed once, and reported with the first update of any answer.
             if run is not None and (index == delta.index or run.start < num_prompt - 1):
                 routed[index].append(run if index == delta.index else head(run, num_prompt - 1 - run.start))
     prompt_logprobs = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None)
@@ -427,11 +429,11 @@ def _check_adapter(lora_request: object) -> None:
 
 
 def _locate(model: str | Path) -> Path:
-    """The checkpoint's folder, absolute: the process runs elsewhere. Hub ids are downloaded."""
+    """The checkpoint's absolute path, since the process starts in another folder. Hub ids are downloaded."""
     try:
         if (folder := Path(model).expanduser()).is_dir():
             return folder.absolute()
-    except OSError:  # no path can be as long as this
+    except OSError:  # the name is too long for a path
         pass
     from glm5.checkpoint.resolve import resolve  # and torch with it
 

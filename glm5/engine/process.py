@@ -1,11 +1,11 @@
-"""The engine process: `python -m glm5.engine.process FOLDER CWD`, started by `link.ProcessLink` and by nobody else.
+"""The engine process: `python -m glm5.engine.process FOLDER CWD`, started only by `link.ProcessLink`.
 
-    FOLDER    two ZMQ sockets, MessagePack: what to do comes in, what was computed goes out
-    stdin     a pipe that is never written to: when it ends, the parent has ended, and so does this process
-    stdout    a pipe for signs of life and last words, JSON lines: no socket has to be flushed for them to arrive
+    FOLDER    two ZMQ sockets, MessagePack: one receives requests, the other sends results
+    stdin     a pipe that is never written to: when it closes, the parent has ended, and this process exits
+    stdout    a pipe for heartbeats and the final message, JSON lines: they need no socket to be flushed
     stderr    the parent's
 
-It ends with code 0 when it is told to close, 1 after an exception, and those of `failure` otherwise.
+It exits with code 0 after `Close`, 1 after an exception, and otherwise with a code of `failure`.
 """
 
 import gc
@@ -31,18 +31,18 @@ from glm5.engine.transport.wire import INBOX, OUTBOX, Close, Dead, Loading, Read
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_MS = 5000  # for the last answers, once told to close
+_FLUSH_MS = 5000  # for the last answers, after `Close`
 
 Progress = Callable[[str, float], None]
 
 
 def main(folder: str, cwd: str) -> NoReturn:
-    """Serve until told to close. Ends the process in every case."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's, which ends this in order: a terminal or a service
-        signal.signal(number, signal.SIG_IGN)  # manager may send them to both
+    """Serve until `Close`. Exits the process in every case."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or service manager may send them to both processes;
+        signal.signal(number, signal.SIG_IGN)  # the parent handles them and closes this one
     heartbeat = Heartbeat(take_stdout())
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    with suppress(OSError):  # started elsewhere so that nothing there is imported by mistake
+    with suppress(OSError):  # `_spawn` starts this in another folder, see there
         os.chdir(cwd)
     started = False
     try:
@@ -53,27 +53,27 @@ def main(folder: str, cwd: str) -> NoReturn:
         heartbeat.start(start.config["watchdog_timeout"])
         core = _build(start, lambda phase, share: outbox.send(Loading(phase, share)), heartbeat)
         gc.collect()
-        gc.freeze()  # what was loaded stays; no collection needs to look at it again
+        gc.freeze()  # loaded objects stay; no collection needs to visit them again
         outbox.send(Ready(core.facts))
         started = True
         _serve(core, inbox, outbox, heartbeat)
         inbox.close()
         outbox.close()
         context.term()
-    except BaseException as error:  # the clients that wait must learn of it, whatever it was
-        mine = isinstance(error, GlmError) and not started
-        if not mine:
+    except BaseException as error:  # whatever it was, waiting clients must get it
+        is_user_error = isinstance(error, GlmError) and not started
+        if not is_user_error:
             if heartbeat.ranks is not None:
-                heartbeat.ranks.explain()
+                heartbeat.ranks.wait_for_cause()
             logger.exception("the engine process ends")
-        reason = words_of(error) if mine else reason_of(error)
-        heartbeat.end(Dead(reason, type(error).__name__ if mine else "EngineDead"), code=1)
+        reason = words_of(error) if is_user_error else reason_of(error)
+        heartbeat.end(Dead(reason, type(error).__name__ if is_user_error else "EngineDead"), code=1)
     sys.stderr.flush()
-    os._exit(0)  # the interpreter's own end takes torch a while, and there is nothing left to save
+    os._exit(0)  # a regular interpreter exit is slow with torch, and there is nothing left to save
 
 
 def _build(start: Start, on_progress: Progress, heartbeat: "Heartbeat") -> Any:
-    """The core. A test may name another builder."""
+    """Build the core. A test may name another builder."""
     if start.builder is None:
         from glm5.engine.build import build_for
 
@@ -83,7 +83,7 @@ def _build(start: Start, on_progress: Progress, heartbeat: "Heartbeat") -> Any:
 
 
 def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", heartbeat: "Heartbeat") -> None:
-    """Turn after turn; without work, asleep on the inbox."""
+    """Run the core's steps; without work, block on the inbox."""
     while True:
         for message in inbox.take(wait=not core.has_work):
             if isinstance(message, Close):

@@ -1,7 +1,7 @@
-"""A rank beside the first: `python -m glm5.engine.rank`, started by `ranks.Ranks` and by nobody else.
+"""The process of a rank other than the first: `python -m glm5.engine.rank`, started only by `ranks.Ranks`.
 
-stdin     orders (rank_wire.py); when it ends, the first rank has ended, and so does this process
-stdout    signs of life, answers and last words, JSON lines, as those of an engine process (process.py)
+stdin     orders (rank_wire.py); when it closes, the first rank has ended, and this process exits
+stdout    heartbeats, replies and the final message as JSON lines, as in an engine process (process.py)
 """
 
 import ctypes
@@ -33,10 +33,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> NoReturn:
-    """Follow until told to end. Ends the process in every case."""
+    """Execute orders until `End`. Exits the process in every case."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    with suppress(OSError, AttributeError):  # Linux: also while it is stopped, when nobody reads the end of its stdin
+    with suppress(OSError, AttributeError):  # Linux: kills also a stopped process, which cannot read that stdin closed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     heartbeat = Heartbeat(take_stdout())
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -49,20 +49,19 @@ def main() -> NoReturn:
         heartbeat.start(begin.start.config["watchdog_timeout"])
         from glm5.engine.build import build_follower
 
-        follower = build_follower(begin, lambda said: heartbeat.say(said))
+        follower = build_follower(begin, heartbeat.send)
         gc.collect()
         gc.freeze()
         began = True
         while not isinstance(order := orders.get(), End):
             with heartbeat.busy():
                 follower.execute(order)
-    except BaseException as error:  # the first rank must learn of it, whatever it was
-        mine = isinstance(error, GlmError) and not began
-        if not mine:
+    except BaseException as error:  # whatever it was, the first rank must get it
+        is_user_error = isinstance(error, GlmError) and not began
+        if not is_user_error:
             logger.exception("a rank of the engine ends")
-        heartbeat.end(
-            Dead(words_of(error) if mine else reason_of(error), type(error).__name__ if mine else "EngineDead"), 1
-        )
+        reason = words_of(error) if is_user_error else reason_of(error)
+        heartbeat.end(Dead(reason, type(error).__name__ if is_user_error else "EngineDead"), code=1)
     sys.stderr.flush()
     os._exit(0)
 

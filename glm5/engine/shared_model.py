@@ -1,10 +1,10 @@
-"""A model that its caller keeps: the engine runs modules of its own over the same weights, and notices other weights.
+"""A model that its caller keeps: the engine runs modules of its own over the same weights, and detects changed weights.
 
-The caller's modules are never touched, so it can train them before, between and after answers. Weights lie in memory
-once; what a GPU's fused products join (fused_linear.py) is copied. In-place operations count a tensor's version, other
-memory has another address: both are asked after before every step. Fused optimizers and what is written through
-`.data` count nothing: before a request begins, and where a pause ends, sums of all weights that can learn are compared
-as well.
+The caller's modules are never modified, so it can train them before, between and after answers. Weights are in memory
+once, except for those that fused products on a GPU join (fused_linear.py), which are copied. Before every step, each
+tensor's version, which in-place operations increase, and its address are compared. Fused optimizers and writes through
+`.data` do not increase the version: before a request begins and when a pause ends, sums of all trainable weights are
+compared too.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _REMEDY = "give LLM a model as glm5.load returns it, with adapters merged and sh
 
 
 class SharedModel:
-    """`model` is the engine's, over the weights of `theirs`. Raises ConfigError where those are not a GLM-5 model's."""
+    """`model`: the engine's, over the weights of `theirs`. Raises ConfigError if those are not a GLM-5 model's."""
 
     def __init__(self, theirs: Glm5):
         self.theirs, self.model = theirs, empty_like(theirs).eval()
@@ -29,13 +29,13 @@ class SharedModel:
         for name, tensor in given.items():
             if type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != own[name].shape:
                 wanted = f"{name} is a {type(tensor).__name__} of shape {list(tensor.shape)}"
-                raise ConfigError(f"model: {wanted}; allowed: a whole tensor {list(own[name].shape)}; {_REMEDY}")
-            _put(self.model, name, tensor)
+                raise ConfigError(f"model: {wanted}; allowed: an unsharded tensor {list(own[name].shape)}; {_REMEDY}")
+            _set_tensor(self.model, name, tensor)
         self._own = _weights(self.model)
         self._note(given)
 
     def has_changed(self, *, closely: bool) -> bool:
-        """Whether other weights lie there than when it was built or `take` was last called. `closely`: see above."""
+        """Whether weights have changed since the start or the last `adopt`. `closely`: also compare sums."""
         if not closely:
             return _stamp(self._given) != self._stamps
         given = _weights(self.theirs)
@@ -44,8 +44,8 @@ class SharedModel:
         given = {name: given[name] for name in self._own}
         return _stamp(given) != self._stamps or _sums(given) != self._summed
 
-    def take(self) -> None:
-        """Have the weights of now. Raises ConfigError where they became another model's."""
+    def adopt(self) -> None:
+        """Use the caller's current weights. Raises ConfigError if they now have other names, shapes or dtypes."""
         given = _weights(self.theirs)
         _check_names(self._own, given)
         for (name, own), (_, address) in zip(self._own.items(), self._stamps, strict=True):
@@ -62,7 +62,7 @@ class SharedModel:
         self._note(given)
 
     def _note(self, given: dict[str, Tensor]) -> None:
-        """Compared from now on with these, by the names of the engine's own."""
+        """Record these weights for later comparison, by the names of the engine's own."""
         self._given = {name: given[name] for name in self._own}
         self._stamps, self._summed = _stamp(self._given), _sums(self._given)
 
@@ -74,11 +74,11 @@ def _weights(model: Glm5) -> dict[str, Tensor]:
 def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     if other := sorted(own.keys() ^ given.keys()):
         verb = "lacks" if other[0] in own else "has"
-        raise ConfigError(f"model: it {verb} {other[0]}, unlike what its config says; {_REMEDY}")
+        raise ConfigError(f"model: it {verb} {other[0]}, unlike its config; {_REMEDY}")
 
 
-def _put(model: Glm5, name: str, tensor: Tensor) -> None:
-    """`tensor`'s memory as the parameter or buffer of that name."""
+def _set_tensor(model: Glm5, name: str, tensor: Tensor) -> None:
+    """Make `tensor`'s memory the parameter or buffer of that name."""
     path, _, leaf = name.rpartition(".")
     parent = model.get_submodule(path)
     with torch.inference_mode(mode=False):
@@ -88,13 +88,13 @@ def _put(model: Glm5, name: str, tensor: Tensor) -> None:
 
 
 def _stamp(given: Mapping[str, Tensor]) -> list[tuple[int, int]]:
-    """Version and address of each. (Tensors of inference mode have no version.)"""
+    """Version and address of each tensor. (Tensors of inference mode have no version.)"""
     return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in given.values()]
 
 
 @torch.inference_mode()
 def _sums(given: Mapping[str, Tensor]) -> list[int]:
-    """Of the values of each tensor that can learn, as bits: a sum may be no number."""
+    """Sums of each trainable tensor, as bits, since a sum may be NaN."""
     learning = [tensor for tensor in given.values() if tensor.dtype.is_floating_point and tensor.element_size() > 1]
     sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).double() for tensor in learning]
     return torch.stack(sums).view(torch.int64).tolist()

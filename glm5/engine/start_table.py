@@ -1,4 +1,4 @@
-"""What an engine has resolved, line by line, for a person."""
+"""The resolved settings of an engine, line by line, for display."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def start_table(
     *,
     is_native: bool,
 ) -> list[tuple[str, str]]:
-    """Every resolved choice, for a person."""
+    """Every resolved setting: (name, description)."""
     cfg = model.cfg
     on, off = "on", "off"
     kinds = weight_kinds(model)

@@ -1,8 +1,8 @@
-"""The weights in use: their version and identity, how they are replaced, given back and brought back.
+"""The weights in use: their version and identity, and how they are replaced, released and restored.
 
-New ones are read and checked beside the model, on a thread, while requests go on; replacing them is a copy between
-two launches. `version` counts for clients. `identity` tells weights from all others, in any process: pages of keys
-outlive this one, so it is random for weights that no file holds.
+New weights are read and checked in a thread, while requests continue; replacing them is a copy between two launches.
+`version` is the number that clients see. `identity` is unique among all weights, in any process, since stored pages
+outlive this one; it is random for weights that are in no file.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from torch import Tensor
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
 from glm5.common.background import in_background
 from glm5.common.errors import RequestError
-from glm5.engine.cache.memory import taking_back
+from glm5.engine.cache.memory import restoring
 from glm5.engine.shared_model import SharedModel
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import WHOLE, Shard
@@ -31,41 +31,41 @@ Result = TypeVar("Result")
 
 
 class Weights:
-    """The weights of `model`. `source`: the folder that they were loaded from, None if they came from memory. `shard`:
-    the part of them that it has. `made_of`: what else than that folder's files they follow from, if anything. `shared`:
-    whose weights these are, if they are another's; that model's memory is not given back, and updates reach it."""
+    """The weights of `model`. `source`: the folder that they were loaded from, None for a model in memory. `shard`:
+    this rank's. `derived_from`: what they depend on in addition to that folder's files. `shared`: the caller's model,
+    if these are its weights; its memory is not released, and updates change it."""
 
     def __init__(
         self,
         model: Glm5,
         source: Path | None,
         shard: Shard = WHOLE,
-        made_of: bytes = b"",
+        derived_from: bytes = b"",
         shared: SharedModel | None = None,
     ):
-        self.model, self.source, self.shard, self.made_of, self.shared = model, source, shard, made_of, shared
+        self.model, self.source, self.shard, self.derived_from, self.shared = model, source, shard, derived_from, shared
         self.version = 0
         self.identity = uuid4().bytes if source is None else identity_of(source)
-        if made_of:
-            self.identity = blake2b(self.identity + made_of, digest_size=len(self.identity)).digest()
-        # Tensors given back: their shapes, and their content on the host unless that was dropped too.
+        if derived_from:
+            self.identity = blake2b(self.identity + derived_from, digest_size=len(self.identity)).digest()
+        # Released tensors: their shapes, and their content on the host unless that was released too.
         self._shapes: dict[str, torch.Size] = {}
         self._on_host: dict[str, Tensor] = {}
 
     def stage(self, folder: Path) -> "Future[Staged]":
-        """See `WeightSource`. Raises CheckpointError or ConfigError for what is damaged or does not fit."""
+        """See `WeightSource`. Raises CheckpointError or ConfigError for damaged or unsuitable weights."""
         return in_background(lambda: stage(self.model, folder, self.shard), "glm5-weights")
 
     def swap(self, staged: Staged, version: int) -> None:
         replace(self.model if self.shared is None else self.shared.theirs, staged)
         if self.shared is not None:
-            self.shared.take()
+            self.shared.adopt()
         self.version, self.identity = version, uuid4().bytes
 
     def take_changes(self, version: int, *, closely: bool) -> bool:
         if self.shared is None or not self.shared.has_changed(closely=closely):
             return False
-        self.shared.take()
+        self.shared.adopt()
         self.version, self.identity = version, uuid4().bytes
         return True
 
@@ -74,14 +74,14 @@ class Weights:
             raise RequestError(
                 "sleep level 2 drops the weights, and these came from memory: they could not be read again; use level 1"
             )
-        if self.made_of:
+        if self.derived_from:
             raise RequestError(
                 "sleep level 2 drops the weights, and these are not the checkpoint's alone, but random or with an "
                 "adapter: they could not be read again; use level 1"
             )
 
     def release(self, level: int) -> int:
-        """Level 1 moves weights on a GPU to host memory, level 2 drops them to be read from their folder again."""
+        """Level 1 moves weights on a GPU to host memory, level 2 drops them; `restore` reads them from their folder."""
         num_bytes = 0
         if self.shared is not None or (level == 1 and self.model.device.type == "cpu"):
             return num_bytes
@@ -99,10 +99,10 @@ class Weights:
         return num_bytes
 
     def restore(self) -> bool:
-        """What was dropped is read from the first checkpoint: updates since then are lost, and the version says so."""
+        """Dropped weights are read from the original checkpoint: updates are lost, and the version is 0 again."""
         if not self._shapes:
             return False
-        with taking_back("the weights", self._give_back):
+        with restoring("the weights", self._give_back):
             for name, tensor in self.model.state_dict(keep_vars=True).items():
                 tensor.data = tensor.data.new_empty(self._shapes[name])
                 if name in self._on_host:
@@ -128,9 +128,9 @@ class Weights:
 
 
 def _return_freed(device: torch.device) -> None:
-    """To the system: allocators keep what was freed for the next one who asks."""
+    """Return freed memory to the system; allocators would keep it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    with suppress(OSError, AttributeError):  # glibc alone has it
+    with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)

@@ -22,7 +22,7 @@ from glm5.engine import build
 from glm5.engine.build import build_core
 from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.transport.wire import Ask, Updates
+from glm5.engine.transport.wire import AddRequest, Updates
 from tests.support.dispatch import largest_result
 from tests.support.models import random_model
 
@@ -74,7 +74,7 @@ class Meter:
 
     def ask(self, prompt):
         params = SamplingParams(temperature=0, max_tokens=None)
-        self.core.receive(Ask((self.num_asked,), prompt, params, (1,), NUM_ANSWERED))
+        self.core.receive(AddRequest((self.num_asked,), prompt, params, (1,), NUM_ANSWERED))
         self.num_asked += 1
         self.num_answered = 0
 

@@ -10,7 +10,7 @@ from glm5.engine.core.engine_core import EngineCore
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
-from glm5.engine.transport.wire import Answer, Ask, Facts, RoutedExperts, Update, Updates
+from glm5.engine.transport.wire import AddRequest, Answer, Facts, RoutedExperts, Update, Updates
 from tests.support.fake_runner import FakeRunner, FakeWeights, lone_run
 
 MAX_TURNS = 5000
@@ -20,7 +20,7 @@ MAX_TURNS = 5000
 class Heard:
     """All that was said of an answer. `asked`: what it is an answer to, and the seed."""
 
-    ask: Ask
+    ask: AddRequest
     seed: int
     token_ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -108,11 +108,11 @@ class CoreDriver:
     def ask(
         self, prompt: Sequence[int] | int, max_tokens: int = 8, *, n: int = 1, seed: int = 1, **options
     ) -> list[int]:
-        """Ask for n answers; their ids. A number is a prompt of so many tokens. Options of `Ask`, or of the params."""
+        """Ask for n answers; their ids. A number is a prompt of so many tokens. Options: of `AddRequest` or params."""
         first = len(self.heard)
         ids = tuple(range(first, first + n))
-        own = {name: options.pop(name) for name in list(options) if name in Ask.__struct_fields__}
-        ask = Ask(
+        own = {name: options.pop(name) for name in list(options) if name in AddRequest.__struct_fields__}
+        ask = AddRequest(
             seq_ids=ids,
             prompt_ids=self.prompt(prompt, first) if isinstance(prompt, int) else list(prompt),
             params=own.pop("params", None) or SamplingParams(max_tokens=None, **options),

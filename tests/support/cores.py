@@ -11,7 +11,7 @@ from typing import Any
 
 from glm5.common.errors import ConfigError
 from glm5.engine.transport import wire
-from glm5.engine.transport.wire import Answer, Ask, Drop, Facts, Start, Stop, Update, Updates
+from glm5.engine.transport.wire import AbortRequests, AddRequest, Answer, Facts, Start, StopAnswer, Update, Updates
 
 FACTS = Facts(
     page_size=64,
@@ -28,7 +28,7 @@ FACTS = Facts(
 
 @dataclass
 class Counting:
-    ask: Ask
+    ask: AddRequest
     index: int
     next_id: int
     num_tokens: int = 0
@@ -42,7 +42,7 @@ class ScriptedCore:
     facts: Facts = FACTS
     tokens_per_step: int = 1
     running: dict[int, Counting] = field(default_factory=dict)
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[AddRequest] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
     num_steps: int = 0
     is_closed: bool = False
@@ -57,16 +57,16 @@ class ScriptedCore:
     def receive(self, message: Any) -> None:
         self.heard.append(type(message).__name__)
         match message:
-            case Ask():
+            case AddRequest():
                 self.asks.append(message)
                 for index, seq_id in enumerate(message.seq_ids):
                     first = (message.prompt_ids[-1] + 1 + index) % self.facts.vocab_size
                     self.running[seq_id] = Counting(message, index, first)
-            case Drop():
+            case AbortRequests():
                 for seq_id in list(self.running) if message.seq_ids is None else message.seq_ids:
                     if self.running.pop(seq_id, None) is not None:
                         self.out.append(Updates([Update(seq_id, [], 0, "abort")]))
-            case Stop():
+            case StopAnswer():
                 self.running.pop(message.seq_id, None)
             case wire.PauseCall() | wire.ResumeCall():
                 self.paused = isinstance(message, wire.PauseCall)

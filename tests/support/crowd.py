@@ -12,7 +12,7 @@ from glm5.config.presets import preset
 from glm5.engine.build import build_core
 from glm5.engine.core.engine_core import EngineCore
 from glm5.engine.sampling import SamplingParams, StructuredOutputsParams
-from glm5.engine.transport.wire import Answer, Ask, Drop, ResetCacheCall, Stop, Updates
+from glm5.engine.transport.wire import AbortRequests, AddRequest, Answer, ResetCacheCall, StopAnswer, Updates
 from glm5.model.glm5 import Glm5
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
@@ -29,7 +29,7 @@ _GRAMMARS = (
 class Heard:
     """What became of one answer. `left`: its client went, so nothing is promised of it."""
 
-    ask: Ask
+    ask: AddRequest
     seed: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, float]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Crowd:
     def __init__(self, rng: Random, num_requests: int, tokenizer: Tokenizer, vocab_size: int):
         self.rng = rng
         bases = [[rng.randrange(4, vocab_size) for _ in range(rng.randint(20, 150))] for _ in range(8)]
-        self.asks: list[Ask] = []
+        self.asks: list[AddRequest] = []
         next_id = 0
         for _ in range(num_requests):
             base = rng.choice(bases)
@@ -54,7 +54,7 @@ class Crowd:
             next_id += len(ids)
             params = self._params(len(ids))
             self.asks.append(
-                Ask(
+                AddRequest(
                     ids,
                     prompt,
                     params,
@@ -93,12 +93,12 @@ class Crowd:
             if running and rng.random() < 0.08:
                 seq_id = rng.choice(running)
                 heard[seq_id].left = True
-                core.receive(Drop((seq_id,)))
+                core.receive(AbortRequests((seq_id,)))
             elif running and rng.random() < 0.08:
                 # Ended by its client: no update of it follows.
                 seq_id = rng.choice(running)
                 heard[seq_id].left, heard[seq_id].reason = True, "stop"
-                core.receive(Stop(seq_id))
+                core.receive(StopAnswer(seq_id))
             _listen(core, heard)
         return heard
 
@@ -116,7 +116,7 @@ def alone(model: Glm5, tokenizer: Tokenizer, answers: Sequence[Heard]) -> list[H
     )
     core, out = build_core(model, config, tokenizer=tokenizer), list[Heard]()
     for number, one in enumerate(answers):
-        ask = Ask(
+        ask = AddRequest(
             (number,), one.ask.prompt_ids, one.ask.params, (one.seed,), one.ask.max_tokens, stop_ids=one.ask.stop_ids
         )
         heard = {number: Heard(ask, one.seed)}

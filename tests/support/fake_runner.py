@@ -179,7 +179,7 @@ class FakeRunner:
     def weights_changed(self) -> None:
         self.history.append(self.weights.number)
 
-    def permit(self, slots, masks_BJM) -> None:
+    def set_bitmasks(self, slots, masks_BJM) -> None:
         assert masks_BJM.shape[1] == 1 + self.max_depth
         self.permitted = {slot: mask.numpy().copy() for slot, mask in zip(slots, masks_BJM, strict=True)}
 

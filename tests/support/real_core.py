@@ -9,7 +9,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.engine import EngineConfig
 from glm5.engine.build import build_core
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.transport.wire import Ask, TokenLogprobs, Update, Updates
+from glm5.engine.transport.wire import AddRequest, TokenLogprobs, Update, Updates
 from glm5.model.glm5 import Glm5
 
 FLUSH_S = 30.0
@@ -82,7 +82,7 @@ class RealCore:
         seq_id = len(self._outcomes)
         self._outcomes.append(Outcome())
         self.core.receive(
-            Ask(
+            AddRequest(
                 (seq_id,),
                 one.prompt_ids,
                 one.params,

@@ -1,6 +1,6 @@
-"""How long a context may be and how many pages the cache gets.
+"""The longest context and the number of cache pages.
 
-Every one of `max_num_seqs` requests gets room for a whole context where memory allows, and one request must.
+If memory allows, the cache holds `max_num_seqs` contexts of full length; it must hold at least one.
 """
 
 import torch
@@ -12,15 +12,15 @@ from glm5.config.model import ModelConfig
 from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
 from glm5.engine.sampling.parts import MOST_SOUGHT, SEARCH_BYTES
 
-_SCORES_BYTES = 1 << 29  # of the indexer, for a piece of a prompt, and what finds the best of them
+_SCORES_BYTES = 1 << 29  # of the indexer for a part of a prompt, with the workspace of top-k
 _PROMPT_LOGITS = 256  # rows
-_GRAPH_BYTES = 13 << 20  # of a layer, in all graphs of it
-# Of what is free on a machine without a GPU: the rest is for everything else that runs there.
+_GRAPH_BYTES = 13 << 20  # for each layer, in all CUDA graphs together
+# Share of the free memory of a machine without a GPU; the rest is left to other programs.
 _CPU_SHARE = 0.5
 
 
 def free_bytes(device: torch.device, utilization: float) -> int:
-    """Memory on `device` that a cache may take now, if that share of a GPU's whole memory may be in use."""
+    """Bytes on `device` that a cache may take now. `utilization`: share of a GPU's total memory that may be in use."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * utilization) - (total - free))
@@ -30,8 +30,8 @@ def free_bytes(device: torch.device, utilization: float) -> int:
 def workspace_bytes(
     cfg: ModelConfig, dtype: torch.dtype, *, num_tokens: int, num_seqs: int, depth: int, ranks: int
 ) -> int:
-    """Memory of a GPU that steps of up to `num_tokens` rows need beside weights and cache: absorbed weights, terms of
-    experts and what they are made of, logits as they are sampled, scores of the indexer, tables and graphs."""
+    """GPU memory of steps of up to `num_tokens` rows, without weights and cache: absorbed weights, inputs and outputs
+    of experts, logits and their sampling workspace, scores of the indexer, tables and graphs."""
     heads, vocab_size = cfg.num_attention_heads // ranks, cfg.vocab_size // ranks
     absorbed = heads * (cfg.qk_nope_head_dim + cfg.v_head_dim) * cfg.kv_lora_rank * dtype.itemsize
     rows = num_tokens * (cfg.num_experts_per_tok + 1) * cfg.hidden_size * 8
@@ -54,8 +54,8 @@ def plan_cache(
 ) -> tuple[int, int]:
     """(max_model_len, number of pages) for a `KVCache` that takes at most `memory` bytes, its dump page included.
 
-    Without a `max_model_len`, the model's longest or what fits. Raises ConfigError when a given one is longer than
-    the model was made for or does not fit.
+    Without a `max_model_len`, it is the model's longest or what fits. Raises ConfigError if a given one is longer than
+    the model supports or does not fit.
     """
     per_page = KVCache.bytes_per_page(cfg, dtype, layout, mtp=mtp)
     fits = max(0, memory // per_page - 1) * PAGE_SIZE
@@ -63,8 +63,8 @@ def plan_cache(
     check_count("max_num_seqs", max_num_seqs)
     if not fits:
         raise ConfigError(
-            f"the cache: {memory:,} bytes are free for it, and a page of {PAGE_SIZE} tokens, beside the one that no "
-            f"request reads, takes {2 * per_page:,}; raise kv_cache_memory_bytes or gpu_memory_utilization"
+            f"the cache: {memory:,} bytes are free for it, and a page of {PAGE_SIZE} tokens, together with the dump "
+            f"page, takes {2 * per_page:,}; raise kv_cache_memory_bytes or gpu_memory_utilization"
         )
     length = max_model_len or min(cfg.max_position_embeddings, fits)
     if length > fits:
@@ -77,7 +77,7 @@ def plan_cache(
 
 
 def planned_length(cfg: ModelConfig, max_model_len: int | None, num_pages: int) -> int:
-    """max_model_len of so many pages, as `plan_cache` finds it. Raises ConfigError likewise."""
+    """max_model_len for a given number of pages, by the rule of `plan_cache`. Raises ConfigError likewise."""
     check_length(cfg, max_model_len)
     holds = num_pages * PAGE_SIZE
     if max_model_len is not None and max_model_len > holds:

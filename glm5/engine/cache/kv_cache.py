@@ -1,8 +1,8 @@
-"""The pool of pages that holds the keys of all sequences: one page id for latents and index keys of every layer.
+"""The KV-cache pages of all sequences: one page id for latents and index keys of every layer.
 
-A page holds `PAGE_SIZE` tokens of one sequence. Logical key s of a sequence lies in its page number s // PAGE_SIZE, at
-offset s % PAGE_SIZE; the slot of a row in the pool is page * PAGE_SIZE + offset. Which page is whose is the scheduler's
-business. The pool has one page more than the scheduler knows of: rows that belong nowhere are written there.
+A page holds `PAGE_SIZE` tokens of one sequence. Key s of a sequence is in its page number s // PAGE_SIZE, at offset
+s % PAGE_SIZE; the slot of a row in the pool is page * PAGE_SIZE + offset. The scheduler assigns pages to sequences.
+The pool has one more page that the scheduler does not use, the dump page: padding rows are written there.
 
     layout      latent row                        index key            bytes a token and layer (GLM-5, bfloat16)
     auto        model's dtype                     model's dtype        1152 + 256
@@ -10,8 +10,8 @@ business. The pool has one page more than the scheduler knows of: rows that belo
     fp8         FP8, a scale for 128 values,      FP8, one scale        656 + 132
                 rope part in bfloat16
 
-The FP8 formats are defined in `kernels/fp8_pool.py`, whatever the model's dtype. Layers that share another's selection
-hold no index key; the MTP layer is one more layer. A page lies in one piece, layer after layer.
+The FP8 formats are defined in `kernels/fp8_pool.py`, for any dtype of the model. Layers that reuse another layer's
+selection have no index keys; the MTP layer is one more layer. A page is contiguous, layer after layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glm5.config.model import ModelConfig
-from glm5.engine.cache.memory import Memory, taking_back
+from glm5.engine.cache.memory import Memory, restoring
 from glm5.kernels.block_scaled import FP8
 from glm5.kernels.cpu_layer import HostPool, host_pool
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
@@ -41,11 +41,11 @@ PAGE_SIZE = 64
 
 Layout = Literal["auto", "fp8_key", "fp8"]
 
-_ALIGNMENT = 16  # bytes, of every part of a page: what a GPU loads at once
+_ALIGNMENT = 16  # bytes, of every part of a page: the widest load of a GPU thread
 
 
 class KVCache:
-    """`num_pages` pages and a dump page. `mtp`: keep keys of the MTP layer too (layer index `num_hidden_layers`)."""
+    """`num_pages` pages and a dump page. `mtp`: also for keys of the MTP layer (layer index `num_hidden_layers`)."""
 
     page_size = PAGE_SIZE
 
@@ -62,7 +62,7 @@ class KVCache:
         self.cfg, self.num_pages, self.dump_page, self.mtp = cfg, num_pages, num_pages, mtp
         self.dtype, self.device = dtype, torch.device(device)
         self.layout: Layout = layout
-        # Zeros, not anything: a masked key has weight 0, and 0 times a stray NaN would still be NaN.
+        # Zeros: a masked key has weight 0, but 0 times a NaN in uninitialized memory would be NaN.
         num_bytes = (num_pages + 1) * self.bytes_per_page(cfg, dtype, layout, mtp=mtp)
         self._memory = Memory(num_bytes, self.device)
         self._page_PB = self._memory.bytes.view(num_pages + 1, -1)
@@ -70,14 +70,14 @@ class KVCache:
 
     @staticmethod
     def bytes_per_page(cfg: ModelConfig, dtype: torch.dtype, layout: Layout = "auto", *, mtp: bool = False) -> int:
-        """Memory of one page over all layers."""
+        """Bytes of one page over all layers."""
         return sum(part.num_bytes for part in _parts(cfg, dtype, layout, mtp))
 
     def append_latent(
         self, layer_idx: int, slot_mapping_T: Tensor, latent_TL: Tensor, where: Where | None = None
     ) -> None:
-        """Write one latent row per token. Where several tokens have one slot (of the dump page), any may win. `where`:
-        on a CPU, the same as `slot_mapping_T`."""
+        """Write one latent row per token. If several tokens have the same slot (in the dump page), any of them is kept.
+        `where`: on a CPU, the slots of `slot_mapping_T` as NumPy arrays."""
         if where is not None and (array := self._latent_arrays[layer_idx]) is not None:
             write_rows(array, where, latent_TL)
         else:
@@ -102,7 +102,7 @@ class KVCache:
 
     @property
     def place(self) -> int:
-        """Where the pool lies: what a captured graph depends on."""
+        """The pool's address, which captured graphs contain."""
         return self._page_PB.data_ptr()
 
     def select_keys(
@@ -121,7 +121,7 @@ class KVCache:
         few: FewQueries | None = None,
         num_shares: int = 1,
     ) -> Tensor:
-        """`kernels.select_keys` over the index keys of a layer: int32 [T, top_k]. `few`: the queries, planned."""
+        """`kernels.select_keys` over the index keys of a layer: int32 [T, top_k]. `few`: the plan for few queries."""
         key_PZI = self._index_key_PZI[layer_idx]
         if few is not None:
             if rotation is not None:
@@ -162,34 +162,34 @@ class KVCache:
         return sparse_mla(q_THL, latent_PZL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=impl)[0]
 
     def host_pools(self, layer_idx: int) -> tuple[HostPool, HostPool | None] | None:
-        """Latents and index keys of a layer for native code; None where they are not float32 in host memory."""
+        """Latents and index keys of a layer for native code; None unless they are float32 in host memory."""
         return self._host_pools[layer_idx] if self._host_pools else None
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, (source, target) each, in order."""
+        """Copy pages, (source, target) each, in order."""
         for source, target in pairs:
             self._page_PB[target].copy_(self._page_PB[source])
 
     def page(self, page: int) -> Tensor:
-        """The bytes of a page over all layers, in one piece."""
+        """The bytes of a page over all layers, contiguous."""
         return self._page_PB[page]
 
     def parts(self) -> dict[str, Tensor]:
-        """Every part of the pages, [P, Z, ...] each, by name, in the order in which they lie in a page: what the tiers
-        behind this pool move. They stay the pool's through `release_memory` and `restore_memory`.
+        """Every part of the pages, [P, Z, ...] each, by name, in their order within a page; the lower tiers copy them.
+        These views stay valid through `release_memory` and `restore_memory`.
         """
         return dict(self._part_views())
 
     def release_memory(self) -> int:
-        """Give the pool's memory back, and say how many bytes: on a CPU, those of pages that were ever written to.
+        """Release the pool's memory. Returns the freed bytes: on a CPU, those of pages that were ever written to.
         Nothing may be read or written until it is restored."""
         self._latent_PZL, self._index_key_PZI = [], {}
         return self._memory.release()
 
     def restore_memory(self) -> None:
-        """Take the memory again, filled with zeros. GlmError where there is none: it stays given back."""
+        """Allocate the memory again, filled with zeros. GlmError if there is not enough: it then stays released."""
         assert not self._latent_PZL, "nothing was released"
-        with taking_back("the cache", self._memory.release):
+        with restoring("the cache", self._memory.release):
             self._memory.restore()
         self._lay_out()
 
@@ -227,12 +227,12 @@ class KVCache:
 
 
 def _array(pool: Pool) -> NDArray[Any] | None:
-    """A plain pool in host memory, to be written by NumPy."""
+    """A plain pool in host memory as a NumPy array; None for any other pool."""
     return as_array(pool) if isinstance(pool, Tensor) and pool.is_cpu else None
 
 
 class _PageField(NamedTuple):
-    """A piece of a page: `shape` [Z, ...]."""
+    """One part of a page, such as a layer's latents: `shape` [Z, ...]."""
 
     name: str
     shape: tuple[int, ...]

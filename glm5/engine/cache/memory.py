@@ -1,6 +1,6 @@
-"""Memory that can be given back while tensors over it live on, and taken again at the same place.
+"""Memory that can be released while tensors over it stay alive, and allocated again under the same tensors.
 
-On a CPU it is a mapping of its own, whose pages the kernel drops when told so; on a GPU the storage is shrunk to zero.
+On a CPU it is an anonymous mapping, whose pages `madvise` frees; on a GPU the storage is resized to zero.
 """
 
 import ctypes
@@ -17,13 +17,13 @@ from glm5.common.errors import GlmError, is_of_memory, words_of
 
 
 @contextmanager
-def taking_back(what: str, give_back: Callable[[], object]) -> Iterator[None]:
-    """Take memory for `what` again. Where that fails `give_back` is called, and a lack of memory is a GlmError."""
+def restoring(what: str, release: Callable[[], object]) -> Iterator[None]:
+    """Allocate memory for `what` again. If that fails, call `release`; a lack of memory becomes a GlmError."""
     try:
         yield
     except Exception as error:
-        traceback.clear_frames(error.__traceback__)  # which hold some of it
-        give_back()
+        traceback.clear_frames(error.__traceback__)  # their locals hold some of the memory
+        release()
         if not is_of_memory(error):
             raise
         raise GlmError(
@@ -32,7 +32,7 @@ def taking_back(what: str, give_back: Callable[[], object]) -> Iterator[None]:
 
 
 class Memory:
-    """`bytes`, uint8 [num_bytes], all zeros. Views of it stay valid through `release` and `restore`."""
+    """`bytes`, uint8 [num_bytes], all zeros. Its views stay valid through `release` and `restore`."""
 
     def __init__(self, num_bytes: int, device: torch.device):
         if device.type == "cpu":
@@ -42,30 +42,30 @@ class Memory:
             self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def release(self) -> int:
-        """Give the memory back, and say how many bytes that were. Until `restore`, nothing may read or write it."""
+        """Release the memory; returns the freed bytes. Until `restore`, nothing may read or write it."""
         if self.bytes.device.type == "cpu":
             num_bytes = _resident_bytes(self.bytes)
             self._mapping.madvise(mmap.MADV_DONTNEED)
             return num_bytes
         num_bytes = self.bytes.untyped_storage().nbytes()
         self.bytes.untyped_storage().resize_(0)
-        torch.cuda.empty_cache()  # else torch would keep it for itself
+        torch.cuda.empty_cache()  # otherwise torch's allocator keeps it
         return num_bytes
 
     def restore(self) -> None:
-        """Take the memory again, filled with zeros."""
+        """Allocate the memory again, filled with zeros."""
         if self.bytes.device.type != "cpu":
             self.bytes.untyped_storage().resize_(self.bytes.numel())
-        if self.bytes.device.type != "cpu" or sys.platform != "linux":  # Linux hands out zeros
+        if self.bytes.device.type != "cpu" or sys.platform != "linux":  # Linux provides zeros
             self.bytes.zero_()
 
 
 def _resident_bytes(block: torch.Tensor) -> int:
-    """How much of a mapping is in memory: Linux gives no page before it is written to."""
+    """How many bytes of a mapping are in memory: Linux allocates a page when it is first written to."""
     found = np.zeros(-(-block.numel() // mmap.PAGESIZE), dtype=np.uint8)
     try:
         mincore = ctypes.CDLL(None).mincore
-    except (OSError, AttributeError):  # where nobody can be asked, all of it
+    except (OSError, AttributeError):  # no such call here: report all of it
         return block.numel()
     where = ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(block.numel()), ctypes.c_void_p(found.ctypes.data)
     if mincore(*where):

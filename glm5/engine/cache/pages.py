@@ -1,21 +1,21 @@
-"""Who owns which page of the cache: reference counts over page ids, nothing else.
+"""Reference counts of the cache's pages, by page id.
 
 A page is in one of three states:
 
     in use   refs > 0               sequences and copies under way hold one reference each
-    idle     refs = 0, kept         only the prefix tree has it: reusable at once, first idle first out
+    idle     refs = 0, kept         only in the prefix tree: reusable at once, longest idle first
     free     refs = 0, not kept
 
-The tree's claim is the flag "kept", not a reference, so what could be had at once is free + idle without a walk.
-Holders let go of a sequence's pages last page first. A page is therefore not idle while a sequence uses one that
-continues it, and the order of going idle is both least recently used first and leaves first.
+The prefix tree sets the flag "kept" instead of holding a reference, so the available pages are free + idle, without a
+tree walk. A sequence releases its last page first. A page is therefore in use while any page that continues it is,
+and the order in which pages become idle is both least recently used first and leaves first.
 """
 
 from collections import OrderedDict
 
 
 class PagePool:
-    """`num_pages` pages, all free at first. Misuse (a page released twice, kept while free) is an assertion error."""
+    """`num_pages` pages, all free at first. Misuse (releasing a page twice, keeping a free one) fails an assertion."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
@@ -35,7 +35,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """What can be had now: free pages and idle ones, which the tree must give up first."""
+        """Pages that can be allocated now: free ones, and idle ones after their eviction from the tree."""
         return len(self._free) + len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
@@ -47,14 +47,14 @@ class PagePool:
         return pages
 
     def ref(self, page: int) -> None:
-        """One more holder of a page that is in use or idle."""
+        """Add a reference to a page that is in use or idle."""
         if self.refs[page] == 0:
             assert self._kept[page], f"{page=} is free"
             del self._idle[page]
         self.refs[page] += 1
 
     def unref(self, page: int) -> None:
-        """One holder less; the last one leaves the page idle, or free if the tree does not have it."""
+        """Drop a reference. Without any, the page becomes idle, or free if it is not in the tree."""
         assert self.refs[page] > 0, f"{page=} has no holder"
         self.refs[page] -= 1
         if self.refs[page] == 0:
@@ -64,13 +64,13 @@ class PagePool:
                 self._free.append(page)
 
     def keep(self, page: int) -> None:
-        """The tree takes a page that is in use."""
+        """Mark a page in use as part of the tree."""
         assert self.refs[page] > 0, f"{page=} has no holder"
         assert not self._kept[page], f"{page=} is kept already"
         self._kept[page] = 1
 
     def forget(self, page: int) -> None:
-        """The tree gives a page up; if it was idle, it is free now."""
+        """Mark a page as no longer in the tree; an idle one becomes free."""
         assert self._kept[page], f"{page=} is not kept"
         self._kept[page] = 0
         if self.refs[page] == 0:

@@ -1,13 +1,13 @@
-"""Pages that later prompts can share: a radix tree over token ids, one full page to a node.
+"""The prefix cache: a radix tree over token ids, with one full page in each node.
 
     root of a salt -> page of tokens 0..Z-1 -> page of tokens Z..2Z-1 -> ...
 
-A node is found by the token ids themselves, so two prefixes never collide, and a salt (tenant, weight version) has a
-root of its own, so caches never mix. A page enters the tree when its content is certain and full; whoever computed
-the same page too swaps to the tree's, so a sequence that holds a node's page holds those of all its ancestors.
+A node is found by the token ids themselves, so two prefixes never collide. Each salt (tenant, weights) has a root of
+its own, so caches never mix. A page is inserted when it is full and confirmed. A sequence that computed an equal page
+switches to the tree's, so a sequence that holds a node's page holds those of all its ancestors.
 
-The tree knows pages on the device alone. Pages in host memory and on disk are known by their keys (`transfers.py`):
-a chain of hashes needs no token ids to be kept, and what a tier drops or brings from an earlier run is one entry.
+The tree contains only pages on the device. Pages in host memory and on disk are found by their keys (`transfers.py`),
+chained hashes: no token ids need to be kept, and eviction or a page of an earlier process changes one entry.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,16 +20,15 @@ Salt = bytes
 
 
 def cache_salt(weights: bytes, salt: bytes) -> Salt:
-    """Prompts share pages only within a tenant's salt, computed with the same weights.
+    """The combined salt: prompts share pages only within a tenant's salt and with the same weights.
 
-    `weights` identifies them among all that ever were: pages outlive the process, and a number that counts updates
-    would mean other weights in the next one.
+    `weights` is a globally unique id: pages outlive the process, in which a version number would be ambiguous.
     """
     return b"%d:%b%b" % (len(weights), weights, salt)
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: Salt) -> Iterator[PageKey]:
-    """Keys of the full pages of a prompt: what lower tiers are asked for. Lazy: stop at the first that is missing."""
+    """Keys of a prompt's full pages, to look up in lower tiers. Lazy: the caller can stop at the first miss."""
     key = None
     for start in range(0, len(token_ids) - page_size + 1, page_size):
         key = page_key(key, token_ids[start : start + page_size], salt)
@@ -37,7 +36,7 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: Salt) -> Iterator[
 
 
 class Node:
-    """A full page and its token ids. `is_kept` until the tree gives the page up. A root has no page (-1)."""
+    """A full page and its token ids. `is_kept` until the page leaves the tree. A root has no page (-1)."""
 
     __slots__ = ("children", "is_kept", "key", "page", "parent", "salt", "tokens")
 
@@ -50,8 +49,8 @@ class Node:
 
 @dataclass
 class PrefixStats:
-    """Since the start. A query is the first admission of a sequence; what a preempted one finds again is `again`. What
-    lower tiers have counts as found once it is loaded."""
+    """Counts since the start. A query is the first admission of a sequence; hits after a preemption are `again_tokens`.
+    Pages of lower tiers count as hits once they are loaded."""
 
     queries: int = 0
     query_tokens: int = 0
@@ -74,7 +73,7 @@ class PrefixTree:
         self._node_of: dict[int, Node] = {}
 
     def __len__(self) -> int:
-        """Pages in the tree."""
+        """Number of pages in the tree."""
         return len(self._node_of)
 
     def nodes(self) -> Iterator[Node]:
@@ -87,8 +86,8 @@ class PrefixTree:
     def match(self, salt: Salt, token_ids: Sequence[int], max_pages: int, path: list[Node]) -> None:
         """Make `path` the longest chain of nodes for the first pages of `token_ids`. Takes no references.
 
-        `path` may hold an earlier match of the same tokens, which is corrected rather than walked again: a sequence
-        that waits is matched at every step.
+        `path` may hold an earlier match of the same tokens, which is updated in place: a waiting sequence is matched
+        at every step.
         """
         del path[max_pages:]
         while path and not path[-1].is_kept:
@@ -100,9 +99,9 @@ class PrefixTree:
                 path.append(node)
 
     def extend(self, salt: Salt, parent: Node | None, token_ids: Sequence[int], page: int) -> Node:
-        """The node of a full page after `parent` (None: the first page); with `page` if there is none yet.
+        """The node of a full page after `parent` (None: the first page); inserted with `page` if it is missing.
 
-        `token_ids` are the page's own. The caller holds the pages of `parent` and `page`, and must swap its page for
+        `token_ids` are the page's own. The caller holds the pages of `parent` and `page`, and must replace its page by
         the node's when they differ.
         """
         if parent is None:
@@ -120,7 +119,7 @@ class PrefixTree:
         return node
 
     def key_of(self, node: Node) -> PageKey:
-        """The name of a node's page outside the device; hashed once, when first asked for."""
+        """The key of a node's page in lower tiers; hashed on first use."""
         unnamed: list[Node] = []
         above: Node | None = node
         while above is not None and above.tokens and above.key is None:
@@ -138,14 +137,14 @@ class PrefixTree:
 
     def evict(self, count: int) -> None:
         """Free `count` idle pages, or a few more."""
-        # A page that a copy held becomes idle after its parent, and goes with it.
+        # A page that a copy held becomes idle after its parent, and is removed with it.
         before, free = len(self._node_of), self.pool.num_free + count
         while self.pool.num_free < free:
             self._remove(self._node_of[self.pool.oldest_idle()])
         self.stats.evicted_pages += before - len(self._node_of)
 
     def clear(self) -> None:
-        """Forget everything. Pages in use stay with their holders, who must not extend the nodes they knew."""
+        """Remove all nodes. Pages in use stay with their sequences, which must not extend the removed nodes."""
         for node in list(self._node_of.values()):
             self._forget(node)
         self._roots.clear()
@@ -154,7 +153,7 @@ class PrefixTree:
         return tuple(token_ids[index * self.page_size : (index + 1) * self.page_size])
 
     def _remove(self, node: Node) -> None:
-        """Take a node out, with what hangs below: pages that nobody holds but a copy under way."""
+        """Remove a node and those below it, whose pages only copies under way may still hold."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]

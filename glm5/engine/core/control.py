@@ -1,8 +1,8 @@
-"""Calls that change the engine as a whole: pause, sleep, other weights, a forgotten cache. One at a time, in order.
+"""Calls that change the engine as a whole: pause, sleep, weight updates, cache resets. They run one by one, in order.
 
-A call is a generator that is resumed at the start of every turn, before the turn's step is planned: it tells the
-scheduler something, and yields until that has happened. Requests go on meanwhile, unless the call is to stop them.
-A GlmError is the call's answer, and has changed nothing.
+A call is a generator that is resumed at the start of every iteration, before the next step is planned: it sends
+messages to the scheduler, and yields until they have taken effect. Requests continue meanwhile, unless the call stops
+them. A GlmError becomes the call's answer; the call has then changed nothing.
 """
 
 import re
@@ -38,20 +38,20 @@ class Engine(Protocol):
 
     @property
     def is_still(self) -> bool:
-        """Paused: the last plan said so, no step is unread and no copy under way."""
+        """Whether the last plan was paused, with no step unread and no copy under way."""
         ...
 
-    def tell(self, *messages: Message) -> None:
-        """Messages for the scheduler, which this turn's plan takes."""
+    def send_to_scheduler(self, *messages: Message) -> None:
+        """Queue messages for the scheduler; the next plan applies them."""
         ...
 
-    def drop(self, seq_ids: tuple[int, ...] | None) -> None:
+    def abort(self, seq_ids: tuple[int, ...] | None) -> None:
         """Abort answers (None: all)."""
         ...
 
 
 class Control:
-    """Runs calls. `weights_changed` is called whenever other weights than before may lie in the model."""
+    """Runs calls. `weights_changed` is called whenever the model's weights may have changed."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Control:
         self.is_paused = False
         self.level, self.has_cache = 0, True  # 0: the weights are awake
         self._weights_changed = weights_changed
-        # Numbers that are chosen here are never those of other weights, though a wake may bring back older ones.
+        # Version numbers chosen here are always new, even after a wake has restored older weights.
         self._last_version = weights.version
         self._calls: deque[Call] = deque()
         self._turns: _Turns | None = None
@@ -75,19 +75,19 @@ class Control:
 
     @property
     def is_sleeping(self) -> bool:
-        """Memory is given back, so that nothing can be computed."""
+        """Memory is released, so nothing can be computed."""
         return self.level > 0 or not self.has_cache
 
     @property
     def is_busy(self) -> bool:
-        """Calls are not answered yet."""
+        """Some calls are not answered yet."""
         return bool(self._calls)
 
     def add(self, call: Call) -> None:
         self._calls.append(call)
 
     def advance(self) -> None:
-        """One turn of the present call, and of those after it as far as they end at once."""
+        """Resume the current call; when it ends, start the next ones until one has to wait."""
         while self._calls:
             call = self._calls[0]
             if self._turns is None:
@@ -105,13 +105,13 @@ class Control:
             self._turns = self._awaited = None
 
     def take_changes(self, *, closely: bool) -> None:
-        """What the owner of a shared model has put into it counts as an update."""
+        """Treat new weights that the owner of a shared model has written as an update."""
         if not self.level and self.weights.take_changes(self._last_version + 1, closely=closely):
             self._last_version += 1
             self._use_other_weights(recompute=True)
 
     def wait(self, timeout_s: float) -> None:
-        """For what the present call waits for on another thread, at most `timeout_s`."""
+        """Wait for the other thread that the current call waits for, at most `timeout_s`."""
         if self._awaited is not None:
             wait([self._awaited], timeout_s)
 
@@ -133,7 +133,7 @@ class Control:
     def _pause(self) -> _Turns:
         self.is_paused = True
         if not self.is_sleeping:
-            self.engine.tell(Pause())
+            self.engine.send_to_scheduler(Pause())
             yield from self._until_still()
         return {}
 
@@ -141,7 +141,7 @@ class Control:
         if self.is_sleeping:
             raise GlmError("the engine sleeps, so it cannot go on; call wake_up, and then resume if it was paused")
         self.is_paused = False
-        self.engine.tell(Resume())
+        self.engine.send_to_scheduler(Resume())
         return {}
 
     def _sleep(self, level: int) -> _Turns:
@@ -151,7 +151,7 @@ class Control:
             self.weights.check_source()
         freed = 0
         if not self.is_sleeping:
-            self.engine.tell(Pause(release=True))
+            self.engine.send_to_scheduler(Pause(release=True))
             yield from self._until_still()
         if self.has_cache:
             freed += self.cache.release_memory()
@@ -162,11 +162,12 @@ class Control:
         return {"freed_bytes": freed}
 
     def _wake(self, parts: Collection[Part]) -> dict[str, Any]:
-        """Weights first: if they cannot be had again, all sleeps on; if only the cache cannot, it alone does."""
+        """Weights first: if that fails, all stays asleep; if only the cache fails, it alone does."""
         if self.level and "weights" in parts:
             if self.weights.restore():
-                self.engine.tell(SetWeights(self.weights.version, recompute=True, identity=self.weights.identity))
-            self._weights_changed()
+                self._use_other_weights(recompute=True)
+            else:
+                self._weights_changed()
             self.level = 0
             is_awake = self.has_cache
         else:
@@ -176,7 +177,7 @@ class Control:
             self.has_cache = True
             is_awake = not self.level
         if is_awake and not self.is_paused:
-            self.engine.tell(Resume())
+            self.engine.send_to_scheduler(Resume())
         return {"version": self.weights.version}
 
     def _update(self, call: UpdateWeightsCall) -> _Turns:
@@ -192,12 +193,12 @@ class Control:
         except GlmError as error:
             if not call.remove:
                 raise
-            # Whoever gave tensors knows of no folder.
+            # A caller that sent tensors does not know this temporary folder.
             text = re.sub(re.escape(call.path) + r"(/[\w.-]+\.(safetensors|json))?", "the update", str(error))
             raise type(error)(text) from None
-        # Between two launches: the step before this turn is launched, the next one is not planned yet.
+        # Between two launches: the previous step is launched, the next one is not planned yet.
         if call.policy == "abort":
-            self.engine.drop(None)
+            self.engine.abort(None)
         version = self._last_version + 1 if call.version is None else call.version
         self._last_version = version
         self.weights.swap(staged, version)
@@ -208,10 +209,11 @@ class Control:
 
     def _use_other_weights(self, *, recompute: bool) -> None:
         self._weights_changed()
-        self.engine.tell(SetWeights(self.weights.version, recompute=recompute, identity=self.weights.identity))
+        version, identity = self.weights.version, self.weights.identity
+        self.engine.send_to_scheduler(SetWeights(version, recompute=recompute, identity=identity))
 
     def _reset(self) -> _Turns:
-        self.engine.tell(ResetCache())
+        self.engine.send_to_scheduler(ResetCache())
         if self.tiering is not None:
             self.tiering.cancel_stores()
             yield
@@ -226,7 +228,7 @@ class Control:
             yield
 
     def _result(self, future: "Future[Any]") -> Generator[None, None, Any]:
-        """The result of something on another thread; whatever it raises is a GlmError."""
+        """Wait for the result of another thread; every error is raised as a GlmError."""
         self._awaited = future
         while not future.done():
             yield

@@ -1,12 +1,12 @@
-"""The engine's turns: messages in, steps planned and launched, results read, updates out.
+"""The engine's loop: messages in, steps planned and launched, results read, updates out.
 
-    a turn:  messages -> plan step i -> launch it -> read step i-1 -> apply its tokens -> updates
+    an iteration:  messages -> plan step i -> launch it -> read step i-1 -> apply its tokens -> updates
 
-With `launch_ahead` a step is launched before the tokens of the one before it are read, so the device never waits for
-the host; without, each step is read before the next is planned, with the same tokens. What else takes time (grammars,
-copies of pages, reading weights) happens on other threads and is asked after at the start of a turn.
+With `launch_ahead` a step is launched before the tokens of the previous one are read, so the device never waits for
+the host. Without, each step is read before the next is planned; the tokens are the same. Other slow work (grammars,
+copies of pages, reading weights) runs on other threads and is polled at the start of an iteration.
 
-One thread calls everything here. An exception that leaves `step` is the engine's end: state and device may disagree.
+One thread calls everything here. An exception that leaves `step` ends the engine: state and device may disagree.
 """
 
 import time
@@ -35,30 +35,30 @@ from glm5.engine.scheduler.plan import Output, StepPlan
 from glm5.engine.scheduler.scheduler import Scheduler
 from glm5.engine.tiers.copies import CopyQueue
 from glm5.engine.transport.wire import (
+    AbortRequests,
+    AddRequest,
     Answer,
-    Ask,
     Close,
-    Drop,
     Facts,
     ProfileCall,
     StatsCall,
-    Stop,
+    StopAnswer,
     ToClient,
     ToEngine,
     Update,
     Updates,
 )
 
-# How long a turn without work waits for another thread. Messages wait as long at most.
+# How long an iteration without work waits for another thread. This also bounds how long a message waits.
 PATIENCE_S = 0.01
 
 
 class EngineCore:
-    """`receive` messages, take `step`s while it `has_work`; `facts` say what it is.
+    """Call `receive` with messages, and `step` while it `has_work`. `facts`: sent to clients.
 
-    `compiler` None refuses grammars, `copies` None has no tiers, `depth` None drafts as much as it can, `pace` None has
-    as many tokens of prompts in a step as `config` allows; else launching a step must take as long as the step does, by
-    `clock`. `ranks`: others that compute the same steps; they are told all that the scheduler is.
+    `compiler` None refuses grammars, `copies` None means no tiers, `depth` None always drafts to the maximum. `pace`
+    None limits prompt tokens in a step by `config` alone; otherwise a launch must be synchronous, since `clock` times
+    it. `ranks`: the other ranks; they receive every message that the scheduler receives.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class EngineCore:
         self._messages: list[Message] = []
         self._updates: list[Update] = []
         self._answers: list[ToClient] = []
-        # Answers under way. Reports of prompts outlive the answer that computes them.
+        # Answers under way. A prompt's report may outlive the answer that computes it.
         self._replies: dict[int, Reply] = {}
         self._specs: dict[int, SeqSpec] = {}
         self._reports: dict[int, PromptReport] = {}
@@ -109,7 +109,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do anything; if not, nothing happens before the next message."""
+        """Whether `step` would do anything. If not, nothing changes before the next message."""
         is_at_rest = self._wait in ("requests", "pause")
         return (
             bool(self._inbox or self._messages or self._unread or self.intake.num_waiting or self.control.is_busy)
@@ -121,11 +121,11 @@ class EngineCore:
         return self._wait == "pause"
 
     def receive(self, message: ToEngine) -> None:
-        """Take note of a message; the next turn sees to it."""
+        """Queue a message; the next step handles it."""
         self._inbox.append(message)
 
     def step(self) -> list[ToClient]:
-        """One turn. Waits for the device as long as a step takes, for anything else at most `PATIENCE_S`."""
+        """Run one iteration. It waits for the device as long as a step takes, for other work at most `PATIENCE_S`."""
         self._receive_all()
         begins = any(isinstance(message, Submit | Resume) for message in self._messages)
         self.control.take_changes(closely=begins)
@@ -138,20 +138,20 @@ class EngineCore:
         self._wait = plan.wait
         if not plan.items and not has_read:
             self._sleep_until_something_ends()
-        return self._said()
+        return self._outgoing()
 
-    def tell(self, *messages: Message) -> None:
-        """Messages for the scheduler, which the next plan takes."""
+    def send_to_scheduler(self, *messages: Message) -> None:
+        """Queue messages for the scheduler; the next plan applies them."""
         self._messages += messages
 
-    def drop(self, seq_ids: tuple[int, ...] | None) -> None:
+    def abort(self, seq_ids: tuple[int, ...] | None) -> None:
         """Abort answers (None: all)."""
-        for seq_id in self.intake.drop(seq_ids):
+        for seq_id in self.intake.abort(seq_ids):
             self._emit(Update(seq_id, [], self.scheduler.version, "abort"))
-        self.tell(Abort(seq_ids))
+        self.send_to_scheduler(Abort(seq_ids))
 
     def stats(self) -> dict[str, Any]:
-        """What `StatsCall` is answered with (stats.py)."""
+        """The answer to `StatsCall` (stats.py)."""
         tiers = self.tiering.copies.stats() if self.tiering is not None else None
         return stats(
             self.counters,
@@ -163,7 +163,7 @@ class EngineCore:
         )
 
     def close(self, flush_s: float = 30.0) -> None:
-        """End the threads; pages on their way to disk get that long to arrive."""
+        """End the threads, after waiting at most `flush_s` for pages to be written to disk."""
         if self.tiering is not None:
             self.tiering.close(flush_s)
         if self.compiler is not None:
@@ -172,39 +172,39 @@ class EngineCore:
             self.ranks.close()
 
     def _receive_all(self) -> None:
-        """Everything that came from outside since the last turn."""
+        """Handle everything that arrived since the last iteration."""
         if self.tiering is not None:
             self._messages += self.tiering.messages()
         for ready in self.intake.ready():
             self._admit(ready)
         while self._inbox:
-            self._take(self._inbox.popleft())
+            self._handle(self._inbox.popleft())
         self.control.advance()
         self._answers += self.control.answers
         self.control.answers.clear()
 
-    def _take(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine) -> None:
         match message:
-            case Ask():
+            case AddRequest():
                 self.counters.requests += 1
-                refusal = self.intake.take(message, self.scheduler.page_manager.weights)
+                refusal = self.intake.add(message, self.scheduler.page_manager.weights)
                 for ready in [refusal] if refusal is not None else self.intake.ready():
                     self._admit(ready)
-            case Drop(seq_ids=seq_ids):
-                self.drop(seq_ids)
-            case Stop(seq_id=seq_id):
-                # The client has ended it: nothing more of it is said, whatever is still computed.
-                self.intake.drop((seq_id,))
+            case AbortRequests(seq_ids=seq_ids):
+                self.abort(seq_ids)
+            case StopAnswer(seq_id=seq_id):
+                # The client has ended it: no update follows, whatever is still computed.
+                self.intake.abort((seq_id,))
                 if self._replies.pop(seq_id, None) is not None:
                     self.counters.finished["stop"] += 1
                     self._constrained.pop(seq_id, None)
-                    self.tell(Finish(seq_id))
+                    self.send_to_scheduler(Finish(seq_id))
             case StatsCall(call_id=call_id):
                 self._answers.append(Answer(call_id, self.stats()))
             case ProfileCall():
                 self._answers.append(self._profile(message))
             case Close():
-                raise AssertionError("the process sees to Close")
+                raise AssertionError("Close is handled by the process")
             case _:
                 self.control.add(message)
 
@@ -230,19 +230,19 @@ class EngineCore:
             if reply.matcher is not None:
                 self._constrained[reply.seq_id] = reply
         if ready.tier_change is not None:
-            self.tell(ready.tier_change)
-        self.tell(ready.submit)
+            self.send_to_scheduler(ready.tier_change)
+        self.send_to_scheduler(ready.submit)
 
     def _plan(self) -> StepPlan:
         scheduler = self.scheduler
         if self.depth is not None and (num_seqs := self._num_decoding_soon()):
             depth = self.depth.choose(num_seqs)
             if depth != scheduler.depth:
-                self.tell(SetDepth(depth))
+                self.send_to_scheduler(SetDepth(depth))
         if self.pace is not None and scheduler.decoding:
             start = furthest_prompt(scheduler, self._messages)
             if start is not None:
-                self.tell(SetPromptShare(self.pace.choose(len(scheduler.decoding), start)))
+                self.send_to_scheduler(SetPromptShare(self.pace.choose(len(scheduler.decoding), start)))
         messages, self._messages = self._messages, []
         if self.ranks is not None:
             self.ranks.broadcast(scheduler.next_step, messages, self._specs, is_masked=bool(self._constrained))
@@ -250,14 +250,14 @@ class EngineCore:
         plan = scheduler.plan(scheduler.next_step)
         self.counters.count_plan(plan)
         for output in plan.ended:
-            self._put(output, plan.version)
+            self._report(output, plan.version)
         for entered in plan.entered:
             if entered.donor_slot is None and (report := self._reports.get(entered.seq_id)) is not None:
                 report.restart()
         return plan
 
     def _num_decoding_soon(self) -> int:
-        """Sequences that decode, or will once their prompts are computed; those that just came included."""
+        """Sequences that decode, or will once their prompts are computed, including new ones."""
         num_new = sum([len(message.seq_ids) for message in self._messages if isinstance(message, Submit)])
         return min(len(self.scheduler.live) + num_new, self.config.max_num_seqs)
 
@@ -267,7 +267,7 @@ class EngineCore:
         if self._constrained and plan.items:
             filled = fill_masks(plan.items, self._constrained, self.config.max_depth, self.facts.vocab_size)
             if filled is not None:
-                self.runner.permit(*filled)
+                self.runner.set_bitmasks(*filled)
         for item in reversed(plan.items):
             if item.kind != "prefill":
                 break
@@ -286,23 +286,23 @@ class EngineCore:
             self.tiering.begin_loads(plan)
 
     def _read(self, plan: StepPlan, draft_depth: int, launched: Launched) -> None:
-        """The tokens of a launched step. `draft_depth`: how many of its drafts were made for it."""
+        """Read and apply a launched step. `draft_depth`: the depth at which the step before it drafted."""
         result = launched.read()
         note_prompts(plan.items, result, self._reports)
         for output in self.scheduler.apply(plan.step, result.tokens):
             if output.seq_id in result.no_valid_token:
                 self._fail(output, _why_no_valid_token(self._specs[output.seq_id].params))
             else:
-                self._put(output, plan.version, result)
-        # Drafts of a step before the depth was raised are left over from earlier, and say nothing.
-        fresh = [count if position < draft_depth else 0 for position, count in enumerate(result.num_drafted)]
-        stood = [count if position < draft_depth else 0 for position, count in enumerate(result.num_accepted)]
-        self.counters.count_drafts(fresh, stood)
+                self._report(output, plan.version, result)
+        # After the depth was raised, drafts beyond `draft_depth` are stale ones, which must not be counted.
+        drafted = [count if position < draft_depth else 0 for position, count in enumerate(result.num_drafted)]
+        accepted = [count if position < draft_depth else 0 for position, count in enumerate(result.num_accepted)]
+        self.counters.count_drafts(drafted, accepted)
         if self.depth is not None:
-            self.depth.observe(fresh, stood)
+            self.depth.observe(drafted, accepted)
 
-    def _put(self, output: Output, version: int, result: StepResult | None = None) -> None:
-        """Say what an answer gained, unless nobody listens any more."""
+    def _report(self, output: Output, version: int, result: StepResult | None = None) -> None:
+        """Queue the update with an answer's new tokens, unless the answer was ended already."""
         seq_id, token_ids, reason = output
         reply = self._replies.get(seq_id)
         if reply is not None:
@@ -320,32 +320,32 @@ class EngineCore:
             self._forget(seq_id)
 
     def _fail(self, output: Output, why: str) -> None:
-        """End an answer whose last tokens are worth nothing."""
+        """End an answer with an error, and discard its last tokens."""
         seq_id = output.seq_id
         if seq_id in self._replies:
             self._emit(Update(seq_id, [], self.scheduler.version, "error", why))
         if output.reason is None:
-            self.tell(Finish(seq_id, "error"))
+            self.send_to_scheduler(Finish(seq_id, "error"))
             self._replies.pop(seq_id, None)
             self._constrained.pop(seq_id, None)
         else:
             self._forget(seq_id)
 
     def _forget(self, seq_id: int) -> None:
-        """The scheduler has no such sequence any more."""
+        """Drop the state of a sequence that the scheduler has removed."""
         self._replies.pop(seq_id, None)
         self._specs.pop(seq_id, None)
         self._reports.pop(seq_id, None)
         self._constrained.pop(seq_id, None)
 
     def _emit(self, update: Update) -> None:
-        """An update that ends an answer without tokens."""
+        """Queue an update that ends an answer without tokens."""
         assert update.finish_reason is not None
         self.counters.finished[update.finish_reason] += 1
         self._updates.append(update)
 
     def _sleep_until_something_ends(self) -> None:
-        """Nothing was launched or read: wait a little for whoever is expected to end something."""
+        """Nothing was launched or read: wait briefly for the thread whose result is needed next."""
         if self._wait == "copies":
             assert self.tiering is not None
             self._messages += self.tiering.messages(PATIENCE_S)
@@ -354,19 +354,19 @@ class EngineCore:
         else:
             self.control.wait(PATIENCE_S)
 
-    def _said(self) -> list[ToClient]:
-        said: list[ToClient] = [Updates(self._updates)] if self._updates else []
-        said += self._answers
+    def _outgoing(self) -> list[ToClient]:
+        messages: list[ToClient] = [Updates(self._updates)] if self._updates else []
+        messages += self._answers
         self._updates, self._answers = [], []
-        return said
+        return messages
 
 
 def _why_no_valid_token(params: SamplingParams) -> str:
-    """Which parameters may have barred every token."""
+    """An error that names the parameters which may have masked every token."""
     names = ("structured_outputs", "allowed_token_ids", "logit_bias", "bad_words", "thinking_token_budget")
-    barring = [name for name in names if getattr(params, name) not in (None, (), {})]
+    masking = [name for name in names if getattr(params, name) not in (None, (), {})]
     if params.min_tokens:
-        barring.append("min_tokens")
-    if not barring:
+        masking.append("min_tokens")
+    if not masking:
         return "no token is possible: the model's logits are not finite numbers"
-    return f"no token is possible: {', '.join(barring)} together leave none"
+    return f"no token is possible: {', '.join(masking)} together leave none"

@@ -1,4 +1,4 @@
-"""Masks of a step: what the grammars of its sequences leave for each of their rows."""
+"""Grammar bitmasks of a step: the tokens that each row of a constrained sequence may sample."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,16 +12,17 @@ from glm5.engine.scheduler.plan import Item
 def fill_masks(
     items: Sequence[Item], constrained: Mapping[int, Reply], max_depth: int, vocab_size: int
 ) -> tuple[list[int], Tensor] | None:
-    """Slots of the step's sequences with a grammar, and what each of their rows may draw; None if there are none.
+    """Slots of the step's sequences with a grammar, and the bitmasks of their rows; None if there are none.
 
-    int32 [slots, 1 + max_depth, ceil(W / 32)], one bit a token. A row assumes the drafts before it.
+    int32 [slots, 1 + max_depth, ceil(W / 32)], one bit a token. A row's mask assumes that the drafts before it are
+    accepted.
     """
-    asked = [(item, constrained[item.seq_id]) for item in items if item.samples and item.seq_id in constrained]
-    if not asked:
+    rows = [(item, constrained[item.seq_id]) for item in items if item.samples and item.seq_id in constrained]
+    if not rows:
         return None
-    masks_BJM = torch.empty(len(asked), 1 + max_depth, -(-vocab_size // 32), dtype=torch.int32)
-    for (item, reply), mask_JM in zip(asked, masks_BJM, strict=True):
+    masks_BJM = torch.empty(len(rows), 1 + max_depth, -(-vocab_size // 32), dtype=torch.int32)
+    for (item, reply), mask_JM in zip(rows, masks_BJM, strict=True):
         assert reply.matcher is not None
-        # A prompt chunk draws one token, whatever was drafted before its sequence was preempted.
+        # A prompt chunk samples one token, whatever was drafted before its sequence was preempted.
         reply.matcher.fill(reply.drafts[: item.depth], mask_JM)
-    return [item.slot for item, _ in asked], masks_BJM
+    return [item.slot for item, _ in rows], masks_BJM

@@ -1,4 +1,4 @@
-"""What the core asks of its parts: a runner, the weights, the cache's memory, other ranks."""
+"""The interfaces of the core's parts: the runner, the weights, the cache's memory, the other ranks."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -18,9 +18,9 @@ class Launched(Protocol):
 
 
 class StepRunner(Protocol):
-    """What the core asks of a runner (`glm5.engine.runner.runner.Runner`)."""
+    """What the core needs of a runner (`glm5.engine.runner.runner.Runner`)."""
 
-    def permit(self, slots: list[int], masks_BJM: Tensor) -> None: ...
+    def set_bitmasks(self, slots: list[int], masks_BJM: Tensor) -> None: ...
 
     def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched: ...
 
@@ -31,15 +31,15 @@ class Followers(Protocol):
     """The other ranks of an engine over several (`glm5.engine.distributed.ranks`)."""
 
     def broadcast(self, step: int, messages: list[Message], specs: Mapping[int, SeqSpec], *, is_masked: bool) -> None:
-        """What the scheduler is told before `step`, the plan that is launched next. `specs` has the sequences that it
-        hears of; `is_masked`: grammars may bar tokens (`StepRunner.permit`)."""
+        """Send the scheduler messages delivered before `step`, which is planned next. `specs` contains their new
+        sequences. `is_masked`: the step may need grammar bitmasks (`StepRunner.set_bitmasks`)."""
         ...
 
     def close(self) -> None: ...
 
 
 class WeightSource(Protocol):
-    """What the engine core asks of the owner of the weights."""
+    """What the engine core needs of the weights' owner."""
 
     @property
     def version(self) -> int: ...
@@ -48,34 +48,34 @@ class WeightSource(Protocol):
     def identity(self) -> bytes: ...
 
     def stage(self, folder: Path) -> "Future[Any]":
-        """Weights read and checked, on their way. The future may raise anything; nothing is replaced yet."""
+        """Start to read and check weights. The future may raise anything; nothing is replaced yet."""
         ...
 
     def swap(self, staged: Any, version: int) -> None:
-        """Replace the weights by staged ones. No step may run that was not launched before."""
+        """Replace the weights by staged ones. No step may be launched during the call."""
         ...
 
     def check_source(self) -> None:
-        """RequestError where weights that were dropped could not be read again."""
+        """RequestError if released weights could not be read again."""
         ...
 
     def release(self, level: int) -> int:
-        """Give memory back, as far as the level of sleep says; bytes."""
+        """Release memory for this level of sleep; the freed bytes."""
         ...
 
     def take_changes(self, version: int, *, closely: bool) -> bool:
-        """Whether the owner of a shared model has put other weights into it: they are those of `version` then.
-        `closely`: as `SharedModel.has_changed`. Raises ConfigError where they became another model's."""
+        """Whether the owner of a shared model has changed its weights; they then get the number `version`.
+        `closely`: see `SharedModel.has_changed`. ConfigError if the model now has other tensors."""
         ...
 
     def restore(self) -> bool:
-        """Bring them back. Whether they are other weights than before (`version` and `identity` say which). A GlmError
-        leaves them given back."""
+        """Restore the weights. Returns whether they differ from those before (see `version` and `identity`). After a
+        GlmError they stay released."""
         ...
 
 
 class Memory(Protocol):
-    """A cache whose memory can be given back."""
+    """A cache whose memory can be released and restored."""
 
     def release_memory(self) -> int: ...
 

@@ -1,14 +1,13 @@
-"""How many tokens of prompts a step takes beside sequences that decode, so that these get their next tokens in time.
+"""How many prompt tokens a step computes while other sequences decode, so that these get their next tokens in time.
 
     seconds of a step = decode(sequences) + row * rows + key * sum over rows of the keys before each
 
-All three are measured, as what a CPU does in a second cannot be told from the model: elements, instructions and
-threads change it by a factor of ten. `decode` is what steps without prompts took, by powers of two of their sequences.
-The other two are moved by what a step took longer than they say, in the direction in which it had rows and keys. A step
-may take the wanted seconds, or twice as long as without prompts if that is more, so that prompts get on beside a crowd
-too.
+All three are measured, since the model alone does not determine a CPU's speed: dtypes, instructions and threads change
+it by a factor of ten. `decode` is the time of steps without prompts, by powers of two of their sequences. `row` and
+`key` are corrected by the prediction error of each step, in proportion to its rows and keys. A step may take the
+target seconds, or twice as long as without prompts if that is more, so that prompts also progress while many decode.
 
-Nothing here looks at a clock: the same steps and seconds give the same numbers.
+Nothing here reads a clock: the same steps and seconds give the same numbers.
 """
 
 from collections.abc import Sequence
@@ -21,23 +20,23 @@ from glm5.engine.scheduler.messages import Message, Submit
 from glm5.engine.scheduler.plan import Item
 from glm5.engine.scheduler.scheduler import Scheduler
 
-CPU_MS = 80.0  # what a server on a CPU aims at: below what a reader notices, many times what a step costs beside rows
-FIRST_ROWS = 16  # of prompts beside others before anything is known: no longer per row than more of them
-KEYS = 1024.0  # that cost as much as a row's own, at first: fewer than of any model, so that long contexts are dear
+CPU_MS = 80.0  # target of a server on a CPU: below what a reader notices, many times a step's fixed cost
+FIRST_ROWS = 16  # prompt rows in a step before any measurement: enough for the full speed per row
+KEYS = 1024.0  # keys whose initial cost is that of one row: fewer than in any model, so long contexts are overestimated
 WEIGHT = 0.3  # of a new measurement
-MOST_OF_STEP = 0.5  # that sequences which decode have of a step: what they took before may be out of date
+MOST_OF_STEP = 0.5  # the most of a step that is attributed to decoding: earlier measurements may be outdated
 
 
 class PromptPace:
-    """Tell it what each step computed and how long it took (`observe`), ask before each step (`choose`)."""
+    """Limits prompt tokens. Call `observe` with each step's items and seconds, `choose` before a step."""
 
     def __init__(self, seconds: float, limit: int):
         self.seconds, self.limit = seconds, limit
         self._decode: dict[int, float] = {}  # by bits of the number of sequences
-        self._row = self._keys = 0.0  # seconds of a row, and of KEYS keys before it; 0: nothing is known
+        self._row = self._keys = 0.0  # seconds of a row, and of KEYS keys before it; 0: not measured
 
     def observe(self, items: Sequence[Item], seconds: float) -> None:
-        """The rows of a step, and how long it took."""
+        """Learn from a step's items and the seconds that it took."""
         chunks = [item for item in items if item.kind == "prefill"]
         num_decoding = len(items) - len(chunks)
         if not chunks:
@@ -50,13 +49,13 @@ class PromptPace:
         keys = sum(item.num_rows * (item.start + item.num_rows / 2) for item in chunks) / KEYS
         if not self._row:
             self._row = self._keys = seconds / (rows + keys)
-        surprise = WEIGHT * (seconds - self._row * rows - self._keys * keys) / (rows**2 + keys**2)
-        self._row = max(self._row + surprise * rows, 0.0)
-        self._keys = max(self._keys + surprise * keys, 0.0)
+        error = WEIGHT * (seconds - self._row * rows - self._keys * keys) / (rows**2 + keys**2)
+        self._row = max(self._row + error * rows, 0.0)
+        self._keys = max(self._keys + error * keys, 0.0)
 
     def choose(self, num_decoding: int, start: int) -> int:
-        """The most tokens of prompts, at least 1, for a step beside `num_decoding`, of which those of the longest
-        context follow `start` others."""
+        """The most prompt tokens, at least 1, for a step with `num_decoding` decoding sequences. `start`: tokens before
+        the chunk that has the longest context."""
         if not self._row + self._keys:
             return min(FIRST_ROWS, self.limit)
         decode = self._decode_seconds(num_decoding)
@@ -66,14 +65,14 @@ class PromptPace:
         return max(1, int(min(self.limit, 2 * seconds / (first + sqrt(first**2 + 2 * key * seconds)))))
 
     def _decode_seconds(self, num_decoding: int) -> float:
-        """Of as many sequences, or of fewer if that is all that is known."""
+        """Measured seconds for this many sequences, or for fewer if no others were measured."""
         known = [bits for bits in self._decode if bits <= num_decoding.bit_length()]
         return self._decode[max(known)] if known else 0.0
 
 
 @dataclass(frozen=True)
 class PromptShare:
-    """How prompts are cut beside requests that decode: by a `pace`, to `max_tokens`, or not at all."""
+    """How prompts are chunked while requests decode: by a `pace`, to `max_tokens`, or without a limit."""
 
     pace: PromptPace | None = None
     max_tokens: int | None = None
@@ -81,7 +80,7 @@ class PromptShare:
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str, cost: StepCost) -> "PromptShare":
-        """On a CPU a step is over when it is launched, so that it can be measured."""
+        """Only a CPU's steps can be timed: a launch there returns when the step is computed."""
         ms, limit, is_cpu = config.max_inter_token_ms, config.max_num_batched_tokens, device_type == "cpu"
         if ms == "auto":
             ms = CPU_MS if is_cpu else None
@@ -99,9 +98,9 @@ class PromptShare:
 
 
 def furthest_prompt(scheduler: Scheduler, messages: Sequence[Message]) -> int | None:
-    """Tokens before the next rows of prompts, at most; None if there are no prompts. `messages` are not delivered yet.
+    """The most tokens that may precede the next prompt chunk; None without prompts. `messages`: not delivered yet.
 
-    Of a prompt that is about to be admitted all but the last may be found in a cache.
+    For a prompt that is about to be admitted, all tokens but the last may be found in a cache.
     """
     config, pool = scheduler.config, scheduler.page_manager.pool
     has_slot = len(scheduler.prompting) + len(scheduler.decoding) < config.max_num_seqs

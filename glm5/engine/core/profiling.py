@@ -1,4 +1,4 @@
-"""A trace of what the engine does, by torch's profiler: a file for Perfetto or chrome://tracing."""
+"""Traces of the engine by torch's profiler: files for Perfetto or chrome://tracing."""
 
 import os
 import time
@@ -17,7 +17,7 @@ class Profiling:
         self._running: tuple[profile, Path] | None = None
 
     def start(self, folder: str) -> None:
-        """Begin a trace that will lie in `folder`. GlmError where one is under way, or nothing can be written there."""
+        """Start a trace that is written to `folder`. GlmError if one is running, or the folder cannot be created."""
         if self._running is not None:
             raise GlmError("a profile is being recorded already; stop it first")
         path = Path(folder)
@@ -31,7 +31,7 @@ class Profiling:
         self._running = profiler, path
 
     def stop(self) -> str:
-        """End the trace and write it; its path. GlmError where none is under way."""
+        """End the trace and write it; its path. GlmError if none is running."""
         if self._running is None:
             raise GlmError("no profile is being recorded; start one first")
         (profiler, folder), self._running = self._running, None

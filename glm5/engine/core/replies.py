@@ -1,8 +1,8 @@
-"""One answer as the engine reports it: updates made of a step's results, and what is reported once, whatever happens.
+"""One answer as the engine reports it: updates from a step's results, and log-probabilities and experts exactly once.
 
-A sequence that was preempted computes its tokens again, and one of several answers computes their prompt for all. So
-log-probabilities and experts are taken by position, each the first time that it is computed: those of the prompt go
-out with the first update of whichever answer comes first, those of an answer's own tokens with the tokens.
+A preempted sequence recomputes its tokens, and one of several answers computes their prompt for all. So
+log-probabilities and experts are recorded by position, when a position is first computed. Those of the prompt are sent
+with the first update of any of its answers, those of an answer's own tokens with the tokens.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs, Update
 
 
 class PromptReport:
-    """What is reported of a prompt: log-probabilities of all tokens but the first, experts of all but the last.
+    """The report on a prompt: log-probabilities of all tokens but the first, experts of all but the last.
 
-    (The last one's are every answer's own: each computes it.)
+    (Every answer computes the last token itself, and reports its experts.)
     """
 
     def __init__(self, num_prompt: int, *, logprobs: bool, routed: bool):
@@ -34,14 +34,14 @@ class PromptReport:
         return has_logprobs and (self._experts is None or self._num_routed == self._num_rows)
 
     def restart(self) -> None:
-        """The prompt is computed from its beginning, perhaps with other weights; what is complete stays."""
+        """The prompt is recomputed from its beginning, perhaps with other weights. A complete report stays."""
         if not self.is_complete:
             self._logprobs = [] if self._logprobs is not None else None
             self._experts = bytearray() if self._experts is not None else None
             self._num_routed = 0
 
     def add(self, start: int, logprobs: list[TokenLogprobs] | None, routed: RoutedExperts | None) -> None:
-        """Results of a chunk whose first row is `start`."""
+        """Add the results of a chunk that starts at position `start`."""
         if self._logprobs is not None and logprobs and start <= len(self._logprobs):
             self._logprobs += logprobs[len(self._logprobs) - start :]
         if self._experts is not None and routed is not None and routed.start <= self._num_routed < self._num_rows:
@@ -51,7 +51,7 @@ class PromptReport:
                 self._num_routed, self._shape = stop, routed.shape[1:]
 
     def take(self) -> tuple[list[TokenLogprobs] | None, RoutedExperts | None]:
-        """All of it, once; nothing before it is complete, and nothing a second time."""
+        """The report, on the first call after it is complete; (None, None) otherwise."""
         if self.is_taken or not self.is_complete:
             return None, None
         self.is_taken = True
@@ -64,10 +64,10 @@ class PromptReport:
 
 @dataclass(slots=True)
 class Reply:
-    """One answer under way. `num_tokens` counts the prompt; `slot_drafts`: what its next step assumes, for its grammar.
+    """One answer under way. `num_tokens` includes the prompt. `drafts`: those of its next step, for its grammar.
 
-    `num_cached`: prompt tokens that were found, and `began`: when its first step was launched, until they are reported.
-    `num_routed`: tokens whose experts are.
+    `num_cached`: prompt tokens found in a cache. `began`: when its first step was launched. `num_routed`: tokens whose
+    experts were reported.
     """
 
     seq_id: int
@@ -87,8 +87,8 @@ class Reply:
     def update(
         self, token_ids: Sequence[int], version: int, reason: EndReason | None, result: StepResult | None
     ) -> Update:
-        """What the answer gained in a step: of its results, what belongs to the tokens that were taken. No result: it
-        was ended from outside."""
+        """The update for the tokens that were committed, with their part of the step's results. `result` is None if the
+        answer was ended from outside."""
         self.num_tokens += len(token_ids)
         update = Update(self.seq_id, list(token_ids), version, reason)
         if result is None:
@@ -104,7 +104,7 @@ class Reply:
         return update
 
     def _own_experts(self, routed: RoutedExperts | None) -> RoutedExperts | None:
-        """Of this answer's tokens, those not reported yet. The last token of an answer is never computed."""
+        """Experts of this answer's tokens that were not reported yet. An answer's last token is never computed."""
         if routed is None:
             return None
         start, stop = self.num_routed, min(routed.start + routed.shape[0], self.num_tokens - 1)
@@ -122,7 +122,7 @@ def rows_of(routed: RoutedExperts, start: int, stop: int) -> bytes:
 
 
 def joined(first: RoutedExperts | None, second: RoutedExperts | None) -> RoutedExperts | None:
-    """Two runs of tokens as one, where both are given; the second follows the first."""
+    """Concatenate two ranges of tokens, of which either may be None; the second follows the first."""
     if first is None or second is None:
         return first or second
     assert first.start + first.shape[0] == second.start, f"{first.shape=} {second.start=}"
@@ -131,7 +131,7 @@ def joined(first: RoutedExperts | None, second: RoutedExperts | None) -> RoutedE
 
 
 def note_prompts(items: Sequence[Item], result: StepResult, reports: dict[int, PromptReport]) -> None:
-    """Add what a step says of prompts to their reports, also for an answer that is over: the others need it."""
+    """Add a step's prompt results to the reports, also for an answer that has ended: other answers need them."""
     if not (result.prompt_logprobs or result.routed):
         return
     for item in items:

@@ -1,4 +1,4 @@
-"""What an engine has done since its start: counters, and the figures that `StatsCall` is answered with."""
+"""Counters since the engine's start, and the answer to `StatsCall`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from glm5.kernels.kernel_count import built_late
 
 @dataclass
 class Counters:
-    """`steps` that computed something, of which `rows` in all; `sampled` tokens that clients got.
+    """`steps`: those with rows, `rows` their total. `sampled`: tokens sent to clients.
 
-    `drafted` and `accepted` count by position. `missed_at[b]`: admissions whose tokens were found in a cache up to a
-    position of b bits, and no further. `preempted`: how often a sequence lost its pages.
+    `drafted` and `accepted` count by draft position. `missed_at[b]`: admissions whose cached prefix ends at a position
+    of b bits. `preempted`: number of preemptions.
     """
 
     max_depth: int
@@ -61,7 +61,7 @@ def stats(
     is_sleeping: bool,
     simulated_acceptance: float | None,
 ) -> dict[str, Any]:
-    """Everything, as JSON. `num_held`: answers that wait for a grammar or a lookup before they reach the scheduler."""
+    """All figures, as JSON. `num_held`: answers that wait for a grammar or lookup before they reach the scheduler."""
     pool, found = scheduler.page_manager.pool, scheduler.stats
     num_running = len(scheduler.prompting) + len(scheduler.decoding)
     return {

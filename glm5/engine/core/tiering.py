@@ -1,10 +1,10 @@
-"""The tiers behind the device as the engine's turns use them: copies begun and ended, pages found and lost.
+"""Connects the engine's loop with the lower tiers: starts copies, reports their ends, looks up prompts.
 
-The scheduler asks for copies by plan and hears of their ends by message; `CopyQueue` does them. In between: every copy
-that a plan asks for gets exactly one `CopyDone`. One that the queue does not take has failed, and so has one that
-takes longer than `COPY_DEADLINE_S` (a disk may hang): it is cancelled, after which nothing touches its page any more.
+Plans request copies, `CopyQueue` executes them, and each gets exactly one `CopyDone`. A copy that the queue refuses
+has failed. So has one that takes longer than `COPY_DEADLINE_S`, since a disk may hang: it is cancelled, after which
+nothing accesses its page any more.
 
-Whether a prompt's pages lie on disk is asked on a thread of its own, since that disk may hang as well.
+Prompts are looked up on disk by a separate thread, since the disk may hang there too.
 """
 
 import queue
@@ -24,7 +24,7 @@ LOOKUP_DEADLINE_S = 0.25
 
 
 class Lookup:
-    """A prompt's pages being looked for. `deadline`: time after which nobody waits for it."""
+    """A running lookup of a prompt's pages. After `deadline` its request no longer waits for it."""
 
     def __init__(self, deadline: float):
         self.future: Future[TierChange | None] = Future()
@@ -34,16 +34,16 @@ class Lookup:
         return self.future.done() or time.monotonic() >= self.deadline
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is over, at most `timeout_s`."""
+        """Wait until it is over, at most `timeout_s`."""
         wait([self.future], timeout_s)
 
     def found(self) -> TierChange | None:
-        """Where its pages are; None if nowhere, or if that is not known in time."""
+        """The tiers of its pages; None if there are none, or if the lookup failed or is late."""
         return self.future.result() if self.future.done() and self.future.exception() is None else None
 
 
 class Tiering:
-    """Runs the copies of plans on `copies`. For the engine's thread alone."""
+    """Runs the copies of plans on `copies`. Only the engine's thread may use it."""
 
     def __init__(self, copies: CopyQueue, page_size: int):
         self.copies, self.page_size = copies, page_size
@@ -63,9 +63,9 @@ class Tiering:
         return bool(self._stores)
 
     def messages(self, timeout_s: float = 0.0) -> list[Message]:
-        """What happened since the last call; waits for the end of a copy, at most `timeout_s`.
+        """Ended copies and moved pages since the last call; waits for the end of a copy, at most `timeout_s`.
 
-        RuntimeError when pages cannot be copied at all: what the cache holds is not known then.
+        RuntimeError if copying itself failed: the contents of the cache are then unknown.
         """
         self._cancel_late()
         ended: list[Message] = [CopyDone(copy_id, None) for copy_id in self._failed]
@@ -76,13 +76,13 @@ class Tiering:
             del self._deadline_of[copy_id]
             self._stores.discard(copy_id)
             ended.append(CopyDone(copy_id, copied.tier))
-        # After the ends: a page may have been dropped again by now.
+        # After the ended copies: a tier may have evicted such a page meanwhile.
         if moved := self.copies.moved():
             ended.append(TierChange(tuple(moved)))
         return ended
 
     def begin_stores(self, plan: StepPlan) -> None:
-        """To be called before the plan is launched: what it stores was filled by earlier steps, and waits for those."""
+        """Call it before the plan is launched: the copies wait for the earlier steps, which filled the stored pages."""
         for copy_id in plan.cancelled:
             if copy_id in self._handle_of:
                 self.copies.cancel(self._handle_of[copy_id])
@@ -91,19 +91,19 @@ class Tiering:
                 self._stores.add(copy_id)
 
     def begin_loads(self, plan: StepPlan) -> None:
-        """To be called after the plan is launched: its page copies may still need what a load overwrites."""
+        """Call it after the plan is launched: its page copies may still read pages that a load overwrites."""
         for copy_id, key, page in plan.loads:
             self._begin(copy_id, self.copies.load(key, page))
 
     def cancel_stores(self) -> None:
-        """End the stores that have not begun to copy."""
+        """Cancel the stores that have not begun to copy."""
         for copy_id in self._stores:
             self.copies.cancel(self._handle_of[copy_id])
 
     def look_up(self, submit: Submit, weights: bytes) -> Lookup | None:
-        """Look for the pages of a prompt that an earlier process left, or another one; None if there can be none.
+        """Look for a prompt's pages that another process has stored on disk; None if there can be none.
 
-        (What this process has stored the scheduler knows. While the disk hangs nobody waits for it.)
+        (The scheduler knows the pages that this process stored. While the disk hangs, no lookup is started.)
         """
         if self.copies.disk is None or len(submit.prompt_ids) <= self.page_size or submit.computes_prompt:
             return None
@@ -119,7 +119,7 @@ class Tiering:
         self.copies.clear()
 
     def close(self, flush_s: float) -> None:
-        """Wait so long for copies and files under way, then end the threads."""
+        """Wait at most `flush_s` for copies and writes under way, then end the threads."""
         self.copies.flush(flush_s)
         self.copies.close()
         self._lookups.put(None)

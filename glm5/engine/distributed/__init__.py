@@ -1,4 +1,4 @@
-"""Tensor parallelism over processes. Begin with `ranks.py`: the first rank tells the others what it was told.
+"""Tensor parallelism over processes. Begin with `ranks.py`: the first rank broadcasts its inputs to the others.
 
 follower   the engine of another rank      rank_wire   messages between ranks      loaded_pages   pages from tiers
 """

@@ -1,13 +1,13 @@
-"""The engine of a rank beside the first: it executes what the first rank tells.
+"""The engine of a rank other than the first: it executes the first rank's orders.
 
-It has a scheduler and a runner as the first rank has, hears what that one's scheduler hears, and so computes the same
-steps. It knows of no client: no text, no grammars, no calls.
+It has a scheduler and a runner like the first rank, receives the same scheduler messages, and so computes the same
+steps. It has no clients, so no text, no grammars and no calls.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from glm5.common.errors import GlmError, reason_of, words_of
 from glm5.engine.core.interfaces import Launched, Memory, StepRunner, WeightSource
@@ -18,6 +18,7 @@ from glm5.engine.distributed.rank_wire import (
     End,
     Masks,
     Order,
+    PlanStep,
     RankReply,
     ReleaseCache,
     ReleaseWeights,
@@ -25,7 +26,6 @@ from glm5.engine.distributed.rank_wire import (
     RestoreWeights,
     Stage,
     Swap,
-    Turn,
     WeightsChanged,
     digest_of,
 )
@@ -38,12 +38,8 @@ from glm5.engine.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 
-class Say(Protocol):
-    def __call__(self, said: RankReply) -> None: ...
-
-
 class Follower:
-    """The engine of a rank that follows."""
+    """The engine of one rank other than the first. `send_reply` sends to the first rank."""
 
     def __init__(
         self,
@@ -53,9 +49,9 @@ class Follower:
         weights: WeightSource,
         cache: Memory,
         pages: LoadedPages,
-        say: Say,
+        send_reply: Callable[[RankReply], None],
     ):
-        self.runner, self.config, self.pages, self.say = runner, config, pages, say
+        self.runner, self.config, self.pages, self.send_reply = runner, config, pages, send_reply
         self.weights, self.cache = weights, cache
         self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
         self._specs: dict[int, SeqSpec] = {}
@@ -65,50 +61,50 @@ class Follower:
         self._digest = 0
 
     def execute(self, order: Order) -> None:
-        """Do what the first rank has told."""
+        """Execute an order of the first rank."""
         match order:
-            case Turn():
+            case PlanStep():
                 self._plan(order)
                 if not order.is_masked:
                     self._launch()
             case Masks(masks=masks):
                 if masks is not None:
-                    self.runner.permit(*masks)
+                    self.runner.set_bitmasks(*masks)
                 self._launch()
             case Stage(call=call, folder=folder):
                 self._staged = future = self.weights.stage(folder)
-                future.add_done_callback(lambda done: self.say(_said(call, done.exception())))
+                future.add_done_callback(lambda done: self.send_reply(_reply(call, done.exception())))
             case Swap(version=version):
                 self.weights.swap(self._staged.result(), version)
                 self._staged = None
             case Discard():
                 self._staged = None
             case ReleaseWeights(call=call, level=level):
-                self.say(RankReply(call, self.weights.release(level)))
+                self.send_reply(RankReply(call, self.weights.release(level)))
             case RestoreWeights(call=call):
-                self.say(_done(call, self.weights.restore))
+                self.send_reply(_reply_after(call, self.weights.restore))
             case ReleaseCache(call=call):
-                self.say(RankReply(call, self.cache.release_memory()))
+                self.send_reply(RankReply(call, self.cache.release_memory()))
             case RestoreCache(call=call):
-                self.say(_done(call, self.cache.restore_memory))
+                self.send_reply(_reply_after(call, self.cache.restore_memory))
             case WeightsChanged():
                 self.runner.weights_changed()
             case Begin() | End():
                 raise AssertionError(f"{order=}")
 
-    def _plan(self, turn: Turn) -> None:
-        """With `_launch` as `EngineCore.step`, without anybody to tell."""
-        if turn.digest != self._digest:
-            raise RuntimeError(f"ranks differ in the tokens before step {turn.step}; they must compute the same bits")
-        self._specs |= turn.specs
-        self.scheduler.deliver(turn.step, turn.messages)
-        plan = self.scheduler.plan(turn.step)
+    def _plan(self, order: PlanStep) -> None:
+        """Plan a step. With `_launch`, it does what `EngineCore.step` does, without clients."""
+        if order.digest != self._digest:
+            raise RuntimeError(f"ranks differ in the tokens before step {order.step}; they must compute the same bits")
+        self._specs |= order.specs
+        self.scheduler.deliver(order.step, order.messages)
+        plan = self.scheduler.plan(order.step)
         for output in plan.ended:
             self._forget(output.seq_id, output.reason)
-        self._planned = plan, turn.messages
+        self._planned = plan, order.messages
 
     def _launch(self) -> None:
-        assert self._planned is not None, "there was no turn"
+        assert self._planned is not None, "no step was planned"
         (plan, messages), self._planned = self._planned, None
         self.pages.share(messages)
         launched = self.runner.launch(plan, self._specs)
@@ -128,15 +124,15 @@ class Follower:
             self._specs.pop(seq_id, None)
 
 
-def _done(call: int, what: Callable[[], object]) -> RankReply:
+def _reply_after(call: int, action: Callable[[], object]) -> RankReply:
     try:
-        what()
+        action()
     except GlmError as error:
-        return _said(call, error)
+        return _reply(call, error)
     return RankReply(call)
 
 
-def _said(call: int, error: BaseException | None) -> RankReply:
+def _reply(call: int, error: BaseException | None) -> RankReply:
     if error is None:
         return RankReply(call)
     if isinstance(error, GlmError):

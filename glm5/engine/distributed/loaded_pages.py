@@ -1,7 +1,7 @@
-"""Pages that the first rank loaded from its tiers, on their way to ranks that share the model.
+"""Broadcasts pages that the first rank loaded from its tiers to the other ranks.
 
-Keys are the same on every rank, so one of them keeps pages for all. Plans name what is loaded where, and messages what
-has been: both are the same everywhere, so every rank knows which pages to exchange before which launch.
+The KV cache is the same on every rank, so the first rank stores and loads pages for all. Plans list the loads that
+begin, messages those that ended. Both are the same on every rank, so all know which pages to broadcast before a launch.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from glm5.parallel.group import Group
 
 
 class LoadedPages:
-    """Of the cache of one rank of `group`."""
+    """The loaded pages of one rank's cache. `group`: all ranks."""
 
     def __init__(self, cache: KVCache, group: Group):
         self.cache, self.group = cache, group
         self._page_of: dict[int, int] = {}
 
     def expect(self, plan: StepPlan) -> None:
-        """Note what a plan loads, once it is launched: what it does with its pages comes first."""
+        """Record the loads of a plan. Call it after the launch, since the plan's own page copies come first."""
         self._page_of |= {copy_id: page for copy_id, _, page in plan.loads}
 
     @torch.inference_mode()
     def share(self, messages: Sequence[Message]) -> None:
-        """Make pages whose loads have ended, as `messages` say, those of the first rank. Before the next launch."""
+        """Broadcast the pages whose loads have ended, according to `messages`. Call it before the next launch."""
         for message in messages:
             if isinstance(message, CopyDone):
                 page = self._page_of.pop(message.copy_id, None)

@@ -1,7 +1,7 @@
-"""What the first rank of an engine tells the others, and what they say back.
+"""Orders of the first rank to the others, and their replies.
 
-A rank does what it is told in order. `Turn`s carry what schedulers hear, stamped with the step it takes effect at:
-every rank plans for itself, and no plan is ever sent. Pickled: both ends are one program, on one machine, in one pipe.
+A rank executes orders in the order in which they arrive. `PlanStep`s carry scheduler messages and the step at which
+they take effect: every rank plans for itself, and no plan is sent. Pickled: a pipe between processes of one program.
 """
 
 import pickle
@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Begin:
-    """The first words to a rank. `port`: where ranks meet."""
+    """The first order to a rank. `port`: of the ranks' rendezvous."""
 
     start: Start
     rank: int
@@ -32,10 +32,10 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Deliver, plan, launch. `specs`: of sequences that are new. `digest`: of the tokens that the first rank has read
-    so far; another one means that ranks do not compute the same. `is_masked`: `Masks` follow, which the launch waits
-    for: they are made for a plan, and this is told before the first rank has one."""
+class PlanStep:
+    """Deliver messages, plan, launch. `specs`: of new sequences. `digest`: of all tokens that the first rank has read;
+    a different one means that ranks compute different results. `is_masked`: wait for `Masks` before the launch. (The
+    first rank makes them for its plan, and sends this order before it plans.)"""
 
     step: int
     messages: list[Message]
@@ -46,14 +46,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Masks:
-    """What grammars leave for the step of the last turn (`Runner.permit`); None if it has no rows of theirs."""
+    """Grammar bitmasks of the step planned last (`Runner.set_bitmasks`); None if it has no rows with a grammar."""
 
     masks: tuple[list[int], torch.Tensor] | None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Read new weights beside the old ones; answered."""
+    """Read new weights while the old ones stay in use; answered."""
 
     call: int
     folder: Path
@@ -61,14 +61,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Swap:
-    """Take the weights that were staged last."""
+    """Use the weights that were staged last."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class Discard:
-    """Forget the weights that were staged last, as another rank refused its part of them."""
+    """Discard the weights that were staged last, since another rank refused its shard."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class WeightsChanged:
 
 @dataclass(frozen=True)
 class End:
-    """Leave in order."""
+    """Exit with code 0."""
 
 
 Order = (
     Begin
-    | Turn
+    | PlanStep
     | Masks
     | Stage
     | Swap
@@ -127,7 +127,7 @@ Order = (
 
 
 class RankReply(msgspec.Struct, tag=True):
-    """A rank's answer: a number, or why not. `kind`: name of the GlmError subclass."""
+    """A rank's reply: a number, or the error. `kind`: name of the GlmError subclass."""
 
     call: int
     number: int = 0
@@ -136,18 +136,18 @@ class RankReply(msgspec.Struct, tag=True):
 
 
 def encoded(order: Order) -> bytes:
-    """An order as it goes into a rank's pipe."""
+    """An order as bytes for a rank's pipe."""
     data = pickle.dumps(order, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(data)) + data
 
 
 def read_all(pipe: IO[bytes]) -> Iterator[Any]:
-    """Orders as they come, up to the end of the pipe."""
+    """Orders as they arrive, until the pipe is closed."""
     while len(head := pipe.read(_LENGTH.size)) == _LENGTH.size:
         data = pipe.read(_LENGTH.unpack(head)[0])
         yield pickle.loads(data)
 
 
 def digest_of(before: int, step: int, tokens: dict[int, list[int]]) -> int:
-    """Of everything read up to a step. Hashes of integers are the same in every process."""
+    """Digest of all tokens read up to a step. Hashes of integers are the same in every process."""
     return hash((before, step, *((seq_id, *new) for seq_id, new in sorted(tokens.items()))))

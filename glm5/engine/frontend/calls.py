@@ -32,7 +32,7 @@ Called = Future[dict[str, Any]]
 
 
 class Calls:
-    """What `LLM` waits for and `AsyncEngine` awaits. Raises EngineDead at once when the engine has ended."""
+    """Calls that `LLM` waits for and `AsyncEngine` awaits. Each raises EngineDead at once if the engine has ended."""
 
     def __init__(self, client: Client):
         self.client = client
@@ -63,11 +63,11 @@ class Calls:
         return self.client.call(StatsCall)
 
     def profile(self, folder: str | None) -> Called:
-        """Begin a trace that will lie in `folder`, or with None end it."""
+        """Start a trace that is written to `folder`; None ends it."""
         return self.client.call(lambda call_id: ProfileCall(call_id, folder))
 
     def update_weights(self, source: str | Path | Mapping[str, Tensor], policy: Policy, version: int | None) -> Called:
-        """Tensors are written to a folder first, which is removed when the engine has read it or has ended."""
+        """Tensors are first written to a temporary folder, which is removed once the engine has read it or ended."""
         if policy not in ("keep", "recompute", "abort"):
             raise RequestError(f"policy is {policy!r}; allowed: keep, recompute or abort", param="policy")
         if version is not None and not (type(version) is int and 0 <= version < 2**63):
@@ -76,31 +76,31 @@ class Calls:
             raise RequestError(f"source is {source!r:.60}; allowed: a folder, or tensors by name", param="source")
         self.client.check_alive()
         if isinstance(source, Mapping):
-            from glm5.checkpoint.handover import hand_over  # and torch with it
+            from glm5.checkpoint.handover import hand_over  # imports torch
 
             folder = hand_over(source)
         else:
             folder = _folder(source)
-        is_ours = isinstance(source, Mapping)
+        is_temporary = isinstance(source, Mapping)
 
         def make(call_id: int) -> UpdateWeightsCall:
-            return UpdateWeightsCall(call_id, str(folder), policy, version, remove=is_ours)
+            return UpdateWeightsCall(call_id, str(folder), policy, version, remove=is_temporary)
 
         try:
             future = self.client.call(make)
         except BaseException:
-            if is_ours:
+            if is_temporary:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        if is_ours:
+        if is_temporary:
             future.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
         return future
 
 
 def _folder(source: str | Path) -> Path:
-    """As the engine's process finds it, which may be in another folder."""
+    """The absolute path, since the engine's process may have another working folder."""
     try:
         str(source).encode()
     except UnicodeEncodeError:
         raise RequestError(f"source is {str(source)!r:.60}; allowed: a folder", param="source") from None
-    return Path(os.path.expanduser(source)).absolute()  # which leaves "~nobody" as it is
+    return Path(os.path.expanduser(source)).absolute()  # expanduser keeps an unknown "~name"

@@ -1,7 +1,7 @@
-"""What `LLM` and `AsyncEngine` share: requests and calls go out over a link, what comes back finds who waits for it.
+"""The client of `LLM` and `AsyncEngine`: it sends requests and calls over a link, and delivers what comes back.
 
-Any thread may submit, abort and call; one thread pumps, and hands every delta to the `deliver` of its request. When the
-engine ends, everyone who waits is handed `EngineDead` with the reason, and everyone who comes later gets it at once.
+Any thread may submit, abort and call. One thread pumps, and passes every delta to the `deliver` of its request. When
+the engine ends, all waiting requests and calls get `EngineDead` with the reason, and later ones get it at once.
 """
 
 import logging
@@ -22,7 +22,19 @@ from glm5.engine.frontend.request_builder import Options, RequestBuilder
 from glm5.engine.frontend.text import AnswerText
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.link import FORKED, Link
-from glm5.engine.transport.wire import Answer, Close, Dead, Drop, Facts, Loading, Ready, Stop, ToEngine, Update, Updates
+from glm5.engine.transport.wire import (
+    AbortRequests,
+    Answer,
+    Close,
+    Dead,
+    Facts,
+    Loading,
+    Ready,
+    StopAnswer,
+    ToEngine,
+    Update,
+    Updates,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +43,7 @@ _POLL_SECONDS = 0.1
 
 
 class Request:
-    """One prompt under way to its answers. `unfinished`: sequence ids of those that have not ended."""
+    """One prompt and its answers under way. `unfinished`: sequence ids of answers that have not ended."""
 
     def __init__(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, deliver: Deliver):
         self.request_id, self.prompt_ids, self.params, self.deliver = request_id, prompt_ids, params, deliver
@@ -41,9 +53,9 @@ class Request:
 
 
 class Client:
-    """Waits until the engine is ready, and raises what keeps it from it. `on_loading` hears how far it is.
+    """Waits until the engine is ready, and raises its error otherwise. `on_loading` receives the progress.
 
-    `eos_ids` end answers; `seed` draws the seeds of requests that bring none.
+    `eos_ids` end answers; `seed` generates the seeds of requests that have none.
     """
 
     def __init__(
@@ -57,7 +69,7 @@ class Client:
     ):
         self.tokenizer, self.link = tokenizer, link
         self._dead_because: str | None = None
-        self._lock = threading.Lock()  # a request or call comes either before the engine's end, or after
+        self._lock = threading.Lock()  # orders each request or call before or after the engine's end
         self._seeds, self._seq_ids, self._call_ids, self._numbers = Random(seed), count(1), count(1), count()
         self._growing: dict[int, tuple[Request, OutputStream]] = {}
         self._calls: dict[int, Future[dict[str, Any]]] = {}
@@ -68,12 +80,12 @@ class Client:
 
     @property
     def dead_because(self) -> str | None:
-        """Why nothing is served any more, or never was in this process, which is a fork; None while it serves."""
+        """Why nothing is served: the engine has ended, or this process is a fork of its owner. None while it serves."""
         return self._dead_because or (FORKED if self.link.is_forked else None)
 
     @property
     def num_unfinished(self) -> int:
-        """Answers that are waited for."""
+        """Number of answers that have not ended."""
         return len(self._growing)
 
     def check_alive(self) -> None:
@@ -82,7 +94,7 @@ class Client:
             raise EngineDead(self.dead_because)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> list[int]:
-        """The prompt's ids as they are computed. RequestError for a request that cannot be served."""
+        """The prompt's ids, truncated if the parameters say so. RequestError for a request that cannot be served."""
         return self.request_builder.check(prompt_ids, params, options)
 
     def submit(
@@ -93,39 +105,39 @@ class Client:
         deliver: Deliver,
         request_id: str | None = None,
     ) -> Request:
-        """Send a request. From then on `deliver` gets its deltas, in the thread that pumps; or one error, and nothing
-        after it. Raises RequestError for one that cannot be served, EngineDead when the engine has ended."""
+        """Send a request. `deliver` gets its deltas in the pumping thread, or one error and nothing after it. Raises
+        RequestError for a request that cannot be served, EngineDead when the engine has ended."""
         prompt_ids = self.request_builder.check(prompt_ids, params, options)
         request = Request(str(next(self._numbers)) if request_id is None else request_id, prompt_ids, params, deliver)
         request.seq_ids = tuple(next(self._seq_ids) for _ in range(params.n))
         request.unfinished.update(request.seq_ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        ask = self.request_builder.write(request.seq_ids, seed, prompt_ids, params, options)
+        message = self.request_builder.build(request.seq_ids, seed, prompt_ids, params, options)
         with self._lock:
             self.check_alive()
             for index, seq_id in enumerate(request.seq_ids):
                 text = AnswerText(self.tokenizer if params.detokenize else None, params)
                 self._growing[seq_id] = request, OutputStream(index, params, text, self._spell)
             try:
-                self.link.send(ask)
-            except BaseException:  # nobody will hear of it
+                self.link.send(message)
+            except BaseException:  # no update will arrive
                 for seq_id in request.seq_ids:
                     del self._growing[seq_id]
                 raise
         return request
 
     def abort(self, request: Request) -> None:
-        """Forget a request, in whatever state it is. Nothing more is delivered of it after the pump's present turn."""
+        """Abort a request in any state. Nothing more of it is delivered once the current `pump` returns."""
         known = [seq_id for seq_id in request.seq_ids if self._growing.pop(seq_id, None) is not None]
         if known:
-            self.link.send(Drop(tuple(known)))
+            self.link.send(AbortRequests(tuple(known)))
 
     def abort_all(self) -> None:
-        """Have the engine end everything that it was asked for; each answer's last delta says "abort"."""
-        self.link.send(Drop())
+        """Abort all requests; each answer's last delta has finish_reason "abort"."""
+        self.link.send(AbortRequests())
 
     def call(self, make: Callable[[int], ToEngine]) -> Future[dict[str, Any]]:
-        """Send `make(call_id)`; the result is set by the pump, as is the GlmError if the engine refuses."""
+        """Send `make(call_id)`; `pump` sets the result, or the GlmError if the engine refuses."""
         future: Future[dict[str, Any]] = Future()
         call_id = next(self._call_ids)
         with self._lock:
@@ -139,12 +151,12 @@ class Client:
         return future
 
     def pump(self, timeout: float) -> None:
-        """Deliver what has come, waiting for it up to `timeout` seconds."""
+        """Deliver messages that arrived, waiting for them up to `timeout` seconds."""
         for message in self.link.receive(timeout):
             match message:
                 case Updates(updates):
                     for update in updates:
-                        self._take(update)
+                        self._deliver(update)
                 case Answer():
                     self._answer(message)
                 case Dead(reason):
@@ -153,7 +165,7 @@ class Client:
                     pass
 
     def close(self) -> None:
-        """Ask the engine to end, and end all answers with "abort". A later turn of the pump finds it dead."""
+        """Ask the engine to end, and end all answers with "abort". A later `pump` finds it dead."""
         for seq_id in list(self._growing):
             if (known := self._growing.pop(seq_id, None)) is not None:
                 request, stream = known
@@ -161,7 +173,7 @@ class Client:
         self.link.send(Close())
 
     def fail(self, reason: str) -> None:
-        """End the engine at once, for a reason of this side."""
+        """Kill the engine because of an error in this process."""
         self.link.kill()
         self._die(reason)
 
@@ -182,9 +194,9 @@ class Client:
             self.link.kill()
             raise
 
-    def _take(self, update: Update) -> None:
+    def _deliver(self, update: Update) -> None:
         known = self._growing.get(update.seq_id)
-        if known is None:  # it was aborted, or a stop string ended it, while this was on its way
+        if known is None:  # aborted, or ended by a stop string, before this update arrived
             return
         request, stream = known
         if update.finish_reason == "error":
@@ -200,7 +212,7 @@ class Client:
         if delta.finish_reason is not None:
             self._growing.pop(update.seq_id, None)
             if stream.found_stop:
-                self.link.send(Stop(update.seq_id))
+                self.link.send(StopAnswer(update.seq_id))
             request.unfinished.discard(update.seq_id)
             if not request.unfinished:
                 request.metrics.finished_time = now

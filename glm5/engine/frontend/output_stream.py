@@ -1,4 +1,4 @@
-"""One answer as its client sees it grow: updates of token ids in, deltas with text, ends and log-probabilities out."""
+"""Streams one answer: updates with token ids in, deltas with text, finish reasons and log-probabilities out."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ Spell = Callable[[int], str | None]
 
 
 class OutputStream:
-    """State of one answer. `found_stop`: the text ended it, of which the engine knows nothing yet.
+    """State of one answer. `found_stop`: a stop string in the text ended it, which the engine does not know yet.
 
     `spell` gives the text of a token by itself, for log-probabilities.
     """
@@ -21,9 +21,9 @@ class OutputStream:
         self._params, self._text, self._spell = params, text, spell
         self._num_tokens = 0
 
-    def grow(self, update: Update, asked: float, now: float) -> Delta:
-        """The delta of an update of `now`; the request was made at `asked`. After one with a finish reason there is no
-        other."""
+    def grow(self, update: Update, arrived: float, now: float) -> Delta:
+        """The delta for an update received at `now` for a request that arrived at `arrived`. A finish reason marks the
+        last one."""
         token_ids: Sequence[int] = update.token_ids
         assert update.finish_reason != "error", f"{update=}"
         pieces, count = self._pieces(token_ids, update.finish_reason)
@@ -53,11 +53,11 @@ class OutputStream:
             prompt_logprobs=None if update.prompt_logprobs is None else tuple(map(self._entry, update.prompt_logprobs)),
             routed_experts=update.routed,
             arrived=now,
-            queued_s=None if update.began is None else max(0.0, update.began - asked),
+            queued_s=None if update.began is None else max(0.0, update.began - arrived),
         )
 
     def _pieces(self, token_ids: Sequence[int], reason: FinishReason | None) -> tuple[tuple[Piece, ...], int]:
-        """Text that became certain, and how many of the tokens belong to the answer: those up to a stop string."""
+        """Text that can be sent now, and how many of the tokens belong to the answer: those up to a stop string."""
         pieces: list[Piece] = []
         text, params, last = self._text, self._params, len(token_ids) - 1
         for i, token_id in enumerate(token_ids):

@@ -1,4 +1,4 @@
-"""What generation gives back. Names are vLLM's: `RequestOutput` for a whole answer, `Delta` for a step of one."""
+"""Results of generation. Names are vLLM's: `RequestOutput` for complete answers, `Delta` for one step of an answer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Logprob(NamedTuple):
-    """Natural log probability of a token as the model has it, and its rank among all tokens (1 = likeliest).
+    """Natural log probability of a token under the model, and its rank among all tokens (1 = likeliest).
 
-    Beside vLLM's fields: `tempered`, that of the distribution that was drawn from, -inf where it had no such token; of
+    In addition to vLLM's fields: `tempered`, under the distribution that was sampled from, -inf for a masked token; for
     a prompt's token, at the request's temperature (sampling/logprobs.py).
     """
 
@@ -31,7 +31,7 @@ class Logprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Text that a token made visible. `token_id` is None where the text is only a part of a token's."""
+    """Text that a token completed. `token_id` is None if the text is only a part of a token's."""
 
     token_id: int | None
     text: str
@@ -40,14 +40,14 @@ class Piece(NamedTuple):
 class Delta(msgspec.Struct, frozen=True):
     """What one step added to an answer. Never cumulative: joined deltas are the answer.
 
-    `token_ids` are all new tokens, the one that ended the answer included; `pieces` is the text that became
-    certain, by token. `stop_reason` is the stop string or stop token id that ended it, None for end of text. `index`:
-    which of the request's n answers. `version`: of the weights that computed the tokens.
+    `token_ids` are all new tokens, including the one that ended the answer; `pieces` is the text that can be sent now,
+    by token. `stop_reason` is the stop string or stop token id that ended it, None for end of text. `index`: which of
+    the request's n answers. `version`: of the weights that computed the tokens.
 
-    Where asked for: `logprobs` of each token, and `tempered_logprobs`, of what it was drawn from; `prompt_logprobs`, on
-    one delta of the request, of the prompt's tokens but the first; `routed_experts`, as the wire has them.
+    If requested: `logprobs` of each token, and `tempered_logprobs`, under the sampling distribution; `prompt_logprobs`,
+    on one delta of the request, of the prompt's tokens but the first; `routed_experts`, as in `wire.Update`.
 
-    `arrived`: when, by the monotonic clock. `queued_s`, on an answer's first delta: its wait for a first step.
+    `arrived`: time of arrival, by the monotonic clock. `queued_s`, on an answer's first delta: its wait for a step.
     """
 
     token_ids: tuple[int, ...]
@@ -71,11 +71,11 @@ class Delta(msgspec.Struct, frozen=True):
 
 @dataclass
 class CompletionOutput:
-    """One answer: text without what stopped it, its token ids with, and why it ended.
+    """One answer: its text without the stop string, its token ids including the stop token, and why it ended.
 
-    Beside vLLM's fields: `tempered_logprobs` of the tokens in the distribution that they were drawn from, and
+    In addition to vLLM's fields: `tempered_logprobs` of the tokens under the sampling distribution, and
     `weight_versions`, one a token. `routed_experts`: int16 [tokens, MoE layers, A] of prompt and answer without its
-    last token, which is never computed; -1 where a token was not.
+    last token, which is never computed; -1 for tokens found in a cache.
     """
 
     index: int
@@ -92,7 +92,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Seconds of the monotonic clock (`time.monotonic`) at which a request was sent and its answers came."""
+    """Times (`time.monotonic`) at which a request was sent and its tokens arrived."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -115,7 +115,7 @@ class RequestOutput:
 
 
 def join(deltas: Sequence[Delta], routed: Sequence[RoutedExperts] = (), num_prompt: int = 0) -> CompletionOutput:
-    """The answer that these deltas of one index spell. `routed`: what is known of experts, the prompt's included."""
+    """Join the deltas of one index to an answer. `routed`: recorded experts, including the prompt's."""
     token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
     logprobs = [entry for delta in deltas for entry in delta.logprobs]
     last = deltas[-1] if deltas else Delta((), ())
@@ -135,14 +135,14 @@ def join(deltas: Sequence[Delta], routed: Sequence[RoutedExperts] = (), num_prom
 
 
 def head(run: RoutedExperts, num_tokens: int) -> RoutedExperts:
-    """The first tokens of a run."""
+    """The experts of the first tokens of a range."""
     count = min(num_tokens, run.shape[0])
     row_bytes = len(run.experts) // run.shape[0]
     return RoutedExperts(run.start, (count, *run.shape[1:]), run.experts[: count * row_bytes])
 
 
 def _experts(routed: Sequence[RoutedExperts], num_tokens: int) -> NDArray[np.int16]:
-    """Runs of tokens as one array of `num_tokens`; what lies behind it is of tokens that were cut off."""
+    """Ranges of tokens as one array of `num_tokens`; later tokens, which a stop string cut off, are ignored."""
     import numpy as np
 
     out = np.full((num_tokens, *routed[0].shape[1:]), -1, dtype=np.int16)

@@ -1,4 +1,4 @@
-"""What a caller asks becomes a request for the engine: every mistake is found here, before anything is sent."""
+"""Checks a caller's request and builds its message: every invalid value is found here, before anything is sent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,22 +14,22 @@ from glm5.engine.sampling.params import MAX_STOP_IDS, SamplingParams, answer_see
 from glm5.engine.sampling.words import bad_word_ids
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.scheduler.messages import Submit
-from glm5.engine.transport.wire import Ask, Facts
+from glm5.engine.transport.wire import AddRequest, Facts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-_BYTES = (bytes, bytearray, memoryview)  # sequences of integers that are no token ids
+_BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but not of token ids
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a request may ask beside its sampling parameters.
+    """Options of a request in addition to its sampling parameters.
 
-    `priority`: lower is served first. `cache_salt`: prompts share what is cached only with those of the same salt.
+    `priority`: lower is served first. `cache_salt`: prompts share cached pages only with those of the same salt.
     `num_speculative_tokens`: the most drafts a step, None for the engine's. `routed_experts`: report which experts
-    computed its tokens. `starts_after`: structured output holds from the token after this one on, and a budget of
-    thinking up to it; `not_before`: tokens that in such a request may not come before it. (End tokens never may.)
+    computed its tokens. `starts_after`: a token (the end of thinking); structured output applies after it, the thinking
+    budget up to it. `not_before`: tokens that are forbidden before it, in addition to end tokens.
     """
 
     priority: int = 0
@@ -40,7 +40,7 @@ class Options:
     not_before: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """RequestError for what is of another type, or a number that no message can hold."""
+        """RequestError for a wrong type, or a number out of range."""
         depth, after, before = self.num_speculative_tokens, self.starts_after, self.not_before
         for name, good, allowed in (
             ("priority", type(self.priority) is int and -(2**63) <= self.priority < 2**63, "a 64-bit integer"),
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt as token ids. `text` is None where token ids were given."""
+    """A prompt as token ids. `text` is None if it was given as token ids."""
 
     text: str | None
     token_ids: list[int]
@@ -64,7 +64,7 @@ class ReadPrompt:
 
 
 def listed(prompts: Any, prompt_token_ids: Any = None) -> list[Any]:
-    """One prompt or several as a list of prompts, not read yet. `prompt_token_ids` is vLLM's older name for ids."""
+    """One or several prompts as a list of unread prompts. `prompt_token_ids` is vLLM's older name for ids."""
     name = "prompts"
     if prompt_token_ids is not None:
         if prompts is not None:
@@ -79,8 +79,8 @@ def listed(prompts: Any, prompt_token_ids: Any = None) -> list[Any]:
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> ReadPrompt:
-    """A prompt as text, token ids, or vLLM's {"prompt": ...} and {"prompt_token_ids": ...}, with
-    "cache_salt". Special tokens spelled in a text are special tokens."""
+    """Read a prompt in any form: text, token ids, or vLLM's {"prompt": ...} and {"prompt_token_ids": ...}, with
+    "cache_salt". Names of special tokens in a text become special tokens."""
     salt, allowed = "", "a text or a list of token ids"
     if isinstance(prompt, Mapping):
         if unknown := [key for key, value in prompt.items() if key not in _KEYS and value is not None]:
@@ -116,7 +116,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
 
 
 def _ids(prompt: Any) -> list[int] | None:
-    """Token ids, or None for what is something else."""
+    """Token ids, or None for any other value."""
     if type(prompt) is list and set(map(type, prompt)) <= {int}:
         return prompt
     prompt = plain_list(prompt)
@@ -127,7 +127,7 @@ def _ids(prompt: Any) -> list[int] | None:
 
 
 class RequestBuilder:
-    """Checks requests against an engine's facts, and writes them. Any thread may use it."""
+    """Checks requests against an engine's facts, and builds their messages. Thread-safe."""
 
     def __init__(self, facts: Facts, tokenizer: Tokenizer | None, eos_ids: Sequence[int]):
         self.facts, self.tokenizer, self.eos_ids = facts, tokenizer, frozenset(eos_ids)
@@ -141,8 +141,8 @@ class RequestBuilder:
         )
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> list[int]:
-        """The prompt's ids, cut as the parameters say. RequestError, or MissingExtra for a grammar, for a request that
-        cannot be served."""
+        """The prompt's ids, truncated if the parameters say so. RequestError for a request that cannot be served, or
+        MissingExtra for a grammar."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {params!r:.60}; allowed: a SamplingParams", param="sampling_params")
         options.check()
@@ -175,17 +175,17 @@ class RequestBuilder:
             )
         return prompt_ids
 
-    def write(
+    def build(
         self, seq_ids: tuple[int, ...], seed: int, prompt_ids: Sequence[int], params: SamplingParams, options: Options
-    ) -> Ask:
+    ) -> AddRequest:
         """The message for a request that was checked. `seed`: see `answer_seeds`."""
         encode = None if self.tokenizer is None else self.tokenizer.encode
         starts_after, not_before = self._starts_after(prompt_ids, params, options), options.not_before
         depth = options.num_speculative_tokens
         if starts_after is not None and params.structured_outputs is not None:
-            # An answer that ended before its grammar began would be none.
+            # An answer that ends before its grammar begins would be empty.
             not_before = tuple(sorted({*not_before, *self.eos_ids}))
-        return Ask(
+        return AddRequest(
             seq_ids=seq_ids,
             prompt_ids=list(prompt_ids),
             params=self._plain(params, prompt_ids),
@@ -206,7 +206,7 @@ class RequestBuilder:
         return ids if most is None else ids[-most:]
 
     def _plain(self, params: SamplingParams, prompt_ids: Sequence[int]) -> SamplingParams:
-        """As the engine is to read it: of one answer, numbers of tokens none of which is beyond the answer's end."""
+        """The parameters for the engine: for one answer, with numbers of tokens limited to the answer's length."""
         changes: dict[str, Any] = {"n": 1} if params.n > 1 else {}
         most = self._max_tokens(prompt_ids, params)
         for name in ("max_tokens", "min_tokens", "thinking_token_budget"):
@@ -217,9 +217,9 @@ class RequestBuilder:
         return params.but(**changes) if changes else params
 
     def _starts_after(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> int | None:
-        """As given; a budget of thinking alone ends at the end tag, if the prompt leaves the answer thinking."""
-        asked = params.thinking_token_budget is not None and params.structured_outputs is None
-        if options.starts_after is not None or not asked or self.tokenizer is None:
+        """`starts_after` as given; for a thinking budget alone, the end tag if the answer begins with thinking."""
+        has_budget_only = params.thinking_token_budget is not None and params.structured_outputs is None
+        if options.starts_after is not None or not has_budget_only or self.tokenizer is None:
             return options.starts_after
         return self.tokenizer.id_of(THINK_END) if ends_in_reasoning(prompt_ids, self.tokenizer) else None
 

@@ -1,5 +1,5 @@
-"""How long an engine takes to start, phase by phase: a line in the log for each, another one for each few seconds that
-it lasts, and the seconds for whoever asks."""
+"""Measures an engine's start, phase by phase: logs each phase, repeats a line every few seconds while it lasts, and
+keeps the seconds."""
 
 import logging
 import time
@@ -13,11 +13,11 @@ from glm5.engine.transport.wire import Loading
 logger = logging.getLogger(__name__)
 
 BEGIN = "starting the process"
-WEIGHTS = "loading weights"  # what comes after it is the way from weights in memory to ready
+WEIGHTS = "loading weights"  # the phases after it count as `ready_s`
 
 
 class Startup:
-    """Hears of every `Loading`. The start is the block. `seconds`: of each phase, in order."""
+    """A context manager around the start, which receives every `Loading`. `seconds`: of each phase, in order."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
@@ -28,7 +28,7 @@ class Startup:
 
     @property
     def ready_s(self) -> float:
-        """From weights in memory to ready."""
+        """Seconds from weights in memory to ready."""
         phases = list(self.seconds)
         after = phases[phases.index(WEIGHTS) + 1 :] if WEIGHTS in phases else []
         return sum(self.seconds[phase] for phase in after)
@@ -44,11 +44,11 @@ class Startup:
         if error is None:
             self._end_phase()
 
-    def hear(self, loading: Loading) -> None:
+    def receive(self, loading: Loading) -> None:
         if loading.phase != self.waits.what:
             self._end_phase()
             self.waits.begin(loading.phase)
-        # While weights are read, the process that reads them shows how far it is.
+        # While weights are read, the engine's process shows the progress itself.
         self.waits.at(loading.share, is_shown=loading.phase == WEIGHTS and 0 < loading.share < 1)
 
     def _end_phase(self) -> None:

@@ -1,7 +1,7 @@
 """Stop strings in text that arrives in pieces, token by token.
 
-A piece is let through once no stop string can begin in it any more. The match is the one that ends first, and of
-those that end together the longest, so the result does not depend on how the text was cut into pieces.
+A piece is released once no stop string can begin in it any more. The match is the one that ends first, and of those
+that end together the longest, so the result does not depend on how the text was split into pieces.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ class StopStrings:
         self._held: deque[Piece] = deque()
 
     def feed(self, piece: Piece) -> list[Piece]:
-        """Pieces now certain. After a match: those up to it, the last one cut, then nothing more ever."""
+        """Pieces that can be released now. After a match: those up to it, the last one cut; later calls return none."""
         if self.matched is not None:
             return []
         if not self.stop:
@@ -27,7 +27,7 @@ class StopStrings:
         held = "".join(part.text for part in self._held)
         self._held.append(piece)
         text = held + piece.text
-        # What was held cannot contain a whole stop string, so a match ends within the new piece.
+        # The held text contains no complete stop string, so a match ends within the new piece.
         if match := self._first_match(text, len(held)):
             start, end = match
             self.matched = text[start:end]
@@ -35,11 +35,11 @@ class StopStrings:
         return self._release(len(text) - self._num_undecided(text), cut=False)
 
     def pass_through(self, piece: Piece) -> list[Piece]:
-        """Let a piece and all that is held through unexamined (min_tokens not reached, a token that ended it)."""
+        """Release a piece and all held ones without a search (min_tokens not reached, or the token that ends it)."""
         return [*self.flush(), piece]
 
     def flush(self) -> list[Piece]:
-        """What is still held: certain now, since nothing follows."""
+        """Release all held pieces, since no text follows."""
         held = list(self._held)
         self._held.clear()
         return held

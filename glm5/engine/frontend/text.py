@@ -1,4 +1,4 @@
-"""Text of an answer as it grows: tokens through the incremental detokenizer, then through the stop strings."""
+"""Text of a streamed answer: tokens through the incremental detokenizer, then through the stop strings."""
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.frontend.outputs import Piece
@@ -7,7 +7,7 @@ from glm5.engine.sampling.params import SamplingParams
 
 
 class AnswerText:
-    """Pieces of text, each with the token that completed it; none at all without a tokenizer.
+    """Pieces of text, each with the token that completed it; no text without a tokenizer.
 
     `stopped_by` is the stop string that ended the text, or None.
     """
@@ -21,14 +21,14 @@ class AnswerText:
         return self._stop.matched
 
     def feed(self, token_id: int, *, check_stop: bool) -> list[Piece]:
-        """What is certain after one more token. With `check_stop` false its text is not searched (min_tokens)."""
+        """Pieces released by one more token. With `check_stop` false its text is not searched (min_tokens)."""
         if self._detokenizer is None:
             return []
         piece = Piece(token_id, self._detokenizer.feed(token_id))
         return self._stop.feed(piece) if check_stop else self._stop.pass_through(piece)
 
     def end(self, token_id: int | None = None) -> list[Piece]:
-        """All that is left, with the text of a last token that ended the answer where it is to be shown."""
+        """The remaining pieces, with the text of `token_id`, a stop token to be included in the text, if given."""
         if self._detokenizer is None:
             return []
         last = [] if token_id is None else [Piece(token_id, self._detokenizer.feed(token_id))]

@@ -1,4 +1,4 @@
-"""What a step brought, read back from the device: tokens, the next drafts, log-probabilities, experts."""
+"""The results of a step, read back from the device: tokens, the next drafts, log-probabilities, experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs
 
 @dataclass
 class StepResult:
-    """By sequence id. `tokens`: what `Scheduler.apply` takes. `drafts`: what the next step of a sequence assumes, for
-    those with a grammar; of others they may be missing.
+    """Results by sequence id. `tokens`: for `Scheduler.apply`. `drafts`: of the next step, for sequences with a
+    grammar; others may be missing.
 
-    `logprobs`: one entry a token, of those that ask; `prompt_logprobs`: of the prompt tokens behind each row of the
-    chunk. `no_valid_token`: sequences without a valid token. `num_drafted` and `num_accepted` count by position.
+    `logprobs`: one entry a token, if requested; `prompt_logprobs`: of the prompt token after each row of the chunk.
+    `no_valid_token`: sequences whose tokens were all masked. `num_drafted` and `num_accepted` count by draft position.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of the tokens that follow the rows of a chunk, with `num_likeliest` others each."""
+    """Log-probabilities of the tokens that follow the rows of a chunk, and of `num_likeliest` tokens for each row."""
 
     token_N: Tensor
     found: Logprobs
@@ -43,9 +43,9 @@ class PromptLogprobs:
 
 @dataclass
 class Pending:
-    """Tensors of a launched step that its result is made of. `sampling`: items that sampled, `place_C` as in `Batch`.
-    `shown`: sequence id to the likeliest it asks for. `parts` of `whole`: token_CJ, count_C, draft_CK and
-    no_valid_token_Q, which come to the host in one copy. `draft_CK`: None where nobody asks for drafts."""
+    """Tensors of a launched step from which its result is made. `sampling`: items that sample, `place_C` as in `Batch`.
+    `shown`: by sequence id, how many likeliest tokens to report. `unpack` splits `packed` into token_CJ, count_C,
+    draft_CK and no_valid_token_Q, as one copy brings them to the host. `draft_CK`: None if drafts are not needed."""
 
     sampling: Sequence[Item]
     place_C: Ints
@@ -57,33 +57,33 @@ class Pending:
     logprobs: Logprobs | None = None
     shown: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    whole: Tensor | None = None
-    parts: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+    packed: Tensor | None = None
+    unpack: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
     position_R: Tensor | None = None
     expert_RLA: Tensor | None = None
     routed: list[tuple[Item, int]] = field(default_factory=list)
 
 
 class Launched:
-    """A step on its way. Its tensors start for the host at once; `read` waits for them."""
+    """A launched step. Its tensors are copied to the host asynchronously; `read` waits for them."""
 
     def __init__(self, pending: Pending | None):
         self._pending, self._arrived = pending, None
         if pending is None:
             return
         is_here = pending.token_CJ.is_cpu
-        if pending.whole is not None and pending.parts is not None:
-            # The next step writes where this one did.
-            whole = pending.whole.clone() if is_here else _to_host(pending.whole)
-            pending.token_CJ, pending.count_C, pending.draft_CK, pending.no_valid_token_Q = pending.parts(whole)
-            pending.whole = None
+        if pending.packed is not None and pending.unpack is not None:
+            # A copy, since the next step overwrites this tensor.
+            packed = pending.packed.clone() if is_here else _to_host(pending.packed)
+            pending.token_CJ, pending.count_C, pending.draft_CK, pending.no_valid_token_Q = pending.unpack(packed)
+            pending.packed = None
         if not is_here:
             _each_tensor(pending, _to_host)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
     def add_drafts(self, draft_CK: Tensor) -> None:
-        """Drafts that were made since: `read` waits for them too."""
+        """Add drafts made after the tokens were sampled; `read` waits for them too."""
         assert self._pending is not None
         self._pending.draft_CK = _to_host(draft_CK)
         if self._arrived is not None:
@@ -104,7 +104,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _each_tensor(owner: Any, change: Any) -> None:
-    """Replace every tensor that the dataclass `owner` and those within it hold."""
+    """Replace every tensor in the dataclass `owner`, recursively."""
     for name, value in list(vars(owner).items()):
         if isinstance(value, Tensor):
             object.__setattr__(owner, name, change(value))
@@ -180,7 +180,7 @@ def _entries(found: Logprobs) -> _Entries:
 
 
 def _routed(pending: Pending, item: Item, first: int, counts: dict[int, int]) -> RoutedExperts:
-    """Experts of the accepted tokens that an item computed: of a decoding one, as many as it gained."""
+    """Experts of an item's rows; of a decoding one, only those of accepted rows."""
     assert pending.expert_RLA is not None and pending.position_R is not None  # noqa: PT018
     num_rows = counts[item.seq_id] if item.kind == "decode" else item.num_rows
     experts = pending.expert_RLA[first : first + num_rows].contiguous().numpy()

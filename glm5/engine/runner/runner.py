@@ -1,9 +1,9 @@
-"""Runs plans on a device: rows in, tokens out, without waiting for them. (What a plan means: plan.py.)
+"""Runs plans on a device asynchronously: rows in, tokens out. (plan.py defines how a plan is executed.)
 
     rows -> model -> logits -> sample -> accepted drafts -> token ids and lengths of the slots -> MTP layer -> drafts
 
-Every tensor of a step has a static shape, given by its bucket, and what the next step needs stays on the device. So
-steps can be enqueued ahead of what they find, and captured where there are graphs.
+Every tensor of a step has a static shape, given by its bucket, and the inputs of the next step stay on the device. So a
+step can be enqueued before the results of the last one are read, and captured as CUDA graphs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,9 +41,9 @@ _PROMPT_ROWS = 256  # rows of a prompt's logits that exist at a time
 
 @dataclass(frozen=True)
 class SeqSpec:
-    """What a runner must know of a sequence beside its plan. `params` has n = 1; `seed` is of 64 bits.
+    """What a runner needs of a sequence in addition to the plan. `params` has n = 1; `seed` has 64 bits.
 
-    `stop_ids` end it, and are barred until min_tokens; `bad_words` are token sequences; `routed`: report its experts.
+    `stop_ids` end it, and are masked until min_tokens; `bad_words` are token sequences; `routed`: report its experts.
     """
 
     params: SamplingParams
@@ -57,11 +57,11 @@ class SeqSpec:
 class Runner:
     """A model with its cache, its slots and its sampler. `max_depth` > 0 needs a cache with the MTP layer's keys.
 
-    `pass_rows`: the rows of a pass in deterministic mode, None for the fastest shapes (passes.py). `record_routing`:
-    sequences may ask which experts computed them. `fused`: run the model in its inference form (lower.py), and steps in
-    pieces of static shape (graphs.py, prompts.py), captured as graphs on a GPU; or, with FP8 weights, whole passes
-    (pass_graphs.py). Default: on a GPU.
-    `group`: of ranks that do the same, each with its part of the model. `simulate`: as in `Sampler`.
+    `pass_rows`: the rows of a pass in deterministic mode, None for the fastest shapes (forward/passes.py).
+    `record_routing`: sequences may request the experts that computed them. `fused`: run the fused form of the model
+    (fused/), and steps in pieces of static shape, captured as graphs on a GPU (graphs/decode.py, graphs/prompts.py); in
+    deterministic mode, passes with FP8 weights (graphs/passes.py). Default: on a GPU.
+    `group`: the ranks, each with its shard of the model. `simulate`: as in `Sampler`.
     """
 
     @torch.inference_mode()
@@ -100,7 +100,7 @@ class Runner:
             part=_part(model, group),
             simulate=simulate,
         )
-        self._packer = Packer(self.padding_slot, self.passes.whole)
+        self._packer = Packer(self.padding_slot, self.passes.round_up)
         self._uploaded: tuple[Batch, DeviceBatch] | None = None
         self._masks: tuple[list[int], Tensor] | None = None
         self._drafter = Drafter(self.passes, cache, self.slots, self.sampler) if max_depth else None
@@ -120,19 +120,19 @@ class Runner:
             self.pass_graphs = PassGraphs(self.passes, cache, graphs, context_buckets, self._routing)
             self.passes.captured = self.pass_graphs
 
-    def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
-        """Masks of the rows of the next launch, for sequences with a grammar (`Sampler.permit`)."""
+    def set_bitmasks(self, slots: list[int], masks_BJM: Tensor) -> None:
+        """Set the grammar bitmasks of the next launch's rows (`Sampler.permit`)."""
         self._masks = slots, masks_BJM
 
     @torch.inference_mode()
     def weights_changed(self) -> None:
-        """Other weights lie in the model, or they lie elsewhere."""
+        """The model's weights have changed or moved."""
         parameters_moved(self.model)
         self.passes.weights_changed()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
-        """Enqueue a step. `specs` has the sequences that enter or have rows. To be called for every plan, in order."""
+        """Enqueue a step. `specs` has the sequences that enter or have rows. Call it for every plan, in order."""
         if plan.entered:
             self.slots.enter(plan.entered)
         self.slots.change(plan.table)
@@ -145,7 +145,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample_padding(self, num_rows: int) -> None:
-        """Sample rows of padding, as they are, for the kernels of it."""
+        """Sample padding rows without a graph, to load the sampling kernels."""
         batch, like_D = padding_batch(Shape(num_rows, 0), self.padding_slot), self.model.model.norm.weight
         none_R = torch.zeros(num_rows, dtype=torch.int64, device=self.cache.device)
         self._sample(batch, self._upload(batch), none_R, like_D.new_zeros(num_rows, len(like_D)))
@@ -155,22 +155,22 @@ class Runner:
         return self._packer.pack(plan)
 
     def _set_sampling_params(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> None:
-        """What it must know before it samples this step."""
+        """Give the sampler the new sequences and bitmasks of this step."""
         if plan.entered:
             self.sampler.place([_placement(one.slot, one.token_ids, specs[one.seq_id]) for one in plan.entered])
         if self._masks is not None:
-            # Not before: a sequence that takes a slot is free of any mask at first.
+            # After `place`, which clears the mask of a newly taken slot.
             self.sampler.permit(*self._masks)
             self._masks = None
 
     def _decode(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Pending:
-        """A step of decoding sequences alone, in pieces of static shape."""
+        """Enqueue a step of decoding sequences only, in pieces of static shape."""
         bucket, items, steps = plan.bucket, plan.items, self.steps
         assert bucket is not None, f"{plan.step=}"
         assert steps is not None, f"{plan.step=}"
         shape, max_end = Shape(bucket.num_seqs, bucket.depth), _max_end(plan) + self.max_depth
         buffers, sampled = steps.run(batch, shape, max_end, plan.draft_depth if self._drafter is not None else 0)
-        token_CJ, count_C, draft_CK, no_valid_token_Q = buffers.parts(buffers.result)
+        token_CJ, count_C, draft_CK, no_valid_token_Q = buffers.unpack(buffers.result)
         pending = Pending(
             items,
             batch.place_C,
@@ -181,23 +181,23 @@ class Runner:
             no_valid_token_Q=no_valid_token_Q,
             logprobs=None if sampled is None else sampled.logprobs,
             shown=_shown(items, specs),
-            whole=buffers.result,
-            parts=buffers.parts,
+            packed=buffers.result,
+            unpack=buffers.unpack,
         )
         if buffers.expert_RLA is not None:
             self._add_routing(pending, plan, specs, buffers.expert_RLA, buffers.position_R)
         return pending
 
     def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Launched:
-        """A step with prompts, and any other where steps have no pieces.
+        """Enqueue a step with prompts, or any step without graph pieces.
 
-        Who waits for it waits for the model alone: what that does not need is uploaded once it is under way, and tokens
-        start for the host before the draft layer sees them.
+        To shorten the wait for tokens, inputs that the model does not read are uploaded after its launch, and tokens
+        are copied to the host before the draft layer runs.
         """
         if plan.depth:
             self.slots.assume(self._upload(batch).slot_C)
         sampling = tuple([item for item in plan.items if item.samples])
-        max_end = _max_end(plan)  # without what is drafted: else whole prompts of index_topk tokens would select
+        max_end = _max_end(plan)  # without drafts: otherwise full prompts of index_topk tokens would select keys
         if self.prompts is not None:
             ran = self.prompts.run(batch, max_end)
             on = self._upload(batch)
@@ -211,7 +211,7 @@ class Runner:
                 self._routing.clear()
             hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, position_R), view)
             if self._routing is not None:
-                expert_RLA = self._routing.take()
+                expert_RLA = self._routing.experts()
             extend = partial(self._extend, on, view, hidden_RD)
         self._set_sampling_params(plan, specs)
         prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
@@ -230,8 +230,8 @@ class Runner:
         if expert_RLA is not None:
             self._add_routing(pending, plan, specs, expert_RLA, position_R)
         launched = Launched(pending)
-        # Where nothing is drafted, the draft layer need not keep up with what is generated: drafts after that are worse
-        # for a while. With prompts it does, as their pages are shared.
+        # Without drafts, the draft layer may skip generated tokens: later drafts are then worse for a while. It must
+        # not skip prompts, as their pages are shared.
         if self._drafter is not None and (plan.draft_depth or not batch.samples_all):
             extended = extend()
             if sampling:
@@ -250,7 +250,7 @@ class Runner:
     ) -> None:
         pending.routed = [(item, first) for item, first in _first_rows(plan) if specs[item.seq_id].routed]
         if pending.routed:
-            # Copies: the next step may write where these lie.
+            # Copies: the next step may overwrite these tensors.
             pending.expert_RLA, pending.position_R = expert_RLA.clone(), position_R.clone()
 
     def _view(self, on: DeviceBatch, max_end: int) -> StepView:
@@ -267,7 +267,7 @@ class Runner:
         )
 
     def _sample(self, batch: Batch, on: DeviceBatch, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
-        """Tokens of the rows that sample, and which of them are accepted; the slots hold them from then on."""
+        """Sample tokens, accept or reject drafts, and commit the accepted tokens to the slots."""
         draft_SK = self.slots.draft_SK
         if not len(batch.sample_slot_Q):
             none = torch.zeros(0, dtype=torch.int64, device=hidden_RD.device)
@@ -280,13 +280,13 @@ class Runner:
         sampled = self.sampler.sample(self.passes.logits(hidden_RD), rows, draft_SK if self.max_depth else None)
         accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
         self.sampler.record(accepted, batch.sample_slot_Q)
-        self.slots.take(sampled.token_R, on.sample_slot_Q, position_Q, accepted)
+        self.slots.commit(sampled.token_R, on.sample_slot_Q, position_Q, accepted)
         return sampled, accepted
 
     def _prompt_logprobs(
         self, plan: StepPlan, specs: Mapping[int, SeqSpec], hidden_RD: Tensor
     ) -> dict[int, PromptLogprobs]:
-        """Of the prompt tokens that follow the rows of prompt chunks, for sequences that ask for them."""
+        """Log-probabilities of the prompt tokens after the rows of prompt chunks, for sequences that request them."""
         out: dict[int, PromptLogprobs] = {}
         if plan.bucket is not None and plan.bucket.decodes_only:
             return out
@@ -296,7 +296,7 @@ class Runner:
             count = min(item.start + item.num_rows, specs[item.seq_id].num_prompt - 1) - item.start
             if item.kind == "decode" or wanted is None or count < 1:
                 continue
-            # A copy: on a CPU another sequence may have taken the slot before these are read.
+            # A copy: on a CPU another sequence may get the slot before these are read.
             next_N = self.slots.token_SN[item.slot, item.start + 1 : item.start + 1 + count].clone()
             parts: list[Logprobs] = []
             for begin in range(0, count, _PROMPT_ROWS):
@@ -309,7 +309,7 @@ class Runner:
         return out
 
     def _upload(self, batch: Batch) -> DeviceBatch:
-        """All arrays, in one copy; nothing to do where they are those of the last step."""
+        """Upload all arrays in one copy, unless they are those of the last step."""
         if self._uploaded is None or self._uploaded[0] is not batch:
             parts = arrays(batch)
             packed = upload(np.concatenate(parts), self.cache.device)
@@ -318,7 +318,7 @@ class Runner:
 
 
 def _part(model: Glm5, group: Group) -> VocabShard | None:
-    """The token ids whose logits this rank has."""
+    """The shard of the vocabulary whose logits this rank computes."""
     if group.shard.size == 1:
         return None
     size = model.cfg.vocab_size // group.shard.size
@@ -338,18 +338,18 @@ def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:
 
 
 def _max_end(plan: StepPlan) -> int:
-    """The furthest end of what a row of the step sees."""
+    """The most keys that a row of the step attends to."""
     return max([item.start + item.num_rows for item in plan.items])
 
 
 def _shown(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> dict[int, int]:
-    """How many of the likeliest tokens the sequences want that want log-probabilities."""
+    """By sequence with log-probabilities: how many of the likeliest tokens it requests."""
     wanted = {item.seq_id: specs[item.seq_id].params.logprobs for item in items}
     return {seq_id: count for seq_id, count in wanted.items() if count is not None}
 
 
 def _first_rows(plan: StepPlan) -> list[tuple[Item, int]]:
-    """Each item with its first row in the batch."""
+    """Each item with the index of its first row in the batch."""
     assert plan.bucket is not None, f"{plan.step=}"
     if plan.bucket.decodes_only:
         return [(item, index * (1 + plan.bucket.depth)) for index, item in enumerate(plan.items)]
@@ -361,5 +361,5 @@ def _first_rows(plan: StepPlan) -> list[tuple[Item, int]]:
 
 
 def _filled(hidden_ND: Tensor, passes: Passes) -> Tensor:
-    """Rows of zeros behind, up to whole passes."""
-    return torch.nn.functional.pad(hidden_ND, (0, 0, 0, passes.whole(len(hidden_ND)) - len(hidden_ND)))
+    """Pad with rows of zeros to a multiple of a pass."""
+    return torch.nn.functional.pad(hidden_ND, (0, 0, 0, passes.round_up(len(hidden_ND)) - len(hidden_ND)))

@@ -1,11 +1,11 @@
-"""Before an engine is ready: every shape of a step is run by nobody's rows, and what most steps are is captured.
+"""Warm-up of an engine: every shape of a step is run on padding rows, and the most common ones are captured.
 
-    finding kernels      all shapes, on one layer of each kind, without launching what is not compiled
-    compiling kernels    what is missing, many at a time; ranks share them out, and meet on disk
-    loading kernels      the same shapes once more, now for real: libraries choose theirs, and memory is taken
-    capturing            decoding steps, then prompts
+    finding kernels      run all shapes on one layer of each kind, but only record kernels that are not compiled
+    compiling kernels    compile the missing ones in parallel; ranks split them, and share the results on disk
+    loading kernels      run the same shapes again: libraries choose their kernels, and memory is allocated
+    capturing            capture decoding steps, then prompts
 
-So nothing is compiled, loaded or taken once somebody waits.
+So no request waits for compiling, loading or allocation.
 """
 
 import os
@@ -35,7 +35,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What warming up took: seconds of either part, graphs, kernels made ready, bytes of the device's memory."""
+    """The cost of the warm-up: seconds of shapes and graphs, numbers of graphs and kernels, bytes on the device."""
 
     shapes_s: float
     graphs_s: float
@@ -52,7 +52,7 @@ class WarmupReport:
 
 @torch.inference_mode()
 def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: Progress) -> WarmupReport | None:
-    """None where steps are not captured: then there is nothing to do that a first step would not do as well."""
+    """Warm up `runner`. None if steps are not captured: the first steps then do the same work."""
     if runner.pass_graphs is not None:
         return _warm_passes(runner, runner.pass_graphs, on_progress)
     steps, prompts = runner.steps, runner.prompts
@@ -68,19 +68,18 @@ def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: 
         if installed():
             with Compilers(_num_compilers(group)) as compilers:
                 with missing() as wanted:
-                    say = partial(on_progress, "finding kernels")
-                    _rehearse(steps, prompts, buckets, counts, depths, say)
+                    _run_all_shapes(steps, prompts, buckets, counts, depths, partial(on_progress, "finding kernels"))
                 on_progress("compiling kernels", 0.0)
-                mine = wanted[group.shard.rank :: group.shard.size]
-                compilers.compile(mine, lambda done: on_progress("compiling kernels", done / len(mine)))
+                own = wanted[group.shard.rank :: group.shard.size]
+                compilers.compile(own, lambda done: on_progress("compiling kernels", done / len(own)))
                 if group.shard.size > 1:
-                    all_reduce_min(group, [0], device)  # all have come here, and what they compiled is on disk
+                    all_reduce_min(group, [0], device)  # a barrier: every rank's kernels are then on disk
                     compilers.compile(wanted, lambda _done: None)
-        _rehearse(steps, prompts, buckets, counts, depths, lambda share: on_progress("loading kernels", share))
+        _run_all_shapes(steps, prompts, buckets, counts, depths, lambda share: on_progress("loading kernels", share))
     synchronize(device)
-    torch.cuda.empty_cache()  # graphs have memory of their own
+    torch.cuda.empty_cache()  # graphs have a memory pool of their own
     warm = time.monotonic()
-    # Between none and as many as can be, drafts are adapted seldom: such graphs are captured when they are needed.
+    # Depths between 0 and the maximum are rare: their graphs are captured when they are needed.
     for done, of in steps.capture_all(counts, sorted({config.max_depth, 0}, reverse=True)):
         on_progress("capturing decoding steps", done / of)
     for done, of in prompts.capture_all(buckets):
@@ -92,7 +91,7 @@ def warm_up(runner: Runner, config: SchedulerConfig, group: Group, on_progress: 
 
 
 def _warm_passes(runner: Runner, graphs: PassGraphs, on_progress: Progress) -> WarmupReport:
-    """One shape has few kernels: they are compiled by the first pass, which is run before it is captured."""
+    """Passes have one shape and few kernels: the run before each capture compiles them."""
     device = runner.cache.device
     (free, _), began = torch.cuda.mem_get_info(device), time.monotonic()
     for done, of in graphs.capture_all(drafts=runner.max_depth > 0):
@@ -106,7 +105,7 @@ def _warm_passes(runner: Runner, graphs: PassGraphs, on_progress: Progress) -> W
 
 @contextmanager
 def _few_layers(runner: Runner, steps: DecodeSteps, prompts: PromptSteps) -> Iterator[None]:
-    """A model of one layer of each kind, which tells nobody of its experts: of the others it has none."""
+    """Run only one layer of each kind, without recording routing, since the other layers' would be missing."""
     fused, routing = runner.passes.fused, steps.routing
     assert fused is not None
     steps.routing = prompts.routing = None
@@ -119,7 +118,7 @@ def _few_layers(runner: Runner, steps: DecodeSteps, prompts: PromptSteps) -> Ite
             routing.clear()
 
 
-def _rehearse(
+def _run_all_shapes(
     steps: DecodeSteps,
     prompts: PromptSteps,
     buckets: Sequence[int],
@@ -127,7 +126,7 @@ def _rehearse(
     depths: Sequence[int],
     on_share: Callable[[float], None],
 ) -> None:
-    """Run every shape as it is, on padding."""
+    """Run every shape without a graph, on padding."""
     shapes = prompts.shapes(buckets)
     for done, shape in enumerate(shapes, start=1):
         prompts.run_padding(shape)

@@ -1,4 +1,4 @@
-"""What a scheduler is built with: sizes of the cache and of a step, and what computing and copying cost."""
+"""A scheduler's settings: sizes of the cache and of a step, and the cost of loading pages."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 
 @dataclass(frozen=True)
 class RestoreCost:
-    """What it costs to bring pages back, in units of computing one token. Copies run beside the steps, but a sequence
-    waits for its own.
+    """The cost of loading pages from lower tiers, in units of computing one token. Copies overlap with steps, but a
+    sequence waits for its own.
 
     The defaults are for 4 MB a page (GLM-5, fp8, 64 tokens) at 24k tokens/s, 25 GB/s of host and 3 GB/s of disk.
     """
@@ -23,7 +23,7 @@ class RestoreCost:
     fixed: float = 64.0
 
     def num_pages(self, tiers: Sequence[Tier], page_size: int) -> int:
-        """How many of these pages, which continue a prefix, to load; the rest is computed. 0 when that is cheaper."""
+        """How many of these pages, which continue a prefix, to load; the rest is computed. 0 if loading costs more."""
         best, best_saved, saved = 0, 0.0, -self.fixed
         for number, tier in enumerate(tiers, start=1):
             saved += page_size - (self.host_page if tier == "host" else self.disk_page)
@@ -34,7 +34,7 @@ class RestoreCost:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Raises ConfigError for what cannot be honoured."""
+    """Raises ConfigError for invalid settings."""
 
     page_size: int
     num_pages: int
@@ -47,23 +47,23 @@ class SchedulerConfig:
     """Whether a step is planned before the tokens of the one before it are read."""
     prefix_cache: bool = True
     max_prompt_chunk: int | None = None
-    """Tokens of one prompt a step, beside the half-budget rule."""
+    """The most tokens of one prompt in a step, in addition to the half-budget rule."""
     max_prompt_tokens: int | None = None
-    """The most prompt tokens in a step in which other sequences decode, until `SetPromptShare` changes it. Decoding
-    sequences wait for the whole step."""
+    """The most prompt tokens in a step in which other sequences decode, until `SetPromptShare` changes it. It
+    bounds the time that decoding sequences wait for the step."""
     whole_prompt: int = 0
-    """Prompts of up to so many tokens are computed whole, in steps of their own if they have half as many together:
-    where all rows of a step are those of whole prompts, attention is several times as fast
-    (engine/runner/fused/fused_model.py). 0: beside everything else."""
+    """Prompts of up to this many tokens are computed in one chunk. They get steps of their own if together they have at
+    least half as many tokens: attention is several times as fast in a step that contains only full prompts
+    (engine/runner/fused/fused_model.py). 0: no such steps."""
     headroom: float = 0.05
-    """Share of the pages that stays available when a sequence is admitted beside others, for those to grow. Against
-    none, in an overloaded pool: 2 % more steps, and 10 to 25 % fewer rows, which would have been computed twice."""
+    """Share of the pages that stays available for running sequences to grow when another one is admitted. Compared with
+    0, in an overloaded pool: 2 % more steps, but 10 to 25 % fewer rows, as fewer are recomputed after preemption."""
     tiers: bool = False
-    """Whether full pages are stored behind the device and looked up there."""
+    """Whether full pages are stored in lower tiers and looked up there."""
     restore_cost: RestoreCost = RestoreCost()
     max_loads: int = 32
     max_stores: int = 32
-    """Copies from and to the tiers that are under way at a time. A page being stored cannot be evicted."""
+    """The most concurrent copies from and to the tiers. A page being stored cannot be evicted."""
     batch_buckets: tuple[int, ...] = DEFAULT_BUCKETS
     """Numbers of sequences that a decoding step is padded to; the largest is always `max_num_seqs`."""
     token_buckets: tuple[int, ...] = ()
@@ -80,28 +80,28 @@ class SchedulerConfig:
         chunk = self.max_prompt_chunk
         _check("max_prompt_chunk", chunk, chunk is None or chunk >= 1, "None or at least 1")
         _check("whole_prompt", self.whole_prompt, self.whole_prompt >= 0, "at least 0")
-        beside = self.max_prompt_tokens
-        _check("max_prompt_tokens", beside, beside is None or beside >= 1, "None or at least 1")
+        limit = self.max_prompt_tokens
+        _check("max_prompt_tokens", limit, limit is None or limit >= 1, "None or at least 1")
         _check("tiers", self.tiers, self.prefix_cache or not self.tiers, "only with prefix_cache")
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def most_of_prompts(self, few: int | None) -> int:
-        """Tokens of prompts in a step, of which those that decode beside them may bear `few`."""
-        return self.max_tokens_per_step if few is None else min(few, self.max_tokens_per_step)
+    def most_of_prompts(self, limit: int | None) -> int:
+        """The most prompt tokens in a step. `limit`: `max_prompt_tokens` if others decode in it, else None."""
+        return self.max_tokens_per_step if limit is None else min(limit, self.max_tokens_per_step)
 
-    def most_of_whole(self, few: int | None) -> int:
-        """Tokens of a prompt that is computed whole."""
-        most = self.most_of_prompts(few)
+    def most_of_whole(self, limit: int | None) -> int:
+        """The most tokens of a prompt that is computed in one chunk. `limit`: see `most_of_prompts`."""
+        most = self.most_of_prompts(limit)
         return min(self.whole_prompt, most, self.max_prompt_chunk or most)
 
     def max_len(self, submit: Submit) -> int:
-        """Tokens that a sequence has at the end at the latest. The last one is never computed."""
+        """The most tokens that a sequence can have. The last one is never computed."""
         return min(len(submit.prompt_ids) + submit.max_tokens, self.max_model_len)
 
     def check(self, submit: Submit) -> None:
-        """RequestError for a request that can never be served."""
+        """RequestError for a request that cannot be served."""
         num_prompt, limit = len(submit.prompt_ids), self.max_model_len
         if not num_prompt:
             raise RequestError("the prompt is empty; give at least one token", param="prompt")

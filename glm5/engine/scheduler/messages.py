@@ -1,7 +1,6 @@
-"""What a scheduler is told from outside. Rank 0 says at which step each takes effect; every rank is told the same.
+"""A scheduler's inputs. Rank 0 decides at which step each takes effect; all ranks receive the same messages.
 
-Ids are integers that are never used twice. What names a sequence that has ended meanwhile is ignored: its end and the
-message crossed on the way.
+Ids are integers that are never used twice. A message for a sequence that has ended meanwhile is ignored.
 """
 
 from collections.abc import Sequence
@@ -17,11 +16,11 @@ Tier = Literal["host", "disk"]
 class Submit:
     """A request: `len(seq_ids)` sequences that continue one prompt, and share its pages.
 
-    `max_tokens` is the most an answer may have. An answer ends with a token of `stop_ids` once it has `min_tokens`.
+    `max_tokens`: the most tokens of an answer. An answer ends with a token of `stop_ids` once it has `min_tokens`.
     `priority`: lower is served first. `salt`: prompts share pages only with those of the same salt.
     `needs_last_token`: the next step of a sequence cannot be launched before its last token is read (grammars).
-    `max_depth`: the most tokens drafted a step, None for what the scheduler is set to. `computes_prompt`: every
-    prompt token is to be computed, none taken from a cache (prompt logprobs, routed experts of the prompt).
+    `max_depth`: the most tokens drafted a step, None for the scheduler's depth. `computes_prompt`: compute every
+    prompt token, without the prefix cache (prompt logprobs, routed experts of the prompt).
     """
 
     seq_ids: tuple[int, ...]
@@ -38,14 +37,14 @@ class Submit:
 
 @dataclass(frozen=True)
 class Abort:
-    """End these sequences, in whatever state they are; None: all that were submitted before."""
+    """End these sequences in any state; None: all that were submitted before."""
 
     seq_ids: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
 class Finish:
-    """End a sequence for a reason that only its client sees: a stop string."""
+    """End a sequence for a reason that the scheduler cannot see, such as a stop string."""
 
     seq_id: int
     reason: EndReason = "stop"
@@ -53,7 +52,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class CopyDone:
-    """A copy that a plan asked for has ended on every rank. `tier`: where the page was found or put, None if failed."""
+    """A copy of a plan has ended. `tier`: where the page was loaded from or stored; None if the copy failed."""
 
     copy_id: int
     tier: Tier | None
@@ -61,10 +60,10 @@ class CopyDone:
 
 @dataclass(frozen=True)
 class TierChange:
-    """Where pages can be loaded from now: digest of the page's key, and its tier (None: no longer anywhere).
+    """New locations of pages: digest of the page's key, and its tier (None: in no tier any more).
 
-    Comes before the `Submit` of a prompt for what its keys were found as, and after a tier dropped pages. Being late
-    or wrong costs a failed load, never a wrong token.
+    Sent before the `Submit` of a prompt whose pages were found, and after a tier has evicted pages. A late or wrong
+    message costs a failed load, never a wrong token.
     """
 
     pages: tuple[tuple[bytes, Tier | None], ...]
@@ -72,22 +71,22 @@ class TierChange:
 
 @dataclass(frozen=True)
 class SetDepth:
-    """How many tokens are drafted for a decoding sequence from now on."""
+    """Set how many tokens are drafted for a decoding sequence."""
 
     depth: int
 
 
 @dataclass(frozen=True)
 class SetPromptShare:
-    """How many tokens of prompts a step has, at most, in which sequences decode, from now on."""
+    """Set the most prompt tokens in a step in which sequences decode."""
 
     max_tokens: int
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Plan nothing until `Resume`. `release`: sequences give their pages back and the prefix tree is emptied, so that
-    no page has a content that matters; sequences are computed anew afterwards."""
+    """Plan nothing until `Resume`. `release`: preempt all sequences and empty the prefix tree, so that no page is in
+    use; sequences are recomputed afterwards."""
 
     release: bool = False
 
@@ -99,10 +98,10 @@ class Resume:
 
 @dataclass(frozen=True)
 class SetWeights:
-    """The model's weights are those of `version` from this step on. Pages computed before are never shared again.
+    """The model has the weights of `version` from this step on. Pages computed before are never shared again.
 
-    `identity`: of the weights among all that ever were, for pages outlive the process (`prefix.cache_salt`).
-    `recompute`: running sequences are computed anew; otherwise they go on with the pages that they have.
+    `identity`: a globally unique id of the weights, since stored pages outlive the process (`prefix.cache_salt`).
+    `recompute`: running sequences are recomputed; otherwise they continue with the pages that they have.
     (To abort them instead, send `Abort(None)` first.)
     """
 

@@ -1,7 +1,7 @@
-"""Pages of sequences: what an admission finds and takes, how a sequence grows, shares what is full, and lets go.
+"""Pages of sequences: prefix lookup and allocation at admission, growth, sharing of full pages, release.
 
-Nothing is planned for positions without a page. A sequence enters with pages for all its known tokens, so that a
-prompt under way never runs out; a decoding one grows step by step, to the furthest that its drafts can reach.
+Steps are planned only for positions that have a page. A sequence is admitted with pages for all its known tokens, so a
+prompt never runs out of pages. A decoding one grows step by step, to the furthest position that its drafts can reach.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,8 @@ from glm5.engine.tiers.key import PageKey
 
 @dataclass
 class Found:
-    """What a waiting sequence could have now. `num_short`: pages that are not available for it; it fits at 0."""
+    """What admission now would give a waiting sequence: a `donor` whose prompt it shares, `num_matched` pages of the
+    prefix tree, and pages to load (`lower`). It can be admitted if no pages are missing (`num_short`)."""
 
     donor: Sequence | None
     num_matched: int
@@ -27,24 +28,24 @@ class Found:
 
 
 class PageManager:
-    """The pool with all that refers to it. `weights`: identity of the weights, part of every salt."""
+    """The page pool, the prefix tree and the transfers. `weights`: identity of the weights, part of every salt."""
 
     def __init__(self, config: SchedulerConfig, weights: bytes):
         self.config, self.weights = config, weights
         self.pool = PagePool(config.num_pages)
         self.tree = PrefixTree(self.pool, config.page_size)
         self.transfers = Transfers(self.pool, self.tree, max_loads=config.max_loads, max_stores=config.max_stores)
-        # Entries of page tables that changed since the last plan.
+        # Page table entries changed since the last plan.
         self._changed: list[tuple[Sequence, int]] = []
 
     def find(self, seq: Sequence, donor: Sequence | None, headroom: int) -> Found:
-        """What `seq` would share, and how many pages it lacks if `headroom` pages are to stay available."""
+        """What `seq` could share, and how many pages it lacks if `headroom` pages are to stay available."""
         available = self.pool.num_available - headroom
         num_pages = self.config.pages_for(len(seq.tokens))
         if donor is not None:
             return Found(donor, 0, max(0, num_pages - self._num_shared(seq) - available))
         self._match(seq)
-        # Idle pages that it would take into use are no longer available for the rest.
+        # Matched idle pages would become used, so they are not available for the other tokens.
         available -= sum(self.pool.is_idle(node.page) for node in seq.path)
         found = Found(None, len(seq.path), max(0, num_pages - len(seq.path) - available))
         if not found.num_short and self.transfers.tier_of and self._may_hit(seq):
@@ -62,7 +63,7 @@ class PageManager:
                 self.pool.ref(page)
             seq.node, seq.num_in_tree = (seq.path[-1] if seq.path else None), len(seq.path)
             seq.computed = seq.confirmed = len(seq.path) * self.config.page_size
-            seq.pages += self._take(num_pages - len(seq.pages))
+            seq.pages += self._allocate(num_pages - len(seq.pages))
         seq.path = []
         seq.covered = num_pages * self.config.page_size
         if found.lower:
@@ -71,8 +72,8 @@ class PageManager:
             seq.restore = self.transfers.restore(loads, found.num_matched, is_again=seq.was_admitted)
         self._count(seq, found)
 
-    def restored(self, seq: Sequence) -> None:
-        """All loads of `seq` have ended: its pages up to the first that failed hold what they should."""
+    def finish_restore(self, seq: Sequence) -> None:
+        """All loads of `seq` have ended: its pages before the first failed one are valid."""
         restore, seq.restore = seq.restore, None
         assert restore is not None
         seq.computed = seq.confirmed = restore.num_good * self.config.page_size
@@ -80,18 +81,18 @@ class PageManager:
         self.share_full_pages(seq)
 
     def grow(self, seq: Sequence, num_positions: int) -> bool:
-        """Pages for that many positions; False, and nothing done, if they are not available."""
+        """Allocate pages for `num_positions`; returns False, without any change, if they are not available."""
         first = len(seq.pages)
         need = self.config.pages_for(num_positions) - first
         if need > self.pool.num_available:
             return False
-        seq.pages += self._take(need)
+        seq.pages += self._allocate(need)
         seq.covered = len(seq.pages) * self.config.page_size
         self._changed += [(seq, index) for index in range(first, len(seq.pages))]
         return True
 
     def share_full_pages(self, seq: Sequence) -> None:
-        """Put pages that are full and certain into the tree; where it has the same page already, use that one."""
+        """Insert full, confirmed pages into the tree; where it has an equal page already, use that one."""
         size = self.config.page_size
         if not (self.config.prefix_cache and seq.is_pure):
             return
@@ -110,7 +111,7 @@ class PageManager:
             seq.num_in_tree = index + 1
 
     def release(self, seq: Sequence) -> None:
-        """Take all pages of `seq`, the last ones first. Those in the tree can be found again until they are evicted."""
+        """Release all pages of `seq`, the last one first. Those in the tree can be matched until they are evicted."""
         if seq.restore is not None:
             self.transfers.cancel(seq.restore)
             seq.restore = None
@@ -121,35 +122,35 @@ class PageManager:
         seq.covered = seq.computed = seq.confirmed = 0
 
     def forget_prefixes(self, running: list[Sequence], *, pure: bool) -> None:
-        """Empty the tree. `pure`: pages of running sequences are right all the same, and may be shared again."""
+        """Empty the tree. `pure`: pages of running sequences stay valid, and may be shared again."""
         self.tree.clear()
         for seq in running:
             seq.node, seq.num_in_tree = None, 0
             seq.is_pure &= pure
 
     def table_entries(self) -> list[TableEntry]:
-        """Changes of page tables since the last call, of sequences that still run."""
+        """Page table changes since the last call, for sequences that still run."""
         changed, self._changed = self._changed, []
         return [TableEntry(s.slot, i, s.pages[i]) for s, i in changed if s.slot is not None and i < len(s.pages)]
 
     def exclusive_pages(self, seqs: list[Sequence]) -> int:
-        """Pages that would become available without these sequences, at least."""
+        """A lower bound of the pages that preempting these sequences would free."""
         return sum(self.pool.refs[page] == 1 for seq in seqs for page in seq.pages)
 
     def _may_hit(self, seq: Sequence) -> bool:
-        """A prompt that must be computed is, once; when preempted, it may be found again."""
+        """Whether `seq` may use cached pages. A prompt with `computes_prompt` may do so only after a preemption."""
         return self.config.prefix_cache and not (seq.submit.computes_prompt and seq.is_fresh)
 
     def _match(self, seq: Sequence) -> None:
         seq.salt = cache_salt(self.weights, seq.submit.salt)
         if self._may_hit(seq):
-            # At least one token is left to compute: the next one is sampled from its logits.
+            # At least one token must be computed: the next one is sampled from its logits.
             self.tree.match(seq.salt, seq.tokens, (len(seq.tokens) - 1) // self.config.page_size, seq.path)
         else:
             seq.path = []
 
     def _find_lower(self, seq: Sequence) -> list[PageKey]:
-        """Keys of pages after the match that are worth loading."""
+        """Keys of the pages after the matched ones that are worth loading."""
         keys: list[PageKey] = []
         tiers: list[Tier] = []
         key = self.tree.key_of(seq.path[-1]) if seq.path else None
@@ -163,30 +164,30 @@ class PageManager:
         return keys[: self.config.restore_cost.num_pages(tiers, self.config.page_size)]
 
     def _num_shared(self, seq: Sequence) -> int:
-        """Pages of a prompt before the one with its last token, which every sequence computes in a page of its own."""
+        """Pages of a prompt before its last token's, which every sequence computes in a page of its own."""
         return (seq.num_prompt - 1) // self.config.page_size
 
     def _share_prompt(self, seq: Sequence, donor: Sequence, plan: StepPlan) -> None:
-        """The pages of the donor's prompt, the last one as a copy: all but the last token is computed then."""
+        """Share the pages of the donor's prompt and copy the last one. Only the last token is then left to compute."""
         shared = self._num_shared(seq)
         seq.pages = donor.pages[:shared]
         for page in seq.pages:
             self.pool.ref(page)
-        seq.pages += self._take(1)
+        seq.pages += self._allocate(1)
         seq.salt = donor.salt
         if (seq.num_prompt - 1) % self.config.page_size:
             plan.page_copies.append(PageCopy(donor.pages[shared], seq.pages[-1]))
-        # Nothing of it is confirmed until the step that computes its last token is read: the donor's may be in flight.
+        # Nothing is confirmed until the step with its last token is read: the donor's step may be in flight.
         seq.computed, seq.confirmed = seq.num_prompt - 1, 0
         seq.node, seq.num_in_tree = None, 0
 
-    def _take(self, count: int) -> list[int]:
+    def _allocate(self, count: int) -> list[int]:
         if count > self.pool.num_free:
             self.tree.evict(count - self.pool.num_free)
         return self.pool.allocate(count)
 
     def _count(self, seq: Sequence, found: Found) -> None:
-        """Sequences that share a prompt are one query: the others never look."""
+        """Count an admission. Sequences that share a prompt are one query, since the others do no lookup."""
         stats, num_tokens = self.tree.stats, found.num_matched * self.config.page_size
         if found.donor is not None:
             return
@@ -198,7 +199,7 @@ class PageManager:
         stats.hit_tokens["device"] += num_tokens
 
     def _count_loaded(self, restore: Restore) -> None:
-        """Pages of lower tiers were found once they are here: what was damaged there, and all behind it, was not."""
+        """Count loaded pages as hits. A page that failed to load, and all after it, are misses."""
         stats, size = self.tree.stats, self.config.page_size
         for tier in restore.tiers[: restore.num_good - restore.num_held]:
             if restore.is_again:

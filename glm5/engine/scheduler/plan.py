@@ -1,25 +1,24 @@
-"""What a scheduler decides: the step to launch, and what became of sequences.
+"""A scheduler's output: the step to launch, and the results of sequences.
 
-How a runner must read a plan, in this order:
+How a runner must execute a plan, in this order:
 
 1. Slots. `entered` sequences take their slot: write token ids, length and page table row (the rest of the row
-   points at a dump page), then `table`, single entries of rows that changed.
+   points at the dump page), then `table`, single changed entries.
 2. `page_copies`, in order, before anything of this step is computed.
-3. `loads` and `stores` may run beside the steps. A load waits for all that is launched so far, its own step's page
-   copies included (the page may just have been another's). A store waits for what was launched before its step: the
-   step that filled its page may still be in the draft layer. Each is answered by one `CopyDone`, also when `cancelled`.
+3. `loads` and `stores` may overlap with steps. A load waits for everything launched so far, including its own step's
+   page copies (the page may have just been freed by another sequence). A store waits for the launches before its step:
+   the draft layer may still be filling the page. Each gets one `CopyDone`, also when `cancelled`.
 4. `items`. Rows of a prompt chunk are `start .. start + num_rows - 1` exactly. Rows of a decoding sequence begin at its
-   true length - 1, which the device alone knows; `start` is the furthest that this can be. What falls on positions
-   that the row of the page table does not cover goes to the dump page: its tokens will be discarded.
-5. A step writes no row before its first. After it, rows before the new true length - 1 are final in all layers, the
-   MTP layer included: a page that they fill may be shared and copied as soon as the step's tokens have been applied,
-   by what is launched then (tokens are read before the MTP layer is done with a prompt).
-   (So the MTP row of the last token of a shared page was computed with whatever token followed it first, and steps of
-   decoding sequences that draft nothing leave their MTP rows as they are: that touches drafts, never answers.) What is
-   drafted ahead for the next step may be written up to 2 * depth - 1 rows further than `start`; pages for that are
-   reserved if there are any to spare.
+   true length - 1, which only the device knows; `start` is its upper bound. Rows at positions that the page table row
+   does not cover are written to the dump page: their tokens will be discarded.
+5. A step writes no row before its first. After it, rows before the new true length - 1 are final in all layers,
+   including the MTP layer. A page that they fill may be shared and copied by launches after the step's tokens have
+   been applied (tokens are read before the MTP layer has finished a prompt).
+   (So the MTP row of a shared page's last token was computed with the token that first followed it, and steps without
+   drafts do not update MTP rows. This affects drafts, never answers.) Drafts for the next step may be written up to
+   2 * depth - 1 rows beyond `start`; pages for them are reserved if enough are available.
 
-All launches happen in the order of the plans, so a page that one plan frees can be written by the next.
+All launches happen in the order of the plans, so the next plan may write a page that one plan frees.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ Wait = Literal["pause", "results", "copies", "requests"]
 
 
 class Item(NamedTuple):
-    """Rows of one sequence. `samples`: its tokens are wanted, 1 of a prompt, 1 to 1 + `depth` while decoding."""
+    """Rows of one sequence. `samples`: it samples tokens, 1 after a prompt, 1 to 1 + `depth` while decoding."""
 
     seq_id: int
     slot: int
@@ -47,10 +46,10 @@ class Item(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """A sequence that took a slot: its known tokens, its pages, and how many tokens the pages hold already.
+    """A sequence admitted to a slot: its known tokens, its pages, and its cache hits.
 
-    `hit_device`, `hit_lower`: tokens found in the prefix tree and in lower tiers; their sum is where the prompt
-    missed first. `donor_slot`: the sequence shares the prompt of the one in that slot.
+    `hit_device`, `hit_lower`: tokens found in the prefix tree and then in lower tiers. `donor_slot`: the sequence
+    shares the prompt of the one in that slot.
     """
 
     seq_id: int
@@ -63,7 +62,7 @@ class Entered(NamedTuple):
 
 
 class TableEntry(NamedTuple):
-    """Entry `column` of the page table row of `slot` is `page` from now on."""
+    """Set entry `column` of the page table row of `slot` to `page`."""
 
     slot: int
     column: int
@@ -71,14 +70,14 @@ class TableEntry(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Copy a whole page on the device, all layers."""
+    """Copy a page on the device, in all layers."""
 
     source: int
     target: int
 
 
 class TierCopy(NamedTuple):
-    """Move a page between the device and the tiers behind it, under `key`."""
+    """Copy a page between the device and the lower tiers, under `key`."""
 
     copy_id: int
     key: "PageKey"
@@ -86,7 +85,7 @@ class TierCopy(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a sequence gained. `token_ids` end with the stop token if one ended it. `reason`: why it is over."""
+    """New tokens of a sequence. They end with the stop token if one ended it. `reason`: why it ended, or None."""
 
     seq_id: int
     token_ids: Sequence[int]
@@ -94,7 +93,7 @@ class Output(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Static shape of a step. Decoding only: `num_seqs` rows of 1 + `depth` queries. Else `num_tokens` packed ones."""
+    """Static shape of a step. Decoding only: `num_seqs` times 1 + `depth` rows. Otherwise `num_tokens` packed rows."""
 
     num_seqs: int
     depth: int
@@ -104,11 +103,11 @@ class Bucket(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. With no `items` nothing is to be launched and no `apply` follows; `wait` says what to wait for.
+    """One step. Without `items` nothing is launched and no `apply` follows; `wait` is what the scheduler waits for.
 
-    `ended`: sequences that messages ended in this plan. `left`: slots given up since the last plan, some of which
-    `entered` may use again. `depth`: the largest of all items; `draft_depth`: how many tokens to draft for the next
-    step. `version`: of the weights that compute the step.
+    `ended`: sequences that messages ended in this plan. `left`: slots freed since the last plan, which `entered` may
+    reuse. `depth`: the largest of all items; `draft_depth`: how many tokens to draft for the next step. `version`: of
+    the weights that compute the step.
     """
 
     step: int

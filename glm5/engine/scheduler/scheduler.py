@@ -1,29 +1,29 @@
-"""Decides what runs in the next step. Plain Python: no tensors, no clock, no I/O; every rank runs the same one.
+"""Plans the next step. Plain Python: no tensors, no clock, no I/O; every rank runs the same scheduler.
 
-There is no prefill phase and no decode phase: a sequence wants its uncomputed tokens, many if its prompt is new, one
-and its drafts while it decodes. A step has a token budget. Decoding sequences come first, then prompts, in order of
-(priority, arrival); while others are left waiting, one prompt takes at most half of the budget.
+There is no prefill phase and no decode phase: a step computes uncomputed tokens of sequences, many of a new prompt,
+one and its drafts of a decoding sequence. A step has a token budget. Decoding sequences come first, then prompts, in
+order of (priority, arrival); while others are waiting, one prompt gets at most half of the budget.
 
-**Launch-ahead.** Step i+1 is planned before the tokens of step i are read. A plan therefore rests on bounds: a
-sequence with a step of depth k in flight has gained 1 to 1 + k tokens. Pages are reserved for the most, ends that are
-certain (`max_tokens`) are not planned past, and what was computed for a sequence that turns out to have ended is
-discarded. With `launch_ahead` off results are applied before the next plan; the rules are the same.
+**Launch-ahead.** Step i+1 is planned before the tokens of step i are read. A plan therefore uses bounds: a sequence
+with a step of depth k in flight gains 1 to 1 + k tokens. Pages are reserved for the upper bound, nothing is planned
+beyond a certain end (`max_tokens`), and results of a sequence that turns out to have ended are discarded. With
+`launch_ahead` off, results are applied before the next plan; the rules are the same.
 
 **Pages.** A sequence runs exactly as long as it holds pages and a slot. It is admitted with pages for all its known
 tokens, strictly in order. When a decoding one cannot grow, it drafts less; then the youngest running sequence
-(worst priority, latest arrival) is preempted; the youngest itself stands still rather than give up its pages, which
-older ones take when they need them. So the oldest always proceeds, and alone it always fits: `submit` refuses what
-never could. A preempted sequence keeps its tokens, also those of a step in flight, which are read later. A waiting
-sequence of better priority, not merely earlier arrival, preempts running ones to be admitted.
+(worst priority, latest arrival) is preempted. The youngest itself skips the step instead, and keeps its pages until
+older ones need them. So the oldest always proceeds, and it always fits alone: `check` refuses requests that do not.
+A preempted sequence keeps its tokens, also those of a step in flight, which are read later. A waiting sequence of
+better priority, not merely earlier arrival, preempts running ones to be admitted.
 
-**Never spinning.** A plan without items says what it waits for: results not yet read, copies, `Resume`, or requests.
-Anything else would be a bug, and is an assertion error.
+**Never spinning.** A plan without items states what it waits for: results not yet read, copies, `Resume`, or requests.
+Anything else is an assertion error.
 
-**Whole prompts.** With `whole_prompt`, prompts of up to so many tokens that begin have steps of their own, every other
-step at most while others decode, and only if together they have half as many tokens.
+**Full prompts in one step.** New prompts of up to `whole_prompt` tokens get steps of their own, at most every other
+step while others decode, and only if together they have at least half as many tokens.
 
-**One prompt, several answers.** The first sequence of a request computes the prompt, the others are held back until
-it has: then they share its pages, get a copy of the last one, and compute the last token themselves.
+**One prompt, several answers.** The first sequence of a request computes the prompt while the others are held back.
+Then they share its pages, get a copy of the last one, and compute the last token themselves.
 """
 
 from bisect import insort
@@ -54,16 +54,15 @@ from glm5.engine.scheduler.sequence import Group, Sequence
 
 _rank = attrgetter("rank")
 
-
-# A launched part of a sequence: the most tokens that it samples, and where a prompt chunk that samples none ends.
+# A launched item: its sequence, the most tokens that it samples, and the end of a prompt chunk that samples none.
 InFlight = tuple[Sequence, int, int]
 
 
 class Scheduler:
-    """`deliver` messages for a step, `plan` the step, `apply` what an earlier one sampled.
+    """`deliver` messages for a step, `plan` the step, `apply` the tokens that an earlier one sampled.
 
     Steps are numbered from 0. With `launch_ahead` one planned step may be unread when the next is planned, without it
-    none. Two schedulers that are told the same decide the same. `version` and `identity` are those of the weights.
+    none. Schedulers with the same inputs make the same plans. `version` and `identity` are those of the weights.
     """
 
     def __init__(self, config: SchedulerConfig, *, version: int = 0, identity: bytes = b""):
@@ -71,8 +70,8 @@ class Scheduler:
         self.page_manager = PageManager(config, identity)
         self.depth, self.max_prompt_tokens = config.max_depth, config.max_prompt_tokens
         self.next_step, self.is_paused = 0, False
-        self._was_whole = False  # the last step was one of whole prompts
-        # Each in order of rank. Running sequences are in one of the last two.
+        self._was_whole = False  # the last step had only full prompts
+        # Each is sorted by rank. Running sequences are in one of the last two.
         self.waiting: list[Sequence] = []
         self.prompting: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -86,7 +85,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Sequences, results or copies are outstanding."""
+        """Whether sequences, results or copies are outstanding."""
         return bool(self.live or self._unread or self._messages or self.page_manager.transfers.has_work)
 
     @property
@@ -98,11 +97,11 @@ class Scheduler:
         return self.page_manager.tree.stats
 
     def check(self, submit: Submit) -> None:
-        """RequestError for a request that can never be served. Any thread may ask."""
+        """RequestError for a request that cannot be served. Thread-safe."""
         self.config.check(submit)
 
     def deliver(self, step: int, messages: Ids[Message]) -> None:
-        """Messages that take effect when `step`, not planned yet, is planned. RequestError as from `check`."""
+        """Queue messages that take effect in the plan of `step`. RequestError as from `check`."""
         assert step >= self.next_step, f"too late for {step=}: {self.next_step=}"
         for message in messages:
             if isinstance(message, Submit):
@@ -110,13 +109,13 @@ class Scheduler:
         self._messages += [(step, message) for message in messages]
 
     def plan(self, step: int) -> StepPlan:
-        """Decide `step`. Pages and slots that it needs are reserved; `apply` must follow if it has items."""
+        """Plan `step` and reserve its pages and slots. `apply` must follow if the plan has items."""
         assert step == self.next_step, f"{step=} {self.next_step=}"
         assert len(self._unread) <= self.config.launch_ahead, f"{len(self._unread)} steps are unread"
         self.next_step += 1
         plan = StepPlan(step, self.version)
         self._wake_held()
-        self._take_messages(plan)
+        self._apply_messages(plan)
         plan.version = self.version
         if not self.is_paused:
             in_flight: list[InFlight] = []
@@ -124,7 +123,7 @@ class Scheduler:
             is_whole = self._plan_whole_prompts(plan, in_flight)
             if not is_whole:
                 is_short = self._plan_decodes(plan, in_flight)
-                # With pages short, whoever was preempted for them would be the first to come back.
+                # While pages are short, a sequence preempted for them would be admitted again at once.
                 self._plan_prompts(plan, in_flight, may_admit=not is_short)
             self._was_whole = is_whole
             if plan.items:
@@ -139,9 +138,9 @@ class Scheduler:
         return plan
 
     def apply(self, step: int, results: Mapping[int, Ids[int]]) -> list[Output]:
-        """Take the tokens that `step`, the oldest unread one, sampled: per sequence 1 to 1 + depth, in order.
+        """Commit the tokens that `step`, the oldest unread one, sampled: 1 to 1 + depth for each sequence, in order.
 
-        Results of sequences that have ended are ignored, and may be missing. Returns what each of the others gained.
+        Results of sequences that have ended are ignored, and may be missing. Returns the other sequences' new tokens.
         """
         assert self._unread, f"{step=} was not launched, or is read"
         launched, in_flight = self._unread.pop(0)
@@ -159,7 +158,7 @@ class Scheduler:
                 continue
             sampled = results[seq.seq_id]
             assert 1 <= len(sampled) <= gain, f"{sampled=} {gain=}"
-            taken, reason = seq.take(sampled)
+            taken, reason = seq.commit(sampled)
             if seq.slot is not None:
                 seq.min_len += len(sampled) - 1
                 seq.max_len += len(sampled) - gain
@@ -171,17 +170,17 @@ class Scheduler:
             outputs.append(Output(seq.seq_id, taken, reason))
         return outputs
 
-    def _take_messages(self, plan: StepPlan) -> None:
+    def _apply_messages(self, plan: StepPlan) -> None:
         if not self._messages:
             return
         due = [message for step, message in self._messages if step <= plan.step]
         self._messages = [(step, message) for step, message in self._messages if step > plan.step]
         for message in due:
-            self._take(message, plan)
+            self._apply_message(message, plan)
         for seq in [seq for seq in self.prompting if seq.restore is not None and seq.restore.is_over]:
-            self.page_manager.restored(seq)
+            self.page_manager.finish_restore(seq)
 
-    def _take(self, message: Message, plan: StepPlan) -> None:
+    def _apply_message(self, message: Message, plan: StepPlan) -> None:
         match message:
             case Submit():
                 self._submit(message)
@@ -237,7 +236,7 @@ class Scheduler:
             self._preempt(seq, plan)
 
     def _end(self, seq: Sequence) -> None:
-        """Forget a sequence, in whatever state it is; its full pages stay in the tree."""
+        """Remove a sequence in any state; its full pages stay in the tree."""
         del self.live[seq.seq_id]
         seq.group.members.remove(seq)
         if seq.slot is not None:
@@ -253,7 +252,7 @@ class Scheduler:
         plan.preempted.append(seq.seq_id)
 
     def _leave(self, seq: Sequence) -> None:
-        """Give up pages and slot. If others wait for the prompt that it computed, one of them must."""
+        """Release pages and slot. If others wait for the prompt that it was computing, one of them must compute it."""
         assert seq.slot is not None
         (self.decoding if seq.decodes else self.prompting).remove(seq)
         self.page_manager.release(seq)
@@ -268,13 +267,13 @@ class Scheduler:
         group.held.clear()
 
     def _wake_held(self) -> None:
-        """Prompts whose last chunk the last plan launched can be shared now."""
+        """Prompts whose last chunk was in the last plan can be shared now."""
         for group in self._to_wake:
             self._wake(group)
         self._to_wake.clear()
 
     def _make_room_for_better(self, plan: StepPlan) -> None:
-        """Preempt running sequences of worse priority when the first one waiting could be admitted in their place."""
+        """Preempt running sequences of worse priority if the first waiting one can then be admitted."""
         if not (self.waiting and (self.prompting or self.decoding)):
             return
         head = self.waiting[0]
@@ -293,7 +292,7 @@ class Scheduler:
             running = self.running
 
     def _plan_decodes(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
-        """One step of every decoding sequence that can make one. Whether pages were too few for all that run."""
+        """Plan rows for every decoding sequence that can run. Returns whether some lacked pages."""
         depth = self._common_depth()
         items, num_tokens, deepest, is_short = plan.items, 0, 0, False
         for seq in list(self.decoding):
@@ -321,9 +320,9 @@ class Scheduler:
         return is_short
 
     def _grow(self, seq: Sequence, drafts: int, plan: StepPlan) -> int:
-        """Reserve pages for a step of `seq`. Returns the drafts that there is room for, -1 if it must stand still.
+        """Reserve pages for a step of `seq`. Returns the drafts that the pages allow, -1 if it must skip the step.
 
-        Best is room for the rows of this step, and for those that the draft layer writes ahead for the next one.
+        First it tries to cover this step's rows and those that the draft layer writes ahead for the next step.
         """
         if self.page_manager.grow(seq, min(seq.max_len + max(0, 2 * drafts - 1), seq.cap - 1)):
             return drafts
@@ -336,13 +335,13 @@ class Scheduler:
         return min(drafts, seq.covered - seq.max_len) if seq.covered < seq.cap - 1 else drafts
 
     def _plan_whole_prompts(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
-        """Prompts that are computed whole, if it is their turn. Whether there are any."""
-        few = self.max_prompt_tokens if self.decoding else None
-        limit, budget = self.config.most_of_whole(few), self.config.most_of_prompts(few)
+        """Plan a step that contains only full prompts, if it is their turn. Returns whether it did."""
+        most = self.max_prompt_tokens if self.decoding else None
+        limit, budget = self.config.most_of_whole(most), self.config.most_of_prompts(most)
         if self._was_whole and (self.decoding or any(not self._is_whole(seq, limit) for seq in self.prompting)):
             return False
         if self.decoding and self._num_whole(limit, budget) < self.config.whole_prompt // 2:
-            return False  # a step of their own takes longer than what they lose beside others
+            return False  # for so few tokens, an additional step costs more than faster attention gains
         chosen: list[Sequence] = []
         for seq in self.prompting:
             if self._is_whole(seq, min(limit, budget)):
@@ -359,7 +358,7 @@ class Scheduler:
         return bool(chosen)
 
     def _num_whole(self, limit: int, budget: int) -> int:
-        """Tokens of prompts that could be computed whole, `budget` being enough to know."""
+        """Tokens of prompts that could be computed in one chunk; it stops counting at `budget`."""
         count = sum(seq.goal for seq in self.prompting if self._is_whole(seq, limit))
         for seq in self.waiting:
             if count >= budget or len(seq.tokens) > limit:
@@ -372,19 +371,18 @@ class Scheduler:
         return seq.restore is None and not seq.computed and seq.goal <= limit
 
     def _would_be_whole(self, seq: Sequence, limit: int) -> bool:
-        """Of one that waits: nothing of its prompt is there yet, and nobody else computes it."""
+        """Whether a waiting prompt could be computed in one chunk: nothing of it is cached or shared."""
         if len(seq.tokens) > limit or self._must_hold(seq) or (donor := self._donor(seq)) is not None:
             return False
         found = self.page_manager.find(seq, donor, self._headroom())
         return not (found.num_matched or found.lower)
 
     def _plan_prompts(self, plan: StepPlan, in_flight: list[InFlight], *, may_admit: bool) -> None:
-        """Share the rest of the budget among prompts: first at most half of a step's each, then what is left over."""
+        """Split the rest of the budget among prompts: at most half of a step for each, then the remainder to one."""
         most = self.config.most_of_prompts(self.max_prompt_tokens if plan.items else None)
         budget = min(self.config.max_tokens_per_step - plan.num_tokens, most)
-        left = (
-            self.config.most_of_whole(self.max_prompt_tokens) if self._was_whole and plan.items else 0
-        )  # to the next step
+        # Prompts of up to `left` tokens are left to the next step.
+        left = self.config.most_of_whole(self.max_prompt_tokens) if self._was_whole and plan.items else 0
         chunk = self.config.max_prompt_chunk or budget
         half = min(chunk, max(1, most // 2))
         shares: list[tuple[Sequence, int]] = []
@@ -401,7 +399,7 @@ class Scheduler:
                 budget -= shares[-1][1]
         unserved = [number for number, (seq, count) in enumerate(shares) if seq.computed + count < seq.goal]
         if budget and len(unserved) == 1 and not self.waiting:
-            # Nobody else is left waiting, so the half-budget rule has nobody to protect.
+            # No other sequence is waiting, so the half-budget rule protects none.
             seq, count = shares[unserved[0]]
             shares[unserved[0]] = seq, min(seq.goal - seq.computed, max(count, chunk), count + budget)
         for seq, count in shares:
@@ -419,7 +417,7 @@ class Scheduler:
         if samples:
             seq.min_len = seq.max_len = seq.goal + 1
             if self.depth:
-                # For what the draft layer writes ahead, if there is room.
+                # For the rows that the draft layer writes ahead, if pages are available.
                 self.page_manager.grow(seq, min(seq.goal + self.depth - 1, seq.cap - 1))
             seq.decodes = True
             self.prompting.remove(seq)
@@ -428,13 +426,13 @@ class Scheduler:
                 self._to_wake.append(seq.group)
 
     def _admit_next(self, plan: StepPlan) -> Sequence | None:
-        """Admit the first sequence that waits, and no other: a short one never overtakes a long one."""
+        """Admit the first waiting sequence, and no other: a short one never overtakes a long one."""
         while self.waiting:
             seq = self.waiting[0]
             if self._must_hold(seq):
                 seq.group.held.append(self.waiting.pop(0))
                 continue
-            # What is in flight of a preempted sequence decides how it goes on, or whether it does.
+            # The unread step of a preempted sequence may add tokens to it, or end it.
             if seq.in_flight or not self._free_slots:
                 return None
             donor = self._donor(seq)
@@ -454,7 +452,7 @@ class Scheduler:
         return None
 
     def _donor(self, seq: Sequence) -> Sequence | None:
-        """A sequence of the same request, in whose pages the whole prompt will be once earlier plans have run.
+        """A sequence of the same request whose pages will contain the full prompt once earlier plans have run.
 
         (This plan's last chunks are planned after its admissions.)
         """
@@ -463,17 +461,17 @@ class Scheduler:
         return next((other for other in seq.group.members if other.decodes and other.is_pure), None)
 
     def _must_hold(self, seq: Sequence) -> bool:
-        """Whether another sequence of the request is computing the prompt, and `seq` had better wait for it."""
+        """Whether another sequence of the request is computing the prompt, so that `seq` should wait for it."""
         if not seq.is_fresh or self._donor(seq) is not None:
             return False
         return any(other.slot is not None and not other.decodes for other in seq.group.members)
 
     def _headroom(self) -> int:
-        """Pages to leave for those that run. None if nobody does: what was admitted at the door fits alone."""
+        """Pages to leave for running sequences to grow; 0 if none runs, since every checked request fits alone."""
         return int(self.config.headroom * self.config.num_pages) if self.prompting or self.decoding else 0
 
     def _common_depth(self) -> int:
-        """Drafts a sequence for which the budget suffices, half of it being left to prompts if there are any."""
+        """Drafts for each sequence within the budget, of which half is left to prompts if there are any."""
         if not (self.depth and self.decoding):
             return 0
         budget = self.config.max_tokens_per_step
@@ -491,7 +489,7 @@ class Scheduler:
         return Bucket(num_seqs, plan.depth, num_tokens, decodes_only)
 
     def _wait(self) -> Wait:
-        """Why there is nothing to launch."""
+        """What a plan without items waits for."""
         if self._unread:
             return "results"
         if self.page_manager.transfers.num_under_way:

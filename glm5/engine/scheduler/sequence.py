@@ -1,15 +1,15 @@
-"""One sequence as the scheduler sees it: how far it is, for certain and at most, and which pages hold it.
+"""One sequence as the scheduler sees it: its progress, certain and at most, and its pages.
 
-A sequence waits (no pages, no slot), runs (both), or has ended. "Runs" and "holds pages" are the same thing.
+A sequence waits (no pages, no slot), runs (both), or has ended.
 
-    tokens      prompt and answer as far as they were read           0 .. len(tokens)
-    confirmed   positions whose keys are in pages for certain        full pages of them may be shared
-    computed    of `goal` known tokens, how many steps were planned for; then the sequence decodes
+    tokens      prompt and answer as far as they were read
+    confirmed   positions whose keys are certainly in pages; full pages of them may be shared
+    computed    how many of the `goal` known tokens are planned; once all are, the sequence decodes
     min_len, max_len   bounds of its length once all planned steps are read: a step adds 1 to 1 + depth tokens
-    covered     positions that the pages have room for
+    covered     positions that its pages have room for
 
-Keys are computed for every token but the last, so a sequence of n tokens holds n - 1 positions, and one that may grow
-to `cap` tokens never needs more than cap - 1.
+Keys are computed for every token but the last: n tokens have n - 1 positions in the cache, and a sequence of at most
+`cap` tokens needs cap - 1.
 """
 
 from collections import deque
@@ -34,9 +34,9 @@ class Group:
 
 @dataclass(eq=False)
 class Restore:
-    """Pages that a sequence waits for. `pending`: number, key and page of loads that have not begun. `num_good`: of
-    its pages from the first on, how many will hold what they should if nothing more fails; the first `num_held` do, and
-    the others come from these `tiers`. `is_again`: the sequence was admitted before, and lost its pages."""
+    """Pages that a sequence waits for. `pending`: number, key and page of loads that have not begun. `num_good`: how
+    many leading pages will be valid if no further load fails. The first `num_held` were in the prefix tree, the others
+    come from these `tiers`. `is_again`: the sequence was admitted before, and was preempted."""
 
     pending: deque[tuple[int, PageKey, int]]
     num_good: int
@@ -94,27 +94,27 @@ class Sequence:
         self.pages: list[int] = []
         self.covered = self.computed = self.confirmed = 0
         self.goal = self.min_len = self.max_len = len(self.tokens)
-        # The last chunk of what was known at admission is planned.
+        # All tokens known at admission are planned.
         self.decodes = False
-        # Steps launched with this sequence and not read.
+        # Unread steps with this sequence.
         self.in_flight = 0
         self.restore: Restore | None = None
-        # Where it is in the prefix tree, and a match to begin from while it waits.
+        # Its position in the prefix tree, and the last match while it waits.
         self.node: Node | None = None
         self.num_in_tree = 0
         self.path: list[Node] = []
         self.salt = b""
-        # All pages hold what the present weights compute for the tokens, so they may be shared.
+        # All pages were computed with the current weights, so they may be shared.
         self.is_pure = True
         self.was_admitted = False
 
     @property
     def is_fresh(self) -> bool:
-        """Has no token of its own yet: the prompt's pages are all that it needs."""
+        """Whether it has no answer token yet, so that it needs only the prompt's pages."""
         return len(self.tokens) == self.num_prompt
 
-    def take(self, token_ids: Ids[int]) -> tuple[Ids[int], EndReason | None]:
-        """Append sampled tokens, up to the one that ends the answer. Returns those taken, and why it is over."""
+    def commit(self, token_ids: Ids[int]) -> tuple[Ids[int], EndReason | None]:
+        """Append sampled tokens, up to the one that ends the answer. Returns the appended ones, and the end reason."""
         tokens, reason = self.tokens, None
         room = self.cap - len(tokens)
         if len(token_ids) >= room:

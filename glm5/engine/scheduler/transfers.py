@@ -1,8 +1,8 @@
-"""Copies of pages to and from the tiers behind the device: which are wanted, under way, and what is known to be there.
+"""Copies of pages to and from the lower tiers: queued, under way, and which pages the tiers have.
 
-A full page is stored once, soon after it enters the prefix tree, so evicting it later is free at once. A page with a
-copy under way has a reference of the copy's, whoever else lets go of it. How many are under way is bounded; stores
-beyond that wait, and lapse when their page is evicted first.
+A full page is stored once, soon after it enters the prefix tree, so it can later be evicted without a copy. A copy
+under way holds a reference to its page. The number of concurrent copies is bounded; further stores wait, and are
+skipped if their page is evicted first.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ class _Store:
 
 
 class Transfers:
-    """Hands out copies to plans and takes their ends. `tier_of`: digests of the pages that can be loaded."""
+    """Adds copies to plans and handles their ends. `tier_of`: tier of each page that can be loaded, by digest."""
 
     def __init__(self, pool: PagePool, tree: PrefixTree, *, max_loads: int, max_stores: int):
         self.pool, self.tree, self.max_loads, self.max_stores = pool, tree, max_loads, max_stores
@@ -45,7 +45,7 @@ class Transfers:
 
     @property
     def has_work(self) -> bool:
-        """Copies are under way, or will be when they may."""
+        """Whether copies are under way or queued."""
         return bool(self._loads or self._stores or self._to_store)
 
     @property
@@ -54,30 +54,30 @@ class Transfers:
 
     @property
     def pages_under_way(self) -> list[int]:
-        """One entry for every reference that a copy has."""
+        """One entry for each reference that a copy holds."""
         return [copy.page for copies in (self._loads, self._stores) for copy in copies.values()]
 
     def restore(self, pages: list[tuple[int, PageKey, int]], num_held: int, *, is_again: bool) -> Restore:
-        """Begin to load (number in the sequence, key, page); the `num_held` pages before are there already."""
+        """Queue loads of (number in the sequence, key, page); the `num_held` pages before them are valid already."""
         tiers: list[Tier] = [self.tier_of[key.digest] for _, key, _ in pages]
         restore = Restore(deque(pages), num_held + len(pages), num_held, tiers, is_again)
         self._restores.append(restore)
         return restore
 
     def cancel(self, restore: Restore) -> None:
-        """Nobody waits for these pages any more. Loads under way keep theirs until they end."""
+        """The sequence no longer waits for these pages. Loads under way keep theirs until they end."""
         restore.pending.clear()
         self._cancelled += restore.copy_ids
 
     def store(self, node: Node) -> None:
-        """Keep the page of `node` in a lower tier, when its turn comes."""
+        """Queue a store of the page of `node`."""
         if len(self._to_store) >= 2 * self.pool.num_pages:
-            # Stores lag behind: most of these pages are gone by now.
+            # Stores lag behind: most of these pages have been evicted.
             self._to_store = deque(waiting for waiting in self._to_store if waiting.is_kept)
         self._to_store.append(node)
 
     def issue(self, plan: StepPlan) -> None:
-        """Begin what may begin now."""
+        """Add queued copies to `plan`, up to the limits."""
         while self._restores and len(self._loads) < self.max_loads:
             restore = self._restores[0]
             if not restore.pending:
@@ -99,7 +99,7 @@ class Transfers:
         plan.cancelled, self._cancelled = self._cancelled, []
 
     def end(self, copy_id: int, tier: Tier | None) -> None:
-        """A copy has ended; a failed load ends its restore with the pages before it."""
+        """A copy has ended. After a failed load, its restore keeps only the pages before it."""
         if (load := self._loads.pop(copy_id, None)) is not None:
             self.pool.unref(load.page)
             restore = load.restore
@@ -116,7 +116,7 @@ class Transfers:
             self.tier_of[store.digest] = tier
 
     def update(self, pages: tuple[tuple[bytes, Tier | None], ...]) -> None:
-        """What the tiers say they have, or have no more."""
+        """Record pages that the tiers have, or have evicted."""
         for digest, tier in pages:
             if tier is None:
                 self.tier_of.pop(digest, None)

@@ -1,12 +1,12 @@
-"""Pages of keys behind the device: in host memory, and in files that outlive the process.
+"""The lower tiers of the KV cache: pages in host memory, and in files that outlive the process.
 
-key      the name of a page: a chain of hashes over its prefix        layout    what its bytes mean; the fingerprint
-pageio   page on the device to block in host memory, and back         copies    `CopyQueue`: threads that move pages
-host     blocks in memory, least recently used first out              disk      page files under a directory
-pagefile one page in one file: checked, atomic                        folder    which files there are, their ages
+key      a page's key: a chain of hashes over its prefix              layout    format of its bytes; the fingerprint
+pageio   page on the device to block in host memory, and back         copies    `CopyQueue`: threads that copy pages
+host     blocks in memory, evicted least recently used first          disk      page files under a directory
+pagefile one page in one file: checked, atomic                        folder    the existing files and their last use
 
-A page moves as a whole: latent rows and index keys of all layers are one block with one checksum. Nothing here knows
-the scheduler: it names pages by key and device page id, and learns of finished copies from `CopyQueue.done`.
+A page is copied as one block with one checksum: latent rows and index keys of all layers. Nothing here depends on the
+scheduler, which identifies pages by key and device page id, and gets finished copies from `CopyQueue.done`.
 """
 
 from glm5.engine.tiers.copies import Copied, CopyQueue, Tier

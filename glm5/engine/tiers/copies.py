@@ -1,12 +1,12 @@
-"""Copies between device, host and disk on threads of their own, so that a step never waits for memory or disk.
+"""Copies between device, host and disk in worker threads, so that a step never waits for memory or disk.
 
-    store   page -> block in host memory (reported now)  -> file, later
-    load    block in host memory, or file -> such a block -> page (reported then)
+    store   page -> block in host memory (now reported as done)  -> file, later
+    load    block in host memory, or file -> such a block -> page (now reported as done)
 
-A page that is handed to `store` or `load` is the queue's until `done` reports the copy; each is reported once. A load
-that finds nothing, or something damaged, is reported as not ok: the tokens must be computed. A disk that hangs or
-lags costs stores and loads, never a step: files that cannot be written in time are not written, and `cancel` frees a
-page whose content is still being read.
+A page passed to `store` or `load` belongs to the queue until `done` reports the copy; each is reported once. A load of
+a missing or damaged page is reported as not ok: its tokens must be computed. A disk that hangs or lags costs stores
+and loads, never a step: files that cannot be written in time are skipped, and `cancel` frees a page while its file is
+still being read.
 """
 
 import logging
@@ -29,15 +29,15 @@ from glm5.engine.tiers.pageio import PageIO
 logger = logging.getLogger(__name__)
 
 Tier = Literal["host", "disk"]
-# Blocks of the host tier that may wait for their file: a bound on what an exit has to flush.
+# The most blocks of the host tier that may wait for their file: they must be flushed at exit.
 MAX_WAITING_WRITES = 256
-# How long a clearance waits for files being written; those of a disk that hangs longer may come after it.
+# How long `clear` waits for files being written; a disk that hangs longer may write some after it.
 CLEAR_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A copy that has ended. `tier`: where a load found the page, or where a store put it; None if not ok."""
+    """A copy that has ended. `tier`: where the page was loaded from or stored; None if not ok."""
 
     handle: int
     kind: Literal["store", "load"]
@@ -52,8 +52,8 @@ class Copied:
 
 @dataclass
 class CopyCounts:
-    """Pages since the start. `refused`: queue or host tier was full; `damaged`: in host memory; `unwritten`: stored
-    there, but got no file."""
+    """Counts of pages since the start. `refused`: queue or host tier was full; `damaged`: in host memory; `unwritten`:
+    stored in host memory, but not written to a file."""
 
     stored: int = 0
     loaded_from_host: int = 0
@@ -76,8 +76,8 @@ class _Copy:
 
 
 class CopyQueue:
-    """Moves pages between `io` and the tiers. The caller's side is for one thread; `lookup` and `clear`, which may wait
-    for the disk, are for any.
+    """Copies pages between `io` and the tiers. Only one thread may call its methods, except for `lookup` and `clear`,
+    which may wait for the disk and are thread-safe.
 
     At most `max_in_flight` copies hold pages at a time. An exception of `io` is raised by the next `done`.
     """
@@ -100,9 +100,9 @@ class CopyQueue:
         self.counts = CopyCounts()
         self._io = io
         self._max_writes = min(MAX_WAITING_WRITES, host.num_blocks - num_workers)
-        # One worker is kept for copies, as long as there are two.
+        # One worker is reserved for copies, if there are at least two.
         self._max_writers = max(1, num_workers - 1)
-        # Guards everything below, and is notified of every change.
+        # Guards everything below; notified of every change.
         self._changed = threading.Condition()
         self._copies: dict[int, _Copy] = {}
         self._loads: deque[_Copy] = deque()
@@ -112,7 +112,7 @@ class CopyQueue:
         self._done: list[Copied] = []
         self._error: Exception | None = None
         self._closing = False
-        # Daemons: a thread that hangs in a dead file system must not keep the process from ending.
+        # Daemons: a thread that hangs in a dead file system must not block the exit of the process.
         self._workers = [
             threading.Thread(target=self._work, name=f"glm5-tiers-{i}", daemon=True) for i in range(num_workers)
         ]
@@ -120,15 +120,15 @@ class CopyQueue:
             worker.start()
 
     def store(self, key: PageKey, page_id: int) -> int | None:
-        """Keep the page's content, as it is after all work launched so far. None: too many copies are in flight."""
+        """Store the page's content as of all work launched so far. None: too many copies are in flight."""
         return self._submit("store", key, page_id, self._stores)
 
     def load(self, key: PageKey, page_id: int) -> int | None:
-        """Bring the content back, over whatever work launched so far has written there. None as for `store`."""
+        """Load the content into the page, after all work launched so far. None: too many copies are in flight."""
         return self._submit("load", key, page_id, self._loads)
 
     def cancel(self, handle: int) -> None:
-        """End a copy early: reported at once, unless its page is being copied this instant (or the copy has ended)."""
+        """Cancel a copy. It is reported at once, unless its page is currently being copied, or the copy has ended."""
         with self._changed:
             copy = self._copies.get(handle)
             if copy is not None:
@@ -145,7 +145,7 @@ class CopyQueue:
             return ended
 
     def lookup(self, keys: Iterable[PageKey]) -> list[Tier]:
-        """Where the pages of a chain of keys can be loaded from, up to the first that cannot."""
+        """The tiers of the pages of a chain of keys, up to the first missing page."""
         found: list[Tier] = []
         for key in keys:
             if key in self.host:
@@ -157,7 +157,7 @@ class CopyQueue:
         return found
 
     def clear(self) -> None:
-        """Forget all pages that nobody copies this instant; files of this layout are deleted, whoever wrote them."""
+        """Drop all pages that are not being copied; delete files of this layout, including other processes'."""
         with self._changed:
             self._drop_writes()
             self._changed.wait_for(lambda: not self._num_writing, CLEAR_PATIENCE_S)
@@ -166,7 +166,7 @@ class CopyQueue:
             self.disk.clear()
 
     def moved(self) -> list[tuple[bytes, Tier | None]]:
-        """Digests of pages that left a tier since the last call, and where they can still be loaded from."""
+        """Digests of pages that left a tier since the last call, and the tier that still has each, or None."""
         queues = [self.host.dropped] + ([self.disk.dropped] if self.disk is not None else [])
         digests = [queue.popleft() for queue in queues for _ in range(len(queue))]
         return [(digest, self._where(digest)) for digest in dict.fromkeys(digests)]
@@ -191,12 +191,12 @@ class CopyQueue:
         return figures
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait for all copies and files. False when some are still under way after that time."""
+        """Wait for all copies and files, at most `timeout_s`. False if some are still under way then."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel what has not begun and end the threads. `flush` first to keep what waits for its file."""
+        """Cancel copies that have not begun and end the threads. Call `flush` first to write waiting files."""
         with self._changed:
             for copy in list(self._copies.values()):
                 self._cancel(copy)
@@ -248,7 +248,7 @@ class CopyQueue:
         return not (self._copies or self._writes or self._num_busy)
 
     def _work(self) -> None:
-        while (job := self._take()) is not None:
+        while (job := self._next_job()) is not None:
             try:
                 job()
             except Exception as error:  # noqa: BLE001  (`done` raises it in the engine's thread)
@@ -258,8 +258,8 @@ class CopyQueue:
                 self._num_busy -= 1
                 self._changed.notify_all()
 
-    def _take(self) -> Callable[[], None] | None:
-        """The next job: loads, on which requests wait, before stores, which free pages, before files. None: the end."""
+    def _next_job(self) -> Callable[[], None] | None:
+        """The next job: loads, on which requests wait, before stores, which free pages, before files. None: closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._loads or self._stores or self._may_write())
             if self._loads:
@@ -346,7 +346,7 @@ class CopyQueue:
         return block, "disk"
 
     def _write_later(self, block: Block) -> bool:
-        """Whether the leased block now waits for its file; who writes it releases it."""
+        """Queue the leased block for writing; the writer releases it. False if it was not queued."""
         with self._changed:
             if self.disk is None:
                 return False
@@ -367,7 +367,7 @@ class CopyQueue:
             return copy.handle in self._copies
 
     def _begin(self, copy: _Copy) -> bool:
-        """Take the page in hand; from now on the copy cannot be cancelled. False: it was, the page is another's."""
+        """Start to copy the page; from now on the copy cannot be cancelled. False: it was cancelled already."""
         with self._changed:
             copy.on_page = copy.handle in self._copies
             return copy.on_page

@@ -1,11 +1,11 @@
-"""Pages in files of a folder that outlives the process and may be shared by several.
+"""Pages in files of a folder that outlives the process and may be shared by several processes.
 
-Reading never fails: a file that is missing, truncated, damaged or of another layout is a miss, and it is removed, as
-nothing but a page of ours may lie under such a name. Writing makes room first, least recently used first. A write
-that the operating system refuses (full, read-only, over quota) switches writing off for good, with one warning.
+Reading never fails: a file that is missing, truncated, damaged or of another layout is a miss. Bad files are removed,
+since only page files may have such names. Writing first evicts least recently used files. A write that the operating
+system refuses (full, read-only, over quota) switches writing off permanently, with one warning.
 
-Total size: never above `capacity_bytes` as far as this process knows. It notices files of others before it has
-written 1/16 of the capacity, so each further process may add about that much for a while.
+Total size: at most `capacity_bytes`, counting the files that this process knows. It finds those of other processes
+before it has written 1/16 of the capacity, so each further process may temporarily add about that much.
 """
 
 import itertools
@@ -29,18 +29,18 @@ from glm5.engine.tiers.pagefile import BadPageFile, file_bytes, read_page_file, 
 
 logger = logging.getLogger(__name__)
 
-# Looks at the whole folder in the time in which this process writes its capacity.
+# How often the folder is scanned completely while this process writes as much as its capacity.
 ROUNDS_PER_CAPACITY = 32
 
 
 class DiskTier:
-    """At most `capacity_bytes` of page files under `directory`, which is made. Safe to use from several threads."""
+    """At most `capacity_bytes` of page files under `directory`, which is created. Thread-safe."""
 
     def __init__(self, directory: str | Path, capacity_bytes: int, layout: PageLayout):
         self.layout, self.capacity_bytes = layout, capacity_bytes
         self.directory = Path(directory)
         self.num_evicted = self.num_damaged = 0
-        # Digests of pages that went since somebody last looked; the oldest are lost if nobody does.
+        # Digests of dropped pages, until the queue reads them; bounded, the oldest are lost first.
         self.dropped: deque[bytes] = deque(maxlen=MAX_DROPPED)
         self.is_writable = True
         self._file_bytes, self._fingerprint = file_bytes(layout), layout.fingerprint.hex()
@@ -74,7 +74,7 @@ class DiskTier:
             return self._folder.num_bytes
 
     def __contains__(self, key: PageKey) -> bool:
-        """Whether a file of that name exists, this process's or another's. It may still turn out to be damaged."""
+        """Whether a file of that name exists, of this process or another. It may still be damaged."""
         if self.holds(key.digest):
             return True
         name = self._name(key.digest)
@@ -89,12 +89,12 @@ class DiskTier:
         return True
 
     def holds(self, digest: bytes) -> bool:
-        """The same from memory alone, without those that others wrote since the last look."""
+        """The same without file access: files that others wrote since the last scan are missing."""
         with self._lock:
             return self._name(digest) in self._folder
 
     def read(self, key: PageKey, content: Tensor) -> int | None:
-        """Fill `content` (uint8 [num_bytes]) with the page and return its CRC-32. None: a miss, and garbage there."""
+        """Read the page into `content` (uint8 [num_bytes]); its CRC-32. None: a miss, with invalid `content`."""
         name = self._name(key.digest)
         last_use = self._last_use(name)
         try:
@@ -109,14 +109,14 @@ class DiskTier:
             return None
         except OSError as error:
             if not self._warned_of_reading:
-                logger.warning("disk tier: reading %s: %s (a miss; said once)", name, error)
+                logger.warning("disk tier: reading %s: %s (a miss; logged once)", name, error)
             self._warned_of_reading = True
             return None
         self._touch(name)
         return checksum
 
     def write(self, key: PageKey, content: Tensor, checksum: int) -> bool:
-        """Whether the page is on disk now (or was)."""
+        """Write the page unless it exists. Returns whether it is on disk."""
         if not self.is_writable:
             return False
         if key in self:
@@ -139,7 +139,7 @@ class DiskTier:
         return is_written
 
     def clear(self) -> None:
-        """Delete the pages of this layout, also those that other processes wrote."""
+        """Delete the pages of this layout, including other processes'."""
         with self._making_room:
             for number in range(256):
                 where = f"{self._fingerprint}/{number:02x}"
@@ -159,13 +159,13 @@ class DiskTier:
                 write_page_file(path, self.layout, key, content, checksum, writer=writer, stamp_ns=stamp)
                 return
             except FileNotFoundError:
-                # The subfolder is new, or somebody emptied the directory.
+                # The subfolder is new, or another process has emptied the directory.
                 if attempt:
                     raise
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _reserve(self, size: int) -> bool:
-        """Delete files until `size` more bytes fit; the caller gives them back. False when they never will."""
+        """Delete files until `size` more bytes fit, and reserve them; the caller releases them. False if impossible."""
         with self._making_room:
             while True:
                 with self._lock:
@@ -178,7 +178,7 @@ class DiskTier:
                 self.num_evicted += 1
 
     def _refresh(self, num_bytes: int) -> None:
-        """Learn what other processes did, a part of the folder that goes with writing `num_bytes`."""
+        """Scan a part of the folder, in proportion to `num_bytes` written, for changes by other processes."""
         with self._making_room:
             with self._lock:
                 due = self._folder.due(num_bytes * ROUNDS_PER_CAPACITY / self.capacity_bytes)
@@ -192,7 +192,7 @@ class DiskTier:
                         self._forget(name, last_use)
 
     def _touch(self, name: str) -> None:
-        """Note the use, also for other processes and for the time after a restart."""
+        """Record the use in memory, and in the file's mtime for other processes and restarts."""
         stamp = self._stamp()
         with self._lock:
             if name in self._folder:  # not if it was deleted meanwhile
@@ -202,7 +202,7 @@ class DiskTier:
         except FileNotFoundError:
             self._forget(name, stamp)
         except OSError:
-            # Not ours to touch: the order among processes is a little off then.
+            # No permission: the order of last use is then slightly wrong for other processes.
             return
 
     def _delete(self, name: str) -> bool:
@@ -236,7 +236,7 @@ class DiskTier:
         return f"{self._fingerprint}/{digest[:1].hex()}/{digest.hex()}.page"
 
     def _stamp(self) -> int:
-        """Now in nanoseconds, but always later than the last time."""
+        """The current time in nanoseconds, strictly increasing."""
         with self._lock:
             self._last_stamp = max(time.time_ns(), self._last_stamp + 1)
             return self._last_stamp

@@ -1,10 +1,9 @@
-"""Which page files a folder holds: how much they take, and which was not used for longest. Several may share it.
+"""An index of a folder's page files: their total size and last use. Several processes may share the folder.
 
     FOLDER / fingerprint (32 hex) / first 2 of the key / key (32 hex).page      mtime = last use
 
-Every process keeps its own idea of the folder and brings it up to date subfolder by subfolder, since others write and
-delete there too. Files of every fingerprint count: pages of yesterday's weights are the first to be evicted.
-Names of any other form are nobody's business here and are never touched.
+Every process has its own index and updates it subfolder by subfolder, since others write and delete there too. Files
+of every fingerprint count, so pages of old weights are evicted first. Files with other names are ignored.
 """
 
 import heapq
@@ -18,7 +17,7 @@ from pathlib import Path
 
 FINGERPRINT, SHARD = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
 PAGE, PART = re.compile(r"[0-9a-f]{32}\.page"), re.compile(r"\.[0-9a-f]{32}\.page\.[0-9a-f]+\.part")
-# A file that has been under way for so long belongs to a process that died.
+# An unfinished file that is older than this belongs to a process that died.
 PART_LIFETIME_NS = 600 * 10**9
 
 
@@ -38,7 +37,7 @@ class _Shard:
 
 @dataclass
 class Listing:
-    """The same as one look at the subfolder `where` found it."""
+    """The same, as one scan of the subfolder `where` found it."""
 
     where: str
     files: dict[str, _File] = field(default_factory=dict)
@@ -46,18 +45,18 @@ class Listing:
 
 
 class PageFolder:
-    """Bookkeeping of one folder; `writer` begins the marks of unfinished files that are this process's own.
+    """The index of one folder. `writer`: prefix that marks this process's own unfinished files.
 
-    Names are relative to the folder. Only `listing` may run beside the other methods.
+    Names are relative to the folder. Only `listing` may run concurrently with the other methods.
     """
 
     def __init__(self, root: Path, writer: str):
         self.root, self.writer = root, writer
         self.num_bytes = 0
         self._shards: dict[str, _Shard] = {}
-        # (last use, name), with entries that a later use has overtaken: they are skipped when they surface.
+        # A heap of (last use, name), with outdated entries, which are skipped when they reach the top.
         self._ages: list[tuple[int, str]] = []
-        # Subfolders that were not looked at since the last round began.
+        # Subfolders not yet scanned in the current round.
         self._due: deque[str] = deque()
 
     def __contains__(self, name: str) -> bool:
@@ -67,7 +66,7 @@ class PageFolder:
         return sum(len(shard.files) for shard in self._shards.values())
 
     def used(self, name: str, size: int, used_ns: int) -> None:
-        """The file is there and was used at that time."""
+        """Record that the file exists and was used at that time."""
         files = self._files(name)
         if name in files:
             self.num_bytes -= files[name].size
@@ -80,12 +79,12 @@ class PageFolder:
             heapq.heapify(self._ages)
 
     def last_use(self, name: str) -> int | None:
-        """When the file was used, as far as known; None if there is none."""
+        """The file's last known use; None if it is not in the index."""
         file = self._files(name).get(name)
         return None if file is None else file.used_ns
 
     def forget(self, name: str, last_use: int | None) -> bool:
-        """The file that was last used then is gone; one that has taken its place meanwhile is not."""
+        """Remove a deleted file from the index, unless it was used since `last_use`, so that it was written again."""
         file = self._files(name).get(name)
         if file is None or file.used_ns != last_use:
             return False
@@ -93,7 +92,7 @@ class PageFolder:
         return True
 
     def oldest(self) -> str | None:
-        """The file not used for longest; it stays until it is forgotten."""
+        """The least recently used file; it stays in the index until `forget`."""
         while self._ages:
             used_ns, name = self._ages[0]
             if self.last_use(name) == used_ns:
@@ -102,25 +101,25 @@ class PageFolder:
         return None
 
     def scan(self) -> None:
-        """Take in the whole folder. Raises OSError when it cannot be listed."""
+        """Index the complete folder. Raises OSError if it cannot be listed."""
         os.listdir(self.root)
         for where in self._all_shards():
             self.merge(self.listing(where))
 
     def due(self, share: float) -> list[str]:
-        """The subfolders to look at again now, in turn: at least one, at least this share of all."""
+        """The next subfolders to scan again: at least one, and at least this share of all."""
         if not self._due:
             self._due = self._all_shards()
         count = min(len(self._due), 1 + int(share * len(self._shards)))
         return [self._due.popleft() for _ in range(count)]
 
     def missing(self, listing: Listing) -> dict[str, int]:
-        """Files that the listing should have shown, and their last use. Gone, or come after it began: look by name."""
+        """Indexed files that the listing lacks, and their last use. They were deleted, or written after it began."""
         files = self._shard(listing.where).files
         return {name: file.used_ns for name, file in files.items() if name not in listing.files}
 
     def merge(self, listing: Listing) -> None:
-        """Take in what the listing shows."""
+        """Add the listing to the index."""
         shard = self._shard(listing.where)
         self.num_bytes += listing.parts - shard.parts
         shard.parts = listing.parts
@@ -143,10 +142,10 @@ class PageFolder:
         return deque(sorted(found | self._shards.keys()))
 
     def listing(self, where: str) -> Listing:
-        """What lies in a subfolder now, asked of the file system alone. Sweeps unfinished files of dead processes."""
+        """List a subfolder on disk. Deletes unfinished files of dead processes."""
         found = Listing(where)
-        # Somebody may delete the subfolder, or a file, under our eyes. What was seen until then is true, and the rest
-        # is asked for by name.
+        # Another process may delete the subfolder, or a file, meanwhile. The listing is then incomplete; the caller
+        # checks missing files by name.
         with suppress(OSError), os.scandir(self.root / where) as entries:
             for entry in entries:
                 is_page, is_part = PAGE.fullmatch(entry.name), PART.fullmatch(entry.name)

@@ -1,9 +1,9 @@
-"""Pages in host memory: blocks of one size, handed out, looked up by key and evicted, least recently used first.
+"""Pages in host memory: blocks of one size, found by key and evicted least recently used first.
 
 Life of a block:    claim (evicts when none is free) -> fill it -> publish -> lease, release, lease, release ...
 
-Whoever claims or leases a block must release it; until then it is neither evicted nor given to another. A block that
-is released without having been published is free again.
+A caller that claims or leases a block must release it; until then it is not evicted or reused. A block that is released
+without having been published becomes free.
 """
 
 import threading
@@ -17,7 +17,7 @@ from glm5.common.errors import ConfigError
 from glm5.engine.tiers.key import PageKey
 from glm5.engine.tiers.layout import PageLayout
 
-# Pinned memory is allocated in powers of two (torch rounds up to them), so one large piece could cost twice its size.
+# torch rounds pinned allocations up to powers of two, so one large allocation could take twice its size.
 PINNED_SEGMENT_BYTES = 1 << 28
 MAX_DROPPED = 1 << 16
 NO_KEY = PageKey(b"", b"")
@@ -34,7 +34,7 @@ class Block:
 
 
 class HostTier:
-    """At most `capacity_bytes` of pages. `pin`: in page-locked memory, for a GPU. Safe to use from several threads."""
+    """At most `capacity_bytes` of pages. `pin`: in page-locked memory, for a GPU. Thread-safe."""
 
     def __init__(self, capacity_bytes: int, layout: PageLayout, *, pin: bool = False):
         self.num_blocks = capacity_bytes // layout.num_bytes
@@ -44,7 +44,7 @@ class HostTier:
             )
         self.layout = layout
         self.num_evicted = 0
-        # Digests of pages that went since somebody last looked; the oldest are lost if nobody does.
+        # Digests of dropped pages, until the queue reads them; bounded, the oldest are lost first.
         self.dropped: deque[bytes] = deque(maxlen=MAX_DROPPED)
         self._lock = threading.Lock()
         self._held: OrderedDict[bytes, Block] = OrderedDict()
@@ -69,13 +69,13 @@ class HostTier:
 
     @property
     def num_leased(self) -> int:
-        """Blocks in somebody's hands now."""
+        """Blocks currently claimed or leased."""
         with self._lock:
             held = len(self._held) - sum(block.leases > 0 for block in self._held.values())
             return self.num_blocks - len(self._free) - held
 
     def claim(self, key: PageKey) -> Block | None:
-        """A block to fill for `key`, seen by nobody else yet. None when all are leased."""
+        """A block to fill for `key`, which no other caller can find yet. None if all are leased."""
         with self._lock:
             block = self._free.pop() if self._free else self._evict()
             if block is not None:
@@ -83,7 +83,7 @@ class HostTier:
             return block
 
     def publish(self, block: Block) -> None:
-        """Let others find the block. If they already find another of the same key, that one stays."""
+        """Make the block available under its key, unless another one is already."""
         with self._lock:
             self._held.setdefault(block.key.digest, block)
 
@@ -105,12 +105,12 @@ class HostTier:
                 self._free.append(block)
 
     def drop(self, block: Block) -> None:
-        """Make a leased block unfindable (its content is not what it should be). It is free after its release."""
+        """Remove the key of a leased block whose content is damaged. The block is free after its release."""
         with self._lock:
             self._forget(block)
 
     def clear(self) -> None:
-        """Drop every page; the memory stays."""
+        """Drop every page; the memory stays allocated."""
         with self._lock:
             for block in list(self._held.values()):
                 self._forget(block)

@@ -1,9 +1,9 @@
-"""The name under which a full page is kept outside the device.
+"""The key of a full page in the lower tiers.
 
     digest = blake2b(salt, digest of the page before, token ids of this page)
 
-Keys of a prompt form a chain: two pages have the same key only if everything before them, and the salt, is the same.
-The token ids travel with the digest, so that a colliding digest is noticed rather than believed.
+Keys of a prompt form a chain: two pages have the same key only if all tokens before them and the salt are the same.
+The key contains the token ids in addition to the digest, so that a collision of digests is detected.
 """
 
 import struct
@@ -24,8 +24,8 @@ class PageKey(NamedTuple):
 def page_key(parent: PageKey | None, tokens: Sequence[int], salt: bytes) -> PageKey:
     """Key of the page that holds `tokens` after the page `parent` (None: the first of a sequence).
 
-    `salt` keeps caches apart that must not mix (tenant, weight version). It enters every key of a chain, so pages
-    computed after a change of salt never share a key with those before, even under the same parent.
+    `salt` separates caches that must not mix (tenant, weights). It is part of every key of a chain, so pages computed
+    after a change of salt never share a key with those before, even under the same parent.
     """
     packed = struct.pack(f"<{len(tokens)}i", *tokens)
     digest = blake2b(struct.pack("<I", len(salt)), digest_size=DIGEST_BYTES, person=b"glm5 page key")

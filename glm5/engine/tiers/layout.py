@@ -1,7 +1,7 @@
-"""What the bytes of a page mean, and the fingerprint that tells equal meanings from others.
+"""The format of a page's bytes, and a fingerprint of everything that must be equal for pages to be exchanged.
 
-A page travels as one block: its parts (latent rows and index keys of every layer) one after the other. They are
-copied, checked and dropped together, so that no part can be newer than another.
+A page is copied as one block: its parts (latent rows and index keys of every layer) one after another. They are
+copied, checked and dropped together, so no part can be newer than another.
 """
 
 import json
@@ -15,7 +15,7 @@ FINGERPRINT_BYTES = 16
 
 @dataclass(frozen=True)
 class PageLayout:
-    """`parts`: name and bytes of each, in the order in which they lie in a block. `page_size` in tokens."""
+    """`parts`: name and bytes of each, in their order in a block. `page_size` in tokens."""
 
     page_size: int
     parts: tuple[tuple[str, int], ...]
@@ -25,8 +25,8 @@ class PageLayout:
     def of(cls, page_size: int, parts: Mapping[str, int], facts: Mapping[str, object]) -> "PageLayout":
         """A layout whose fingerprint covers its parts and `facts` (JSON values).
 
-        Facts are all that decides whether another process may use a page as its own: architecture, dtypes, which
-        weights, and what makes their keys differ in the last bit (device, kernels, deterministic mode).
+        Facts are everything that decides whether another process may use a page: architecture, dtypes, weights, and
+        what changes keys in the last bit (device, kernels, deterministic mode).
         """
         everything = json.dumps([page_size, list(parts.items()), dict(facts)], sort_keys=True)
         digest = blake2b(everything.encode(), digest_size=FINGERPRINT_BYTES, person=b"glm5 page layout")

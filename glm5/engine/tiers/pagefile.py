@@ -1,11 +1,11 @@
-"""One page in one file, written so that it is there whole or not at all, read so that damage cannot pass.
+"""One page in one file, written atomically and verified by checksums when it is read.
 
     magic 8 | version 4 | page_size 4 | fingerprint 16 | key 16 | payload bytes 8 | payload CRC-32 4
     token ids 4 * page_size | blake2b of all of the above 16 | payload                         (little-endian)
 
-Nothing is flushed to the platter: a page lost with the power is a miss, and a torn one fails its checksum. The
-digest guards the header, the header's CRC-32 the payload (any burst of up to 32 bits is found for certain, other
-damage with probability 1 - 2**-32). Files hold token ids of prompts in clear: only their owner may read them.
+There is no fsync: after a power failure a lost page is a miss, and an incomplete one fails its checksum. The digest
+protects the header, the header's CRC-32 the payload (it detects any burst of up to 32 bits, other damage with
+probability 1 - 2**-32). Files contain token ids of prompts in plain text: only their owner may read them.
 """
 
 import os
@@ -27,7 +27,7 @@ DIGEST_BYTES = 16
 
 
 class BadPageFile(Exception):
-    """The file is not the page that its name promises; the message says in what."""
+    """The file is not the page of its name; the message gives the reason."""
 
 
 def file_bytes(layout: PageLayout) -> int:
@@ -42,9 +42,9 @@ def checksum_of(block: Tensor) -> int:
 def write_page_file(
     path: Path, layout: PageLayout, key: PageKey, block: Tensor, checksum: int, *, writer: str, stamp_ns: int
 ) -> None:
-    """Write the page beside `path`, then rename it. `writer` is used once, ever; `stamp_ns` becomes the mtime.
+    """Write the page to a temporary file, then rename it to `path`. `writer` must be unique; `stamp_ns`: the mtime.
 
-    Raises OSError, and then leaves what was there before.
+    Raises OSError; `path` is then unchanged.
     """
     building = path.with_name(f".{path.name}.{writer}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -63,7 +63,7 @@ def write_page_file(
 
 def read_page_file(path: Path, layout: PageLayout, key: PageKey, block: Tensor) -> int:
     """Fill `block` from the file and return its checksum. Raises BadPageFile or OSError; `block` is then garbage."""
-    # Whatever lies there, opening it must not block (a pipe would) nor lead elsewhere (a link would).
+    # Opening must neither block on a pipe nor follow a link.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
@@ -111,7 +111,7 @@ def _read_all(descriptor: int, rest: memoryview) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Best effort: what stays is swept by its age later."""
+    """Remove the file if possible; `PageFolder.listing` deletes it later otherwise."""
     try:
         path.unlink()
     except OSError:

@@ -1,7 +1,7 @@
-"""Between pages on the device and blocks in host memory.
+"""Copies between pages on the device and blocks in host memory.
 
-`PageIO` is what the copy queue asks of the owner of the cache; `page_io` builds it over the cache's tensors. A part
-of a page is row `page_id` of one tensor [P, ...]; the parts lie in a block in the order of the mapping.
+`PageIO` is the interface that the copy queue uses; `page_io` builds it over the cache's tensors. A part of a page is
+row `page_id` of one tensor [P, ...]; a block has the parts in the order of the mapping.
 """
 
 import threading
@@ -16,14 +16,14 @@ from glm5.engine.tiers.layout import PageLayout
 
 
 class PageIO(Protocol):
-    """Copies whole pages. `block` is uint8 [num_bytes] in host memory. Every method is called from several threads."""
+    """Copies pages. `block` is uint8 [num_bytes] in host memory. Every method is called from several threads."""
 
     def fence(self) -> Any:
-        """A mark behind all work on pages that was launched so far by the calling thread (the engine's)."""
+        """A mark after all work on pages that the calling thread (the engine's) has launched so far."""
         ...
 
     def read_page(self, page_id: int, block: Tensor, fence: Any) -> None:
-        """Copy the page to `block`, not before the work ahead of `fence` is done. Returns when the copy is complete."""
+        """Copy the page to `block`, after the work before `fence` is done. Returns when the copy is complete."""
         ...
 
     def write_page(self, page_id: int, block: Tensor, fence: Any) -> None:
@@ -48,7 +48,7 @@ def page_io(parts: Mapping[str, Tensor]) -> PageIO:
 
 
 def _joined(rows: list[Tensor]) -> list[Tensor]:
-    """The same bytes, neighbours in memory made one: where a cache keeps a page's layers together, one copy does."""
+    """Merge parts that are adjacent in memory: a cache with contiguous pages then needs one copy a page."""
     joined = rows[:1]
     for row in rows[1:]:
         last = joined[-1]
@@ -61,9 +61,9 @@ def _joined(rows: list[Tensor]) -> list[Tensor]:
 
 
 class _HostPages:
-    """Pages in host memory, where a step has done its work when it returns: nothing to wait for.
+    """Pages in host memory, where steps are synchronous: there is nothing to wait for.
 
-    Copied by numpy, which holds neither the interpreter lock nor a team of threads for it.
+    NumPy copies them, since it neither holds the interpreter lock nor uses further threads.
     """
 
     def __init__(self, rows: list[Tensor]):
@@ -88,10 +88,10 @@ class _HostPages:
 
 
 class _CudaPages:
-    """Pages on a GPU. Each thread has a stream, and a block on the device if pages have several parts.
+    """Pages on a GPU. Each thread has a stream, and a staging block on the device if pages have several parts.
 
-    Launches hold the interpreter lock, so parts cost the engine's thread time too. A page of 4 MB on an H200, four
-    threads: 1.0 ms in 158 parts, 0.4 ms in one piece.
+    Launches hold the interpreter lock, so each part also delays the engine's thread. A page of 4 MB on an H200, four
+    threads: 1.0 ms in 158 parts, 0.4 ms if contiguous.
     """
 
     def __init__(self, rows: list[Tensor], device: torch.device):

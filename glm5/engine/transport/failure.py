@@ -7,11 +7,11 @@ from glm5.common.interrupt import signal_name
 
 ORPHANED, HUNG, LOST = 70, 71, 72
 """Exit codes of the engine process: its parent ended; a step took longer than the watchdog allows; another rank ended
-or said nothing."""
+or sent no heartbeat."""
 
 
 def reason_of_exit(code: int) -> str:
-    """What an exit code says, negative for a signal as `subprocess` has it."""
+    """Describe an exit code. It is negative for a signal, as in `subprocess`."""
     if code == HUNG:
         return f"its process ended itself, as a step hung (exit code {code})"
     if code >= 0:
@@ -20,17 +20,17 @@ def reason_of_exit(code: int) -> str:
     return f"its process was killed by {signal_name(-code)}{cause}"
 
 
-def silence(pid: int, seconds: float, watchdog_timeout: float, meanwhile: str = "") -> str:
-    """Why a process that has said nothing for so long was killed; asked before that. `meanwhile`: what that held up."""
+def reason_of_silence(pid: int, seconds: float, watchdog_timeout: float, meanwhile: str = "") -> str:
+    """Why a process without heartbeats is killed. Call it before the kill. `meanwhile`: what the process held up."""
     how = "it was stopped" if is_stopped(pid) else "it was stopped or hangs"
-    words = f"its process said nothing for {seconds:.1f} s{meanwhile} (watchdog_timeout is {watchdog_timeout:g} s)"
+    words = f"its process sent no heartbeat for {seconds:.1f} s{meanwhile} (watchdog_timeout is {watchdog_timeout:g} s)"
     return f"{words}; {how}, and has been killed"
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process stands still by SIGSTOP, or under a debugger. Linux tells; elsewhere nobody is said to."""
+    """Whether SIGSTOP or a debugger has stopped a process. Only Linux reports it; elsewhere the result is False."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")  # behind the command's name, which may hold anything
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")  # after the command's name, which may contain anything

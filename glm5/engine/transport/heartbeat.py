@@ -1,4 +1,4 @@
-"""Signs of life of a process of the engine, last words, and the watchdog that ends it when a step hangs."""
+"""Heartbeats of an engine process, its final message, and the watchdog that ends it when a step hangs."""
 
 import os
 import sys
@@ -14,23 +14,23 @@ from glm5.engine.transport.failure import HUNG, LOST, ORPHANED
 from glm5.engine.transport.wire import Beat, Dead
 
 BEAT_SECONDS = 1.0
-_MAX_REASON = 2000  # characters; what is shorter than a page is written to a pipe as a whole or not at all
+_MAX_REASON = 2000  # characters; a write to a pipe is atomic below the size of a memory page
 
 
 class Ranks(Protocol):
-    """Processes that this one computes with (ranks.py)."""
+    """The processes of the other ranks (ranks.py)."""
 
-    def explain(self) -> None: ...
+    def wait_for_cause(self) -> None: ...
 
     def kill(self) -> None: ...
 
-    def held_up_by(self, rank: int) -> str | None: ...
+    def cause_of_hang(self, rank: int) -> str | None: ...
 
 
 class Heartbeat:
-    """Says now and then that the process lives, and ends it when a step takes too long.
+    """Sends heartbeats to the parent, and ends the process when a step takes too long.
 
-    `busy_since`: start of the step that runs, None between steps. `ranks`: they end with this process.
+    `busy_since`: start of the running step, None between steps. `ranks`: they end with this process.
     """
 
     ranks: Ranks | None = None
@@ -48,19 +48,19 @@ class Heartbeat:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """A step."""
+        """Mark one step as running."""
         self.busy_since = time.monotonic()
         yield
         self.busy_since = None
         self.num_steps += 1
 
-    def end(self, last_words: Dead, code: int) -> NoReturn:
-        """Any thread may; the first reason is told, as what follows from it is not why."""
+    def end(self, death: Dead, code: int) -> NoReturn:
+        """End the process, from any thread. Only the first reason is sent: later ones are its consequences."""
         self._ending.acquire()
-        last_words.reason = last_words.reason[:_MAX_REASON]
+        death.reason = death.reason[:_MAX_REASON]
         if self.ranks is not None:
             self.ranks.kill()
-        self.say(last_words)
+        self.send(death)
         with suppress(OSError, ValueError):
             sys.stderr.flush()
         os._exit(code)
@@ -68,25 +68,25 @@ class Heartbeat:
     def _run(self) -> None:
         interval = threading.Event()
         while not interval.wait(min(BEAT_SECONDS, self._watchdog / 4)):
-            if os.getppid() != self._parent:  # its end of stdin may live on in a process that it forked
+            if os.getppid() != self._parent:  # stdin may stay open in a process that the parent forked
                 os._exit(ORPHANED)
             since = self.busy_since
             busy = 0.0 if since is None else time.monotonic() - since
             if busy > self._watchdog:
                 _dump_stacks()
-                if self.ranks is not None and (reason := self.ranks.held_up_by(0)) is not None:
+                if self.ranks is not None and (reason := self.ranks.cause_of_hang(0)) is not None:
                     self.end(Dead(reason), LOST)
                 self.end(Dead(_hung(busy, self._watchdog)), HUNG)
-            self.say(Beat(self.num_steps, busy))
+            self.send(Beat(self.num_steps, busy))
 
-    def say(self, message: msgspec.Struct) -> None:
-        """A line on stdout."""
-        with self._lock, suppress(OSError):  # the parent has gone, or has not listened until the pipe was full
+    def send(self, message: msgspec.Struct) -> None:
+        """Write one JSON line to stdout."""
+        with self._lock, suppress(OSError):  # the parent has ended, or did not read until the pipe was full
             os.write(self._pipe, msgspec.json.encode(message) + b"\n")
 
 
 def _hung(busy: float, allowed: float) -> str:
-    return f"a step hung for {busy:.1f} s; watchdog_timeout allows {allowed:g} s, and stderr shows where it stands"
+    return f"a step hung for {busy:.1f} s; watchdog_timeout allows {allowed:g} s, and stderr shows the stacks"
 
 
 def _dump_stacks() -> None:
@@ -97,8 +97,8 @@ def _dump_stacks() -> None:
 
 
 def take_stdout() -> int:
-    """The pipe that stdout is. What others print from now on goes to stderr."""
-    pipe = os.dup(1)  # not inherited: it ends when this process does, whatever it started
+    """Return stdout's pipe. What libraries print from now on goes to stderr."""
+    pipe = os.dup(1)  # not inherited: it closes with this process, whatever child processes live on
     os.set_blocking(pipe, False)
     with suppress(OSError):
         os.dup2(2, 1)

@@ -1,10 +1,10 @@
-"""The way to an engine core: in a process of its own, or in this one. Both have the same few methods.
+"""The connection of a client to an engine core, in a process of its own or in this one. Both have the same methods.
 
     send(message)          from any thread; without effect once the engine has ended
-    receive(timeout)       messages that came, after `timeout` seconds at most; the last of all is one `Dead`
-    kill()                 end it now, without waiting for anything
+    receive(timeout)       the messages that arrived, after at most `timeout` seconds; the last one ever is a `Dead`
+    kill()                 end the engine now, without waiting for anything
 
-One thread receives. What ends the engine is a message like any other, so nobody waits for something that cannot come.
+One thread receives. The engine's end is a message too, so no caller waits for an answer that cannot come.
 """
 
 import logging
@@ -27,22 +27,22 @@ import zmq
 
 import glm5
 from glm5.common.errors import reason_of
-from glm5.engine.transport.failure import LOST, reason_of_exit, silence
+from glm5.engine.transport.failure import LOST, reason_of_exit, reason_of_silence
 from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
 
 CLOSED = "it was closed"
 FORKED = "this process is a fork of the one that started it; start another engine here"
-START_SECONDS = 60.0  # a process may take this long to say its first word, if the machine is busy
-CLOSE_SECONDS = 45.0  # to write to disk what is to be found again, for which the core takes up to 30
+START_SECONDS = 60.0  # to the first message of a process, on a busy machine
+CLOSE_SECONDS = 45.0  # to flush the disk tier, for which the core takes up to 30
 # A program that uses NVLink multicast and ends badly can take a machine's GPUs out of service.
 _NO_MULTICAST = ("TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "NCCL_NVLS_ENABLE=0", "NVSHMEM_DISABLE_NVLS=1")
 _RECONNECT_MS = 5  # until the process has opened its end
-# After the end of a process nothing more of it is on its way, when nothing has come for so long.
+# A process has ended: once nothing has arrived for this long, no message of it is still in flight.
 _QUIET_MS = 200
-_DEAD_MS = 20  # of one that did not end in order: its requests have failed, and whoever asks is to know at once
-_LEAVE_SECONDS = 5.0  # to notice that a process has ended, which takes no time unless this machine has none
+_DEAD_MS = 20  # the same after a failure: its requests have failed, and callers should learn so at once
+_LEAVE_SECONDS = 5.0  # to notice that a process has ended; immediate unless the machine is overloaded
 _MAX_FOLDER = 70  # characters; the path of a socket may have 107
 
 
@@ -59,8 +59,8 @@ class Core(Protocol):
 
 
 class Link(Protocol):
-    """What a client needs of its engine. `ended`: `Dead` has been given out, nothing follows. `is_forked`: this process
-    is not the one whose engine it is."""
+    """What a client needs of its engine. `ended`: `Dead` was returned, nothing follows. `is_forked`: this process is a
+    fork of the one that started the engine."""
 
     ended: bool
 
@@ -73,7 +73,7 @@ class Link(Protocol):
 
 
 class InlineLink:
-    """A core in this process: it computes while somebody receives, in that thread."""
+    """A core in this process: it computes in the thread that calls `receive`."""
 
     def __init__(self, core: Core):
         self.core, self.ended = core, False
@@ -89,7 +89,7 @@ class InlineLink:
             self._inbox.put(message)
 
     def receive(self, timeout: float) -> list[ToClient]:
-        """One step of the core, if it has work; else what changes while waiting for a message."""
+        """Run one step of the core if it has work; else wait for a message first."""
         if self.ended:
             return []
         if not self._is_ready:
@@ -106,7 +106,7 @@ class InlineLink:
                     self.core.receive(message)
             return self.core.step() if self.core.has_work else []
         except Exception as error:
-            # Whatever it was, those who wait must learn of it.
+            # Whatever it was, waiting callers must get it.
             logger.exception("the engine stopped")
             return [self._end(reason_of(error))]
 
@@ -124,22 +124,22 @@ class InlineLink:
 
 
 class ProcessLink:
-    """A child process with a core in it. Raises OSError where none can be started.
+    """A child process with a core in it. Raises OSError if it cannot be started.
 
-    The child is killed when it is silent for longer than `watchdog_timeout`, and when it does not end in order within
-    CLOSE_SECONDS. It ends by itself when this process does.
+    The child is killed when it sends no heartbeat for `watchdog_timeout` seconds, and when it does not exit within
+    CLOSE_SECONDS of a `Close`. It exits by itself when this process does.
     """
 
     def __init__(self, start: Start):
         self.ended, self._owner = False, os.getpid()
         self.watchdog_timeout: float = start.config["watchdog_timeout"]
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToClient)
-        # A socket belongs to one thread at a time. Reentrant, as what ends the engine is noticed while holding one.
+        # A socket belongs to one thread at a time. Reentrant: a thread that finds the engine ended holds one already.
         self._sending, self._receiving = threading.RLock(), threading.RLock()
         self._folder = _private_folder()
         self._context = zmq.Context()
-        # Senders connect and receivers bind: what is sent then waits for a process that is not there yet, or has gone,
-        # where a bound sender would wait itself.
+        # Senders connect and receivers bind: messages are then queued while the other process is not there yet or has
+        # ended. A bound sender would block.
         self._inbox, self._outbox = self._socket(zmq.PULL), self._socket(zmq.PUSH)
         try:
             self._inbox.bind(f"ipc://{self._folder}/{OUTBOX}")
@@ -157,7 +157,7 @@ class ProcessLink:
         self._poller.register(self._pipe.fileno(), zmq.POLLIN)
         self._silent, self._allowed = 0.0, max(START_SECONDS, self.watchdog_timeout)
         self._closing_since: float | None = None
-        self._last_words: Dead | None = None
+        self._death: Dead | None = None
         # For callers that never close: at the latest when the interpreter ends.
         ends = _Ends(self.process, self._context, self._inbox, self._outbox, self._sending, self._receiving)
         self._finalizer = weakref.finalize(self, _release, self._owner, ends, self._folder, CLOSE_SECONDS)
@@ -169,7 +169,7 @@ class ProcessLink:
 
     @property
     def is_forked(self) -> bool:
-        """Sockets do not work in a fork: calls of theirs would never return."""
+        """Sockets do not work in a fork: their calls would never return."""
         return os.getpid() != self._owner
 
     def send(self, message: ToEngine) -> None:
@@ -191,7 +191,7 @@ class ProcessLink:
 
     def kill(self) -> None:
         if not self.ended and not self.is_forked:
-            self.process.kill()  # first: a thread that listens leaves when it notices
+            self.process.kill()  # first: a receiving thread notices it and releases its lock
             with self._receiving:
                 if not self.ended:
                     self._kill(CLOSED)
@@ -201,16 +201,18 @@ class ProcessLink:
         events = dict(self._poller.poll(round(timeout * 1000)))
         messages = self._drain()
         if messages:
-            shutil.rmtree(self._folder, ignore_errors=True)  # both ends are connected: names are needed no more
+            shutil.rmtree(
+                self._folder, ignore_errors=True
+            )  # both ends are connected, so the names are no longer needed
         if self._pipe.fileno() in events and not self._listen():
             return messages + self._end()
         if events:
             self._silent, self._allowed = 0.0, self.watchdog_timeout
         else:
-            # Not by the clock alone: this process may have been stopped too, and for longer.
+            # At most `timeout` a call: this process may itself have been stopped, for longer.
             self._silent += min(time.monotonic() - began, timeout)
         if self._silent > self._allowed:
-            return messages + self._kill(silence(self.pid, self._silent, self.watchdog_timeout))
+            return messages + self._kill(reason_of_silence(self.pid, self._silent, self.watchdog_timeout))
         if self._closing_since is not None and time.monotonic() - self._closing_since > CLOSE_SECONDS:
             return messages + self._kill(f"{CLOSED}, and killed as it did not end within {CLOSE_SECONDS:g} s")
         return messages
@@ -223,32 +225,32 @@ class ProcessLink:
         return messages
 
     def _listen(self) -> bool:
-        """Read the signs of life; False at their end."""
+        """Read heartbeats; False when the pipe is closed."""
         read = os.read(self._pipe.fileno(), 1 << 16)
         *lines, self._half_line = (self._half_line + read).split(b"\n")
         for line in lines:
-            with suppress(msgspec.DecodeError):  # what a library wrote before stdout was taken from it
-                if isinstance(word := msgspec.json.decode(line, type=Beat | Dead), Dead):
-                    self._last_words = word
+            with suppress(msgspec.DecodeError):  # what a library printed before `take_stdout`
+                if isinstance(message := msgspec.json.decode(line, type=Beat | Dead), Dead):
+                    self._death = message
         return bool(read)
 
     def _end(self) -> list[ToClient]:
-        """The process has ended: what it still said, and why."""
+        """The process has ended: its last messages, and the reason."""
         try:
             code = self.process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # it has closed its pipe and lives on
+        except subprocess.TimeoutExpired:  # it closed its pipe and still runs
             return self._drain() + self._kill("its process closed its pipe; it has been killed")
         messages: list[ToClient] = []
         while self._inbox.poll(_QUIET_MS if code == 0 else _DEAD_MS):
             messages += self._drain()
         if code == 0 and self._closing_since is not None:
-            self._last_words = Dead(CLOSED)
-        elif self._last_words is None:
-            self._last_words = Dead(reason_of_exit(code))
-        elif self._last_words.kind == "EngineDead" and code != LOST:
-            self._last_words.reason += f" (exit code {code})"
+            self._death = Dead(CLOSED)
+        elif self._death is None:
+            self._death = Dead(reason_of_exit(code))
+        elif self._death.kind == "EngineDead" and code != LOST:
+            self._death.reason += f" (exit code {code})"
         self._release()
-        return [*messages, self._last_words]
+        return [*messages, self._death]
 
     def _kill(self, reason: str) -> list[ToClient]:
         self.process.kill()
@@ -263,22 +265,22 @@ class ProcessLink:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.set(zmq.SNDHWM, 0)  # how much may be under way is the scheduler's business
+        socket.set(zmq.SNDHWM, 0)  # no limit: the scheduler bounds what is under way
         socket.set(zmq.RCVHWM, 0)
         return socket
 
 
 def _private_folder() -> str:
-    """A folder that no other user can look into, with a path short enough for the sockets in it."""
+    """Create a folder that no other user can read, with a path short enough for sockets in it."""
     base = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="glm5-", dir=base if len(base) <= _MAX_FOLDER else "/tmp")
 
 
 def _spawn(folder: str, *, several: bool) -> subprocess.Popen[bytes]:
-    """The child, in a process group of its own: Ctrl-C in the terminal is for this process.
+    """Start the child in a process group of its own: Ctrl-C in the terminal is for this process.
 
-    It starts in the folder that holds the package, so that nothing in the current one is imported by mistake.
-    `several`: ranks that it starts inherit its environment.
+    It starts in the folder that holds the package, so that nothing in the current folder is imported by mistake.
+    `several`: there are several ranks, which inherit the child's environment.
     """
     home = Path(glm5.__file__).parents[1]
     command = [sys.executable, "-m", "glm5.engine.process", folder, os.getcwd()]
@@ -289,7 +291,7 @@ def _spawn(folder: str, *, several: bool) -> subprocess.Popen[bytes]:
 
 
 def _stderr() -> int | None:
-    """This process's standard error as a file, None for whatever the child inherits."""
+    """The descriptor of this process's stderr; None if it has none, and the child inherits file 2."""
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
@@ -298,7 +300,7 @@ def _stderr() -> int | None:
 
 @dataclass(frozen=True)
 class _Ends:
-    """This process's ends of all ways to the engine's."""
+    """This process's ends of the pipes and sockets to the engine."""
 
     process: subprocess.Popen[bytes]
     context: "zmq.Context[zmq.Socket[bytes]]"
@@ -307,13 +309,13 @@ class _Ends:
     sending: threading.RLock
     receiving: threading.RLock
 
-    def say_close(self) -> None:
+    def send_close(self) -> None:
         with self.sending, suppress(zmq.ZMQError):
             self.outbox.send(msgspec.msgpack.encode(Close()))
 
     def close(self) -> None:
-        """Once the process has ended. While the interpreter ends, a thread may be listening still: it finds out at once
-        that the process is no more; and what it uses must not go away under it, or all of this process does."""
+        """Call it once the process has ended. At interpreter exit another thread may still be receiving. It notices the
+        end at once, and its sockets must stay open until then: closing them under it would crash this process."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         if not self.receiving.acquire(timeout=_LEAVE_SECONDS):
@@ -328,11 +330,11 @@ class _Ends:
 
 
 def _release(owner: int, ends: _Ends, folder: str, patience: float) -> None:
-    """End a process that still runs, and give back what led to it. In a fork of the owner, nothing."""
+    """End a process that still runs, and release sockets, pipes and the folder. Does nothing in a fork of the owner."""
     if os.getpid() != owner:
         return
     if ends.process.poll() is None:
-        ends.say_close()
+        ends.send_close()
         try:
             ends.process.wait(patience)
         except subprocess.TimeoutExpired:

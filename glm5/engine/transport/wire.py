@@ -1,7 +1,7 @@
-"""What clients and the engine process say to each other: typed structs, MessagePack on the wire (msgspec).
+"""Messages between clients and the engine process: typed structs, MessagePack on the wire (msgspec).
 
-A request is `Ask`, its answers grow by `Update`s, in the order in which they were computed. What a client calls and
-waits for has a `call_id` and is answered by one `Answer`. Text is the client's business: only token ids travel.
+A client sends `AddRequest` and receives `Update`s, in the order in which they were computed. A call that waits for its
+result has a `call_id` and gets one `Answer`. The client converts text: messages carry only token ids.
 """
 
 from typing import Any, Literal
@@ -15,16 +15,16 @@ from glm5.engine.scheduler.plan import EndReason
 INBOX, OUTBOX = "to-engine", "to-client"  # names of the two sockets, in a folder of the engine's
 
 Policy = Literal["keep", "recompute", "abort"]
-Part = Literal["weights", "kv_cache"]  # what sleeps and wakes
+Part = Literal["weights", "kv_cache"]  # what sleep releases and wake restores
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message to an engine process: what it is to load, and how.
+    """The first message to an engine process: what to load, and how.
 
-    `config`: fields of EngineConfig. `tokenizer`: the folder of the one that clients use, for grammars. `log_level` and
-    `log_style`: the client's. `builder`: "module:function", called with this message and a callback for progress, for a
-    core that is no `EngineCore`.
+    `config`: fields of EngineConfig. `tokenizer`: folder of the clients' tokenizer, for grammars. `log_level` and
+    `log_style`: the client's. `builder`: "module:function" that builds another core than `EngineCore`; it is called
+    with this message and a progress callback.
     """
 
     path: str
@@ -38,14 +38,14 @@ class Start(msgspec.Struct, tag=True):
     builder: str | None = None
 
 
-class Ask(msgspec.Struct, tag=True):
+class AddRequest(msgspec.Struct, tag=True):
     """A request for `len(seq_ids)` answers to one prompt; ids are never used twice.
 
-    `params` has n = 1; answer i draws with `seeds[i]`. `max_tokens` is resolved. `stop_ids` end an answer: the
+    `params` has n = 1; answer i samples with `seeds[i]`. `max_tokens` is resolved. `stop_ids` end an answer: the
     model's end tokens unless ignored, and `params.stop_token_ids`. `bad_words` are token sequences. `starts_after`: a
-    grammar holds from the token after this one on, a budget of thinking up to it; `not_before`: tokens that then may
-    not come before it. `salt`: caches of different tenants never mix. `max_depth`: the
-    most drafts a step, None for the engine's. `routed_experts`: report them for every computed token.
+    token (the end of thinking); the grammar applies after it, the thinking budget up to it. `not_before`: tokens that
+    are forbidden before it. `salt`: prompts share cached pages only within one salt. `max_depth`: the most drafts a
+    step, None for the engine's. `routed_experts`: report them for every computed token.
     """
 
     seq_ids: tuple[int, ...]
@@ -63,14 +63,14 @@ class Ask(msgspec.Struct, tag=True):
     routed_experts: bool = False
 
 
-class Drop(msgspec.Struct, tag=True):
-    """Abort these answers; None: all that were asked for before."""
+class AbortRequests(msgspec.Struct, tag=True):
+    """Abort these answers; None: all that were added before."""
 
     seq_ids: tuple[int, ...] | None = None
 
 
-class Stop(msgspec.Struct, tag=True):
-    """The client found a stop string: nothing more of this answer is wanted, and no update of it follows."""
+class StopAnswer(msgspec.Struct, tag=True):
+    """The client found a stop string: end this answer. No further update of it is sent."""
 
     seq_id: int
 
@@ -86,9 +86,9 @@ class ResumeCall(msgspec.Struct, tag=True):
 
 
 class SleepCall(msgspec.Struct, tag=True):
-    """Give memory back: level 1 the cache (and weights to host memory, on a GPU), level 2 the weights too.
+    """Release memory: level 1 frees the cache (and on a GPU moves weights to the host), level 2 the weights too.
 
-    Answered with {"freed_bytes": n}. Requests wait, and are computed anew after `WakeCall`.
+    Answered with {"freed_bytes": n}. Requests wait, and are recomputed after `WakeCall`.
     """
 
     call_id: int
@@ -96,18 +96,18 @@ class SleepCall(msgspec.Struct, tag=True):
 
 
 class WakeCall(msgspec.Struct, tag=True):
-    """Take the memory of these parts again; after level 2 weights are read from where they came from. Answered when
-    ready. With all parts awake, requests go on."""
+    """Allocate the memory of these parts again; after level 2, weights are read from their source again. Answered when
+    ready. Requests continue once all parts are awake."""
 
     call_id: int
     parts: tuple[Part, ...] = PARTS
 
 
 class UpdateWeightsCall(msgspec.Struct, tag=True):
-    """Weights from a checkpoint folder, all or some of the tensors; checked whole before any is replaced.
+    """Load weights from a checkpoint folder, all or some of the tensors. All are checked before any is replaced.
 
-    `policy` for running requests: "keep" their pages, "recompute" them, or "abort" the requests. `remove`: the folder
-    is deleted when it has been read. Answered with {"version": n}.
+    `policy` for running requests: "keep" their pages, "recompute" them, or "abort" the requests. `remove`: delete the
+    folder once it is read. Answered with {"version": n}.
     """
 
     call_id: int
@@ -118,7 +118,7 @@ class UpdateWeightsCall(msgspec.Struct, tag=True):
 
 
 class ResetCacheCall(msgspec.Struct, tag=True):
-    """Forget all prefixes that no running request uses, in every tier."""
+    """Empty the prefix cache in every tier, except for prefixes that running requests use."""
 
     call_id: int
 
@@ -130,20 +130,20 @@ class StatsCall(msgspec.Struct, tag=True):
 
 
 class ProfileCall(msgspec.Struct, tag=True):
-    """Begin a trace that will lie in `folder`, or with None end it. Answered with {"path": the trace} at its end."""
+    """Start a trace that is written to `folder`; None ends it. The end is answered with {"path": the trace}."""
 
     call_id: int
     folder: str | None
 
 
 class Close(msgspec.Struct, tag=True):
-    """End in order: flush the disk tier, then exit with code 0."""
+    """Shut down: flush the disk tier, then exit with code 0."""
 
 
 ToEngine = (
-    Ask
-    | Drop
-    | Stop
+    AddRequest
+    | AbortRequests
+    | StopAnswer
     | PauseCall
     | ResumeCall
     | SleepCall
@@ -157,8 +157,8 @@ ToEngine = (
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of one token in float32: the model's own, that of the distribution it was drawn from, its rank,
-    and both of the likeliest (sampling/logprobs.py)."""
+    """Log-probabilities of one token in float32: under the model, under the distribution it was sampled from, its rank,
+    and both for the likeliest tokens (sampling/logprobs.py)."""
 
     token_id: int
     logprob: float
@@ -176,11 +176,11 @@ class RoutedExperts(msgspec.Struct, array_like=True):
 
 
 class Update(msgspec.Struct, array_like=True):
-    """What one answer gained in a step. `version`: of the weights that computed these tokens.
+    """New tokens of one answer after a step. `version`: of the weights that computed these tokens.
 
-    `finish_reason` is None until the last one; for the reason "error", `error` says why, and `param` which parameter is
-    to blame, if one is. On an answer's first update: `num_cached`, prompt tokens that were not computed, and `began`,
-    when its first step was launched, by the machine's monotonic clock. `logprobs`: one entry a token, if asked for.
+    `finish_reason` is None until the last update. For the reason "error", `error` is the message and `param` the
+    parameter at fault, if any. The first update has `num_cached`, prompt tokens found in a cache, and `began`, the
+    monotonic time when the first step was launched. `logprobs`: one entry a token, if requested.
     """
 
     seq_id: int
@@ -201,7 +201,7 @@ class Updates(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """The end of a call: `result`, or why it was refused. `kind`: name of the GlmError subclass to raise."""
+    """The answer to a call: `result`, or the error. `kind`: name of the GlmError subclass to raise."""
 
     call_id: int
     result: dict[str, Any] = {}
@@ -210,9 +210,9 @@ class Answer(msgspec.Struct, tag=True):
 
 
 class Facts(msgspec.Struct):
-    """What clients need to know to check requests themselves, and `table`: every resolved choice, to print.
+    """What clients need to check requests themselves, and `table`: every resolved setting, to print.
 
-    `simulated_acceptance`: drafts are accepted at random, to measure speed: so many tokens a step.
+    `simulated_acceptance`: for speed measurements, drafts are accepted at random, with so many tokens a step.
     """
 
     page_size: int
@@ -228,28 +228,28 @@ class Facts(msgspec.Struct):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Sent once, before anything else: requests are served from now on."""
+    """Sent once, after all `Loading`: requests are served from now on."""
 
     facts: Facts
 
 
 class Loading(msgspec.Struct, tag=True):
-    """Progress of the start, for a person: a phase and how far it is, 0 to 1."""
+    """Progress of the start, for display: a phase and its completed share, 0 to 1."""
 
     phase: str
     share: float
 
 
 class Beat(msgspec.Struct, tag=True):
-    """The process lives, `num_steps` taken; `busy_s`: how long its present step has been running."""
+    """A heartbeat, after `num_steps` steps. `busy_s`: seconds that the current step has been running."""
 
     num_steps: int
     busy_s: float
 
 
 class Dead(msgspec.Struct, tag=True):
-    """The engine ends, for this reason. Nothing follows. `kind`: name of the GlmError subclass to raise for it, which
-    is another one only while the engine starts."""
+    """The engine ends, for this reason. No message follows. `kind`: name of the GlmError subclass to raise; it is not
+    EngineDead only while the engine starts."""
 
     reason: str
     kind: str = "EngineDead"

@@ -111,7 +111,7 @@ def test_the_engine_is_told_of_a_stop_string(speaking):
     llm = speaking("one two three four five six")
     only(llm.generate("x", SamplingParams(stop="two", max_tokens=None), use_tqdm=False))
     llm.pause()  # a call goes the same way, behind it
-    assert llm.core.heard == ["Ask", "Stop", "PauseCall"]
+    assert llm.core.heard == ["AddRequest", "StopAnswer", "PauseCall"]
     assert not llm.core.running
 
 
@@ -236,7 +236,7 @@ def test_ctrl_c_aborts_and_the_engine_goes_on(scripted):
         llm.generate([[1], [2]], PLAIN, use_tqdm=False)
     assert llm.client.num_unfinished == 0
     assert only(llm.generate([5], PLAIN, use_tqdm=False)).token_ids == list(range(6, 14))
-    assert llm.core.heard == ["Ask", "Ask", "Drop", "Drop", "Ask"]
+    assert llm.core.heard == ["AddRequest", "AddRequest", "AbortRequests", "AbortRequests", "AddRequest"]
     assert not llm.core.running
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -248,7 +248,7 @@ def test_a_stream_that_is_left_is_aborted(scripted):
     assert next(other).token_ids == (101,)
     stream.close()
     assert [token for delta in other for token in delta.token_ids] == list(range(102, 109))
-    assert "Drop" in llm.core.heard
+    assert "AbortRequests" in llm.core.heard
 
 
 def test_abort_all(scripted):

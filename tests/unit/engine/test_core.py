@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5.engine.transport.wire import Drop, Stop
+from glm5.engine.transport.wire import AbortRequests, StopAnswer
 from tests.support.core_driver import CoreDriver
 from tests.support.fake_runner import experts_of, hashes, logprob_of
 
@@ -126,7 +126,7 @@ def test_the_prompt_is_reported_though_who_computes_it_goes(launch_ahead, gone_a
     driver = CoreDriver(launch_ahead=launch_ahead, max_prompt_chunk=4)
     ids = driver.ask(14, n=2, max_tokens=6, prompt_logprobs=0, routed_experts=True)
     driver.turn(gone_at)
-    driver.core.receive(Stop(ids[0]) if gone_at % 2 else Drop((ids[0],)))
+    driver.core.receive(StopAnswer(ids[0]) if gone_at % 2 else AbortRequests((ids[0],)))
     driver.run()
     driver.check(ids[1])
     ((_, entries),) = told_prompts(driver, ids)
@@ -194,7 +194,7 @@ def test_abort_in_every_phase(launch_ahead, turns):
     ids = [*driver.ask(10, max_tokens=4), *driver.ask(13, n=3, max_tokens=9), *driver.ask(9, max_tokens=9)]
     other = driver.ask(6, max_tokens=12)
     driver.turn(turns)
-    driver.core.receive(Drop(tuple(ids)))
+    driver.core.receive(AbortRequests(tuple(ids)))
     driver.run()
     driver.check(*other)
     for seq_id in ids:
@@ -209,8 +209,8 @@ def test_abort_of_all_and_of_unknown_ids():
     for number in range(4):
         driver.ask(5, max_tokens=50, seed=number)
     driver.turn(3)
-    driver.core.receive(Drop((77,)))
-    driver.core.receive(Drop())
+    driver.core.receive(AbortRequests((77,)))
+    driver.core.receive(AbortRequests())
     late = driver.ask(5)
     driver.run()
     assert [driver.heard[i].reason for i in range(4)] == ["abort"] * 4
@@ -225,7 +225,7 @@ def test_stop_ends_an_answer_without_a_word(launch_ahead, turns):
     stopped, other = driver.ask(9, max_tokens=30), driver.ask(9, max_tokens=20, seed=5)
     driver.turn(turns)
     num_updates = len(driver.heard[0].updates)
-    driver.core.receive(Stop(stopped[0]))
+    driver.core.receive(StopAnswer(stopped[0]))
     driver.run()
     assert len(driver.heard[0].updates) == num_updates
     driver.check(*other)

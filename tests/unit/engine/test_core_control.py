@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from glm5.engine.transport.wire import (
-    Drop,
+    AbortRequests,
     PauseCall,
     ResetCacheCall,
     ResumeCall,
@@ -44,7 +44,7 @@ def test_pause_and_resume(launch_ahead):
     assert num_tokens(driver) == count
     assert not driver.core.has_work, "a pause must not spin"
     assert driver.call(StatsCall(2)).result["is_paused"]
-    driver.core.receive(Drop((0,)))
+    driver.core.receive(AbortRequests((0,)))
     driver.turn()
     assert driver.heard[0].reason == "abort"
     driver.call(ResumeCall(3))

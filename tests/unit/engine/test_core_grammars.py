@@ -11,7 +11,7 @@ from glm5.common.errors import RequestError
 from glm5.engine.sampling import grammar
 from glm5.engine.sampling.compiling import Compilation
 from glm5.engine.sampling.params import StructuredOutputsParams
-from glm5.engine.transport.wire import Drop, Stop
+from glm5.engine.transport.wire import AbortRequests, StopAnswer
 from tests.support.core_driver import CoreDriver
 from tests.support.fake_runner import lone_run
 from tests.unit.engine.sampling.schemas import compiler, vocabulary
@@ -153,16 +153,16 @@ def test_others_pass_a_request_whose_grammar_is_compiling():
     assert json.loads(text_of(driver, 0))
 
 
-@pytest.mark.parametrize("message", [Drop((0, 1)), Drop(), Stop(0)])
+@pytest.mark.parametrize("message", [AbortRequests((0, 1)), AbortRequests(), StopAnswer(0)])
 def test_abort_while_its_grammar_is_compiling(message):
     driver = CoreDriver(compiler=Slow())
     ask_json(driver, n=2)
     driver.turn(2)
     driver.core.receive(message)
     driver.turn()
-    if isinstance(message, Stop):
+    if isinstance(message, StopAnswer):
         assert not driver.heard[0].updates
-        driver.core.receive(Drop((1,)))
+        driver.core.receive(AbortRequests((1,)))
         driver.turn()
     else:
         assert driver.heard[0].reason == "abort"
@@ -175,7 +175,7 @@ def test_one_answer_of_two_goes_while_the_grammar_is_compiling():
     driver = CoreDriver(compiler=Slow())
     ask_json(driver, n=2)
     driver.turn()
-    driver.core.receive(Drop((0,)))
+    driver.core.receive(AbortRequests((0,)))
     driver.core.compiler.future.set_result(compiler().compile(WANTED).result())
     driver.run()
     assert driver.heard[0].reason == "abort"

@@ -19,8 +19,8 @@ from glm5.engine.build import build_core
 from glm5.engine.cache.memory import Memory
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import (
+    AddRequest,
     Answer,
-    Ask,
     PauseCall,
     ResumeCall,
     SleepCall,
@@ -49,7 +49,7 @@ class Session:
         }
         defaults |= {"enable_return_routed_experts": True, "async_scheduling": True}
         self.core = build_core(model, EngineConfig(**defaults | config), source=source)
-        self.asks: dict[int, Ask] = {}
+        self.asks: dict[int, AddRequest] = {}
         self.updates: dict[int, list] = {}
         self.answers: dict[int, Answer] = {}
 
@@ -58,7 +58,7 @@ class Session:
         gen = torch.Generator().manual_seed(seq_id)
         prompt = torch.randint(4, 320, (num_prompt,), generator=gen).tolist()
         params = SamplingParams(**{"max_tokens": None, "logprobs": 2} | params)
-        self.asks[seq_id] = Ask((seq_id,), prompt, params, (7 + seq_id,), max_tokens, routed_experts=routed)
+        self.asks[seq_id] = AddRequest((seq_id,), prompt, params, (7 + seq_id,), max_tokens, routed_experts=routed)
         self.updates[seq_id] = []
         self.core.receive(self.asks[seq_id])
         return seq_id
@@ -395,15 +395,15 @@ def test_weights_for_which_there_is_no_memory_stay_where_they_are(models, folder
 
 def test_weights_that_are_not_a_checkpoints_alone_are_told_from_it(models, folders):
     """On disk their pages would be taken for each other's; and what was dropped could not be had again."""
-    plain, made = (weights.Weights(load_copy(models[0]), folders[0], made_of=of) for of in (b"", b"dummy"))
-    again = weights.Weights(load_copy(models[0]), folders[0], made_of=b"dummy")
+    plain, made = (weights.Weights(load_copy(models[0]), folders[0], derived_from=of) for of in (b"", b"dummy"))
+    again = weights.Weights(load_copy(models[0]), folders[0], derived_from=b"dummy")
     assert plain.identity != made.identity == again.identity
     plain.check_source()
     with pytest.raises(RequestError, match=r"random or with an adapter: .* use level 1"):
         made.check_source()
     of = EngineConfig(load_format="dummy"), EngineConfig(adapter=str(folders[0])), EngineConfig()
-    assert [bool(build.made_of(config)) for config in of] == [True, True, False]
-    assert build.made_of(of[0]) != build.made_of(of[1])
+    assert [bool(build.derived_from(config)) for config in of] == [True, True, False]
+    assert build.derived_from(of[0]) != build.derived_from(of[1])
 
 
 def test_a_model_from_memory_keeps_its_weights(models):

@@ -16,13 +16,13 @@ from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.scheduler.config import RestoreCost
 from glm5.engine.scheduler.messages import Pause
 from glm5.engine.transport.wire import (
-    Drop,
+    AbortRequests,
     PauseCall,
     ResetCacheCall,
     ResumeCall,
     SleepCall,
     StatsCall,
-    Stop,
+    StopAnswer,
     UpdateWeightsCall,
     WakeCall,
 )
@@ -71,11 +71,13 @@ class Life:
                 num_asked += 1
                 self._ask()
             if rng.random() < 0.06 and driver.heard:
-                driver.core.receive(Drop(None if rng.random() < 0.1 else (rng.randrange(len(driver.heard)), 10**6)))
+                driver.core.receive(
+                    AbortRequests(None if rng.random() < 0.1 else (rng.randrange(len(driver.heard)), 10**6))
+                )
             if rng.random() < 0.06 and driver.heard:
                 seq_id = rng.randrange(len(driver.heard))
                 self.stopped.add(seq_id)
-                driver.core.receive(Stop(seq_id))
+                driver.core.receive(StopAnswer(seq_id))
             if rng.random() < 0.12:
                 self._call()
             driver.turn()

@@ -34,7 +34,7 @@ class Instant:
         self.spent += time.thread_time() - start
         return Launched(result)
 
-    def permit(self, slots, masks) -> None:
+    def set_bitmasks(self, slots, masks) -> None:
         raise AssertionError("nobody has a grammar")
 
     def weights_changed(self) -> None:

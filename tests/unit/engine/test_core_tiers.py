@@ -9,7 +9,7 @@ from glm5.engine.cache.prefix import cache_salt, page_keys
 from glm5.engine.core import tiering
 from glm5.engine.scheduler.config import RestoreCost
 from glm5.engine.tiers import disk as disk_tier
-from glm5.engine.transport.wire import Drop, ResetCacheCall
+from glm5.engine.transport.wire import AbortRequests, ResetCacheCall
 from tests.support.core_driver import CoreDriver
 
 PATIENCE_S = 30.0
@@ -194,7 +194,7 @@ def test_an_abort_while_pages_are_looked_for(make, tmp_path, monkeypatch, left):
     ids = driver.ask(driver.prompt(30), n=2)
     driver.turn(3)
     assert not driver.core.scheduler.live
-    driver.core.receive(Drop(tuple(seq_id for seq_id in ids if seq_id not in left)))
+    driver.core.receive(AbortRequests(tuple(seq_id for seq_id in ids if seq_id not in left)))
     driver.turn()
     assert driver.heard[0].reason == "abort"
     gate.set()
@@ -222,7 +222,7 @@ def test_an_abort_while_pages_are_loaded(make, tmp_path, monkeypatch):
     while not driver.core.scheduler.prompting:
         driver.turn()
     assert driver.core.scheduler.prompting[0].restore is not None
-    driver.core.receive(Drop((seq_id,)))
+    driver.core.receive(AbortRequests((seq_id,)))
     fill(driver, 1)
     assert driver.heard[seq_id].reason == "abort"
     gate.set()

@@ -116,7 +116,7 @@ FAULTS = [
     ("hang@3", r"a step hung for .* s; watchdog_timeout allows 1.5 s.* \(exit code 71\)"),
     (
         "stop@3",
-        r"its process said nothing for .* s \(watchdog_timeout is 1.5 s\); it was stopped( or hangs)?, and has been",
+        r"its process sent no heartbeat for .* s \(watchdog_timeout is 1.5 s\); it was stopped( or hangs)?, and has",
     ),
 ]
 

@@ -8,11 +8,11 @@ import pytest
 
 from glm5.common.errors import CheckpointError, GlmError
 from glm5.engine.distributed.follower import Follower
-from glm5.engine.distributed.rank_wire import Masks, Order, RankReply, Turn, encoded, read_all
+from glm5.engine.distributed.rank_wire import Masks, Order, PlanStep, RankReply, encoded, read_all
 from glm5.engine.distributed.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.scheduler.messages import CopyDone
-from glm5.engine.transport.wire import Drop
+from glm5.engine.transport.wire import AbortRequests
 from tests.support.core_driver import CoreDriver
 from tests.support.fake_runner import FakeRunner, FakeWeights
 from tests.unit.engine.sampling.schemas import compiler, vocabulary
@@ -43,18 +43,18 @@ class Told:
         )
         self.said: Future[RankReply] = Future()
         others = {"weights": driver.weights, "cache": self.runner, "pages": Pages()}
-        others["say"] = lambda said: self.said.set_result(said)
+        others["send_reply"] = lambda said: self.said.set_result(said)
         self.follower = Follower(self.runner, config, **others)
         driver.core.runner = driver.core.ranks = RankedRunner(runner, self, Pages())
 
-    def tell(self, order: Order) -> None:
+    def broadcast(self, order: Order) -> None:
         (read,) = read_all(io.BytesIO(encoded(order)))
         self.orders.append(read)
         self.follower.execute(read)
 
-    def ask(self, make) -> "list[Future[RankReply]]":
+    def call(self, make) -> "list[Future[RankReply]]":
         self.said = Future()
-        self.tell(make(0))
+        self.broadcast(make(0))
         return [self.said]
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ def test_others_hear_of_a_request_before_this_rank_plans():
     told, plan, heard = Told(driver), driver.core.scheduler.plan, []
 
     def planning(step):
-        heard.append((step, [order.step for order in told.orders if isinstance(order, Turn)]))
+        heard.append((step, [order.step for order in told.orders if isinstance(order, PlanStep)]))
         return plan(step)
 
     driver.core.scheduler.plan = planning
@@ -94,7 +94,7 @@ def test_masks_reach_ranks_that_have_planned_already(launch_ahead):
     assert driver.heard[constrained].reason == "stop"
     masked = [order for order in told.orders if isinstance(order, Masks)]
     assert any(order.masks is not None for order in masked)
-    assert len(masked) == sum(order.is_masked for order in told.orders if isinstance(order, Turn))
+    assert len(masked) == sum(order.is_masked for order in told.orders if isinstance(order, PlanStep))
     assert not told.follower.scheduler.live
 
 
@@ -103,7 +103,7 @@ def test_a_request_may_be_dropped_in_the_turn_that_it_came():
     told = Told(driver)
     driver.ask(8, 4)
     (gone,) = driver.ask(8, 4)
-    driver.core.receive(Drop((gone,)))
+    driver.core.receive(AbortRequests((gone,)))
     driver.run()
     assert driver.heard[gone].reason == "abort"
     assert not told.follower.scheduler.live
@@ -168,12 +168,12 @@ def refused() -> None:
 
 def test_an_order_is_written_once_for_all_ranks():
     class Rank:
-        def tell(self, data: bytes) -> None:
+        def send(self, data: bytes) -> None:
             written.append(data)
 
     written, ranks = [], object.__new__(Ranks)
     ranks._others = [Rank(), Rank(), Rank()]
-    ranks.tell(Masks(None))
+    ranks.broadcast(Masks(None))
     assert len(written) == 3
     assert all(data is written[0] for data in written)
     assert list(read_all(io.BytesIO(b"".join(written)))) == [Masks(None)] * 3

@@ -189,21 +189,21 @@ def ends(rank: int) -> bool:
 
 
 class Mute:
-    """A rank that says nothing, last heard of `silent` seconds ago."""
+    """A rank that says nothing, last heard of `seconds_silent` seconds ago."""
 
-    def __init__(self, number, silent):
-        self.number, self.silent, self.has_spoken = number, silent, True
+    def __init__(self, number, seconds_silent):
+        self.number, self.seconds_silent, self.has_sent = number, seconds_silent, True
         self.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
 
-    def tell(self, order: bytes) -> None:
+    def send(self, order: bytes) -> None:
         pass
 
 
-class Life(list):
+class OwnProcess(list):
     """What it was ended with."""
 
-    def end(self, last_words, code):
-        self.append((last_words.reason, code))
+    def end(self, death, code):
+        self.append((death.reason, code))
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def mutes(monkeypatch):
         "glm5.engine.distributed.ranks._Rank",
         lambda number, _: made.setdefault(number, Mute(number, {1: 0.1, 2: 3.0}[number])),
     )
-    life = Life()
+    life = OwnProcess()
     ranks = Ranks(start("nowhere", watchdog_timeout=4.0), 3, 0, life)
     os.kill(made[2].process.pid, signal.SIGSTOP)
     os.waitpid(made[2].process.pid, os.WUNTRACED)
@@ -228,16 +228,18 @@ def mutes(monkeypatch):
 
 def test_a_step_that_hangs_is_laid_to_the_rank_that_was_silent(mutes):
     ranks, life = mutes
-    assert ranks.held_up_by(2) is None
-    said = "rank 2 of 3: its process said nothing for 3.0 s, while a step of rank {} hung (watchdog_timeout is 4 s)"
-    assert ranks.held_up_by(0) == said.format(0) + STOPPED
-    ranks.lost(1, Dead("a step hung for 4.1 s"), HUNG)
+    assert ranks.cause_of_hang(2) is None
+    said = (
+        "rank 2 of 3: its process sent no heartbeat for 3.0 s, while a step of rank {} hung (watchdog_timeout is 4 s)"
+    )
+    assert ranks.cause_of_hang(0) == said.format(0) + STOPPED
+    ranks.rank_exited(1, Dead("a step hung for 4.1 s"), HUNG)
     assert life == [(said.format(1) + STOPPED, LOST)]
 
 
 def test_a_step_that_hangs_while_all_are_alive_is_that_ranks(mutes):
     ranks, life = mutes
-    ranks.lost(2, Dead("a step hung for 4.1 s"), HUNG)
+    ranks.rank_exited(2, Dead("a step hung for 4.1 s"), HUNG)
     assert life == [("rank 2 of 3: a step hung for 4.1 s", LOST)]
 
 
@@ -246,8 +248,8 @@ def test_a_rank_that_is_stopped_ends_the_engine(checkpoint):
     """It says nothing, nor can the first rank go on, whose watchdog may be the one to notice; it does not live on."""
     llm = LLM(checkpoint, tensor_parallel_size=2, watchdog_timeout=4.0, **SIZES)
     (rank,) = ranks_of(llm)
-    said = r"rank 1 of 2: its process said nothing for .* s(, while a step of rank 0 hung)? \(watchdog_timeout is 4 s\)"
-    assert re.fullmatch(said + STOPPED, lost(llm, rank, signal.SIGSTOP))
+    said = r"rank 1 of 2: its process sent no heartbeat for .* s(, while a step of rank 0 hung)? "
+    assert re.fullmatch(said + r"\(watchdog_timeout is 4 s\)" + STOPPED, lost(llm, rank, signal.SIGSTOP))
     assert ends(rank)
 
 

@@ -310,5 +310,5 @@ def test_where_an_answer_ends(sampled, taken, reason):
     """Of 5 tokens at most, with stop id 9 not before the second."""
     request = submit(0, 3, 5, stop_ids=frozenset({9}), min_tokens=2)
     seq = Sequence(0, (0, 0), request, 8, 0, Group())
-    assert seq.take(sampled) == (taken, reason)
+    assert seq.commit(sampled) == (taken, reason)
     assert seq.tokens == [*request.prompt_ids, *taken]

@@ -14,7 +14,7 @@ def test_every_phase_has_its_seconds_and_its_line(caplog):
     with Startup(clock=lambda: now[0]) as startup:
         for seconds, phase, share in [(2, WEIGHTS, 0), (9, WEIGHTS, 0.5), (9, WEIGHTS, 1), (1, "capturing prompts", 0)]:
             now[0] += seconds
-            startup.hear(Loading(phase, share))
+            startup.receive(Loading(phase, share))
         now[0] += 6
         startup.waits.look()
         now[0] += 1

@@ -6,7 +6,7 @@ import queue
 import httpx
 import pytest
 
-from glm5.engine.transport.wire import Drop
+from glm5.engine.transport.wire import AbortRequests
 from glm5.serve.http.disconnect import CancelOnDisconnect
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -46,7 +46,7 @@ def test_leaving_a_real_answer_aborts(model_server, monkeypatch):
     receive, replies = core.receive, core._replies
 
     def watch(message):
-        if isinstance(message, Drop):
+        if isinstance(message, AbortRequests):
             aborted.put(sum(replies[seq_id].num_tokens for seq_id in message.seq_ids))
         receive(message)
 

@@ -1,11 +1,11 @@
-"""Drafts from the MTP layer (model spec, section 3.10): guesses of the next tokens, for the next step to check.
+"""Drafts from the MTP layer (model spec, section 3.10): guesses of the next tokens, which the next step verifies.
 
-At position p the layer sees token p+1 and the target's hidden state, and guesses token p+2. A step first runs it over
-its own rows, now that the token after each is known: that makes the layer's keys final as far as the target's are, and
-the row before a sequence's last token gives its first draft. Each further draft is one row a sequence: the draft
-before it, with the layer's own hidden state. What those rows write is written again by the next step.
+At position p the layer reads token p+1 and the target's hidden state, and predicts token p+2. A step first runs it
+over its own rows, after the token after each is known. This makes the layer's keys as final as the target's, and the
+row before a sequence's last token gives its first draft. Each further draft is one row a sequence, from the draft
+before it and the layer's own hidden state. The next step overwrites the keys of those rows.
 
-With `index_share_for_mtp_iteration` further drafts read the keys that the first one's row selected.
+With `index_share_for_mtp_iteration`, further drafts read the keys that the first one's row selected.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from glm5.model.seams import Selection
 
 @dataclass(frozen=True)
 class Extended:
-    """What the layer made of the rows of a step."""
+    """Outputs of the layer for the rows of a step."""
 
     hidden_RD: Tensor
     selection: Selection
@@ -33,8 +33,8 @@ class Extended:
 
 @dataclass(frozen=True)
 class DraftRows:
-    """The sequences that sampled: their slots (on the host and on the device), the step's row with which each begins
-    to sample, and how many tokens it gained. `ahead_KC`: -1, 0, 1 .., in rows of their own, where that is at hand."""
+    """The sequences that sampled: their slots (on host and device), the first sampling row of each, and the number of
+    its committed tokens. `ahead_KC`: constant rows of -1, 0, 1 .., if preallocated."""
 
     slots: NDArray[np.int64]
     slot_C: Tensor
@@ -58,16 +58,16 @@ class Drafter:
     def draft(
         self, extended: Extended, rows: DraftRows, depth: int, *, max_end: int, features: int | None = None
     ) -> None:
-        """`depth` drafts for each sequence that gained tokens; none of their rows sees more than `max_end` keys.
+        """Make `depth` drafts for each sequence with new tokens. No row attends to more than `max_end` keys.
         `features`: of `Sampler.sample`."""
         last_C = rows.first_C + rows.count_C - 1
         hidden_CD = extended.hidden_RD[last_C]
         selection = rows_of(extended.selection, last_C) if self.shares_selection else None
-        token_C = rows.slot_C  # anything, before the first
+        token_C = rows.slot_C  # not read before the first draft
         for index in range(depth):
             if index:
                 hidden_CD, _ = self.passes.draft(token_C, hidden_CD, self._view(rows, index, max_end), selection)
-            # Greedy drafts look at neither position nor offset.
+            # Greedy drafts use neither position nor offset.
             position_C = offset_C = rows.slot_C
             if features != 0:
                 position_C, offset_C = self.slots.len_S[rows.slot_C] + index, torch.full_like(rows.slot_C, index)
@@ -79,7 +79,7 @@ class Drafter:
             self.slots.draft_SK[rows.slot_C, index] = token_C
 
     def _view(self, rows: DraftRows, index: int, max_end: int) -> StepView:
-        """One token of each sequence, `index` - 1 behind the last that is known."""
+        """A view of one token of each sequence, `index` - 1 positions after the last known one."""
         is_invariant = self.passes.num_rows is not None
         if is_invariant or rows.ahead_KC is None:
             return StepView.of(

@@ -1,7 +1,7 @@
-"""The model as a runner calls it: on all rows of a step at once, or pass after pass of a fixed number of rows.
+"""The model as a runner calls it: on all rows of a step at once, or in passes of a fixed number of rows.
 
-In passes every operation has one shape whatever the batch, so that a row's result depends on nothing but the row.
-A pass runs through all layers before the next one begins: later rows of a sequence find the keys of earlier ones.
+In passes every operation has the same shape for any batch, so a row's result depends only on that row. A pass runs
+through all layers before the next one begins, so later rows of a sequence can read the keys of earlier ones.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from glm5.model.seams import Selection
 
 
 class Pass(Protocol):
-    """What runs the rows of one pass."""
+    """Runs the rows of one pass."""
 
     def hidden(self, ids_R: Tensor, view: StepView) -> Tensor: ...
 
@@ -27,9 +27,9 @@ class Pass(Protocol):
 
 
 class Passes:
-    """`num_rows`: the rows of a pass; None runs everything in one. `fused`: what computes them, if not the model.
+    """`num_rows`: the rows of a pass; None runs all rows at once. `fused`: the fused form of the model, if it is used.
 
-    `generation` counts how often weights came to lie elsewhere. `captured`: passes as graphs, where there are any.
+    `generation` counts how often the weights have moved. `captured`: passes as CUDA graphs, if captured.
     """
 
     def __init__(self, model: Glm5, num_rows: int | None, fused: FusedModel | None = None):
@@ -38,15 +38,15 @@ class Passes:
         self.captured: Pass | None = None
 
     def weights_changed(self) -> None:
-        """Other weights lie in the model, perhaps elsewhere."""
+        """The model's weights have changed, and may have moved."""
         if self.fused is not None:
             self.fused.refresh()
             if (place := self.fused.place) != self._place:
                 self._place = place
                 self.generation += 1
 
-    def whole(self, count: int) -> int:
-        """`count` rows rounded up to whole passes."""
+    def round_up(self, count: int) -> int:
+        """Round a number of rows up to a multiple of a pass."""
         return count if self.num_rows is None else -(-count // self.num_rows) * self.num_rows
 
     def hidden(self, ids_R: Tensor, view: StepView) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which experts computed a token: taken down while the model runs."""
+"""Records which experts computed each token, while the model runs."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ def _record(recorded: list[Tensor], _module: Any, _inputs: Any, out: tuple[Tenso
 
 
 class RoutingRecord:
-    """Listens to the routers of a model's decoder layers, the MTP layer's excepted."""
+    """Records the outputs of the routers of a model's decoder layers, the MTP layer's excepted."""
 
     def __init__(self, passes: Passes):
         self._passes: list[Tensor] = []
@@ -30,16 +30,16 @@ class RoutingRecord:
                 layer.mlp.gate.register_forward_hook(partial(_record, recorded))
 
     def clear(self) -> None:
-        """Forget what was heard: others may have run the model."""
+        """Discard everything recorded: the model may have run for other purposes."""
         self._passes.clear()
         self.pass_begins()
 
-    def take(self) -> Tensor:
+    def experts(self) -> Tensor:
         """Experts of all rows since `clear`, int16 [R, MoE layers, A]."""
         return torch.cat(self._passes) if self._passes else self.pass_ended()
 
     def pass_begins(self) -> None:
-        """Of rows whose experts are to be taken down apart from those before."""
+        """Start to record a pass separately."""
         for recorded in self._layers:
             recorded.clear()
 
@@ -48,5 +48,5 @@ class RoutingRecord:
         return torch.stack([torch.cat(recorded) for recorded in self._layers], dim=1).short()
 
     def add(self, expert_RLA: Tensor) -> None:
-        """Experts of a pass that was computed unheard, by a graph."""
+        """Add the experts of a pass that a graph replay computed, without recording."""
         self._passes.append(expert_RLA)

@@ -1,7 +1,7 @@
-"""Linear layers of one input as one product: their weights move into one piece of memory, of which each has a view.
+"""Linear layers of one input as one matrix product: their weights become views of one contiguous tensor.
 
-So nothing is held twice, and weights that are replaced in place are replaced here too. Neighbours of one kind are
-joined: in FP8, whose scales are a grid, those that end with a block and one behind them; as codes, those of one form.
+So no weight is stored twice, and weights that are replaced in place are replaced here too. Adjacent layers of one kind
+are joined: FP8 layers if the first one's rows fill whole scale blocks, integer codes if their format is the same.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,20 @@ AnyLinear = Linear | BlockScaledLinear | QuantizedLinear
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of activations, and their codes where products read those (`FusedLinear.wants`)."""
+    """Rows of activations, and their quantized codes if products read those (`FusedLinear.wants`)."""
 
     x_TD: Tensor
     quantized: Quantized | None = None
 
     def codes_for(self, linear: AnyLinear) -> Quantized | None:
-        """What `linear` would make of the rows, if it is there."""
+        """The rows as `linear` would quantize them, if present."""
         kind = _kind_of(linear)
         is_there = self.quantized is not None and kind is not None and self.quantized[0].dtype == DTYPES[kind]
         return self.quantized if is_there else None
 
 
 class FusedLinear:
-    """`linears`, one above the other. Calling it gives the outputs of a run of them side by side: [T, sum of O]."""
+    """`linears` with stacked weights. A call returns the concatenated outputs of consecutive ones: [T, sum of O]."""
 
     def __init__(self, linears: Sequence[AnyLinear]):
         self.linears = list(linears)
@@ -51,33 +51,33 @@ class FusedLinear:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Where the weights lie: what a captured graph depends on."""
+        """The weights' addresses, which captured graphs contain."""
         return tuple(tensor.data_ptr() for linear in self.linears for tensor in _tensors(linear))
 
     def wants(self, num_rows: int) -> Kind | None:
-        """How so many rows should come quantized, so that no product has to do it."""
+        """How `num_rows` rows should be quantized in advance, so that no product has to do it."""
         return wanted(self.linears, num_rows)
 
     def join(self) -> None:
-        """Put the weights of each run into one piece, unless they are in one already."""
+        """Make the weights of each run contiguous, unless they are already."""
         for run in self.runs:
             for tensors in zip(*(_tensors(self.linears[i]) for i in run), strict=True):
                 if _in_one_piece(tensors):
                     continue
                 with torch.inference_mode(mode=False), torch.no_grad():
-                    whole = torch.cat([tensor.data for tensor in tensors])
-                    for tensor, part in zip(tensors, whole.split([len(each) for each in tensors]), strict=True):
+                    joined = torch.cat([tensor.data for tensor in tensors])
+                    for tensor, part in zip(tensors, joined.split([len(each) for each in tensors]), strict=True):
                         tensor.data = part
 
     def __call__(self, rows: Rows, start: int = 0, stop: int | None = None) -> Tensor:
-        """Of the linears `start` to `stop`."""
+        """Outputs of the linears `start` to `stop` - 1."""
         stop = len(self.linears) if stop is None else stop
         parts = [range(max(run.start, start), min(run.stop, stop)) for run in self.runs]
         outs = [self._product(rows, part) for part in parts if part]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
     def _product(self, rows: Rows, part: range) -> Tensor:
-        """Of a part of a run."""
+        """Outputs of a part of a run."""
         first, count = self.linears[part.start], sum(self.rows[part.start : part.stop])
         if len(part) == 1:
             return product(rows, first)
@@ -94,7 +94,7 @@ class FusedLinear:
 
 
 def _continues(before: AnyLinear, linear: AnyLinear) -> bool:
-    """Whether one product can do both."""
+    """Whether one product can compute both."""
     match before, linear:
         case Linear(), Linear():
             return True
@@ -107,7 +107,7 @@ def _continues(before: AnyLinear, linear: AnyLinear) -> bool:
 
 
 def product(rows: Rows, linear: AnyLinear) -> Tensor:
-    """`linear` of rows that may be quantized already."""
+    """Apply `linear` to rows that may be quantized already."""
     match linear:
         case BlockScaledLinear():
             return fp8_linear(rows.x_TD, linear.block_scaled, rows.codes_for(linear))
@@ -118,7 +118,7 @@ def product(rows: Rows, linear: AnyLinear) -> Tensor:
 
 
 def wanted(linears: Sequence[AnyLinear], num_rows: int) -> Kind | None:
-    """How so many rows should come quantized for products with these."""
+    """How `num_rows` rows should be quantized for products with `linears`; None for not at all."""
     kinds = {_kind_of(linear) for linear in linears}
     if kinds == {"blocks"}:
         return "blocks" if num_rows > few_rows(linears[0].weight.device) else None
@@ -146,13 +146,13 @@ def _tensors(linear: AnyLinear) -> tuple[Tensor, ...]:
 
 
 def _in_one_piece(tensors: Sequence[Tensor]) -> bool:
-    """Whether each begins where the one before it ends."""
+    """Whether each tensor begins where the previous one ends."""
     ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in tensors]
     same = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     return same and all(end == after.data_ptr() for end, after in zip(ends, tensors[1:], strict=False))
 
 
 def _piece(first: Tensor, num_rows: int) -> Tensor:
-    """`num_rows` rows that begin with those of `first`, which the following weights continue."""
+    """A view of `num_rows` rows from the start of `first`, reaching into the weights that follow it."""
     data = first.data
     return data.as_strided((num_rows, data.shape[1]), data.stride())

@@ -1,19 +1,19 @@
 """The second form of the model, for GPUs: the same weights, run by fused kernels, rule by rule.
 
-    residual add, norm (and quantization)      one kernel: `add_rms_norm`, handed from layer to layer (row_sharding.py)
-    index key, query and key products of x     a `FusedLinear` of wk, q_a, kv_a; two where wk is of another kind
+    residual add, norm (and quantization)      one kernel: `add_rms_norm`, across layer boundaries (row_sharding.py)
+    index key, query and key products of x     a `FusedLinear` of wk, q_a, kv_a; two products if wk is of another kind
     norms, rotation, both writes to the cache  one kernel: `mla_keys`
     queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
-    every visible key is read                  the indexer's queries are not computed
-    prompts that begin in this pass            heads' keys and values expanded: `prompt_attention`
-    routed and shared experts                  one sum: `grouped_experts` with `shared`, or terms, added up later
+    all visible keys are read                  the indexer's queries are not computed
+    only full prompts in this pass             keys and values are expanded to heads: `prompt_attention`
+    routed and shared experts                  one sum: `grouped_experts` with `shared`, or terms that are added later
     gate and up of dense layers                one product, and one kernel for the gated unit
-    what products of codes or FP8 read         quantized by whoever makes it
+    inputs of products in codes or FP8         quantized by the kernel that computes them
     angles of positions                        looked up
 
 Rules change how sums are rounded, never what is computed: tests/unit/engine/test_two_forms.py compares each with the
-model's own modules, and docs/map.md says which is which. `FusedModel` has the calls of `Glm5` that a runner makes. What
-it derives from weights it derives again in `refresh`; everything else are views.
+model's own modules, and docs/map.md relates the two. `FusedModel` has the methods of `Glm5` that a runner calls.
+Tensors derived from weights are recomputed in `refresh`; everything else is a view.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ from glm5.model.seams import Rope, Selection
 from glm5.parallel.apply import ParallelEmbedding
 from glm5.parallel.group import ALONE, Group
 
-_FEW_ROWS = 16  # up to here `mla_keys` computes the weights of index heads along the way
+_FEW_ROWS = 16  # up to here `mla_keys` also computes the weights of index heads
 
 
 class FusedAttention:
@@ -69,14 +69,14 @@ class FusedAttention:
         return [self.of_input, self.of_query]
 
     def refresh(self) -> None:
-        """Absorb the weights of now, in place."""
-        for mine, now in zip((self.w_k_HNC, self.w_v_HCV), _absorbed(self.module), strict=True):
-            mine.copy_(now)
+        """Recompute the absorbed weights in place."""
+        for absorbed, new in zip((self.w_k_HNC, self.w_v_HCV), _absorbed(self.module), strict=True):
+            absorbed.copy_(new)
 
     def __call__(
         self, x: Rows, rope: Rope, view: StepView, selection: Selection | None, row_sharding: RowSharding
     ) -> tuple[Tensor | PendingLinear, Selection]:
-        """Output [T, D] and the selection used, of `x` [O, D]."""
+        """Output [T, D] and the selection used, for `x` [O, D]."""
         module, cfg = self.module, self.module.cfg
         heads, head_dim, layer_idx = cfg.num_attention_heads, module.qk_head_dim, module.layer_idx
         has_key = selection is None
@@ -84,11 +84,11 @@ class FusedAttention:
         key_TI, qkv_TO = self._of_input(x, row_sharding, has_key=has_key)
         if selection is None and not view.selects(cfg.index_topk):
             selection = Selection(None)
-        # Weights of index heads are scaled with the scores: they enter in the dtype that the product has.
-        beside, weights = None, None
+        # Weights of index heads keep the dtype of their product: they are scaled together with the scores.
+        head_weights, weights = None, None
         if selection is None:
             assert module.indexer is not None
-            weights, beside = _head_weights(x.x_TD, module.indexer.weights_proj, row_sharding)
+            weights, head_weights = _head_weights(x.x_TD, module.indexer.weights_proj, row_sharding)
         first_T = None if selection is None or selection.keys_TK is not None else view.first_T
         plain = None if first_T is None else self._plain_room(qkv_TO)
         q_lat = self._keys(qkv_TO, key_TI, weights, rope, view, plain)
@@ -96,27 +96,28 @@ class FusedAttention:
         q_THX = query_TO.unflatten(1, (heads, head_dim))
         if selection is not None and first_T is not None and plain is not None:
             return self._prompt(q_THX, plain, rope, first_T, row_sharding), selection
-        turns, early = (rope.cos_TR2, rope.sin_TR2), None
+        rotation, early = (rope.cos_TR2, rope.sin_TR2), None
         if selection is None:
-            assert beside is not None
+            assert head_weights is not None
             index_TJI = index_TO.unflatten(1, (cfg.index_n_heads, cfg.index_head_dim))
-            w_TJ, mine = beside.take(), (row_sharding.shard_rows(turns[0]), row_sharding.shard_rows(turns[1]))
+            w_TJ = head_weights.wait()
+            own = row_sharding.shard_rows(rotation[0]), row_sharding.shard_rows(rotation[1])
             scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
-            # Taken before selection gives memory back, so that queries may be made while keys are selected.
+            # Allocated before selection frees memory, so that queries may be computed while keys are selected.
             early = q_THX.new_empty(len(q_THX), heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
-            found = view.share(row_sharding.shard).select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale, mine)
+            found = view.share(row_sharding.shard).select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale, own)
             selection = Selection(None if found.keys_TK is None else row_sharding.gather_rows(found.keys_TK))
-        q_THL = mla_queries(q_THX, self.w_k_HNC, *turns, early=early)
+        q_THL = mla_queries(q_THX, self.w_k_HNC, *rotation, early=early)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
         return row_sharding.product(self._values(out_THC), module.o_proj), selection
 
     def _of_input(self, x: Rows, row_sharding: RowSharding, *, has_key: bool) -> tuple[Tensor, Tensor]:
-        """(index keys [T, I], nothing if not asked for, and query and key products [T, Y]) before their norms."""
+        """(index keys [T, I], empty without `has_key`, and query and key products [T, Y]) before their norms."""
         if has_key and len(self.of_input.runs) > 1 and not isinstance(row_sharding, ShardedRows):
-            # Two products, which as one tensor would be copies; that of keys has few weights and takes as long.
-            key = OnSideStream(lambda: self.of_input(x, 0, 1), x.x_TD.device)
+            # Two products, which need not be concatenated. That of keys is small but slow, so it runs concurrently.
+            key = SideStreamResult(lambda: self.of_input(x, 0, 1), x.x_TD.device)
             qkv_TO = self.of_input(x, 1)
-            return key.take(), qkv_TO
+            return key.wait(), qkv_TO
         out_TO = row_sharding.gather_rows(self.of_input(x, 0 if has_key or not self.num_key else 1))
         num_key = self.num_key if has_key else 0
         return out_TO[:, :num_key], out_TO[:, num_key:]
@@ -130,7 +131,7 @@ class FusedAttention:
         view: StepView,
         plain: PlainLatents | None,
     ) -> Rows:
-        """The query latent; the latents, and index keys if there are any, go to the cache, and to `plain`."""
+        """Return the query latent; write latents and index keys, if any, to the cache, and latents to `plain`."""
         module, layer_idx, index = self.module, self.module.layer_idx, None
         if key_TI.shape[1]:
             assert module.indexer is not None
@@ -145,8 +146,8 @@ class FusedAttention:
         return Rows(q_TQ, (codes[0], codes[1]))
 
     def _queries(self, q_lat: Rows, row_sharding: RowSharding, *, has_index: bool) -> tuple[Tensor, Tensor]:
-        """Queries of heads [T, Y], and of the indexer for those rows that this rank selects keys for, nothing if not
-        asked for."""
+        """Queries of heads [T, Y], and of the indexer for the rows whose keys this rank selects (empty without
+        `has_index`)."""
         num_heads = self.of_query.rows[0]
         if row_sharding.shard.size == 1 or not has_index:
             query_TO = self.of_query(q_lat, 0, 1 + has_index)
@@ -159,7 +160,7 @@ class FusedAttention:
         return self.of_query(q_lat, 0, 1), self.of_query(Rows(row_sharding.shard_rows(q_lat.x_TD), codes), 1)
 
     def _values(self, out_THC: Tensor) -> Rows:
-        """Of every head, for the product with o_proj."""
+        """Values of all heads, the input of o_proj."""
         kind = wanted([self.module.o_proj], len(out_THC))
         if kind is None:
             return Rows(mla_values(out_THC, self.w_v_HCV))
@@ -173,7 +174,7 @@ class FusedAttention:
     def _prompt(
         self, q_THX: Tensor, plain: PlainLatents, rope: Rope, first_T: Tensor, row_sharding: RowSharding
     ) -> Tensor | PendingLinear:
-        """Attention of whole prompts to themselves."""
+        """Attention of full prompts to themselves."""
         module, cfg = self.module, self.module.cfg
         q_THX = rope_part(q_THX, rope.cos_TR2, rope.sin_TR2, None, cfg.qk_nope_head_dim, module.qk_head_dim)
         k_THN = F.linear(plain.kv_TC, self.w_k_HNC.flatten(0, 1)).unflatten(1, (cfg.num_attention_heads, -1))
@@ -185,8 +186,8 @@ class FusedAttention:
         return row_sharding.product(Rows(prompt_attention(*given, scale=scale)[0].flatten(1)), module.o_proj)
 
 
-class OnSideStream:
-    """A result that nothing waits for until it is taken. In a graph it is computed beside what comes meanwhile."""
+class SideStreamResult:
+    """A result of a side stream. During graph capture it is computed concurrently with the main stream until `wait`."""
 
     def __init__(self, compute: Callable[[], Tensor], device: torch.device):
         self._stream = None
@@ -198,7 +199,7 @@ class OnSideStream:
         else:
             self._result = compute()
 
-    def take(self) -> Tensor:
+    def wait(self) -> Tensor:
         if self._stream is not None:
             torch.cuda.current_stream(self._result.device).wait_stream(self._stream)
         return self._result
@@ -206,17 +207,17 @@ class OnSideStream:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # as that of captures (captured.py)
+    return torch.cuda.Stream(device, priority=-1)  # as for captures (captured.py)
 
 
 def _head_weights(
     x_TD: Tensor, linear: AnyLinear, row_sharding: RowSharding
-) -> tuple[HeadWeights | None, OnSideStream]:
-    """(what `mla_keys` is to compute along the way, the weights), of rows that this rank selects keys for."""
+) -> tuple[HeadWeights | None, SideStreamResult]:
+    """(inputs if `mla_keys` computes the weights, the weights), for the rows whose keys this rank selects."""
     if len(x_TD) > _FEW_ROWS or not isinstance(linear, Linear) or row_sharding.shard.size > 1:
-        return None, OnSideStream(lambda: product(Rows(x_TD), linear), x_TD.device)
+        return None, SideStreamResult(lambda: product(Rows(x_TD), linear), x_TD.device)
     w_TJ = x_TD.new_empty(len(x_TD), len(linear.weight))
-    return HeadWeights(x_TD, linear.weight, w_TJ), OnSideStream(lambda: w_TJ, torch.device("cpu"))
+    return HeadWeights(x_TD, linear.weight, w_TJ), SideStreamResult(lambda: w_TJ, torch.device("cpu"))
 
 
 def _latent_linears(module: SparseLatentAttention) -> list[AnyLinear]:
@@ -224,7 +225,7 @@ def _latent_linears(module: SparseLatentAttention) -> list[AnyLinear]:
 
 
 def _absorbed(module: SparseLatentAttention) -> tuple[Tensor, Tensor]:
-    """kv_b_proj by heads, as the kernels read it: [H, N, C] for keys, [H, C, V] for values."""
+    """kv_b_proj by heads, as the kernels read it: [H, N, C] of keys, [H, C, V] of values."""
     cfg = module.cfg
     dtype = module.kv_a_layernorm.weight.dtype
     kv_b_HOC = module.kv_b_proj.dense(dtype).detach().unflatten(0, (cfg.num_attention_heads, -1))
@@ -233,7 +234,7 @@ def _absorbed(module: SparseLatentAttention) -> tuple[Tensor, Tensor]:
 
 
 class FusedMLP:
-    """A dense layer's `MLP`."""
+    """`MLP` of a dense layer or shared expert."""
 
     def __init__(self, module: MLP):
         self.module = module
@@ -248,12 +249,12 @@ class FusedMLP:
         return row_sharding.product(self._hidden(x), self.module.down_proj)
 
     def wants(self, num_rows: int, row_sharding: RowSharding) -> Kind | None:
-        """How rows should come quantized."""
-        reads_rows = len(self.gate_up.runs) > 1  # and dealt rows would be gathered as codes alone
+        """How input rows should be quantized."""
+        reads_rows = len(self.gate_up.runs) > 1  # sharded rows would be gathered only as codes
         return None if reads_rows and isinstance(row_sharding, ShardedRows) else self.gate_up.wants(num_rows)
 
     def of(self, x: Rows) -> Tensor:
-        """Of rows that are there."""
+        """Output for rows that are not sharded."""
         return product(self._hidden(x), self.module.down_proj)
 
     def _hidden(self, x: Rows) -> Rows:
@@ -266,12 +267,12 @@ class FusedMLP:
 
 
 class FusedMoE:
-    """`MoE`: the shared expert is one more of the experts. `recorded` takes down which experts were chosen."""
+    """`MoE`, with the shared expert as one more of the experts. `recorded` collects the chosen experts."""
 
     def __init__(self, module: MoE):
         self.module, self.recorded = module, None
         self.recorded: list[Tensor] | None
-        # What every token visits is of another kind than codes, or has a scheme of its own: then two sums.
+        # With quantized codes, shared and routed experts may have different formats: then there are two sums.
         has_codes = isinstance(module.experts, QuantizedExperts) or _has_codes(module.shared_experts)
         self.apart = FusedMLP(module.shared_experts) if has_codes else None
 
@@ -290,14 +291,14 @@ class FusedMoE:
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
         if experts.impl != "auto":
-            # Rows of padding would all go to the same experts, one tile after the other.
+            # Otherwise padding rows would all go to the same experts, one tile after another.
             given = *given[:-1], expert_TA.masked_fill(view.end_T[:, None] == 0, -1)
             return grouped_experts(*given, shared=shared, impl=experts.impl)
         terms = expert_outputs(*given, shared=shared, quantized=x.quantized)
         return grouped_experts(*given, shared=shared, quantized=x.quantized) if terms is None else terms
 
     def wants(self, num_rows: int, row_sharding: RowSharding) -> Kind | None:
-        """How rows should come quantized."""
+        """How input rows should be quantized."""
         if self.apart is not None:  # experts as codes read the rows themselves
             return None if isinstance(row_sharding, ShardedRows) else self.apart.gate_up.wants(num_rows)
         is_fp8 = isinstance(self.module.experts, BlockScaledExperts)
@@ -322,7 +323,7 @@ def _stacks(experts: Experts | BlockScaledExperts) -> tuple[Tensor | BlockScaled
 
 
 class FusedLayer:
-    """One decoder layer between two norms: what it adds is added by whoever reads it."""
+    """One decoder layer. The next layer's norm adds its output to the residual stream."""
 
     def __init__(self, module: DecoderLayer):
         self.module = module
@@ -338,7 +339,7 @@ class FusedLayer:
         selection: Selection | None,
         row_sharding: RowSharding,
     ) -> tuple[PartialSum, Tensor, Selection]:
-        """(what the layer adds, of ranks that share it a part, the stream without it, the selection used)."""
+        """(this rank's part of the layer's output, the residual stream without it, the selection used)."""
         norm, num_rows = self.module.input_layernorm, len(view.positions_T)
         kind = self.attention.of_input.wants(num_rows)
         if new is None:
@@ -353,19 +354,19 @@ class FusedLayer:
 
 
 def _kind(layer: FusedLayer) -> tuple[object, ...]:
-    """What the kernels of a layer follow from: which weights there are, their shapes and types."""
+    """A key for the layer's kernels: names, shapes and dtypes of its weights."""
     return tuple((name, weight.shape, weight.dtype) for name, weight in layer.module.state_dict(keep_vars=True).items())
 
 
 def _last(new: PartialSum | None, residual_TD: Tensor, norm: RMSNorm, row_sharding: RowSharding) -> Tensor:
-    """The stream behind the last layer, normed, all rows of it."""
+    """All rows of the residual stream after the last layer, normed."""
     if new is None:
         return row_sharding.gather_rows(norm(residual_TD))
     return row_sharding.gather_rows(row_sharding.reduce_add_norm(new, residual_TD, norm, None)[0].x_TD)
 
 
 class FusedModel:
-    """The inference form of `model`, which stays the owner of its weights. `max_len`: positions that are asked for."""
+    """The fused form of `model`, which still owns the weights. `max_len`: number of positions to support."""
 
     def __init__(self, model: Glm5, max_len: int, group: Group = ALONE):
         cfg, trunk = model.cfg, model.model
@@ -378,19 +379,19 @@ class FusedModel:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Where the weights lie: what a captured graph depends on."""
+        """The weights' addresses, which captured graphs contain."""
         tensors = (tensor.data_ptr() for tensor in self.model.state_dict(keep_vars=True).values())
         return tuple(tensors)
 
     def refresh(self) -> None:
-        """Other weights lie in the model, perhaps elsewhere."""
+        """The model's weights have changed, and may have moved."""
         for layer in self.layers:
             for stack in (*layer.attention.stacks, *layer.mlp.stacks):
                 stack.join()
             layer.attention.refresh()
 
     def record_routing(self) -> list[list[Tensor]]:
-        """From now on, lists that get the experts of each pass, one a MoE layer; the MTP layer's are not."""
+        """Start recording: a list for each MoE layer, the MTP layer excepted, that gets the experts of each pass."""
         recorded: list[list[Tensor]] = []
         for layer in islice(self.layers, self.model.cfg.num_hidden_layers):
             if isinstance(layer.mlp, FusedMoE):
@@ -405,15 +406,15 @@ class FusedModel:
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Meanwhile `hidden` runs one decoder layer of each kind: all kernels that there are, no results."""
+        """Make `hidden` run one decoder layer of each kind: this runs every kernel, with meaningless results."""
         kinds = {
             _kind(layer): layer_idx for layer_idx, layer in reversed(list(enumerate(self.layers[: len(self._run)])))
         }
-        whole, self._run = self._run, sorted(kinds.values())
+        complete, self._run = self._run, sorted(kinds.values())
         try:
             yield
         finally:
-            self._run = whole
+            self._run = complete
 
     def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
@@ -426,7 +427,7 @@ class FusedModel:
         return _last(new, residual_TD, self.model.model.norm, row_sharding)
 
     def _embedded(self, ids_T: Tensor, row_sharding: RowSharding) -> tuple[Tensor | None, Tensor]:
-        """(what is to be added to the stream, the stream): dealt rows are added up by the first layer's norm."""
+        """(this rank's part of the embeddings or None, the residual stream); the first layer's norm adds the parts."""
         table = self.model.model.embed_tokens
         if row_sharding.shard.size == 1 or not isinstance(table, ParallelEmbedding):
             return None, row_sharding.shard_rows(table(ids_T))
@@ -448,6 +449,6 @@ class FusedModel:
         return mtp.handed_on(_last(new, residual_TD, mtp.shared_head.norm, row_sharding)), used
 
     def _rope(self, positions_T: Tensor) -> Rope:
-        # Rows that are nobody's may lie beyond.
+        # Padding rows may have positions beyond the table.
         place_T = positions_T.clamp_max(len(self._cos_NR2) - 1)
         return Rope(self._cos_NR2.index_select(0, place_T), self._sin_NR2.index_select(0, place_T), None)

@@ -1,14 +1,14 @@
 """Between the blocks of a layer: residual add and norm, and which rows of a step each rank has meanwhile.
 
-    ReplicatedRows    every rank has all rows; what is new is added up over ranks for all of them
-    ShardedRows       prompts of ranks that share a model: rank r has the r-th of equal shares. What is new is added up
-                      where it belongs, and what every rank would compute alike (norm, products with weights that all of
-                      them hold, router, selection of keys) is computed once. Then rows are gathered, as narrow as they
-                      ever are: latents and index keys before attention, which keys they select, FP8 with scales and
-                      choices before experts
+    ReplicatedRows    every rank has all rows; outputs of a block are all-reduced
+    ShardedRows       for long prompts with tensor parallelism: rank r has the r-th of equal shards. Outputs of a block
+                      are reduce-scattered. What every rank would compute alike (norm, products with replicated
+                      weights, router, selection of keys) is computed for one shard only. Rows are all-gathered where
+                      they are narrowest: latents and index keys before attention, the selected keys, FP8 codes with
+                      scales and chosen experts before the experts
 
-Both give every rank the same bits. Of 2,048 rows of GLM-5, each of eight ranks sends 44 MB a sum; dealt, 22 MB and then
-9 to 11 (docs/performance-steps.md).
+Both give every rank the same bits. For 2,048 rows of GLM-5, each of eight ranks sends 44 MB in an all-reduce; sharded,
+22 MB and then 9 to 11 (docs/performance-steps.md).
 """
 
 from typing import Protocol
@@ -26,37 +26,37 @@ from glm5.model.norm import RMSNorm
 from glm5.parallel.group import Group
 from glm5.parallel.table import WHOLE, Shard
 
-MIN_SHARDED_ROWS = 512  # fewer are a matter of latency, of which gathering has its own
+MIN_SHARDED_ROWS = 512  # below, latency dominates, and gathering adds its own
 
 
 class RowSharding(Protocol):
     shard: Shard
-    """This rank, and how many share the rows."""
+    """This rank, and the number of ranks with a shard of the rows."""
 
     def shard_rows(self, x_TD: Tensor) -> Tensor:
-        """Of rows that every rank has, those that this one goes on with: [O, D]."""
+        """This rank's shard of rows that every rank has: [O, D]."""
         ...
 
     def product(self, rows: Rows, linear: AnyLinear) -> Tensor | PendingLinear:
-        """`linear` of rows that every rank has, for `join`."""
+        """Apply `linear` to rows that every rank has; the result is an input of `reduce_add_norm`."""
         ...
 
     def reduce_add_norm(
         self, new: PartialSum, residual_TD: Tensor, norm: RMSNorm, kind: Kind | None
     ) -> tuple[Rows, Tensor]:
-        """Add what is new, of which each rank has a part, to the residual stream: (normed rows [O, D], the stream).
-        Terms of experts are added up first, and their memory is given back.
+        """Sum `new` over ranks and add it to the residual stream: (normed rows [O, D], the stream). Terms of experts
+        are added up first, and their memory is released.
 
-        `kind`: of the codes that rows come with.
+        `kind`: how to quantize the normed rows.
         """
         ...
 
     def gather_rows(self, x_TO: Tensor) -> Tensor:
-        """All ranks' rows, [T, Y]."""
+        """All-gather rows: [T, Y]."""
         ...
 
     def gather_inputs(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:
-        """The same of rows and what belongs to them. Of quantized rows, products get what they read."""
+        """All-gather rows and further tensors of them. For quantized rows, only what the kernels read is gathered."""
         ...
 
 
@@ -78,7 +78,7 @@ class ReplicatedRows:
         self, new: PartialSum, residual_TD: Tensor, norm: RMSNorm, kind: Kind | None
     ) -> tuple[Rows, Tensor]:
         joined = self.group.add_rms_norm(computed(new), residual_TD, norm.weight, norm.eps, quantize=kind)
-        return _behind(new, *joined)
+        return _released(new, *joined)
 
     def gather_rows(self, x_TO: Tensor) -> Tensor:
         return x_TO
@@ -88,7 +88,7 @@ class ReplicatedRows:
 
 
 class ShardedRows:
-    """A share of the rows on each rank of `group`, which divides their number."""
+    """An equal shard of the rows on each rank of `group`. The number of rows must be divisible by the ranks."""
 
     def __init__(self, group: Group):
         self.group, self.shard = group, group.shard
@@ -106,7 +106,7 @@ class ShardedRows:
         self, new: PartialSum, residual_TD: Tensor, norm: RMSNorm, kind: Kind | None
     ) -> tuple[Rows, Tensor]:
         joined = self.group.add_rms_norm_sharded(new, residual_TD, norm.weight, norm.eps, quantize=kind)
-        return _behind(new, *joined)
+        return _released(new, *joined)
 
     def gather_rows(self, x_TO: Tensor) -> Tensor:
         return self.group.all_gather(x_TO).flatten(0, 1)
@@ -116,21 +116,21 @@ class ShardedRows:
             x_TD, *rest = self.group.gather_rows(x.x_TD, *more)
             return Rows(x_TD), *rest
         data, scale, *rest = self.group.gather_rows(*x.quantized, *more)
-        # Where kernels read the codes, something of x's shape and dtype stands in for it.
+        # If kernels read the codes, an uninitialized tensor of x's shape and dtype replaces x.
         is_read = not chosen(x.x_TD)
         x_TD = self.gather_rows(x.x_TD) if is_read else x.x_TD.new_empty(data.shape)
         return Rows(x_TD, (data, scale)), *rest
 
 
-def _behind(new: PartialSum, x_TD: Tensor, total_TD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
-    """What `join` gives, once nobody reads what was new."""
+def _released(new: PartialSum, x_TD: Tensor, total_TD: Tensor, quantized: Quantized | None) -> tuple[Rows, Tensor]:
+    """The result of `reduce_add_norm`, after the memory of `new` is released."""
     if isinstance(new, ExpertOutputs):
         new.release()
     return Rows(x_TD, quantized), total_TD
 
 
 def row_sharding_of(group: Group, num_rows: int) -> RowSharding:
-    """What suits a step of so many rows."""
+    """The faster sharding for a step of `num_rows` rows."""
     size = group.shard.size
     is_sharded = size > 1 and num_rows >= MIN_SHARDED_ROWS and not num_rows % size
     return ShardedRows(group) if is_sharded else ReplicatedRows(group)

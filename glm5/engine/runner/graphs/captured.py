@@ -1,12 +1,12 @@
-"""CUDA graphs by key, in one pool of memory: pieces of a step that are recorded once and then launched as a whole.
+"""CUDA graphs by key, in one memory pool: pieces of a step that are captured once and then replayed.
 
-A piece takes nothing and returns nothing: it reads and writes tensors that stay where they are. Graphs hold addresses,
-so all of them are dropped once weights or cache lie elsewhere.
+A piece has no arguments and no result: it reads and writes tensors at fixed addresses. All graphs are dropped when
+weights or cache move.
 
-What else happens in the process can end a capture (cudaErrorStreamCaptureInvalidated): a graph that is destroyed by the
-thread that captures, as when the garbage collector finds a closed engine; a synchronization of the device by any
-thread, with which each capture begins; one of the capture's own stream. So captures of a process take turns, without
-the collector, on a stream that nothing else is given, and one that fails for others' doing is tried again.
+Other work of the process can invalidate a capture (cudaErrorStreamCaptureInvalidated): the capturing thread destroys a
+graph, for example when the garbage collector finds a closed engine; any thread synchronizes the device, as every
+capture does at its start; the capture's own stream is synchronized. So captures of a process are serialized, with the
+collector off, on a dedicated stream, and a capture that other threads disturbed is repeated.
 """
 
 import gc
@@ -32,8 +32,8 @@ _alone = threading.RLock()
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same for all engines of the process, as libraries keep workspaces of tens of megabytes for each stream.
-    Of high priority, as torch gives out its 32 streams of the usual one in turn, again and again."""
+    """One stream for all engines of the process, as libraries keep workspaces of tens of megabytes for each stream. Of
+    high priority, as torch reuses its 32 streams of normal priority in turn."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -56,7 +56,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 class Graphs:
-    """`captures`: whether pieces become graphs at all; else they run as they are."""
+    """`captures`: whether pieces become graphs; otherwise they run eagerly."""
 
     def __init__(self, passes: Passes, cache: KVCache, *, captures: bool):
         self.passes, self.cache, self.captures = passes, cache, captures
@@ -70,14 +70,14 @@ class Graphs:
         return key in self._graphs
 
     def run(self, key: Hashable, piece: Piece) -> None:
-        """A piece whose graph, if there are any, was captured."""
+        """Replay the captured graph of a piece; without captures, run the piece."""
         if self.captures:
             self._graphs[key].replay()
         else:
             piece()
 
     def capture(self, key: Hashable, piece: Piece, *, warm: bool) -> None:
-        """`warm`: run it first, so that kernels are compiled and libraries have chosen theirs."""
+        """Capture a piece. `warm`: run it first, so that kernels are compiled and libraries have chosen theirs."""
         with _undisturbed():
             for attempt in range(1, _ATTEMPTS + 1):
                 try:
@@ -105,15 +105,15 @@ class Graphs:
         return graph
 
     def _abandon_pool(self) -> None:
-        """Take another one: of a capture that failed, torch goes on recording what is allocated."""
+        """Use a new pool: after a failed capture, torch would keep recording allocations for the old one."""
         assert self._pool is not None
         end_recording = torch._C._cuda_endAllocateToPool  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         end_recording(self.cache.device.index or 0, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
 
     def forget_if_moved(self) -> None:
-        """Drop all graphs if what they read has moved. To be called before each step."""
+        """Drop all graphs if weights or cache have moved. Call it before each step."""
         if self.captures and (place := (self.passes.generation, self.cache.place)) != self._place:
             self._graphs.clear()
-            # Not the old one again: a pool whose graphs are gone is not taken back.
+            # A new pool, since torch does not reuse one whose graphs are gone.
             self._pool, self._place = torch.cuda.graph_pool_handle(), place

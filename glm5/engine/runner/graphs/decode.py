@@ -4,12 +4,12 @@
     sample   hidden states -> tokens, accepted       by number of sequences, depth and kind of sampling
     draft    MTP layer over the rows, then drafts    by number of sequences, depth, context bucket and kind of sampling
 
-What a step reads and writes lies where it always does: its batch, uploaded when it changes; tables of the slots and of
-the sampler; one tensor of results. So a step costs the host three launches and one copy, and waits for nothing. A piece
-that parameters ask more of (penalties, grammars, log-probabilities, top-p) runs as it is, with the same tokens.
+The inputs and outputs of a step have fixed addresses: its batch, uploaded when it changes; tables of the slots and of
+the sampler; one tensor of results. So a step costs the host three launches and one copy, and waits for nothing. If
+sampling parameters need more (penalties, grammars, log-probabilities, top-p), a piece runs without a graph.
 
-Context buckets are upper bounds of the keys that a token sees. They are few, as each has graphs of its own. Kernels
-skip keys that no token sees, but their grids are as large as the bucket.
+Context buckets are upper bounds of the keys that a token attends to. They are few, as each has graphs of its own.
+Kernels skip keys beyond a token's context, but their grids are as large as the bucket.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -34,13 +34,13 @@ from glm5.engine.sampling.params import Feature
 from glm5.kernels.commit_tokens import CommittedTokens, commit_tokens
 from glm5.kernels.step_rows import StepRows
 
-KINDS = (0, Feature.RANDOM)  # of sampling, that are captured
+KINDS = (0, Feature.RANDOM)  # the kinds of sampling that are captured
 _NEAR = 3  # buckets whose graphs are captured before the first request
 _CONTEXT_BUCKETS = (1, 2, 4, 16, 64)  # times index_topk; then the longest context
 
 
 def context_buckets_of(top_k: int, max_len: int) -> tuple[int, ...]:
-    """Buckets that contexts of up to `max_len` are rounded up to. Within the first, everything visible is read."""
+    """Context buckets up to `max_len`. Within the first one, attention reads all visible keys."""
     return (*[top_k * times for times in _CONTEXT_BUCKETS if top_k * times < max_len], max_len)
 
 
@@ -50,7 +50,7 @@ def context_bucket_of(max_end: int, context_buckets: Sequence[int]) -> int:
 
 
 class Shape(NamedTuple):
-    """Static shape of a step: sequences, and drafts that each may assume."""
+    """Static shape of a step: its sequences, and the most drafts of each."""
 
     num_seqs: int
     depth: int
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
 
 @dataclass
 class DeviceBatch:
-    """A batch's arrays: the fields are `Batch`'s."""
+    """The arrays of a `Batch` on the device, with the same fields."""
 
     slot_B: Tensor
     group_R: Tensor
@@ -80,7 +80,7 @@ class DeviceBatch:
 
 
 class Buffers:
-    """What steps of one shape read and write. `result`: tokens [C, J], counts [C], drafts [C, K], invalid rows [R]."""
+    """Inputs and outputs of one shape. `result`: tokens [C, J], counts [C], drafts [C, K], rows without a token [R]."""
 
     def __init__(self, shape: Shape, padding: Batch, like_D: Tensor, max_depth: int):
         device, C, J = like_D.device, shape.num_seqs, 1 + max_depth
@@ -89,7 +89,7 @@ class Buffers:
         self.on = DeviceBatch(*self.packed.split([len(part) for part in arrays(padding)]))
         self.position_R = torch.zeros(shape.num_rows, dtype=torch.int64, device=device)
         self.hidden_RD = like_D.new_zeros(shape.num_rows, like_D.shape[-1])
-        # -1, which stands for the last known token, then how far behind it each further draft is made.
+        # -1 for the last known token, then the offset from it at which each further draft is made.
         self.ahead_KC = torch.arange(-1, max(1, max_depth), device=device)[:, None].repeat(1, C)
         self.further_KR = torch.arange(2, device=device)[:, None].repeat(1, shape.num_rows)
         self.expert_RLA: Tensor | None = None
@@ -98,7 +98,7 @@ class Buffers:
         self._loaded: Batch | None = padding
 
     def load(self, batch: Batch) -> None:
-        """Upload a batch, unless it is the one that lies here."""
+        """Upload a batch, unless it is loaded already."""
         if self._loaded is not batch:
             packed = torch.from_numpy(_packed(batch))
             if self.packed.is_cuda:
@@ -106,15 +106,15 @@ class Buffers:
             self.packed.copy_(packed, non_blocking=True)
             self._loaded = batch
 
-    def parts(self, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(token_CJ, count_C, draft_CK, no_valid_token_R) of `result`, here or on the host."""
+    def unpack(self, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(token_CJ, count_C, draft_CK, no_valid_token_R) of `result`, on the device or the host."""
         tokens, counts, drafts, no_valid_token = result.split(list(self.sizes))
         C = self.shape.num_seqs
         return tokens.view(C, -1), counts, drafts.view(C, self.sizes[2] // C), no_valid_token
 
 
 class DecodeSteps:
-    """Runs decoding steps, by `graphs`, which are captured where they are missing."""
+    """Runs decoding steps by replaying `graphs`; missing ones are captured."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class DecodeSteps:
         self._is_warm = False
 
     def run(self, batch: Batch, shape: Shape, max_end: int, draft_depth: int) -> tuple[Buffers, Sampled | None]:
-        """Enqueue a step. Of what was sampled, only log-probabilities are not in the buffers."""
+        """Enqueue a step. Its results are in the buffers, except for log-probabilities."""
         self.graphs.forget_if_moved()
         buffers, context_bucket = self.buffers(shape), context_bucket_of(max_end, self.context_buckets)
         buffers.load(batch)
@@ -154,12 +154,12 @@ class DecodeSteps:
         return buffers, found
 
     def run_eagerly(self, buffers: Buffers, max_end: int) -> None:
-        """The target's piece as it is, whatever is captured."""
+        """Run the target's piece without a graph."""
         self._target(buffers, context_bucket_of(max_end, self.context_buckets))
 
     def run_padding(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Run the pieces as they are, on padding: (done, all) as it goes. One of each kind: kernels
-        differ by context bucket or by rows, not by both."""
+        """Run the pieces without graphs, on padding; yields (done, all). Kernels depend on context bucket or rows, not
+        on both, so not every pair is run."""
         shapes = _shapes(num_seqs, depths)
         for done, shape in enumerate(shapes, start=1):
             buffers = self.buffers(shape)
@@ -172,11 +172,11 @@ class DecodeSteps:
         self._is_warm = True
 
     def capture_all(self, num_seqs: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Capture graphs for these numbers of sequences and depths, the largest first: (done, all) as it goes.
-        Kernels must have been compiled.
+        """Capture graphs for these numbers of sequences and depths, the largest first; yields (done, all). Kernels must
+        have been compiled.
 
-        Contexts within the nearest buckets, greedy sampling and the targets of all; every other graph is captured when
-        there is a first step of it. Random draws have no kernels of our own: a first one takes milliseconds longer.
+        It captures the smallest context buckets and greedy sampling; every other graph is captured before its first
+        step. Random sampling uses only torch's kernels: its first step takes milliseconds longer.
         """
         shapes = _shapes(num_seqs, depths)
         for done, shape in enumerate(shapes, start=1):
@@ -198,7 +198,7 @@ class DecodeSteps:
             yield done, len(shapes)
 
     def buffers(self, shape: Shape) -> Buffers:
-        """Of a shape; made when first asked for."""
+        """The buffers of a shape, allocated on first use."""
         if shape not in self._buffers:
             padding = padding_batch(shape, len(self.slots.len_S) - 1)
             like_D = self.passes.model.model.norm.weight.detach()
@@ -216,7 +216,7 @@ class DecodeSteps:
             self.routing.clear()
         b.hidden_RD.copy_(self.passes.hidden(rows.id_T, view))
         if self.routing is not None:
-            expert_RLA = self.routing.take()
+            expert_RLA = self.routing.experts()
             if b.expert_RLA is None:
                 b.expert_RLA = torch.empty_like(expert_RLA)
             b.expert_RLA.copy_(expert_RLA)
@@ -227,13 +227,13 @@ class DecodeSteps:
         rows = Rows(slots_of_rows, on.sample_slot_Q, position_Q, on.sample_offset_Q)
         logits_QW = self.passes.logits(b.hidden_RD)
         sampled = self.sampler.sample(logits_QW, rows, draft_SK if slots.max_depth else None, features=kind)
-        *told, no_valid_token_R = b.parts(b.result)
+        *committed, no_valid_token_R = b.unpack(b.result)
         no_valid_token_R.copy_(sampled.no_valid_token_R)
-        if kind is None:  # what has been written is counted
+        if kind is None:  # penalties may count the committed tokens
             accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
             self.sampler.record(accepted, slots_of_rows)
         where = on.sample_slot_Q, on.sample_offset_Q, position_Q, draft_SK, on.slot_C, slots.token_SN, slots.len_S
-        commit_tokens(sampled.token_R, *where, CommittedTokens(*told))
+        commit_tokens(sampled.token_R, *where, CommittedTokens(*committed))
         return sampled
 
     def _draft(self, b: Buffers, context_bucket: int, depth: int, kind: int | None, slots_of_rows: Ints) -> None:
@@ -242,9 +242,9 @@ class DecodeSteps:
         view = self._view(b, self.slots.rows(on.slot_R, b.position_R, here_R, on.live_R), context_bucket)
         next_ids_R = self.slots.rows(on.slot_R, b.position_R, next_R, on.live_R).id_T
         extended = self.drafter.extend(view, next_ids_R, b.hidden_RD)
-        rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.parts(b.result)[1], b.ahead_KC)
+        rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.unpack(b.result)[1], b.ahead_KC)
         self.drafter.draft(extended, rows, depth, max_end=context_bucket, features=kind)
-        b.parts(b.result)[2].copy_(self.slots.draft_SK.index_select(0, on.slot_C))
+        b.unpack(b.result)[2].copy_(self.slots.draft_SK.index_select(0, on.slot_C))
 
     def _view(self, b: Buffers, rows: StepRows, context_bucket: int) -> StepView:
         on = b.on
@@ -258,7 +258,7 @@ class DecodeSteps:
         self.graphs.run(key, piece)
 
     def _graph(self, buffers: Buffers, key: Hashable, piece: Piece, *, warm: bool) -> None:
-        """Capture the graph of a piece, if it is missing. Nobody's rows warm it up: state is left as it is."""
+        """Capture the graph of a piece, if it is missing. The warm-up run computes padding, so it changes no state."""
         if self.graphs.has(key):
             return
         packed = buffers.packed.clone()
@@ -279,7 +279,7 @@ def _packed(batch: Batch) -> Ints:
 
 
 def padding_batch(shape: Shape, padding_slot: int) -> Batch:
-    """A batch of padding."""
+    """A batch of padding rows only."""
     C, R = shape.num_seqs, shape.num_rows
 
     def full(count: int, value: int = 0) -> Ints:

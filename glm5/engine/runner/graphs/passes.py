@@ -1,7 +1,7 @@
-"""Passes of deterministic mode as CUDA graphs: all have the same number of rows, so one graph for each context bucket
-(decode.py) does for any batch, and one more where drafts are made.
+"""Passes of deterministic mode as CUDA graphs. All have the same number of rows, so one graph for each context bucket
+(decode.py) serves any batch, and one more the draft layer.
 
-A row has a row of the page table to itself: which rows belong together is then no part of the shape either.
+Each row has its own row of the page table, so the grouping of rows into sequences is not part of the shape either.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +25,14 @@ from glm5.model.seams import Selection
 
 
 def can_capture(model: Glm5) -> bool:
-    """Whether nothing in a pass waits for the device: experts other than block-scaled ones have a loop on the host."""
+    """Whether a pass never synchronizes: experts other than block-scaled ones have a loop on the host."""
     is_static = all(isinstance(one.experts, BlockScaledExperts) for one in model.modules() if isinstance(one, MoE))
     return is_static and model.device.type == "cuda" and triton_support.chosen(model.model.norm.weight.detach())
 
 
 class PassRows:
-    """What passes of one context bucket read and write. Ids are the rows' or, for the draft layer, those of the tokens
-    after them. `key_RK`: keys that the draft layer selected, or is to read."""
+    """Inputs and outputs of passes of one context bucket. `id_R`: token ids of the rows or, for the draft layer, of the
+    tokens after them. `key_RK`: keys that the draft layer selected, or should read."""
 
     def __init__(self, cache: KVCache, num_rows: int, context_bucket: int, hidden_2RD: Tensor, key_RK: Tensor):
         device = cache.device
@@ -46,13 +46,13 @@ class PassRows:
         self.expert_RLA: Tensor | None = None
 
     def load(self, ids_R: Tensor, view: StepView) -> None:
-        """The rows of `view`. Columns of the page table behind its own are not read."""
-        mine, columns = self.view, view.table_BN.shape[1]
+        """Copy the rows of `view`. Kernels do not read further columns of the page table."""
+        own, columns = self.view, view.table_BN.shape[1]
         self.id_R.copy_(ids_R)
-        mine.table_BN[:, :columns].copy_(view.table_BN.index_select(0, view.group_T))
-        mine.positions_T.copy_(view.positions_T)
-        mine.end_T.copy_(view.end_T)
-        mine.place_T.copy_(view.place_T)
+        own.table_BN[:, :columns].copy_(view.table_BN.index_select(0, view.group_T))
+        own.positions_T.copy_(view.positions_T)
+        own.end_T.copy_(view.end_T)
+        own.place_T.copy_(view.place_T)
 
     def load_padding(self) -> None:
         for tensor in (self.id_R, self.view.positions_T, self.view.end_T):
@@ -105,7 +105,7 @@ class PassGraphs:
         return rows.extended_RD.clone(), Selection(rows.key_RK.clone())
 
     def capture_all(self, *, drafts: bool) -> Iterator[tuple[int, int]]:
-        """Capture everything that a step may need, the largest context bucket first: (done, all) as it goes."""
+        """Capture all graphs, the largest context bucket first; yields (done, all)."""
         self.graphs.forget_if_moved()
         for done, context_bucket in enumerate(reversed(self.context_buckets), start=1):
             rows = self._of(context_bucket)
@@ -127,7 +127,7 @@ class PassGraphs:
         return self._rows[context_bucket]
 
     def _run(self, key: tuple[object, ...], piece: Piece) -> None:
-        # To run a piece twice changes nothing: the same keys are written again.
+        # The warm-up run changes nothing: the piece writes the same keys again.
         if self.graphs.captures and not self.graphs.has(key):
             self._capture(key, piece)
         self.graphs.run(key, piece)

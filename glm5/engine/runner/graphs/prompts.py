@@ -1,12 +1,12 @@
-"""Steps that compute prompts, on a GPU: the model over all of their rows in few static shapes, captured as graphs.
+"""Steps with prompts, on a GPU: the model over all of their rows in few static shapes, captured as CUDA graphs.
 
     target    rows -> positions, hidden states
     extend    rows and the token after each -> hidden states and selection of the draft layer
 
-A shape is a number of rows, a width of the page table, a context bucket (decode.py), and whether all rows are those of
-whole prompts. What comes between and after (log-probabilities of prompts, sampling, further drafts) is little, of any
-number of rows, and runs without a graph while the device is busy with the target. Launched one by one, a layer's
-kernels keep the host busy for 2 ms: longer than the device takes for 2,000 tokens.
+A shape is a number of rows, a number of page table rows, a context bucket (decode.py), and whether all rows are those
+of full prompts. The other work (log-probabilities of prompts, sampling, further drafts) is small and has any number of
+rows; it is launched without a graph while the device computes the target. Launching a layer's kernels one by one takes
+the host 2 ms: longer than the device takes for 2,000 tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,12 +30,12 @@ from glm5.engine.runner.inputs.view import StepView
 from glm5.kernels.step_rows import StepRows
 from glm5.model.seams import Selection
 
-# Rows for each sequence from which on kernels take rows of the same sequence together.
+# From this many rows for each sequence on, kernels process rows of the same sequence together.
 _CROWDED = 8
 
 
 class PromptShape(NamedTuple):
-    """`num_groups`: rows of the page table, of which the last ones are padding's."""
+    """`num_groups`: rows of the page table; the last ones are padding. `is_whole`: all rows are of full prompts."""
 
     num_rows: int
     num_groups: int
@@ -44,7 +44,7 @@ class PromptShape(NamedTuple):
 
 
 class PromptRows:
-    """What the pieces of one number of rows and groups read and write. Hidden states and keys lie where others' do."""
+    """Inputs and outputs for one number of rows and groups. Hidden states and keys are shared with other numbers."""
 
     def __init__(self, num_rows: int, num_groups: int, hidden_2RD: Tensor, key_RK: Tensor):
         device = hidden_2RD.device
@@ -67,14 +67,14 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class PromptRun:
-    """What the target made of the rows of a step; the next step overwrites it."""
+    """Outputs of the target for the rows of a step; the next step overwrites them."""
 
     shape: PromptShape
     rows: PromptRows
 
 
 class PromptSteps:
-    """Runs the target and the draft layer over the rows of steps with prompts, by `graphs`."""
+    """Runs the target and the draft layer over the rows of steps with prompts, by replaying `graphs`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PromptSteps:
         self._most, self._padding_slot = len(slots.len_S), len(slots.len_S) - 1
         self._top_k = passes.model.cfg.index_topk
         self._rows: dict[tuple[int, int], PromptRows] = {}
-        # Those of fewer rows keep what they have when there must be more.
+        # When larger ones are allocated, shapes with fewer rows keep theirs.
         self._outputs = self._outputs_of(0)
         self._is_warm = False
 
@@ -109,15 +109,15 @@ class PromptSteps:
         return PromptRun(shape, rows)
 
     def extend(self, ran: PromptRun) -> Extended:
-        """Enqueue the draft layer over the same rows, now that the token after each is known."""
+        """Enqueue the draft layer over the same rows, after the token after each is known."""
         assert self.drafter is not None, f"{ran.shape=}"
         self._do("extend", ran.shape, ran.rows)
         is_selected = self.drafter.shares_selection and ran.shape.context_bucket > self._top_k
         return Extended(ran.rows.extended_RD, Selection(ran.rows.key_RK if is_selected else None))
 
     def shapes(self, token_buckets: Sequence[int]) -> list[PromptShape]:
-        """Shapes that differ in their kernels: every number of rows within the first two buckets, few sequences and
-        many; every larger context bucket for the most and the fewest rows."""
+        """Shapes that differ in their kernels: every number of rows within the first two context buckets, with few and
+        many sequences; every larger context bucket with the most and the fewest rows."""
         ends = {max(token_buckets), min(token_buckets)}
         return [
             PromptShape(rows, groups, context_bucket, is_whole=is_whole)
@@ -130,15 +130,15 @@ class PromptSteps:
 
     @torch.inference_mode()
     def run_padding(self, shape: PromptShape) -> None:
-        """A step as it is, whose rows are all padding: it leaves everything as it was."""
+        """Run a step of padding rows without a graph; it changes no state."""
         rows = self._padding(shape)
         self._target(rows, shape)
         if self.drafter is not None:
             self._extend(rows, shape)
 
     def capture_all(self, token_buckets: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Capture what most steps are: whole prompts, and prompts beside sequences that decode: (done, all) as it goes.
-        Kernels must have been compiled. Every other shape is captured when there is a first step of it."""
+        """Capture the most common shapes: full prompts, and prompts while others decode; yields (done, all). Kernels
+        must have been compiled. Every other shape is captured before its first step."""
         near = (self.context_buckets[0], self.context_buckets[0] <= self._top_k), (self.context_buckets[:2][-1], False)
         wanted = [
             PromptShape(rows, self._groups(rows)[0], context_bucket, is_whole)
@@ -154,7 +154,7 @@ class PromptSteps:
         self._is_warm = True
 
     def _groups(self, num_rows: int) -> list[int]:
-        """Rows that the page table may have: so few that rows are crowded, and as many as there are slots."""
+        """Allowed numbers of page table rows: few, with `_CROWDED` rows for each, and the number of slots."""
         few = min(num_rows // _CROWDED, self._most)
         return [few, self._most] if 1 < few < self._most else [self._most]
 
@@ -167,7 +167,7 @@ class PromptSteps:
         return self._rows[key]
 
     def _outputs_of(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """(hidden states of target and draft layer, keys that the draft layer selected if they are wanted)"""
+        """(hidden states of target and draft layer, keys that the draft layer selected, if drafts share them)"""
         like_D = self.passes.model.model.norm.weight.detach()
         num_keys = self._top_k if self.drafter is not None and self.drafter.shares_selection else 0
         keys_RK = torch.zeros(num_rows, num_keys, dtype=torch.int32, device=like_D.device)
@@ -179,7 +179,7 @@ class PromptSteps:
         return rows
 
     def _do(self, name: str, shape: PromptShape, rows: PromptRows) -> None:
-        # To run it twice changes nothing: the same keys are written again.
+        # The warm-up run changes nothing: the piece writes the same keys again.
         if self.graphs.captures and not self.graphs.has((name, shape)):
             self._capture(name, shape, rows, warm=not self._is_warm)
         self.graphs.run((name, shape), self._piece(name, shape, rows))
@@ -197,7 +197,7 @@ class PromptSteps:
             self.routing.clear()
         rows.hidden_RD.copy_(self.passes.hidden(where.id_T, self._view_at(rows, where, shape)))
         if self.routing is not None:
-            expert_RLA = self.routing.take()
+            expert_RLA = self.routing.experts()
             if rows.expert_RLA is None:
                 rows.expert_RLA = torch.empty_like(expert_RLA)
             rows.expert_RLA.copy_(expert_RLA)

@@ -1,1 +1,1 @@
-"""What a step is computed from: `batch.py` (rows), `slot_state.py` (state of requests), `view.py` (the cache)."""
+"""Inputs of a step: `batch.py` (rows), `slot_state.py` (state of sequences), `view.py` (the cache)."""

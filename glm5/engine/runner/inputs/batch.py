@@ -1,9 +1,9 @@
-"""The rows of a step in static shapes, as plain arrays: what a runner uploads.
+"""The rows of a step in static shapes, as plain arrays that a runner uploads.
 
-Rows of sequences lie one after the other, in the order of the plan. A step of decoding sequences alone has 1 + depth
-rows for each of a bucket of sequences, any other a bucket of rows. Rows that are nobody's belong to the padding slot.
+Rows are in the order of the plan's sequences. A step of decoding sequences only has 1 + depth rows for each of a
+bucket of sequences, any other step a bucket of rows. Padding rows belong to the padding slot.
 
-    R rows of the step    Q of them that sample a token    C sequences that do    B those with rows, one for padding
+    R rows of the step    Q rows that sample    C sequences that sample    B sequences with rows, and one for padding
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ Ints = NDArray[np.int64]
 class Batch:
     """Arrays of one step, int64.
 
-    `start_R`: position of the sequence's first row, -1 where the device knows it (decoding); `offset_R` counts from
-    there. `group_R` is the row of `slot_B` that a row belongs to. `sample_Q` are the rows that sample, with their
-    slot and how many drafts they assume; `first_C` is the first of them of each sequence that samples, as a row of
-    the step, and `place_C` the same as an index into Q. Padding comes last everywhere. `samples_all`: every row
-    belongs to a decoding sequence, and samples. `whole_prompts`: every row is one of a prompt that begins in this step,
-    with row `first_R` (of padding, a row behind it); `first_R` is empty where sequences decode alone.
+    `start_R`: position of the sequence's first row, -1 if only the device knows it (decoding); `offset_R` counts from
+    there. `group_R`: index of the row's sequence in `slot_B`. `sample_Q`: the rows that sample, with their slot and
+    the number of drafts before them; `first_C`: each sampling sequence's first such row, as a row of the step, and
+    `place_C` as an index into Q. Padding comes last everywhere. `samples_all`: every row belongs to a decoding
+    sequence, and samples. `whole_prompts`: every row belongs to a full prompt, which begins with row `first_R` (for
+    padding, beyond the last row); `first_R` is empty in steps without prompts.
     """
 
     slot_B: Ints
@@ -47,13 +47,13 @@ class Batch:
 
 
 class Packer:
-    """Makes batches, each once: while the same sequences decode, their batch is the same object.
+    """Makes batches. While the same sequences decode, it returns the same object.
 
-    `whole` rounds a number of rows up to what the model is run with.
+    `round_up` rounds a number of rows up to whole passes of the model.
     """
 
-    def __init__(self, padding_slot: int, whole: Callable[[int], int]):
-        self._padding_slot, self._whole = padding_slot, whole
+    def __init__(self, padding_slot: int, round_up: Callable[[int], int]):
+        self._padding_slot, self._round_up = padding_slot, round_up
         self._last: tuple[object, Batch] | None = None
 
     def pack(self, plan: StepPlan) -> Batch:
@@ -61,14 +61,14 @@ class Packer:
         bucket = plan.bucket
         assert bucket is not None, f"{plan.step=}"
         if not bucket.decodes_only:
-            return _pack(plan, bucket, self._padding_slot, self._whole)
+            return _pack(plan, bucket, self._padding_slot, self._round_up)
         key = bucket, plan.depth, [(item.slot, item.num_rows, item.samples) for item in plan.items]
         if self._last is None or self._last[0] != key:
-            self._last = key, _pack(plan, bucket, self._padding_slot, self._whole)
+            self._last = key, _pack(plan, bucket, self._padding_slot, self._round_up)
         return self._last[1]
 
 
-def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[int], int]) -> Batch:
+def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, round_up: Callable[[int], int]) -> Batch:
     items = plan.items
     slots = np.fromiter((item.slot for item in items), np.int64, len(items))
     counts = np.fromiter((item.num_rows for item in items), np.int64, len(items))
@@ -87,7 +87,7 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[in
         group_R = np.full(bucket.num_tokens, num_groups)
         group_R[: plan.num_tokens] = np.repeat(np.arange(len(items)), counts)
         offset_R = np.arange(bucket.num_tokens) - padded(np.cumsum(counts) - counts, num_groups + 1)[group_R]
-    num_rows = whole(len(group_R))
+    num_rows = round_up(len(group_R))
     group_R, offset_R = padded(group_R, num_rows, num_groups), padded(offset_R, num_rows)
     live_R = group_R < num_groups
     offset_R *= live_R
@@ -108,8 +108,8 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[in
         sample_slot_Q = np.repeat(slots[samples], num_sampled)
     num_sampling = len(first_rows)
     num_places = num_groups if bucket.decodes_only else _round_up(num_sampling)
-    Q = num_rows if bucket.decodes_only else whole(num_places * (1 + plan.depth)) if num_sampling else 0
-    C = whole(num_places) if num_sampling else 0
+    Q = num_rows if bucket.decodes_only else round_up(num_places * (1 + plan.depth)) if num_sampling else 0
+    C = round_up(num_places) if num_sampling else 0
     return Batch(
         slot_B=padded(slots, num_groups + 1, padding_slot),
         group_R=group_R,
@@ -130,7 +130,7 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, whole: Callable[[in
 
 
 def padding_rows(num_rows: int, num_seqs: int, padding_slot: int) -> Batch:
-    """Padding alone, in the shape of a step with prompts of so many sequences of which none samples."""
+    """Only padding rows, in the shape of a step with prompts of `num_seqs` sequences, of which none samples."""
 
     def full(count: int, value: int = 0) -> Ints:
         return np.full(count, value, dtype=np.int64)
@@ -155,7 +155,7 @@ def padding_rows(num_rows: int, num_seqs: int, padding_slot: int) -> Batch:
 
 
 def padded(values: Ints, length: int, fill: int = 0) -> Ints:
-    """`values` with as many times `fill` behind them as are missing."""
+    """`values` followed by `fill` up to `length`."""
     if len(values) == length:
         return values
     out = np.full(length, fill, dtype=np.int64)
@@ -169,5 +169,5 @@ def _round_up(count: int) -> int:
 
 
 def arrays(batch: Batch) -> Sequence[Ints]:
-    """The arrays that go to the device, in the order of their fields."""
+    """The arrays to upload, in the order of their fields."""
     return [value for value in vars(batch).values() if isinstance(value, np.ndarray)]

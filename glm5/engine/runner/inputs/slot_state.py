@@ -1,7 +1,7 @@
-"""What the device knows of each slot: token ids, true length, drafts, and the row of the page table.
+"""State of each slot on the device: token ids, true length, drafts, and the row of the page table.
 
-A step reads and writes these tables in place, so the next one can be enqueued before anybody has read its tokens. The
-last slot is padding's. Beyond the true length the token table holds the drafts that a step tries, while it does.
+A step reads and writes these tables in place, so the next one can be enqueued before the host has read its tokens. The
+last slot is for padding. During a step, the token table holds its drafts beyond the true length.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from glm5.engine.scheduler.plan import Entered, TableEntry
 from glm5.kernels.step_rows import StepRows, step_rows
 from glm5.kernels.upload import upload
 
-# Letters beside those of `glm5.model`: S slots, the last for padding; N columns of a table; C sequences that sample.
+# Letters not in `glm5.model`: S slots, the last for padding; N columns of a table; C sampling sequences.
 
 
 class SlotState:
@@ -34,16 +34,16 @@ class SlotState:
     ):
         S = num_slots + 1
         self.page_size, self.dump_page, self.max_depth, self.device = page_size, dump_page, max_depth, device
-        # Rows of sequences that have ended go on until that is known: a step's rows, and what is drafted behind them.
+        # A sequence that has ended may still get rows until the host knows: a step's rows, and drafts after them.
         self.token_SN = torch.zeros(S, max_len + 4 * (1 + max_depth), dtype=torch.int64, device=device)
         self.len_S = torch.ones(S, dtype=torch.int64, device=device)
         self.draft_SK = torch.zeros(S, max_depth, dtype=torch.int64, device=device)
-        # The last column is never a sequence's: positions beyond its pages are looked up there.
+        # The last column always has the dump page: positions beyond the other columns are looked up there.
         self.num_columns = -(-max_len // page_size) + 1
         self.table_SN = torch.full((S, self.num_columns), dump_page, dtype=torch.int32, device=device)
 
     def enter(self, entered: Sequence[Entered]) -> None:
-        """Sequences take their slots with the tokens and pages that they have."""
+        """Write tokens, length and pages of newly admitted sequences."""
         parts = [_ints([one.slot for one in entered]), _ints([len(one.token_ids) for one in entered])]
         for one in entered:
             parts += [_ints(one.token_ids), padded(_ints(one.pages), self.num_columns, self.dump_page)]
@@ -54,13 +54,13 @@ class SlotState:
         self.len_S.index_copy_(0, slot_B, len_B)
 
     def change(self, table: Sequence[TableEntry]) -> None:
-        """Entries of page table rows are others from now on."""
+        """Write changed entries of the page table."""
         if table:
             slots, columns, pages = upload(np.array(table, dtype=np.int64), self.device).unbind(dim=1)
             self.table_SN[slots, columns] = pages.int()
 
     def positions(self, slot_R: Tensor, start_R: Tensor, offset_R: Tensor) -> Tensor:
-        """Position of each row: `start` + offset, or, where start is -1, counted from the last known token."""
+        """Position of each row: start + offset; a start of -1 stands for the last known token."""
         if self.device.type == "cpu":  # NumPy: a fraction of the time that tensors this small cost
             start, length = start_R.numpy(), self.len_S.numpy()[slot_R.numpy()]
             return torch.from_numpy(np.where(start < 0, length - 1, start) + offset_R.numpy())
@@ -78,8 +78,8 @@ class SlotState:
         where = slot_R, start_R, offset_R, live_R
         return step_rows(*where, *tables, page_size=self.page_size, dump_page=self.dump_page)
 
-    def take(self, token_R: Tensor, slot_R: Tensor, position_R: Tensor, accepted: Accepted) -> None:
-        """Sampled tokens take their places, and lengths grow by the accepted ones."""
+    def commit(self, token_R: Tensor, slot_R: Tensor, position_R: Tensor, accepted: Accepted) -> None:
+        """Write sampled tokens, and increase lengths by the accepted ones."""
         if self.device.type == "cpu":
             self.token_SN.numpy()[slot_R.numpy(), position_R.numpy()] = token_R.numpy()
         else:
@@ -87,13 +87,13 @@ class SlotState:
         self.len_S += accepted.count_S
 
     def assume(self, slot_C: Tensor) -> None:
-        """Put the drafts of these slots behind their tokens, for a step that assumes them. They may be of long ago, and
-        what was sampled since may lie there now."""
+        """Write the drafts of these slots after their tokens, for a step that checks them. (Older drafts, or tokens
+        sampled since, may be there.)"""
         if self.max_depth:
             place_CK = self.len_S[slot_C][:, None] + torch.arange(self.max_depth, device=self.device)
             self.token_SN[slot_C[:, None], place_CK] = self.draft_SK[slot_C]
 
 
 def _ints(numbers: Sequence[int]) -> Ints:
-    # From a list a third of the time that torch.tensor takes.
+    # For a list, a third of the time of torch.tensor.
     return np.fromiter(numbers, np.int64, len(numbers))

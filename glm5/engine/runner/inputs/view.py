@@ -1,7 +1,7 @@
 """The keys of a step: a `KVView` over rows of many sequences, in static shapes.
 
-Rows name the sequence that they belong to (a row of `table_BN`) and their position. A row of padding sees no key, and
-writes to the dump page.
+Each row has its sequence (a row of `table_BN`) and its position. A padding row attends to no key, and writes to the
+dump page.
 """
 
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ from glm5.parallel.table import Shard
 
 @dataclass(slots=True)
 class StepView:
-    """`group_T` int32: row of the page table `table_BN`; `end_T` int32: keys that each token sees; `place_T`: the slot
-    of the pool that its own key goes to. No token sees more than `max_end` keys. `invariant`: results do not depend on
-    what else is in the batch, bit for bit; every token then selects keys, however few there are.
+    """`group_T` int32: row of the page table `table_BN`; `end_T` int32: number of keys that each token attends to;
+    `place_T`: the slot of the pool for its own key. No token attends to more than `max_end` keys. `invariant`: results
+    do not depend on the rest of the batch, bit for bit; every token then selects keys, however few there are.
 
-    `first_T` int32: where all rows are those of whole prompts, the row with which each token's prompt begins; of
-    padding, one behind it.
+    `first_T` int32: if all rows are those of full prompts, the row at which each token's prompt begins; for padding, a
+    row after its own.
 
-    `num_shares`: of a step's rows, of which these are one.
+    `num_shares`: number of shards of the step's rows, of which this view is one.
     """
 
     cache: KVCache
@@ -64,9 +64,9 @@ class StepView:
         max_end: int,
         invariant: bool,
     ) -> "StepView":
-        """A view of tokens at these positions of the sequences in these slots; those that are not live are padding."""
+        """A view of tokens at these positions of the sequences in these slots. Rows that are not live are padding."""
         size = cache.page_size
-        # Few widths, so that shapes stay few too.
+        # Few widths, for few shapes.
         num_pages = min(_round_up(-(-max_end // size)), slots.num_columns)
         if positions_T.is_cpu:
             table_BN, end_T, where = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
@@ -89,13 +89,13 @@ class StepView:
     def at(
         cls, cache: KVCache, slots: SlotState, rows: StepRows, *, slot_B: Tensor, group_T: Tensor, max_end: int
     ) -> "StepView":
-        """A view of rows whose places are known; of `group_T` int32."""
+        """A view of rows whose places are computed already; `group_T` is int32."""
         num_pages = min(_round_up(-(-max_end // cache.page_size)), slots.num_columns)
         table_BN = slots.table_SN[:, :num_pages].index_select(0, slot_B)
         return cls(cache, table_BN, rows.position_T, group_T, rows.end_T, rows.place_T, max_end, invariant=False)
 
     def parts(self, num_rows: int) -> Iterator["StepView"]:
-        """Views of `num_rows` tokens each, which divides their number; to be run in order."""
+        """Views of `num_rows` tokens each, to be run in order. The number of tokens must be a multiple."""
         for first in range(0, len(self.positions_T), num_rows):
             span = slice(first, first + num_rows)
             yield replace(
@@ -112,7 +112,7 @@ class StepView:
             )
 
     def share(self, shard: Shard) -> "StepView":
-        """A view of the rows of one of the ranks that share them."""
+        """A view of one rank's shard of the rows."""
         if shard.size == 1:
             return self
         parts = self.parts(len(self.positions_T) // shard.size)
@@ -120,7 +120,7 @@ class StepView:
 
     @property
     def reads_all(self) -> bool:
-        """Never: a cache keeps index keys for tokens to come."""
+        """False: the cache needs index keys for later tokens."""
         return False
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
@@ -130,7 +130,7 @@ class StepView:
         self.cache.append_index_key(layer_idx, self.place_T, key_TI, self._where)
 
     def selects(self, top_k: int) -> bool:
-        """Whether any token may see more keys than it selects."""
+        """Whether any token may have more visible keys than it selects."""
         return self.max_end > top_k or self.invariant
 
     def select(
@@ -142,8 +142,8 @@ class StepView:
         scale: float,
         rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Selection:
-        """`rotation`: (cos, sin), with which the first dimensions of queries are yet to be rotated."""
-        # (With `invariant` the width of a selection is always the same, or sums would be taken in another order.)
+        """`rotation`: (cos, sin) for the first dimensions of queries, if they are not rotated yet."""
+        # (With `invariant` a selection always has the same width: otherwise the order of sums would change.)
         if not self.selects(top_k):
             return Selection(None)
         where = (self.table_BN, self.group_T, self.end_T)
@@ -173,7 +173,7 @@ class StepView:
     def attend_expanded(
         self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float
     ) -> None:
-        """Never: a cache holds latents. (Whole prompts on a GPU: lower.py.)"""
+        """None: the cache holds latents. (Full prompts on a GPU: fused_model.py.)"""
 
     def host_keys(self, layer_idx: int) -> HostKeys | None:
         """Where the layer's keys lie, if in float32 in host memory, for native code (runner/native.py); else None."""
@@ -185,7 +185,7 @@ class StepView:
         return HostKeys(self._step, *pools, sees_few=self.max_end <= self.cache.cfg.index_topk)
 
     def _few(self, num_heads: int) -> FewQueries | None:
-        """One plan for all layers, where there are few queries on a CPU."""
+        """On a CPU with few queries, their plan, which all layers share."""
         if num_heads not in self._is_few:
             self._is_few[num_heads] = not self.invariant and few_queries(
                 self.table_BN, self.end_T, num_heads, self.max_end
@@ -204,7 +204,7 @@ class StepView:
 def _on_host(
     cache: KVCache, slots: SlotState, slot_B: Tensor, slot_T: Tensor, positions_T: Tensor, live_T: Tensor
 ) -> tuple[Tensor, Tensor, Where]:
-    """(table_BN of all columns, end_T, pages and offsets of place_T) by NumPy, which takes a fraction of the time."""
+    """(table_BN of all columns, end_T, pages and offsets of place_T) by NumPy, in a fraction of torch's time."""
     positions, table_SN = positions_T.numpy(), slots.table_SN.numpy()
     column, offset = np.divmod(positions, cache.page_size)
     page = table_SN[slot_T.numpy(), np.minimum(column, slots.num_columns - 1)].astype(np.int64)
