@@ -121,9 +121,8 @@ class Access:
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         if not self._has_access(tenant, path):
             needed = "admin" if is_admin else "metrics or admin" if path in _METRICS_PATHS else "user or admin"
-            raise ApiError(
-                403, f"the role of this API key is {tenant.role}; allowed on this route: {needed}", code="forbidden"
-            )
+            message = f"the role of this API key is {tenant.role}; allowed on this route: {needed}"
+            raise ApiError(403, message, code="forbidden")
         return tenant
 
     def _has_access(self, tenant: Tenant, path: str) -> bool:

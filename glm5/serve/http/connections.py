@@ -262,11 +262,7 @@ class _StrictHttp(h11.Connection):
             event = super().next_event()
         except h11.RemoteProtocolError as error:
             if error.error_status_hint == 431:
-                self._refuse(
-                    431,
-                    f"the request line or a header is too long; allowed: {MAX_HEAD_BYTES} bytes",
-                    "headers_too_large",
-                )
+                self._refuse(431, f"a part of the head is longer than {MAX_HEAD_BYTES} bytes", "headers_too_large")
             else:
                 self._refuse(400, f"this is not a request in HTTP/1.1: {error}", "bad_http")
             return h11.NEED_DATA

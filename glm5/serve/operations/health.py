@@ -22,7 +22,7 @@ router = APIRouter(tags=["health"])
 
 PROBE_SECONDS = 20.0
 WARM_UP_TOKENS = 4
-_SALT = "health"  # no tenant has this cache salt: theirs begin with "key:" or "shared:"
+_SALT = "health"  # no tenant has this cache salt: theirs are empty or contain ":" or "/"
 
 
 def check_health(service: Service) -> None:
@@ -83,9 +83,7 @@ class Probe:
         """Raises ApiError 503 when no token is generated in time."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._generate(engine))
-            self._task.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # marks the exception as retrieved even if every client has disconnected
+            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks it as retrieved
         await asyncio.shield(self._task)  # a client that disconnects does not cancel it for the others
 
     async def _generate(self, engine: Engine) -> None:

@@ -19,7 +19,7 @@ async def metrics(service: Service = Depends(get_service)) -> Response:
     server_metrics = service.metrics
     try:
         async with asyncio.timeout(STATS_SECONDS):
-            server_metrics.take_stats(await service.engine.stats())
+            server_metrics.set_engine_stats(await service.engine.stats())
     except TimeoutError:
         pass
     except GlmError:

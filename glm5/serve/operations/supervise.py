@@ -68,10 +68,8 @@ class ServerSetup:
 
 
 def run(setup: ServerSetup, listener: socket.socket) -> None:
-    """Serve until a signal arrives.
-
-    Raises EngineDead when the engine has died and is not restarted, whatever the first `start` raises, and
-    KeyboardInterrupt for Ctrl-C before the first engine runs."""
+    """Serve until a signal arrives. Raises EngineDead when the engine has died and is not restarted, whatever the first
+    `start` raises, and KeyboardInterrupt for Ctrl-C before the first engine runs."""
     setup.state.not_serving = "it is being loaded"
     app = AppWhenReady(setup.state)
     server = Server(app, listener, setup.client_timeout)
@@ -108,8 +106,7 @@ class _Signals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Within the block a signal raises KeyboardInterrupt, or SystemExit for SIGTERM. An earlier signal does so on
-        entry."""
+        """In the block signals raise KeyboardInterrupt, or SystemExit for SIGTERM; an earlier one does on entry."""
         self._raises = True
         try:
             if self.level != RUNNING:
