@@ -1,13 +1,13 @@
-"""Values of tool arguments: from the text that a model wrote to JSON, as the function's schema has it.
+"""Converts tool arguments from the text that a model wrote to JSON, guided by the function's schema.
 
-    only a string allowed    the text as it is, whatever it looks like
-    otherwise                the first reading of the text that the schema admits
-    none admitted            the text as a string if strings are allowed, else its first reading, else the text
+    only strings allowed     the text as it is
+    otherwise                the first reading of the text that fits the schema
+    no reading fits          the text as a string if strings are allowed, else its first reading, else the text
 
 Readings, in order: the text as JSON; the text un-escaped once and then as JSON; the text as a Python
 literal. A quoted number is read as a number where numbers but no strings are allowed. Where strings are
-allowed, too, only the JSON of something else is un-escaped and Python is not tried. Where the schema
-says nothing: JSON, or digits grouped with underscores, else the text.
+allowed, too, un-escaped JSON must not be a string, and Python literals are not tried. Without a type in the
+schema: JSON, or digits grouped with underscores, else the text.
 """
 
 import ast
@@ -23,17 +23,17 @@ from glm5.chat.schema import Node, Schema
 from glm5.common.budget import Budget
 
 MAX_LITERAL = 1 << 16
-"""Characters of text that are tried as a Python literal, whose parser takes memory in plenty."""
+"""Longest text that is tried as a Python literal: the parser needs much memory."""
 _TEXT = frozenset({"string"})
 _GROUPED_DIGITS = re.compile(r"-?\d+(_\d+)+")
 
 
 class Arguments:
-    """How to read the arguments of one function, `owner`'s. Raises RequestError where the schema takes more than the
-    budget to read: all of it is read here, so that a value takes little afterwards.
+    """Converts the arguments of one function. `owner` names it in errors. The schema is analysed here, once; raises
+    RequestError if that exceeds the budget.
 
-    `depend_on_each_other`: the types of some depend on the values of others (a union of objects), so
-    that none can be read before all are there.
+    `depend_on_each_other`: the types of some arguments depend on the values of others (a union of
+    objects), so they can only be converted together.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Arguments:
         )
 
     def is_text(self, key: str) -> bool:
-        """Whether the value can only be a string, so that it is known before it is complete."""
+        """Whether the value can only be a string, so that it can be streamed before it is complete."""
         return self._types.get(key) == _TEXT
 
     def read(self, key: str, text: str) -> str:
@@ -61,14 +61,14 @@ class Arguments:
         return self._read(self._nodes.get(key), _Value(text))[0]
 
     def read_all(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        """JSON of all values of a call, under the first alternative that admits them all, or most of them."""
+        """JSON of all values of a call, by the first alternative that fits most of them."""
         values = [(key, _Value(text)) for key, text in pairs]
         readings = [[self._read(way.get(key), value) for key, value in values] for way in self._ways]
         best = max(readings, key=lambda reading: sum(admitted for _, admitted in reading))
         return [value for value, _ in best]
 
     def _read(self, node: Node, value: "_Value") -> tuple[str, bool]:
-        """JSON of a value, and whether the schema admits it."""
+        """JSON of a value, and whether it fits the schema."""
         types, text = self._schema.types(node), value.text
         if types == _TEXT:
             return dump(text), self._admits(node, value, text, dump(text))
@@ -86,8 +86,8 @@ class Arguments:
 
 
 class _Value:
-    """The text of one value, and what has been found out about it. `admitted`: by the JSON of a reading, which schemas
-    admit it."""
+    """The text of one value, with its readings cached. `admitted`: for the JSON of each reading, the schemas that it
+    fits."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -107,7 +107,7 @@ class _Value:
 
 
 def dump(value: Any) -> str:
-    """JSON with text as it is; escaped only where it holds half of a surrogate pair, which has no UTF-8 form."""
+    """JSON without ASCII escapes, except for text with a lone surrogate, which UTF-8 cannot encode."""
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return written if written.isascii() or _has_utf8(written) else json.dumps(value, allow_nan=False)
 
@@ -156,7 +156,7 @@ def _from_python(text: str) -> Iterator[tuple[Any, str]]:
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\d" is kept as it is; that Python would rather see "\\d" is no matter
+            warnings.simplefilter("ignore")  # Python warns about invalid escapes such as "\d"
             written = dump(ast.literal_eval(text.strip()))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return
@@ -164,7 +164,7 @@ def _from_python(text: str) -> Iterator[tuple[Any, str]]:
 
 
 def _quoted_number(value: Any, types: frozenset[str] | None) -> Iterator[tuple[Any, str]]:
-    """A number that was written as a string: with a fraction only where the schema has "number"."""
+    """A number that was written as a string; only an integer if the schema does not allow "number"."""
     if not isinstance(value, str):
         return
     whole = types is not None and "number" not in types

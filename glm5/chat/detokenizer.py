@@ -1,8 +1,8 @@
-"""Text from token ids as they arrive, a whole character at a time.
+"""Incremental detokenization: text from token ids as they arrive, in complete characters.
 
 A byte-level token is a string of bytes, and a character may be spread over several tokens. The bytes
-of an unfinished character are held back, so each token costs time in its own length and no more, and
-what has been handed out never changes. All pieces and `finish()` together equal `Tokenizer.decode`.
+of an unfinished character are held back, so text that was returned never changes. The cost of a token depends
+only on its own length. All pieces and `finish()` together equal `Tokenizer.decode`.
 """
 
 import codecs
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Printable stand-in -> byte, the code in which byte-level vocabularies are written.
+    """Maps printable characters to the bytes that they represent in byte-level vocabularies.
 
     A byte that is a visible Latin-1 character stands for itself; the others take the code points from
     256 on, in order.
@@ -21,7 +21,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class TextStream:
-    """One answer's text. `token_bytes` gives the bytes of a token id (none for ids that have no text)."""
+    """The text of one answer. `token_bytes` returns the bytes of a token id (empty for ids without text)."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes

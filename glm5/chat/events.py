@@ -1,6 +1,6 @@
-"""What a parsed answer consists of, as it arrives (events) and as a whole (`collect`).
+"""The parts of a parsed answer: stream events, and the complete answer (`collect`).
 
-The whole is by definition the concatenation of the events: there is no second way to parse.
+The complete answer is always the concatenation of the events.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call begins: its number in the answer, a new id, and the whole name of the function."""
+    """A tool call begins: its index in the answer, a new id, and the complete function name."""
 
     index: int
     id: str
@@ -40,7 +40,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """A call is finished. A call without one was cut off: its arguments are a beginning of JSON."""
+    """A tool call is complete. A call without this event was cut off: its arguments are incomplete JSON."""
 
     index: int
 
@@ -50,7 +50,7 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | Tool
 
 @dataclass(slots=True)
 class ParsedCall:
-    """A tool call; `arguments` is the JSON text of an object, only a beginning of it unless `complete`."""
+    """A tool call. `arguments` is the JSON text of an object; it is cut off unless `complete`."""
 
     id: str
     name: str
@@ -60,7 +60,7 @@ class ParsedCall:
 
 @dataclass(slots=True)
 class Parsed:
-    """A whole answer. `reasoning` and `content` are None where there is none."""
+    """A complete answer. `reasoning` and `content` are None if they are empty."""
 
     reasoning: str | None = None
     content: str | None = None
@@ -68,12 +68,12 @@ class Parsed:
 
     @property
     def complete(self) -> bool:
-        """False where a call was cut off."""
+        """False if a tool call was cut off."""
         return all(call.complete for call in self.tool_calls)
 
 
 def collect(events: Iterable[Event]) -> Parsed:
-    """The whole answer of a stream of events."""
+    """The complete answer from its events."""
     reasoning: list[str] = []
     content: list[str] = []
     starts: list[ToolCallStart] = []

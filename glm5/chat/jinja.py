@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """The template of `source`; raises jinja2.TemplateSyntaxError, which knows the line."""
+    """Compile `source`; raises jinja2.TemplateSyntaxError with the line number."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControls]
     )
@@ -30,7 +30,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the model wrote, for training; its body is all here."""
+    """`{% generation %} ... {% endgeneration %}` marks the model's output; only its body is rendered here."""
 
     tags = {"generation"}
 
@@ -46,7 +46,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, where jinja2's own filter escapes it for HTML."""
+    """Plain JSON; jinja2's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

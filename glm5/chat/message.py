@@ -1,4 +1,4 @@
-"""Messages and tools in OpenAI's shape, checked and brought into the one form that templates expect.
+"""Validates messages and tools in OpenAI's format, and normalizes them for chat templates.
 
     role        system, user, assistant or tool; developer is read as system
     content     text, or parts; None is "" and parts that are all text are joined
@@ -6,7 +6,7 @@
     tool_calls  {"id", "type", "function": {"name", "arguments"}} with arguments as a mapping
     tools       {"type": "function", "function": {"name", ...}}; a bare function is wrapped
 
-Normalising twice changes nothing. Each thing that is wrong is one RequestError whose `param` is its path.
+Normalizing twice changes nothing. Invalid input raises a RequestError whose `param` is the path of the field.
 """
 
 import json
@@ -23,14 +23,14 @@ MEDIA_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url",
 
 
 def normalize_messages(messages: Any) -> list[Message]:
-    """A new list of new messages; the argument is not changed. Keys that are not known are kept."""
+    """Normalized copies of messages. Unknown keys are kept."""
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages must be a list of at least one message, got {_shown(messages)}", "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def normalize_tools(tools: Any) -> list[Tool] | None:
-    """Tools in the wrapped form, or None where there are none."""
+    """Normalized tools, or None if there are none."""
     if tools is None:
         return None
     if not isinstance(tools, list):
@@ -93,7 +93,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Arguments as a mapping: given as one, or as the JSON text of one; none at all is no arguments."""
+    """Arguments as a mapping, from a mapping or its JSON text. None and "" mean no arguments."""
     if arguments is None or arguments == "":
         return {}
     parsed = arguments
@@ -122,7 +122,7 @@ def _content(content: Any, where: str, role: str) -> str | list[Any]:
 
 
 def _part(part: Any, where: str, role: str) -> str | dict[str, Any]:
-    """A part of a content: its text, or the part itself where it is something else."""
+    """A content part: the text of a text part, otherwise the part itself."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -170,6 +170,6 @@ def _function_name(holder: Mapping[str, Any], where: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message: its JSON or Python form, cut short."""
+    """A value for an error message, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,14 +1,14 @@
-"""Reasoning, text and tool calls of an answer, while it is being written: one state machine.
+"""Streaming parser of answers: splits them into reasoning, text and tool calls, with one state machine.
 
     answer   = [<think>] reasoning </think> (text | call)*
     call     = <tool_call> name (<arg_key> key </arg_key> <arg_value> value </arg_value>)* </tool_call>
 
-White space around name, keys and pairs does not count (GLM-4.5 puts line breaks there); values are kept
-as they are. A tag is the tag's own token. Its spelling counts only where the tokenizer has no such
-token, so text that spells a tag is text. A tag in a place where it means nothing is text, too.
+White space around names, keys and pairs is ignored (GLM-4.5 puts line breaks there); values are kept as
+they are. A tag is a special token. Text that spells a tag is text, unless the tokenizer lacks that token.
+A tag in a place where the grammar does not allow it is text, too.
 
-What has been handed out is final: an answer can be cut anywhere and gives the same events but for where
-the deltas are divided. Each character is looked at once.
+Events are final. Splitting the same answer into other pieces changes only where deltas are divided. Each
+character is processed once.
 """
 
 import logging
@@ -45,13 +45,13 @@ _LONGEST_TAG = max(map(len, TAGS))
 
 
 class HasTokens(Protocol):
-    """All that is needed of a tokenizer: the id of a tag's token, or None."""
+    """The part of a tokenizer that the parser needs: the id of a tag's token, or None."""
 
     def id_of(self, token: str, /) -> int | None: ...
 
 
 class _At(Enum):
-    """Where in the answer we are."""
+    """The states of the parser."""
 
     START = auto()
     REASONING = auto()
@@ -65,7 +65,7 @@ class _At(Enum):
 
 @dataclass
 class _Call:
-    """The call being read. Its `index` is None, and none of it is handed out, if its function is unknown."""
+    """The current tool call. `index` is None for an unknown function, whose call produces no events."""
 
     index: int | None
     arguments: Arguments
@@ -75,8 +75,8 @@ class _Call:
 
 
 class Functions(dict[str, Arguments]):
-    """The functions that may be called, by name: what any number of parsers need of the tools, worked out once.
-    RequestError for tools whose schemas take too long to read."""
+    """The functions that may be called, by name, with their schemas analysed once for any number of parsers. Raises
+    RequestError for tools whose schemas exceed the budget."""
 
     def __init__(self, tools: Any) -> None:
         budget = reading_budget()
@@ -87,12 +87,11 @@ class Functions(dict[str, Arguments]):
 
 
 class OutputParser:
-    """Parser of one answer. Feed it the tokens in order, then `finish`; gather with `collect`.
+    """Parses one answer. Feed it the tokens in order, then call `finish`; `collect` joins the events.
 
     `reasoning`: the answer begins inside reasoning (`ChatTemplate.starts_in_reasoning`); otherwise all
-    of it is content. `parse_tools`: calls are looked for; otherwise their tags are text. Calls of
-    functions that are not among `tools` are dropped with a warning; without `tools` every name will do. `tools`: as
-    requests have them, or `Functions`.
+    of it is content. `parse_tools`: parse tool calls; otherwise their tags are text. `tools`: the tools of a request,
+    or `Functions`. Calls of other functions are dropped with a warning; without `tools` every name is accepted.
     """
 
     def __init__(
@@ -107,17 +106,17 @@ class OutputParser:
             at: re.compile("|".join(map(re.escape, tags))) if tags else None for at, tags in self._spelled.items()
         }
         self._at = _At.START if reasoning else _At.CONTENT
-        self._tail = ""  # the end of the text so far, where it may become a spelled tag
-        self._blank: list[str] | None = []  # white space before any other content; None once there was some
-        self._buffer: list[str] = []  # name, key or value being read
+        self._tail = ""  # end of the text that may be the beginning of a spelled tag
+        self._blank: list[str] | None = []  # white space before the first content; None after that
+        self._buffer: list[str] = []  # current name, key or value
         self._key = ""
-        self._sends_value = False  # the value is a string for certain, so its pieces go out as they come
+        self._sends_value = False  # the value can only be a string, so it is streamed
         self._call = _Call(None, Arguments(None))
         self._num_calls = 0
         self._events: list[Event] = []
 
     def _plan_moves(self, *, reasoning: bool, parse_tools: bool) -> dict[tuple[_At, str], Callable[[], None]]:
-        """What each tag does in each place where it means something."""
+        """The transition table: the action of each tag in each state that allows it."""
         moves: dict[tuple[_At, str], Callable[[], None]] = {}
         if reasoning:
             for at in (_At.START, _At.REASONING):
@@ -142,10 +141,10 @@ class OutputParser:
         return moves
 
     def feed(self, token_id: int | None, text: str) -> list[Event]:
-        """Events of one more token and the text that it completed, or of text that came without tokens.
+        """Events of the next token with its text, or of text without a token.
 
-        The text of a tag's token may hold what earlier tokens had left unfinished before it, and may lack
-        the tag itself where special tokens are not shown: then it is not shown in the content either.
+        The text of a tag's token may begin with characters that earlier tokens left unfinished. It may lack the
+        tag itself if special tokens are skipped; then the content does not show the tag either.
         """
         tag = None if token_id is None else self._tag_of_id.get(token_id)
         if tag is None:
@@ -157,7 +156,7 @@ class OutputParser:
         return self._take()
 
     def finish(self) -> list[Event]:
-        """Events of the end: text that might have become a tag, and a call whose name was never confirmed."""
+        """The last events: text held back as a possible tag, and a call whose name was never completed."""
         self._release_tail()
         if self._at is _At.NAME:
             self._give_back_call()
@@ -173,7 +172,7 @@ class OutputParser:
         self._read_plain(tail)
 
     def _read(self, text: str) -> None:
-        """Text that may spell tags, after what was held back of the text before."""
+        """Process text that may spell tags, after the text that was held back."""
         text, self._tail = self._tail + text, ""
         start = 0
         while start < len(text):
@@ -189,12 +188,12 @@ class OutputParser:
             start = found.end()
 
     def _possible_tag(self, text: str, start: int) -> int:
-        """Where the tail of `text` begins that may become a spelled tag; its end if there is none."""
+        """Where a possible tag at the end of `text` begins; the end of `text` if there is none."""
         at = text.rfind("<", max(start, len(text) - _LONGEST_TAG))
         return at if at >= 0 and any(tag.startswith(text[at:]) for tag in self._spelled[self._at]) else len(text)
 
     def _read_tag(self, tag: str, *, shown: bool) -> None:
-        """A tag: what it does here, or else text. Within a call it is data, shown or not."""
+        """Process a tag: its action in this state, else it is text. Within a call it is data, shown or not."""
         move = self._moves.get((self._at, tag))
         if move is not None:
             move()
@@ -202,7 +201,7 @@ class OutputParser:
             self._read_plain(tag)
 
     def _read_plain(self, text: str) -> None:
-        """Text without tags, in any place."""
+        """Process text without tags."""
         if not text:
             return
         match self._at:
@@ -222,7 +221,7 @@ class OutputParser:
                     self._buffer.append(text)
 
     def _add_content(self, text: str) -> None:
-        """Content that is nothing but white space is none."""
+        """Add content. White space before the first other content is held back, and dropped if none follows."""
         if self._blank is not None:
             self._blank.append(text)
             if text.isspace():
@@ -240,7 +239,7 @@ class OutputParser:
         self._at = _At.CONTENT
 
     def _enter_content_at_call(self) -> None:
-        """A call ends the reasoning, and is read like any other in the content."""
+        """A tool call ends the reasoning, and is parsed like one in the content."""
         self._at = _At.CONTENT
         self._read_tag(CALL, shown=True)
 
@@ -253,11 +252,11 @@ class OutputParser:
         self._open_call()
 
     def _give_back_call(self) -> None:
-        """What followed a <tool_call> was no name: it is content."""
+        """The text after <tool_call> was not a name: it becomes content."""
         self._add_content(CALL + "".join(self._buffer))
 
     def _name_call(self) -> None:
-        """The name is whole. Begin the call, or a call that is dropped."""
+        """The name is complete: begin the call, or drop it if the function is unknown."""
         name = "".join(self._buffer).strip()
         arguments = self._functions.get(name)
         if not name or (arguments is None and self._functions):
@@ -277,7 +276,7 @@ class OutputParser:
         self._open_key()
 
     def _open_key(self) -> None:
-        """A key begins. One that got no value before it is forgotten."""
+        """Begin a key. An earlier key without a value is dropped."""
         self._at = _At.KEY
         self._buffer = []
         if not self._call.is_open and not self._call.arguments.depend_on_each_other:
@@ -311,7 +310,7 @@ class OutputParser:
             self._send(self._key_text() + call.arguments.read(self._key, text))
 
     def _key_text(self) -> str:
-        """The key with the comma before it, as the next part of the object."""
+        """The key as JSON, with a comma before it unless it is the first."""
         self._call.num_pairs += 1
         return f"{', ' if self._call.num_pairs > 1 else ''}{dump(self._key)}: "
 
@@ -328,7 +327,7 @@ class OutputParser:
             self._events.append(ToolCallEnd(call.index))
 
     def _close_and_open_call(self) -> None:
-        """A call that was never closed ends where the next one begins."""
+        """An unclosed call ends where the next one begins."""
         self._close_call()
         self._open_call()
 
@@ -340,7 +339,7 @@ class OutputParser:
 def parse_ids(
     tokenizer: Tokenizer, ids: Sequence[int], tools: Any = None, *, reasoning: bool, parse_tools: bool = True
 ) -> Parsed:
-    """A whole answer from its token ids, without those that ended it."""
+    """Parse a complete answer from its token ids, ignoring stop tokens at the end."""
     parser, stream = OutputParser(tokenizer, tools, reasoning=reasoning, parse_tools=parse_tools), tokenizer.stream()
     end = len(ids)
     while end and ids[end - 1] in tokenizer.eos_ids:

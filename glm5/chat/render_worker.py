@@ -1,6 +1,6 @@
-"""Renders one template for a process that it cannot harm: `python -m glm5.chat.render_worker CPU_SECONDS`.
+"""Worker process that renders one untrusted template: `python -m glm5.chat.render_worker CPU_SECONDS`.
 
-`glm5/chat/rendering.py` starts it and says how they talk. Its end, by a limit or by the end of its input, harms nobody.
+`glm5/chat/rendering.py` starts it and documents the protocol. It ends at a resource limit, or when its input ends.
 """
 
 import os
@@ -10,29 +10,29 @@ import signal
 import sys
 from typing import Any
 
-from glm5.chat.rendering import FAILURE, LENGTH, TEXT, Here, TemplateFailure
+from glm5.chat.rendering import FAILURE, LENGTH, TEXT, InProcessTemplate, TemplateFailure
 
 _MAX_REASON = 1000
-_MEMORY = 2 * 2**30  # bytes of addresses: of the largest request, with its prompt, a few times over
+_MEMORY = 2 * 2**30  # bytes of address space: several times the largest request with its prompt
 
 
 def main(cpu_seconds: int) -> None:
-    """Serve orders until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    """Answer requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     answers = os.dup(1)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    template: Here | None = None
+    template: InProcessTemplate | None = None
     while head := sys.stdin.buffer.read(LENGTH.size):
-        order = sys.stdin.buffer.read(LENGTH.unpack(head)[0])
+        request = sys.stdin.buffer.read(LENGTH.unpack(head)[0])
         _allow(cpu_seconds)
         kind, text = TEXT, ""
         try:
             if template is None:
-                template = Here(pickle.loads(order))
+                template = InProcessTemplate(pickle.loads(request))
             else:
-                text = template.render(_unpacked(order))
+                text = template.render(_unpacked(request))
         except TemplateFailure as failure:
             kind, text = FAILURE, str(failure)[:_MAX_REASON]
         body = text.encode("utf-8", "surrogatepass")
@@ -41,17 +41,17 @@ def main(cpu_seconds: int) -> None:
 
 
 def _allow(cpu_seconds: int) -> None:
-    """So much processor time from now on, before SIGXCPU ends this process."""
+    """Limit the CPU time from now on; beyond it SIGXCPU ends this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + cpu_seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def _unpacked(order: bytes) -> dict[str, Any]:
+def _unpacked(request: bytes) -> dict[str, Any]:
     try:
-        return pickle.loads(order)
+        return pickle.loads(request)
     except MemoryError:
-        raise TemplateFailure(f" is given {len(order)} bytes: more than fits into its {_MEMORY} of memory") from None
+        raise TemplateFailure(f" is given {len(request)} bytes: more than fits into its {_MEMORY} of memory") from None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Where templates run: the bundled ones here, all others in a process that can be ended.
+"""Runs chat templates: bundled ones in this process, all others in a worker process.
 
-A template of a checkpoint may loop without end or write without end. Its process has limits of processor time and of
-memory, which the kernel keeps; what was ended is started again for the next conversation. It talks over two pipes:
+A checkpoint's template may run or write without end. The kernel limits the CPU time and memory of its process, which is
+restarted for the next conversation after it was killed. The protocol uses two pipes:
 
-    stdin     the length of an order in 8 bytes, then the order, pickled: the source first, then variables
-    stdout    T (the text) or F (what went wrong), the length of what follows in 8 bytes, then that in UTF-8
+    stdin     8 bytes of length, then a pickled request: first the template's source, then variables
+    stdout    T (text) or F (failure), 8 bytes of length, then the text or the error message in UTF-8
 
-What went wrong reads on from "chat template NAME".
+The error message continues "chat template NAME".
 """
 
 import pickle
@@ -28,9 +28,9 @@ from glm5.common.bounded import MIB
 from glm5.common.interrupt import signal_name
 
 MAX_TEXT = 64 * MIB
-"""Characters of a prompt that a template may write."""
+"""Longest prompt that a template may write, in characters."""
 CPU_SECONDS = 10
-"""Of processor time, for one conversation."""
+"""CPU time for one conversation."""
 LENGTH = struct.Struct("<q")
 TEXT, FAILURE = b"T", b"F"
 # What Python raises for a template's own mistakes: missing keys, 1 / 0, endless recursion, ranges and texts too large.
@@ -49,8 +49,8 @@ class Renderer(Protocol):
         ...
 
 
-class Here:
-    """A template in this process."""
+class InProcessTemplate:
+    """A template that runs in this process."""
 
     def __init__(self, source: str) -> None:
         """Raises TemplateFailure."""
@@ -73,8 +73,8 @@ class Here:
         return text
 
 
-class Apart:
-    """A template in a process of its own. Threads take turns. The process ends with this object, or with ours."""
+class WorkerTemplate:
+    """A template that runs in a worker process, for one thread at a time. The worker ends with this object."""
 
     def __init__(self, source: str, cpu_seconds: int = CPU_SECONDS) -> None:
         """Raises TemplateFailure."""
@@ -84,13 +84,13 @@ class Apart:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         try:
-            order = pickle.dumps(dict(variables), pickle.HIGHEST_PROTOCOL)
+            request = pickle.dumps(dict(variables), pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, *_PYTHON_ERRORS) as error:
             raise TemplateFailure(f" cannot render this conversation: {_kind(error)}") from error
         with self._turn:
             if self._worker.is_gone:
                 self._worker = self._started()
-            return self._worker.ask(order)
+            return self._worker.ask(request)
 
     def _started(self) -> "_Worker":
         worker = _Worker(self._cpu_seconds)
@@ -99,7 +99,7 @@ class Apart:
 
 
 class _Worker:
-    """One life of the process."""
+    """One worker process."""
 
     def __init__(self, cpu_seconds: int) -> None:
         command = [sys.executable, "-m", "glm5.chat.render_worker", str(cpu_seconds)]
@@ -112,10 +112,10 @@ class _Worker:
     def is_gone(self) -> bool:
         return not self._end.alive
 
-    def ask(self, order: bytes) -> str:
-        """The answer to an order. Whatever keeps it from coming whole, Ctrl-C too, ends the process."""
+    def ask(self, request: bytes) -> str:
+        """Send a request and return the answer. Any error in between, also Ctrl-C, ends the process."""
         try:
-            answer = self._answer(order)
+            answer = self._answer(request)
         except BaseException:
             self._end()
             raise
@@ -131,14 +131,14 @@ class _Worker:
             raise TemplateFailure(text)
         return text
 
-    def _answer(self, order: bytes) -> tuple[bytes, str] | None:
+    def _answer(self, request: bytes) -> tuple[bytes, str] | None:
         """Kind and text; None from a process that has ended."""
-        orders, answers = self._process.stdin, self._process.stdout
-        assert orders is not None
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
         assert answers is not None
         with suppress(BrokenPipeError):
-            orders.write(LENGTH.pack(len(order)) + order)
-            orders.flush()
+            requests.write(LENGTH.pack(len(request)) + request)
+            requests.flush()
         head = answers.read(1 + LENGTH.size)
         if len(head) <= LENGTH.size:
             return None
@@ -157,5 +157,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kind(error: Exception) -> str:
-    """An exception of Python's in one line; some, such as MemoryError, say nothing but their name."""
+    """A Python exception in one line; some, such as MemoryError, have no message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

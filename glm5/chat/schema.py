@@ -1,8 +1,8 @@
-"""What a JSON schema says about the type of a value: enough of it to read tool arguments.
+"""Determines the types that a JSON schema allows, as far as parsing tool arguments needs them.
 
-Read are `type` (a name or a list), `enum`, `const`, `anyOf`, `oneOf`, `allOf` and local `$ref`; all
-other keywords say nothing here. Every node is looked at once, so cycles and shared parts cost nothing; what is
-looked at and put together is counted, as a few references can stand for any number of ways.
+It reads `type` (a name or a list), `enum`, `const`, `anyOf`, `oneOf`, `allOf` and local `$ref`; other
+keywords are ignored. Each node is analysed once, so cycles and shared parts are cheap. A budget limits the
+work, because a few references can multiply to any number of alternatives.
 """
 
 from collections.abc import Mapping
@@ -15,22 +15,22 @@ from glm5.common.budget import Budget
 Node = Any
 JSON_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 MAX_ALTERNATIVES = 64
-"""Ways to satisfy a schema that are told apart; a schema with more of them is read as its first ones."""
+"""Alternatives of a schema that are considered; further ones are ignored."""
 MAX_DEPTH = 64
-"""Nesting that is followed; what lies deeper says nothing."""
+"""Nesting that is followed; deeper levels are ignored."""
 MAX_STEPS = 1 << 16
-"""Parts of schemas and listed values that are looked at, of all tools of a request together."""
+"""Budget of schema parts and listed values, for all tools of a request together."""
 
 
 def reading_budget() -> Budget:
-    """For the tools of one request."""
+    """The budget for the tools of one request."""
     return Budget(MAX_STEPS, "steps to read", "tools")
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What a node says: types, values, schemas that hold besides (the target of its `$ref`, its `allOf`), and lists of
-    schemas of each of which one holds."""
+class _Constraints:
+    """The constraints of a node: types, values, schemas that must all match (the target of `$ref`, `allOf`), and lists
+    of which one schema must match."""
 
     types: frozenset[str] | None
     values: list[Any] | None
@@ -39,31 +39,31 @@ class _Said:
 
 
 class Schema:
-    """A root schema, `owner`'s, and what has been worked out about its nodes. Raises RequestError where that takes more
-    than the budget."""
+    """A root schema with the cached analysis of its nodes. `owner` names it in errors. Raises RequestError if the
+    analysis exceeds the budget."""
 
     def __init__(self, root: Node, owner: str = "the parameters", budget: Budget | None = None) -> None:
         self.root, self._owner, self._budget = root, owner, budget or reading_budget()
-        self._said_by: dict[int, _Said] = {}
+        self._read_nodes: dict[int, _Constraints] = {}
         self._types: dict[int, frozenset[str] | None] = {}
         self._alternatives: dict[int, list[dict[str, list[Node]]]] = {}
 
     def types(self, node: Node, depth: int = 0) -> frozenset[str] | None:
-        """JSON types that the node allows, None where it does not say. "number" includes "integer"."""
+        """JSON types that the node allows, None if it does not restrict them. "number" includes "integer"."""
         if not isinstance(node, Mapping) or depth > MAX_DEPTH:
             return None
         if id(node) not in self._types:
-            self._types[id(node)] = None  # what a cycle back to here learns: nothing
+            self._types[id(node)] = None  # a cycle back to here adds no constraint
             self._types[id(node)] = self._work_out_types(node, depth + 1)
         return self._types[id(node)]
 
     def _work_out_types(self, node: Mapping[str, Any], depth: int) -> frozenset[str] | None:
-        said = self._said(node)
-        found = [said.types]
-        if said.values is not None:
-            found.append(frozenset(json_type(value) for value in said.values))
-        found += [self.types(part, depth) for part in said.conjuncts]
-        for branches in said.unions:
+        own = self._read(node)
+        found = [own.types]
+        if own.values is not None:
+            found.append(frozenset(json_type(value) for value in own.values))
+        found += [self.types(part, depth) for part in own.conjuncts]
+        for branches in own.unions:
             of_branches = [self.types(branch, depth) for branch in branches]
             known = [types for types in of_branches if types is not None]
             found.append(frozenset().union(*known) if len(known) == len(of_branches) else None)
@@ -71,19 +71,19 @@ class Schema:
         return frozenset.intersection(*constraints) if constraints else None
 
     def admits(self, node: Node, value: Any, known: dict[int, bool], depth: int = 0) -> bool:
-        """Whether a value of this type, and this value where they are listed, fits the node. `known`: what has been
-        found for this value."""
+        """Whether a value fits the node, by its type and by listed values. `known`: the results so far for this
+        value."""
         if not isinstance(node, Mapping) or depth > MAX_DEPTH:
             return True
         if id(node) not in known:
-            known[id(node)] = True  # what a cycle back to here learns: no objection
-            said = self._said(node)
+            known[id(node)] = True  # a cycle back to here counts as fitting
+            own = self._read(node)
             known[id(node)] = (
-                (said.types is None or json_type(value) in said.types)
-                and (said.values is None or any(json_equal(value, other) for other in said.values))
-                and all(self.admits(part, value, known, depth + 1) for part in said.conjuncts)
+                (own.types is None or json_type(value) in own.types)
+                and (own.values is None or any(json_equal(value, other) for other in own.values))
+                and all(self.admits(part, value, known, depth + 1) for part in own.conjuncts)
                 and all(
-                    any(self.admits(branch, value, known, depth + 1) for branch in branches) for branches in said.unions
+                    any(self.admits(branch, value, known, depth + 1) for branch in branches) for branches in own.unions
                 )
             )
         return known[id(node)]
@@ -96,8 +96,8 @@ class Schema:
             self._alternatives[id(node)] = [{}]
             properties = node.get("properties")
             own = {key: [schema] for key, schema in properties.items()} if isinstance(properties, Mapping) else {}
-            groups = [[own], *(self.alternatives(part, depth + 1) for part in self._said(node).conjuncts)]
-            for branches in self._said(node).unions:
+            groups = [[own], *(self.alternatives(part, depth + 1) for part in self._read(node).conjuncts)]
+            for branches in self._read(node).unions:
                 ways = (way for branch in branches for way in self.alternatives(branch, depth + 1))
                 groups.append(list(islice(ways, MAX_ALTERNATIVES)))
             combined = islice(product(*groups), MAX_ALTERNATIVES)
@@ -105,7 +105,7 @@ class Schema:
         return self._alternatives[id(node)]
 
     def _merged(self, ways: tuple[dict[str, list[Node]], ...]) -> dict[str, list[Node]]:
-        """What holds where all of the ways do. A schema that several of them have for a property holds once."""
+        """The conjunction of alternatives. A schema that several have for a property is listed once."""
         merged: dict[str, dict[int, Node]] = {}
         for way in ways:
             self._budget.spend(1 + sum(map(len, way.values())), self._owner)
@@ -113,19 +113,19 @@ class Schema:
                 merged.setdefault(key, {}).update((id(schema), schema) for schema in schemas)
         return {key: list(schemas.values()) for key, schemas in merged.items()}
 
-    def _said(self, node: Mapping[str, Any]) -> _Said:
-        if id(node) not in self._said_by:
+    def _read(self, node: Mapping[str, Any]) -> _Constraints:
+        if id(node) not in self._read_nodes:
             names, values, parts = node.get("type"), _allowed_values(node), node.get("allOf")
             conjuncts = [*self._referenced(node.get("$ref")), *(parts if isinstance(parts, list) else [])]
             unions = [node[key] for key in ("anyOf", "oneOf") if isinstance(node.get(key), list) and node[key]]
             lists = [conjuncts, *unions, values or [], names if isinstance(names, list) else []]
             self._budget.spend(1 + sum(map(len, lists)), self._owner)
             unions = [self._distinct(union) for union in unions]
-            self._said_by[id(node)] = _Said(_named_types(names), values, self._distinct(conjuncts), unions)
-        return self._said_by[id(node)]
+            self._read_nodes[id(node)] = _Constraints(_named_types(names), values, self._distinct(conjuncts), unions)
+        return self._read_nodes[id(node)]
 
     def _distinct(self, nodes: list[Node]) -> list[Node]:
-        """The schemas, each once, where one that is a reference and nothing else is what it refers to."""
+        """The schemas without duplicates; a schema that is only a reference is replaced by its target."""
         found: dict[int, Node] = {}
         for node in nodes:
             is_reference = isinstance(node, Mapping) and len(node) == 1 and "$ref" in node
@@ -134,7 +134,7 @@ class Schema:
         return list(found.values())
 
     def _referenced(self, reference: Any) -> list[Node]:
-        """The node that a local reference points at; none for others and for those that lead nowhere."""
+        """The target of a local reference; empty for other and for dangling references."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return []
         node = self.root

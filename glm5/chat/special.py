@@ -1,4 +1,4 @@
-"""Special tokens of the GLM family, by name. Ids differ between tokenizers and are always looked up.
+"""Special tokens of the GLM family, by name. Their ids differ between tokenizers, so code looks them up.
 
 The order is that of the published tokenizers, where they follow the vocabulary from id 154820 on.
 """
@@ -51,4 +51,4 @@ GLM_TOKENS = CONTROL_TOKENS + MARKUP_TOKENS
 
 END_OF_TEXT = "<|endoftext|>"
 END_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
-"""What ends an answer: the text, or the turn of whoever speaks next (user, or the tools that were called)."""
+"""Tokens that end an answer: the end of text, or the role of the next message (user, or tool results)."""

@@ -1,4 +1,4 @@
-"""Conversations as prompts: a checkpoint's own chat template, or a bundled one.
+"""Renders conversations into prompts, with a checkpoint's own chat template or a bundled one.
 
 Which template: `--chat-template` (a bundled name or a file), else the checkpoint's `chat_template.jinja`,
 else `chat_template` in its `tokenizer_config.json`, else a bundled one: GLM-5.2's where the
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from glm5.chat.guard import Guard, Spellings
 from glm5.chat.message import MEDIA_PARTS, Message, normalize_messages, normalize_tools
-from glm5.chat.rendering import Apart, Here, Renderer, TemplateFailure
+from glm5.chat.rendering import InProcessTemplate, Renderer, TemplateFailure, WorkerTemplate
 from glm5.chat.tokenizer import Tokenizer, read_json
 from glm5.common.bounded import MIB, read_bounded_text
 from glm5.common.errors import CheckpointError, ConfigError, RequestError
@@ -29,9 +29,9 @@ MAX_SOURCE = MIB
 class ChatTemplate:
     """A template and the tokenizer that its prompts are encoded with.
 
-    `name`: what to print at start. `source`: the jinja text, to be saved with a checkpoint. `always_thinks`:
-    the template cannot switch thinking off (GLM-5.3). `allow_control_tokens`: special tokens that messages spell are
-    special tokens, as in engines that encode a rendered prompt; without it they are the text that they are.
+    `name`: printed at start. `source`: the jinja text, to be saved with a checkpoint. `always_thinks`:
+    the template cannot switch thinking off (GLM-5.3). `allow_control_tokens`: special tokens that messages spell become
+    these tokens, as in engines that encode a rendered prompt; without it they stay plain text.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE:
             raise CheckpointError(f"chat template {name} has {len(source)} characters; allowed: {MAX_SOURCE}")
         try:
-            ours = source.rstrip() in [known.rstrip() for known in _bundled_sources()]  # savers cut the last newline
-            self._renderer: Renderer = Here(source) if ours else Apart(source)
+            ours = source.rstrip() in [known.rstrip() for known in _bundled_sources()]  # savers drop the last newline
+            self._renderer: Renderer = InProcessTemplate(source) if ours else WorkerTemplate(source)
         except TemplateFailure as failure:
             raise CheckpointError(f"chat template {name}{failure}") from failure
         self.allow_control_tokens = allow_control_tokens
@@ -66,7 +66,7 @@ class ChatTemplate:
         *,
         allow_control_tokens: bool = False,
     ) -> Self:
-        """The template for a checkpoint folder (None: a model without files). The module says which.
+        """The template for a checkpoint folder (None: a model without files), selected as the module docstring says.
 
         The tokenizer is read from the folder if it is not given. `override` is a bundled name, with or
         without "glm-", or a file; anything else is a ConfigError.
@@ -89,15 +89,15 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation, as text.
 
-        `kwargs` are what a request may say to the template (`chat_template_kwargs`): `enable_thinking`
-        (or `thinking`), `clear_thinking`, `reasoning_effort`, and whatever else the template reads; one
-        that is None counts as not given. Raises RequestError with the offending `param`.
+        `kwargs` are the `chat_template_kwargs` of a request: `enable_thinking` (or `thinking`),
+        `clear_thinking`, `reasoning_effort`, and other variables of the template; None counts as not
+        given. Raises RequestError with the offending `param`.
         """
         unmarked = Guard(self.tokenizer, None)
         return self.render_marked(unmarked, messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
 
     def guard(self) -> Guard:
-        """Marks for one prompt, or for prompts that are to be compared: for `render_marked`. Needs the tokenizer."""
+        """A guard for `render_marked`: one per prompt, or for prompts that are compared. Needs the tokenizer."""
         if self.tokenizer is None:
             raise ConfigError(f"chat template {self.name} has no tokenizer to encode with: give one")
         return Guard(self.tokenizer, None if self.allow_control_tokens else self._spellings)
@@ -105,7 +105,7 @@ class ChatTemplate:
     def render_marked(
         self, guard: Guard, /, messages: Any, tools: Any = None, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """The prompt with marks on what came from outside: text for `guard.encode`, which also cut up stays right."""
+        """The prompt with marks in its input texts, for `guard.encode`. It may be split before encoding."""
         chat = normalize_messages(messages)
         options = self._options(kwargs)
         self._check_media(chat)
@@ -118,7 +118,7 @@ class ChatTemplate:
         said, offered, asked = guard.marked([chat, normalize_tools(tools), list(options.values())])
         try:
             return self._render(said, offered, add_generation_prompt, dict(zip(options, asked, strict=True)))
-        except RequestError as error:  # which may repeat what it was given
+        except RequestError as error:  # the message may quote marked input
             raise RequestError(guard.text(str(error)), error.param) from error
 
     def encode(
@@ -137,8 +137,8 @@ class ChatTemplate:
     def starts_in_reasoning(self, /, prompt: str | Sequence[int] | None = None, **kwargs: Any) -> bool:
         """Whether the answer to `prompt` (text or ids) begins inside reasoning: its last think tag opens.
 
-        Without a prompt: what requests with these keywords get. A template that always thinks does so
-        whatever they say.
+        Without a prompt: the answer for requests with these keywords. A template that always thinks ignores
+        them.
         """
         if prompt is None:
             options = self._options(kwargs)
@@ -160,7 +160,7 @@ class ChatTemplate:
         return options
 
     def _check_media(self, chat: list[Message]) -> None:
-        """GLM-5 reads text only. GLM-5.3's template tells the model of other parts, the others drop them."""
+        """Refuse media, which GLM-5 cannot read. GLM-5.3's template describes media parts, the others drop them."""
         if "image" in self.source:
             return
         for i, message in enumerate(chat):
@@ -217,7 +217,7 @@ def _found(path: str | os.PathLike[str] | None, override: str | None, default: s
 
 
 def _own_template(folder: Path) -> tuple[str, str] | None:
-    """Source and name of the template that a checkpoint brings, or None."""
+    """Source and name of the checkpoint's own template, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return _read(file), file.name

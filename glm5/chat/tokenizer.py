@@ -1,7 +1,7 @@
-"""Token ids from text and text from token ids: a byte-level BPE read from `tokenizer.json`.
+"""Byte-level BPE tokenizer, read from `tokenizer.json`.
 
-Special tokens are found by name, never by number (`id_of`). A rendered prompt carries its own special
-tokens, so nothing is ever added when encoding.
+Special tokens are looked up by name (`id_of`). A rendered prompt contains its special tokens, so encoding
+adds none.
 """
 
 import json
@@ -21,7 +21,7 @@ from glm5.common.bounded import SETTINGS, TABLES, read_bounded, read_bounded_tex
 from glm5.common.errors import CheckpointError, ConfigError, RequestError
 
 _NUM_BYTES = 256
-_MAX_ID = 2**32  # what the backend can be asked for
+_MAX_ID = 2**32  # limit of the backend
 
 
 class Tokenizer:
@@ -70,7 +70,7 @@ class Tokenizer:
             raise
         except Exception as error:
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
-        # Left over from training in many a file; a prompt is never cut or filled up unasked.
+        # Many files have these settings from training; prompts must not be truncated or padded.
         backend.no_truncation()
         backend.no_padding()
         sources = (read_json(folder / name) for name in ("generation_config.json", "config.json"))
@@ -93,7 +93,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id: the least number of rows of an embedding for this tokenizer."""
+        """One more than the largest token id: the minimum rows of an embedding for this tokenizer."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def id_of(self, token: str) -> int | None:
@@ -102,7 +102,7 @@ class Tokenizer:
 
     @cached_property
     def control_spellings(self) -> list[str]:
-        """Spellings that `encode` turns into one token each, but for words and white space that were added as text."""
+        """Texts that `encode` turns into one added token each, except words and white space that were added as text."""
         words = [token for token, token_id in self._added.items() if token_id not in self._special_ids]
         plain = {token for token in words if token.isspace() or token.isidentifier()}
         return [token for token in self._added if token not in plain and len(token) > 1]
@@ -122,11 +122,11 @@ class Tokenizer:
                 f"the text holds an unpaired surrogate {text[error.start]!r} at character {error.start}: "
                 "it is not valid Unicode, remove it"
             ) from error
-        # The batch call, unlike the single one, lets other threads run: a server goes on meanwhile.
+        # The batch call, unlike the single one, releases the GIL.
         return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of `len(encode(text))` that takes no time: no token spells more than the longest one."""
+        """A quick lower bound of `len(encode(text))`, from the length of the longest token."""
         return -(-len(text) // self._longest_token) if self._longest_token else 0
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -143,15 +143,15 @@ class Tokenizer:
         return token_id in self._added_ids and token_id not in self._special_ids
 
     def bytes_unless_special(self, token_id: int) -> bytes:
-        """What a token spells; nothing for control tokens and for ids that are none."""
+        """The bytes of a token; empty for control tokens and unknown ids."""
         return b"" if token_id in self._special_ids else self.bytes_of(token_id)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token spells: perhaps a part of a character. Nothing for ids that are no token."""
+        """The bytes of a token, which may be part of a character; empty for unknown ids."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._look_up_bytes(token_id)
-            if known:  # ids that are none are not kept: they may be any number
+            if known:  # unknown ids are not cached: there may be any number
                 self._bytes[token_id] = known
         return known
 
@@ -165,7 +165,7 @@ class Tokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Bytes of the longest token; 0 where tokens may swallow more than they spell."""
+        """Bytes of the longest token; 0 if tokens may match more text than they contain."""
         added = self._backend.get_added_tokens_decoder().values()
         if self._backend.normalizer is not None or any(token.lstrip or token.rstrip for token in added):
             return 0
@@ -173,7 +173,7 @@ class Tokenizer:
 
     @cached_property
     def _plain(self) -> Backend:
-        """The same tokenizer without special tokens, so that no spelling in a text can become one."""
+        """The same tokenizer without special tokens, so that no text can become one."""
         definition = json.loads(self._backend.to_str())
         return Backend.from_str(json.dumps(definition | {"added_tokens": [], "post_processor": None}))
 
@@ -187,7 +187,7 @@ class Tokenizer:
 
     def _default_eos_ids(self) -> tuple[int, ...]:
         ids = [self.id_of(token) for token in END_TOKENS]
-        if None in ids:  # not a GLM tokenizer: all it says is its own end of text
+        if None in ids:  # not a GLM tokenizer: it defines only its own end of text
             ids = [self._id_named("eos_token")]
         return tuple(token_id for token_id in ids if token_id is not None)
 
@@ -195,8 +195,8 @@ class Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE learnt from `texts`, with GLM's special tokens after its vocabulary.
 
-    Digits are always tokens of their own. `vocab_size` counts everything; fewer come out where `texts`
-    have too few pairs to merge. The same texts give the same tokenizer.
+    Each digit is a token. `vocab_size` counts all tokens; the result is smaller if `texts` have too few
+    pairs to merge. The same texts give the same tokenizer.
     """
     smallest = _NUM_BYTES + len(GLM_TOKENS)
     if vocab_size < smallest:
@@ -228,7 +228,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is no file. Raises CheckpointError for anything else."""
+    """The object in a JSON file, empty if the file is missing. Raises CheckpointError for anything else."""
     if not file.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""`glm5 bench throughput` and `latency`: our engine, beside a peer or alone. Tables go to standard output."""
+"""`glm5 bench throughput` and `latency`: this engine, alone or compared with another. Tables go to standard output."""
 
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(command: str, settings: BenchConfig) -> int:
-    """Measure and show what `settings` ask for."""
+    """Run the benchmark and print its table."""
     check_parent("--json", settings.json_)
     if isinstance(settings, LatencyConfig) and settings.preset is not None:
         return run_steps(settings)
@@ -44,7 +44,7 @@ def run(command: str, settings: BenchConfig) -> int:
 
 
 def run_steps(settings: LatencyConfig) -> int:
-    """How long steps of a preset take, and its start. Drafts are as many as asked, at any load."""
+    """Time the steps of a preset, and the start. The number of drafts is fixed, whatever the load."""
     from glm5.bench.latency.measure import fitted, measure
     from glm5.bench.latency.report import table
     from glm5.bench.report import about, write_json
@@ -79,7 +79,7 @@ def run_steps(settings: LatencyConfig) -> int:
 
 @contextmanager
 def _kernel_cache(*, empty: bool) -> Iterator[None]:
-    """With `empty`, a folder for kernels that goes away; else the usual one."""
+    """With `empty`, a temporary kernel cache; else the usual one."""
     if not empty:
         yield
         return

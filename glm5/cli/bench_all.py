@@ -35,6 +35,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parsed(command: Sequence[str]) -> Command:
-    """What `glm5 serve` or `glm5 bench WHAT` would be told."""
+    """The settings of a `glm5 serve` or `glm5 bench WHAT` command line."""
     args = parse(command)
     return read(ServeConfig if args.command == "serve" else _PARTS[args.what], args)

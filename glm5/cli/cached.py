@@ -1,4 +1,4 @@
-"""Where processes that a command starts keep compiled kernels."""
+"""The folder in which child processes cache compiled kernels."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ _VARIABLE = "TRITON_CACHE_DIR"
 
 @contextmanager
 def kernels_in(folder: str | Path) -> Iterator[None]:
-    """In `folder`, for processes that are started meanwhile."""
+    """Use `folder` for processes that are started in the block."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = str(folder)
     try:

@@ -1,4 +1,4 @@
-"""`glm5 chat`: a conversation in the terminal. The answer streams, with the model's thinking shown apart."""
+"""`glm5 chat`: a conversation in the terminal. The answer streams, with the model's reasoning shown separately."""
 
 import argparse
 import importlib
@@ -24,7 +24,7 @@ HELP = """/help          this list
 /reset         forget the conversation
 /think on|off  let the model think before it answers, or not
 /exit          leave (also Ctrl-D)
-Ctrl-C stops an answer; what came of it stays in the conversation."""
+Ctrl-C stops an answer; the part so far stays in the conversation."""
 
 
 def add(parser: Parser) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         template = load_template(settings, llm)
         for line in resolved(settings, llm, template):
             out(line)
-        out("/help lists what else can be said")
+        out("/help lists the commands")
         Conversation(llm, template, settings).run()
     return 0
 
@@ -56,7 +56,7 @@ def stream_answer(
 
 
 class Conversation:
-    """The messages so far, and what the user may say."""
+    """The messages so far, and the commands of the user."""
 
     def __init__(self, llm: "LLM", template: "ChatTemplate", settings: ChatConfig):
         self.llm, self.template, self.settings = llm, template, settings
@@ -75,7 +75,7 @@ class Conversation:
             except EOFError:
                 out()
                 return
-            except KeyboardInterrupt:  # a line that is given up
+            except KeyboardInterrupt:  # discard the current line
                 out()
                 continue
             if line == "/exit":

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _by_engine(settings: RulerConfig, stack: ExitStack) -> tuple["Answerer", "Tokenizer", dict[str, str]]:
-    """Who answers, with what tokenizer, and what was chosen. The engine lives as long as `stack`."""
+    """The answering function, its tokenizer, and the resolved options. `stack` closes the engine."""
     from glm5.checkpoint.resolve import resolve
     from glm5.engine.llm import LLM
     from glm5.eval.dense import selecting

@@ -1,8 +1,8 @@
-"""Flags from config classes, and config objects from flags: what a flag is called, takes and means is written once.
+"""Generates command-line flags from config classes, so that names, types and help texts are defined once.
 
     add_flags(parser, ServeConfig)         max_model_len becomes --max-model-len, its docstring the help
     settings = read(ServeConfig, args)     checked; a bad value is a UsageError naming the flag
-    for line in notes(settings): ...       one for each given flag that has no effect
+    for line in notes(settings): ...       one line for each given flag that has no effect
 
 A field that is itself a settings class takes JSON, or dotted flags (--speculative-config.method mtp).
 """
@@ -27,7 +27,7 @@ _SETTING = re.compile(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+(?![\w./-])")
 
 
 class _Flag(NamedTuple):
-    """One field as the command line sees it; `path` leads to it from the config class."""
+    """One field as a flag; `path`: the names that lead to it from the config class."""
 
     path: tuple[str, ...]
     field: FieldInfo
@@ -46,7 +46,7 @@ class _Flag(NamedTuple):
 
 
 def add_flags(parser: Parser, config: type[Command]) -> None:
-    """One argument for each field. Values stay text here: the config class is what checks them."""
+    """Add one argument for each field. Values stay text: the config class validates them."""
     parser.description = config.__doc__
     parser.elsewhere, parser.more_words = config.elsewhere, config.more_words
     for flag in _flags(config):
@@ -73,7 +73,7 @@ def add_flags(parser: Parser, config: type[Command]) -> None:
 
 
 def read(config: type[C], args: argparse.Namespace) -> C:
-    """The settings that were given, checked. Raises UsageError naming the first flag that cannot be honoured."""
+    """The validated settings. Raises UsageError naming the first invalid flag."""
     given: dict[str, Any] = {}
     known = {flag.path: flag for flag in _flags(config)}
     for path, flag in sorted(known.items()):
@@ -97,7 +97,7 @@ def read(config: type[C], args: argparse.Namespace) -> C:
 
 
 def blamed(error: ConfigError, flags: Collection[str]) -> GlmError:
-    """The error; where it is about a setting that one of `flags` gives, a UsageError that names the flag."""
+    """A UsageError naming the flag, if the error is about a setting of one of `flags`; else the error itself."""
     key, colon, text = str(error).partition(": ")
     flag = key if key.startswith("--") else _flag_of(key)
     if flag not in flags:
@@ -120,7 +120,7 @@ def _flag_of(setting: str) -> str:
 
 
 def _with_flags(text: str, flags: Collection[str]) -> str:
-    """Names of settings in a sentence as flags. Those of one word are words like others."""
+    """Replace names of settings in a sentence by flags, except one-word names, which may be ordinary words."""
     return _SETTING.sub(lambda name: flag if (flag := _flag_of(name[0])) in flags else name[0], text)
 
 
@@ -160,7 +160,7 @@ def _from_json(flag: _Flag, text: str) -> Any:
 
 def _without_none(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
-        annotation = get_args(annotation)[0]  # beside it None, or words that are no value of its kind
+        annotation = get_args(annotation)[0]  # the others are None, or special texts such as "auto"
     return get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
 
 

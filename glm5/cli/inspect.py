@@ -1,4 +1,4 @@
-"""`glm5 inspect`: what a checkpoint or a preset holds. A preset costs nothing: no file, no tensor, no torch."""
+"""`glm5 inspect`: what a checkpoint or a preset holds. For a preset it reads no file and imports no torch."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _preset_dict(name: str, cfg: ModelConfig) -> dict[str, Any]:
-    """The keys that a checkpoint's report has too, for a BF16 checkpoint of this architecture."""
+    """The keys of a checkpoint's report, for a BF16 checkpoint of this architecture."""
     by_dtype, by_part = _sums(count_bytes(cfg, fp8=False))
     return {
         "source": f"preset {name}",

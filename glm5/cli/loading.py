@@ -1,4 +1,4 @@
-"""From a command's settings to a loaded model, its template and its sampling parameters."""
+"""Loads the model and template of a command's settings, and builds its sampling parameters."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def check(settings: ModelSource, engine: EngineConfig) -> None:
-    """Raises ConfigError for a chat template that does not exist, for a folder that takes no pages, and for a length or
-    a number of ranks that does not fit a model whose folder is here. Nothing is downloaded, and torch not imported."""
+    """Raises ConfigError for a missing chat template, an unwritable cache folder, and a length or number of ranks that
+    does not fit a local model. It downloads nothing and does not import torch."""
     from glm5.chat.template import ChatTemplate
     from glm5.config.engine import check_length
     from glm5.config.model import ModelConfig
@@ -47,7 +47,7 @@ def load_llm(settings: ModelSource, engine: EngineConfig, **more: Any) -> "LLM":
 
 
 def load_template(settings: ModelSource, llm: "LLM") -> "ChatTemplate":
-    """The template that the flag names, else the checkpoint's own, else a bundled one for its kind."""
+    """The template of the flag, else the checkpoint's own, else a bundled one."""
     from glm5.chat.template import ChatTemplate
 
     shares = "shared" in llm.cfg.indexer_types
@@ -58,13 +58,13 @@ def load_template(settings: ModelSource, llm: "LLM") -> "ChatTemplate":
 
 
 def sampling_params(settings: Sampling, llm: "LLM", **fixed: Any) -> "SamplingParams":
-    """The flags that were given, then the checkpoint's defaults; as long as the context allows."""
+    """The given flags, then the checkpoint's defaults. Without max_tokens the context is the limit."""
     given = {name: getattr(settings, name) for name in Sampling.model_fields if name in settings.model_fields_set}
     return llm.defaults.params(**{"max_tokens": llm.defaults.sampling.get("max_tokens")} | given | fixed)
 
 
 def resolved(settings: ModelSource, llm: "LLM", template: "ChatTemplate | None" = None, **more: str) -> list[str]:
-    """What was chosen, a line each: printed at start."""
+    """The resolved choices, one line each, which are printed at start."""
     rows = [("model", settings.model), *llm.table]
     rows += [] if template is None else [("template", template.name)]
     rows += more.items()

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name) and return the exit code."""
-    _mend_streams()
+    _repair_streams()
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
     except UsageError as err:
@@ -139,8 +139,8 @@ def _unknown(name: str, allowed: list[str], group: str = "") -> str:
     return f"no command {group + name!r}; {hint}" if name else f"{group}needs one more word; {hint}"
 
 
-def _mend_streams() -> None:
-    """Streams that the caller closed lead nowhere; what standard output has no character for is written escaped."""
+def _repair_streams() -> None:
+    """Replace closed standard streams by /dev/null; escape characters that standard output cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -150,15 +150,15 @@ def _mend_streams() -> None:
 
 def _run(argv: list[str]) -> int:
     try:
-        with held_interrupt():  # some modules catch everything while they are imported, a signal's exception too
+        with held_interrupt():  # some modules catch every exception at import, also that of a signal
             args = parse(argv or ["--help"])
     except SystemExit as stop:  # after --help or --version; bare `glm5` shows the help and fails
         return int(stop.code or 0) if argv else 2
     log.configure(args.log_level, args.log_format)
     try:
         os.getcwd()
-    except OSError:  # libraries would say something else, or end the process
-        raise GlmError("the folder in which this was started is gone; cd to one that is there") from None
+    except OSError:  # libraries would fail with unclear errors
+        raise GlmError("the folder in which this was started is gone; cd to one that exists") from None
     try:
         with orderly_end():
             return args.run(args)
@@ -169,7 +169,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _is_of_memory(err: MemoryError | RuntimeError) -> bool:
-    """Whether memory ran out, of the host or of a GPU; torch, which may not be imported here, has errors of its own."""
+    """Whether host or GPU memory ran out; matched by name, because torch may not be imported here."""
     kinds = {kind.__name__ for kind in type(err).__mro__}
     return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(err)
 

@@ -1,4 +1,4 @@
-"""argparse that says in one line what is wrong. It knows no config class, so that help costs no import of them."""
+"""argparse with one-line errors. It imports no config class, to keep `--help` fast."""
 
 import argparse
 import difflib
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         return [name for group in names for name in group]
 
     def check_names(self, argv: Sequence[str]) -> None:
-        """Refuse unknown flags, with the nearest known one, before their values are taken for something else."""
+        """Refuse unknown flags, with the nearest known one, before argparse misreads their values."""
         for token in argv:
             if token == "--":
                 return
@@ -41,6 +41,6 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{self.prog} has no flag {name}; {hint}")
 
     def refuse_words(self, words: Sequence[str]) -> NoReturn:
-        """Those that no argument takes."""
+        """Raise UsageError for words that no argument takes."""
         hint = self.more_words or f"see  {self.prog} --help"
         raise UsageError(f"{self.prog} takes no {' '.join(map(repr, words)):.80}; {hint}")

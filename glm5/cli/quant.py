@@ -1,4 +1,4 @@
-"""`glm5 quant`: msModelSlim's command line with another first word."""
+"""`glm5 quant`: compatible with msModelSlim's command line."""
 
 import argparse
 import logging

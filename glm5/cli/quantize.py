@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def execute(settings: QuantizeConfig) -> int:
-    """Do what the settings ask for, and say what came of it."""
+    """Run the quantization or analysis, and print its result."""
     if settings.analyze:
         from glm5.quantize.analyze import analyze, as_text
 

@@ -1,4 +1,4 @@
-"""An answer on the terminal as it comes: thinking dim, or between its tags where there is no terminal."""
+"""Prints an answer while it streams: reasoning is dim on a terminal, and between tags elsewhere."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Screen:
-    """Writes one answer's events to standard output. `color`: whether it is a terminal that knows dim text."""
+    """Writes one answer's events to standard output. `color`: use dim text for reasoning."""
 
     def __init__(self, *, color: bool):
         self._opening, self._closing = (_DIM, f"{_PLAIN}\n\n") if color else ("<think>", "</think>\n")
@@ -17,7 +17,7 @@ class Screen:
         self._events: list[Event] = []
 
     def show(self, events: Iterable[Event]) -> None:
-        """Write what these add."""
+        """Print these events."""
         for event in events:
             self._events.append(event)
             match event:

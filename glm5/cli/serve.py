@@ -29,31 +29,31 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = read(ServeConfig, args)
-    with held_interrupt():  # some modules catch everything while they are imported, a signal's exception too
+    with held_interrupt():  # some modules catch every exception at import, also that of a signal
         for package in ("fastapi", "uvicorn"):
             require(package, "serve")
         from glm5.engine.checks import check_gpus
         from glm5.serve.http.server import bind
         from glm5.serve.metrics.tracing import Tracing
-        from glm5.serve.operations.supervise import House
-        from glm5.serve.operations.supervise import run as keep
+        from glm5.serve.operations.supervise import ServerSetup
+        from glm5.serve.operations.supervise import run as supervise
         from glm5.serve.service.state import ServerState
 
         for line in notes(settings):
             out(line, flush=True)
-        # Before the model, with keys, traces and address: a mistake there should not cost minutes to find out.
+        # Options, keys, traces and the address are checked first: loading the model takes minutes.
         check(settings, engine := settings.engine_config())
         check_gpus(settings.device, engine.tensor_parallel_size)
         keys, endpoint = read_keys(settings), settings.otlp_traces_endpoint
         program = _Program(settings, keys, ServerState(), None if endpoint is None else Tracing.to(endpoint))
     open_files.allow_many()
     with bind(settings.host, settings.port, settings.client_timeout) as listener:
-        house = House(
-            prepare=program.prepare,
+        setup = ServerSetup(
+            import_modules=program.import_modules,
             start=program.start,
             make_app=program.make_app,
             replace=program.replace,
-            say=lambda line: out(line, flush=True),
+            report=lambda line: out(line, flush=True),
             state=program.state,
             supervise=settings.supervise,
             client_timeout=settings.client_timeout,
@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
             dead_engine_timeout=settings.dead_engine_timeout,
         )
         try:
-            keep(house, listener)
+            supervise(setup, listener)
         finally:
             program.close()
     return 0
 
 
 def read_keys(settings: ServeConfig) -> "KeyRing":
-    """Those of the flags, of the environment and of the file. Raises ConfigError."""
+    """The API keys of the flags, the environment and the file. Raises ConfigError."""
     from glm5.serve.http.keys import KeyRing, plain_keys, read_file
 
     users = [*settings.api_key, *_listed("GLM5_API_KEY")]
@@ -80,13 +80,13 @@ def read_keys(settings: ServeConfig) -> "KeyRing":
 
 
 class _Program:
-    """The engines of a server, one after another, and the application before them."""
+    """Starts the engines of a server, and makes the application in front of them."""
 
     def __init__(self, settings: ServeConfig, keys: "KeyRing", state: "ServerState", tracing: "Tracing | None"):
         self.settings, self.keys, self.state, self.tracing = settings, keys, state, tracing
         self._app: Any = None
 
-    def prepare(self) -> None:
+    def import_modules(self) -> None:
         with Waits("importing torch and FastAPI"):
             for name in (
                 "glm5.checkpoint.resolve",

@@ -26,9 +26,9 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = read(TrainConfig, args)
     recipe = read_recipe(settings.recipe, settings.set)
-    if recipe.deterministic:  # torch asks for it before it multiplies on a GPU in one order
+    if recipe.deterministic:  # torch requires it for deterministic matrix products on a GPU
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if recipe.workers:  # each would start as many threads as there are cores
+    if recipe.workers:  # else each worker starts as many threads as there are cores
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     started = int(os.environ.get("WORLD_SIZE", "1"))
     world = settings.nproc or started
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         out(_needs(recipe, world))
         return 0
     to_pack = [recipe.folder / stage.name for stage in recipe.stage if stage.qat is not None]
-    if to_pack:  # what it lacks is to be found out now, not behind the training
+    if to_pack:  # a missing dependency should fail before the training
         importlib.import_module("glm5.quantize.run")
     if recipe.tensorboard:
         importlib.import_module("glm5.train.metrics").check_board()
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _needs(recipe: Recipe, world: int) -> str:
-    """What `--dry-run` says."""
+    """The output of `--dry-run`."""
     if world == 1:
         from glm5.train.estimate import estimate
 
@@ -67,7 +67,7 @@ def _needs(recipe: Recipe, world: int) -> str:
 
 
 def _launch(settings: TrainConfig) -> None:
-    """This command again, once for each rank."""
+    """Start this command once for each rank."""
     from glm5.train.parallel.launch import launch
 
     if "RANK" in os.environ:
@@ -78,13 +78,13 @@ def _launch(settings: TrainConfig) -> None:
 
 
 def _rank(settings: TrainConfig, recipe: Recipe) -> int:
-    """One of several processes, as torchrun starts them: the environment says which. The first one speaks."""
+    """One of several processes, as torchrun starts them: the environment says which. Only rank 0 prints."""
     from glm5.train.parallel.launch import LAUNCHER
     from glm5.train.parallel.run import Rank, train_shared
 
     given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     if missing := [name for name, value in given.items() if not value]:
-        raise UsageError(f"WORLD_SIZE says several processes, but {missing[0]} is not set; start them with torchrun")
+        raise UsageError(f"WORLD_SIZE is above 1, but {missing[0]} is not set; start the processes with torchrun")
     rank = Rank(
         rank=int(os.environ["RANK"]),
         world=int(os.environ["WORLD_SIZE"]),
@@ -104,7 +104,7 @@ def _rank(settings: TrainConfig, recipe: Recipe) -> int:
 
 
 def _pack(stage: Path) -> None:
-    """Write the best checkpoint of a stage that was trained with int4 in view as the int4 that it was trained as."""
+    """Write the best checkpoint of an int4 quantization-aware stage as an int4 checkpoint."""
     from glm5.quantize.run import quantize
 
     best = (stage / "best" if (stage / "best").exists() else stage / "last").resolve()

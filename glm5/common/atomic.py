@@ -1,8 +1,8 @@
-"""Files and folders that appear whole or not at all.
+"""Atomic writes: files and folders appear complete or not at all.
 
 Written beside their target under a temporary name (so the final rename stays on one file system),
-flushed to disk, then renamed. A failure, Ctrl-C or SIGTERM leaves what was there before. What a process that was killed
-has left of a folder goes with the next one that is written there.
+flushed to disk, then renamed. After a failure, Ctrl-C or SIGTERM the old content is still there. The next write to a
+folder deletes what a killed process has left of it.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ _BEGUN = re.compile(r"\..+\.[0-9a-f]{8}\.(part|old)")
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Generator[IO[Any], None, None]:
-    """A file handle ("w" = UTF-8 text, "wb" = bytes) whose content replaces `path` when the block ends well."""
+    """A file handle ("w" = UTF-8 text, "wb" = bytes) whose content replaces `path` when the block succeeds."""
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write: got mode {mode!r}, allowed: 'w' or 'wb'")
     target = Path(path)
@@ -38,10 +38,9 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Generator[IO[
 
 @contextmanager
 def atomic_dir(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
-    """An empty folder beside `path` that becomes `path` when the block ends well.
+    """An empty temporary folder that replaces `path` when the block ends without error.
 
-    A folder that is already there is replaced as a whole; the old one is deleted only after the new
-    one is in place.
+    An existing folder is deleted only after the new one is in place.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,14 +57,14 @@ def atomic_dir(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
 
 
 def clear_leftovers(target: Path) -> list[Path]:
-    """Take away what killed processes have left of `target`; what it was before goes back if one was killed between
-    the two renames. Returns what other processes are at, or may be: where folders cannot be locked nothing is taken."""
+    """Delete what killed processes have left of `target`, or restore it if one was killed between the two renames.
+    Returns folders that other processes may be writing: without file locks nothing is deleted."""
     own = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(old|part)")
     theirs: list[Path] = []
     for path in sorted(target.parent.glob(".*"), key=lambda path: path.suffix):  # old ones first
         if not own.fullmatch(path.name) or not path.is_dir():
             continue
-        with suppress(FileNotFoundError), _held(path) as is_held:  # its process may come to its end meanwhile
+        with suppress(FileNotFoundError), _held(path) as is_held:  # its process may have just finished
             if not is_held:
                 theirs.append(path)
             elif path.suffix == ".old" and not target.exists():
@@ -77,7 +76,7 @@ def clear_leftovers(target: Path) -> list[Path]:
 
 @contextmanager
 def _held(folder: Path) -> Generator[bool, None, None]:
-    """Lock a folder, whatever it is renamed to. False where another process has, or the file system has no locks."""
+    """Lock a folder, even if it is renamed. Yields False if another process holds it or locks are not supported."""
     held = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -91,7 +90,7 @@ def _held(folder: Path) -> Generator[bool, None, None]:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what a process that was killed had begun to write in a folder. For who knows that nobody writes there."""
+    """Delete unfinished writes of killed processes in a folder. Only safe while no process writes there."""
     for path in folder.glob(".*"):
         if _BEGUN.fullmatch(path.name):
             if path.is_dir():

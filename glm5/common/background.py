@@ -1,4 +1,4 @@
-"""Jobs on threads of their own."""
+"""Background threads."""
 
 import threading
 import traceback
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def in_background(job: Callable[[], Result], name: str) -> "Future[Result]":
-    """Run `job` on a daemon thread of its own: one that hangs keeps nobody from ending."""
+    """Run `job` on a daemon thread, so that a job that hangs does not keep the process from exiting."""
     future: Future[Result] = Future()
     threading.Thread(target=_work, args=(job, future), name=name, daemon=True).start()
     return future
@@ -19,8 +19,8 @@ def in_background(job: Callable[[], Result], name: str) -> "Future[Result]":
 def _work(job: Callable[[], Result], future: "Future[Result]") -> None:
     try:
         future.set_result(job())
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
-        # Its frames hold what was read, as large as the weights, and it may live until cycles are collected.
+    except BaseException as error:  # noqa: BLE001 - raised again by the future
+        # Its frames may hold tensors as large as the weights until garbage collection.
         traceback.clear_frames(error.__traceback__)
         future.set_exception(error)
     finally:

@@ -1,4 +1,4 @@
-"""How much of a request may be worked through: counted while it is, as a few bytes can ask for any amount of work."""
+"""Limits the work for one request: a schema of a few bytes can require any amount of it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,13 +7,13 @@ from glm5.common.errors import RequestError
 
 
 class Budget:
-    """Steps that a request may take. `unit`: what is counted; `param`: the field that all of it is for."""
+    """A limit on steps. `unit`: what is counted; `param`: the request field that causes them."""
 
     def __init__(self, most: int, unit: str, param: str) -> None:
         self.most, self.unit, self.param, self.spent = most, unit, param, 0
 
     def spend(self, steps: int, owner: str) -> None:
-        """Raises RequestError naming `owner` when there are too many."""
+        """Count steps. Raises RequestError naming `owner` beyond the limit."""
         self.spent += steps
         if self.spent > self.most:
             raise RequestError(
@@ -24,7 +24,7 @@ class Budget:
 
 
 def least_chars(value: Any, most: int) -> int:
-    """A lower bound of a value's characters as JSON; what is beyond `most` is not looked at."""
+    """A lower bound of a value's length as JSON; counting stops beyond `most`."""
     count, waiting = 0, [iter((value,))]
     while waiting and count <= most:
         for one in waiting[-1]:

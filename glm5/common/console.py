@@ -1,4 +1,4 @@
-"""The one door to standard output. What a command answers goes here; what it reports goes to the log."""
+"""The only place that writes to standard output. Results of commands go here; status goes to the log."""
 
 import sys
 

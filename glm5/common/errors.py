@@ -4,19 +4,19 @@
         ConfigError       (ValueError)   a model or command configuration that cannot be honoured
         CheckpointError                  files that are missing, damaged or do not fit the model
         DataError                        training data that is missing, damaged or does not fit the model
-        TrainingError                    a training run that cannot go on: what stopped it, and where it stands
+        TrainingError                    a training run that cannot continue: the cause, and its progress
         RequestError      (ValueError)   a bad prompt, message or sampling parameter; `param` names it
         MissingExtra      (ImportError)  an optional dependency is not installed
         EngineDead                       the engine was closed or died; `reason` says why
         UsageError                       a wrong command line (exit code 2)
 
-A message says what was got, what is allowed and what to do, on one line. The command line prints it
+A message states the wrong value, what is allowed and what to do, on one line. The command line prints it
 as `glm5: error: ...` and ends with exit code 1, or 2 for `UsageError`.
 """
 
 
 class GlmError(Exception):
-    """Base of all errors that are the user's to mend; anything else that escapes is a bug of ours."""
+    """Base of all errors that a user can fix. Any other exception is a bug in glm5."""
 
 
 class ConfigError(GlmError, ValueError):
@@ -32,7 +32,7 @@ class DataError(GlmError):
 
 
 class TrainingError(GlmError):
-    """A training run that stopped: why, what is kept on disk, and how it goes on."""
+    """A training run that stopped: the cause, what is on disk, and how to resume."""
 
 
 class RequestError(GlmError, ValueError):
@@ -48,7 +48,7 @@ class MissingExtra(GlmError, ImportError):
 
 
 class EngineDead(GlmError):
-    """The engine was closed or died, and generates nothing any more. `reason`: why, without these words around it."""
+    """The engine was closed or died. `reason`: the cause, without the rest of the message."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine is not running: {reason}")
@@ -75,7 +75,7 @@ _BY_NAME: dict[str, type[GlmError]] = {
 
 
 def named(kind: str, message: str) -> GlmError:
-    """The error of the class called `kind`, as another process raised it."""
+    """Rebuild an error from another process, by the name of its class."""
     return _BY_NAME.get(kind, GlmError)(message)
 
 
@@ -85,17 +85,17 @@ _MEMORY = (
 
 
 def words_of(error: BaseException) -> str:
-    """An exception's message as it can be sent: what it quotes may hold halves of characters, as JSON's escapes may."""
+    """An exception's message in valid Unicode: it may quote lone surrogates from JSON escapes."""
     return str(error).encode(errors="backslashreplace").decode()
 
 
 def reason_of(error: BaseException) -> str:
-    """Type and message of an exception, and what to do where memory ran out."""
+    """Type and message of an exception, with advice if memory ran out."""
     reason = f"{type(error).__name__}: {words_of(error)}".rstrip(": ")
     return reason + _MEMORY if is_of_memory(error) else reason
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. By name and text: clients do not import torch, which on a CPU raises a RuntimeError."""
+    """Whether memory ran out. Matched by name and text, because clients do not import torch."""
     by_name = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return by_name or "can't allocate memory" in str(error)

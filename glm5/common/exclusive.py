@@ -1,4 +1,4 @@
-"""One process at a time, for a file that is read, changed and written again: of two at once, one would be lost."""
+"""A lock between processes for changing a file, so that no concurrent change is lost."""
 
 import fcntl
 import os
@@ -9,16 +9,16 @@ from pathlib import Path
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold `path`, which need not exist, among all who ask for it so; waits for whoever holds it. Raises OSError.
+    """Lock `path`, which need not exist; waits until other processes release it. Raises OSError.
 
-    A file beside it is locked, since `atomic_write` replaces the file itself. The lock's file is gone when nobody holds
-    it; a process that was killed leaves it without harm.
+    The lock is a separate file, because `atomic_write` replaces the file itself. It is deleted on release; one left by
+    a killed process has no effect.
     """
     lock = path.with_name(f".{path.name}.lock")
     while True:
         with lock.open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            if not _is_still(lock, handle.fileno()):  # whoever held it has deleted it: others lock another file by now
+            if not _is_still(lock, handle.fileno()):  # the last holder deleted it, so others lock a new file
                 continue
             try:
                 yield

@@ -26,9 +26,9 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def held_interrupt() -> Iterator[None]:
-    """Inside, Ctrl-C waits; at the end of the block it comes, by whatever handler there was before.
+    """Delay Ctrl-C until the end of the block, where the previous handler gets it.
 
-    Elsewhere than in the main thread, which alone is interrupted, nothing is done; nor where Ctrl-C is not Python's.
+    Has no effect outside of the main thread, or if Python does not handle Ctrl-C.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
@@ -46,8 +46,8 @@ def held_interrupt() -> Iterator[None]:
 
 @contextmanager
 def orderly_end() -> Iterator[None]:
-    """Inside, a request to end (SIGTERM) is a SystemExit: what was begun is taken back on the way out. A second one
-    ends the process at once. Elsewhere than in the main thread, or where somebody listens already, nothing is done."""
+    """In the block SIGTERM raises SystemExit, so that unfinished work is cleaned up. A second one ends the process at
+    once. Has no effect outside of the main thread, or if SIGTERM already has a handler."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -66,10 +66,10 @@ def orderly_end() -> Iterator[None]:
 
 @contextmanager
 def noted_interrupt(says: str = "") -> Iterator[list[int]]:
-    """A list that Ctrl-C and a request to end (SIGTERM) fill, for a loop to look at between two steps. A second one
-    acts at once, by whatever handler there was before. Elsewhere than in the main thread it stays empty.
+    """A list that receives SIGINT and SIGTERM, for a loop to check between steps. A second signal goes to the previous
+    handler. The list stays empty outside of the main thread.
 
-    `says`: what stderr is told behind the signal's name as soon as it has come.
+    `says`: a message for stderr, written after the signal's name when it arrives.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -81,8 +81,8 @@ def noted_interrupt(says: str = "") -> Iterator[list[int]]:
         received.append(number)
         restore()
         if says:
-            begin = "\n" if os.isatty(2) else ""  # behind a bar, or ^C
-            with suppress(OSError):  # not by print: a handler may run in the midst of another write
+            begin = "\n" if os.isatty(2) else ""  # after a progress bar, or ^C
+            with suppress(OSError):  # not print: a handler may interrupt another write
                 os.write(2, f"{begin}{signal_name(number)}: {says}\n".encode())
 
     def restore() -> None:

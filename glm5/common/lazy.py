@@ -1,4 +1,4 @@
-"""Packages whose names are fetched when they are first used, so that importing one costs nothing."""
+"""Lazy imports: a package loads the modules of its names on first use."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for `package`: each name in `homes` is that of the module it is mapped to."""
+    """A `__getattr__` for `package`; `homes` maps each name to the module that defines it."""
 
     def fetch(name: str) -> Any:
         if name not in homes:

@@ -3,7 +3,7 @@
     text    12:00:00 INFO glm5.serve.http.access: POST /v1/completions 200 [4bf92f35]
     json    {"time": "...", "level": "INFO", "logger": "glm5.serve.http.access", "message": "...", "request_id": "..."}
 
-A line carries the id of the HTTP request that caused it, where there is one, and as JSON what `extra` says too.
+A line ends with the id of its HTTP request, if any. JSON lines also contain the fields of `extra`.
 """
 
 import json
@@ -16,19 +16,19 @@ from typing import Literal, TextIO
 Style = Literal["text", "json"]
 
 REQUEST_ID: ContextVar[str] = ContextVar("glm5-request-id", default="")
-"""The HTTP request that a task works for."""
+"""The id of the HTTP request that a task works on."""
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s%(request)s"
 _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "request"}
 
 
 def configure(level: str = "info", style: Style = "text") -> None:
-    """Send glm5's log lines of `level` and above to standard error, and the web server's warnings; other libraries keep
-    their own ways."""
+    """Log glm5's lines of `level` and above, and uvicorn's warnings, to standard error. Other libraries keep their own
+    configuration."""
     handler = _Stderr()
     handler.addFilter(_mark)
     handler.setFormatter(_Json() if style == "json" else logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
-    # Not the root: huggingface_hub's own lines would come out twice.
+    # Not the root logger: huggingface_hub's lines would be written twice.
     for name, least in (("glm5", level.upper()), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
@@ -36,13 +36,13 @@ def configure(level: str = "info", style: Style = "text") -> None:
 
 
 def style() -> Style:
-    """How lines are written, for a process that writes beside this one."""
+    """The configured style, for child processes."""
     handlers = logging.getLogger("glm5").handlers
     return "json" if handlers and isinstance(handlers[0].formatter, _Json) else "text"
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what standard error is at the moment: whoever runs a command in its own process may change it."""
+    """Writes to the current sys.stderr, which a caller that runs a command in its own process may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

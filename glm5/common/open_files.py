@@ -1,4 +1,4 @@
-"""Files, sockets and pipes that this process may have open at a time: every connection is one of them."""
+"""The limit on open files of this process, which includes sockets and pipes."""
 
 import os
 import resource
@@ -7,18 +7,18 @@ from contextlib import suppress
 
 
 def allow_many() -> None:
-    """Raise this process's limit as far as the system lets it."""
+    """Raise this process's soft limit to its hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def limit() -> int:
-    """How many may be open."""
+    """The maximum number of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def num_open() -> int:
-    """How many are open. Raises OSError where none is left to look with."""
-    return len(os.listdir("/dev/fd")) - 1  # without the one that looks
+    """The number of open files. Raises OSError if none is left to list them."""
+    return len(os.listdir("/dev/fd")) - 1  # minus the listing itself

@@ -1,4 +1,4 @@
-"""Numbers and lists of NumPy's, torch's or anybody's classes as Python's: messages hold no others."""
+"""Converts numbers and lists of NumPy, torch or subclasses to plain Python types, for messages between processes."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def plain(value: Any) -> Any:
-    """A number or text of a class of its own as Python's; anything else as it is."""
+    """A number or text as a plain Python type; other values unchanged."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, str):
@@ -19,7 +19,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_list(value: Any) -> Any:
-    """The list that an array, a list or a tuple holds, of plain values; anything else as it is."""
+    """An array, list or tuple as a list of plain values; other values unchanged."""
     if _dimensions(value):
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
@@ -28,6 +28,6 @@ def plain_list(value: Any) -> Any:
 
 
 def _dimensions(value: Any) -> int | None:
-    """Of an array or tensor; None for anything else."""
+    """The number of dimensions of an array or tensor; None for other values."""
     found = getattr(value, "ndim", None)
     return found if isinstance(found, int) and hasattr(value, "tolist") and not isinstance(value, memoryview) else None

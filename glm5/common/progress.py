@@ -1,4 +1,4 @@
-"""Progress of something long: a bar with rate and ETA on a terminal, a plain line now and then in a log."""
+"""Progress of long operations: a bar with rate and ETA on a terminal, a line every few seconds in a log."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ LOG_EVERY_SECONDS = 5.0
 
 
 class Progress:
-    """Counts up to `total` of `unit` (for example "B", "step", "token"); `total` None when not known.
+    """Counts up to `total` of `unit` (for example "B", "step", "token"); `total` None if unknown.
 
         with Progress(total=num_bytes, unit="B", desc="load") as progress:
             progress.update(len(chunk), shard=3)
@@ -96,7 +96,7 @@ class Progress:
 
 
 def _width(stream: TextIO) -> int | None:
-    """Columns of a terminal: 0 if it does not know them (a pseudo-terminal nobody sized), None if it is not a file."""
+    """Columns of a terminal: 0 if unknown (a pseudo-terminal without a size), None if it is not a file."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except OSError:

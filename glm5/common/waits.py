@@ -1,4 +1,4 @@
-"""What a start waits for, said in the log every few seconds: nobody who watches it has to wonder whether it hangs."""
+"""Logs every few seconds what a start is waiting for, so that it does not seem to hang."""
 
 import logging
 import threading
@@ -10,13 +10,13 @@ from typing import Self
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-SILENT_SECONDS = 4.0  # with the time until somebody looks, less than 5
+SILENT_SECONDS = 4.0  # plus LOOK_SECONDS: less than 5
 
 
 class Waits:
-    """`what` is waited for: said in a line when nothing was said of it for SILENT_SECONDS, and again and again.
+    """Logs a line about `what` whenever none was logged for SILENT_SECONDS.
 
-    Inside the block a thread looks at the clock every LOOK_SECONDS.
+    Inside the block a thread checks the time every LOOK_SECONDS.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
@@ -24,30 +24,30 @@ class Waits:
         self.begin(what)
 
     def begin(self, what: str) -> None:
-        """What was waited for is there; from now on it is this."""
+        """Start waiting for the next thing."""
         with self._lock:
             self.what, self._share = what, 0.0
-            self._began = self._said = self._clock()
+            self._began = self._logged = self._clock()
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since this wait began."""
         return self._clock() - self._began
 
     def at(self, share: float, *, is_shown: bool = False) -> None:
-        """How far it is, 0 to 1. `is_shown`: somebody else has just said so."""
+        """Set the progress, 0 to 1. `is_shown`: it is already displayed elsewhere."""
         with self._lock:
             self._share = share
             if is_shown:
-                self._said = self._clock()
+                self._logged = self._clock()
 
     def look(self) -> None:
-        """Say it, if it is time."""
+        """Log a line if it is due."""
         with self._lock:
             now = self._clock()
-            if now - self._said < SILENT_SECONDS:
+            if now - self._logged < SILENT_SECONDS:
                 return
-            self._said = now
+            self._logged = now
             share = f", {100 * self._share:.0f} %" if self._share else ""
             logger.info("start: still %s%s, %.0f s", self.what, share, now - self._began)
 

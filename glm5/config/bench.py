@@ -13,7 +13,7 @@ RECIPES = ("w4a8-channel", "w4a8-group", "w8a8")  # of `glm5 quantize`
 
 
 class BenchConfig(EngineFlags):
-    """What both commands are told beside the engine's settings."""
+    """Settings of both commands besides the engine's."""
 
     model: str | None
     """Checkpoint folder, or a Hugging Face id such as zai-org/GLM-5-FP8."""

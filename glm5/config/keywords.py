@@ -1,8 +1,8 @@
-"""What `LLM(...)` and `AsyncEngine(...)` take beside the model: the engine's settings, and arguments of other engines.
+"""Keywords of `LLM(...)` and `AsyncEngine(...)`: the engine's settings, and compatible arguments of other engines.
 
-Drafting is understood under every name that commands know (speculative.py). vLLM's constructor arguments are taken
-where they ask for what is done anyway, and said to have no effect; those that ask for something else are refused by
-name, with what is allowed. None stands for a setting's default, as it does in vLLM.
+Drafting has the same names as in commands (speculative.py). vLLM's constructor arguments are accepted if they request
+what the engine does anyway, and logged as having no effect; other values are refused by name, with what is allowed.
+None stands for a setting's default, as in vLLM.
 """
 
 import logging
@@ -46,13 +46,13 @@ Copies = Annotated[
     ),
     NoEffect("an engine runs one copy of a model"),
 ]
-_DETAIL = NoEffect("there is nothing of the kind here to switch")
+_DETAIL = NoEffect("this engine has no such feature")
 _TEXT = NoEffect("the model reads text only")
 _FILES = NoEffect("a checkpoint's safetensors are read")
 
 
 class EngineKeywords(EngineFlags):
-    """The engine's settings, and what is understood beside them."""
+    """The engine's settings, and compatible arguments of other engines."""
 
     trust_remote_code: Annotated[bool, NoEffect("no code of a checkpoint is ever run")] = False
     pipeline_parallel_size: Pipeline = 1
@@ -66,7 +66,7 @@ class EngineKeywords(EngineFlags):
     enable_sleep_mode: Annotated[bool, NoEffect("every engine can sleep")] = False
     swap_space: Annotated[float, NoEffect("kv_offloading_size is the host memory for pages")] = 4.0
     cpu_offload_gb: Annotated[Literal[0], NoEffect("weights stay on the device")] = 0
-    disable_log_stats: Annotated[bool, NoEffect("counters are kept, and logged by nobody: see stats()")] = False
+    disable_log_stats: Annotated[bool, NoEffect("counters are never logged: see stats()")] = False
     block_size: Annotated[Literal[64] | None, NoEffect("pages are of 64 tokens")] = None
     quantization: Annotated[Literal["fp8"] | None, NoEffect("weights are held as the checkpoint holds them")] = None
     enable_chunked_prefill: Annotated[Literal[True] | None, NoEffect("prompts are always computed in parts")] = None

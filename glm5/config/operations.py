@@ -1,4 +1,4 @@
-"""What a server is told about its callers, its limits, its end and its records; flags of `glm5 serve`."""
+"""API keys, limits, timeouts, shutdown, logs and traces of a server: flags of `glm5 serve`."""
 
 import json
 import re
@@ -23,11 +23,11 @@ def _cache_salt(value: str) -> str:
 
 
 def _checked(value: str, allowed: str, spelled: str) -> str:
-    """Raises ValueError saying what is allowed, and the first character that is not."""
+    """Raises ValueError with what is allowed, and the first character that is not."""
     wrong = re.sub(allowed, "", value)
     if wrong or not 1 <= len(value) <= _MAX_NAME:
-        told = f", and {wrong[0]!r} is none of them" if wrong else f"; these are {len(value)}"
-        raise ValueError(f"1 to {_MAX_NAME} {spelled}{told}")
+        problem = f", and {wrong[0]!r} is none of them" if wrong else f"; these are {len(value)}"
+        raise ValueError(f"1 to {_MAX_NAME} {spelled}{problem}")
     return value
 
 
@@ -39,29 +39,29 @@ class KeyConfig(Command):
     """Make an API key: it is printed, and its hash added to a file for --api-keys-file of glm5 serve."""
 
     name: Annotated[KeyName, Positional()]
-    """Whose it is, as metrics and logs name the caller: letters, digits and . _ @ -"""
+    """Name of the key's owner in metrics and logs: letters, digits and . _ @ -"""
     file: str = "keys.toml"
-    """The file, made if there is none."""
+    """File of keys; created if it does not exist."""
     role: Literal["user", "metrics", "admin"] = "user"
-    """What it opens: the API, the metrics alone, or everything."""
+    """Access of the key: the API, the metrics only, or all routes."""
     requests_per_minute: Rate | None = None
-    """Limit of its own. Default: that of the server."""
+    """Requests a minute. Default: the server's limit."""
     max_concurrency: Count | None = None
-    """Requests at the same time. Default: those of the server."""
+    """Requests at the same time. Default: the server's limit."""
     cache_salt: CacheSalt | None = None
-    """Share what is cached with the keys of the same salt. Default: with no other key."""
+    """Share the prefix cache with keys of the same salt. Default: share with no other key."""
 
 
 class Operations(Command):
     """Keys, limits, timeouts, shutdown, logs and traces of a server."""
 
     api_key: tuple[str, ...] = ()
-    """Keys of which clients must send one. Others on this machine can read a command line: GLM5_API_KEY in the
-    environment (several with commas between) and api_keys_file are better."""
+    """API keys; clients must send one of them. Other users of this machine can read a command line, so GLM5_API_KEY
+    in the environment (several keys separated by commas) and api_keys_file are better."""
     api_keys_file: str | None = None
     """File of hashed keys with names, roles and limits; `glm5 key` writes it."""
     admin_api_key: str | None = None
-    """Key for the admin routes, which nobody may use without one; better GLM5_ADMIN_API_KEY in the environment."""
+    """Key for the admin routes, which are closed without one; better: GLM5_ADMIN_API_KEY in the environment."""
     key_requests_per_minute: Rate | None = None
     """Requests a minute of each key that has no limit of its own. Default: no limit."""
     key_max_concurrency: Count | None = None
@@ -69,32 +69,32 @@ class Operations(Command):
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server from a browser; * means all. Default: none but its own."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names under which the server may be asked, such as llm.example or *.llm.example; * means all. Default: without
-    keys localhost and addresses in numbers, with keys all."""
+    """Allowed host names of the server, such as llm.example or *.llm.example; * means all. Default: localhost and IP
+    addresses without API keys, all with keys."""
     max_queue: Annotated[int, Field(ge=0, lt=MANY)] = 1024
-    """Answers that may wait beside the max_num_seqs that are computed; requests beyond are refused with 429."""
+    """Answers that may wait besides the max_num_seqs that are computed; further requests are refused with 429."""
     max_body_bytes: Annotated[int, Field(ge=1, lt=2**60)] = 32 * 2**20
     """Largest body of a request; a million tokens of text is about 5 MB."""
     max_prompt_tokens: Count | None = None
     """Longest prompt. Default: what the context allows."""
     max_output_tokens: Count | None = None
-    """Longest answer; longer ones are refused, and requests that do not say get this. Default: up to the context."""
+    """Longest answer: requests for more are refused, and this is their default. Default: up to the context."""
     request_timeout: Seconds | None = None
-    """Seconds that an answer may take from the moment it is asked of the engine. Default: no limit."""
+    """Seconds that the engine may take for an answer. Default: no limit."""
     client_timeout: Seconds = 60.0
-    """Seconds in which a client must have sent its whole request, and for which it may leave an answer unread."""
+    """Seconds for a client to send a complete request, and for which it may leave a response unread."""
     shutdown_timeout: Seconds = 300.0
-    """Seconds that requests under way have to end after SIGTERM, before they are ended; a second SIGTERM ends all."""
+    """Seconds for running requests to finish after SIGTERM, before they are aborted; a second SIGTERM aborts all."""
     dead_engine_timeout: Annotated[float, Field(ge=0, lt=MANY / 1000)] = 10.0
-    """Seconds that the server says on /health why its engine has died, before it ends with code 1."""
+    """Seconds for which /health reports why the engine has died, before the server exits with code 1."""
     supervise: bool = False
-    """Start a dead engine again, instead of ending."""
+    """Restart a dead engine, instead of exiting."""
     enable_log_requests: bool = False
-    """Write the text of prompts to the log. Without this no text of any request gets there."""
+    """Write the text of prompts to the log. Without this flag the log has no text of requests."""
     profile_dir: str | None = None
-    """Folder for the traces of /start_profile. Default: it is refused."""
+    """Folder for the traces of /start_profile. Default: the route is refused."""
     otlp_traces_endpoint: str | None = None
-    """Send OpenTelemetry traces there, such as http://localhost:4318/v1/traces. Needs the extra `otel`."""
+    """OTLP endpoint for OpenTelemetry traces, such as http://localhost:4318/v1/traces. Needs the extra `otel`."""
 
     @field_validator("otlp_traces_endpoint")
     @classmethod

@@ -1,5 +1,5 @@
-"""How a training run is dealt out over processes: the `[parallel]` table of a recipe. With one process nothing of it
-applies. How many processes there are is said where they are started (`glm5 train --nproc`, or torchrun)."""
+"""How a training run is distributed over processes: the `[parallel]` table of a recipe. It has no effect with one
+process. `glm5 train --nproc` or torchrun sets the number of processes."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""`glm5 quantize`, `glm5 quant` and `glm5 convert`: what a run is told."""
+"""`glm5 quantize`, `glm5 quant` and `glm5 convert`: their settings."""
 
 import re
 from pathlib import Path

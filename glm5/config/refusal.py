@@ -1,4 +1,4 @@
-"""How a configuration says no: key, value, what is allowed; one line."""
+"""Errors of configurations, in one line: key, value and what is allowed."""
 
 import reprlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from glm5.common.errors import ConfigError
 
 
 class Refused(ValueError):
-    """A validator's word on another field than the one, or the whole, that it was called for."""
+    """An error of a validator about another field than the one it was called for."""
 
     def __init__(self, key: str, value: Any, allowed: str) -> None:
         super().__init__(allowed)
@@ -56,17 +56,17 @@ _ALLOWED = {
 
 
 def refuse(key: str, value: Any, allowed: str) -> ConfigError:
-    """The one form of a configuration error. Long values are cut."""
+    """A configuration error in the common format. Long values are shortened."""
     return ConfigError(f"{key}: got {_SHORT.repr(value)}; allowed: {allowed}")
 
 
 def first_error(err: ValidationError) -> tuple[tuple[str, ...], Any, str]:
-    """(path of the field, value, what is allowed) of pydantic's first complaint, in our words."""
+    """(path of the field, value, what is allowed) of pydantic's first error."""
     return complaint(err.errors(include_url=False)[0])
 
 
 def complaint(first: Mapping[str, Any]) -> tuple[tuple[str, ...], Any, str]:
-    """The same of a complaint as pydantic lists it."""
+    """The same for one error of pydantic's list."""
     if isinstance(cause := first.get("ctx", {}).get("error"), Refused):
         return (cause.key,), cause.value, str(cause)
     text = _ALLOWED.get(first["type"])

@@ -1,7 +1,7 @@
-"""`glm5 serve`: flags under vLLM's names, so that a deployment guide's command is understood as it stands.
+"""`glm5 serve`: flags under vLLM's names, so that the commands of deployment guides work unchanged.
 
-A flag that changes nothing here is marked NoEffect and says so at start. A value that no model here could
-honour is refused before anything is downloaded.
+A flag without effect is marked NoEffect and logged at start. A value that no model supports is refused before
+anything is downloaded.
 """
 
 from typing import Annotated, Literal
@@ -21,7 +21,7 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """0 takes a free one."""
+    """Port to listen on; 0 for a free one."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API. Default: MODEL as given."""
     reasoning_parser: Literal["glm45"] = "glm45"
@@ -30,7 +30,7 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     """While requests decode, compute so few tokens of prompts in a step that these get their next token within about so
     many milliseconds: on a CPU by what steps took before, on a GPU by estimate. auto: 80 on a CPU, none on a GPU."""
     tool_call_parser: Literal["glm45", "glm47"] = "glm47"
-    """Reads tool calls; both names mean the one parser, which reads both formats."""
+    """Parses tool calls; both names select the same parser, which reads both formats."""
     enable_auto_tool_choice: Annotated[bool, NoEffect("a request that has tools always lets the model choose")] = False
     """Let the model decide whether to call a tool."""
     chat_template_content_format: Annotated[

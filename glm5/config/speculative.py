@@ -1,11 +1,11 @@
-"""Drafting under the names of other engines: each says how many tokens the MTP layer drafts in a step, or is refused.
+"""Speculative decoding under the names of other engines: each sets how many tokens the MTP layer drafts per step.
 
     ours, vLLM     --num-speculative-tokens k
     vLLM           --speculative-config '{"method": "mtp", "num_speculative_tokens": k}'
     SGLang         --speculative-algorithm EAGLE (or NEXTN) --speculative-num-steps k
                    --speculative-eagle-topk 1 --speculative-num-draft-tokens k+1
 
-One chain is drafted, never a tree: that is SGLang's topk of 1, whose draft tokens count the one that was sampled too.
+Drafts are a chain, never a tree: SGLang's topk of 1. SGLang's number of draft tokens includes the sampled one.
 """
 
 from typing import Annotated, Literal
@@ -28,7 +28,7 @@ class SpeculativeConfig(Command):
 
 
 class EngineFlags(EngineConfig):
-    """The engine's settings as a command takes them: other engines' names for drafting are understood."""
+    """The engine's settings as flags of a command, with other engines' names for drafting."""
 
     speculative_config: SpeculativeConfig | None = None
     """vLLM's form of num_speculative_tokens, as JSON or by the dotted flags."""

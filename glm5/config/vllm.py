@@ -1,7 +1,7 @@
-"""vLLM's flags of `serve` that ask for what is done anyway, or for nothing that is here; each says so at start.
-And what to say instead of other flags, SGLang's above all.
+"""vLLM's flags of `serve` that have no effect here, each logged at start; and hints for flags of other servers,
+mostly SGLang's.
 
-Why is written once: flags that are keywords of `LLM` too have the reasons of keywords.py.
+Flags that are also keywords of `LLM` take their reasons from keywords.py.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def _as_keyword(name: str) -> NoEffect:
 
 _MODEL = "the model is given without a flag, before all others"
 _MEMORY = "--gpu-memory-utilization is the share of the GPU's memory that is used in all"
-_NONE = "nothing of the kind is here to choose; leave it out"
+_NONE = "this server has no such choice; leave it out"
 _TOKENIZER = "the tokenizer is the checkpoint's"
 
 ELSEWHERE: Mapping[str, str] = {
@@ -46,8 +46,8 @@ ELSEWHERE: Mapping[str, str] = {
     "--hicache-size": "use --kv-offloading-size, in GiB",
     "--hicache-ratio": "use --kv-offloading-size, in GiB",
     "--cpu-offload-gb": "weights stay on the device; for pages, --kv-offloading-size",
-    "--enable-metrics": "/metrics is always there; leave it out",
-    "--enable-request-id-headers": "X-Request-Id is always answered; leave it out",
+    "--enable-metrics": "/metrics is always enabled; leave it out",
+    "--enable-request-id-headers": "X-Request-Id is always returned; leave it out",
     "--disable-cuda-graph": "use --enforce-eager",
     "--cuda-graph-max-bs": _NONE,
     "--compilation-config": _NONE,
@@ -68,7 +68,7 @@ ELSEWHERE: Mapping[str, str] = {
     "--ep": "use --enable-expert-parallel",
     "--pp-size": "use --pipeline-parallel-size",
 }
-"""Flags of vLLM and SGLang that are none here."""
+"""Flags of vLLM and SGLang that do not exist here, with what to use instead."""
 
 
 class VllmFlags(Command):
@@ -77,9 +77,9 @@ class VllmFlags(Command):
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     quantization: Annotated[Literal["fp8"] | None, Also("-q")] = None
-    """How the weights are held. Only as the checkpoint holds them: fp8 is refused where that has none."""
+    """Format of the weights, which is always the checkpoint's: fp8 is refused for a checkpoint without FP8."""
     pipeline_parallel_size: Annotated[Pipeline, Also("-pp")] = 1
-    """GPUs that have layers each. Only 1."""
+    """Pipeline stages of layers on GPUs. Only 1."""
     data_parallel_size: Annotated[Copies, Also("-dp")] = 1
     """Copies of the model. Only 1."""
     enable_expert_parallel: Annotated[bool, _as_keyword("enable_expert_parallel")] = False

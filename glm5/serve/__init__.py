@@ -1,7 +1,7 @@
-"""HTTP in front of an engine. Begin with `app.py`: the application, with every route and what stands before it.
+"""The HTTP server in front of an engine. Begin with `app.py`: the application with its routes and middleware.
 
-chat, completions, responses, anthropic, sglang, vllm   one folder an API: its route, what it reads, what it writes
-generation   the one path from a request to its answers       http      access, limits, bodies, errors, connections
-operations   health, metrics, the operator's routes           page      chat and dashboard in the browser
-service      what the routes work with                        metrics   what is measured
+chat, completions, responses, anthropic, sglang, vllm   one folder per API: its route, request body and response
+generation   from a request to its answers, for every API     http      access, limits, bodies, errors, connections
+operations   health, metrics, admin routes                    page      chat and dashboard in the browser
+service      the objects that routes share                    metrics   Prometheus metrics, traces
 """

@@ -1,8 +1,8 @@
-"""The application, put together: routes, error envelope, and what stands before every route.
+"""Builds the application: routes, error handlers and middleware.
 
     CORS -> Access -> CancelOnDisconnect -> BoundedBody -> routes
 
-Access decides who comes in, and how much; CORS is there where origins are allowed.
+Access checks API keys and limits. CORS is added only if --allowed-origins is given.
 """
 
 from typing import Any
@@ -52,18 +52,18 @@ def create_app(
     state: ServerState | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """An application that serves a running engine; starting and closing the engine is the caller's.
+    """An application that serves a running engine; the caller starts and closes the engine.
 
-    `keys` None lets everybody in, `tracing` None traces nothing. `state` is what the caller tells and asks of the
-    server while it runs.
+    `keys` None: no API key is needed. `tracing` None: no traces. `state`: shared with the caller, which drains and
+    stops the server through it.
     """
     traced: dict[str, Any] = {} if tracing is None else {"telemetry": {"tracer_provider": tracing.provider}}
     app = FastAPI(title="glm5", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, **traced)
     names = config.served_model_name or (config.model,)
     metrics, state, limits = ServerMetrics(names[0]), state or ServerState(), _limits(config)
     bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout)
-    shows = tokenizer if config.enable_log_requests else None
-    metered = MeteredEngine(engine, metrics, limits, bounds, shows, tracing)
+    log_tokenizer = tokenizer if config.enable_log_requests else None
+    metered = MeteredEngine(engine, metrics, limits, bounds, log_tokenizer, tracing)
     service = Service(metered, template, tokenizer, names, config.model, state, metrics, config.profile_dir)
     app.state.service, app.state.probe = service, Probe()
     apis = (chat, completions, responses, anthropic, sglang, sglang_info, vllm_info, tokens)
@@ -71,7 +71,7 @@ def create_app(
         app.include_router(router)
     documents.install(app)
     errors.install(app)
-    # The last one added stands before all others.
+    # The middleware added last runs first.
     app.add_middleware(BoundedBody, max_bytes=config.max_body_bytes, seconds=config.client_timeout)
     app.add_middleware(CancelOnDisconnect)
     keys = keys or KeyRing()

@@ -1,1 +1,1 @@
-"""Anthropic's messages: `route.py`, its `body.py`, the conversation in `messages.py`, and its `answer.py`."""
+"""Anthropic's Messages API: `route.py`, request fields in `body.py` and `messages.py`, the response in `answer.py`."""

@@ -1,10 +1,10 @@
-"""The answer to a message on the wire: Anthropic's events, or the message that their concatenation is.
+"""The response of /v1/messages: Anthropic's stream events, or the message that they add up to.
 
     message_start
     content_block_start  content_block_delta*  content_block_stop      thinking, text and tool_use, one after another
-    message_delta        message_stop                                  why it ended, and usage
+    message_delta        message_stop                                  stop reason and usage
 
-A block of thinking ends with a signature.
+A thinking block ends with a signature.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from glm5.serve.generation.encrypted_reasoning import mark, seal
 from glm5.serve.generation.job import Step, Usage
-from glm5.serve.generation.segments import Begun, Ended, Grown, Segment, Segments
+from glm5.serve.generation.segments import Segment, SegmentDelta, SegmentEnd, Segments, SegmentStart
 
 WireEvent = dict[str, Any]
 
@@ -26,7 +26,7 @@ _DELTAS = {
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    """Usage as Anthropic counts it: what was cached is no input."""
+    """Usage in Anthropic's format, where input_tokens excludes cached tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -37,7 +37,7 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
 
 
 class MessageAnswer:
-    """Writes the steps of one request. `omits_thinking`: it is sealed in the signature, and not shown."""
+    """Converts the steps of one request to events. `omits_thinking`: the thinking goes only into the signature."""
 
     def __init__(self, message_id: str, model: str, *, omits_thinking: bool) -> None:
         self._omits_thinking = omits_thinking
@@ -46,7 +46,7 @@ class MessageAnswer:
         self._segments = Segments()
 
     def events(self, step: Step, usage: Usage) -> Iterator[WireEvent]:
-        """What a step adds; the first one begins the message, the last one ends it."""
+        """The events of a step; the first step begins the message, the last one ends it."""
         if not self._is_begun:
             self._is_begun = True
             ending = {"stop_reason": None, "stop_sequence": None, "usage": usage_dict(usage)}
@@ -54,20 +54,20 @@ class MessageAnswer:
         for segment in self._segments.read(step.events):
             yield from self._written(segment)
         if step.finish_reason is not None:
-            for segment in self._segments.finish(is_whole=True):
+            for segment in self._segments.finish(is_complete=True):
                 yield from self._written(segment)
             yield {"type": "message_delta", "delta": _ending(step), "usage": usage_dict(usage)}
             yield {"type": "message_stop"}
 
     def _written(self, segment: Segment) -> Iterator[WireEvent]:
         match segment:
-            case Begun(index):
+            case SegmentStart(index):
                 yield {"type": "content_block_start", "index": index, "content_block": _empty(segment)}
-            case Grown(index, kind, text):
+            case SegmentDelta(index, kind, text):
                 if kind != "reasoning" or not self._omits_thinking:
                     name, field = _DELTAS[kind]
                     yield {"type": "content_block_delta", "index": index, "delta": {"type": name, field: text}}
-            case Ended(index, kind, text):
+            case SegmentEnd(index, kind, text):
                 if kind == "reasoning":
                     signature = seal(text) if self._omits_thinking else mark(text)
                     delta = {"type": "signature_delta", "signature": signature}
@@ -76,7 +76,7 @@ class MessageAnswer:
 
 
 def joined(events: Iterable[WireEvent]) -> dict[str, Any]:
-    """The message that all events of an answer spell."""
+    """The complete message, from all of its events."""
     message: dict[str, Any] = {}
     arguments: dict[int, str] = {}
     for event in events:
@@ -99,7 +99,7 @@ def joined(events: Iterable[WireEvent]) -> dict[str, Any]:
     return message
 
 
-def _empty(begun: Begun) -> dict[str, Any]:
+def _empty(begun: SegmentStart) -> dict[str, Any]:
     if begun.call is not None:
         block_id = f"toolu_{begun.call.id.removeprefix('call_')}"
         return {"type": "tool_use", "id": block_id, "name": begun.call.name, "input": {}}
@@ -118,7 +118,7 @@ def _ending(step: Step) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """Arguments of a call; those of one that was cut off are none."""
+    """The arguments of a call; {} for a call that was cut off."""
     try:
         return json.loads(arguments)
     except ValueError:

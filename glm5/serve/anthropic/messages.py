@@ -1,10 +1,10 @@
-"""Anthropic's messages, blocks and tools as the model's template takes them, which is OpenAI's shape.
+"""Converts Anthropic's messages, content blocks and tools to OpenAI's format, which chat templates expect.
 
-    user        text -> a user's message; tool_result -> a tool's; in the order of the blocks
-    assistant   thinking -> reasoning, text -> content, tool_use -> calls; one message
-    system      before all messages, or between them
+    user        text -> a user message; tool_result -> a tool message; in the order of the blocks
+    assistant   thinking -> reasoning, text -> content, tool_use -> tool_calls; one message
+    system      the field `system` -> the first message; messages of this role stay in their place
 
-Each thing that is wrong is one RequestError whose `param` is its path.
+Invalid input raises a RequestError whose `param` is the path of the field.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _ROLES = ("user", "assistant", "system")
 
 
 def messages_of(messages: list[Any], system: Any) -> list[Message]:
-    """All of a conversation, what the system says first."""
+    """The messages of a conversation; the system prompt comes first."""
     found: list[Message] = []
     if system is not None:
         found.append({"role": "system", "content": _text(system, "system")})
@@ -40,12 +40,12 @@ def messages_of(messages: list[Any], system: Any) -> list[Message]:
 
 
 def tools_of(tools: list[Any]) -> list[Tool]:
-    """Tools that the client runs. Those that Anthropic's service runs, or defines, are refused by name."""
+    """Tools that the client runs. Tools that Anthropic's service runs or defines are refused by name."""
     return [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
 
 
 def _of_user(content: Any, where: str) -> Iterator[Message]:
-    """Runs of text are messages of the user, and every result of a tool is one of the tool."""
+    """Consecutive text blocks become one user message, each tool_result a tool message."""
     texts: list[str] = []
     for place, block in _blocks(content, where):
         match block["type"]:
@@ -76,7 +76,7 @@ def _of_assistant(content: Any, where: str) -> Message:
                     raise RequestError(f"{place}.thinking is {thinking!r:.60}; allowed: a text", f"{place}.thinking")
                 reasoning.append(thinking or unseal(signature) or "")
             case "redacted_thinking":
-                pass  # another model's, which nobody else can read
+                pass  # encrypted by Anthropic's service
             case "tool_use":
                 calls.append(_call(block, place))
             case _:
@@ -116,7 +116,7 @@ def _result(block: Mapping[str, Any], where: str) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
-    """Of text alone."""
+    """The text of content that may contain only text."""
     texts: list[str] = []
     for place, block in _blocks(content, where):
         if block["type"] != "text":
@@ -126,7 +126,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each block with its path; a text is one block of text."""
+    """The content blocks with their paths; a plain text is one text block."""
     if isinstance(content, str):
         if content:
             yield where, {"type": "text", "text": content}
@@ -164,7 +164,7 @@ def _tool(tool: Any, where: str) -> Tool:
     if not isinstance(tool, Mapping):
         raise RequestError(f"{where} is {tool!r:.60}; allowed: an object with name and input_schema", where)
     if (kind := tool.get("type")) not in (None, "custom"):
-        known = "custom, which is a tool that the client describes and runs"
+        known = "custom, a tool that the client describes and runs"
         raise RequestError(f"{where}.type is {kind!r:.60}; allowed: {known}", f"{where}.type")
     if tool.get("allowed_callers", ["direct"]) != ["direct"]:
         callers = tool["allowed_callers"]

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's wire format on one side, token ids on the other."""
+"""POST /v1/messages and /v1/messages/count_tokens: converts between Anthropic's format and token ids."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from glm5.serve.anthropic.answer import MessageAnswer, joined
 from glm5.serve.anthropic.body import CountBody, MessagesBody, PromptFields
 from glm5.serve.anthropic.messages import messages_of, tools_of
 from glm5.serve.generation.job import Job, Usage, check, steps
-from glm5.serve.generation.prompting import Conversation, Prompt, prompted
+from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt
 from glm5.serve.generation.thinking import Thinking, template_kwargs
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.errors import ApiError, anthropic_envelope, named
@@ -33,7 +33,7 @@ PING = event({"type": "ping"}, "ping")
 async def messages(
     request: Request, body: MessagesBody = Depends(body_of(MessagesBody)), service: Service = Depends(get_service)
 ) -> Response:
-    """Answer a conversation, as a stream of events or in one piece."""
+    """Answer a conversation, as a stream of events or in one response."""
     body.check_budget(request.headers.get("anthropic-beta", ""))
     job = await asyncio.to_thread(_prepare, body, service)
     check(job, service)
@@ -51,12 +51,12 @@ async def messages(
 async def count_tokens(
     body: CountBody = Depends(body_of(CountBody)), service: Service = Depends(get_service)
 ) -> dict[str, int]:
-    """Tokens of the prompt that a conversation becomes."""
+    """The number of tokens in a conversation's prompt."""
     return {"input_tokens": len((await asyncio.to_thread(_prompt, body, service)).ids)}
 
 
 def failed(error: ApiError) -> str:
-    """The end of a stream that an error ends: the status line has gone out."""
+    """The last event of a stream that fails after its status line was sent."""
     return event(anthropic_envelope(error), "error")
 
 
@@ -96,14 +96,14 @@ def _prompt(body: PromptFields, service: Service) -> Prompt:
             wanted=None if wanted is None else StructuredOutputsParams(json=wanted.schema_),
             continues=is_begun,
         )
-        return prompted(conversation, service)
+        return build_prompt(conversation, service)
 
 
 def _check_begun(message: Message) -> None:
-    """RequestError for a last message of the assistant that an answer cannot go on from."""
+    """Raises RequestError for a final assistant message that the answer cannot continue."""
     if not message["content"].strip() or "tool_calls" in message:
         raise RequestError(
-            "messages: the last one is the assistant's, to go on from: it needs text, and no tool_use", "messages"
+            "messages: a final assistant message is continued, so it needs text, and no tool_use", "messages"
         )
 
 
@@ -119,7 +119,7 @@ def _template_kwargs(body: PromptFields, service: Service) -> dict[str, Any]:
 
 
 def _check_room(prompt_tokens: int, max_tokens: int, most: int) -> None:
-    """Refuses what does not fit in Anthropic's words, which Claude Code reads: it shortens what it asks for."""
+    """Refuse a too long request in Anthropic's wording: Claude Code parses it, and retries with fewer tokens."""
     if prompt_tokens >= most:
         raise _context_exceeded(f"prompt is too long: {prompt_tokens} tokens > {most - 1} maximum", "messages")
     if prompt_tokens + max_tokens > most:
@@ -143,7 +143,7 @@ def _context_exceeded(message: str, param: str) -> ApiError:
 
 
 async def _events(job: Job, service: Service, answer: MessageAnswer, usage: Usage) -> AsyncGenerator[str, None]:
-    async with aclosing(steps(job, service, usage)) as found:  # a dropped connection reaches the engine now
+    async with aclosing(steps(job, service, usage)) as found:  # a lost connection aborts the request at once
         async for step in found:
             for each in answer.events(step, usage):
                 yield event(each, each["type"])

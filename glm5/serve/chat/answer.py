@@ -1,4 +1,4 @@
-"""The answer to a chat request on the wire: chunks of a stream, or the whole message that their concatenation is."""
+"""The response of /v1/chat/completions: stream chunks, or the completion that they add up to."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,11 @@ from typing import Any
 from glm5.chat.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.generation.job import LogprobRow, Step, Usage
-from glm5.serve.generation.logprobs import Speller, chat_logprobs, prompt_logprobs
+from glm5.serve.generation.logprobs import TokenSpeller, chat_logprobs, prompt_logprobs
 
 
 def delta_of(events: Iterable[Event]) -> dict[str, Any]:
-    """What the events of one step add to a message; one entry for each tool call that grew."""
+    """The `delta` of one step's events, with one entry for each tool call that it extends."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -33,7 +33,7 @@ def delta_of(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    """Usage as OpenAI counts it."""
+    """Usage in OpenAI's format."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -45,7 +45,7 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
 
 @dataclass
 class _Choice:
-    """One answer so far. `content` and `reasoning` None where there is none yet."""
+    """One answer so far. `content` and `reasoning` are None until they begin."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -57,19 +57,19 @@ class _Choice:
 
 
 class ChatAnswer:
-    """Writes the steps of one request, with what its body asked for."""
+    """Converts the steps of one request to chunks, or to one completion, with the fields that its body requests."""
 
-    def __init__(self, body: ChatBody, answer_id: str, model: str, prompt_ids: Sequence[int], speller: Speller):
+    def __init__(self, body: ChatBody, answer_id: str, model: str, prompt_ids: Sequence[int], speller: TokenSpeller):
         self.body, self.prompt_ids, self.speller = body, prompt_ids, speller
         self.head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._begun: set[int] = set()
 
     def chunk(self, step: Step, usage: Usage) -> dict[str, Any] | None:
-        """A step as a chunk of a stream; None where it shows nothing. An answer's first chunk has the role."""
+        """The chunk of a step; None for a step without visible output. The first chunk of each choice has the role."""
         body, is_first = self.body, step.index not in self._begun
-        delta = self._shown(step)
-        says_tokens = bool(step.token_ids) and (body.logprobs or body.return_token_ids)
-        if not delta and not says_tokens and step.finish_reason is None and step.prompt_logprobs is None:
+        delta = self._delta(step)
+        has_tokens = bool(step.token_ids) and (body.logprobs or body.return_token_ids)
+        if not delta and not has_tokens and step.finish_reason is None and step.prompt_logprobs is None:
             return None
         self._begun.add(step.index)
         choice: dict[str, Any] = {
@@ -94,12 +94,12 @@ class ChatAnswer:
         """Usage, in a chunk without choices."""
         return {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage_dict(usage)}
 
-    def whole(self, steps: Iterable[Step], usage: Usage) -> dict[str, Any]:
-        """The answer in one piece: its messages are the concatenation of the steps."""
+    def completion(self, steps: Iterable[Step], usage: Usage) -> dict[str, Any]:
+        """The completion that all steps add up to."""
         choices = {index: _Choice() for index in range(self.body.n)}
         found: Sequence[LogprobRow] | None = None
         for step in steps:
-            _grow(choices[step.index], step, self._shown(step))
+            _append(choices[step.index], step, self._delta(step))
             found = step.prompt_logprobs if step.prompt_logprobs is not None else found
         content = {
             **self.head,
@@ -111,7 +111,7 @@ class ChatAnswer:
             content["prompt_logprobs"] = prompt_logprobs(found or ())
         return content | ({"prompt_token_ids": list(self.prompt_ids)} if self.body.return_token_ids else {})
 
-    def _shown(self, step: Step) -> dict[str, Any]:
+    def _delta(self, step: Step) -> dict[str, Any]:
         events = step.events
         if not self.body.include_reasoning:
             events = [event for event in events if not isinstance(event, ReasoningDelta)]
@@ -139,17 +139,17 @@ class ChatAnswer:
         return content | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
 
 
-def _grow(choice: _Choice, step: Step, delta: dict[str, Any]) -> None:
+def _append(choice: _Choice, step: Step, delta: dict[str, Any]) -> None:
     if "content" in delta:
         choice.content = (choice.content or "") + delta["content"]
     if "reasoning" in delta:
         choice.reasoning = (choice.reasoning or "") + delta["reasoning"]
-    for grown in delta.get("tool_calls", ()):
-        if "id" in grown:
-            function = dict(grown["function"])
-            choice.calls[grown["index"]] = {"id": grown["id"], "type": grown["type"], "function": function}
+    for call in delta.get("tool_calls", ()):
+        if "id" in call:
+            function = dict(call["function"])
+            choice.calls[call["index"]] = {"id": call["id"], "type": call["type"], "function": function}
         else:
-            choice.calls[grown["index"]]["function"]["arguments"] += grown["function"]["arguments"]
+            choice.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     choice.logprobs += step.logprobs or ()
     choice.token_ids += step.token_ids
     choice.finish_reason, choice.stop_reason = step.finish_reason, step.stop_reason

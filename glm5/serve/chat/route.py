@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: OpenAI's wire format on one side, token ids on the other. Nothing else."""
+"""POST /v1/chat/completions: converts between OpenAI's format and token ids."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ from glm5.common.errors import RequestError
 from glm5.serve.chat.answer import ChatAnswer
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.generation.job import Job, Usage, check, steps
-from glm5.serve.generation.logprobs import Speller
-from glm5.serve.generation.prompting import Conversation, Prompt, prompted
+from glm5.serve.generation.logprobs import TokenSpeller
+from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
 from glm5.serve.http.body import body_of, described
@@ -29,25 +29,25 @@ _read = body_of(ChatBody)
 
 @router.post("/v1/chat/completions", response_model=None, openapi_extra=described(ChatBody, streams=True))
 async def chat_completions(body: ChatBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
-    """Answer a conversation, as a stream of chunks or in one piece."""
-    # Templates and tokenizers take a second for a million tokens; the event loop serves everyone.
+    """Answer a conversation, as a stream of chunks or in one response."""
+    # Templates and tokenizers take a second for a million tokens, which would block the event loop.
     job = await asyncio.to_thread(_prepare, body, service)
     check(job, service)
-    speller = Speller(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
+    speller = TokenSpeller(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, speller)
     usage = Usage(len(job.prompt_ids))
     if body.stream:
         return await EventStream.begun(_events(job, service, answer, usage), failed=failed)
     async with aclosing(steps(job, service, usage)) as found:
-        content = answer.whole([step async for step in found], usage)
+        content = answer.completion([step async for step in found], usage)
     return Response(json.dumps(content), media_type="application/json")
 
 
 def conversation_of(body: Any, service: Service) -> Conversation:
-    """The part of a request that its prompt is made of; /tokenize shares it."""
+    """The fields of a request that determine its prompt; /tokenize uses it too."""
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(
-            "add_generation_prompt and continue_final_message exclude each other: a turn begins or goes on",
+            "add_generation_prompt and continue_final_message exclude each other: send one of them",
             "continue_final_message",
         )
     return Conversation(
@@ -67,14 +67,14 @@ def _prepare(body: ChatBody, service: Service) -> Job:
     names["logprobs"] = "top_logprobs"
     budget, names["thinking_token_budget"] = body.budget
     with named(names):
-        prompt = prompted(conversation_of(body, service).wanting(wanted), service)
+        prompt = build_prompt(conversation_of(body, service).wanting(wanted), service)
         params = body.params(
             service,
             max_tokens=_max_tokens(body, prompt, service),
             logprobs=body.num_logprobs,
             structured_outputs=prompt.structured,
             thinking_token_budget=budget,
-            # Text that a model writes is shown as it is, unless asked otherwise: here tags and roles matter.
+            # By default special tokens stay in the text: the parser needs the tags.
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
@@ -89,7 +89,7 @@ def _max_tokens(body: ChatBody, prompt: Prompt, service: Service) -> int:
 
 
 async def _events(job: Job, service: Service, answer: ChatAnswer, usage: Usage) -> AsyncGenerator[str, None]:
-    async with aclosing(steps(job, service, usage)) as found:  # a dropped connection reaches the engine now
+    async with aclosing(steps(job, service, usage)) as found:  # a lost connection aborts the request at once
         async for step in found:
             if (chunk := answer.chunk(step, usage)) is not None:
                 yield event(chunk)
@@ -99,5 +99,5 @@ async def _events(job: Job, service: Service, answer: ChatAnswer, usage: Usage) 
 
 
 def failed(error: ApiError) -> str:
-    """The end of a stream that an error ends: the status line has gone out."""
+    """The last events of a stream that fails after its status line was sent."""
     return event(envelope(error)) + DONE

@@ -1,1 +1,1 @@
-"""OpenAI's text completions: `route.py`, the `body.py` that it reads, and the `answer.py` that it writes."""
+"""OpenAI's Completions API: `route.py`, the request fields in `body.py`, the response in `answer.py`."""

@@ -1,4 +1,4 @@
-"""POST /v1/completions: the model goes on with a text, or with several at the same time."""
+"""POST /v1/completions: continues one text or several."""
 
 import asyncio
 import json
@@ -12,10 +12,10 @@ from fastapi.responses import Response
 from glm5.common.errors import RequestError
 from glm5.engine.frontend.request_builder import Options
 from glm5.serve.chat.route import failed
-from glm5.serve.completions.answer import Asked, CompletionAnswer
+from glm5.serve.completions.answer import CompletionAnswer, PromptInput
 from glm5.serve.completions.body import CompletionBody, TextOrIds
 from glm5.serve.generation.job import Job, Step, Usage, check_all, merged, steps
-from glm5.serve.generation.logprobs import Speller
+from glm5.serve.generation.logprobs import TokenSpeller
 from glm5.serve.generation.sampling_fields import context_exceeded, fit
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.call import answer_id
@@ -29,26 +29,26 @@ _read = body_of(CompletionBody)
 
 @router.post("/v1/completions", response_model=None, openapi_extra=described(CompletionBody, streams=True))
 async def completions(body: CompletionBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
-    """Go on with one or more prompts, as a stream of chunks or in one piece."""
+    """Continue one or more prompts, as a stream of chunks or in one response."""
     name = answer_id("cmpl-", body.request_id)
     prompts, jobs = await asyncio.to_thread(_prepare, body, service, name)
     await check_all(jobs, service)
-    speller = Speller(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
+    speller = TokenSpeller(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, name, body.model or service.model_names[0], prompts, speller)
     if body.stream:
         return await EventStream.begun(_events(jobs, service, answer), failed=failed)
     usages = _usages(jobs)
     async with aclosing(_steps(jobs, service, usages)) as found:
         parts = [part async for part in found]
-    return Response(json.dumps(answer.whole(parts, _total(usages, body))), media_type="application/json")
+    return Response(json.dumps(answer.completion(parts, _total(usages, body))), media_type="application/json")
 
 
-def _prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[Asked], list[Job]]:
+def _prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[PromptInput], list[Job]]:
     body.check()
     wanted, wanted_by = body.constraint()
-    prompts = [_asked_of(prompt, service) for prompt in body.prompts()]
+    prompts = [_prompt_input(prompt, service) for prompt in body.prompts()]
     names, most = {"structured_outputs": wanted_by}, max(1, body.max_tokens)
-    with named(names):  # once: each prompt would have it looked through again
+    with named(names):  # built once: validating the constraint for each prompt would repeat the work
         params = body.params(
             service,
             max_tokens=most,
@@ -57,28 +57,28 @@ def _prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[As
             structured_outputs=wanted,
         )
     jobs: list[Job] = []
-    for number, asked in enumerate(prompts):
-        fit(service, len(asked.ids), most, prompt="prompt", limit="max_tokens")
+    for number, prompt_input in enumerate(prompts):
+        fit(service, len(prompt_input.ids), most, prompt="prompt", limit="max_tokens")
         options = Options(priority=body.priority, cache_salt=body.cache_salt)
         job_id = name if len(prompts) == 1 else f"{name}_{number}"
-        jobs.append(Job(job_id, asked.ids, params, options, names=names))
+        jobs.append(Job(job_id, prompt_input.ids, params, options, names=names))
     return prompts, jobs
 
 
-def _asked_of(prompt: TextOrIds, service: Service) -> Asked:
+def _prompt_input(prompt: TextOrIds, service: Service) -> PromptInput:
     if not isinstance(prompt, str):
-        return Asked(None, prompt)
+        return PromptInput(None, prompt)
     most = service.engine.max_model_len
     if (least := service.tokenizer.least_tokens(prompt)) > most:
         raise context_exceeded(most, f"at least {least}", param="prompt")
     try:
-        return Asked(prompt, service.tokenizer.encode(prompt))
+        return PromptInput(prompt, service.tokenizer.encode(prompt))
     except RequestError as error:
         raise RequestError(str(error), "prompt") from None
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
-    """As many as are asked for by name, or by an echo with log-probabilities."""
+    """The larger of `prompt_logprobs`, and of `logprobs` if the prompt is echoed."""
     echoed = body.logprobs if body.echo else None
     wanted = [count for count in (body.prompt_logprobs, echoed) if count is not None]
     return max(wanted, default=None)
@@ -105,7 +105,7 @@ def _steps(jobs: Sequence[Job], service: Service, usages: Sequence[Usage]) -> As
 
 
 def _total(usages: Sequence[Usage], body: CompletionBody) -> Usage:
-    """Of all prompts. A token that is drawn only because one has to be is not told, and not counted."""
+    """The usage of all prompts. With max_tokens 0, the one token that the engine generates is not counted."""
     total = Usage(0)
     for usage in usages:
         total.add(usage)

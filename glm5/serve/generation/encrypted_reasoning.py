@@ -1,7 +1,7 @@
-"""Reasoning for clients that pass it back unread: Anthropic's `signature`, OpenAI's `encrypted_content`.
+"""Opaque reasoning that clients send back unchanged: Anthropic's `signature`, OpenAI's `encrypted_content`.
 
-Nothing in it is secret, and nothing is proven by it: reasoning that was shown is taken back as it comes, and reasoning
-that was not shown travels within.
+It is encoded, not encrypted or signed. Reasoning that the response shows is accepted without verification; reasoning
+that it omits is contained in the opaque text.
 """
 
 import base64
@@ -11,12 +11,12 @@ _TEXT, _MARK = "glm5.text.", "glm5.mark."
 
 
 def seal(text: str) -> str:
-    """The text, not to be read."""
+    """Encode reasoning that the response does not show."""
     return _TEXT + base64.urlsafe_b64encode(text.encode(errors="surrogatepass")).decode()
 
 
 def unseal(sealed: str) -> str | None:
-    """What was sealed; None for a mark, and for what another server made."""
+    """Decode `seal`; None for a `mark`, and for text from another server."""
     if not sealed.startswith(_TEXT):
         return None
     try:
@@ -26,5 +26,5 @@ def unseal(sealed: str) -> str | None:
 
 
 def mark(text: str) -> str:
-    """A signature of text that is shown beside it."""
+    """A signature for reasoning that the response shows."""
     return _MARK + hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=24).hexdigest()

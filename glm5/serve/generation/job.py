@@ -1,10 +1,10 @@
-"""The one path from a request to its answers, whatever API it came through.
+"""Runs requests of every API on the engine, and parses their answers.
 
     job = Job(id, prompt_ids, params, options, reader)
-    check(job, service)                                # every refusal that can be known before the status line is sent
+    check(job, service)                                # errors that must come before the status line is sent
     async for step in steps(job, service, usage): ...  # leaving it aborts the request
 
-An API reads its body into a job and writes steps as its own answer; nothing else of it touches the engine.
+An API converts its request body into a job, and steps into its response; it accesses the engine only through them.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ LogprobRow = dict[int, Logprob]  # the token itself first, then the likeliest
 
 @dataclass(frozen=True)
 class Reader:
-    """How an answer is read: `reasoning` says whether it begins inside reasoning, `parse_tools` whether calls of
-    `functions` are looked for."""
+    """How an answer is parsed. `reasoning`: it begins inside reasoning. `parse_tools`: it may contain calls of
+    `functions`."""
 
     tokenizer: Tokenizer
     functions: Functions | None = None
@@ -44,14 +44,14 @@ class Reader:
     parse_tools: bool = False
 
     def parser(self) -> OutputParser:
-        """For one answer."""
+        """A new parser for one answer."""
         return OutputParser(self.tokenizer, self.functions, reasoning=self.reasoning, parse_tools=self.parse_tools)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request, ready for the engine. `id`: what its caller may call it. `reader` None: the answer is plain text.
-    `names`: what the API calls parameters, where that is not what `SamplingParams` does.
+    """A request that is ready for the engine. `id`: the id under which its tenant may abort it. `reader` None: the
+    answer is plain text. `names`: {name in `SamplingParams`: the API's name} for error messages.
     """
 
     id: str
@@ -64,12 +64,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step added to answer `index`; joined steps are the answer.
+    """What one engine step added to answer `index`; the concatenated steps are the answer.
 
-    `token_ids` are all new tokens, the one that ended the answer included. `logprobs`: a row for each of them, if asked
-    for. `prompt_logprobs`: on one step of the request, of the prompt's tokens but the first. `finish_reason` is on the
-    last step of each index: "stop", "length", "tool_calls", or "abort" where somebody else ended it. `version`: of the
-    weights.
+    `token_ids`: all new tokens, the one that ended the answer included. `logprobs`: one row for each of them, if
+    requested. `prompt_logprobs`: rows of the prompt's tokens except the first; set on one step of the request.
+    `finish_reason`: set on the last step of each index to "stop", "length", "tool_calls", or "abort" for an aborted
+    request. `version`: the version of the weights.
     """
 
     index: int
@@ -84,13 +84,13 @@ class Step:
 
     @property
     def text(self) -> str:
-        """Of the answer proper: no reasoning, no calls."""
+        """The content: without reasoning and tool calls."""
         return "".join([event.text for event in self.events if isinstance(event, ContentDelta)])
 
 
 @dataclass
 class Usage:
-    """Tokens of a request, all its answers together; those that ended an answer count too."""
+    """Token counts of a request, over all its answers; stop tokens count too."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -103,13 +103,13 @@ class Usage:
 
 
 def check(job: Job, service: Service) -> None:
-    """RequestError for a request that cannot be served, EngineDead when the engine is not running."""
+    """Raises RequestError for a request that cannot be served, EngineDead when the engine is not running."""
     with named(job.names):
         service.engine.check(job.prompt_ids, job.params, **vars(job.options))
 
 
 async def check_all(jobs: Sequence[Job], service: Service) -> None:
-    """The same for the jobs of one request; others are served between them."""
+    """Check all jobs of one request. The event loop serves other requests in between."""
     for job in jobs:
         check(job, service)
         await asyncio.sleep(0)
@@ -117,21 +117,21 @@ async def check_all(jobs: Sequence[Job], service: Service) -> None:
 
 @dataclass
 class _Answer:
-    """One answer being read. `reasons`: its tokens are still reasoning."""
+    """The state of one answer. `in_reasoning`: its reasoning has not ended yet."""
 
     parser: OutputParser | None
-    reasons: bool
+    in_reasoning: bool
     has_called: bool = False
 
 
 @dataclass
-class _Reading:
-    """All answers of a job."""
+class _DeltaReader:
+    """Converts the engine's deltas of a job into steps."""
 
     job: Job
     usage: Usage
     answers: dict[int, _Answer] = field(default_factory=dict)
-    knows_cached: bool = False
+    has_cached_count: bool = False
 
     def step(self, delta: Delta) -> Step:
         answer = self._answer(delta.index)
@@ -155,7 +155,7 @@ class _Reading:
         if index not in self.answers:
             reader = self.job.reader
             parser = None if reader is None else reader.parser()
-            self.answers[index] = _Answer(parser, reasons=reader is not None and reader.reasoning)
+            self.answers[index] = _Answer(parser, in_reasoning=reader is not None and reader.reasoning)
         return self.answers[index]
 
     def _events(self, delta: Delta, answer: _Answer) -> list[Event]:
@@ -167,26 +167,26 @@ class _Reading:
 
     def _count(self, delta: Delta, answer: _Answer) -> None:
         self.usage.completion_tokens += len(delta.token_ids)
-        if delta.num_cached_tokens is not None and not self.knows_cached:
-            # The first answer found this much; the others share the prompt that it computed.
-            self.usage.cached_tokens, self.knows_cached = delta.num_cached_tokens, True
-        if answer.reasons:
+        if delta.num_cached_tokens is not None and not self.has_cached_count:
+            # Reported by the first answer; the others share the prompt that it computed.
+            self.usage.cached_tokens, self.has_cached_count = delta.num_cached_tokens, True
+        if answer.in_reasoning:
             assert self.job.reader is not None
             tokenizer = self.job.reader.tokenizer
             ends = {tokenizer.id_of(THINK_END), tokenizer.id_of(CALL), *tokenizer.eos_ids}
             before_end = next((i for i, token_id in enumerate(delta.token_ids) if token_id in ends), None)
-            answer.reasons = before_end is None
+            answer.in_reasoning = before_end is None
             self.usage.reasoning_tokens += len(delta.token_ids) if before_end is None else before_end
 
 
 async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step, None]:
-    """The answers, as they come; `usage` grows along. Closing the generator aborts the request.
+    """Run a job; yields its steps as they arrive, and updates `usage`. Closing the generator aborts the request.
 
-    Raises RequestError for what the engine refuses, EngineDead when it dies, ApiError `server_closing` when it is
-    ended with the server. One line in the log for each request, with nothing of its text.
+    Raises RequestError if the engine refuses the request, EngineDead if it dies, ApiError `server_closing` if the
+    server closes it. Logs one line for each request, without its text.
     """
     start, reason = time.monotonic(), "left"
-    reading = _Reading(job, usage)
+    reading = _DeltaReader(job, usage)
     tenant = caller().name
     engine_id = service.running.enter(tenant, job.id)
     try:
@@ -219,7 +219,7 @@ def _closing() -> ApiError:
 
 
 async def merged(sources: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerator[tuple[int, Step], None]:
-    """Steps of several requests as they come, each with the number of its source. What ends one ends all of them."""
+    """Steps of several jobs as they arrive, each with the number of its job. An error in one ends all of them."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for step in only:
@@ -233,7 +233,7 @@ async def merged(sources: Sequence[AsyncGenerator[Step, None]]) -> AsyncGenerato
                 async for step in source:
                     arrived.put_nowait((number, step))
             arrived.put_nowait((number, None))
-        except Exception as error:  # noqa: BLE001 - it is raised where the steps are read
+        except Exception as error:  # noqa: BLE001 - raised again in the consumer
             arrived.put_nowait((number, error))
 
     tasks = [asyncio.create_task(pump(number, source)) for number, source in enumerate(sources)]

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two completions write them, and prompts' as vLLM does."""
+"""Log-probabilities in the formats of OpenAI's two completions APIs, and prompt log-probabilities in vLLM's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +7,8 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.serve.generation.job import LogprobRow
 
 
-class Speller:
-    """Names of tokens. `as_ids`: "token_id:n". Else their text; for a part of a character its bytes, as OpenAI does."""
+class TokenSpeller:
+    """Texts of tokens, or bytes for a token that is part of a character. `as_ids`: "token_id:n" instead."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False):
         self.tokenizer, self.as_ids = tokenizer, as_ids
@@ -26,7 +26,7 @@ class Speller:
         return list(self.tokenizer.bytes_of(token_id))
 
 
-def chat_logprobs(rows: Sequence[LogprobRow], num_likeliest: int, speller: Speller) -> dict[str, Any]:
+def chat_logprobs(rows: Sequence[LogprobRow], num_likeliest: int, speller: TokenSpeller) -> dict[str, Any]:
     """A chat choice's `logprobs`."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def chat_logprobs(rows: Sequence[LogprobRow], num_likeliest: int, speller: Spell
 
 
 def prompt_logprobs(rows: Sequence[LogprobRow]) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: one entry a token, of which the first has none."""
+    """vLLM's `prompt_logprobs`: one entry per token; that of the first token is None."""
     spelled = [
         {
             str(token_id): {"logprob": found.logprob, "rank": found.rank, "decoded_token": found.decoded_token}
@@ -54,15 +54,15 @@ def prompt_logprobs(rows: Sequence[LogprobRow]) -> list[dict[str, dict[str, Any]
 
 
 class CompletionLogprobs:
-    """A text choice's `logprobs`, as they come. `offset` counts characters from the beginning of the choice's text."""
+    """A text choice's `logprobs`, built incrementally. Offsets count characters from the start of the choice's text."""
 
-    def __init__(self, num_likeliest: int, speller: Speller, *, skip_special: bool):
+    def __init__(self, num_likeliest: int, speller: TokenSpeller, *, skip_special: bool):
         self.num_likeliest, self.speller = num_likeliest, speller
         self._stream = speller.tokenizer.stream(skip_special=skip_special)
         self._offset = 0
 
     def of(self, token_ids: Sequence[int], rows: Sequence[LogprobRow | None]) -> dict[str, Any]:
-        """Of the next tokens; a token without a row is a prompt's first."""
+        """The entries of the next tokens. The first token of a prompt has no row."""
         tokens, values, offsets, likeliest = list[str](), list[float | None](), list[int](), list[Any]()
         for token_id, row in zip(token_ids, rows, strict=True):
             tokens.append(self.speller.name(token_id))
@@ -73,7 +73,7 @@ class CompletionLogprobs:
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": likeliest}
 
     def _likeliest(self, token_id: int, row: LogprobRow) -> dict[str, float]:
-        """The likeliest tokens, and the token itself if it is none of them."""
+        """The likeliest tokens, and the sampled token if it is not among them."""
         best = sorted(row.items(), key=lambda item: item[1].rank)
         kept = [item for item in best if item[1].rank <= self.num_likeliest or item[0] == token_id]
         return {self.speller.name(other): found.logprob for other, found in kept}

@@ -1,7 +1,7 @@
-"""The engine as the routes see it: measured, limited, kept apart by caller, and replaceable when it has died.
+"""The engine as the routes see it: with metrics, limits and a cache salt per tenant.
 
-Whatever API a request came through, its prompt is cached under its caller's salt, its tokens are counted, and it ends
-in time. The engine behind this may be another one tomorrow (`replace`); requests under way end with the old one.
+These apply to every request, whatever its API. `replace` swaps the engine after it has died; running requests end with
+the old one.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from glm5.engine.transport.wire import Policy
 from glm5.serve.http.call import caller, current
 from glm5.serve.http.errors import ApiError
 from glm5.serve.http.limits import Limits
-from glm5.serve.metrics.server_metrics import Measured, ServerMetrics
+from glm5.serve.metrics.server_metrics import RequestMetrics, ServerMetrics
 from glm5.serve.metrics.tracing import Tracing
 from glm5.serve.service.service import Engine
 
 logger = logging.getLogger(__name__)
 
-MAX_SHOWN = 10_000  # characters of a prompt in the log, where it is asked for
+MAX_LOGGED = 10_000  # characters of a prompt in the log, with --enable-log-requests
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one request may be at most; None is no bound. `seconds`: from the first token asked for to the last."""
+    """Limits of one request; None is no limit. `seconds`: for generating all of its tokens."""
 
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -41,8 +41,7 @@ class Bounds:
 
 
 class MeteredEngine:
-    """An `Engine` around an engine. `shows` None writes no text to the log; a tokenizer has prompts written there.
-    `tracing` None: no traces."""
+    """Wraps an `Engine`. `log_tokenizer`: decodes prompts for the log; None logs no text. `tracing` None: no traces."""
 
     def __init__(
         self,
@@ -50,15 +49,15 @@ class MeteredEngine:
         metrics: ServerMetrics,
         limits: Limits,
         bounds: Bounds | None = None,
-        shows: Tokenizer | None = None,
+        log_tokenizer: Tokenizer | None = None,
         tracing: Tracing | None = None,
     ):
         self.engine, self.metrics, self.limits = engine, metrics, limits
         self.bounds = bounds or Bounds()
-        self._shows, self._tracing = shows, tracing
+        self._log_tokenizer, self._tracing = log_tokenizer, tracing
 
     def replace(self, engine: Engine) -> None:
-        """Another engine answers from now on."""
+        """Use another engine from now on."""
         self.engine = engine
         self.metrics.restarts.add(1)
 
@@ -80,7 +79,7 @@ class MeteredEngine:
 
     @property
     def defaults(self) -> GenerationDefaults:
-        """The checkpoint's, with answers no longer than allowed."""
+        """The checkpoint's defaults, with max_tokens limited to `max_output_tokens`."""
         defaults, most = self.engine.defaults, self.bounds.max_output_tokens
         if most is None:
             return defaults
@@ -88,7 +87,7 @@ class MeteredEngine:
         return replace(defaults, sampling={**defaults.sampling, "max_tokens": longest})
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> None:
-        """What `generate` would refuse, and ApiError for what is beyond a limit."""
+        """Raises what `generate` would raise, and ApiError for a request beyond a limit."""
         bounds = self.bounds
         if bounds.max_prompt_tokens is not None and len(prompt_ids) > bounds.max_prompt_tokens:
             most = f"{bounds.max_prompt_tokens} on this server"
@@ -114,24 +113,24 @@ class MeteredEngine:
         cache_salt: str = "",
         **options: Any,
     ) -> AsyncIterator[AsyncIterator[Delta]]:
-        """As `AsyncEngine.generate`, under the salt of the caller."""
+        """`AsyncEngine.generate` with the cache salt of the tenant."""
         tenant, reason = caller(), "abort"
-        if self._shows is not None:
-            logger.info("prompt of %s: %.*r", request_id, MAX_SHOWN, self._shows.decode(prompt_ids))
+        if self._log_tokenizer is not None:
+            logger.info("prompt of %s: %.*r", request_id, MAX_LOGGED, self._log_tokenizer.decode(prompt_ids))
         asked = self.engine.generate(
             prompt_ids, params, request_id=request_id, cache_salt=tenant.salted(cache_salt), **options
         )
-        measured = Measured(self.metrics, tenant.name, len(prompt_ids), params.n)
-        traced = self._tracing.request(request_id, params, measured) if self._tracing is not None else nullcontext()
+        metrics = RequestMetrics(self.metrics, tenant.name, len(prompt_ids), params.n)
+        traced = self._tracing.request(request_id, params, metrics) if self._tracing is not None else nullcontext()
         try:
             async with asked as deltas:
                 with traced:
-                    yield _Watched(deltas, measured, self.bounds.seconds)
+                    yield _MeteredDeltas(deltas, metrics, self.bounds.seconds)
         except Exception:
             reason = "error"
             raise
         finally:
-            measured.ended(reason)
+            metrics.ended(reason)
 
     def abort(self, request_id: str) -> int:
         return self.engine.abort(request_id)
@@ -167,11 +166,11 @@ class MeteredEngine:
         self.engine.close()
 
 
-class _Watched:
-    """The deltas of a request, each noted as it passes. Raises ApiError 504 when the request takes too long."""
+class _MeteredDeltas:
+    """Iterates over a request's deltas and records them. Raises ApiError 504 when the request takes too long."""
 
-    def __init__(self, deltas: AsyncIterator[Delta], measured: Measured, seconds: float | None):
-        self._deltas, self._measured, self._seconds = deltas, measured, seconds
+    def __init__(self, deltas: AsyncIterator[Delta], metrics: RequestMetrics, seconds: float | None):
+        self._deltas, self._metrics, self._seconds = deltas, metrics, seconds
         self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     def __aiter__(self) -> Self:
@@ -179,7 +178,7 @@ class _Watched:
 
     async def __anext__(self) -> Delta:
         delta = await (anext(self._deltas) if self._deadline is None else self._in_time(self._deadline))
-        self._measured.took(delta)
+        self._metrics.add(delta)
         return delta
 
     async def _in_time(self, deadline: float) -> Delta:
@@ -188,7 +187,7 @@ class _Watched:
                 delta = await anext(self._deltas)
         except TimeoutError:
             delta = None
-        # Tokens that were there already are told by no timeout.
+        # `timeout_at` does not fire while deltas are available without waiting.
         if delta is None or asyncio.get_running_loop().time() > deadline:
             message = f"the answer took longer than the {self._seconds:g} s that this server allows"
             raise ApiError(504, message, code="request_timeout")

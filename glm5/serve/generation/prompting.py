@@ -1,9 +1,8 @@
-"""A conversation with tools becomes a prompt, how its answer is read, and the grammar that holds the answer to it.
+"""Turns a conversation with tools into a prompt, a reader of its answer, and the grammar that constrains the answer.
 
-tools may be called     no grammar: models know how. One that holds calls to their form where a tool is strict, only
-                        some may be called, or only one
-a tool must be called   calls, and nothing else after the thinking
-structured output       the answer after the thinking, or calls where there are tools
+tool_choice auto        no grammar, except if a tool is strict, only some tools are allowed, or only one call is
+tool_choice required    tool calls, and nothing else after the reasoning
+structured output       the constrained answer after the reasoning, or tool calls if there are tools
 """
 
 import json
@@ -31,7 +30,7 @@ _MAX_WHITESPACE = 64  # between two JSON tokens
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether tools may, must or must not be called; `names` of those that may, None for all."""
+    """Whether tools may, must or must not be called. `names`: the tools that are allowed, None for all."""
 
     mode: Literal["auto", "required", "none"] = "auto"
     names: Sequence[str] | None = None
@@ -40,9 +39,9 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a prompt is made of. `messages` and `tools` in OpenAI's shape; `wanted`: what the answer must look like.
+    """The input of a prompt. `messages` and `tools` in OpenAI's format; `wanted`: the constraint of the answer.
 
-    `continues`: the last message is the assistant's, and the answer goes on where it ends.
+    `continues`: the last message is the assistant's, and the answer continues it.
     """
 
     messages: Any
@@ -54,13 +53,13 @@ class Conversation:
     continues: bool = False
 
     def wanting(self, wanted: StructuredOutputsParams | None) -> "Conversation":
-        """The same, with an answer that must look like this."""
+        """A copy with this constraint of the answer."""
         return replace(self, wanted=wanted)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, the reader of answers to them, and what holds the answers to the conversation's rules."""
+    """Token ids, the reader of the answers, and the constraints of the answers."""
 
     ids: list[int]
     reader: Reader
@@ -72,13 +71,13 @@ class Prompt:
         return Options(starts_after=self.starts_after, not_before=self.not_before, **more)
 
 
-def prompted(conversation: Conversation, service: Service, *, field: str = "messages") -> Prompt:
-    """Takes a second for a million tokens: not for the event loop. `field`: where the API has its messages.
+def build_prompt(conversation: Conversation, service: Service, *, field: str = "messages") -> Prompt:
+    """Build the prompt of a conversation. Takes a second for a million tokens: do not call it on the event loop.
 
-    Raises RequestError, or ApiError for a conversation that is longer than the context.
+    `field`: the API's name of its messages. Raises RequestError, or ApiError for a prompt longer than the context.
     """
     tokenizer, choice = service.tokenizer, conversation.choice
-    tools = _shown(conversation)
+    tools = _prompt_tools(conversation)
     guard = service.template.guard()
     ids = _encoded(_rendered(conversation, tools, service, guard), service, guard, field)
     reasoning = service.template.starts_in_reasoning(ids)
@@ -88,7 +87,7 @@ def prompted(conversation: Conversation, service: Service, *, field: str = "mess
     if reasoning and (end := tokenizer.id_of(THINK_END)) is not None:
         starts_after = end
         if structured is not None and (call := tokenizer.id_of(CALL)) is not None:
-            not_before = (call,)  # it would end the thinking too, before the grammar that holds it has begun
+            not_before = (call,)  # a call would end the reasoning before the grammar starts
     elif reasoning and structured is not None:
         raise RequestError(
             f"this model's tokenizer has no token {THINK_END}: structured output needs thinking switched off",
@@ -98,12 +97,12 @@ def prompted(conversation: Conversation, service: Service, *, field: str = "mess
     return Prompt(ids, reader, structured, starts_after, not_before)
 
 
-def _shown(conversation: Conversation) -> list[dict[str, Any]] | None:
-    """The tools that the model is shown."""
+def _prompt_tools(conversation: Conversation) -> list[dict[str, Any]] | None:
+    """The tools in the prompt."""
     tools, choice = normalize_tools(conversation.tools), conversation.choice
     names = [tool["function"]["name"] for tool in tools or ()]
     if choice.mode == "required" and not names:
-        raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
+        raise RequestError("tool_choice requires a call, but there are no tools", "tool_choice")
     if missing := [name for name in choice.names or () if name not in names]:
         raise RequestError(f"tool_choice names {missing[0]!r:.80}, which is not one of the tools", "tool_choice")
     return None if choice.mode == "none" else tools
@@ -124,7 +123,7 @@ def _rendered(conversation: Conversation, tools: list[dict[str, Any]] | None, se
         )
     text = template.render_marked(guard, messages, tools, add_generation_prompt=False, **options)
     if content.strip():
-        begun, written = content.strip(), content[len(content.rstrip()) :]  # templates strip what a turn says
+        begun, written = content.strip(), content[len(content.rstrip()) :]  # templates strip the content of a message
     elif reasoning and text.endswith(THINK_END):
         text, begun, written = text.removesuffix(THINK_END), reasoning.strip(), ""
     else:
@@ -140,7 +139,7 @@ def _rendered(conversation: Conversation, tools: list[dict[str, Any]] | None, se
 def _encoded(text: str, service: Service, guard: Guard, field: str) -> list[int]:
     most = service.engine.max_model_len
     if (least := service.tokenizer.least_tokens(guard.text(text))) > most:
-        # A body of 32 MiB takes half a minute to encode, only to be refused then.
+        # Refused without encoding, which takes half a minute for a body of 32 MiB.
         raise context_exceeded(most, f"at least {least}", param=field)
     try:
         return guard.encode(text)
@@ -151,7 +150,7 @@ def _encoded(text: str, service: Service, guard: Guard, field: str) -> list[int]
 def _constraint(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, wanted: StructuredOutputsParams | None, tokenizer: Tokenizer
 ) -> StructuredOutputsParams | None:
-    """The grammar of the answer proper; None where it is free."""
+    """The constraint of the answer after its reasoning; None if there is none."""
     if not tools or choice.mode == "none":
         return wanted
     try:
@@ -182,7 +181,7 @@ def _tag(form: Format) -> StructuredOutputsParams:
 
 
 def _format(wanted: StructuredOutputsParams) -> Format:
-    """A constraint of the whole answer as a part of a structural tag."""
+    """A constraint of the answer, as part of a structural tag."""
     text = wanted.text
     match wanted.kind:
         case "regex":

@@ -1,6 +1,6 @@
-"""An answer as a row of segments, one after another: stretches of reasoning, of text, and calls.
+"""Splits an answer into consecutive segments: reasoning, text and tool calls.
 
-APIs whose answers are lists of blocks or items write each segment as one. White space between two calls is no segment.
+APIs whose responses are lists of blocks or items write one for each segment. White space between two calls is dropped.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,8 +13,8 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A segment begins, the `index`th. `call`: which, where it is one."""
+class SegmentStart:
+    """Segment number `index` begins. `call`: the tool call, if it is one."""
 
     index: int
     kind: Kind
@@ -22,8 +22,8 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Grown:
-    """More of the segment that was begun last: text, or arguments."""
+class SegmentDelta:
+    """More text, or arguments, of the current segment."""
 
     index: int
     kind: Kind
@@ -31,30 +31,30 @@ class Grown:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A segment is over; `text` is all of it. `is_whole`: the answer did not end within it."""
+class SegmentEnd:
+    """A segment ends; `text` is all of it. `is_complete`: it was not cut off by the end of the answer."""
 
     index: int
     kind: Kind
     text: str
     call: ToolCallStart | None
-    is_whole: bool
+    is_complete: bool
 
 
-Segment = Begun | Grown | Ended
+Segment = SegmentStart | SegmentDelta | SegmentEnd
 
 
 class Segments:
-    """Reads one answer."""
+    """Splits one answer."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._open: Begun | None = None
+        self._open: SegmentStart | None = None
         self._texts: list[str] = []
-        self._blank = ""  # white space that is text if text follows it
+        self._blank = ""  # leading white space, which counts only if text follows it
 
     def read(self, events: Iterable[Event]) -> Iterator[Segment]:
-        """What the next events come to."""
+        """The segments of the next events."""
         for event in events:
             match event:
                 case ReasoningDelta(text):
@@ -66,12 +66,12 @@ class Segments:
                 case ToolCallArguments(_, text):
                     yield from self._grow("call", text)
                 case ToolCallEnd():
-                    yield from self._end(is_whole=True)
+                    yield from self._end(is_complete=True)
 
-    def finish(self, *, is_whole: bool) -> Iterator[Segment]:
-        """The answer ends; `is_whole`: by itself."""
+    def finish(self, *, is_complete: bool) -> Iterator[Segment]:
+        """End the answer. `is_complete`: it was not cut off."""
         is_call = self._open is not None and self._open.kind == "call"
-        yield from self._end(is_whole=is_whole and not is_call)
+        yield from self._end(is_complete=is_complete and not is_call)
 
     def _add_text(self, text: str) -> Iterator[Segment]:
         if self._open is None or self._open.kind != "text":
@@ -85,15 +85,15 @@ class Segments:
         if self._open is None or self._open.kind != kind:
             yield from self._begin(kind)
         self._texts.append(text)
-        yield Grown(self._count - 1, kind, text)
+        yield SegmentDelta(self._count - 1, kind, text)
 
     def _begin(self, kind: Kind, call: ToolCallStart | None = None) -> Iterator[Segment]:
-        yield from self._end(is_whole=True)
-        self._open, self._texts, self._blank = Begun(self._count, kind, call), [], ""
+        yield from self._end(is_complete=True)
+        self._open, self._texts, self._blank = SegmentStart(self._count, kind, call), [], ""
         self._count += 1
         yield self._open
 
-    def _end(self, *, is_whole: bool) -> Iterator[Segment]:
+    def _end(self, *, is_complete: bool) -> Iterator[Segment]:
         if (begun := self._open) is not None:
             self._open = None
-            yield Ended(begun.index, begun.kind, "".join(self._texts), begun.call, is_whole)
+            yield SegmentEnd(begun.index, begun.kind, "".join(self._texts), begun.call, is_complete)

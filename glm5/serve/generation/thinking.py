@@ -1,10 +1,10 @@
-"""Whether and how much a model is to think: three ways to say it, one outcome for the chat template.
+"""Maps three request fields about thinking to keywords of the chat template.
 
-    chat_template_kwargs    {"enable_thinking": false}, {"thinking": false}, {"reasoning_effort": "high"}: as they are
+    chat_template_kwargs    {"enable_thinking": false}, {"thinking": false}, {"reasoning_effort": "high"}: passed on
     thinking                {"type": "enabled" | "disabled", "budget_tokens": n, "clear_thinking": true}
-    reasoning_effort        none (off), minimal, low, medium, high, xhigh, max: the nearest that the template knows
+    reasoning_effort        none (off), minimal, low, medium, high, xhigh, max: the nearest level of the template
 
-Two that contradict each other are refused, and so is switching off what cannot be switched off (GLM-5.3).
+Contradicting fields are refused, and so is switching thinking off if the template cannot (GLM-5.3).
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from glm5.chat.template import ChatTemplate
 from glm5.common.errors import RequestError
 from glm5.serve.http.body import StrictModel
 
-# To the three levels of GLM-5.3; templates that know fewer have them mapped on.
+# OpenAI's levels to the three of GLM-5.3; `_nearest` maps them to templates with fewer.
 _LEVELS = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "max", "max": "max"}
 _PROBE = [{"role": "user", "content": "?"}]
-# What the server itself gives to the template.
+# Keywords that the server sets itself.
 _NOT_FOR_TEMPLATES = {"messages", "tools", "add_generation_prompt"}
 
 
 class Thinking(StrictModel):
-    """`budget_tokens`: of thinking, after which it ends. `clear_thinking`: forget what was thought in earlier turns."""
+    """`budget_tokens`: the thinking budget. `clear_thinking`: drop the reasoning of earlier turns."""
 
     type: Literal["enabled", "disabled"]
     budget_tokens: int | None = None
@@ -33,8 +33,8 @@ class Thinking(StrictModel):
 def template_kwargs(
     template: ChatTemplate, given: Mapping[str, Any], thinking: Thinking | None, effort: str | None
 ) -> dict[str, Any]:
-    """The arguments of the template. Raises RequestError naming the field."""
-    if given.get("add_generation_prompt") is True:  # clients say so; it is so
+    """The keywords for the template. Raises RequestError naming the field."""
+    if given.get("add_generation_prompt") is True:  # some clients send it; it is the default
         given = {key: value for key, value in given.items() if key != "add_generation_prompt"}
     if taken := sorted(_NOT_FOR_TEMPLATES & given.keys()):
         param = f"chat_template_kwargs.{taken[0]}"
@@ -51,7 +51,7 @@ def template_kwargs(
         kwargs.setdefault("reasoning_effort", _nearest(template, effort))
     if len(set(map(repr, switches.values()))) > 1:
         raise RequestError(
-            f"{' and '.join(switches)} contradict each other about thinking: say it once", [*switches][1]
+            f"{' and '.join(switches)} contradict each other about thinking: send one of them", [*switches][1]
         )
     off = next((name for name, value in switches.items() if value is False), None)
     if off is not None and template.always_thinks:
@@ -76,6 +76,6 @@ def _nearest(template: ChatTemplate, effort: str) -> str:
 
 @lru_cache(maxsize=16)
 def _known_levels(template: ChatTemplate) -> frozenset[str]:
-    """Levels below the highest that make a difference to the prompt."""
+    """The levels whose prompts differ from that of the highest."""
     highest = template.render(_PROBE, reasoning_effort="max")
     return frozenset(level for level in ("low", "high") if template.render(_PROBE, reasoning_effort=level) != highest)

@@ -1,14 +1,14 @@
 """Values of tool arguments as a grammar, from the JSON schema of a function's parameters.
 
-    a string             its text as it is: bounded by minLength and maxLength, or by pattern or format
-    enum, const          one of these: strings as they are, others as JSON
-    several types        one of them; any text, where that may be a string
-    nothing said         any text
-    anything else        JSON by the schema
+    string               its text as it is: bounded by minLength and maxLength, or by pattern or format
+    enum, const          one of the values: strings as they are, others as JSON
+    several types        one of them; any text if string is among them
+    empty schema         any text
+    other schemas        JSON that fits the schema
 
-What a strict tool says and a grammar cannot enforce is refused by name; what another tool says is left out then.
-A schema that several places refer to is worked out once. A grammar has no references: what it says in several places is
-written there, which is counted before it is.
+A constraint that a grammar cannot enforce is refused by name in a strict tool, and ignored in others. A schema that
+several places refer to is translated once. A grammar has no references, so its text is repeated in each place; the
+budget counts it before it is written.
 """
 
 import json
@@ -30,8 +30,8 @@ _MAX_WHITESPACE = 64  # between two JSON tokens
 _MAX_DEPTH = 16  # of unions and references
 _MAX_COUNTED = 128  # characters that a pattern counts
 _DEFINITIONS = ("$defs", "definitions")
-# What says nothing about a value.
-_REMARKS = ("title", "description", "default", "examples", "example", "deprecated", "$comment", "readOnly", "writeOnly")
+# Keywords that do not constrain a value.
+_IGNORED = ("title", "description", "default", "examples", "example", "deprecated", "$comment", "readOnly", "writeOnly")
 _DATE, _TIME = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?"
 _ZONE, _BYTE = r"(Z|[+-]([01]\d|2[0-3]):[0-5]\d)", r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _FORMATS = {
@@ -46,7 +46,7 @@ _FORMATS = {
 }
 
 
-def in_turn(*formats: Format) -> Format:
+def concat(*formats: Format) -> Format:
     if not formats:
         return NOTHING
     return formats[0] if len(formats) == 1 else {"type": "sequence", "elements": list(formats)}
@@ -61,13 +61,13 @@ def maybe(form: Format) -> Format:
 
 
 def grammar_budget() -> Budget:
-    """For the tools of one request: no longer grammar would be compiled."""
+    """The budget for the tools of one request: the engine compiles no longer grammar."""
     return Budget(MAX_CHARS, "characters of a grammar", "tools")
 
 
 @dataclass
-class _Known:
-    """A schema that has been met. `form` None: it is being worked out. `num_chars`: what writing it took."""
+class _Translated:
+    """A translated schema. `form` None: translation is in progress. `num_chars`: the length of its grammar."""
 
     schema: Mapping[str, Any]
     form: Format | None = None
@@ -76,7 +76,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Plain:
-    """A schema, kept so that no other has its id; without remarks; and what it refers to, if that is all it says."""
+    """A schema without annotations, and its `$ref` if it is only that. Holding `schema` keeps its id unique."""
 
     schema: Mapping[str, Any]
     bare: Mapping[str, Any]
@@ -84,24 +84,24 @@ class _Plain:
 
 
 class ValueGrammar:
-    """Of the properties of the schema `root`, which is `owner`'s. `exact`: what cannot be enforced is refused.
+    """The grammar of values of the schema `root`, which belongs to `owner`. `exact`: refuse what cannot be enforced.
 
-    Raises RequestError where more would be written than the budget has."""
+    Raises RequestError if the grammar exceeds the budget."""
 
     def __init__(self, root: Mapping[str, Any], owner: str, budget: Budget, *, exact: bool) -> None:
         self.root, self.owner, self.exact, self._budget = root, owner, exact, budget
         self._plain: dict[int, _Plain] = {}
-        self._values: dict[int, _Known] = {}
+        self._values: dict[int, _Translated] = {}
 
     def objects(self) -> list[Mapping[str, Any]] | None:
-        """Object schemas of which the arguments must fit one; None where nothing can be said of them."""
+        """Object schemas of which the arguments must fit one; None if they cannot be constrained."""
         ways = self._objects()
         if ways is None and self.exact:
             raise self._refusal("must be an object with properties, or anyOf such objects")
         return ways
 
     def value(self, schema: Any, depth: int = 0) -> Format:
-        """One value's grammar."""
+        """The grammar of one value."""
         schema = self._resolved(schema)
         if schema is True or schema == {}:
             self._write(ANY_TEXT)
@@ -112,9 +112,9 @@ class ValueGrammar:
             return self._cannot(f"nest unions and references more than {_MAX_DEPTH} deep")
         known = self._values.get(id(schema))
         if known is None:
-            known = self._values[id(schema)] = _Known(schema)
+            known = self._values[id(schema)] = _Translated(schema)
             before = self._budget.spent
-            known.form = self._worked_out(schema, depth)
+            known.form = self._translated(schema, depth)
             known.num_chars = self._budget.spent - before
         elif known.form is None:
             return self._cannot("have a union that refers to itself")
@@ -122,12 +122,12 @@ class ValueGrammar:
             self._budget.spend(known.num_chars, self.owner)
         return known.form
 
-    def _worked_out(self, schema: Mapping[str, Any], depth: int) -> Format:
+    def _translated(self, schema: Mapping[str, Any], depth: int) -> Format:
         if (listed := _listed(schema)) is not None:
             return self._write(_one_of([_spelled(value) for value in listed]))
         for union in ("anyOf", "oneOf", "allOf"):
             parts = schema.get(union)
-            if isinstance(parts, list) and parts and not _said(schema) - {union, "type", "nullable"}:
+            if isinstance(parts, list) and parts and not _keywords(schema) - {union, "type", "nullable"}:
                 if union == "allOf" and len(parts) > 1:
                     break
                 kind = {"type": schema["type"]} if "type" in schema else {}
@@ -143,7 +143,7 @@ class ValueGrammar:
         return self._write(self._string(schema) if schema.get("type") == "string" else self._json(schema))
 
     def _union(self, parts: Sequence[Any], depth: int) -> Format:
-        """One of the values of these schemas; each counts once."""
+        """The union of these schemas, without duplicates."""
         distinct = {id(one): one for one in map(self._resolved, parts)}
         formats = [self.value(one, depth + 1) for one in distinct.values()]
         return ANY_TEXT if ANY_TEXT in formats else either(formats)
@@ -165,9 +165,9 @@ class ValueGrammar:
             seen.add(id(schema))
             is_object = isinstance(schema.get("properties", {}), Mapping) and schema.get("type", "object") == "object"
             branches = schema.get("anyOf", schema.get("oneOf"))
-            if not _said(schema) - {"type", "properties", "required", "additionalProperties"}:
+            if not _keywords(schema) - {"type", "properties", "required", "additionalProperties"}:
                 is_way = is_object
-            elif isinstance(branches, list) and not len(_said(schema) - {"type"}) > 1:
+            elif isinstance(branches, list) and not len(_keywords(schema) - {"type"}) > 1:
                 waiting += reversed(branches)
                 continue
             else:
@@ -193,7 +193,7 @@ class ValueGrammar:
         if shortest > _MAX_COUNTED or (longest is not None and longest < shortest):
             return self._cannot(f"have a minLength above {_MAX_COUNTED}, or above maxLength")
         rest = ANY_TEXT if longest is None else {**ANY_TEXT, "max_chars": longest - shortest}
-        return in_turn({"type": "regex", "pattern": f"[\\s\\S]{{{shortest}}}"}, rest) if shortest else rest
+        return concat({"type": "regex", "pattern": f"[\\s\\S]{{{shortest}}}"}, rest) if shortest else rest
 
     def _json(self, schema: Mapping[str, Any]) -> Format:
         bare = _bare(schema)
@@ -211,15 +211,15 @@ class ValueGrammar:
         return {key: _bare(self.root[key]) for key in _DEFINITIONS if isinstance(self.root.get(key), Mapping)}
 
     def _resolved(self, schema: Any) -> Any:
-        """What a local reference stands for, without remarks: the same object, wherever it is referred to."""
+        """The schema without annotations, local references followed: the same object for every reference to it."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, Mapping):
                 return schema
             plain = self._plain.get(id(schema))
             if plain is None:
-                bare = {key: value for key, value in schema.items() if key not in _REMARKS}
+                bare = {key: value for key, value in schema.items() if key not in _IGNORED}
                 reference = bare.get("$ref")
-                refers = isinstance(reference, str) and len(_said(bare)) == 1
+                refers = isinstance(reference, str) and len(_keywords(bare)) == 1
                 plain = self._plain[id(schema)] = _Plain(schema, bare, reference if refers else None)
                 self._plain.setdefault(id(bare), _Plain(bare, bare, plain.reference))
             if plain.reference is None:
@@ -232,14 +232,14 @@ class ValueGrammar:
         for step in reference.removeprefix("#").split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
             if not isinstance(here, Mapping) or name not in here:
-                raise self._refusal(f"refer to {reference!r:.60}, which is not there")
+                raise self._refusal(f"refer to {reference!r:.60}, which does not exist")
             here = here[name]
         return here
 
     def _cannot(self, why: str) -> Format:
-        """What to do about something that no grammar enforces."""
+        """Handle a constraint that no grammar can enforce: refuse it, or allow any text."""
         if self.exact:
-            raise self._refusal(f"cannot be enforced: {why}; change them, or do without strict")
+            raise self._refusal(f"cannot be enforced: {why}; change them, or leave out strict")
         return ANY_TEXT
 
     def _refusal(self, why: str) -> RequestError:
@@ -262,12 +262,12 @@ def _spelled(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _said(schema: Mapping[str, Any]) -> set[str]:
+def _keywords(schema: Mapping[str, Any]) -> set[str]:
     return {key for key in schema if not key.startswith("$") or key == "$ref"} - {"definitions"}
 
 
 def _refers(schema: Any) -> bool:
-    """Whether there is a reference in a schema, or what looks like one."""
+    """Whether a schema contains a key `$ref`."""
     waiting = [schema]
     while waiting:
         here = waiting.pop()
@@ -284,7 +284,7 @@ _NAMES = ("properties", "patternProperties", *_DEFINITIONS)
 
 
 def _bare(schema: Any) -> Any:
-    """A schema without remarks, at any depth; names of properties are kept, whatever they are."""
+    """A schema without annotations, at any depth; property names are kept, even if they equal an annotation."""
     if isinstance(schema, list):
         return [_bare(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -296,5 +296,5 @@ def _bare(schema: Any) -> Any:
         if key in ("enum", "const")
         else _bare(value)
         for key, value in schema.items()
-        if key not in _REMARKS
+        if key not in _IGNORED
     }

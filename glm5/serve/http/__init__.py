@@ -1,6 +1,6 @@
-"""HTTP apart from any API. Begin with `access.py`: what every request passes before a route sees it.
+"""HTTP, independent of any API. Begin with `access.py`, the middleware that every request passes before its route.
 
-server, connections   listening, connections, what is not HTTP       keys, limits   who may ask, and how much
-incoming, body        sizes and times of bodies, then their models   sse            streams of events
-errors, documents     error envelopes, the two OpenAPI documents     call, hosts, disconnect
+server, connections   sockets, connections, malformed HTTP          keys, limits   API keys, and rate limits
+incoming, body        limits on bodies, then their models           sse            server-sent events
+errors, documents     error responses, the two OpenAPI documents    call, hosts, disconnect
 """

@@ -1,12 +1,13 @@
-"""The way in: every HTTP request gets an id, a caller and its places, or is turned away, before a route sees it.
+"""Access control: the middleware gives every HTTP request an id and a tenant, applies limits, or refuses it.
 
-    another server's name            nobody (`glm5.serve.http.hosts`)
-    pages, health, /openapi.json     anyone
-    /metrics, /get_server_info       the role "metrics" or "admin", or the only user: they tell of all callers
-    admin routes                     the role "admin"; nobody where no key has it
-    everything else                  any user's key, if there are keys
+    wrong Host header                always refused (`glm5.serve.http.hosts`)
+    pages, health, /openapi.json     open to all
+    /metrics, /get_server_info       role "metrics" or "admin", or the only user key: they show all tenants' figures
+    admin routes                     role "admin"; refused if no key has it
+    all other routes                 any key of a user or admin; open to all if the server has no keys
 
-Keys come as `Authorization: Bearer KEY` or `x-api-key: KEY`. One line of log for each request, without its content.
+Clients send keys as `Authorization: Bearer KEY` or `x-api-key: KEY`. Each request is logged in one line, without its
+content.
 """
 
 import logging
@@ -47,10 +48,10 @@ ADMIN_PATHS = frozenset(
     }
 )
 OPEN_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/health_generate", "/ping", "/openapi.json"})
-_OPEN_FOLDER = "/page/"
-_WATCHED = frozenset({"/metrics", "/get_server_info", "/server_info"})
+_OPEN_PREFIX = "/page/"
+_METRICS_PATHS = frozenset({"/metrics", "/get_server_info", "/server_info"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Access:
@@ -68,29 +69,29 @@ class Access:
             return
         path, headers = scope["path"], Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        call = Call(given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex)
-        sending = _Sending(send, call.id, self.state)
-        start, is_open = time.monotonic(), path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+        call = Call(given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex)
+        sender = _ResponseSender(send, call.id, self.state)
+        start, is_open = time.monotonic(), path in OPEN_PATHS or path.startswith(_OPEN_PREFIX)
         token = REQUEST_ID.set(call.id)
         try:
             self.hosts.check(headers.get("host", ""))
             if is_open:
-                await self.app(scope, receive, sending)
+                await self.app(scope, receive, sender)
             else:
-                await self._counted(call, scope, receive, sending)
+                await self._serve_counted(call, scope, receive, sender)
         except ApiError as error:
             self.metrics.refused.add(1, error.code or str(error.status))
-            await error_response(error, path)(scope, receive, sending)
+            await error_response(error, path)(scope, receive, sender)
         finally:
-            self._note(call, scope, sending.status, time.monotonic() - start, is_open=is_open)
+            self._log(call, scope, sender.status, time.monotonic() - start, is_open=is_open)
             REQUEST_ID.reset(token)
 
-    async def _counted(self, call: Call, scope: Scope, receive: Receive, send: "_Sending") -> None:
-        """A request that is answered before the server ends. Raises ApiError for one that is turned away."""
+    async def _serve_counted(self, call: Call, scope: Scope, receive: Receive, send: "_ResponseSender") -> None:
+        """Serve a request that a shutdown waits for. Raises ApiError to refuse it."""
         self.state.enter()
         try:
             self._admit(call, scope)
-            # With the last byte, not after it: the client's next request may come before this one's task has ended.
+            # Before the last byte goes out: the client may send its next request before this one's task has ended.
             send.on_end = partial(self.limits.leave, call)
             await self.app(scope, receive, send)
         finally:
@@ -98,7 +99,7 @@ class Access:
             self.state.leave()
 
     def _admit(self, call: Call, scope: Scope) -> None:
-        """Raises ApiError for a request that is turned away."""
+        """Find the tenant and apply its limits. Raises ApiError to refuse the request."""
         call.tenant = self._tenant(scope["path"], Headers(scope=scope))
         if self.state.is_draining:
             raise draining()
@@ -108,42 +109,43 @@ class Access:
             self.limits.enter(call)
 
     def _tenant(self, path: str, headers: Headers) -> Tenant:
-        """Who calls. Raises ApiError 401 or 403 for those who may not."""
+        """The tenant of a request. Raises ApiError 401 or 403 if it has no access to the path."""
         keys, is_admin = self.keys, path in ADMIN_PATHS
         if is_admin and not keys.has_admin:
             how = "start it with --admin-api-key, GLM5_ADMIN_API_KEY or a key of that role in --api-keys-file"
-            raise ApiError(403, f"this server has no admin key, so nobody may do this: {how}", code="no_admin_key")
+            raise ApiError(403, f"this route needs an admin key, and this server has none: {how}", code="no_admin_key")
         if not is_admin and not keys.is_needed:
             return ANYONE
         tenant = keys.find(_key_of(headers))
         if tenant is None:
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-        if not self._may(tenant, path):
-            needed = "admin" if is_admin else "metrics or admin" if path in _WATCHED else "user or admin"
-            raise ApiError(403, f"this key may not do this; a key of the role {needed} may", code="forbidden")
+        if not self._has_access(tenant, path):
+            needed = "admin" if is_admin else "metrics or admin" if path in _METRICS_PATHS else "user or admin"
+            message = f"the role of this API key is {tenant.role}; allowed on this route: {needed}"
+            raise ApiError(403, message, code="forbidden")
         return tenant
 
-    def _may(self, tenant: Tenant, path: str) -> bool:
+    def _has_access(self, tenant: Tenant, path: str) -> bool:
         if path in ADMIN_PATHS:
             return tenant.role == "admin"
-        if path in _WATCHED:
+        if path in _METRICS_PATHS:
             return tenant.role != "user" or self.keys.num_users == 1
         return tenant.role != "metrics"
 
-    def _note(self, call: Call, scope: Scope, status: int | None, seconds: float, *, is_open: bool) -> None:
+    def _log(self, call: Call, scope: Scope, status: int | None, seconds: float, *, is_open: bool) -> None:
         route: Any = scope.get("route")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         kind = "left" if status is None else f"{status // 100}xx"
         self.metrics.http.add(1, method, getattr(route, "path", "none"), kind)
-        level = logging.DEBUG if is_open or scope["path"] in _WATCHED else logging.INFO
-        # As it was sent, percent signs and all: a decoded path may hold line feeds.
+        level = logging.DEBUG if is_open or scope["path"] in _METRICS_PATHS else logging.INFO
+        # The path stays percent-encoded: a decoded one may contain line feeds.
         path, fields = scope["raw_path"].decode("ascii", "replace"), {"tenant": call.tenant.name, "seconds": seconds}
         caller = f" {call.tenant.name}" if call.tenant.name else ""
         logger.log(level, "%s %s %s%s %.3f s", method, path, status or "left", caller, seconds, extra=fields)
 
 
-class _Sending:
-    """Notes the status that goes out, and adds what every answer carries. `on_end` is called before its last part."""
+class _ResponseSender:
+    """Records the status of a response and adds common headers. `on_end` is called before the last part of the body."""
 
     def __init__(self, send: Send, request_id: str, state: ServerState):
         self._send, self._request_id, self._state = send, request_id, state

@@ -1,7 +1,7 @@
-"""One HTTP request on its way through the server, known to everything that it causes.
+"""The context of an HTTP request: its id, tenant and share of the limits, for all tasks that work on it.
 
-The middleware makes a `Call` and lays it where the request's own tasks find it: `current()`. So the engine is asked in
-the name of its caller by every API, though none passes the caller on.
+The middleware makes a `Call` and stores it in a context variable, from which the request's tasks read it: `current()`.
+So the engine gets the tenant of each request, without every API passing it on.
 """
 
 import uuid
@@ -13,8 +13,8 @@ from glm5.serve.http.keys import ANYONE, Tenant
 
 @dataclass
 class Call:
-    """`places`: how many answers it takes from the server at the same time, 0 where it is not counted.
-    `num_answers`: how many it has asked of the engine."""
+    """`places`: how many of the server's concurrent answers it occupies, 0 for a route without limits.
+    `num_answers`: how many answers it has requested from the engine."""
 
     id: str
     tenant: Tenant = ANYONE
@@ -26,22 +26,22 @@ _CURRENT: ContextVar[Call | None] = ContextVar("glm5-call", default=None)
 
 
 def current() -> Call | None:
-    """The request that this task works for; None outside of one."""
+    """The request that this task works on; None outside of a request."""
     return _CURRENT.get()
 
 
 def caller() -> Tenant:
-    """Whose request it is; anyone's outside of one."""
+    """The tenant of the current request; ANYONE outside of a request."""
     call = current()
     return ANYONE if call is None else call.tenant
 
 
 def answer_id(prefix: str, own: str | None = None) -> str:
-    """The name of an answer: after what the client calls its request, in the body (`own`) or in X-Request-Id."""
+    """The id of an answer: the request id from the body (`own`), else from X-Request-Id, with a prefix."""
     call = current()
     return f"{prefix}{own or (uuid.uuid4().hex if call is None else call.id)}"
 
 
 def begin(call: Call) -> None:
-    """What is done from here on, in this task and those that it starts, is done for this request."""
+    """Make this the current request of this task, and of the tasks that it starts."""
     _CURRENT.set(call)

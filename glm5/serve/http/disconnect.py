@@ -1,7 +1,7 @@
-"""A client that leaves takes its request along, streaming or not, waiting or running.
+"""Aborts a request when its client disconnects, whether it streams or not, waits or runs.
 
-FastAPI tells a handler of a lost connection only when it next reads or writes. This middleware listens all the
-time and cancels the handler at once; leaving `engine.generate` is then what aborts.
+FastAPI reports a lost connection to a handler only when it next reads or writes. This middleware watches the connection
+all the time and cancels the handler at once; leaving `engine.generate` then aborts the request in the engine.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class CancelOnDisconnect:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # One message at most, so that a large body is not read faster than the handler asks for it.
+        # Holds one message at most, so that a large body is not read faster than the handler consumes it.
         inbox: asyncio.Queue[Message] = asyncio.Queue(maxsize=1)
         answered = False
 
@@ -39,9 +39,9 @@ class CancelOnDisconnect:
         listener = asyncio.ensure_future(listen())
         try:
             await asyncio.wait({handler, listener}, return_when=asyncio.FIRST_COMPLETED)
-            # Servers report a disconnect after a complete answer too; the handler may then finish in peace.
+            # Servers report a disconnect after a complete response too; then the handler is left to finish.
             if not handler.done() and not answered:
-                logger.info("%s %s: the client left", scope["method"], scope["path"])
+                logger.info("%s %s: the client disconnected", scope["method"], scope["path"])
                 handler.cancel()
             await asyncio.wait({handler})
         finally:

@@ -1,4 +1,4 @@
-"""The two OpenAPI documents: /openapi.json has the public routes, /admin/openapi.json those of the operator."""
+"""The two OpenAPI documents: /openapi.json has the public routes, /admin/openapi.json the admin routes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from glm5.serve.http.body import documented
 router = APIRouter(include_in_schema=False)
 
 ADMIN = "admin"
-"""The tag of routes that only an admin's key opens."""
+"""The tag of routes that need an admin key."""
 
 
 @router.get("/admin/openapi.json")
@@ -21,7 +21,7 @@ async def admin_document(request: Request) -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Keep the admin routes out of the application's own document, and put them into one of theirs."""
+    """Move the admin routes from the application's OpenAPI document into a separate one."""
     app.include_router(router)
 
     def public() -> dict[str, Any]:
@@ -29,29 +29,29 @@ def install(app: FastAPI) -> None:
             app.openapi_schema = document(app, is_admin=False)
         return app.openapi_schema
 
-    app.openapi = public  # FastAPI's way to bring an own document
+    app.openapi = public  # how FastAPI lets an application replace its document
 
 
 def document(app: FastAPI, *, is_admin: bool) -> dict[str, Any]:
     """The OpenAPI document of the admin routes, or of all others."""
     title = f"{app.title} admin" if is_admin else app.title
-    whole = get_openapi(title=title, version=app.version, routes=app.routes)
-    for path, operations in list(whole["paths"].items()):
+    spec = get_openapi(title=title, version=app.version, routes=app.routes)
+    for path, operations in list(spec["paths"].items()):
         if any((ADMIN in operation.get("tags", ())) != is_admin for operation in operations.values()):
-            del whole["paths"][path]
+            del spec["paths"][path]
             continue
         for operation in operations.values():
             _complete(operation, is_open=path in OPEN_PATHS)
             if is_admin and (body := operation.get("requestBody")) is not None:
                 body["required"] = "required" in _schema(body)
                 _schema(body)["additionalProperties"] = False
-    whole["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-    whole["security"] = [{"key": []}]
-    return whole
+    spec["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    spec["security"] = [{"key": []}]
+    return spec
 
 
 def _complete(operation: dict[str, Any], *, is_open: bool) -> None:
-    """The statuses that come from what stands before the routes. FastAPI's own 422 is 400 here (`errors`)."""
+    """Add the statuses that the middleware returns. FastAPI's own 422 is 400 here (`errors`)."""
     responses = operation["responses"]
     refused = documented(503) if is_open else documented(401, 403, 503)
     if responses.pop("422", None) is not None:

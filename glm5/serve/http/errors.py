@@ -1,4 +1,4 @@
-"""Errors as clients expect them, in the envelope of the API whose path was asked for.
+"""Error responses, in the JSON format of the API whose path was requested.
 
 OpenAI, SGLang    {"error": {"message", "type", "param", "code"}}
 Anthropic         {"type": "error", "error": {"type", "message", "param", "code"}, "request_id"}
@@ -19,7 +19,7 @@ from glm5.common.log import REQUEST_ID
 from glm5.config.refusal import complaint
 
 ANTHROPIC_PATH = "/v1/messages"
-_MAX_MESSAGE, _MAX_PARAM = 800, 200  # characters: a refusal does not send a long request back
+_MAX_MESSAGE, _MAX_PARAM = 800, 200  # characters: an error response does not repeat a long request
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -32,8 +32,8 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. `param` is the offending field of the body, `code` a word that programs can test.
-    `retry_after`: seconds after which it may be another answer."""
+    """An error response. `param` is the invalid field of the body, `code` a constant that programs can test.
+    `retry_after`: seconds after which the client may try again."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class ApiError(Exception):
 
 
 def draining() -> ApiError:
-    """The refusal of a server that is about to end."""
-    return ApiError(503, "the server is about to end and takes no more requests", code="draining", retry_after=1)
+    """The refusal of new requests while the server drains."""
+    return ApiError(503, "the server is shutting down and accepts no more requests", code="draining", retry_after=1)
 
 
 def _shortened(text: str, most: int) -> str:
-    """Its beginning and its end, which say what is wrong and what is allowed."""
+    """Cuts the middle out of a long text: its beginning names what is wrong, its end what is allowed."""
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 @contextmanager
 def named(names: Mapping[str, str], kind: str = "") -> Iterator[None]:
-    """Refusals of parameters under the names that the client knows them by: {ours: the client's}."""
+    """Rename parameters in a RequestError to the API's names: {our name: the API's name}."""
     try:
         yield
     except RequestError as error:
@@ -79,7 +79,7 @@ def named(names: Mapping[str, str], kind: str = "") -> Iterator[None]:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told about an exception. A bug of ours is for the log, not for the client."""
+    """The error response for an exception. It hides the message of an unexpected one, which the log has."""
     match error:
         case ApiError():
             return error
@@ -90,7 +90,7 @@ def to_api_error(error: Exception) -> ApiError:
         case EngineDead():
             return ApiError(503, str(error), code="engine_stopped")
         case RequestValidationError():
-            (_, *path), value, allowed = complaint(error.errors()[0])  # what comes first is "query" or "path"
+            (_, *path), value, allowed = complaint(error.errors()[0])  # the first part is "query" or "path"
             param = ".".join(path)
             return ApiError(400, f"{param} is {value!r:.60}; allowed: {allowed}", param=param)
         case HTTPException():
@@ -101,31 +101,31 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def envelope(error: ApiError) -> dict[str, Any]:
-    """The body of an error, as OpenAI writes it."""
+    """The body of an error response in OpenAI's format."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
-    """The body of an error, as Anthropic writes it. `param` and `code` are there where they say something."""
+    """The body of an error response in Anthropic's format, with `param` and `code` if they are set."""
     general = "api_error" if error.status >= 500 else "invalid_request_error"
-    told = {"type": _ANTHROPIC_TYPES.get(error.status, general), "message": error.message}
+    content = {"type": _ANTHROPIC_TYPES.get(error.status, general), "message": error.message}
     more = {name: value for name, value in (("param", error.param), ("code", error.code)) if value is not None}
-    return {"type": "error", "error": told | more, "request_id": REQUEST_ID.get()}
+    return {"type": "error", "error": content | more, "request_id": REQUEST_ID.get()}
 
 
 def error_response(error: Exception, path: str = "") -> JSONResponse:
-    """The answer that an exception becomes for who asked for `path`."""
-    told = to_api_error(error)
+    """The response for an exception on a request to `path`."""
+    api_error = to_api_error(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if told.retry_after is not None:
-        headers["Retry-After"] = str(told.retry_after)
+    if api_error.retry_after is not None:
+        headers["Retry-After"] = str(api_error.retry_after)
     write = anthropic_envelope if path.startswith(ANTHROPIC_PATH) else envelope
-    return JSONResponse(write(told), told.status, headers=headers)
+    return JSONResponse(write(api_error), api_error.status, headers=headers)
 
 
 def install(app: FastAPI) -> None:
-    """Every error of every route leaves in the envelope; uvicorn logs those that nobody expected."""
+    """Install handlers that give every error of every route this format; uvicorn logs unexpected ones."""
 
     async def respond(request: Request, error: Exception) -> JSONResponse:
         return error_response(error, request.url.path)

@@ -1,10 +1,9 @@
-"""Under which names a server may be asked: what a request's Host header may say.
+"""Checks the Host header of a request against the host names that are allowed.
 
-A page from elsewhere can let its own name point to this machine (DNS rebinding): its requests are then, for a browser,
-requests to where the page came from, and it may read the answers. It cannot send another Host than its own name, nor
-have a key. So a server without keys answers to the names of the loopback address, to the one it listens on and to those
-that it is told; and to addresses, which nobody can let point elsewhere. With keys, all names are good unless some are
-told.
+This protects against DNS rebinding: a foreign web page can point its own host name to this machine, and the browser
+then lets it read the responses. But the page cannot send another Host header than its own name, and has no API key. So
+a server without keys accepts only loopback names, the name it listens on, names from --allowed-hosts, and IP addresses,
+which cannot be rebound. A server with keys accepts all names unless --allowed-hosts is given.
 """
 
 import ipaddress
@@ -15,20 +14,20 @@ from glm5.serve.http.errors import ApiError
 
 
 class Hosts:
-    """`names`: allowed ones, "*.example" for all below example, "*" for all; None for all."""
+    """`names`: allowed host names. "*.example" allows all subdomains of example; "*" or None allows all names."""
 
     def __init__(self, names: Sequence[str] | None):
         self._names = None if names is None or "*" in names else {"localhost", "*.localhost", *map(_plain, names)}
 
     def check(self, host: str) -> None:
-        """Raises ApiError 421. No name at all, as HTTP/1.0 allows, is none of another's."""
+        """Raises ApiError 421 for a name that is not allowed. A missing one, as in HTTP/1.0, is allowed."""
         name = _name_of(host)
         if self._names is None or host == "" or name in self._names or _is_address(name):
             return
         parts = name.split(".")
         if any(f"*.{'.'.join(parts[at:])}" in self._names for at in range(1, len(parts))):
             return
-        allowed = "localhost, an address in numbers, or what the server was started with as --allowed-hosts"
+        allowed = "localhost, an IP address, or a name that the server was given with --allowed-hosts"
         raise ApiError(421, f"the Host header is {host!r:.80}; allowed: {allowed}", code="unknown_host")
 
 
@@ -40,7 +39,7 @@ def _plain(name: str) -> str:
 
 
 def _name_of(host: str) -> str:
-    """Without the port; none where anything else stands behind it."""
+    """The host name without the port; empty for a malformed header."""
     found = _HOST.fullmatch(host)
     return "" if found is None else found[1] or _plain(found[2] or "")
 

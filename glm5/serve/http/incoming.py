@@ -1,7 +1,7 @@
-"""How large a body may be, and how long it may take to come.
+"""Limits the size of request bodies, and the time to receive them.
 
-Beneath the watch for disconnects: what is raised here is raised where a route reads the body, and so answered in the
-envelope of its API.
+This middleware is inside `CancelOnDisconnect`, so its errors are raised where a route reads the body, and get the
+format of the route's API.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ class BoundedBody:
 
 
 class _Body:
-    """What the client sends, counted and timed up to its end."""
+    """Receives the messages of one body; counts its bytes and applies the deadline."""
 
     def __init__(self, receive: Receive, headers: Headers, max_bytes: int, seconds: float):
         self._receive, self._max_bytes, self._num_bytes = receive, max_bytes, 0
         self._deadline, self._seconds = asyncio.get_running_loop().time() + seconds, seconds
         length = headers.get("content-length", "")
         self._is_known_too_large = length.isdecimal() and int(length) > max_bytes
-        self._is_whole = False
+        self._is_complete = False
 
     async def __call__(self) -> Message:
-        if self._is_whole:
+        if self._is_complete:
             return await self._receive()
         if self._is_known_too_large:
             raise self._too_large()
@@ -43,10 +43,10 @@ class _Body:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError(408, f"the body was not whole after {self._seconds:g} s", code="body_timeout") from None
+            raise ApiError(408, f"the body was not complete after {self._seconds:g} s", code="body_timeout") from None
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
-            self._is_whole = not message.get("more_body", False)
+            self._is_complete = not message.get("more_body", False)
             if self._num_bytes > self._max_bytes:
                 raise self._too_large()
         return message

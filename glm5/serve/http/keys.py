@@ -1,15 +1,15 @@
-"""API keys: who calls, what the caller may do, and what keeps one caller apart from another.
+"""API keys: the tenant of each key, its role, its limits and its cache salt.
 
-    [[key]]                          # a file of keys, TOML; no key lies in it, only hashes
+    [[key]]                          # a TOML file of keys; it stores hashes only
     name = "alice"
     sha256 = "0f3c..."               # of the key
-    role = "user"                    # or "metrics" (reads figures, no more), or "admin" (everything)
-    requests_per_minute = 60         # these three may be left out
+    role = "user"                    # or "metrics" (may read metrics only), or "admin" (may use all routes)
+    requests_per_minute = 60         # this and the next two are optional
     max_concurrency = 4
-    cache_salt = "team"              # shares what is cached with the other keys that say so
+    cache_salt = "team"              # shares the prefix cache with other keys of the same salt
 
-Keys are long and random, so a plain hash tells nothing of them. A key that is no hash comes by flag or environment.
-Two processes that add keys to one file take turns, and a reader sees the file as it was before or after.
+Keys are long and random, so a plain SHA-256 does not reveal them. Flags and environment variables give keys themselves.
+A lock on the file serializes the processes that add keys; a reader sees the file as it was before or after.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from glm5.config.refusal import first_error, refuse
 
 Role = Literal["user", "metrics", "admin"]
 MAX_FILE_BYTES = 16 * MIB  # tens of thousands of keys
-# What comes in a header: an HTTP client may send other characters in one encoding or another, or not at all.
+# Characters that are safe in a header: HTTP clients encode others differently, or refuse to send them.
 _SENDABLE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
@@ -55,7 +55,7 @@ class Key(BaseModel):
 
 @dataclass(frozen=True)
 class Tenant:
-    """A caller. Requests belong to the `name`; prompts share what is cached within a `salt`. Limits: None is no own."""
+    """The owner of requests. Tenants of one `salt` share cached prefixes. A limit of None is the server's default."""
 
     name: str = ""
     salt: str = ""
@@ -64,39 +64,39 @@ class Tenant:
     max_concurrency: int | None = None
 
     def salted(self, own: str) -> str:
-        """The salt of a request that brings one of its `own`: never another caller's, whatever it says."""
+        """The cache salt of a request that has its `own` one: never equal to another tenant's."""
         return f"{self.salt}/{own}" if self.salt or own else ""
 
 
 ANYONE = Tenant()
-"""The caller of a server without keys."""
+"""The tenant of all requests to a server without keys."""
 
 
 def hash_of(key: str) -> str:
-    """What is kept of a key."""
+    """The hash under which a key is stored."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 
 def new_key() -> str:
-    """A key that nobody guesses: 256 bits."""
+    """A random key of 256 bits."""
     return f"glm5-{secrets.token_urlsafe(32)}"
 
 
 def plain_keys(keys: Sequence[str], role: Role, prefix: str) -> list[Key]:
-    """Keys that were given as they are. Raises ConfigError for one that no client could send, and does not say it."""
+    """Entries for keys given in plain text. Raises ConfigError for an invalid one, without showing it."""
     for number, key in enumerate(keys, start=1):
         if not key.strip():
             raise ConfigError(f"an API key is empty; allowed: any text, such as {new_key()}")
         if not _SENDABLE.fullmatch(key):
             raise ConfigError(
-                f"API key {number} of the role {role} cannot be sent in a header: it has a character that is not ASCII "
-                f"or cannot be printed, or a space at an end; allowed: printable ASCII, such as {new_key()}"
+                f"API key {number} of the role {role} cannot be sent in a header: it has a character that is not "
+                f"printable ASCII, or a space at an end; allowed: printable ASCII, such as {new_key()}"
             )
     return [Key(name=f"{prefix}-{number}", sha256=hash_of(key), role=role) for number, key in enumerate(keys, start=1)]
 
 
 def read_file(path: Path) -> list[Key]:
-    """The keys of a file. Raises ConfigError naming what is wrong in it, and never a key."""
+    """The keys of a file. Raises ConfigError, whose message never contains a key."""
     return _parse(_text_of(path), path)
 
 
@@ -130,8 +130,8 @@ def _parse(text: str, path: Path) -> list[Key]:
 
 
 def add_to_file(path: Path, fields: Mapping[str, Any]) -> str:
-    """Make a key, and add its hash with these fields to a file, which only its owner may read. Returns the key. Raises
-    ConfigError, and changes nothing then."""
+    """Create a key, and add its hash with these fields to a file, which only its owner may read. Returns the key.
+    Raises ConfigError, and then leaves the file unchanged."""
     try:
         with exclusive(path):
             return _add(path, fields)
@@ -142,7 +142,7 @@ def add_to_file(path: Path, fields: Mapping[str, Any]) -> str:
 def _add(path: Path, fields: Mapping[str, Any]) -> str:
     key = new_key()
     before = _text_of(path) if path.exists() else ""
-    # Texts and numbers are written alike in JSON and TOML.
+    # JSON's syntax of texts and numbers is also valid TOML.
     written = {**fields, "sha256": hash_of(key)}.items()
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in written]
     text = before + "\n".join(["", "[[key]]", *lines, ""])
@@ -154,7 +154,7 @@ def _add(path: Path, fields: Mapping[str, Any]) -> str:
 
 
 class KeyRing:
-    """All keys of a server. Raises ConfigError where two have one name, or are one key."""
+    """All keys of a server. Raises ConfigError for a name or a key that occurs twice."""
 
     def __init__(self, keys: Sequence[Key] = ()):
         for what in ("name", "sha256"):
@@ -169,7 +169,7 @@ class KeyRing:
         self.is_needed = self.num_users > 0 or "metrics" in roles
 
     def find(self, key: str) -> Tenant | None:
-        """Whose key this is. Takes the same time for every key, right or wrong, near or far."""
+        """The tenant of a key; None for an unknown key. Takes constant time, whatever the key."""
         digest, found = bytes.fromhex(hash_of(key)), None
         for known, tenant in self._tenants:
             if hmac.compare_digest(digest, known):
@@ -178,7 +178,7 @@ class KeyRing:
 
 
 def _tenant(key: Key) -> Tenant:
-    # Of the key, not of its name: who gets a name that somebody else had gets nothing of what is cached.
+    # Derived from the key, not from its name: a new key of an old name gets none of the old tenant's cache.
     own = hashlib.blake2b(bytes.fromhex(key.sha256), digest_size=16, person=b"glm5 cache salt").hexdigest()
     salt = f"key:{own}" if key.cache_salt is None else f"shared:{key.cache_salt}"
     return Tenant(key.name, salt, key.role, key.requests_per_minute, key.max_concurrency)

@@ -1,9 +1,9 @@
-"""How much a caller may ask, and how much all callers together: what is beyond it is refused at once, with 429.
+"""Rate and concurrency limits per tenant, and a limit on the queue of the server. Beyond them a request gets 429.
 
-    a caller     requests a minute (a bucket that holds a minute's worth), requests at the same time
-    all          as many answers as are computed at the same time, and `max_queue` more that wait
+    per tenant   requests per minute (a token bucket that holds one minute's requests), concurrent requests
+    server       the answers that are computed at the same time, and `max_queue` more that wait
 
-A refusal says after how many seconds to try again. What is taken is given back when the HTTP request has ended.
+A refusal has a Retry-After header. A request frees its places when its HTTP response has ended.
 """
 
 import math
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from glm5.serve.http.call import Call
 from glm5.serve.http.errors import ApiError
 
-FULL_SECONDS = 2  # after which a full server may have room: an answer of a few dozen tokens has ended
+FULL_SECONDS = 2  # Retry-After of a full server: a short answer ends in this time
 BUSY_SECONDS = 1
 
 
 @dataclass
 class _Account:
-    """What a caller has taken: `tokens` are requests that are still allowed, as of `seen`."""
+    """The state of a tenant. `tokens`: requests left in its bucket at the time `seen`."""
 
     tokens: float
     seen: float
@@ -28,7 +28,7 @@ class _Account:
 
 
 class Limits:
-    """Counts for every caller. `requests_per_minute` and `max_concurrency` hold for callers that have no own."""
+    """Counts requests per tenant. `requests_per_minute` and `max_concurrency` apply to tenants without their own."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class Limits:
         self._accounts: dict[str, _Account] = {}
 
     def enter(self, call: Call) -> None:
-        """Take a place for a request, before its body is read. Raises ApiError 429 and takes nothing."""
+        """Reserve a place for a request before its body is read. Raises ApiError 429 if a limit is reached."""
         tenant = call.tenant
         rate, concurrency = tenant.requests_per_minute or self._rate, tenant.max_concurrency or self._concurrency
         now = self._clock()
         account = self._accounts.setdefault(tenant.name, _Account(_burst(rate), now))
         self._check_room(1)
         if concurrency is not None and account.num_active >= concurrency:
-            message = f"this key has {account.num_active} requests under way; allowed: {concurrency} at the same time"
+            message = f"this key has {account.num_active} running requests; allowed: {concurrency} at the same time"
             raise ApiError(429, message, code="concurrency_limit_exceeded", retry_after=BUSY_SECONDS)
         if rate is not None:
             _spend(account, rate, now)
@@ -59,7 +59,7 @@ class Limits:
         self.num_places += 1
 
     def grow(self, call: Call, num_answers: int) -> None:
-        """The request, which has a place, turns out to want so many answers more. Raises ApiError 429."""
+        """Reserve places for more answers of an admitted request. Raises ApiError: 429 if the queue is full."""
         wanted = call.num_answers + num_answers
         if self.max_places is not None and wanted > self.max_places:
             raise ApiError(400, f"the request asks for {wanted} answers; allowed: {self.max_places}", param="n")
@@ -70,7 +70,7 @@ class Limits:
         self.num_places += more
 
     def leave(self, call: Call) -> None:
-        """Give back what the request took; nothing, where that has happened."""
+        """Free the places of a request. A second call has no effect."""
         if call.places:
             self._accounts[call.tenant.name].num_active -= 1
             self.num_places -= call.places
@@ -78,21 +78,21 @@ class Limits:
 
     def _check_room(self, places: int) -> None:
         if self.max_places is not None and places and self.num_places + places > self.max_places:
-            message = f"the server has {self.num_places} answers under way or waiting; allowed: {self.max_places}"
+            message = f"the server has {self.num_places} answers running or waiting; allowed: {self.max_places}"
             raise ApiError(429, f"{message}; try again later", code="queue_full", retry_after=FULL_SECONDS)
 
 
 def _burst(rate: float | None) -> float:
-    """Requests that may come at once: those of a minute."""
+    """The size of a token bucket: the requests of one minute."""
     return max(1.0, rate or 0.0)
 
 
 def _spend(account: _Account, rate: float, now: float) -> None:
-    """One request of a caller that may make `rate` a minute."""
+    """Take a token for one request; the bucket is refilled with `rate` tokens a minute. Raises ApiError 429."""
     account.tokens = min(_burst(rate), account.tokens + (now - account.seen) * rate / 60)
     account.seen = now
-    if account.tokens < 1 - 1e-9:  # after exactly the time that was told, whatever was rounded
+    if account.tokens < 1 - 1e-9:  # tolerates rounding errors after exactly the Retry-After time
         seconds = math.ceil((1 - account.tokens) * 60 / rate)
-        message = f"this key makes more than {rate:g} requests a minute; try again in {seconds} s"
+        message = f"this key has used its {rate:g} requests a minute; try again in {seconds} s"
         raise ApiError(429, message, code="rate_limit_exceeded", retry_after=seconds)
     account.tokens -= 1

@@ -1,6 +1,6 @@
-"""Listening, on a thread of its own: the main thread loads models, hears signals and decides when to end.
+"""The HTTP server, on its own thread: the main thread loads the model, handles signals and decides when to stop.
 
-The socket listens before there is anything to serve. Until then, `Front` says so to everybody who asks.
+The socket listens before the model is loaded. Until then, `AppWhenReady` answers every request with 503.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from glm5.serve.http.connections import ACCEPTS_AT_ONCE, Connection, Crowd
+from glm5.serve.http.connections import ACCEPTS_AT_ONCE, Connection, ConnectionLimiter
 from glm5.serve.http.errors import ApiError, error_response
 from glm5.serve.service.service import Engine
 from glm5.serve.service.state import ServerState
 
-# For clients that do not read the end of their answer.
-GOODBYE_SECONDS = 3.0
-# For the headers of a request, where nobody says otherwise.
+# How long a shutdown waits for clients that do not read the end of their response.
+CLOSE_SECONDS = 3.0
+# Default time for a client to send the headers of a request.
 CLIENT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
-_BACKLOG = 2048  # connections that the kernel keeps until they are accepted
-_ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # with one of them, to connect to
+_BACKLOG = 2048  # connections that the kernel queues until they are accepted
+_ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address: the address to connect to
 _HINTS = {
     errno.EADDRINUSE: "; choose another --port, or 0 for a free one",
     errno.EACCES: "; ports from 1024 on are open to all",
@@ -39,13 +39,13 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 def bind(host: str, port: int, client_timeout: float | None = None) -> socket.socket:
     """A socket that listens at this address (port 0: a free one). Raises OSError naming the address.
 
-    Connections whose client has vanished end after two minutes; those whose client leaves what was sent unread, after
-    `client_timeout` seconds.
+    The kernel closes connections whose client has vanished after two minutes, and those whose client does not read
+    what was sent after `client_timeout` seconds.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        # Named as TCP, or asyncio would not switch off its delay: every answer would come 40 ms late.
+        # asyncio sets TCP_NODELAY only on sockets of this protocol; without it every response comes 40 ms late.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             _prepare(listener, client_timeout)
@@ -56,7 +56,7 @@ def bind(host: str, port: int, client_timeout: float | None = None) -> socket.so
             raise
     except OSError as error:
         raise _cannot_listen(host, port, f"{error.strerror}{_HINTS.get(error.errno or 0, '')}") from None
-    except ValueError:  # a text that can be no name
+    except ValueError:  # a text that cannot be a host name
         raise _cannot_listen(host, port, "this is neither an address nor a name") from None
     return listener
 
@@ -67,7 +67,7 @@ def _cannot_listen(host: str, port: int, why: str) -> OSError:
 
 def _prepare(listener: socket.socket, client_timeout: float | None) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # What is set here holds for every connection that is accepted.
+    # Accepted connections inherit these options.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
         _set_tcp(listener, name, value)
@@ -76,19 +76,19 @@ def _prepare(listener: socket.socket, client_timeout: float | None) -> None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a client on this machine finds the socket's server."""
+    """The URL under which a client on this machine reaches the socket."""
     host, port = listener.getsockname()[:2]
     host = str(_ALL_ADDRESSES.get(host, host))
     return f"http://[{host.replace('%', '%25')}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_everywhere(listener: socket.socket) -> bool:
-    """Whether all addresses of this machine lead to the socket."""
+    """Whether the socket listens on all addresses of this machine."""
     return listener.getsockname()[0] in _ALL_ADDRESSES
 
 
-class Front:
-    """ASGI: the application once there is one (`app`), and before that 503 to everybody, /health too."""
+class AppWhenReady:
+    """ASGI: forwards to `app` once it is set; until then answers every request with 503, /health too."""
 
     def __init__(self, state: ServerState):
         self.app: ASGIApp | None = None
@@ -98,18 +98,18 @@ class Front:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            why = self.state.not_serving or "it is being started"
-            error = ApiError(503, f"the model does not answer yet: {why}", code="starting", retry_after=5)
+            reason = self.state.not_serving or "it is being started"
+            error = ApiError(503, f"the model does not answer yet: {reason}", code="starting", retry_after=5)
             await error_response(error, scope["path"])(scope, receive, send)
 
 
 class Server:
-    """An application behind a socket, served on a thread from `start` to `stop`. Clients have `client_timeout` seconds
-    for the headers of a request."""
+    """Serves an application on a thread from `start` to `stop`. Clients have `client_timeout` seconds to send the
+    headers of a request."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, client_timeout: float = CLIENT_SECONDS):
         self.url = url_of(listener)
-        self._server = _Server(app, Crowd(client_timeout))
+        self._server = _Server(app, ConnectionLimiter(client_timeout))
         self._listener = listener
         self._thread = threading.Thread(target=self._run, name="glm5-server", daemon=True)
 
@@ -118,21 +118,21 @@ class Server:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Returns when the socket listens. Raises RuntimeError if it never will."""
+        """Start the thread and wait until it listens. Raises RuntimeError if it cannot."""
         self._thread.start()
         self._server.settled.wait()
         if not self._server.started:
-            raise RuntimeError("the server did not start; its log says why")
+            raise RuntimeError("the server did not start; see its log for the reason")
 
-    def stop(self, seconds: float = GOODBYE_SECONDS, is_urgent: Callable[[], bool] = lambda: False) -> None:
-        """Take no more connections, and end those that are there: answers under way get this long, or until it becomes
-        urgent."""
+    def stop(self, seconds: float = CLOSE_SECONDS, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Accept no more connections and close the open ones. Running responses get `seconds`, or until `is_urgent`
+        is true."""
         self._server.config.timeout_graceful_shutdown = max(1, round(seconds))
         self._server.should_exit = True
         while self._thread.is_alive() and not is_urgent():
             self._thread.join(_POLL_SECONDS)
         self._server.force_exit = True
-        self._thread.join(GOODBYE_SECONDS)
+        self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -143,7 +143,7 @@ class Server:
 
 @contextmanager
 def serving(app: ASGIApp, engine: Engine, listener: socket.socket) -> Iterator[str]:
-    """Serve while the block runs; gives the URL. Closes engine and socket at the end."""
+    """Serve while the block runs; yields the URL. Closes engine and socket at the end."""
     server = Server(app, listener)
     server.start()
     try:
@@ -154,28 +154,28 @@ def serving(app: ASGIApp, engine: Engine, listener: socket.socket) -> Iterator[s
 
 
 class _Server(uvicorn.Server):
-    """Logs to the handlers that the command line set up. `settled`: it listens, or has given up."""
+    """Logs to the handlers that the command line set up. `settled` is set once it listens or has failed to."""
 
-    def __init__(self, app: ASGIApp, crowd: Crowd):
-        # h11 and asyncio are always there: the same server on every machine.
+    def __init__(self, app: ASGIApp, limiter: ConnectionLimiter):
+        # h11 and asyncio rather than optional packages, so that every machine runs the same server.
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast("type[asyncio.Protocol]", partial(Connection, crowd)),
+                http=cast("type[asyncio.Protocol]", partial(Connection, limiter)),
                 loop="asyncio",
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                backlog=ACCEPTS_AT_ONCE,  # asyncio accepts as many before it does anything else
+                backlog=ACCEPTS_AT_ONCE,  # connections that asyncio accepts in one turn of its loop
             )
         )
         self.settled = threading.Event()
-        self._crowd = crowd
+        self._limiter = limiter
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._crowd.on_loop_error)
-        self._crowd.measure()
+        asyncio.get_running_loop().set_exception_handler(self._limiter.on_loop_error)
+        self._limiter.update_limit()
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)
@@ -183,15 +183,15 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # once a second
-            self._crowd.measure()
+            self._limiter.update_limit()
         return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the main thread's."""
+        """Does nothing: the main thread handles signals."""
         yield
 
 
 def _set_tcp(listener: socket.socket, name: str, value: int) -> None:
-    with suppress(AttributeError, OSError):  # Linux has them all, others some
+    with suppress(AttributeError, OSError):  # Linux has all of these options, other systems only some
         listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

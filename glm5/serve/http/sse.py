@@ -1,10 +1,10 @@
-"""Server-sent events: an answer as it is written, kept alive while nothing comes.
+"""Server-sent events: a stream of events that is kept alive while none arrive.
 
     return await EventStream.begun(events, failed=...)
 
-What goes wrong before the first event is an exception, and so an answer with a status of its own: requests that the
-engine refuses are 400 here too. Only when nothing has come for a while is the status line sent before the first event;
-an error after it is the last event.
+An error before the first event is raised as an exception, and so gets a response with its own status: requests that the
+engine refuses get 400 here too. If the first event is late, the status line is sent before it; an error after the
+status line is sent as the last event.
 """
 
 import asyncio
@@ -22,28 +22,28 @@ from glm5.serve.http.errors import ApiError, to_api_error
 logger = logging.getLogger(__name__)
 
 PING_SECONDS = 10.0  # proxies commonly give up after 30 or 60
-COMMENT = ": ping\n\n"  # which clients skip
-EMPTY_LINE = "\n"  # an event of nothing, which is none
-# Line readers that people write by hand, SGLang's load generator among them: they take every line for JSON but this.
+COMMENT = ": ping\n\n"  # clients skip it
+EMPTY_LINE = "\n"  # ends an empty event, which clients ignore
+# Hand-written clients such as SGLang's load generator parse every line as JSON except an empty one.
 _READS_LINES = ("aiohttp", "python-requests", "python-urllib")
 DONE = "data: [DONE]\n\n"
 
 
 def event(content: Mapping[str, Any], name: str | None = None) -> str:
-    """One event, escaped to ASCII: arguments may hold half a surrogate pair, which has no UTF-8 form."""
+    """One event, escaped to ASCII: arguments may contain a lone surrogate, which UTF-8 cannot encode."""
     data = f"data: {json.dumps(content)}\n\n"
     return data if name is None else f"event: {name}\n{data}"
 
 
 def keep_alive_for(user_agent: str) -> str:
-    """What keeps a stream alive that this client reads."""
+    """The keep-alive text that this client can read."""
     return EMPTY_LINE if any(name in user_agent.lower() for name in _READS_LINES) else COMMENT
 
 
 class EventStream(StreamingResponse):
-    """Events, each a whole one as it is sent. `failed` writes an error as the end of the stream. `ping` is sent when
-    nothing else was for a while: by default a comment, or an empty line to clients that read no comments. However the
-    response ends, `events` is closed."""
+    """A response that sends complete events. `failed` formats an error as the end of the stream. `ping` is sent when
+    nothing else was for a while: by default a comment, or an empty line to clients that cannot read comments. `events`
+    is closed however the response ends."""
 
     media_type = "text/event-stream"
 
@@ -52,13 +52,13 @@ class EventStream(StreamingResponse):
     ) -> None:
         self._events, self._failed, self._ping = events, failed, ping
         self._first: asyncio.Task[str | None] | None = None
-        super().__init__(self._told(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(self._with_error(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     @classmethod
     async def begun(
         cls, events: AsyncGenerator[str, None], *, failed: Callable[[ApiError], str], ping: str | None = None
     ) -> Self:
-        """A stream whose first event is there, or late. Raises what came instead of it."""
+        """A stream whose first event has arrived, or is late. Raises an exception that arrives instead of it."""
         stream = cls(events, failed=failed, ping=ping)
         first = stream._first = asyncio.ensure_future(_next(events))
         try:
@@ -102,20 +102,20 @@ class EventStream(StreamingResponse):
                 pinger.cancel()
             await self._close()
 
-    async def _told(self) -> AsyncGenerator[str, None]:
-        """The events, and an error in the place where it happened."""
+    async def _with_error(self) -> AsyncGenerator[str, None]:
+        """The events; an exception becomes the last event."""
         try:
             if self._first is not None and (event := await self._first) is not None:
                 yield event
             async for event in self._events:
                 yield event
         except Exception as error:
-            told = to_api_error(error)
-            if told.code == "internal_error":
-                logger.exception("a bug")
+            api_error = to_api_error(error)
+            if api_error.code == "internal_error":
+                logger.exception("internal error in a stream")
             else:
-                logger.warning("%s", told.message)
-            yield self._failed(told)
+                logger.warning("%s", api_error.message)
+            yield self._failed(api_error)
 
     async def _close(self) -> None:
         if self._first is not None and not self._first.done():

@@ -1,1 +1,1 @@
-"""What the server measures: `server_metrics.py` has every metric, `prometheus.py` their format, `tracing.py` spans."""
+"""Observability: `server_metrics.py` defines the metrics, `prometheus.py` their format, `tracing.py` the spans."""

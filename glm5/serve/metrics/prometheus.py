@@ -5,7 +5,7 @@
     served.add(1, "200")
     page.text()
 
-Everything happens on one thread, the event loop's.
+Not thread-safe: used on the event loop's thread only.
 """
 
 import math
@@ -16,7 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metric:
-    """A metric whose lines differ in the values of `labels`. Without labels it is there from the start, as 0."""
+    """A metric with one line per combination of label values. Without labels it starts as a line with 0."""
 
     kind = "counter"
 
@@ -25,7 +25,7 @@ class Metric:
         self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
 
     def value(self, *labels: str) -> float:
-        """0 for what was never seen."""
+        """The current value; 0 for label values that have not occurred."""
         return self._values.get(labels, 0.0)
 
     def lines(self, common: Mapping[str, str]) -> Iterator[str]:
@@ -34,18 +34,18 @@ class Metric:
 
 
 class Counter(Metric):
-    """What only grows."""
+    """A value that only grows."""
 
     def add(self, count: float, *labels: str) -> None:
         self._values[labels] = self._values.get(labels, 0.0) + count
 
-    def take_over(self, total: float, *labels: str) -> None:
-        """The count that somebody else keeps, who may have begun anew."""
+    def set_total(self, total: float, *labels: str) -> None:
+        """Set the total from a counter kept elsewhere, which may have restarted at 0."""
         self._values[labels] = float(total)
 
 
 class Gauge(Metric):
-    """What goes up and down."""
+    """A value that goes up and down."""
 
     kind = "gauge"
 
@@ -54,7 +54,7 @@ class Gauge(Metric):
 
 
 class Histogram:
-    """How often values up to each of the `bounds` were observed."""
+    """Counts the observed values in buckets with these upper `bounds`."""
 
     kind = "histogram"
 
@@ -78,7 +78,7 @@ class Histogram:
 
 
 class Page:
-    """All metrics of a process, in the order in which they were made."""
+    """All metrics of a process, in the order of their creation."""
 
     def __init__(self, labels: Mapping[str, str]):
         self._labels = dict(labels)
@@ -100,7 +100,7 @@ class Page:
         return histogram
 
     def text(self) -> str:
-        """The page as Prometheus reads it."""
+        """The page in Prometheus' text format."""
         lines: list[str] = []
         for metric in self._metrics:
             lines += [f"# HELP {metric.name} {metric.about}", f"# TYPE {metric.name} {metric.kind}"]
@@ -114,7 +114,7 @@ def _labels(common: Mapping[str, str], names: Sequence[str], values: Sequence[st
 
 
 def _escaped(value: str) -> str:
-    plain = value.encode(errors="replace").decode()  # half a surrogate pair has no UTF-8 form
+    plain = value.encode(errors="replace").decode()  # UTF-8 cannot encode a lone surrogate
     return plain.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 

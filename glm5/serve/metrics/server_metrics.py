@@ -1,8 +1,8 @@
-"""What the server measures, under vLLM's names where vLLM has one, so that its dashboards work unchanged.
+"""The server's metrics, under vLLM's names where vLLM has one, so that its dashboards work unchanged.
 
-Times of a request begin when the engine is asked and are taken when a step's tokens arrive, however slowly a client
-reads. A step may bring several tokens: the time between tokens is, as in vLLM, that between steps. What the engine
-counts itself (cache, drafts, what runs and waits) is asked of it when the page is.
+The times of a request start when it is sent to the engine, and are measured when a step's tokens arrive, however slowly
+the client reads. A step may return several tokens; the inter-token latency is, as in vLLM, the time between steps. Each
+scrape of /metrics fetches the engine's own counters (cache, drafts, running and waiting requests).
 """
 
 import time
@@ -15,17 +15,17 @@ from glm5.serve.metrics.prometheus import Page
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
-_BETWEEN_TOKENS = (
+_INTER_TOKEN = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )  # fmt: skip
-_WHOLE_REQUEST = (
+_REQUEST = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 _TOKENS = [factor * 10**power for power in range(7) for factor in (1, 2, 5)]
 
 
 class ServerMetrics:
-    """All metrics of a server, and the page of them."""
+    """All metrics of a server, and their page for Prometheus."""
 
     def __init__(self, model_name: str):
         page = self.page = Page({"model_name": model_name, "engine": "0"})
@@ -44,19 +44,19 @@ class ServerMetrics:
         self.generated = counter("vllm:generation_tokens_total", "Tokens of answers.")
         self.finished = counter("vllm:request_success_total", "Answers that ended, by why.", "finished_reason")
         self.first_token = histogram("vllm:time_to_first_token_seconds", "From request to first token.", _FIRST_TOKEN)
-        self.between = histogram(
-            "vllm:inter_token_latency_seconds", "From one step of an answer to the next.", _BETWEEN_TOKENS
+        self.inter_token = histogram(
+            "vllm:inter_token_latency_seconds", "From one step of an answer to the next.", _INTER_TOKEN
         )
         self.per_token = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean of an answer, after its first token.", _BETWEEN_TOKENS
+            "vllm:request_time_per_output_token_seconds", "Mean of an answer, after its first token.", _INTER_TOKEN
         )
-        self.whole = histogram("vllm:e2e_request_latency_seconds", "From request to the end of it.", _WHOLE_REQUEST)
-        self.queued = histogram("vllm:request_queue_time_seconds", "Until a request's first step.", _WHOLE_REQUEST)
+        self.latency = histogram("vllm:e2e_request_latency_seconds", "From request to the end of it.", _REQUEST)
+        self.queued = histogram("vllm:request_queue_time_seconds", "Until a request's first step.", _REQUEST)
         self.prefill = histogram(
-            "vllm:request_prefill_time_seconds", "From a request's first step to its first token.", _WHOLE_REQUEST
+            "vllm:request_prefill_time_seconds", "From a request's first step to its first token.", _REQUEST
         )
         self.decode = histogram(
-            "vllm:request_decode_time_seconds", "From first token to the end of a request.", _WHOLE_REQUEST
+            "vllm:request_decode_time_seconds", "From first token to the end of a request.", _REQUEST
         )
         self.prompt_lengths = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self.answer_lengths = histogram("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
@@ -81,34 +81,34 @@ class ServerMetrics:
         self.tenant_tokens = counter("glm5:key_tokens_total", "Tokens by the API key that paid.", "key", "kind")
         self.http = counter("http_requests_total", "HTTP requests answered.", "method", "handler", "status")
 
-    def take_stats(self, stats: Mapping[str, Any]) -> None:
-        """What an engine says of itself (`glm5.engine.core.stats`)."""
+    def set_engine_stats(self, stats: Mapping[str, Any]) -> None:
+        """Set the metrics that the engine counts itself (`glm5.engine.core.stats`)."""
         self.running.set(stats["prompting"] + stats["decoding"])
         self.waiting.set(stats["waiting"])
         pages, cache, drafts = stats["pages"], stats["prefix_cache"], stats["speculation"]
         self.kv_usage.set(pages["in_use"] / pages["all"] if pages["all"] else 0.0)
-        self.queries.take_over(cache["query_tokens"])
-        self.hits.take_over(sum(cache["hit_tokens"].values()))
+        self.queries.set_total(cache["query_tokens"])
+        self.hits.set_total(sum(cache["hit_tokens"].values()))
         for tier, tokens in cache["hit_tokens"].items():
-            self.tier_hits.take_over(tokens, tier)
+            self.tier_hits.set_total(tokens, tier)
         tiers = stats["tiers"] or {}
         for tier, name in (("host", "damaged"), ("disk", "disk_damaged")):
-            self.damaged.take_over(tiers.get(name, 0), tier)
-        self.preemptions.take_over(stats["preemptions"])
-        self.drafts.take_over(drafts["drafted"][0] if drafts["drafted"] else 0)
-        self.drafted.take_over(sum(drafts["drafted"]))
-        self.accepted.take_over(sum(drafts["accepted"]))
+            self.damaged.set_total(tiers.get(name, 0), tier)
+        self.preemptions.set_total(stats["preemptions"])
+        self.drafts.set_total(drafts["drafted"][0] if drafts["drafted"] else 0)
+        self.drafted.set_total(sum(drafts["drafted"]))
+        self.accepted.set_total(sum(drafts["accepted"]))
         for position, tokens in enumerate(drafts["accepted"]):
-            self.accepted_at.take_over(tokens, str(position))
-        self.steps.take_over(stats["steps"])
-        self.rows.take_over(stats["rows"])
-        self.kernels.take_over(stats.get("kernels_built_late", 0))
+            self.accepted_at.set_total(tokens, str(position))
+        self.steps.set_total(stats["steps"])
+        self.rows.set_total(stats["rows"])
+        self.kernels.set_total(stats.get("kernels_built_late", 0))
         self.simulated.set(drafts.get("simulated_acceptance") or 0.0)
         self.weights.set(stats["weight_version"])
 
 
-class Measured:
-    """One request on its way through the engine; `ended` has to be called, whatever happens to it."""
+class RequestMetrics:
+    """Measures one request to the engine. `ended` must be called, also after an error."""
 
     def __init__(self, metrics: ServerMetrics, key: str, num_prompt: int, num_answers: int):
         self.metrics, self.key, self.num_prompt = metrics, key, num_prompt
@@ -124,15 +124,15 @@ class Measured:
         metrics.prompt_lengths.observe(num_prompt)
         metrics.tenant_tokens.add(num_prompt, key, "prompt")
 
-    def took(self, delta: Delta) -> None:
-        """A step of an answer arrived."""
+    def add(self, delta: Delta) -> None:
+        """Record a step of an answer."""
         metrics, index, now = self.metrics, delta.index, delta.arrived
         if delta.token_ids:
             if self._first is None:
                 self._first = now
                 self._note_first(delta)
             if index in self._began:
-                metrics.between.observe(now - self._last[index])
+                metrics.inter_token.observe(now - self._last[index])
             self._began.setdefault(index, now)
             self._last[index] = now
             self._num_tokens[index] += len(delta.token_ids)
@@ -142,11 +142,11 @@ class Measured:
             self._end_answer(index, delta.finish_reason)
 
     def ended(self, reason: str) -> None:
-        """Nothing more comes; answers that have no end of their own ended for this `reason`."""
+        """Record the end of the request; `reason` is that of its unfinished answers."""
         for index in list(self._num_tokens):
             self._end_answer(index, reason)
         now = max(self._last.values()) if self._first is not None else time.monotonic()
-        self.metrics.whole.observe(now - self._start)
+        self.metrics.latency.observe(now - self._start)
         if self._first is not None:
             self.metrics.decode.observe(now - self._first)
 

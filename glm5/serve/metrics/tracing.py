@@ -1,6 +1,6 @@
-"""OpenTelemetry traces: FastAPI's span of each HTTP request, and beneath it one of the engine's work for it.
+"""OpenTelemetry traces: FastAPI's span of each HTTP request, and a child span for its request to the engine.
 
-A caller's `traceparent` header is honoured. Names of attributes are vLLM's. No text of a request is in any of them.
+A client's `traceparent` header is honoured. The attributes have vLLM's names, and contain no text of a request.
 """
 
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from typing import Any
 
 from glm5.common.extras import require
 from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.metrics.server_metrics import Measured
+from glm5.serve.metrics.server_metrics import RequestMetrics
 
 
 class Tracing:
-    """`provider` is opentelemetry's TracerProvider, for FastAPI too; `close` sends what has not been sent."""
+    """`provider` is opentelemetry's TracerProvider, which FastAPI uses too. `close` sends the remaining spans."""
 
     def __init__(self, provider: Any):
         self.provider = provider
@@ -21,7 +21,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str) -> "Tracing":
-        """Traces that are sent to an OTLP endpoint over HTTP. Raises MissingExtra without the extra `otel`."""
+        """Send traces to an OTLP endpoint over HTTP. Raises MissingExtra without the extra `otel`."""
         exporters = require("opentelemetry.exporter.otlp.proto.http.trace_exporter", "otel")
         export = require("opentelemetry.sdk.trace.export", "otel")
         resource = require("opentelemetry.sdk.resources", "otel").Resource.create({"service.name": "glm5"})
@@ -33,8 +33,8 @@ class Tracing:
         self.provider.shutdown()
 
     @contextmanager
-    def request(self, request_id: str | None, params: SamplingParams, measured: Measured) -> Iterator[None]:
-        """The span of one request to the engine."""
+    def request(self, request_id: str | None, params: SamplingParams, metrics: RequestMetrics) -> Iterator[None]:
+        """The span of one request to the engine; `metrics` has its figures at the end."""
         span = self._tracer.start_span("llm_request")
         try:
             yield
@@ -42,9 +42,9 @@ class Tracing:
             asked = {"id": request_id, "n": params.n, "max_tokens": params.max_tokens}
             asked |= {"temperature": params.temperature, "top_p": params.top_p}
             attributes: dict[str, Any] = {f"gen_ai.request.{name}": value for name, value in asked.items()}
-            attributes["gen_ai.usage.prompt_tokens"] = measured.num_prompt
-            attributes["gen_ai.usage.completion_tokens"] = measured.num_generated
-            attributes["gen_ai.latency.time_in_queue"] = measured.queued_s
-            attributes["gen_ai.latency.time_to_first_token"] = measured.first_token_s
+            attributes["gen_ai.usage.prompt_tokens"] = metrics.num_prompt
+            attributes["gen_ai.usage.completion_tokens"] = metrics.num_generated
+            attributes["gen_ai.latency.time_in_queue"] = metrics.queued_s
+            attributes["gen_ai.latency.time_to_first_token"] = metrics.first_token_s
             span.set_attributes({name: value for name, value in attributes.items() if value is not None})
             span.end()

@@ -1,7 +1,7 @@
-"""Routes that change the engine for everybody, behind a key of their own, under SGLang's names and vLLM's.
+"""Admin routes, which change the engine for all tenants. They need an admin key and have SGLang's and vLLM's names.
 
-Settings come as JSON or in the query. A field that is not known is refused: an operator's mistyped setting must not
-become another one. The document of these routes is apart too, at /admin/openapi.json.
+Settings come as JSON or in the query string. Unknown fields are refused, so that a mistyped setting does not silently
+keep its default. These routes have their own OpenAPI document, /admin/openapi.json.
 """
 
 import json
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter(tags=["admin"])
 
-MAX_NAME = 256  # characters of what weights are called
+MAX_NAME = 256  # characters in the name of a weight version
 
 Done = dict[str, Any]
 Part = Literal["weights", "kv_cache"]
@@ -32,7 +32,7 @@ class Nothing(Body):
 
 
 class Profile(Body):
-    """No settings; what vLLM's load generator sends along is the request that it would measure."""
+    """No settings. vLLM's load generator sends the fields of a benchmark request along; they are ignored."""
 
     meaningless = frozenset(
         {"prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "repetition_penalty", "logprobs"}
@@ -41,33 +41,34 @@ class Profile(Body):
 
 
 class Pause(Body):
-    """How requests under way are paused: "abort" ends them, "in_place" lets them wait with what they have."""
+    """What happens to running requests: "abort" ends them, "in_place" keeps them waiting with their KV cache."""
 
     mode: Literal["abort", "in_place"] = "abort"
 
 
 class Release(Body):
-    """All memory is given back together: `tags` are both, or none."""
+    """Weights and KV cache are released together: `tags` has both, or is left out."""
 
     tags: list[Part] | None = None
 
 
 class Wake(Body):
-    """Memory that is taken again; none: all. With the weights awake they can be replaced; with all, requests go on."""
+    """`tags`: the memory to allocate again, by default all of it. Weights can be updated once their memory is back,
+    requests continue once all of it is."""
 
     tags: list[Part] | None = None
 
 
 class Sleep(Body):
-    """Level 1 gives the cache back, and the weights to host memory; level 2 drops the weights, to be read again."""
+    """Level 1 frees the KV cache and moves the weights to host memory; level 2 drops the weights."""
 
     level: Literal[1, 2] = 1
 
 
 class NewWeights(Body):
-    """`model_path`: a checkpoint folder of the server's machine. `flush_cache` false keeps what running requests have
-    computed with the weights before; `abort_all_requests` ends them. `weight_version`: as SGLang has it, a text that
-    SGLang's routes call these weights by; or their number, above that of those before."""
+    """`model_path`: a checkpoint folder on the server's machine. `flush_cache` false keeps the KV cache that running
+    requests computed with the old weights; `abort_all_requests` aborts these requests. `weight_version`: a name that
+    SGLang's routes report, or a number above the current one."""
 
     refused = {
         "load_format": ("auto",),
@@ -83,7 +84,7 @@ class NewWeights(Body):
     weight_version: int | str | None = None
 
     def version(self) -> tuple[int | None, str | None]:
-        """The number of these weights, and their name, as far as they are given."""
+        """The number and the name of the new version; None for what is not given."""
         given = self.weight_version
         if not isinstance(given, str):
             return given, None
@@ -97,13 +98,13 @@ B = TypeVar("B", bound=Body)
 
 
 def settings_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """FastAPI dependency: the settings of an admin request, with nothing unknown among them."""
+    """FastAPI dependency: the settings of an admin request. Refuses unknown fields."""
 
     async def read(request: Request) -> B:
         raw = await request.body()
         if request.query_params:
             if raw.strip():
-                raise ApiError(400, "settings come in the query and in the body; allowed: one of the two")
+                raise ApiError(400, "the request has settings in the query and in the body; allowed: one of the two")
             raw = json.dumps(_query(request)).encode()
         settings = parse(kind, raw if raw.strip() else b"{}")
         if unknown := sorted((settings.model_extra or {}).keys() - kind.refused.keys() - kind.meaningless):
@@ -119,26 +120,26 @@ def settings_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
 @router.get("/flush_cache", operation_id="flush_cache_by_get")
 @router.post("/flush_cache", openapi_extra=described(Nothing))
 async def flush_cache(_: Nothing = Depends(settings_of(Nothing)), service: Service = Depends(get_service)) -> Done:
-    """Forget every prefix that no running request uses, in every tier."""
-    with _told():
+    """Drop every cached prefix that no running request uses, in every tier."""
+    with _engine_errors_as_400():
         await service.engine.reset_prefix_cache()
-    return _done("the cache is empty, but for what running requests use")
+    return _done("the cache is flushed, except for the prefixes of running requests")
 
 
 @router.post("/start_profile", openapi_extra=described(Profile))
 async def start_profile(_: Profile = Depends(settings_of(Profile)), service: Service = Depends(get_service)) -> Done:
-    """Begin a trace of the engine, for Perfetto."""
+    """Start a profiler trace of the engine, for Perfetto."""
     if service.profile_dir is None:
         raise ApiError(400, "the server has no folder for traces: start it with --profile-dir", code="no_profile_dir")
-    with _told():
+    with _engine_errors_as_400():
         await service.engine.profile(service.profile_dir)
     return _done("a profile is being recorded; /stop_profile writes it")
 
 
 @router.post("/stop_profile", openapi_extra=described(Profile))
 async def stop_profile(_: Profile = Depends(settings_of(Profile)), service: Service = Depends(get_service)) -> Done:
-    """End the trace and write it."""
-    with _told():
+    """Stop the trace and write it to a file."""
+    with _engine_errors_as_400():
         path = await service.engine.profile(None)
     return _done("the profile is written", path=path)
 
@@ -147,8 +148,8 @@ async def stop_profile(_: Profile = Depends(settings_of(Profile)), service: Serv
 async def pause_generation(
     settings: Pause = Depends(settings_of(Pause)), service: Service = Depends(get_service)
 ) -> Done:
-    """Compute nothing more; answered when no step is under way. New requests wait."""
-    with _told():
+    """Pause the engine. The response comes when the current step has ended. New requests wait."""
+    with _engine_errors_as_400():
         await service.engine.pause()
         if settings.mode == "abort":
             await service.engine.abort_all()
@@ -159,23 +160,23 @@ async def pause_generation(
 async def continue_generation(
     _: Nothing = Depends(settings_of(Nothing)), service: Service = Depends(get_service)
 ) -> Done:
-    """Go on after a pause."""
-    with _told():
+    """Resume after a pause."""
+    with _engine_errors_as_400():
         await service.engine.resume()
-    return _done("generation goes on")
+    return _done("generation is resumed")
 
 
 @router.post("/update_weights_from_disk", openapi_extra=described(NewWeights))
 async def update_weights_from_disk(
     settings: NewWeights = Depends(settings_of(NewWeights)), service: Service = Depends(get_service)
 ) -> Done:
-    """Replace the weights by those of a checkpoint folder, which is checked whole before any is replaced."""
+    """Load new weights from a checkpoint folder. All of them are checked before the first is replaced."""
     number, name = settings.version()
     policy = "abort" if settings.abort_all_requests else "recompute" if settings.flush_cache else "keep"
-    with _told():
+    with _engine_errors_as_400():
         version = await service.engine.update_weights(settings.model_path, policy=policy, version=number)
     service.name_weights(version, name)
-    logger.info("the weights are those of %s now, version %d (%r)", settings.model_path, version, name)
+    logger.info("loaded the weights of %s, version %d (%r)", settings.model_path, version, name)
     return _done("the weights are replaced", weight_version=version if name is None else name)
 
 
@@ -183,27 +184,27 @@ async def update_weights_from_disk(
 async def release_memory_occupation(
     settings: Release = Depends(settings_of(Release)), service: Service = Depends(get_service)
 ) -> Done:
-    """Give the memory of cache and weights back; requests wait."""
+    """Release the memory of KV cache and weights; requests wait."""
     _check_all(settings)
-    with _told():
+    with _engine_errors_as_400():
         freed = await service.engine.sleep(1)
-    return _done("the memory is given back", freed_bytes=freed)
+    return _done("the memory is released", freed_bytes=freed)
 
 
 @router.post("/resume_memory_occupation", openapi_extra=described(Wake))
 async def resume_memory_occupation(
     settings: Wake = Depends(settings_of(Wake)), service: Service = Depends(get_service)
 ) -> Done:
-    """Take the memory again, or that of some parts; with all of it requests go on."""
-    with _told():
+    """Allocate the released memory again, or parts of it. Requests continue when all of it is back."""
+    with _engine_errors_as_400():
         await service.engine.wake_up(settings.tags or None)
-    return _done(f"the memory is taken again ({', '.join(settings.tags or get_args(Part))})")
+    return _done(f"the memory is allocated again ({', '.join(settings.tags or get_args(Part))})")
 
 
 @router.post("/sleep", openapi_extra=described(Sleep))
 async def sleep(settings: Sleep = Depends(settings_of(Sleep)), service: Service = Depends(get_service)) -> Done:
     """vLLM's name of release_memory_occupation, with a level."""
-    with _told():
+    with _engine_errors_as_400():
         freed = await service.engine.sleep(settings.level)
     return _done(f"the engine sleeps at level {settings.level}", freed_bytes=freed)
 
@@ -215,7 +216,7 @@ async def wake_up(settings: Wake = Depends(settings_of(Wake)), service: Service 
 
 
 def _query(request: Request) -> dict[str, Any]:
-    """Settings of a query: numbers and such are written as in JSON, lists by giving a name several times."""
+    """Settings in a query string. Values are JSON or plain text; a list repeats its name."""
     settings: dict[str, Any] = {}
     for name in request.query_params:
         values = request.query_params.getlist(name)
@@ -237,8 +238,8 @@ def _check_all(settings: Release) -> None:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What the engine cannot do is the operator's to mend: 400 with its words."""
+def _engine_errors_as_400() -> Iterator[None]:
+    """Turns an error of the engine into ApiError 400 with the same message: the operator can fix the cause."""
     try:
         yield
     except (EngineDead, RequestError):

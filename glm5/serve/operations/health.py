@@ -1,9 +1,9 @@
-"""Is it there? For load balancers, service managers and people. No key is needed.
+"""Health checks for load balancers, service managers and people. They need no API key.
 
-/health            200 while the model answers; 503 before it has been loaded and after its engine has died
+/health            200 while the model answers; 503 until it has been loaded and after its engine has died
 /ping              the same under SageMaker's name
-/ready             the same, and 503 also while the server drains: send it nothing more
-/health_generate   200 after the model has generated a token just now
+/ready             the same, and 503 also while the server drains: a load balancer should send no more requests
+/health_generate   200 if the model generates a token now
 """
 
 import asyncio
@@ -22,11 +22,11 @@ router = APIRouter(tags=["health"])
 
 PROBE_SECONDS = 20.0
 WARM_UP_TOKENS = 4
-_SALT = "health"  # no caller has it: theirs begin otherwise
+_SALT = "health"  # no tenant has this cache salt: theirs are empty or contain ":" or "/"
 
 
 def check_health(service: Service) -> None:
-    """ApiError 503 while nothing can be answered."""
+    """Raises ApiError 503 while the model cannot answer."""
     if (reason := service.state.not_serving) is not None:
         raise ApiError(503, f"the engine is not running: {reason}", code="engine_stopped", retry_after=5)
     if (reason := service.engine.stopped_because) is not None:
@@ -34,7 +34,7 @@ def check_health(service: Service) -> None:
 
 
 def check_ready(service: Service) -> None:
-    """ApiError 503 while nothing more is taken."""
+    """Raises ApiError 503 while the server accepts no new requests."""
     check_health(service)
     if service.state.is_draining:
         raise draining()
@@ -58,14 +58,14 @@ async def ping(service: Service = Depends(get_service)) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_class=Response)
 async def ready(service: Service = Depends(get_service)) -> Response:
-    """200 while requests are taken; 503 with the reason before, after, and while the server drains."""
+    """200 while new requests are accepted; 503 with the reason before, after, and while the server drains."""
     check_ready(service)
     return Response()
 
 
 @router.get("/health_generate", response_class=Response)
 async def health_generate(request: Request, service: Service = Depends(get_service)) -> Response:
-    """200 when the model generates a token now. However many ask, the model is asked once at a time."""
+    """200 when the model generates a token now. Concurrent checks share one generation."""
     check_health(service)
     probe: Probe = request.app.state.probe
     await probe.run(service.engine)
@@ -73,18 +73,18 @@ async def health_generate(request: Request, service: Service = Depends(get_servi
 
 
 class Probe:
-    """A token of the model's, shared by all who ask for one at the same time."""
+    """Generates one token, for all concurrent health checks together."""
 
     def __init__(self, seconds: float = PROBE_SECONDS):
         self.seconds = seconds
         self._task: asyncio.Task[None] | None = None
 
     async def run(self, engine: Engine) -> None:
-        """Raises ApiError 503 where none comes in time."""
+        """Raises ApiError 503 when no token is generated in time."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._generate(engine))
-            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if all have left
-        await asyncio.shield(self._task)  # who leaves does not end it for the others
+            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks it as retrieved
+        await asyncio.shield(self._task)  # a client that disconnects does not cancel it for the others
 
     async def _generate(self, engine: Engine) -> None:
         try:
@@ -98,7 +98,7 @@ class Probe:
 
 
 async def generate_one(engine: Engine, num_tokens: int = 1) -> None:
-    """Have the model answer a prompt of one token."""
+    """Generate from a prompt of one token."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     async with engine.generate([0], params, request_id="health", cache_salt=_SALT) as deltas:
         async for _ in deltas:
@@ -106,6 +106,6 @@ async def generate_one(engine: Engine, num_tokens: int = 1) -> None:
 
 
 def warm_up(engine: Engine) -> None:
-    """Have the model answer once before anybody waits for it: what is compiled at first use, is compiled now."""
+    """Generate once before the server takes requests: this compiles what is compiled at first use."""
     if (room := engine.max_model_len - 1) > 0:
         asyncio.run(generate_one(engine, min(room, WARM_UP_TOKENS)))

@@ -1,4 +1,4 @@
-"""GET /metrics: Prometheus' page, for those who may see what all callers do together."""
+"""GET /metrics for Prometheus. The figures sum up all tenants, so the route needs a key of the role metrics."""
 
 import asyncio
 
@@ -10,21 +10,21 @@ from glm5.serve.service.service import Service, get_service
 
 router = APIRouter(tags=["health"])
 
-STATS_SECONDS = 1.0  # an engine in the middle of a long step answers after it; then the last figures stand
+STATS_SECONDS = 1.0  # an engine answers after its current step; if that is too late, the last figures stay
 
 
 @router.get("/metrics", response_class=Response)
 async def metrics(service: Service = Depends(get_service)) -> Response:
     """Counters, gauges and histograms under vLLM's names, in Prometheus' text format."""
-    found = service.metrics
+    server_metrics = service.metrics
     try:
         async with asyncio.timeout(STATS_SECONDS):
-            found.take_stats(await service.engine.stats())
+            server_metrics.set_engine_stats(await service.engine.stats())
     except TimeoutError:
         pass
     except GlmError:
-        for gauge in (found.running, found.waiting, found.kv_usage):
+        for gauge in (server_metrics.running, server_metrics.waiting, server_metrics.kv_usage):
             gauge.set(0)
-    found.up.set(service.state.not_serving is None and service.engine.stopped_because is None)
-    found.in_flight.set(service.state.num_active)
-    return Response(found.page.text(), media_type=CONTENT_TYPE)
+    server_metrics.up.set(service.state.not_serving is None and service.engine.stopped_because is None)
+    server_metrics.in_flight.set(service.state.num_active)
+    return Response(server_metrics.page.text(), media_type=CONTENT_TYPE)

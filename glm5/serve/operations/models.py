@@ -1,4 +1,4 @@
-"""GET /v1/models, for OpenAI's clients and Anthropic's alike: the fields of both."""
+"""GET /v1/models, with the fields of OpenAI's API and of Anthropic's."""
 
 from datetime import UTC, datetime
 from typing import Any

@@ -1,12 +1,12 @@
-"""A server from its first moment to its last: the main thread's part.
+"""The life cycle of a server: start, restart of a dead engine, drain and shutdown. Runs on the main thread.
 
-    starting    it listens; the model is loaded                  /health 503
-    serving     requests are answered                            /health 200
-    dead        the engine has died: started again under `supervise`, else the end with an error after a while
-    draining    SIGTERM: nothing new is taken, what is under way is answered            /ready 503
-    ending      what is still under way is ended and told so
+    starting    the socket listens while the model is loaded                            /health 503
+    serving     requests are answered                                                   /health 200
+    dead        the engine has died: `supervise` restarts it; else the server exits with an error after a while
+    draining    after SIGTERM: new requests are refused, running requests finish        /ready 503
+    closing     running requests are aborted and get an error
 
-Ctrl-C ends at once what SIGTERM lets finish. A second signal of either kind kills the engine and leaves.
+Ctrl-C skips draining. A second signal of either kind kills the engine and exits.
 """
 
 import logging
@@ -23,42 +23,42 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp
 
 from glm5.common.errors import EngineDead, GlmError
-from glm5.serve.http.server import CLIENT_SECONDS, GOODBYE_SECONDS, Front, Server, is_everywhere
+from glm5.serve.http.server import CLIENT_SECONDS, CLOSE_SECONDS, AppWhenReady, Server, is_everywhere
 from glm5.serve.service.service import Engine
 from glm5.serve.service.state import ServerState
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
-MAX_STARTS = 5  # in a row of engines that do not last, before the server ends
+MAX_STARTS = 5  # consecutive restarts of engines that fail early; after them the server exits
 MAX_PAUSE = 30.0
-SETTLED_SECONDS = 60.0  # an engine that lived as long has lasted
+SETTLED_SECONDS = 60.0  # an engine that has run this long resets the count of failed starts
 _FAILED = "; the last start has failed: "
 
 RUNNING, DRAIN, STOP, KILL = range(4)
 
 
 class Killable(Engine, Protocol):
-    """An engine that can be ended without delay."""
+    """An engine whose processes can be killed without waiting for them."""
 
     def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class House:
-    """What a server is made of.
+class ServerSetup:
+    """The callbacks and options of one server.
 
-    `prepare` imports what `start` needs: some modules catch everything at import, a signal's exception too. `start`
-    loads and warms an engine, or raises GlmError. `make_app` is called with the first one, `replace` with every later
-    one. `say` tells a person what happens. `pause`: seconds by which the wait before a start grows, each time that an
-    engine does not last.
+    `import_modules` imports what `start` needs. It is separate because some modules catch every exception at import,
+    also that of a signal. `start` loads an engine and warms it up, or raises GlmError. `make_app` gets the first
+    engine, `replace` every later one. `report` prints a status line. `pause`: seconds by which the wait before a
+    restart grows with each engine that fails early.
     """
 
-    prepare: Callable[[], None]
+    import_modules: Callable[[], None]
     start: Callable[[], Killable]
     make_app: Callable[[Any], ASGIApp]
     replace: Callable[[Any], None]
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     state: ServerState
     supervise: bool = False
     client_timeout: float = CLIENT_SECONDS
@@ -67,37 +67,37 @@ class House:
     pause: float = 5.0
 
 
-def run(house: House, listener: socket.socket) -> None:
-    """Serve until a signal comes. Raises EngineDead when the engine has died and is not, or cannot be, started again;
-    whatever `start` raises the first time; KeyboardInterrupt for Ctrl-C before there is an engine."""
-    house.state.not_serving = "it is being loaded"
-    front = Front(house.state)
-    server = Server(front, listener, house.client_timeout)
+def run(setup: ServerSetup, listener: socket.socket) -> None:
+    """Serve until a signal arrives. Raises EngineDead when the engine has died and is not restarted, whatever the first
+    `start` raises, and KeyboardInterrupt for Ctrl-C before the first engine runs."""
+    setup.state.not_serving = "it is being loaded"
+    app = AppWhenReady(setup.state)
+    server = Server(app, listener, setup.client_timeout)
     with _Signals() as signals:
-        keeper = _Keeper(house, server, signals)
+        supervisor = _EngineSupervisor(setup, server, signals)
         server.start()
         try:
             where = " on all addresses" if is_everywhere(listener) else ""
-            house.say(f"starting{where}; {server.url}/health says 503 until the model answers")
-            house.prepare()
-            front.app = house.make_app(keeper.start())
-            house.state.not_serving = None
-            house.say(f"listening on {server.url}")
-            while (reason := keeper.watch()) is not None and keeper.start_again(reason):
+            setup.report(f"starting{where}; {server.url}/health returns 503 until the model is loaded")
+            setup.import_modules()
+            app.app = setup.make_app(supervisor.start())
+            setup.state.not_serving = None
+            setup.report(f"listening on {server.url}")
+            while (reason := supervisor.watch()) is not None and supervisor.restart(reason):
                 pass
         finally:
-            _end(house, server, keeper.engine, signals)
+            _end(setup, server, supervisor.engine, signals)
 
 
 class _Signals:
-    """How far SIGTERM and Ctrl-C have come; while the block runs, they do nothing else."""
+    """Turns SIGTERM and Ctrl-C into a shutdown `level` while the block runs, instead of exceptions."""
 
     def __init__(self) -> None:
         self.level = RUNNING
-        self._interrupts = False
+        self._raises = False
 
     def __enter__(self) -> "_Signals":
-        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,119 +106,119 @@ class _Signals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Within the block a signal raises KeyboardInterrupt, or SystemExit for SIGTERM. So does one of before."""
-        self._interrupts = True
+        """In the block signals raise KeyboardInterrupt, or SystemExit for SIGTERM; an earlier one does on entry."""
+        self._raises = True
         try:
             if self.level != RUNNING:
-                self._interrupt()
+                self._raise()
             yield
         finally:
-            self._interrupts = False
+            self._raises = False
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         first = STOP if number == signal.SIGINT else DRAIN
         self.level = first if self.level == RUNNING else KILL
-        if self._interrupts:
-            self._interrupt()
+        if self._raises:
+            self._raise()
 
-    def _interrupt(self) -> None:
-        self._interrupts = False  # once: what is interrupted may take a moment to end
+    def _raise(self) -> None:
+        self._raises = False  # raise only once: the interrupted code may take a moment to clean up
         raise SystemExit(0) if self.level == DRAIN else KeyboardInterrupt
 
     def wait(self, seconds: float) -> bool:
-        """Whether a signal has come, after so many seconds at most."""
+        """Wait up to so many seconds for a signal; returns whether one has arrived."""
         until = time.monotonic() + seconds
         while self.level == RUNNING and (left := until - time.monotonic()) > 0:
             time.sleep(min(POLL_SECONDS, left))
         return self.level != RUNNING
 
 
-class _Keeper:
-    """Keeps an engine running."""
+class _EngineSupervisor:
+    """Starts the engine, detects its death and restarts it."""
 
-    def __init__(self, house: House, server: Server, signals: _Signals):
-        self.house, self.server, self.signals = house, server, signals
+    def __init__(self, setup: ServerSetup, server: Server, signals: _Signals):
+        self.setup, self.server, self.signals = setup, server, signals
         self.engine: Killable | None = None
         self._since = 0.0
-        self._num_failed = 0  # in a row: starts that did not come to an end, and engines that died soon after theirs
+        self._num_failed = 0  # consecutive starts that failed or whose engine died early
 
     def start(self) -> Killable:
-        """Whatever `house.start` raises; KeyboardInterrupt or SystemExit when a signal comes."""
+        """Start an engine. Raises what `setup.start` raises, and KeyboardInterrupt or SystemExit for a signal."""
         with self.signals.interrupting():
-            self.engine = self.house.start()
+            self.engine = self.setup.start()
         self._since = time.monotonic()
         return self.engine
 
     def watch(self) -> str | None:
-        """Until the engine has died, of what; or None when a signal has come while it lived."""
+        """Wait until the engine has died and return why; return None when a signal arrives first."""
         assert self.engine is not None
         while True:
-            has_come = self.signals.wait(POLL_SECONDS)
+            is_signalled = self.signals.wait(POLL_SECONDS)
             if (reason := self.engine.stopped_because) is not None:
                 return reason
-            if has_come:
+            if is_signalled:
                 return None
             if not self.server.is_running:
-                raise RuntimeError("the server's thread has ended; its log says why")
+                raise RuntimeError("the server's thread has ended; see its log for the reason")
 
-    def start_again(self, reason: str) -> bool:
-        """Another engine for one that has died, under `supervise`. False when a signal has come. Raises EngineDead."""
-        house, state = self.house, self.house.state
+    def restart(self, reason: str) -> bool:
+        """Restart a dead engine under `supervise`. False when a signal has arrived. Raises EngineDead."""
+        setup, state = self.setup, self.setup.state
         logger.error("the engine has died: %s", reason)
         state.not_serving = reason
         assert self.engine is not None
         self.engine.close()
-        if not house.supervise:
-            self.signals.wait(house.dead_engine_timeout)
+        if not setup.supervise:
+            self.signals.wait(setup.dead_engine_timeout)
             raise EngineDead(reason)
         if time.monotonic() - self._since > SETTLED_SECONDS:
             self._num_failed = 0
         while self._num_failed < MAX_STARTS:
             self._num_failed += 1
-            state.not_serving = f"{reason}; it is being started again (start {self._num_failed} of {MAX_STARTS})"
-            house.say(f"the engine has died ({reason}) and is started again")
-            if self.signals.wait(min(MAX_PAUSE, (self._num_failed - 1) * house.pause)):
+            state.not_serving = f"{reason}; the engine is being restarted (start {self._num_failed} of {MAX_STARTS})"
+            setup.report(f"the engine has died ({reason}) and is restarted")
+            if self.signals.wait(min(MAX_PAUSE, (self._num_failed - 1) * setup.pause)):
                 return False
             try:
-                house.replace(self.start())
+                setup.replace(self.start())
             except GlmError as error:
-                logger.error("start %d of %d has failed: %s", self._num_failed, MAX_STARTS, error)
+                logger.error("restart %d of %d has failed: %s", self._num_failed, MAX_STARTS, error)
                 reason = f"{reason.partition(_FAILED)[0]}{_FAILED}{error}"
                 continue
             state.not_serving = None
-            house.say("the engine answers again")
+            setup.report("the engine answers again")
             return True
-        raise EngineDead(f"{reason}; it was started again {MAX_STARTS} times and did not last")
+        raise EngineDead(f"{reason}; it was restarted {MAX_STARTS} times and failed early each time")
 
 
-def _end(house: House, server: Server, engine: Killable | None, signals: _Signals) -> None:
-    """Answer what is under way if there is time for it, end the rest, and the server with it."""
-    state, left = house.state, GOODBYE_SECONDS
+def _end(setup: ServerSetup, server: Server, engine: Killable | None, signals: _Signals) -> None:
+    """Shut down: drain if SIGTERM asked for it, close the engine, then stop the server."""
+    state, left = setup.state, CLOSE_SECONDS
     state.is_draining = True
     if engine is not None:
         if signals.level == DRAIN:
-            left = _drain(house, engine, signals)
-        state.is_closing = engine.stopped_because is None  # what ends from now on is ended by us
+            left = _drain(setup, engine, signals)
+        state.is_closing = engine.stopped_because is None  # requests that end from now on were ended by this shutdown
         _close(engine, signals)
     server.stop(left, lambda: signals.level == KILL)
 
 
-def _drain(house: House, engine: Engine, signals: _Signals) -> float:
-    """Wait for what is under way; how many seconds are left for clients to read the end of it."""
-    state, until = house.state, time.monotonic() + house.shutdown_timeout
-    house.say(f"draining {state.num_active} requests; a second signal ends them")
+def _drain(setup: ServerSetup, engine: Engine, signals: _Signals) -> float:
+    """Wait for running requests; returns how many seconds clients still have to read their responses."""
+    state, until = setup.state, time.monotonic() + setup.shutdown_timeout
+    setup.report(f"draining {state.num_active} requests; a second signal ends them")
     while signals.level != KILL and engine.stopped_because is None and (left := until - time.monotonic()) > 0:
         if state.wait_until_idle(min(POLL_SECONDS, left)):
-            return max(GOODBYE_SECONDS, left)
-    return GOODBYE_SECONDS
+            return max(CLOSE_SECONDS, left)
+    return CLOSE_SECONDS
 
 
 def _close(engine: Killable, signals: _Signals) -> None:
-    """In order, which may take a while; by force once a second signal comes."""
+    """Close the engine in an orderly way, which may take a while; kill it once a second signal arrives."""
     closing = threading.Thread(target=engine.close, name="glm5-closing", daemon=True)
     closing.start()
     while closing.is_alive() and signals.level != KILL:
         closing.join(POLL_SECONDS)
     if closing.is_alive():
         engine.kill()
-        closing.join(GOODBYE_SECONDS)
+        closing.join(CLOSE_SECONDS)

@@ -1,8 +1,8 @@
-"""The pages for people: chat at `/`, live figures at `/dashboard`, and their static files under `/page/`.
+"""The web pages: chat at `/`, live metrics at `/dashboard`, and their static files under `/page/`.
 
-The files lie in `glm5/serve/page`, as they are sent: no build step. Browsers keep them and ask each time whether they
-are still current, so an upgraded server never meets an old script. The policy lets a page load from this server alone
-and forbids every way to run text as code; trusted types make the browser refuse `innerHTML` and its like.
+The files in `glm5/serve/page` are sent as they are, without a build step. Browsers cache and revalidate them each time,
+so an upgraded server never runs with an old script. The content security policy allows only resources of this server
+and forbids running text as code; trusted types make the browser refuse `innerHTML` and similar properties.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def static_file(name: str, request: Request) -> Response:
 
 
 def _file(name: str, request: Request) -> Response:
-    # The names that the folder has are all that exists, so no name can lead out of it.
+    # Only names in the folder's listing are served, so no path can lead out of it.
     found = {entry.name: entry for entry in files("glm5.serve.page").joinpath("static").iterdir()}.get(name)
     kind = _TYPES.get(name.rpartition(".")[2])
     if found is None or kind is None:
@@ -57,5 +57,5 @@ def _file(name: str, request: Request) -> Response:
     known = [each.strip().removeprefix("W/") for each in request.headers.get("If-None-Match", "").split(",")]
     if tag in known or "*" in known:
         return Response(status_code=304, headers=headers)
-    # Starlette sends no body in answer to HEAD, with the length that GET would have.
+    # For HEAD, Starlette sends the headers of GET without the body.
     return Response(content, media_type=kind, headers=headers)

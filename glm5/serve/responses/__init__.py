@@ -1,1 +1,1 @@
-"""OpenAI's responses: `route.py`, its `body.py`, the conversation's `items.py`, and the `answer.py` that it writes."""
+"""OpenAI's Responses API: `route.py`, request fields in `body.py` and `items.py`, the response in `answer.py`."""

@@ -1,14 +1,14 @@
-"""The answer of /v1/responses on the wire: OpenAI's events, or the response that the last of them holds.
+"""The response of /v1/responses: OpenAI's stream events; the last one contains the complete response.
 
     response.created  response.in_progress
-    response.output_item.added   then of an item of reasoning or of a message
+    response.output_item.added   then, for an item of reasoning or a message
         response.content_part.added  response.{reasoning_text,output_text}.{delta* done}  response.content_part.done
-    or of a function call
+    or, for a function call
         response.function_call_arguments.{delta* done}
     response.output_item.done
     response.completed, or response.incomplete, or response.failed
 
-Items come one after another; every event has a number.
+Items follow one another; every event has a sequence number.
 """
 
 import time
@@ -19,8 +19,8 @@ from glm5.chat.parser import CALL, CALL_END, THINK_END
 from glm5.engine.sampling.params import SamplingParams
 from glm5.serve.generation.encrypted_reasoning import seal
 from glm5.serve.generation.job import LogprobRow, Reader, Step, Usage
-from glm5.serve.generation.logprobs import Speller, chat_logprobs
-from glm5.serve.generation.segments import Begun, Ended, Grown, Kind, Segment, Segments
+from glm5.serve.generation.logprobs import TokenSpeller, chat_logprobs
+from glm5.serve.generation.segments import Kind, Segment, SegmentDelta, SegmentEnd, Segments, SegmentStart
 from glm5.serve.http.errors import ApiError
 from glm5.serve.responses.body import ResponsesBody
 from glm5.serve.responses.items import new_id
@@ -36,7 +36,7 @@ _ENDS = {"length": "incomplete", "abort": "cancelled"}
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    """Usage as OpenAI counts it here."""
+    """Usage in the format of this API."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -47,7 +47,7 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
 
 
 class TextRows:
-    """Of a step's log-probabilities, those of tokens of the text proper: not of reasoning, calls and ends."""
+    """Selects the log-probabilities of text tokens: not those of reasoning, tool calls and stop tokens."""
 
     def __init__(self, reader: Reader):
         tokenizer = reader.tokenizer
@@ -68,21 +68,21 @@ class TextRows:
 
 
 class ResponseAnswer:
-    """Writes the steps of one request."""
+    """Converts the steps of one request to events, and builds the response."""
 
     def __init__(self, response_id: str, model: str, body: ResponsesBody, params: SamplingParams, reader: Reader):
         self.body = body
         self.response = _response(response_id, model, body, params)
         self._items: list[dict[str, Any]] = self.response["output"]
         self._segments, self._rows = Segments(), TextRows(reader)
-        self._speller = Speller(reader.tokenizer)
+        self._speller = TokenSpeller(reader.tokenizer)
         self._new_rows: list[LogprobRow] = []
         self._text_logprobs: list[dict[str, Any]] = []
         self._number = 0
         self._is_begun = False
 
     def events(self, step: Step, usage: Usage) -> Iterator[WireEvent]:
-        """What a step adds; the first one begins the response, the last one ends it."""
+        """The events of a step; the first step begins the response, the last one ends it."""
         yield from self._begin()
         if self.body.num_logprobs is not None:
             self._new_rows += self._rows.of(step)
@@ -92,7 +92,7 @@ class ResponseAnswer:
             yield from self._end(step.finish_reason, usage)
 
     def failure(self, error: ApiError) -> Iterator[WireEvent]:
-        """The events that an error ends the response with."""
+        """The events that end the response with an error."""
         yield from self._begin()
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
@@ -105,7 +105,7 @@ class ResponseAnswer:
             yield self._event("response.in_progress", response=self._snapshot())
 
     def _end(self, reason: str, usage: Usage) -> Iterator[WireEvent]:
-        for segment in self._segments.finish(is_whole=reason not in _ENDS):
+        for segment in self._segments.finish(is_complete=reason not in _ENDS):
             yield from self._written(segment)
         status = _ENDS.get(reason, "completed")
         self.response |= {"status": status, "usage": usage_dict(usage), "completed_at": int(time.time())}
@@ -117,26 +117,26 @@ class ResponseAnswer:
     def _written(self, segment: Segment) -> Iterator[WireEvent]:
         kind, name = _NAMES[segment.kind]
         match segment:
-            case Begun():
+            case SegmentStart():
                 item = _new_item(kind, segment)
                 self._items.append(item)
-                # A copy: the item grows before the event is written out.
+                # A copy: the item is extended before the event is serialized.
                 begun = item | {"content": []} if "content" in item else dict(item)
                 yield self._event("response.output_item.added", output_index=segment.index, item=begun)
                 if "content" in item:
                     part = dict(item["content"][0])
                     yield self._at(segment, "response.content_part.added", content_index=0, part=part)
-            case Grown(text=text):
+            case SegmentDelta(text=text):
                 more: dict[str, Any] = {} if segment.kind == "call" else {"content_index": 0}
                 if segment.kind == "text":
                     more["logprobs"] = self._take_logprobs()
                 yield self._at(segment, f"response.{name}.delta", delta=text, **more)
-            case Ended():
+            case SegmentEnd():
                 yield from self._ended(segment, name)
 
-    def _ended(self, ended: Ended, name: str) -> Iterator[WireEvent]:
+    def _ended(self, ended: SegmentEnd, name: str) -> Iterator[WireEvent]:
         item = self._items[ended.index]
-        item["status"] = "completed" if ended.is_whole else "incomplete"
+        item["status"] = "completed" if ended.is_complete else "incomplete"
         if ended.kind == "call":
             item["arguments"] = ended.text
             yield self._at(ended, f"response.{name}.done", name=item["name"], arguments=ended.text)
@@ -155,7 +155,7 @@ class ResponseAnswer:
         yield self._event("response.output_item.done", output_index=ended.index, item=item)
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
-        """Of the tokens since the last text, which may be of more or of less than the text that they come with."""
+        """The log-probabilities of new tokens. These may cover more or less than the text that they are sent with."""
         rows, self._new_rows = self._new_rows, []
         found = chat_logprobs(rows, self.body.top_logprobs or 0, self._speller)["content"]
         self._text_logprobs += found
@@ -173,7 +173,7 @@ class ResponseAnswer:
         return {**self.response, "output": list(self._items)}
 
 
-def _new_item(kind: str, begun: Begun) -> dict[str, Any]:
+def _new_item(kind: str, begun: SegmentStart) -> dict[str, Any]:
     item: dict[str, Any] = {"id": new_id(kind), "type": kind, "status": "in_progress"}
     if begun.call is not None:
         return item | {"call_id": begun.call.id, "name": begun.call.name, "arguments": ""}
@@ -184,7 +184,7 @@ def _new_item(kind: str, begun: Begun) -> dict[str, Any]:
 
 
 def _response(response_id: str, model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
-    """A response that has just begun, with what it was asked for."""
+    """The initial response, with the parameters of its request."""
     reasoning = body.reasoning
     form = None if body.text is None else body.text.format
     return {

@@ -1,11 +1,11 @@
-"""Items of a conversation, OpenAI's, as the model's template takes them: as messages.
+"""Converts OpenAI's items of a conversation to messages, which chat templates expect.
 
-    message                        of the user, the system, a developer, or the assistant
-    reasoning, function_call       parts of one message of the assistant, with its text
-    function_call_output           a message of a tool
-    item_reference                 an item of a stored response
+    message                        -> a message of the user, the system, a developer, or the assistant
+    reasoning, function_call       -> parts of one assistant message, with its text
+    function_call_output           -> a tool message
+    item_reference                 replaced by the item of a stored response
 
-Each thing that is wrong is one RequestError whose `param` is its path.
+Invalid input raises a RequestError whose `param` is the path of the field.
 """
 
 import json
@@ -26,12 +26,12 @@ _KINDS = (*_ID_PREFIXES, _REFERENCE)
 
 
 def has_references(given: Any) -> bool:
-    """Whether items of stored responses are referred to."""
+    """Whether the input refers to items of stored responses."""
     return isinstance(given, list) and any(isinstance(item, Mapping) and _kind(item) == _REFERENCE for item in given)
 
 
 def items_of(given: Any, known: Mapping[str, Item]) -> list[Item]:
-    """The input as items that have ids, references replaced by what they refer to (`known`). Raises RequestError."""
+    """The input as items with ids; references are replaced by items from `known`. Raises RequestError."""
     if isinstance(given, str):
         given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
     if not isinstance(given, list) or not given:
@@ -40,15 +40,15 @@ def items_of(given: Any, known: Mapping[str, Item]) -> list[Item]:
 
 
 def new_id(kind: str) -> str:
-    """For an item."""
+    """A new id for an item."""
     return f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}"
 
 
 def messages_of(before: Sequence[Item], items: Sequence[Item], instructions: str | None) -> list[Message]:
-    """The conversation; what the system says first, then the items `before` the input, then those of it. Raises
+    """The messages of a conversation: instructions, then the items `before` the input, then the input's. Raises
     RequestError."""
     found: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    turn: Message | None = None  # of the assistant, while it goes on
+    turn: Message | None = None  # the assistant's current message
     for number, item in enumerate((*before, *items), start=-len(before)):
         where, kind = f"input[{number}]", item["type"]
         if kind == "function_call_output" or (kind == "message" and item["role"] != "assistant"):
@@ -69,7 +69,7 @@ def messages_of(before: Sequence[Item], items: Sequence[Item], instructions: str
 
 
 def _begins(kind: str, turn: Message) -> bool:
-    """Whether an item of the assistant's begins another turn: reasoning does after text, and text after calls."""
+    """Whether an item begins another assistant message: reasoning does after text, and text after calls."""
     has_calls = "tool_calls" in turn
     return (kind == "reasoning" and bool(turn["content"] or has_calls)) or (kind == "message" and has_calls)
 
@@ -116,7 +116,7 @@ def _arguments(item: Item, where: str) -> Mapping[str, Any]:
         try:
             parsed = json.loads(text or "{}")
         except (ValueError, RecursionError):
-            parsed = {} if item.get("status") == "incomplete" else None  # it was cut off when it was written
+            parsed = {} if item.get("status") == "incomplete" else None  # the end of its response cut it off
     if not isinstance(parsed, Mapping):
         raise RequestError(f"{where} is {text!r:.60}; allowed: the JSON text of an object", where)
     return parsed
@@ -130,9 +130,9 @@ def _call_id(item: Item, where: str) -> str:
 
 
 def _reasoning(item: Item, where: str) -> str:
-    """As it was told; else as it was sealed; else its summary, by another model."""
-    if told := _parts(item.get("content"), "reasoning_text", f"{where}.content"):
-        return told
+    """The text of reasoning: its content, else the encrypted content, else the summary (from another model)."""
+    if content := _parts(item.get("content"), "reasoning_text", f"{where}.content"):
+        return content
     sealed = item.get("encrypted_content")
     if isinstance(sealed, str) and (text := unseal(sealed)):
         return text

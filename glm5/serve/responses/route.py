@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's items on one side, token ids on the other; and the responses that are kept."""
+"""/v1/responses: converts between OpenAI's items and token ids, and gives access to stored responses."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
 from glm5.serve.generation.job import Job, Usage, check, steps
-from glm5.serve.generation.prompting import Conversation, prompted
+from glm5.serve.generation.prompting import Conversation, build_prompt
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
 from glm5.serve.http.body import body_of, described, documented
@@ -35,14 +35,14 @@ _LIMIT = "max_output_tokens"
 async def responses(
     body: ResponsesBody = Depends(body_of(ResponsesBody)), service: Service = Depends(get_service)
 ) -> Response:
-    """Answer a conversation, as a stream of events or in one piece."""
+    """Answer a conversation, as a stream of events or in one response."""
     previous = _previous(body, service)
     known = service.responses.items(caller().name) if has_references(body.input) else {}
-    job, asked = await asyncio.to_thread(_prepare, body, service, previous, known)
+    job, input_ = await asyncio.to_thread(_prepare, body, service, previous, known)
     check(job, service)
     assert job.reader is not None
     answer = ResponseAnswer(job.id, body.model or service.model_names[0], body, job.params, job.reader)
-    turn = _Turn(job, answer, asked, service)
+    turn = _Turn(job, answer, input_, service)
     if body.stream:
         return await EventStream.begun(_written(turn.events()), failed=turn.failed)
     async with aclosing(turn.events()) as found:
@@ -55,15 +55,15 @@ async def responses(
 async def stored_response(
     response_id: str, stream: bool = False, service: Service = Depends(get_service)
 ) -> dict[str, Any]:
-    """A response of the caller's that was stored."""
+    """A stored response of this API key."""
     if stream:
-        raise ApiError(400, "stream is true; allowed: false, as stored responses are told in one piece", param="stream")
+        raise ApiError(400, "stream is true; allowed: false, as stored responses are not streamed", param="stream")
     return _stored(response_id, service).response
 
 
 @router.delete("/v1/responses/{response_id}", responses=documented(404))
 async def delete_response(response_id: str, service: Service = Depends(get_service)) -> dict[str, Any]:
-    """Forget a response of the caller's. Responses that go on from it keep what they need."""
+    """Delete a stored response of this API key. Responses that continue it keep their conversation."""
     if not service.responses.drop(caller().name, response_id):
         raise _no_such_response(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
@@ -71,7 +71,7 @@ async def delete_response(response_id: str, service: Service = Depends(get_servi
 
 @router.post("/v1/responses/{response_id}/cancel", responses=documented(400, 404))
 async def cancel_response(response_id: str, service: Service = Depends(get_service)) -> dict[str, Any]:
-    """End a response of the caller's that is still being answered. It ends with what it has."""
+    """Cancel a running response of this API key. It keeps the output generated so far."""
     ids = service.running.find(caller().name, response_id)
     if sum(service.engine.abort(engine_id) for engine_id in ids):
         return _stored(response_id, service).response | {"status": "cancelled"}
@@ -83,7 +83,7 @@ async def cancel_response(response_id: str, service: Service = Depends(get_servi
 async def input_items(
     response_id: str, limit: int = 20, order: str = "desc", after: str = "", service: Service = Depends(get_service)
 ) -> dict[str, Any]:
-    """What a stored response of the caller's was asked with, conversations before it included."""
+    """The input items of a stored response of this API key, the earlier conversation included."""
     stored = _stored(response_id, service)
     before = [] if stored.previous is None else stored.previous.items
     items = [*before, *stored.input]
@@ -102,8 +102,8 @@ async def input_items(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a response is asked with. `size`: its bytes as JSON, with all before it."""
+class _Input:
+    """The input of a response. `size`: its bytes as JSON, the earlier conversation included."""
 
     items: list[Item]
     previous: Stored | None
@@ -111,10 +111,10 @@ class _Asked:
 
 
 class _Turn:
-    """One request: answered, and kept while it is and afterwards, if it is to be stored."""
+    """Runs one request. With `store`, its response is stored while it runs and afterwards."""
 
-    def __init__(self, job: Job, answer: ResponseAnswer, asked: "_Asked", service: Service) -> None:
-        self._job, self._answer, self._asked = job, answer, asked
+    def __init__(self, job: Job, answer: ResponseAnswer, input_: "_Input", service: Service) -> None:
+        self._job, self._answer, self._input = job, answer, input_
         self._service, self._tenant = service, caller().name
 
     async def events(self) -> AsyncGenerator[WireEvent, None]:
@@ -122,24 +122,24 @@ class _Turn:
         if self._answer.body.store:
             self._keep()
         try:
-            async with aclosing(steps(self._job, self._service, usage)) as found:  # a dropped connection aborts
+            async with aclosing(steps(self._job, self._service, usage)) as found:  # a lost connection aborts
                 async for step in found:
                     for each in self._answer.events(step, usage):
                         yield each
         finally:
-            if self._answer.response["status"] == "in_progress":  # its client has left, or it failed
+            if self._answer.response["status"] == "in_progress":  # the client has disconnected, or the request failed
                 kept.drop(self._tenant, self._job.id)
-            elif kept.find(self._tenant, self._job.id) is not None:  # else nobody wants it any more
+            elif kept.find(self._tenant, self._job.id) is not None:  # else it was deleted meanwhile
                 self._keep()
 
     def failed(self, error: ApiError) -> str:
-        """The end of a stream that an error ends: the status line has gone out."""
+        """The last events of a stream that fails after its status line was sent."""
         return "".join([event(each, each["type"]) for each in self._answer.failure(error)])
 
     def _keep(self) -> None:
-        response, asked = self._answer.response, self._asked
-        size = asked.size + len(json.dumps(response))
-        self._service.responses.keep(self._tenant, Stored(response, asked.items, asked.previous, size))
+        response, input_ = self._answer.response, self._input
+        size = input_.size + len(json.dumps(response))
+        self._service.responses.keep(self._tenant, Stored(response, input_.items, input_.previous, size))
 
 
 async def _written(events: AsyncGenerator[WireEvent, None]) -> AsyncGenerator[str, None]:
@@ -150,7 +150,7 @@ async def _written(events: AsyncGenerator[WireEvent, None]) -> AsyncGenerator[st
 
 def _prepare(
     body: ResponsesBody, service: Service, previous: Stored | None, known: dict[str, Item]
-) -> tuple[Job, _Asked]:
+) -> tuple[Job, _Input]:
     body.check()
     wanted, wanted_by = body.wanted()
     items = items_of(body.input, known)
@@ -163,7 +163,7 @@ def _prepare(
     )
     names = {"structured_outputs": wanted_by, "prompt": "input", "logprobs": "top_logprobs", "max_tokens": _LIMIT}
     with named({"structured_outputs": wanted_by, "reasoning_effort": "reasoning.effort"}):
-        prompt = prompted(conversation, service, field="input")
+        prompt = build_prompt(conversation, service, field="input")
     with named(names):
         params = body.params(
             service,
@@ -175,7 +175,7 @@ def _prepare(
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
     job = Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names)
     size = len(json.dumps(items)) + (0 if previous is None else previous.size)
-    return job, _Asked(items, previous, size)
+    return job, _Input(items, previous, size)
 
 
 def _template_kwargs(body: ResponsesBody, service: Service) -> dict[str, Any]:

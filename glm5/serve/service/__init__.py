@@ -1,1 +1,1 @@
-"""What the routes work with. Begin with `service.py`: one `Service` an application, with the engine and the state."""
+"""The objects that routes share. Begin with `service.py`: a `Service` holds the engine, the state and the stores."""

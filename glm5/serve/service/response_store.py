@@ -1,6 +1,6 @@
-"""Responses that are kept for their callers: in memory, as many as there is room for, the oldest forgotten first.
+"""Stores responses of /v1/responses in memory, per tenant; the least recently used are dropped first.
 
-A response keeps the conversation before it, whatever becomes of the responses that it goes on from.
+A stored response holds the conversation before it, even after the responses it continues have been deleted.
 """
 
 from collections import OrderedDict
@@ -10,14 +10,14 @@ from typing import Any
 
 Item = Mapping[str, Any]
 
-MAX_RESPONSES = 1000  # of one caller
-MAX_BYTES = 64 * 2**20  # of one caller's, each with all that came before it
+MAX_RESPONSES = 1000  # per tenant
+MAX_BYTES = 64 * 2**20  # per tenant; each response counts with its earlier conversation
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A response as it was answered, the items that it was asked with, and the one that it goes on from. `size`: bytes
-    of all that, and of all before it."""
+    """A response, the input items of its request, and the response that it continues. `size`: bytes of all these, the
+    earlier conversation included."""
 
     response: dict[str, Any]
     input: list[Item]
@@ -30,7 +30,7 @@ class Stored:
 
     @property
     def items(self) -> list[Item]:
-        """The whole conversation, to the end of the response."""
+        """The items of the conversation up to the end of this response."""
         turns: list[list[Item]] = []
         one: Stored | None = self
         while one is not None:
@@ -40,14 +40,14 @@ class Stored:
 
 
 class ResponseStore:
-    """Of all callers, each of whom knows only the own. For the event loop's thread."""
+    """The stored responses of all tenants; each sees only its own. Used on the event loop's thread only."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._kept: dict[str, OrderedDict[str, Stored]] = {}
 
     def keep(self, tenant: str, stored: Stored) -> None:
-        """Keep a response, in place of what has its id. One that is larger than there is room for is not kept."""
+        """Store a response, replacing one of the same id. A response larger than the limit is not stored."""
         kept = self._kept.setdefault(tenant, OrderedDict())
         kept[stored.id] = stored
         kept.move_to_end(stored.id)
@@ -56,7 +56,7 @@ class ResponseStore:
             size -= kept.popitem(last=False)[1].size
 
     def find(self, tenant: str, response_id: str) -> Stored | None:
-        """A response of the caller's, which is remembered longer for it."""
+        """A stored response of the tenant, which becomes its most recently used one; None if unknown."""
         kept = self._kept.get(tenant, OrderedDict())
         if response_id not in kept:
             return None
@@ -64,10 +64,10 @@ class ResponseStore:
         return kept[response_id]
 
     def items(self, tenant: str) -> dict[str, Item]:
-        """Items of all the caller's responses, by their ids."""
+        """The items of all responses of the tenant, by id."""
         kept = self._kept.get(tenant, {}).values()
         return {item["id"]: item for stored in kept for item in (*stored.input, *stored.response["output"])}
 
     def drop(self, tenant: str, response_id: str) -> bool:
-        """Forget a response. Whether there was one."""
+        """Delete a response. False if it is not stored."""
         return self._kept.get(tenant, {}).pop(response_id, None) is not None

@@ -1,24 +1,24 @@
-"""Requests under way, for those who asked for them: they may end one by its name, or all that are theirs.
+"""The running requests of each tenant, which may abort one by its id, or all of its own.
 
-What one caller asks for, no other caller can name.
+A tenant cannot address another tenant's requests.
 """
 
 from collections import Counter
 
 
-class Running:
-    """Names by caller, of the event loop's thread. A name may be under way several times."""
+class RunningRequests:
+    """Request ids by tenant; several running requests may share one. Used on the event loop's thread only."""
 
     def __init__(self) -> None:
         self._names: dict[str, Counter[str]] = {}
 
     def enter(self, tenant: str, name: str) -> str:
-        """A request begins. The id that the engine is to know it by: no name of another caller's gives the same."""
+        """Add a request. Returns its id for the engine, which is unique among tenants."""
         self._names.setdefault(tenant, Counter())[name] += 1
         return _engine_id(tenant, name)
 
     def leave(self, tenant: str, name: str) -> None:
-        """The request has ended."""
+        """Remove a request that has ended."""
         names = self._names[tenant]
         names[name] -= 1
         if not names[name]:
@@ -27,8 +27,8 @@ class Running:
             del self._names[tenant]
 
     def find(self, tenant: str, name: str | None = None) -> list[str]:
-        """Ids for the engine: of the caller's requests of this name, and of a batch's parts, "name_0" and so on; of all
-        the caller's without a name."""
+        """The engine's ids of the tenant's requests with this name, and of a batch's parts "name_0", "name_1"; without
+        a name, of all its requests."""
         names = self._names.get(tenant, ())
         return [_engine_id(tenant, own) for own in names if name is None or own == name or _is_part(own, name)]
 
@@ -38,5 +38,5 @@ def _is_part(own: str, name: str) -> bool:
 
 
 def _engine_id(tenant: str, name: str) -> str:
-    # Names of callers have no slash, and who has none is the only caller there is.
+    # A tenant's name has no slash. An empty name means that the server has no keys, and so no other tenant.
     return f"{tenant}/{name}" if tenant else name

@@ -1,4 +1,4 @@
-"""What the routes work with, one object per application."""
+"""The objects that routes share, in one `Service` per application."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,10 +18,10 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import Policy
 from glm5.serve.metrics.server_metrics import ServerMetrics
 from glm5.serve.service.response_store import ResponseStore
-from glm5.serve.service.running import Running
+from glm5.serve.service.running import RunningRequests
 from glm5.serve.service.state import ServerState
 
-MAX_WEIGHT_NAMES = 1000  # the oldest are forgotten: no answer goes on through so many updates
+MAX_WEIGHT_NAMES = 1000  # the oldest are dropped: no request runs through so many updates
 
 
 class Engine(Protocol):
@@ -56,8 +56,8 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """`model_names`: what requests may call the model; the first is what answers call it. `profile_dir`: where traces
-    are written, None for nowhere."""
+    """`model_names`: the served names of the model; responses without a requested name have the first. `profile_dir`:
+    the folder for profiler traces, or None."""
 
     engine: Engine
     template: ChatTemplate
@@ -70,17 +70,17 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     # Names of unknown request fields that were logged already.
     logged_fields: set[str] = field(default_factory=set)
-    running: Running = field(default_factory=Running)
+    running: RunningRequests = field(default_factory=RunningRequests)
     responses: ResponseStore = field(default_factory=ResponseStore)
     _weight_names: dict[int, str] = field(default_factory=dict)
 
     def weight_name(self, version: int) -> str:
-        """What a version of the weights is called: as whoever loaded them said, else by its number."""
+        """The name of a weight version: the one given when it was loaded, else its number."""
         return self._weight_names.get(version, str(version))
 
     def name_weights(self, version: int, name: str | None) -> None:
-        """Call a version that was loaded just now by this name; None: by its number."""
-        self._weight_names.pop(version, None)  # of an engine that has died since
+        """Set the name of a version that was just loaded; None: its number is its name."""
+        self._weight_names.pop(version, None)  # may be left from an engine that has died
         if name is not None:
             self._weight_names[version] = name
         while len(self._weight_names) > MAX_WEIGHT_NAMES:

@@ -1,6 +1,6 @@
-"""What the server is doing: whether it serves, whether it takes more, and what is still under way.
+"""The state of the server: whether it serves, drains or closes, and how many requests are running.
 
-The event loop counts requests in and out; the main thread starts, drains and waits (`glm5.serve.operations.supervise`).
+The event loop counts requests; the main thread starts, drains and waits (`glm5.serve.operations.supervise`).
 """
 
 import threading
@@ -9,7 +9,7 @@ import time
 
 class ServerState:
     """`not_serving`: why the model does not answer although the server listens; None while it does.
-    `is_closing`: the engine is ended on purpose, and with it what is still under way."""
+    `is_closing`: the engine is being closed on purpose, which aborts running requests."""
 
     def __init__(self, not_serving: str | None = None) -> None:
         self.not_serving = not_serving
@@ -19,7 +19,7 @@ class ServerState:
         self._changed = threading.Condition()
 
     def enter(self) -> None:
-        """A request has come that has to be answered before the server may end."""
+        """Count a request that must be answered before the server may exit."""
         with self._changed:
             self.num_active += 1
 
@@ -29,7 +29,7 @@ class ServerState:
             self._changed.notify_all()
 
     def wait_until_idle(self, seconds: float) -> bool:
-        """Whether nothing is under way, at the latest after so many seconds."""
+        """Wait up to so many seconds until no request is running; returns whether that is so."""
         until = time.monotonic() + seconds
         with self._changed:
             while self.num_active and (left := until - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""What is served and how: SGLang's /get_model_info and /get_server_info, under their newer names too."""
+"""SGLang's /get_model_info and /get_server_info, also under their newer names."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from glm5.serve.service.service import Service, get_service
 
 router = APIRouter(tags=["info"])
 
-STATS_SECONDS = 1.0  # an engine in the middle of a long step answers after it
+STATS_SECONDS = 1.0  # the engine answers after its current step, which may take longer
 
 Info = dict[str, Any]
 
@@ -40,14 +40,14 @@ async def model_info(service: Service = Depends(get_service)) -> Info:
 @router.get("/get_weight_version")
 @router.get("/weight_version")
 async def weight_version(service: Service = Depends(get_service)) -> Info:
-    """The version of the weights in use; null where the engine does not say in time."""
+    """The version of the weights in use; null if the engine does not answer in time."""
     return {"weight_version": _version(await _stats(service), service)}
 
 
 @router.get("/get_server_info")
 @router.get("/server_info")
 async def server_info(service: Service = Depends(get_service)) -> Info:
-    """Every choice that was made at the start, and what the engine is doing."""
+    """The resolved configuration, and the current state of the engine."""
     engine, stats = service.engine, await _stats(service)
     return {
         "model_path": service.root,
@@ -67,7 +67,7 @@ async def server_info(service: Service = Depends(get_service)) -> Info:
 
 
 async def _stats(service: Service) -> Info | None:
-    """None where the engine does not answer."""
+    """The engine's statistics; None if it does not answer in time."""
     try:
         async with asyncio.timeout(STATS_SECONDS):
             return await service.engine.stats()
@@ -80,7 +80,7 @@ def _version(stats: Info | None, service: Service) -> str | None:
 
 
 def _state(stats: Info | None) -> Info:
-    """As load generators and trainers read it. The accepted length counts the token that comes with every draft."""
+    """The fields that load generators and RL trainers read. The accepted length includes the sampled token."""
     if stats is None:
         return {"avg_spec_accept_length": None}
     drafted, accepted, pages = stats["speculation"]["drafted"], stats["speculation"]["accepted"], stats["pages"]

@@ -1,4 +1,4 @@
-"""POST /generate and /abort_request: SGLang's own API, by which its load generator and RL trainers ask."""
+"""POST /generate and /abort_request: SGLang's own API, which its load generator and RL trainers use."""
 
 import asyncio
 import uuid
@@ -21,7 +21,7 @@ from glm5.serve.http.call import caller
 from glm5.serve.http.errors import named
 from glm5.serve.http.sse import DONE, EventStream
 from glm5.serve.service.service import Service, get_service
-from glm5.serve.sglang.answer import Answers, Asked
+from glm5.serve.sglang.answer import Answers, PromptSpec
 from glm5.serve.sglang.body import DEFAULT_LENGTH, AbortBody, GenerateBody, SamplingOptions, TextOrIds, Wanted
 
 router = APIRouter()
@@ -31,7 +31,7 @@ router = APIRouter()
 async def generate(
     body: GenerateBody = Depends(body_of(GenerateBody)), service: Service = Depends(get_service)
 ) -> Response:
-    """Go on with one prompt or with several: token ids in, token ids and their log-probabilities out."""
+    """Continue one prompt or several: token ids in, token ids and their log-probabilities out."""
     jobs, answers, is_list = await asyncio.to_thread(_prepare, body, service)
     await check_all(jobs, service)
     usages = [Usage(len(job.prompt_ids)) for job in jobs]
@@ -40,7 +40,7 @@ async def generate(
     async with aclosing(_steps(jobs, service, usages)) as found:
         async for number, step in found:
             answers.take(number, step, usages[number].cached_tokens)
-    whole = answers.whole()
+    whole = answers.all_written()
     return Response(f"[{', '.join(whole)}]" if is_list else whole[0], media_type="application/json")
 
 
@@ -48,13 +48,12 @@ async def generate(
 async def abort_request(
     body: AbortBody = Depends(body_of(AbortBody)), service: Service = Depends(get_service)
 ) -> dict[str, Any]:
-    """End requests of the caller's, through whatever API they came: one by its name, or all. They are answered with
-    what they have."""
+    """Abort requests of this API key, sent through any API: one by its id, or all. They return their output so far."""
     if not body.rid and not body.abort_all:
-        raise RequestError("rid is missing; allowed: the name of a request, or abort_all true", "rid")
+        raise RequestError("rid is missing; allowed: the id of a request, or abort_all true", "rid")
     ids = service.running.find(caller().name, None if body.abort_all else body.rid)
     num_ended = sum(service.engine.abort(engine_id) for engine_id in ids)
-    return {"success": True, "message": f"{num_ended} requests are ended", "num_ended": num_ended}
+    return {"success": True, "message": f"{num_ended} requests are aborted", "num_ended": num_ended}
 
 
 def _prepare(body: GenerateBody, service: Service) -> tuple[list[Job], Answers, bool]:
@@ -65,27 +64,27 @@ def _prepare(body: GenerateBody, service: Service) -> tuple[list[Job], Answers, 
     for one in options:
         log_unknown(one, service, "sampling_params.")
     jobs: list[Job] = []
-    asked: list[Asked] = []
+    specs: list[PromptSpec] = []
     for prompt, sampling, wants, salt, name in zip(prompts, options, wanted, salts, names, strict=True):
         ids = _ids_of(prompt, service)
         known_as = sampling.names() | {"prompt": "text" if isinstance(prompt, str) else "input_ids"}
         known_as["thinking_token_budget"] = "max_thinking_tokens"
         with named(known_as):
             params = _params(body, sampling, wants, ids, service)
-        # In SGLang a higher number goes first.
+        # In SGLang a higher number means a higher priority.
         more = Options(priority=-body.priority, cache_salt=salt, routed_experts=body.return_routed_experts)
         jobs.append(Job(name, ids, params, more, names=known_as | {"routed_experts": "return_routed_experts"}))
-        told = Asked(name, ids, wants, hides=sampling.max_new_tokens == 0)
-        asked.append(
+        spec = PromptSpec(name, ids, wants, omits_output=sampling.max_new_tokens == 0)
+        specs.append(
             replace(
-                told,
-                shows=service.tokenizer if body.return_text_in_logprobs else None,
+                spec,
+                tokenizer=service.tokenizer if body.return_text_in_logprobs else None,
                 experts_from=body.routed_experts_start_len if body.return_routed_experts else None,
-                tells_prompt=body.return_prompt_token_ids,
+                returns_prompt_ids=body.return_prompt_token_ids,
             )
         )
     num_answers = options[0].n
-    return jobs, Answers(asked, num_answers, service), is_batch or num_answers > 1
+    return jobs, Answers(specs, num_answers, service), is_batch or num_answers > 1
 
 
 def _params(
@@ -96,7 +95,7 @@ def _params(
         raise RequestError(f"{where} is {asked}; allowed: at least 0", where)
     prompt = "text" if body.input_ids is None else "input_ids"
     is_given = "max_new_tokens" in sampling.model_fields_set
-    # With none asked for, one is drawn all the same, and not told.
+    # With max_new_tokens 0 the engine generates one token, which is not returned.
     wish = max(1, asked) if is_given and asked is not None else None
     most = fit(service, len(ids), wish, prompt=prompt, limit=where)
     likeliest = wanted.num_likeliest if wanted.logprobs else None

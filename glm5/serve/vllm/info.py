@@ -18,5 +18,5 @@ async def version() -> dict[str, str]:
 
 @router.get("/is_sleeping")
 async def is_sleeping(service: Service = Depends(get_service)) -> dict[str, Any]:
-    """Whether memory was given back, by /sleep or /release_memory_occupation, and not all of it taken again."""
+    """Whether /sleep or /release_memory_occupation has released memory that is not all allocated again."""
     return {"is_sleeping": (await service.engine.stats())["is_sleeping"]}

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: what a prompt is in tokens, and what tokens are in text."""
+"""POST /tokenize and /detokenize, with vLLM's request and response fields."""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from pydantic import Field
 from glm5.common.errors import RequestError
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.chat.route import conversation_of
-from glm5.serve.generation.logprobs import Speller
-from glm5.serve.generation.prompting import prompted
+from glm5.serve.generation.logprobs import TokenSpeller
+from glm5.serve.generation.prompting import build_prompt
 from glm5.serve.http.body import Body, body_of, described
 from glm5.serve.service.service import Service, get_service
 
@@ -19,7 +19,7 @@ router = APIRouter()
 
 
 class TokenizeBody(ChatBody):
-    """POST /tokenize: `prompt`, a text, or `messages` with all that belongs to a conversation."""
+    """POST /tokenize: `prompt`, a text, or `messages` with the other fields of a chat completion."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"chat_template": (), "mm_processor_kwargs": ({},)}
 
@@ -38,7 +38,7 @@ class DetokenizeBody(Body):
 async def tokenize(
     body: TokenizeBody = Depends(body_of(TokenizeBody)), service: Service = Depends(get_service)
 ) -> dict[str, Any]:
-    """Token ids of a text, or of the prompt that a conversation becomes."""
+    """Token ids of a text, or of a conversation's prompt."""
     ids, names = await asyncio.to_thread(_spelled, body, service)
     return {"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids, "token_strs": names}
 
@@ -52,16 +52,16 @@ async def detokenize(
 
 
 def _spelled(body: TokenizeBody, service: Service) -> tuple[list[int], list[str] | None]:
-    """Token ids, and their names if asked for."""
+    """Token ids, and their texts if requested."""
     ids = _ids(body, service)
-    return ids, list(map(Speller(service.tokenizer).name, ids)) if body.return_token_strs else None
+    return ids, list(map(TokenSpeller(service.tokenizer).name, ids)) if body.return_token_strs else None
 
 
 def _ids(body: TokenizeBody, service: Service) -> list[int]:
     if (body.prompt is None) == (not body.messages):
         raise RequestError("prompt and messages: exactly one of them is needed", "prompt")
     if body.prompt is None:
-        return prompted(conversation_of(body, service), service).ids
+        return build_prompt(conversation_of(body, service), service).ids
     try:
         return service.tokenizer.encode(body.prompt)
     except RequestError as error:

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from glm5.chat import BUNDLED, ChatTemplate
-from glm5.chat.rendering import MAX_TEXT, Apart, Here, TemplateFailure
+from glm5.chat.rendering import MAX_TEXT, InProcessTemplate, TemplateFailure, WorkerTemplate
 from glm5.common.errors import CheckpointError, RequestError
 from tests.support.conversations import TOOL_LOOP, TOOLS, user
 
@@ -23,13 +23,13 @@ def pid(renderer):
 def test_a_process_of_its_own_writes_the_same(name):
     source = ChatTemplate.bundled(name).source
     other = ChatTemplate(source + "{# not ours #}", "own")
-    assert isinstance(ChatTemplate(source.rstrip(), "saved")._renderer, Here)
-    assert isinstance(other._renderer, Apart)
+    assert isinstance(ChatTemplate(source.rstrip(), "saved")._renderer, InProcessTemplate)
+    assert isinstance(other._renderer, WorkerTemplate)
     assert other.render(TOOL_LOOP, TOOLS) == ChatTemplate.bundled(name).render(TOOL_LOOP, TOOLS)
 
 
 def test_a_template_without_end_is_ended_and_the_next_conversation_is_rendered():
-    renderer = Apart("{% if forever %}" + ENDLESS + "{% endif %}{{ text }}", CPU_SECONDS)
+    renderer = WorkerTemplate("{% if forever %}" + ENDLESS + "{% endif %}{{ text }}", CPU_SECONDS)
     assert renderer.render({"text": "a\ud800ü"}) == "a\ud800ü"
     before = pid(renderer)
     with pytest.raises(TemplateFailure, match=f"^ takes more than {CPU_SECONDS} s of processor time$"):
@@ -41,7 +41,7 @@ def test_a_template_without_end_is_ended_and_the_next_conversation_is_rendered()
 
 def test_a_template_that_computes_without_end_while_it_is_compiled():
     with pytest.raises(TemplateFailure, match="processor time"):
-        Apart("{{ 9 ** (9 ** 9) }}", CPU_SECONDS)
+        WorkerTemplate("{{ 9 ** (9 ** 9) }}", CPU_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_templates_that_are_no_templates_for_their_size(tmp_path):
 
 
 def test_a_process_that_is_killed_is_said_and_started_again():
-    renderer = Apart("{{ text }}")
+    renderer = WorkerTemplate("{{ text }}")
     renderer._worker._process.kill()
     with pytest.raises(TemplateFailure, match=r" brought down the process that runs it \(SIGKILL\)"):
         renderer.render({"text": "a"})
@@ -77,7 +77,7 @@ def test_a_process_that_is_killed_is_said_and_started_again():
 
 
 def test_the_process_ends_with_the_template_and_outlives_ctrl_c():
-    renderer = Apart("{{ text }}")
+    renderer = WorkerTemplate("{{ text }}")
     process = renderer._worker._process
     assert renderer.render({"text": "a"}) == "a"  # it has begun, and so does not heed Ctrl-C any more
     process.send_signal(signal.SIGINT)
@@ -88,7 +88,7 @@ def test_the_process_ends_with_the_template_and_outlives_ctrl_c():
 
 def test_variables_that_cannot_travel():
     with pytest.raises(TemplateFailure, match="cannot render this conversation"):
-        Apart("{{ text }}").render({"text": lambda: 0})
+        WorkerTemplate("{{ text }}").render({"text": lambda: 0})
 
 
 def test_marks_are_not_shown_in_what_a_template_says(tokenizer):
@@ -99,5 +99,5 @@ def test_marks_are_not_shown_in_what_a_template_says(tokenizer):
 
 def test_what_a_template_gives_as_its_reason_is_cut():
     with pytest.raises(TemplateFailure) as caught:
-        Apart('{{ raise_exception("x" * (100000 * messages|length)) }}').render({"messages": [1]})
+        WorkerTemplate('{{ raise_exception("x" * (100000 * messages|length)) }}').render({"messages": [1]})
     assert len(str(caught.value)) <= 1100

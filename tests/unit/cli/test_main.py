@@ -181,7 +181,7 @@ def test_a_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(init, "run", lambda _args: pytest.fail("it ran"))
     assert main(["init", "--preset", "nano", "--out", "model"]) == 1
     assert capsys.readouterr().err == (
-        "glm5: error: the folder in which this was started is gone; cd to one that is there\n"
+        "glm5: error: the folder in which this was started is gone; cd to one that exists\n"
     )
 
 

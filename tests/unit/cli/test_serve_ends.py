@@ -112,7 +112,7 @@ def test_a_supervised_engine_is_started_again(checkpoint):
         assert health.status_code in (200, 503)
         said = next(line for line in process.stdout if line.startswith("the engine "))
         assert "SIGKILL" in said
-        assert said.endswith("is started again\n")
+        assert said.endswith("is restarted\n")
         assert next(process.stdout) == "the engine answers again\n"
         assert httpx.get(url + "/health", timeout=SECONDS).status_code == 200
         answer = httpx.post(url + CHAT, json=ASK | {"stream": False, "max_tokens": 3}, timeout=SECONDS).json()

@@ -79,7 +79,7 @@ REFUSED = [
     ("/pause_generation", {"mode": "retract"}, "mode is 'retract'; allowed: 'abort' or 'in_place'", "mode"),
     ("/sleep", {"level": 3}, "level is 3; allowed: ", "level"),
     ("/sleep?level=high", {}, "level is 'high'; allowed: ", "level"),
-    ("/sleep?level=1", {"level": 1}, "settings come in the query and in the body; allowed: one of the two", None),
+    ("/sleep?level=1", {"level": 1}, "settings in the query and in the body; allowed: one of the two", None),
     ("/sleep", {"Level": 1}, "'Level' is no setting of this route; allowed: level", "Level"),
     ("/release_memory_occupation", {"tags": ["weights"]}, "tags are ['weights']; allowed: weights and", "tags"),
     ("/resume_memory_occupation", {"tags": ["lora"]}, "tags.0 is 'lora'", "tags.0"),

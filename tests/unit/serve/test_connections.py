@@ -18,8 +18,8 @@ from glm5.serve.http.connections import (
     LINGER_SECONDS,
     SPARE_FILES,
     Connection,
-    Crowd,
-    Seldom,
+    ConnectionLimiter,
+    ThrottledLog,
 )
 from glm5.serve.http.server import bind, serving
 from tests.support.serving import ASK, CHAT, SECONDS, make_app, scripted, served
@@ -80,9 +80,9 @@ async def read(scope, receive, send):
     await never(scope, receive, send)
 
 
-def open_one(crowd, app=answer):
+def open_one(limiter, app=answer):
     config = uvicorn.Config(app, lifespan="off", log_config=None)
-    return Wire(Connection(crowd, config=config, server_state=ServerState(), app_state={}))
+    return Wire(Connection(limiter, config=config, server_state=ServerState(), app_state={}))
 
 
 async def drip(wire, data, seconds=1.0):
@@ -108,7 +108,7 @@ def ended(script) -> tuple[float | None, Wire]:
 
 def test_a_silent_connection_ends():
     async def script():
-        return open_one(Crowd(60))
+        return open_one(ConnectionLimiter(60))
 
     at, wire = ended(script)
     assert at == 60
@@ -117,7 +117,7 @@ def test_a_silent_connection_ends():
 
 def test_headers_have_so_long_from_the_accept_however_they_drip():
     async def script():
-        wire = open_one(Crowd(60))
+        wire = open_one(ConnectionLimiter(60))
         await asyncio.sleep(5)
         await drip(wire, b"GET / HTTP/1.1\r\nX: " + b"a" * 1000)
         return wire
@@ -126,12 +126,12 @@ def test_headers_have_so_long_from_the_accept_however_they_drip():
     assert at == 60 + LINGER_SECONDS
     assert wire.status == 408
     assert b'"headers_timeout"' in wire.sent
-    assert b"not whole after 60 s" in wire.sent
+    assert b"not complete after 60 s" in wire.sent
 
 
 def test_headers_of_the_next_request_have_so_long_from_their_first_byte():
     async def script():
-        wire = open_one(Crowd(60))
+        wire = open_one(ConnectionLimiter(60))
         wire.protocol.data_received(ASKED)
         await asyncio.sleep(70)
         assert wire.status == 200
@@ -146,7 +146,7 @@ def test_headers_of_the_next_request_have_so_long_from_their_first_byte():
 
 def test_a_connection_that_is_kept_ends_when_nothing_comes():
     async def script():
-        wire = open_one(Crowd(60))
+        wire = open_one(ConnectionLimiter(60))
         for _ in range(3):
             wire.protocol.data_received(ASKED)
             await asyncio.sleep(IDLE_SECONDS - 1)
@@ -159,7 +159,7 @@ def test_a_connection_that_is_kept_ends_when_nothing_comes():
 
 def test_the_rest_of_a_body_that_was_answered_has_its_time_too():
     async def script():
-        wire = open_one(Crowd(60))
+        wire = open_one(ConnectionLimiter(60))
         wire.protocol.data_received(BODIED)
         await asyncio.sleep(10)
         assert wire.status == 200
@@ -172,7 +172,7 @@ def test_the_rest_of_a_body_that_was_answered_has_its_time_too():
 
 def test_a_connection_whose_rest_has_come_is_one_between_requests():
     async def script():
-        wire = open_one(Crowd(60))
+        wire = open_one(ConnectionLimiter(60))
         wire.protocol.data_received(BODIED)
         await asyncio.sleep(10)
         wire.protocol.data_received(b"a" * 100)
@@ -184,7 +184,7 @@ def test_a_connection_whose_rest_has_come_is_one_between_requests():
 
 def test_who_waits_for_the_model_is_not_timed():
     async def script():
-        wire = open_one(Crowd(60), never)
+        wire = open_one(ConnectionLimiter(60), never)
         wire.protocol.data_received(ASKED)
         return wire
 
@@ -197,7 +197,7 @@ def test_who_is_refused_may_read_why(has_read):
     """What it still sends is not answered; the connection ends when it has closed its side, or soon."""
 
     async def script():
-        wire = open_one(Crowd(60))
+        wire = open_one(ConnectionLimiter(60))
         for _ in range(3):
             wire.protocol.data_received(b"\0\r\n\r\n")
         assert wire.has_eof
@@ -214,7 +214,7 @@ def test_who_is_refused_may_read_why(has_read):
 
 def test_a_bad_rest_of_a_body_gets_no_second_answer():
     async def script():
-        wire = open_one(Crowd(60))
+        wire = open_one(ConnectionLimiter(60))
         wire.protocol.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         await asyncio.sleep(1)
         wire.protocol.data_received(b"zz\r\n")
@@ -234,7 +234,7 @@ def test_a_body_that_turns_bad_ends_its_request():
         await answer(scope, receive, send)
 
     async def script():
-        wire = open_one(Crowd(60), app)
+        wire = open_one(ConnectionLimiter(60), app)
         wire.protocol.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         wire.protocol.data_received(b"zz\r\n")
         return wire
@@ -252,15 +252,15 @@ def run(main):
 
 def test_one_too_many_ends_the_one_that_has_waited_longest():
     async def main():
-        crowd = Crowd(60)
-        crowd.most = 3
+        limiter = ConnectionLimiter(60)
+        limiter.max_connections = 3
         wires = []
         for _ in range(5):
-            wires.append(open_one(crowd))
+            wires.append(open_one(limiter))
             await asyncio.sleep(1)
         wires[2].protocol.data_received(ASKED)  # and so begins to wait anew
         await asyncio.sleep(1)
-        wires += [open_one(crowd), open_one(crowd)]
+        wires += [open_one(limiter), open_one(limiter)]
         return [wire.ended_at for wire in wires]
 
     assert run(main) == [3, 4, None, 6, 6, None, None]
@@ -268,9 +268,9 @@ def test_one_too_many_ends_the_one_that_has_waited_longest():
 
 def test_those_that_send_nothing_go_first_and_bodies_last():
     async def main():
-        crowd = Crowd(60)
-        crowd.most = 4
-        wires = {"body": open_one(crowd, read), "unread": open_one(crowd, never), "model": open_one(crowd, never)}
+        limiter = ConnectionLimiter(60)
+        limiter.max_connections = 4
+        wires = {"body": open_one(limiter, read), "unread": open_one(limiter, never), "model": open_one(limiter, never)}
         wires["body"].protocol.data_received(BODIED + b"a")
         for name in ("unread", "model"):
             wires[name].protocol.data_received(ASKED)
@@ -278,7 +278,7 @@ def test_those_that_send_nothing_go_first_and_bodies_last():
         await asyncio.sleep(1)
         ends = []
         for _ in range(6):
-            new = open_one(crowd, never)
+            new = open_one(limiter, never)
             ends.append({name for name, wire in wires.items() if wire.is_closing()})
             new.protocol.data_received(ASKED)
             await asyncio.sleep(1)
@@ -295,14 +295,14 @@ def test_those_that_send_nothing_go_first_and_bodies_last():
 
 def test_a_client_that_reads_again_is_none_that_waits():
     async def main():
-        crowd = Crowd(60)
-        crowd.most = 1
-        wire = open_one(crowd, never)
+        limiter = ConnectionLimiter(60)
+        limiter.max_connections = 1
+        wire = open_one(limiter, never)
         wire.protocol.data_received(ASKED)
         await asyncio.sleep(1)
         wire.protocol.pause_writing()
         wire.protocol.resume_writing()
-        open_one(crowd)
+        open_one(limiter)
         return wire.ended_at
 
     assert run(main) is None
@@ -313,12 +313,12 @@ def test_there_may_be_as_many_as_files_may_be_open(monkeypatch):
     monkeypatch.setattr(open_files, "num_open", lambda: 22)
 
     async def main():
-        crowd, counts = Crowd(60), []
-        wires = [open_one(crowd) for _ in range(2)]
+        limiter, counts = ConnectionLimiter(60), []
+        wires = [open_one(limiter) for _ in range(2)]
         for limit in (200, 10, 10**9):
             monkeypatch.setattr(open_files, "limit", lambda limit=limit: limit)
-            crowd.measure()
-            counts.append((crowd.most, sum(wire.is_closing() for wire in wires)))
+            limiter.update_limit()
+            counts.append((limiter.max_connections, sum(wire.is_closing() for wire in wires)))
         return counts
 
     assert run(main) == [(200 - 20 - SPARE_FILES, 0), (1, 1), (connections.MAX_CONNECTIONS, 1)]
@@ -333,31 +333,33 @@ def test_open_files_are_counted():
 
 def test_one_cause_is_one_line_a_second(caplog):
     now = 100.0
-    seldom = Seldom(lambda: now)
+    log = ThrottledLog(lambda: now)
     for now in (100.0, 100.1, 100.9, 101.0):  # noqa: B007, read by the clock
-        seldom.warn("a", "too much")
-    seldom.warn("b", "another")
+        log.warn("a", "too much")
+    log.warn("b", "another")
     said = [record.getMessage() for record in caplog.records]
     assert said == ["too much", "too much (2 more since the last line)", "another"]
 
 
 def test_no_file_left_is_one_line_and_the_end_of_some(caplog):
     async def main():
-        crowd = Crowd(60, Seldom(lambda: 0.0))
-        wires = [open_one(crowd) for _ in range(3 * ACCEPTS_AT_ONCE)]
+        limiter = ConnectionLimiter(60, ThrottledLog(lambda: 0.0))
+        wires = [open_one(limiter) for _ in range(3 * ACCEPTS_AT_ONCE)]
         context = {"message": "", "exception": OSError(errno.EMFILE, "Too many open files"), "socket": object()}
         for _ in range(2):
-            crowd.on_loop_error(asyncio.get_running_loop(), context)
+            limiter.on_loop_error(asyncio.get_running_loop(), context)
         return [wire.is_closing() for wire in wires]
 
     assert run(main) == [True] * 2 * ACCEPTS_AT_ONCE + [False] * ACCEPTS_AT_ONCE
     lines = [record.getMessage() for record in caplog.records if "accepted" in record.getMessage()]
-    assert [line.partition(", of ")[0] for line in lines] == ["no connection could be accepted: Too many open files"]
+    assert [line.partition(" (")[0] for line in lines] == ["no connection could be accepted: Too many open files"]
 
 
 def test_other_errors_of_the_loop_are_told_as_ever(caplog):
     async def main():
-        Crowd(60).on_loop_error(asyncio.get_running_loop(), {"message": "a fault", "exception": KeyError("x")})
+        ConnectionLimiter(60).on_loop_error(
+            asyncio.get_running_loop(), {"message": "a fault", "exception": KeyError("x")}
+        )
 
     run(main)
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == ["a fault"]
@@ -367,7 +369,7 @@ def test_nothing_that_a_client_sent_is_logged(caplog):
     caplog.set_level(logging.DEBUG)
 
     async def main():
-        wire = open_one(Crowd(60))
+        wire = open_one(ConnectionLimiter(60))
         wire.protocol.data_received(b"GET / HTTP/1.1\r\nAuthorization : Bearer a-secret\r\n\r\n")
         return wire.status
 

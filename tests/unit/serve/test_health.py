@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from glm5.common.errors import RequestError
-from glm5.serve.http.server import Front, bind, serving
+from glm5.serve.http.server import AppWhenReady, bind, serving
 from glm5.serve.operations import health
 from glm5.serve.service.state import ServerState
 from tests.support.serving import ASK, CHAT, SECONDS, make_app, scripted, served
@@ -19,7 +19,7 @@ def error_of(answer) -> tuple[int, str]:
 
 def test_before_there_is_a_model_everybody_is_told_so():
     state, engine = ServerState("it is being loaded"), scripted()
-    front = Front(state)
+    front = AppWhenReady(state)
     with serving(front, engine, bind("127.0.0.1", 0)) as url, httpx.Client(base_url=url, timeout=SECONDS) as http:
         for path in ("/health", "/ready", "/", "/metrics", "/v1/models"):
             answer = http.get(path)

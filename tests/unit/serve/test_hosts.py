@@ -58,7 +58,7 @@ def test_without_keys_a_server_is_asked_under_its_own_names():
         answer = http.post(CHAT, json=ASK, headers={"Host": "evil.example"})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (421, "unknown_host")
-    assert "'evil.example'; allowed: localhost, an address in numbers, or" in error["message"]
+    assert "'evil.example'; allowed: localhost, an IP address, or" in error["message"]
     assert answer.headers["x-request-id"]
 
 

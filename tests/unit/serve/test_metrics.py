@@ -8,7 +8,7 @@ from glm5.bench.serve.counters import parse
 from glm5.common.errors import EngineDead
 from glm5.engine.frontend.outputs import Delta
 from glm5.serve.metrics.prometheus import Page
-from glm5.serve.metrics.server_metrics import Measured, ServerMetrics
+from glm5.serve.metrics.server_metrics import RequestMetrics, ServerMetrics
 from tests.support.serving import ASK, CHAT, bearer, key, scripted, served
 
 SAMPLE = re.compile(
@@ -145,25 +145,25 @@ def buckets(metrics, histogram) -> list[float]:
 def test_times_of_one_request(metrics, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("glm5.serve.metrics.server_metrics.time.monotonic", lambda: clock[0])
-    measured = Measured(metrics, "", 10, 2)
-    measured.took(Delta((1,), (), arrived=100.9, queued_s=0.45))  # first token after 0.9 s
-    measured.took(Delta((2, 3), (), arrived=101.05, index=1))
-    measured.took(Delta((4, 5, 6), (), "stop", arrived=101.5))  # three tokens, 0.6 s after the one before
-    measured.took(Delta((), (), "length", index=1, arrived=102.0))
+    measured = RequestMetrics(metrics, "", 10, 2)
+    measured.add(Delta((1,), (), arrived=100.9, queued_s=0.45))  # first token after 0.9 s
+    measured.add(Delta((2, 3), (), arrived=101.05, index=1))
+    measured.add(Delta((4, 5, 6), (), "stop", arrived=101.5))  # three tokens, 0.6 s after the one before
+    measured.add(Delta((), (), "length", index=1, arrived=102.0))
     measured.ended("abort")
     assert buckets(metrics, metrics.first_token) == [1.0]
     assert buckets(metrics, metrics.queued) == buckets(metrics, metrics.prefill) == [0.5]
-    assert buckets(metrics, metrics.between) == [0.75]
+    assert buckets(metrics, metrics.inter_token) == [0.75]
     assert buckets(metrics, metrics.per_token) == [0.001, 0.2]  # of the second, all came at once
-    assert buckets(metrics, metrics.whole) == [1.5]
-    assert metrics.whole.sum == pytest.approx(1.5)
+    assert buckets(metrics, metrics.latency) == [1.5]
+    assert metrics.latency.sum == pytest.approx(1.5)
     assert metrics.generated.value() == 6
     assert [metrics.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 1, 0]
 
 
 def test_a_request_that_is_left(metrics):
-    measured = Measured(metrics, "", 10, 3)
-    measured.took(Delta((1,), (), "stop", arrived=1e9))
+    measured = RequestMetrics(metrics, "", 10, 3)
+    measured.add(Delta((1,), (), "stop", arrived=1e9))
     measured.ended("abort")
     assert [metrics.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 0, 2]
     assert metrics.answer_lengths.count == 3

@@ -393,7 +393,7 @@ BAD = [
      "input[0].id"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'; allowed: function", "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name is None", "tools[0].name"),
-    ({"tool_choice": "required"}, "tool_choice asks for a call, and there are no tools", "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice requires a call, but there are no tools", "tool_choice"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice is {'type': 'mcp'}; allowed: ", "tool_choice"),
     ({"max_output_tokens": 0}, "max_output_tokens is 0; allowed: at least 1", "max_output_tokens"),
     ({"max_output_tokens": 5000}, "the context holds 512 tokens", "max_output_tokens"),

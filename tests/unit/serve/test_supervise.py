@@ -18,7 +18,7 @@ import pytest
 from glm5.common.errors import CheckpointError, EngineDead
 from glm5.serve.http.server import bind, url_of
 from glm5.serve.operations import supervise
-from glm5.serve.operations.supervise import House
+from glm5.serve.operations.supervise import ServerSetup
 from glm5.serve.service.state import ServerState
 from tests.support.serving import ASK, CHAT, SECONDS, make_app, scripted
 
@@ -31,11 +31,11 @@ class Program:
     """Engines, one after another; an exception in their place is what a start fails with."""
 
     def __init__(self, *engines, **settings):
-        self.engines, self.started, self.said = list(engines), [], []
+        self.engines, self.started, self.reports = list(engines), [], []
         self.app = None
         self.listening = threading.Event()
-        self.house = House(
-            lambda: None, self.start, self.make_app, self.replace, self.say, ServerState(), pause=0.0, **settings
+        self.setup = ServerSetup(
+            lambda: None, self.start, self.make_app, self.replace, self.report, ServerState(), pause=0.0, **settings
         )
 
     def start(self):
@@ -48,14 +48,14 @@ class Program:
         return engine
 
     def make_app(self, engine):
-        self.app = make_app(engine, state=self.house.state)
+        self.app = make_app(engine, state=self.setup.state)
         return self.app
 
     def replace(self, engine):
         self.app.state.service.engine.replace(engine)
 
-    def say(self, line):
-        self.said.append(line)
+    def report(self, line):
+        self.reports.append(line)
         if line.startswith(("listening on ", "the engine answers again")):
             self.listening.set()
 
@@ -81,7 +81,7 @@ def client_of(program, act):
 
 def run(program, act) -> None:
     with client_of(program, act) as listener:
-        supervise.run(program.house, listener)
+        supervise.run(program.setup, listener)
 
 
 def hanging(script="a long thought"):
@@ -111,7 +111,7 @@ def test_sigterm_lets_what_is_under_way_come_to_its_end():
     run(program, act)
     assert engine.is_closed
     assert engine.stopped_because == "it was closed"
-    assert program.said[-1].startswith("draining 1 requests")
+    assert program.reports[-1].startswith("draining 1 requests")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_what_is_under_way_can_be_ended(signals, monkeypatch, caplog):
         with http.stream("POST", CHAT, json=ASK | {"stream": True}) as answer:
             for number in signals:
                 send(number)
-                while not program.house.state.is_draining:
+                while not program.setup.state.is_draining:
                     pass
             rest = [line for line in answer.iter_lines() if line]
         assert "the server is closing" in rest[-2]
@@ -219,7 +219,7 @@ def test_health_says_that_the_engine_is_started_again():
     def act(http):
         program.listening.clear()
         first.die("its process was killed")
-        while "start 2" not in (program.house.state.not_serving or ""):
+        while "start 2" not in (program.setup.state.not_serving or ""):
             pass
         told.append(http.get("/health"))
         may_go_on.set()
@@ -232,7 +232,7 @@ def test_health_says_that_the_engine_is_started_again():
     assert told[0].status_code == 503
     assert told[0].json()["error"]["message"] == (
         "the engine is not running: its process was killed; the last start has failed: the disk is busy; "
-        "it is being started again (start 2 of 5)"
+        "the engine is being restarted (start 2 of 5)"
     )
 
 
@@ -241,7 +241,7 @@ def test_an_engine_that_does_not_last_is_given_up():
     for engine in engines:
         engine.stopped_because = "it fell over"
     program = Program(scripted(), *engines, supervise=True)
-    with pytest.raises(EngineDead, match="it was started again 5 times and did not last"):
+    with pytest.raises(EngineDead, match="it was restarted 5 times and failed early each time"):
         run(program, lambda _: program.started[0].die("it fell over"))
     assert len(program.started) == 1 + supervise.MAX_STARTS
 
@@ -282,15 +282,15 @@ def test_signals_interrupt_a_start(number, error, again):
 
 def test_a_signal_before_the_start_interrupts_it_too():
     program = Program(scripted())
-    say = program.say
+    say = program.report
 
-    def say_and_end(line):
+    def report_and_end(line):
         say(line)
         signal.raise_signal(signal.SIGTERM)
 
-    program.house = replace(program.house, say=say_and_end)
+    program.setup = replace(program.setup, report=report_and_end)
     with bind("127.0.0.1", 0) as listener, pytest.raises(SystemExit):
-        supervise.run(program.house, listener)
+        supervise.run(program.setup, listener)
     assert not program.started
 
 
@@ -298,7 +298,7 @@ def test_a_model_that_cannot_be_loaded_is_the_caller_s_to_tell():
     program, others = Program(CheckpointError("no such model")), set(threading.enumerate())
     with bind("127.0.0.1", 0) as listener:
         with pytest.raises(CheckpointError, match="no such model"):
-            supervise.run(program.house, listener)
+            supervise.run(program.setup, listener)
         assert listener.fileno() == -1
     assert not [thread for thread in set(threading.enumerate()) - others if thread.name == "glm5-server"]
 
@@ -308,12 +308,12 @@ def test_it_says_where_it_listens_before_there_is_a_model():
     asked = []
 
     def start():
-        url = program.said[-1].split()[1].removesuffix("/health")
+        url = program.reports[-1].split()[1].removesuffix("/health")
         asked.append(httpx.get(f"{url}/health", timeout=SECONDS))
         raise CheckpointError("no such model")
 
-    program.house = replace(program.house, start=start)
+    program.setup = replace(program.setup, start=start)
     with bind("127.0.0.1", 0) as listener, pytest.raises(CheckpointError):
-        supervise.run(program.house, listener)
+        supervise.run(program.setup, listener)
     assert asked[0].status_code == 503
     assert "it is being loaded" in asked[0].json()["error"]["message"]
