@@ -139,8 +139,8 @@ class _Read:
     def by_all(self, group: Group, device: torch.device) -> str:
         """The reading speed of all ranks together. A collective: every rank must call it."""
         own = torch.tensor([self.num_bytes, self.seconds], dtype=torch.float64, device=device)
-        num_bytes_N, seconds_N = group.all_gather(own).unbind(dim=1)
-        gigabytes, seconds = float(num_bytes_N.sum()) / 1e9, float(seconds_N.max())
+        num_bytes_by_rank, seconds_by_rank = group.all_gather(own).unbind(dim=1)
+        gigabytes, seconds = float(num_bytes_by_rank.sum()) / 1e9, float(seconds_by_rank.max())
         return f"read {gigabytes:.2f} GB in {seconds:.1f} s, {gigabytes / max(seconds, 1e-9):.2f} GB/s"
 
 

@@ -8,6 +8,9 @@ Shape letters, used as suffixes in the whole package:
     J index_n_heads             I index_head_dim        K index_topk          E n_routed_experts
     A num_experts_per_tok       F moe_intermediate_size M intermediate_size   W vocab_size
     P pages                     Z page size             O, I output and input features of a linear layer
+    G rows sorted by expert     Y request slots of an engine    U entries of a list of a request
+
+A shard keeps its letter, and so does a subset.
 
 A suffix names a dtype only when it differs from the model's (`_f32`, `_fp8`). Everything that varies between
 training, inference, quantized and parallel runs enters at the seams of `seams.py`.

@@ -166,23 +166,25 @@ def selection() -> None:
 
 def steps() -> None:
     slots, sequences, pages = 5, 40, 99
-    len_S = torch.randint(2, 20, (slots,), device="cuda")
-    token_SN = torch.randint(0, 1000, (slots, sequences), device="cuda")
-    table_SN = torch.randint(0, pages, (slots, 4), device="cuda").int()
+    len_Y = torch.randint(2, 20, (slots,), device="cuda")
+    token_YS = torch.randint(0, 1000, (slots, sequences), device="cuda")
+    table_YP = torch.randint(0, pages, (slots, 4), device="cuda").int()
     for count in (1, 200):
         where = [torch.randint(low, high, (count,), device="cuda") for low, high in ((0, 5), (-1, 12), (0, 6), (0, 3))]
-        step_rows(*where, len_S, token_SN, table_SN, page_size=8, dump_page=pages, impl="triton")
+        step_rows(*where, len_Y, token_YS, table_YP, page_size=8, dump_page=pages, impl="triton")
     for depth in (0, 3):
         places = [(slot, offset) for slot in (0, 2, 3) for offset in range(depth + 1)] + [(slots - 1, 0)] * 3
-        slot_R, offset_R = torch.tensor(places, device="cuda").T.contiguous()
-        draft_SK = torch.randint(0, 3, (slots, depth), device="cuda")
-        token_R = torch.randint(0, 3, (len(places),), device="cuda")
+        slot_T, offset_T = torch.tensor(places, device="cuda").T.contiguous()
+        drafts_Y = torch.randint(0, 3, (slots, depth), device="cuda")
+        token_T = torch.randint(0, 3, (len(places),), device="cuda")
         told = CommittedTokens(
             *(torch.zeros(size, dtype=torch.int64, device="cuda") for size in ((4, depth + 1), 4, (4, depth)))
         )
-        slot_C = torch.tensor([2, 0, 3, slots - 1], device="cuda")
-        position_R = len_S[slot_R] + offset_R
-        commit_tokens(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, told, impl="triton")
+        sampling_slot_B = torch.tensor([2, 0, 3, slots - 1], device="cuda")
+        position_T = len_Y[slot_T] + offset_T
+        commit_tokens(
+            token_T, slot_T, offset_T, position_T, drafts_Y, sampling_slot_B, token_YS, len_Y, told, impl="triton"
+        )
     best_token(rows(6, 9001), impl="triton")
 
 

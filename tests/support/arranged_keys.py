@@ -60,13 +60,13 @@ class Paged:
         columns = pages + int(torch.randint(3, (), generator=gen))
         num_pages = NUM_REQUESTS * pages + 3
         order_P, row_B = torch.randperm(num_pages, generator=gen), torch.randperm(NUM_REQUESTS, generator=gen)
-        table_BN = torch.randint(num_pages, (NUM_REQUESTS, columns), generator=gen).int()
+        table_BP = torch.randint(num_pages, (NUM_REQUESTS, columns), generator=gen).int()
         pool_PZL = torch.full((num_pages, PAGE, width), float("nan"), dtype=self.dtype)
         for request, row in enumerate(row_B.tolist()):
             mine = order_P[request * pages : (request + 1) * pages]
             pool_PZL[mine] = self.keys[request, :, :width].unflatten(0, (pages, PAGE))
-            table_BN[row, :pages] = mine.int()
-        return pool_PZL, table_BN, row_B.int()
+            table_BP[row, :pages] = mine.int()
+        return pool_PZL, table_BP, row_B.int()
 
     def scores(self, order_T: Tensor, impl) -> Tensor:
         """Scores [T, keys] of the queries in some order, in some arrangement; back in their own order."""

@@ -70,7 +70,7 @@ class World:
         width = PAGES_EACH + rng.randrange(3)
         order = rng.sample(range(NUM_SEQS), NUM_SEQS)  # which row of the table is whose
         tables = [self.pages[seq] + [rng.randrange(cache.num_pages) for _ in range(width)] for seq in order]
-        table_BN = self._tensor(tables, torch.int32)[:, :width]
+        table_BP = self._tensor(tables, torch.int32)[:, :width]
         live = [at is not None for at in where]
         groups = [order.index(at[0]) if at else 0 for at in where]
         positions = [at[1] if at else rng.randrange(9) for at in where]
@@ -80,11 +80,11 @@ class World:
         ]
         return StepView(
             cache=cache,
-            table_BN=table_BN,
+            table_BP=table_BP,
             positions_T=self._tensor(positions),
             group_T=self._tensor(groups, torch.int32),
             end_T=self._tensor([p + 1 if ok else 0 for p, ok in zip(positions, live, strict=True)], torch.int32),
-            place_T=self._tensor(places),
+            slot_mapping_T=self._tensor(places),
             max_end=width * 64,
             invariant=self.invariant,
         )

@@ -15,19 +15,19 @@ def view_of(cache: KVCache, spans: Sequence[tuple[list[int], int, int]], *, num_
     device, max_end = cache.device, max(end for _, _, end in spans)
     width = -(-max_end // PAGE_SIZE)
     # A row of the table may be longer than its sequence: what lies behind points at the dump page.
-    table_BN = torch.tensor([(pages + [cache.dump_page] * width)[:width] for pages, _, _ in spans], dtype=torch.int32)
+    table_BP = torch.tensor([(pages + [cache.dump_page] * width)[:width] for pages, _, _ in spans], dtype=torch.int32)
     positions_T = torch.cat([torch.arange(start, end) for _, start, end in spans])
     group_T = torch.repeat_interleave(torch.tensor([end - start for _, start, end in spans]))
-    place_T = table_BN[group_T, positions_T // PAGE_SIZE].long() * PAGE_SIZE + positions_T % PAGE_SIZE
+    slot_mapping_T = table_BP[group_T, positions_T // PAGE_SIZE].long() * PAGE_SIZE + positions_T % PAGE_SIZE
     dump = torch.full((num_padding,), cache.dump_page * PAGE_SIZE)
     none = torch.zeros(num_padding, dtype=torch.int64)
     return StepView(
         cache=cache,
-        table_BN=table_BN.to(device),
+        table_BP=table_BP.to(device),
         positions_T=torch.cat([positions_T, none]).to(device),
         group_T=torch.cat([group_T, none]).int().to(device),
         end_T=torch.cat([positions_T + 1, none]).int().to(device),
-        place_T=torch.cat([place_T, dump]).to(device),
+        slot_mapping_T=torch.cat([slot_mapping_T, dump]).to(device),
         max_end=max_end,
         invariant=False,
     )

@@ -179,9 +179,9 @@ class FakeRunner:
     def weights_changed(self) -> None:
         self.history.append(self.weights.number)
 
-    def set_bitmasks(self, slots, masks_BJM) -> None:
-        assert masks_BJM.shape[1] == 1 + self.max_depth
-        self.permitted = {slot: mask.numpy().copy() for slot, mask in zip(slots, masks_BJM, strict=True)}
+    def set_bitmasks(self, slots, bitmasks) -> None:
+        assert bitmasks.shape[1] == 1 + self.max_depth
+        self.permitted = {slot: mask.numpy().copy() for slot, mask in zip(slots, bitmasks, strict=True)}
 
     def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
         assert not self.is_released or not (plan.items or plan.page_copies), "the memory is given back"

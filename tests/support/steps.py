@@ -42,7 +42,7 @@ class Steps:
     ) -> StepView:
         """Rows (slot, first position, count), one run after the other, and `padding` behind them. `whole`: these are
         whole prompts."""
-        device, padding_slot = self.slots.device, len(self.slots.len_S) - 1
+        device, padding_slot = self.slots.device, len(self.slots.len_Y) - 1
         counts = torch.tensor([count for _, _, count in rows] + [padding])
         slot_B = torch.tensor([slot for slot, _, _ in rows] + [padding_slot])
         group_T = torch.repeat_interleave(torch.arange(len(counts)), counts)

@@ -107,16 +107,16 @@ class StepCase:
         entered = [Entered(i, i, [2 + i], tuple(order[i * pages : (i + 1) * pages]), 0, 0, None) for i in range(B)]
         runner.launch(StepPlan(0, 0, entered=entered), specs)
         slots, cfg = runner.slots, runner.model.cfg
-        slots.len_S[:B] = load.context
+        slots.len_Y[:B] = load.context
         gen = torch.Generator().manual_seed(load.context)
         if isinstance(load, Prompts):
             tokens = torch.randint(2, cfg.vocab_size, (B, load.context), generator=gen)
-            slots.token_SN[:B, : load.context] = tokens.to(slots.device)
+            slots.token_YS[:B, : load.context] = tokens.to(slots.device)
             count = load.context - load.start
             items = [Item(i, i, load.start, count, 0, "prefill", samples=True) for i in range(B)]
             bucket = Bucket(B, 0, load.num_tokens, decodes_only=False)
             return StepPlan(1, 0, items=items, num_tokens=load.num_tokens, bucket=bucket), specs
-        slots.token_SN[:B, load.context - 1] = torch.randint(2, cfg.vocab_size, (B,), generator=gen).to(slots.device)
+        slots.token_YS[:B, load.context - 1] = torch.randint(2, cfg.vocab_size, (B,), generator=gen).to(slots.device)
         rows = 1 + load.depth
         items = [Item(i, i, load.context - 1, rows, load.depth, "decode", samples=True) for i in range(B)]
         plan = StepPlan(1, 0, items=items, num_tokens=B * rows, depth=load.depth, draft_depth=load.depth)
@@ -127,13 +127,13 @@ class StepCase:
     def step(self, plan: StepPlan, specs: dict[int, SeqSpec], load: Load | Prompts) -> None:
         """One step, enqueued; the sequences then are where they were."""
         self.runner.launch(plan, specs)
-        self.runner.slots.len_S[: load.batch] = load.context
+        self.runner.slots.len_Y[: load.batch] = load.context
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan, load: Prompts) -> Tensor:
         """Hidden states [T, D] of a step of prompts."""
         assert self.runner.prompts is not None
-        return self.runner.prompts.run(self.runner.pack(plan), load.context).rows.hidden_RD.clone()
+        return self.runner.prompts.run(self.runner.pack(plan), load.context).rows.hidden_TD.clone()
 
     @torch.inference_mode()
     def experts(self, load: Load) -> list[float]:

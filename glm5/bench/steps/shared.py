@@ -63,16 +63,16 @@ def _measured(case: StepCase, group: Group, load: Prompts, min_rows: int, *, ana
     try:
         plan, specs = case.enter(load)
         step = partial(case.step, plan, specs, load)
-        hidden_RD = case.hidden(plan, load)
-        others = group.all_gather(hidden_RD)
-        assert all(torch.equal(other, hidden_RD) for other in others), "ranks differ"
+        hidden_TD = case.hidden(plan, load)
+        others = group.all_gather(hidden_TD)
+        assert all(torch.equal(other, hidden_TD) for other in others), "ranks differ"
         milliseconds = timed(step).gpu_ms
         kernels = kernels_of(step)  # by all ranks, as they wait for each other
         for kernel in kernels[: _SHOWN * anatomy]:
             say(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
     finally:
         row_sharding.MIN_SHARDED_ROWS = usual
-    return hidden_RD, milliseconds
+    return hidden_TD, milliseconds
 
 
 def main() -> int:

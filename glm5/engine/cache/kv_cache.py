@@ -65,7 +65,7 @@ class KVCache:
         # Zeros: a masked key has weight 0, but 0 times a NaN in uninitialized memory would be NaN.
         num_bytes = (num_pages + 1) * self.bytes_per_page(cfg, dtype, layout, mtp=mtp)
         self._memory = Memory(num_bytes, self.device)
-        self._page_PB = self._memory.bytes.view(num_pages + 1, -1)
+        self._page_bytes = self._memory.bytes.view(num_pages + 1, -1)
         self._lay_out()
 
     @staticmethod
@@ -103,14 +103,14 @@ class KVCache:
     @property
     def place(self) -> int:
         """The pool's address, which captured graphs contain."""
-        return self._page_PB.data_ptr()
+        return self._page_bytes.data_ptr()
 
     def select_keys(
         self,
         layer_idx: int,
         q_TJI: Tensor,
         w_TJ: Tensor,
-        table_BN: Tensor,
+        table_BP: Tensor,
         row_T: Tensor,
         end_T: Tensor,
         *,
@@ -127,7 +127,7 @@ class KVCache:
             if rotation is not None:
                 q_TJI = rope_part(q_TJI, *rotation, None, 0, 2 * rotation[0].shape[1])
             return select_few(few, q_TJI, key_PZI, w_TJ, top_k=top_k, scale=scale)
-        where = table_BN, row_T, end_T
+        where = table_BP, row_T, end_T
         return select_keys(
             q_TJI,
             key_PZI,
@@ -145,7 +145,7 @@ class KVCache:
         layer_idx: int,
         q_THL: Tensor,
         keys_TK: Tensor | None,
-        table_BN: Tensor,
+        table_BP: Tensor,
         row_T: Tensor,
         end_T: Tensor,
         *,
@@ -158,7 +158,7 @@ class KVCache:
         if few is not None:
             latent_PZL, every = self._latent_PZL[layer_idx], self._latent_rows[layer_idx]
             return attend_few(few, q_THL, latent_PZL, keys_TK, scale=scale, value_dim=value_dim, every=every)
-        latent_PZL, where = self._latent_PZL[layer_idx], (table_BN, row_T, end_T)
+        latent_PZL, where = self._latent_PZL[layer_idx], (table_BP, row_T, end_T)
         return sparse_mla(q_THL, latent_PZL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=impl)[0]
 
     def host_pools(self, layer_idx: int) -> tuple[HostPool, HostPool | None] | None:
@@ -168,11 +168,11 @@ class KVCache:
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages, (source, target) each, in order."""
         for source, target in pairs:
-            self._page_PB[target].copy_(self._page_PB[source])
+            self._page_bytes[target].copy_(self._page_bytes[source])
 
     def page(self, page: int) -> Tensor:
         """The bytes of a page over all layers, contiguous."""
-        return self._page_PB[page]
+        return self._page_bytes[page]
 
     def parts(self) -> dict[str, Tensor]:
         """Every part of the pages, [P, Z, ...] each, by name, in their order within a page; the lower tiers copy them.
@@ -221,8 +221,8 @@ class KVCache:
         start = 0
         for part in _parts(self.cfg, self.dtype, self.layout, self.mtp):
             assert start % _ALIGNMENT == 0, f"{part=} {start=}"
-            rows_PB = self._page_PB[:, start : start + part.num_bytes]
-            yield part.name, rows_PB.view(part.dtype).unflatten(1, part.shape)
+            page_rows = self._page_bytes[:, start : start + part.num_bytes]
+            yield part.name, page_rows.view(part.dtype).unflatten(1, part.shape)
             start += part.num_bytes
 
 

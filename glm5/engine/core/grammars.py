@@ -20,9 +20,9 @@ def fill_masks(
     rows = [(item, constrained[item.seq_id]) for item in items if item.samples and item.seq_id in constrained]
     if not rows:
         return None
-    masks_BJM = torch.empty(len(rows), 1 + max_depth, -(-vocab_size // 32), dtype=torch.int32)
-    for (item, reply), mask_JM in zip(rows, masks_BJM, strict=True):
+    bitmasks = torch.empty(len(rows), 1 + max_depth, -(-vocab_size // 32), dtype=torch.int32)
+    for (item, reply), bitmask in zip(rows, bitmasks, strict=True):
         assert reply.matcher is not None
         # A prompt chunk samples one token, whatever was drafted before its sequence was preempted.
-        reply.matcher.fill(reply.drafts[: item.depth], mask_JM)
-    return [item.slot for item, _ in rows], masks_BJM
+        reply.matcher.fill(reply.drafts[: item.depth], bitmask)
+    return [item.slot for item, _ in rows], bitmasks

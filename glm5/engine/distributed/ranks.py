@@ -222,10 +222,10 @@ class RankedRunner:
     def close(self) -> None:
         self.ranks.close()
 
-    def set_bitmasks(self, slots: list[int], masks_BJM: Tensor) -> None:
+    def set_bitmasks(self, slots: list[int], bitmasks: Tensor) -> None:
         assert self._is_masked, f"{slots=}"
-        self._masks = slots, masks_BJM.clone()
-        self.runner.set_bitmasks(slots, masks_BJM)
+        self._masks = slots, bitmasks.clone()
+        self.runner.set_bitmasks(slots, bitmasks)
 
     def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
         if self._is_masked:

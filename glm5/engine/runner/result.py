@@ -36,31 +36,31 @@ class StepResult:
 class PromptLogprobs:
     """Log-probabilities of the tokens that follow the rows of a chunk, and of `num_likeliest` tokens for each row."""
 
-    token_N: Tensor
+    token_S: Tensor
     found: Logprobs
     num_likeliest: int
 
 
 @dataclass
 class Pending:
-    """Tensors of a launched step from which its result is made. `sampling`: items that sample, `place_C` as in `Batch`.
-    `shown`: by sequence id, how many likeliest tokens to report. `unpack` splits `packed` into token_CJ, count_C,
-    draft_CK and no_valid_token_Q, as one copy brings them to the host. `draft_CK`: None if drafts are not needed."""
+    """Tensors of a launched step from which its result is made. `sampling`: items that sample. `shown`: by sequence id,
+    how many likeliest tokens to report. `unpack` splits `packed` into tokens_B, count_B, drafts_B and no_valid_token_T,
+    as one copy brings them to the host. `drafts_B`: None if drafts are not needed."""
 
     sampling: Sequence[Item]
-    place_C: Ints
+    sample_index_B: Ints
     max_depth: int
-    token_CJ: Tensor
-    count_C: Tensor
-    no_valid_token_Q: Tensor
-    draft_CK: Tensor | None = None
+    tokens_B: Tensor
+    count_B: Tensor
+    no_valid_token_T: Tensor
+    drafts_B: Tensor | None = None
     logprobs: Logprobs | None = None
     shown: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     packed: Tensor | None = None
     unpack: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
-    position_R: Tensor | None = None
-    expert_RLA: Tensor | None = None
+    position_T: Tensor | None = None
+    expert_ids_T: Tensor | None = None
     routed: list[tuple[Item, int]] = field(default_factory=list)
 
 
@@ -71,21 +71,21 @@ class Launched:
         self._pending, self._arrived = pending, None
         if pending is None:
             return
-        is_here = pending.token_CJ.is_cpu
+        is_here = pending.tokens_B.is_cpu
         if pending.packed is not None and pending.unpack is not None:
             # A copy, since the next step overwrites this tensor.
             packed = pending.packed.clone() if is_here else _to_host(pending.packed)
-            pending.token_CJ, pending.count_C, pending.draft_CK, pending.no_valid_token_Q = pending.unpack(packed)
+            pending.tokens_B, pending.count_B, pending.drafts_B, pending.no_valid_token_T = pending.unpack(packed)
             pending.packed = None
         if not is_here:
             _each_tensor(pending, _to_host)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def add_drafts(self, draft_CK: Tensor) -> None:
+    def add_drafts(self, drafts_B: Tensor) -> None:
         """Add drafts made after the tokens were sampled; `read` waits for them too."""
         assert self._pending is not None
-        self._pending.draft_CK = _to_host(draft_CK)
+        self._pending.drafts_B = _to_host(drafts_B)
         if self._arrived is not None:
             self._arrived.record()
 
@@ -117,9 +117,9 @@ def _each_tensor(owner: Any, change: Any) -> None:
 
 def _result(pending: Pending) -> StepResult:
     result = StepResult()
-    tokens, counts = pending.token_CJ.tolist(), pending.count_C.tolist()
-    drafts = None if pending.draft_CK is None else pending.draft_CK.tolist()
-    any_invalid = bool(pending.no_valid_token_Q.any())
+    tokens, counts = pending.tokens_B.tolist(), pending.count_B.tolist()
+    drafts = None if pending.drafts_B is None else pending.drafts_B.tolist()
+    any_invalid = bool(pending.no_valid_token_T.any())
     drafted, accepted = [0] * pending.max_depth, [0] * pending.max_depth
     rows = None if pending.logprobs is None else _entries(pending.logprobs)
     for index, item in enumerate(pending.sampling):
@@ -130,16 +130,16 @@ def _result(pending: Pending) -> StepResult:
         for position in range(item.depth):
             drafted[position] += 1
             accepted[position] += position < count - 1
-        place = int(pending.place_C[index])
-        if any_invalid and bool(pending.no_valid_token_Q[place : place + count].any()):
+        place = int(pending.sample_index_B[index])
+        if any_invalid and bool(pending.no_valid_token_T[place : place + count].any()):
             result.no_valid_token.add(seq_id)
         if rows is not None and seq_id in pending.shown:
             ids = result.tokens[seq_id]
             result.logprobs[seq_id] = rows.of(ids, place, pending.shown[seq_id])
     for seq_id, prompt in pending.prompt_logprobs.items():
         entries = _entries(prompt.found)
-        result.prompt_logprobs[seq_id] = entries.of(prompt.token_N.tolist(), 0, prompt.num_likeliest)
-    if pending.expert_RLA is not None:
+        result.prompt_logprobs[seq_id] = entries.of(prompt.token_S.tolist(), 0, prompt.num_likeliest)
+    if pending.expert_ids_T is not None:
         counts_of = dict(zip((item.seq_id for item in pending.sampling), counts, strict=False))
         for item, first in pending.routed:
             result.routed[item.seq_id] = _routed(pending, item, first, counts_of)
@@ -170,19 +170,19 @@ class _Entries:
 
 def _entries(found: Logprobs) -> _Entries:
     return _Entries(
-        found.logprob_R.tolist(),
-        found.tempered_R.tolist(),
-        found.rank_R.tolist(),
-        found.likeliest_RN.tolist(),
-        found.likeliest_logprob_RN.tolist(),
-        found.likeliest_tempered_RN.tolist(),
+        found.logprob_T.tolist(),
+        found.tempered_T.tolist(),
+        found.rank_T.tolist(),
+        found.likeliest_TU.tolist(),
+        found.likeliest_logprob_TU.tolist(),
+        found.likeliest_tempered_TU.tolist(),
     )
 
 
 def _routed(pending: Pending, item: Item, first: int, counts: dict[int, int]) -> RoutedExperts:
     """Experts of an item's rows; of a decoding one, only those of accepted rows."""
-    assert pending.expert_RLA is not None and pending.position_R is not None  # noqa: PT018
+    assert pending.expert_ids_T is not None and pending.position_T is not None  # noqa: PT018
     num_rows = counts[item.seq_id] if item.kind == "decode" else item.num_rows
-    experts = pending.expert_RLA[first : first + num_rows].contiguous().numpy()
+    experts = pending.expert_ids_T[first : first + num_rows].contiguous().numpy()
     shape = (experts.shape[0], experts.shape[1], experts.shape[2])
-    return RoutedExperts(int(pending.position_R[first]), shape, experts.astype("<i2").tobytes())
+    return RoutedExperts(int(pending.position_T[first]), shape, experts.astype("<i2").tobytes())

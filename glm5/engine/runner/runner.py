@@ -120,9 +120,9 @@ class Runner:
             self.pass_graphs = PassGraphs(self.passes, cache, graphs, context_buckets, self._routing)
             self.passes.captured = self.pass_graphs
 
-    def set_bitmasks(self, slots: list[int], masks_BJM: Tensor) -> None:
+    def set_bitmasks(self, slots: list[int], bitmasks: Tensor) -> None:
         """Set the grammar bitmasks of the next launch's rows (`Sampler.permit`)."""
-        self._masks = slots, masks_BJM
+        self._masks = slots, bitmasks
 
     @torch.inference_mode()
     def weights_changed(self) -> None:
@@ -147,8 +147,8 @@ class Runner:
     def sample_padding(self, num_rows: int) -> None:
         """Sample padding rows without a graph, to load the sampling kernels."""
         batch, like_D = padding_batch(Shape(num_rows, 0), self.padding_slot), self.model.model.norm.weight
-        none_R = torch.zeros(num_rows, dtype=torch.int64, device=self.cache.device)
-        self._sample(batch, self._upload(batch), none_R, like_D.new_zeros(num_rows, len(like_D)))
+        none_T = torch.zeros(num_rows, dtype=torch.int64, device=self.cache.device)
+        self._sample(batch, self._upload(batch), none_T, like_D.new_zeros(num_rows, len(like_D)))
 
     def pack(self, plan: StepPlan) -> Batch:
         """The batch of a plan that has items."""
@@ -170,22 +170,22 @@ class Runner:
         assert steps is not None, f"{plan.step=}"
         shape, max_end = Shape(bucket.num_seqs, bucket.depth), _max_end(plan) + self.max_depth
         buffers, sampled = steps.run(batch, shape, max_end, plan.draft_depth if self._drafter is not None else 0)
-        token_CJ, count_C, draft_CK, no_valid_token_Q = buffers.unpack(buffers.result)
+        tokens_B, count_B, drafts_B, no_valid_token_T = buffers.unpack(buffers.result)
         pending = Pending(
             items,
-            batch.place_C,
+            batch.sample_index_B,
             max_depth=self.max_depth,
-            token_CJ=token_CJ,
-            count_C=count_C,
-            draft_CK=draft_CK,
-            no_valid_token_Q=no_valid_token_Q,
+            tokens_B=tokens_B,
+            count_B=count_B,
+            drafts_B=drafts_B,
+            no_valid_token_T=no_valid_token_T,
             logprobs=None if sampled is None else sampled.logprobs,
             shown=_shown(items, specs),
             packed=buffers.result,
             unpack=buffers.unpack,
         )
-        if buffers.expert_RLA is not None:
-            self._add_routing(pending, plan, specs, buffers.expert_RLA, buffers.position_R)
+        if buffers.expert_ids_T is not None:
+            self._add_routing(pending, plan, specs, buffers.expert_ids_T, buffers.position_T)
         return pending
 
     def _run(self, plan: StepPlan, batch: Batch, specs: Mapping[int, SeqSpec]) -> Launched:
@@ -195,96 +195,98 @@ class Runner:
         are copied to the host before the draft layer runs.
         """
         if plan.depth:
-            self.slots.assume(self._upload(batch).slot_C)
+            self.slots.assume(self._upload(batch).sampling_slot_B)
         sampling = tuple([item for item in plan.items if item.samples])
         max_end = _max_end(plan)  # without drafts: otherwise full prompts of index_topk tokens would select keys
         if self.prompts is not None:
             ran = self.prompts.run(batch, max_end)
             on = self._upload(batch)
-            position_R, hidden_RD, expert_RLA = ran.rows.position_R, ran.rows.hidden_RD, ran.rows.expert_RLA
+            position_T, hidden_TD, expert_ids_T = ran.rows.position_T, ran.rows.hidden_TD, ran.rows.expert_ids_T
             extend = partial(self.prompts.extend, ran)
         else:
             on = self._upload(batch)
             view = self._view(on, max_end)
-            position_R, expert_RLA = view.positions_T, None
+            position_T, expert_ids_T = view.positions_T, None
             if self._routing is not None:
                 self._routing.clear()
-            hidden_RD = self.passes.hidden(self.slots.tokens(on.slot_R, position_R), view)
+            hidden_TD = self.passes.hidden(self.slots.tokens(on.slot_T, position_T), view)
             if self._routing is not None:
-                expert_RLA = self._routing.experts()
-            extend = partial(self._extend, on, view, hidden_RD)
+                expert_ids_T = self._routing.experts()
+            extend = partial(self._extend, on, view, hidden_TD)
         self._set_sampling_params(plan, specs)
-        prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_RD)
-        sampled, accepted = self._sample(batch, on, position_R, hidden_RD)
+        prompt_logprobs = self._prompt_logprobs(plan, specs, hidden_TD)
+        sampled, accepted = self._sample(batch, on, position_T, hidden_TD)
         pending = Pending(
             sampling,
-            batch.place_C,
+            batch.sample_index_B,
             max_depth=self.max_depth,
-            token_CJ=accepted.token_SJ.index_select(0, on.slot_C),
-            count_C=accepted.count_S.index_select(0, on.slot_C),
-            no_valid_token_Q=sampled.no_valid_token_R,
+            tokens_B=accepted.tokens_Y.index_select(0, on.sampling_slot_B),
+            count_B=accepted.count_Y.index_select(0, on.sampling_slot_B),
+            no_valid_token_T=sampled.no_valid_token_T,
             logprobs=sampled.logprobs,
             shown=_shown(sampling, specs),
             prompt_logprobs=prompt_logprobs,
         )
-        if expert_RLA is not None:
-            self._add_routing(pending, plan, specs, expert_RLA, position_R)
+        if expert_ids_T is not None:
+            self._add_routing(pending, plan, specs, expert_ids_T, position_T)
         launched = Launched(pending)
         # Without drafts, the draft layer may skip generated tokens: later drafts are then worse for a while. It must
         # not skip prompts, as their pages are shared.
         if self._drafter is not None and (plan.draft_depth or not batch.samples_all):
             extended = extend()
             if sampling:
-                rows = DraftRows(batch.slot_C, on.slot_C, on.first_C, accepted.count_S[on.slot_C])
+                rows = DraftRows(
+                    batch.sampling_slot_B, on.sampling_slot_B, on.first_B, accepted.count_Y[on.sampling_slot_B]
+                )
                 self._drafter.draft(extended, rows, plan.draft_depth, max_end=max_end + self.max_depth)
         if any(specs[item.seq_id].params.constrained for item in sampling):
-            launched.add_drafts(self.slots.draft_SK.index_select(0, on.slot_C))
+            launched.add_drafts(self.slots.drafts_Y.index_select(0, on.sampling_slot_B))
         return launched
 
-    def _extend(self, on: DeviceBatch, view: StepView, hidden_RD: Tensor) -> Extended:
+    def _extend(self, on: DeviceBatch, view: StepView, hidden_TD: Tensor) -> Extended:
         assert self._drafter is not None, f"{self.max_depth=}"
-        return self._drafter.extend(view, self.slots.tokens(on.slot_R, view.positions_T + 1), hidden_RD)
+        return self._drafter.extend(view, self.slots.tokens(on.slot_T, view.positions_T + 1), hidden_TD)
 
     def _add_routing(
-        self, pending: Pending, plan: StepPlan, specs: Mapping[int, SeqSpec], expert_RLA: Tensor, position_R: Tensor
+        self, pending: Pending, plan: StepPlan, specs: Mapping[int, SeqSpec], expert_ids_T: Tensor, position_T: Tensor
     ) -> None:
         pending.routed = [(item, first) for item, first in _first_rows(plan) if specs[item.seq_id].routed]
         if pending.routed:
             # Copies: the next step may overwrite these tensors.
-            pending.expert_RLA, pending.position_R = expert_RLA.clone(), position_R.clone()
+            pending.expert_ids_T, pending.position_T = expert_ids_T.clone(), position_T.clone()
 
     def _view(self, on: DeviceBatch, max_end: int) -> StepView:
         return StepView.of(
             self.cache,
             self.slots,
             slot_B=on.slot_B,
-            group_T=on.group_R,
-            slot_T=on.slot_R,
-            positions_T=self.slots.positions(on.slot_R, on.start_R, on.offset_R),
-            live_T=on.live_R,
+            group_T=on.group_T,
+            slot_T=on.slot_T,
+            positions_T=self.slots.positions(on.slot_T, on.start_T, on.offset_T),
+            live_T=on.live_T,
             max_end=max_end,
             invariant=self.passes.num_rows is not None,
         )
 
-    def _sample(self, batch: Batch, on: DeviceBatch, position_R: Tensor, hidden_RD: Tensor) -> tuple[Sampled, Accepted]:
+    def _sample(self, batch: Batch, on: DeviceBatch, position_T: Tensor, hidden_TD: Tensor) -> tuple[Sampled, Accepted]:
         """Sample tokens, accept or reject drafts, and commit the accepted tokens to the slots."""
-        draft_SK = self.slots.draft_SK
-        if not len(batch.sample_slot_Q):
-            none = torch.zeros(0, dtype=torch.int64, device=hidden_RD.device)
-            return Sampled(none, none.bool(), None), accept(none, none, none, draft_SK)
-        position_Q = position_R
+        drafts_Y = self.slots.drafts_Y
+        if not len(batch.sample_slot_T):
+            none = torch.zeros(0, dtype=torch.int64, device=hidden_TD.device)
+            return Sampled(none, none.bool(), None), accept(none, none, none, drafts_Y)
+        sample_position_T = position_T
         if not batch.samples_all:
-            hidden_RD, position_Q = hidden_RD[on.sample_Q], position_R[on.sample_Q]
-        position_Q = position_Q + 1
-        rows = Rows(batch.sample_slot_Q, on.sample_slot_Q, position_Q, on.sample_offset_Q)
-        sampled = self.sampler.sample(self.passes.logits(hidden_RD), rows, draft_SK if self.max_depth else None)
-        accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
-        self.sampler.record(accepted, batch.sample_slot_Q)
-        self.slots.commit(sampled.token_R, on.sample_slot_Q, position_Q, accepted)
+            hidden_TD, sample_position_T = hidden_TD[on.sample_T], position_T[on.sample_T]
+        sample_position_T = sample_position_T + 1
+        rows = Rows(batch.sample_slot_T, on.sample_slot_T, sample_position_T, on.sample_offset_T)
+        sampled = self.sampler.sample(self.passes.logits(hidden_TD), rows, drafts_Y if self.max_depth else None)
+        accepted = accept(sampled.token_T, on.sample_slot_T, on.sample_offset_T, drafts_Y)
+        self.sampler.record(accepted, batch.sample_slot_T)
+        self.slots.commit(sampled.token_T, on.sample_slot_T, sample_position_T, accepted)
         return sampled, accepted
 
     def _prompt_logprobs(
-        self, plan: StepPlan, specs: Mapping[int, SeqSpec], hidden_RD: Tensor
+        self, plan: StepPlan, specs: Mapping[int, SeqSpec], hidden_TD: Tensor
     ) -> dict[int, PromptLogprobs]:
         """Log-probabilities of the prompt tokens after the rows of prompt chunks, for sequences that request them."""
         out: dict[int, PromptLogprobs] = {}
@@ -297,15 +299,15 @@ class Runner:
             if item.kind == "decode" or wanted is None or count < 1:
                 continue
             # A copy: on a CPU another sequence may get the slot before these are read.
-            next_N = self.slots.token_SN[item.slot, item.start + 1 : item.start + 1 + count].clone()
+            next_T = self.slots.token_YS[item.slot, item.start + 1 : item.start + 1 + count].clone()
             parts: list[Logprobs] = []
             for begin in range(0, count, _PROMPT_ROWS):
                 span = slice(first + begin, first + min(begin + _PROMPT_ROWS, count))
-                logits_NW = self.passes.logits(_filled(hidden_RD[span], self.passes))[: span.stop - span.start]
+                logits_TW = self.passes.logits(_filled(hidden_TD[span], self.passes))[: span.stop - span.start]
                 parts.append(
-                    self.sampler.logprobs(logits_NW, next_N[begin : begin + _PROMPT_ROWS], wanted, temperature)
+                    self.sampler.logprobs(logits_TW, next_T[begin : begin + _PROMPT_ROWS], wanted, temperature)
                 )
-            out[item.seq_id] = PromptLogprobs(next_N, Logprobs.joined(parts), wanted)
+            out[item.seq_id] = PromptLogprobs(next_T, Logprobs.joined(parts), wanted)
         return out
 
     def _upload(self, batch: Batch) -> DeviceBatch:
@@ -360,6 +362,6 @@ def _first_rows(plan: StepPlan) -> list[tuple[Item, int]]:
     return out
 
 
-def _filled(hidden_ND: Tensor, passes: Passes) -> Tensor:
+def _filled(hidden_TD: Tensor, passes: Passes) -> Tensor:
     """Pad with rows of zeros to a multiple of a pass."""
-    return torch.nn.functional.pad(hidden_ND, (0, 0, 0, passes.round_up(len(hidden_ND)) - len(hidden_ND)))
+    return torch.nn.functional.pad(hidden_TD, (0, 0, 0, passes.round_up(len(hidden_TD)) - len(hidden_TD)))

@@ -11,10 +11,8 @@ A token is a function of its row of logits, its sequence's parameters and earlie
 else in the batch, bit for bit. The order of operations is vLLM's: allowed tokens and grammar, bad words, min tokens,
 logit bias, penalties (repetition, frequency, presence), temperature, min-p, top-k, top-p. Everything is float32.
 
-Letters in this folder, beside those of `glm5.model`:
-
-    R rows of logits: one a sequence, or 1 + drafts    S slots, the last for padding    J = 1 + drafts at most
-    W vocabulary                                       N likeliest tokens               U entries of a table
+Shape letters are those of `glm5.model`. T here are rows of logits: one a sequence, or 1 + its drafts. The last of the Y
+request slots is for padding rows. U are the entries of a slot's list (biases, bad words), or the likeliest tokens.
 """
 
 from typing import TYPE_CHECKING

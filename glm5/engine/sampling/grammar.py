@@ -48,23 +48,23 @@ class Matcher:
         self._note(start)
         return is_allowed
 
-    def fill(self, drafts: Sequence[int], mask_JM: Tensor) -> None:
-        """Row j of mask_JM, int32 [at least 1 + len(drafts), ceil(W / 32)], on the host: what may follow j drafts.
+    def fill(self, drafts: Sequence[int], bitmask: Tensor) -> None:
+        """Row j of bitmask, int32 [at least 1 + len(drafts), ceil(W / 32)], on the host: what may follow j drafts.
 
         Rows after a draft that is not allowed are free: neither it nor those after it will be accepted. The
         sequence's place in its grammar stays as it was.
         """
         start = time.thread_time()
         starts_after, budget, num_taken = self._starts_after, self._budget, 0
-        mask_JM.fill_(_FREE)
-        words_JM = mask_JM.numpy()
+        bitmask.fill_(_FREE)
+        words = bitmask.numpy()
         for row in range(len(drafts) + 1):
             if self._starts_after is not None:
-                self._fill_before(words_JM[row])
+                self._fill_before(words[row])
             elif self._matcher is not None and not self._matcher.is_terminated():
-                self._matcher.fill_next_token_bitmask(mask_JM, row)
+                self._matcher.fill_next_token_bitmask(bitmask, row)
             # Asking the matcher instead would have it complain of every refusal on stderr.
-            if row == len(drafts) or not _has(words_JM[row], drafts[row]):
+            if row == len(drafts) or not _has(words[row], drafts[row]):
                 break
             taken = self._take(drafts[row])
             assert taken is not None, f"the mask allows {drafts[row]}, the matcher does not"
@@ -78,13 +78,13 @@ class Matcher:
         # Of this thread's own time: a busy machine makes no grammar slow.
         self.is_slow = self.is_slow or time.thread_time() - start > MAX_SECONDS
 
-    def _fill_before(self, words_M: NDArray[np.int32]) -> None:
+    def _fill_before(self, words: NDArray[np.int32]) -> None:
         """What may come before the grammar holds."""
         if self._budget == 0:
-            words_M.fill(0)
-            _put(words_M, self._starts_after, allowed=True)
+            words.fill(0)
+            _put(words, self._starts_after, allowed=True)
         for token_id in self._not_before:
-            _put(words_M, token_id, allowed=False)
+            _put(words, token_id, allowed=False)
 
     def _take(self, token_id: int) -> int | None:
         """How many tokens the grammar advanced by: 0 before it starts and after it ended; None if not allowed."""
@@ -101,13 +101,13 @@ class Matcher:
         return 1 if self._matcher.accept_token(token_id) else None
 
 
-def _has(words_M: NDArray[np.int32], token_id: int) -> bool:
+def _has(words: NDArray[np.int32], token_id: int) -> bool:
     """Whether the token's bit is set; ids that are none, such as a missing draft's, have no bit."""
-    return 0 <= token_id < 32 * len(words_M) and bool(words_M[token_id >> 5] >> (token_id & 31) & 1)
+    return 0 <= token_id < 32 * len(words) and bool(words[token_id >> 5] >> (token_id & 31) & 1)
 
 
-def _put(words_M: NDArray[np.int32], token_id: int | None, *, allowed: bool) -> None:
+def _put(words: NDArray[np.int32], token_id: int | None, *, allowed: bool) -> None:
     """Set or clear the token's bit."""
-    if token_id is not None and 0 <= token_id < 32 * len(words_M):
-        words, bit = words_M.view(np.uint32), np.uint32(1 << (token_id & 31))
-        words[token_id >> 5] = words[token_id >> 5] | bit if allowed else words[token_id >> 5] & ~bit
+    if token_id is not None and 0 <= token_id < 32 * len(words):
+        unsigned, bit = words.view(np.uint32), np.uint32(1 << (token_id & 31))
+        unsigned[token_id >> 5] = unsigned[token_id >> 5] | bit if allowed else unsigned[token_id >> 5] & ~bit

@@ -19,18 +19,18 @@ from glm5.kernels.top_k import top_k
 
 @dataclass
 class Logprobs:
-    """Of each row's token: float32 [R], its rank (1: likeliest) int64 [R]; then the N likeliest, likeliest first, and
+    """Of each row's token: float32 [T], its rank (1: likeliest) int64 [T]; then the N likeliest, likeliest first, and
     their `tempered`, -inf for those that could not be drawn.
 
     Equals rank by smaller token id. N is the most that any row asked for: a row's own are the first of them.
     """
 
-    logprob_R: Tensor
-    tempered_R: Tensor
-    rank_R: Tensor
-    likeliest_RN: Tensor
-    likeliest_logprob_RN: Tensor
-    likeliest_tempered_RN: Tensor
+    logprob_T: Tensor
+    tempered_T: Tensor
+    rank_T: Tensor
+    likeliest_TU: Tensor
+    likeliest_logprob_TU: Tensor
+    likeliest_tempered_TU: Tensor
 
     @classmethod
     def joined(cls, parts: Sequence["Logprobs"]) -> "Logprobs":
@@ -39,21 +39,21 @@ class Logprobs:
         return cls(*(torch.cat(column) for column in columns))
 
 
-def logprobs(logits_RW: Tensor, token_R: Tensor, drawn_from_RW: Tensor | None, num_likeliest: int) -> Logprobs:
-    """See `Logprobs`. `drawn_from_RW`: None where that is the model's own distribution in every row."""
-    token_R1 = token_R[:, None]
-    logits_RW = logits_RW.float()
-    logprob_RW = logits_RW.log_softmax(dim=-1)
-    logprob_R1 = logprob_RW.gather(1, token_R1)
-    tempered_RW = logprob_RW if drawn_from_RW is None else drawn_from_RW.log_softmax(dim=-1)
-    tempered_R1 = tempered_RW.gather(1, token_R1)
-    rank_R = (logprob_RW > logprob_R1).sum(dim=-1) + 1
+def logprobs(logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_likeliest: int) -> Logprobs:
+    """See `Logprobs`. `drawn_from_TW`: None where that is the model's own distribution in every row."""
+    token_T1 = token_T[:, None]
+    logits_TW = logits_TW.float()
+    logprob_TW = logits_TW.log_softmax(dim=-1)
+    logprob_T1 = logprob_TW.gather(1, token_T1)
+    tempered_TW = logprob_TW if drawn_from_TW is None else drawn_from_TW.log_softmax(dim=-1)
+    tempered_T1 = tempered_TW.gather(1, token_T1)
+    rank_T = (logprob_TW > logprob_T1).sum(dim=-1) + 1
     if num_likeliest == 0:
-        none = token_R1[:, :0]
-        return Logprobs(logprob_R1[:, 0], tempered_R1[:, 0], rank_R, none, none.float(), none.float())
-    chosen_RN = top_k(logprob_RW, num_likeliest).long().clamp_min_(0)
+        none = token_T1[:, :0]
+        return Logprobs(logprob_T1[:, 0], tempered_T1[:, 0], rank_T, none, none.float(), none.float())
+    chosen_TU = top_k(logprob_TW, num_likeliest).long().clamp_min_(0)
     # Ascending ids before a stable sort: equals stay in the order of their ids.
-    best = logprob_RW.gather(1, chosen_RN).sort(dim=-1, descending=True, stable=True)
-    likeliest_RN = chosen_RN.gather(1, best.indices)
-    tempered_RN = tempered_RW.gather(1, likeliest_RN)
-    return Logprobs(logprob_R1[:, 0], tempered_R1[:, 0], rank_R, likeliest_RN, best.values, tempered_RN)
+    best = logprob_TW.gather(1, chosen_TU).sort(dim=-1, descending=True, stable=True)
+    likeliest_TU = chosen_TU.gather(1, best.indices)
+    tempered_TU = tempered_TW.gather(1, likeliest_TU)
+    return Logprobs(logprob_T1[:, 0], tempered_T1[:, 0], rank_T, likeliest_TU, best.values, tempered_TU)

@@ -18,22 +18,22 @@ _GOLDEN_32 = 0x9E3779B1 - (1 << 32)
 _MIX_32 = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 
 
-def log_exponential(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int = 0) -> Tensor:
-    """log of the Exp(1) noise, float32 [R, W], for int64 seeds and positions; of W token ids from `first` on."""
-    key_R = mix(mix(seed_R) + position_R)
-    low_R1, high_R1 = key_R.int()[:, None], (key_R >> 32).int()[:, None]
-    ids_W = torch.arange(first, first + vocab_size, dtype=torch.int32, device=seed_R.device)
-    x_RW = ids_W * _GOLDEN_32 + low_R1
-    x_RW ^= (x_RW >> 16) & 0xFFFF  # shifts keep the sign: the mask makes them logical
-    x_RW *= _MIX_32[0]
-    x_RW ^= high_R1
-    x_RW ^= (x_RW >> 13) & 0x7FFFF
-    x_RW *= _MIX_32[1]
-    x_RW ^= (x_RW >> 16) & 0xFFFF
-    x_RW &= 0x7FFFFFFF
+def log_exponential(seed_T: Tensor, position_T: Tensor, vocab_size: int, first: int = 0) -> Tensor:
+    """log of the Exp(1) noise, float32 [T, W], for int64 seeds and positions; of W token ids from `first` on."""
+    key_T = mix(mix(seed_T) + position_T)
+    low_T1, high_T1 = key_T.int()[:, None], (key_T >> 32).int()[:, None]
+    ids_W = torch.arange(first, first + vocab_size, dtype=torch.int32, device=seed_T.device)
+    x_TW = ids_W * _GOLDEN_32 + low_T1
+    x_TW ^= (x_TW >> 16) & 0xFFFF  # shifts keep the sign: the mask makes them logical
+    x_TW *= _MIX_32[0]
+    x_TW ^= high_T1
+    x_TW ^= (x_TW >> 13) & 0x7FFFF
+    x_TW *= _MIX_32[1]
+    x_TW ^= (x_TW >> 16) & 0xFFFF
+    x_TW &= 0x7FFFFFFF
     # At half-integers u is never 0; float32 may round the largest to 1, whose logarithm would be infinite.
-    u_RW = x_RW.float().add_(0.5).mul_(2.0**-31).clamp_max_(1 - 2.0**-24)
-    return u_RW.neg_().log1p_().neg_().log_()
+    u_TW = x_TW.float().add_(0.5).mul_(2.0**-31).clamp_max_(1 - 2.0**-24)
+    return u_TW.neg_().log1p_().neg_().log_()
 
 
 def mix(x: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's
 
 @dataclass
 class Sampled:
-    """Tokens int64 [R]; rows without a valid token (all barred, or NaN), bool [R]; log-probabilities if asked."""
+    """Tokens int64 [T]; rows without a valid token (all barred, or NaN), bool [T]; log-probabilities if asked."""
 
-    token_R: Tensor
-    no_valid_token_R: Tensor
+    token_T: Tensor
+    no_valid_token_T: Tensor
     logprobs: Logprobs | None
 
 
@@ -62,31 +62,31 @@ class Sampler:
         """Sequences take slots; nothing of those who sat there remains."""
         self.tables.place(placements)
 
-    def permit(self, slots: list[int], masks_BJM: Tensor) -> None:
+    def permit(self, slots: list[int], bitmasks: Tensor) -> None:
         """Masks of the next step's rows for sequences with a grammar: int32 on the host [len(slots), J, ceil(W / 32)].
 
-        A mask holds until the next one; masks_BJM is overwritten where a slot has allowed_token_ids as well.
+        A mask holds until the next one; bitmasks is overwritten where a slot has allowed_token_ids as well.
         """
-        self.tables.permit(slots, masks_BJM)
+        self.tables.permit(slots, bitmasks)
 
     def sample(
         self,
-        logits_RW: Tensor,
+        logits_TW: Tensor,
         rows: Rows,
-        draft_SK: Tensor | None = None,
+        drafts_Y: Tensor | None = None,
         *,
         drafting: bool = False,
         features: int | None = None,
     ) -> Sampled:
-        """One token a row. The logits are left alone. `draft_SK`: drafts [S, K], None where every offset is 0.
+        """One token a row. The logits are left alone. `drafts_Y`: drafts [Y, depth], None where every offset is 0.
 
         `drafting`: the tokens are only guesses. Masks are not applied, as they are not known yet so far ahead, and
         there are no log-probabilities. `features`: the work to do, if not what the slots of `rows` need; more than
         that changes no token.
         """
-        found = self._sample_all(logits_RW, rows, draft_SK, drafting=drafting, features=features)
-        if self._simulate is not None and draft_SK is not None and not drafting:
-            found.token_R = simulated(found.token_R, rows, draft_SK, self._simulate)
+        found = self._sample_all(logits_TW, rows, drafts_Y, drafting=drafting, features=features)
+        if self._simulate is not None and drafts_Y is not None and not drafting:
+            found.token_T = simulated(found.token_T, rows, drafts_Y, self._simulate)
         return found
 
     def record(self, accepted: Accepted, slots: NDArray[np.int64]) -> None:
@@ -94,67 +94,67 @@ class Sampler:
 
         Not called for drafts: rows that assume them count them by themselves.
         """
-        self.tables.record(accepted.token_SJ, accepted.count_S, self.tables.features_of(slots))
+        self.tables.record(accepted.tokens_Y, accepted.count_Y, self.tables.features_of(slots))
 
     def _sample_all(
-        self, logits_RW: Tensor, rows: Rows, draft_SK: Tensor | None, *, drafting: bool, features: int | None
+        self, logits_TW: Tensor, rows: Rows, drafts_Y: Tensor | None, *, drafting: bool, features: int | None
     ) -> Sampled:
-        num_rows, vocab_size = logits_RW.shape
+        num_rows, vocab_size = logits_TW.shape
         assert vocab_size == self.vocabulary.size, f"{vocab_size=} {self.vocabulary.size=}"
         assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
         wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
         features = (self.tables.features_of(rows.slots) if features is None else features) & wanted
         shown = features & Feature.LOGPROBS
         num_likeliest = self.tables.num_likeliest_of(rows.slots) if shown else 0
-        step = max(1, _CACHED // vocab_size) if logits_RW.device.type == "cpu" else num_rows
+        step = max(1, _CACHED // vocab_size) if logits_TW.device.type == "cpu" else num_rows
         if num_rows <= step:
-            return self._sample(logits_RW, rows, draft_SK, features, num_likeliest)
+            return self._sample(logits_TW, rows, drafts_Y, features, num_likeliest)
         spans = [slice(first, first + step) for first in range(0, num_rows, step)]
-        parts = ((logits_RW[span], rows[span]) for span in spans)
+        parts = ((logits_TW[span], rows[span]) for span in spans)
         # Each part does its own rows' work.
         mine = ((logits, part, self.tables.features_of(part.slots) & features | shown) for logits, part in parts)
-        return _joined(self._sample(logits, part, draft_SK, work, num_likeliest) for logits, part, work in mine)
+        return _joined(self._sample(logits, part, drafts_Y, work, num_likeliest) for logits, part, work in mine)
 
     def _sample(
         self,
-        logits_RW: Tensor,
+        logits_TW: Tensor,
         rows: Rows,
-        draft_SK: Tensor | None,
+        drafts_Y: Tensor | None,
         features: int,
         num_likeliest: int,
     ) -> Sampled:
         part, vocabulary = self.part, self.vocabulary
         if not features and part is None:
-            return Sampled(*best_token(logits_RW), None)
-        edited_RW = edited(logits_RW, rows, draft_SK, self.tables, features, part and part.first)
-        best = vocabulary.best(edited_RW)
-        token_R, drawn_from_RW = best.token_R, self._uncut(edited_RW, rows, features)
+            return Sampled(*best_token(logits_TW), None)
+        edited_TW = edited(logits_TW, rows, drafts_Y, self.tables, features, part and part.first)
+        best = vocabulary.best(edited_TW)
+        token_T, drawn_from_TW = best.token_T, self._uncut(edited_TW, rows, features)
         if features & Feature.RANDOM:
-            numbers = self.tables.numbers_of(rows.slot_R)
-            z_RW = kept(edited_RW, best, numbers, features, vocabulary)
-            if drawn_from_RW is not None and features & CUTS:
-                drawn_from_RW = drawn_from(edited_RW, numbers("temperature"), z_RW)
-            token_R = race(z_RW, best, rows.position_R, numbers, vocabulary)
+            numbers = self.tables.numbers_of(rows.slot_T)
+            z_TW = kept(edited_TW, best, numbers, features, vocabulary)
+            if drawn_from_TW is not None and features & CUTS:
+                drawn_from_TW = drawn_from(edited_TW, numbers("temperature"), z_TW)
+            token_T = race(z_TW, best, rows.position_T, numbers, vocabulary)
         found = None
         if features & Feature.LOGPROBS:
-            found = vocabulary.logprobs(logits_RW, token_R, drawn_from_RW, num_likeliest)
-        return Sampled(token_R, best.value_R.isfinite().logical_not_(), found)
+            found = vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_likeliest)
+        return Sampled(token_T, best.value_T.isfinite().logical_not_(), found)
 
-    def logprobs(self, logits_RW: Tensor, token_R: Tensor, num_likeliest: int, temperature: float) -> Logprobs:
+    def logprobs(self, logits_TW: Tensor, token_T: Tensor, num_likeliest: int, temperature: float) -> Logprobs:
         """`logprobs` of tokens that are given, not drawn; `temperature` 0 counts as 1."""
-        drawn_from_RW = None if temperature in (0, 1) else logits_RW.float() / temperature
-        return self.vocabulary.logprobs(logits_RW, token_R, drawn_from_RW, num_likeliest)
+        drawn_from_TW = None if temperature in (0, 1) else logits_TW.float() / temperature
+        return self.vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_likeliest)
 
-    def _uncut(self, edited_RW: Tensor, rows: Rows, features: int) -> Tensor | None:
+    def _uncut(self, edited_TW: Tensor, rows: Rows, features: int) -> Tensor | None:
         """What tokens would be drawn from if nothing were cut; None where nobody asks, or it is the model's own."""
         if not features & Feature.LOGPROBS or not features & (Feature.TEMPERED | EDITS | CUTS):
             return None
-        return drawn_from(edited_RW, self.tables.numbers_of(rows.slot_R)("temperature"), None)
+        return drawn_from(edited_TW, self.tables.numbers_of(rows.slot_T)("temperature"), None)
 
 
 def _joined(parts: Any) -> Sampled:
     """One Sampled of several, in order."""
     parts = list(parts)
     found = [part.logprobs for part in parts if part.logprobs is not None]
-    tokens, invalid = (torch.cat([getattr(part, name) for part in parts]) for name in ("token_R", "no_valid_token_R"))
+    tokens, invalid = (torch.cat([getattr(part, name) for part in parts]) for name in ("token_T", "no_valid_token_T"))
     return Sampled(tokens, invalid, Logprobs.joined(found) if found else None)

@@ -37,14 +37,14 @@ def probability_of(mean: float, depth: int) -> float:
     return maximum
 
 
-def simulated(token_R: Tensor, rows: Rows, draft_SK: Tensor, probability: float) -> Tensor:
-    """What `rows` draw, int64 [R]: where a row of the same sequence follows, which assumes a draft, that draft or any
-    other token; else `token_R`."""
-    slot_R, offset_R = rows.slot_R, rows.offset_R
-    draft_R = draft_SK[slot_R, offset_R.clamp_max(draft_SK.shape[1] - 1)]
-    key_R = mix(mix(slot_R) + rows.position_R)
-    is_accepted_R = (key_R >> (64 - 1 - _BITS)) & ((1 << _BITS) - 1) < round(probability * (1 << _BITS))
-    other_R = torch.where(token_R == draft_R, torch.where(draft_R > 0, draft_R - 1, draft_R + 1), token_R)
-    is_followed_R = torch.zeros_like(is_accepted_R)
-    is_followed_R[:-1] = (slot_R[1:] == slot_R[:-1]) & (offset_R[1:] == offset_R[:-1] + 1)
-    return torch.where(is_followed_R, torch.where(is_accepted_R, draft_R, other_R), token_R)
+def simulated(token_T: Tensor, rows: Rows, drafts_Y: Tensor, probability: float) -> Tensor:
+    """What `rows` draw, int64 [T]: where a row of the same sequence follows, which assumes a draft, that draft or any
+    other token; else `token_T`."""
+    slot_T, offset_T = rows.slot_T, rows.offset_T
+    draft_T = drafts_Y[slot_T, offset_T.clamp_max(drafts_Y.shape[1] - 1)]
+    key_T = mix(mix(slot_T) + rows.position_T)
+    is_accepted_T = (key_T >> (64 - 1 - _BITS)) & ((1 << _BITS) - 1) < round(probability * (1 << _BITS))
+    other_T = torch.where(token_T == draft_T, torch.where(draft_T > 0, draft_T - 1, draft_T + 1), token_T)
+    is_followed_T = torch.zeros_like(is_accepted_T)
+    is_followed_T[:-1] = (slot_T[1:] == slot_T[:-1]) & (offset_T[1:] == offset_T[:-1] + 1)
+    return torch.where(is_followed_T, torch.where(is_accepted_T, draft_T, other_T), token_T)

@@ -80,17 +80,17 @@ class SlotTables:
         self._floats = table(len(_FLOATS), dtype=torch.float32)
         self._ints = table(len(_INTS), dtype=torch.int64)
         columns = (*self._floats.unbind(dim=1), *self._ints.unbind(dim=1))
-        self._column_S = dict(zip((*_FLOATS, *_INTS), columns, strict=True))
-        self.counts_SW = table(vocab_size, dtype=torch.int32)
-        self.in_prompt_SW = table(vocab_size, dtype=torch.bool)
-        self.bias_ids_SU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.int64)
-        self.biases_SU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.float32)
-        self.bias_ends_SU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.int64)
-        self.bad_last_SU = table(MAX_BAD_WORDS, dtype=torch.int64)
-        self.bad_heads_SUL = table(MAX_BAD_WORDS, tail_len, dtype=torch.int32)
-        self.is_bad_word_SU = table(MAX_BAD_WORDS, dtype=torch.bool)
-        self.tail_SL = table(tail_len, dtype=torch.int32, fill=NO_TOKEN)
-        self.permitted_SJM = table(num_rows, -(-vocab_size // 32), dtype=torch.int32, fill=-1)
+        self._column_Y = dict(zip((*_FLOATS, *_INTS), columns, strict=True))
+        self.counts_YW = table(vocab_size, dtype=torch.int32)
+        self.in_prompt_YW = table(vocab_size, dtype=torch.bool)
+        self.bias_ids_YU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.int64)
+        self.biases_YU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.float32)
+        self.bias_ends_YU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.int64)
+        self.bad_last_YU = table(MAX_BAD_WORDS, dtype=torch.int64)
+        self.bad_heads_YUU = table(MAX_BAD_WORDS, tail_len, dtype=torch.int32)
+        self.is_bad_word_YU = table(MAX_BAD_WORDS, dtype=torch.bool)
+        self.tail_YU = table(tail_len, dtype=torch.int32, fill=NO_TOKEN)
+        self.bitmask_Y = table(num_rows, -(-vocab_size // 32), dtype=torch.int32, fill=-1)
         self._features = np.zeros(S, dtype=np.int64)
         self._asked: tuple[NDArray[np.int64], int] | None = None
         self._num_biases = np.zeros(S, dtype=np.int64)
@@ -115,9 +115,9 @@ class SlotTables:
         """Most bad words of any of the slots, and the length of their longest."""
         return int(self._num_bad_words[slots].max(initial=0)), int(self._bad_word_len[slots].max(initial=0))
 
-    def numbers_of(self, slot_R: Tensor) -> Callable[[str], Tensor]:
-        """Of each row [R], by name: the numbers that act on logits, min_p as its logarithm, and the seed."""
-        return lambda name: self._column_S[name].index_select(0, slot_R)
+    def numbers_of(self, slot_T: Tensor) -> Callable[[str], Tensor]:
+        """Of each row [T], by name: the numbers that act on logits, min_p as its logarithm, and the seed."""
+        return lambda name: self._column_Y[name].index_select(0, slot_T)
 
     def place(self, placements: Sequence[Placement]) -> None:
         """Sequences take their slots. What they need is copied to the device; work enqueued before is unaffected."""
@@ -148,46 +148,46 @@ class SlotTables:
             if work & Feature.PERMITTED:
                 self._write_permitted(placement)
 
-    def permit(self, slots: Sequence[int], masks_BJM: Tensor) -> None:
+    def permit(self, slots: Sequence[int], bitmasks: Tensor) -> None:
         """What grammars leave for the next step's rows: one bit a token, int32 [len(slots), J, ceil(W / 32)]."""
-        masks = masks_BJM.numpy()
+        masks = bitmasks.numpy()
         for row, slot in enumerate(slots):
             if slot in self._allowed:
                 masks[row] &= self._allowed[slot]
-        self.permitted_SJM.index_copy_(0, self._upload(np.asarray(slots, dtype=np.int64)), self._upload(masks))
+        self.bitmask_Y.index_copy_(0, self._upload(np.asarray(slots, dtype=np.int64)), self._upload(masks))
 
-    def record(self, token_SJ: Tensor, count_S: Tensor, features: int) -> None:
-        """The first `count_S[s]` of slot s's new tokens are its own now."""
-        num_new = token_SJ.shape[1]
+    def record(self, tokens_Y: Tensor, count_Y: Tensor, features: int) -> None:
+        """The first `count_Y[s]` of slot s's new tokens are its own now."""
+        num_new = tokens_Y.shape[1]
         if features & Feature.PENALTIES:
-            new_SJ = torch.arange(num_new, device=self.device) < count_S[:, None]
-            slot_S1 = torch.arange(self.num_slots + 1, device=self.device)[:, None]
-            place_SJ = slot_S1 * self.vocab_size + token_SJ.clamp_min(0)
-            self.counts_SW.view(-1).index_add_(0, place_SJ.flatten(), new_SJ.flatten().int())
+            new_Y = torch.arange(num_new, device=self.device) < count_Y[:, None]
+            slot_Y1 = torch.arange(self.num_slots + 1, device=self.device)[:, None]
+            place_of_drafts_Y = slot_Y1 * self.vocab_size + tokens_Y.clamp_min(0)
+            self.counts_YW.view(-1).index_add_(0, place_of_drafts_Y.flatten(), new_Y.flatten().int())
         if features & Feature.BAD_WORDS:
-            tail_len = self.tail_SL.shape[1]
-            both = torch.cat([self.tail_SL, token_SJ.int()], dim=1)
-            self.tail_SL.copy_(both.gather(1, count_S[:, None] + torch.arange(tail_len, device=self.device)))
+            tail_len = self.tail_YU.shape[1]
+            both = torch.cat([self.tail_YU, tokens_Y.int()], dim=1)
+            self.tail_YU.copy_(both.gather(1, count_Y[:, None] + torch.arange(tail_len, device=self.device)))
 
     def _neutralize(self, slot: int) -> None:
         """Undo what the slot's last sequence wrote, except numbers that every sequence writes and counts: penalties
         that are neutral do not see them."""
         if self._num_biases[slot]:
-            self.bias_ends_SU[slot] = 0
+            self.bias_ends_YU[slot] = 0
         if self._num_bad_words[slot]:
-            self.is_bad_word_SU[slot] = False
+            self.is_bad_word_YU[slot] = False
         if self._features[slot] & Feature.PERMITTED:
-            self.permitted_SJM[slot] = -1
+            self.bitmask_Y[slot] = -1
         self._num_biases[slot] = self._num_bad_words[slot] = self._bad_word_len[slot] = 0
         self._allowed.pop(slot, None)
 
     def _write_counts(self, placement: Placement) -> None:
         slot, vocab_size = placement.slot, self.vocab_size
         counts = np.bincount(np.asarray(placement.output_ids, dtype=np.int64), minlength=vocab_size)
-        self.counts_SW[slot] = self._upload(counts.astype(np.int32))
+        self.counts_YW[slot] = self._upload(counts.astype(np.int32))
         in_prompt = np.zeros(vocab_size, dtype=bool)
         in_prompt[np.asarray(placement.prompt_ids, dtype=np.int64)] = True
-        self.in_prompt_SW[slot] = self._upload(in_prompt)
+        self.in_prompt_YW[slot] = self._upload(in_prompt)
 
     def _write_biases(self, placement: Placement) -> None:
         slot, params = placement.slot, placement.params
@@ -197,13 +197,13 @@ class SlotTables:
             entries += [(token_id, -math.inf, barred_until) for token_id in dict.fromkeys(placement.stop_ids)]
         ids, biases, ends = zip(*entries, strict=True)
         self._num_biases[slot] = n = len(entries)
-        assert n <= self.bias_ids_SU.shape[1], f"{n} biases and stop tokens"
-        self.bias_ids_SU[slot, :n] = self._upload(np.array(ids, dtype=np.int64))
-        self.biases_SU[slot, :n] = self._upload(np.array(biases, dtype=np.float32))
-        self.bias_ends_SU[slot, :n] = self._upload(np.array(ends, dtype=np.int64))
+        assert n <= self.bias_ids_YU.shape[1], f"{n} biases and stop tokens"
+        self.bias_ids_YU[slot, :n] = self._upload(np.array(ids, dtype=np.int64))
+        self.biases_YU[slot, :n] = self._upload(np.array(biases, dtype=np.float32))
+        self.bias_ends_YU[slot, :n] = self._upload(np.array(ends, dtype=np.int64))
 
     def _write_bad_words(self, placement: Placement) -> None:
-        slot, words, tail_len = placement.slot, placement.bad_words, self.tail_SL.shape[1]
+        slot, words, tail_len = placement.slot, placement.bad_words, self.tail_YU.shape[1]
         self._num_bad_words[slot] = n = len(words)
         self._bad_word_len[slot] = longest = max(map(len, words))
         assert n <= MAX_BAD_WORDS, f"{n} bad words"
@@ -212,22 +212,22 @@ class SlotTables:
         for row, word in enumerate(words):
             if len(word) > 1:
                 heads[row, -len(word) + 1 :] = word[:-1]
-        self.bad_heads_SUL[slot, :n] = self._upload(heads)
-        self.bad_last_SU[slot, :n] = self._upload(np.array([word[-1] for word in words], dtype=np.int64))
-        self.is_bad_word_SU[slot, :n] = True
+        self.bad_heads_YUU[slot, :n] = self._upload(heads)
+        self.bad_last_YU[slot, :n] = self._upload(np.array([word[-1] for word in words], dtype=np.int64))
+        self.is_bad_word_YU[slot, :n] = True
         written = list(placement.output_ids[-tail_len:])
         tail = [NO_TOKEN] * (tail_len - len(written)) + written
-        self.tail_SL[slot] = self._upload(np.array(tail, dtype=np.int32))
+        self.tail_YU[slot] = self._upload(np.array(tail, dtype=np.int32))
 
     def _write_permitted(self, placement: Placement) -> None:
         allowed = placement.params.allowed_token_ids
         if allowed is None:  # a grammar: its first mask is yet to come
             return
-        bits = np.zeros(self.permitted_SJM.shape[2] * 32, dtype=bool)
+        bits = np.zeros(self.bitmask_Y.shape[2] * 32, dtype=bool)
         bits[list(allowed)] = True
         mask = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
         self._allowed[placement.slot] = mask
-        self.permitted_SJM[placement.slot] = self._upload(mask)
+        self.bitmask_Y[placement.slot] = self._upload(mask)
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
         return upload(array, self.device)

@@ -20,19 +20,19 @@ def commit_tokens(
     slot_T: Tensor,
     offset_T: Tensor,
     position_T: Tensor,
-    draft_SK: Tensor,
-    slot_C: Tensor,
-    token_SN: Tensor,
-    len_S: Tensor,
+    drafts_Y: Tensor,
+    sampling_slot_B: Tensor,
+    token_YS: Tensor,
+    len_Y: Tensor,
     committed: CommittedTokens,
     *,
     impl: str = "auto",
 ) -> None:
     """Row t drew `token_T[t]` for `position_T[t]` of the sequence in slot `slot_T[t]`, assuming `offset_T[t]` drafts.
 
-    A sequence gains the tokens drawn up to the first draft, of `draft_SK`, that is not the token drawn in its place.
-    Writes what was drawn to `token_SN`, adds what was gained to `len_S`, and fills `committed` for the slots `slot_C`.
+    A sequence gains the tokens drawn up to the first draft, of `drafts_Y`, that is not the token drawn in its place.
+    Writes what was drawn to `token_YS`, adds what was gained to `len_Y`, and fills `committed` for `sampling_slot_B`.
     The last slot is padding's, and gains nothing. All int64, pieces of `committed` contiguous.
     """
-    where = token_T, slot_T, offset_T, position_T, draft_SK, slot_C, token_SN, len_S, committed
+    where = token_T, slot_T, offset_T, position_T, drafts_Y, sampling_slot_B, token_YS, len_Y, committed
     TABLE.module(impl, token_T).commit_tokens(*where)

@@ -65,12 +65,12 @@ def available() -> bool:
 class HostStep:
     """Rows of a step and what they see, in host memory.
 
-    `table_BN` int32 pages of each request, `request_T` int32, `end_T` int32 keys that a row sees, `place_T` int64 slot
-    of its own key (page * page_size + offset).
+    `table_BN` int32 pages of each request, `request_T` int32, `end_T` int32 keys that a row sees, `slot_mapping_T`
+    int64 slot of its own key (page * page_size + offset).
     """
 
-    def __init__(self, table_BN: Tensor, request_T: Tensor, end_T: Tensor, place_T: Tensor, page_size: int):
-        self._kept = table_BN, request_T, end_T, place_T
+    def __init__(self, table_BN: Tensor, request_T: Tensor, end_T: Tensor, slot_mapping_T: Tensor, page_size: int):
+        self._kept = table_BN, request_T, end_T, slot_mapping_T
         self.struct = StepStruct(
             len(end_T),
             page_size,
@@ -79,7 +79,7 @@ class HostStep:
             table_BN.data_ptr(),
             request_T.data_ptr(),
             end_T.data_ptr(),
-            place_T.data_ptr(),
+            slot_mapping_T.data_ptr(),
         )
 
 

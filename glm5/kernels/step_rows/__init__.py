@@ -20,18 +20,18 @@ def step_rows(
     start_T: Tensor,
     offset_T: Tensor,
     live_T: Tensor,
-    len_S: Tensor,
-    token_SN: Tensor,
-    table_SN: Tensor,
+    len_Y: Tensor,
+    token_YS: Tensor,
+    table_YP: Tensor,
     *,
     page_size: int,
     dump_page: int,
     impl: str = "auto",
 ) -> StepRows:
     """Row t is of the sequence in slot `slot_T[t]`, at `start_T[t]` + offset, or, where start is negative, counted from
-    the sequence's last known token. `len_S`: tokens known, `token_SN` token ids, `table_SN` int32 pages, a row a slot;
+    the sequence's last known token. `len_Y`: tokens known, `token_YS` token ids, `table_YP` int32 pages, a row a slot;
     the last column of pages is nobody's. Where `live_T` is not positive, the row is padding: it sees nothing and writes
     to the dump page. Integers are int64 unless said.
     """
-    where = slot_T, start_T, offset_T, live_T, len_S, token_SN, table_SN
+    where = slot_T, start_T, offset_T, live_T, len_Y, token_YS, table_YP
     return TABLE.module(impl, slot_T).step_rows(*where, page_size=page_size, dump_page=dump_page)

@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 class StepRows(NamedTuple):
-    """`position_T` and `id_T` int64; `end_T` int32, keys that are seen; `place_T` int64, slot of the pool."""
+    """`position_T` and `id_T` int64; `end_T` int32, keys that are seen; `slot_mapping_T` int64, slot of the pool."""
 
     position_T: Tensor
     id_T: Tensor
     end_T: Tensor
-    place_T: Tensor
+    slot_mapping_T: Tensor
 
 
 def step_rows(
@@ -21,16 +21,16 @@ def step_rows(
     start_T: Tensor,
     offset_T: Tensor,
     live_T: Tensor,
-    len_S: Tensor,
-    token_SN: Tensor,
-    table_SN: Tensor,
+    len_Y: Tensor,
+    token_YS: Tensor,
+    table_YP: Tensor,
     *,
     page_size: int,
     dump_page: int,
 ) -> StepRows:
-    position_T = torch.where(start_T < 0, len_S[slot_T] - 1, start_T) + offset_T
+    position_T = torch.where(start_T < 0, len_Y[slot_T] - 1, start_T) + offset_T
     is_live = live_T > 0
-    column_T = (position_T // page_size).clamp_max(table_SN.shape[1] - 1)
-    page_T = torch.where(is_live, table_SN[slot_T, column_T].long(), dump_page)
+    column_T = (position_T // page_size).clamp_max(table_YP.shape[1] - 1)
+    page_T = torch.where(is_live, table_YP[slot_T, column_T].long(), dump_page)
     end_T = torch.where(is_live, position_T + 1, 0).int()
-    return StepRows(position_T, token_SN[slot_T, position_T], end_T, page_T * page_size + position_T % page_size)
+    return StepRows(position_T, token_YS[slot_T, position_T], end_T, page_T * page_size + position_T % page_size)

@@ -212,8 +212,8 @@ class NoToken:
     def advance(self, token_ids):
         return True
 
-    def fill(self, drafts, mask_JM):
-        mask_JM.zero_()
+    def fill(self, drafts, bitmask):
+        bitmask.zero_()
 
 
 @AHEAD
@@ -249,8 +249,8 @@ def test_an_answer_that_leaves_its_grammar_fails():
         def advance(self, token_ids):
             return False
 
-        def fill(self, drafts, mask_JM):
-            mask_JM.fill_(-1)
+        def fill(self, drafts, bitmask):
+            bitmask.fill_(-1)
 
     driver = CoreDriver(compiler=compiler())
     (seq_id,) = ask_json(driver)

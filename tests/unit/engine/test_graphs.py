@@ -76,18 +76,18 @@ def test_padding_changes_nothing(model, rng):
     bench = Bench(model, depth=2, fused=True)
     bench.run(prompts_of(rng), SamplingParams(temperature=0, max_tokens=6))
     steps, slots = bench.runner.steps, bench.runner.slots
-    tables = [slots.token_SN, slots.len_S, slots.draft_SK, slots.table_SN]
+    tables = [slots.token_YS, slots.len_Y, slots.drafts_Y, slots.table_YP]
     before = [table[:-1].clone() for table in tables]
-    pages = bench.runner.cache._page_PB[:-1].clone()
+    pages = bench.runner.cache._page_bytes[:-1].clone()
     buffers = steps.buffers(Shape(4, 2))
     nobody = buffers.padding
     with torch.inference_mode():
         buffers.load(nobody)
         steps._target(buffers, steps.context_buckets[0])
-        steps._sample(buffers, 0, nobody.sample_slot_Q)
-        steps._draft(buffers, steps.context_buckets[-1], 2, 0, nobody.slot_C)
+        steps._sample(buffers, 0, nobody.sample_slot_T)
+        steps._draft(buffers, steps.context_buckets[-1], 2, 0, nobody.sampling_slot_B)
     assert all(torch.equal(table[:-1], old) for table, old in zip(tables, before, strict=True))
-    assert torch.equal(bench.runner.cache._page_PB[:-1], pages)
+    assert torch.equal(bench.runner.cache._page_bytes[:-1], pages)
 
 
 def test_reaches_end_with_the_longest_context():
@@ -103,16 +103,16 @@ def test_warming_up_leaves_everything_as_it_was(model, rng, depth):
     prompts, params = prompts_of(rng), SamplingParams(temperature=0, max_tokens=6)
     want = bench.run(prompts, params).tokens
     runner, slots = bench.runner, bench.runner.slots
-    tables = [slots.token_SN, slots.len_S, slots.draft_SK, slots.table_SN]
+    tables = [slots.token_YS, slots.len_Y, slots.drafts_Y, slots.table_YP]
     before = [table[:-1].clone() for table in tables]
-    pages = runner.cache._page_PB[:-1].clone()
+    pages = runner.cache._page_bytes[:-1].clone()
     shapes = runner.prompts.shapes([16, 4])
     assert {shape.num_rows for shape in shapes} == {4, 16}
     assert {shape.context_bucket for shape in shapes} == set(runner.steps.context_buckets)
     for shape in shapes:
         runner.prompts.run_padding(shape)
     assert all(torch.equal(table[:-1], old) for table, old in zip(tables, before, strict=True))
-    assert torch.equal(runner.cache._page_PB[:-1], pages)
+    assert torch.equal(runner.cache._page_bytes[:-1], pages)
     again = bench.run(prompts, params).tokens
     assert [again[i] for i in range(NUM_PROMPTS)] == [want[i] for i in range(NUM_PROMPTS)]
 

@@ -44,21 +44,21 @@ def test_a_chunk_that_samples_nothing_is_waited_for(monkeypatch: pytest.MonkeyPa
     Device(monkeypatch)
     floats = torch.float32
     found = Logprobs(
-        logprob_R=on_device(2, dtype=floats),
-        tempered_R=on_device(2, dtype=floats),
-        rank_R=on_device(2),
-        likeliest_RN=on_device(2, 1),
-        likeliest_logprob_RN=on_device(2, 1, dtype=floats),
-        likeliest_tempered_RN=on_device(2, 1, dtype=floats),
+        logprob_T=on_device(2, dtype=floats),
+        tempered_T=on_device(2, dtype=floats),
+        rank_T=on_device(2),
+        likeliest_TU=on_device(2, 1),
+        likeliest_logprob_TU=on_device(2, 1, dtype=floats),
+        likeliest_tempered_TU=on_device(2, 1, dtype=floats),
     )
     launched = Launched(
         Pending(
             [],
             np.zeros(0, dtype=np.int64),
             max_depth=0,
-            token_CJ=on_device(0, 1),
-            count_C=on_device(0),
-            no_valid_token_Q=on_device(0, dtype=torch.bool),
+            tokens_B=on_device(0, 1),
+            count_B=on_device(0),
+            no_valid_token_T=on_device(0, dtype=torch.bool),
             prompt_logprobs={5: PromptLogprobs(on_device(2), found, 1)},
         )
     )

@@ -91,8 +91,8 @@ def test_drafts_that_are_not_what_the_rows_saw_would_show(model, rng):
     want = bench.run(prompts, params).tokens
     slots = bench.runner.slots
 
-    def wrong(slot_C):
-        slots.token_SN[slot_C, slots.len_S[slot_C]] = 9
+    def wrong(sampling_slot_B):
+        slots.token_YS[sampling_slot_B, slots.len_Y[sampling_slot_B]] = 9
 
     slots.assume = wrong
     assert bench.run(prompts, params).tokens != want
@@ -122,9 +122,9 @@ def test_where_nothing_is_drafted_the_draft_layer_sees_prompts_alone(model, rng)
         bench.scheduler.deliver(step, [SetDepth(0)])
         return plan(step)
 
-    def noting(ids_R, *args):
-        rows.append(len(ids_R))
-        return draft(ids_R, *args)
+    def noting(ids_T, *args):
+        rows.append(len(ids_T))
+        return draft(ids_T, *args)
 
     bench.scheduler.plan, bench.runner.passes.draft = without_drafts, noting
     run = bench.run(prompts, params)
@@ -200,11 +200,11 @@ def test_shapes_are_few_and_static(model, rng):
     shapes: dict[object, set[object]] = {}
     forward = bench.runner.passes.hidden
 
-    def hidden(ids_R, view):
-        key = (plans[-1].bucket, view.table_BN.shape[1])
-        shape = (ids_R.shape, view.table_BN.shape, view.end_T.shape)
+    def hidden(ids_T, view):
+        key = (plans[-1].bucket, view.table_BP.shape[1])
+        shape = (ids_T.shape, view.table_BP.shape, view.end_T.shape)
         shapes.setdefault(key, set()).add(shape)
-        return forward(ids_R, view)
+        return forward(ids_T, view)
 
     plans = []
     plan = bench.scheduler.plan
@@ -277,7 +277,7 @@ def test_drafts_are_read_with_the_tokens_where_a_grammar_needs_them(model, fused
         for item in plan.items:
             if item.kind == "prefill" and item.samples:
                 drafts = launched.read().drafts.get(item.seq_id)
-                found[item.seq_id] = drafts, bench.runner.slots.draft_SK[item.slot].tolist()
+                found[item.seq_id] = drafts, bench.runner.slots.drafts_Y[item.slot].tolist()
         return launched
 
     bench.runner.launch = noting

@@ -14,10 +14,10 @@ S, N, Z, DUMP = 5, 40, 8, 99
 
 @pytest.fixture
 def tables(gen):
-    len_S = torch.randint(2, 20, (S,), generator=gen)
-    token_SN = torch.randint(0, 1000, (S, N), generator=gen)
-    table_SN = torch.randint(0, DUMP, (S, 4), generator=gen).int()
-    return [table.to(DEVICE) for table in (len_S, token_SN, table_SN)]
+    len_Y = torch.randint(2, 20, (S,), generator=gen)
+    token_YS = torch.randint(0, 1000, (S, N), generator=gen)
+    table_YP = torch.randint(0, DUMP, (S, 4), generator=gen).int()
+    return [table.to(DEVICE) for table in (len_Y, token_YS, table_YP)]
 
 
 @pytest.mark.parametrize("count", [1, 7, 200])
@@ -39,21 +39,21 @@ def test_what_a_step_comes_to(gen, tables, depth):
         (S - 1, 0)
     ] * 3
     slot_R, offset_R = torch.tensor(rows).T.contiguous().to(DEVICE)
-    draft_SK = torch.randint(0, 3, (S, depth), generator=gen).to(DEVICE)
+    drafts_Y = torch.randint(0, 3, (S, depth), generator=gen).to(DEVICE)
     token_R = torch.randint(0, 3, (len(rows),), generator=gen).to(DEVICE)
-    token_R[: depth + 1][:-1] = draft_SK[0]  # all of the first slot's stand
-    slot_C = torch.tensor([2, 0, 3, S - 1], device=DEVICE)
+    token_R[: depth + 1][:-1] = drafts_Y[0]  # all of the first slot's stand
+    sampling_slot_B = torch.tensor([2, 0, 3, S - 1], device=DEVICE)
     position_R = tables[0][slot_R] + offset_R
     told = []
     for impl in ("triton", "reference"):
-        len_S, token_SN = tables[0].clone(), tables[1].clone()
+        len_Y, token_YS = tables[0].clone(), tables[1].clone()
         out = CommittedTokens(*(torch.full(size, -9, device=DEVICE) for size in ((4, depth + 1), (4,), (4, depth))))
-        commit_tokens(token_R, slot_R, offset_R, position_R, draft_SK, slot_C, token_SN, len_S, out, impl=impl)
-        told.append([*(part[:3] for part in out), len_S, token_SN[:-1], out.count_C])
+        commit_tokens(token_R, slot_R, offset_R, position_R, drafts_Y, sampling_slot_B, token_YS, len_Y, out, impl=impl)
+        told.append([*(part[:3] for part in out), len_Y, token_YS[:-1], out.count_B])
     for mine, right in zip(*told, strict=True):
         assert torch.equal(mine, right)
-    accepted = accept_on_device(token_R, slot_R, offset_R, draft_SK)
-    assert torch.equal(told[0][1], accepted.count_S[slot_C][:3])
+    accepted = accept_on_device(token_R, slot_R, offset_R, drafts_Y)
+    assert torch.equal(told[0][1], accepted.count_Y[sampling_slot_B][:3])
     assert told[0][1][1] == depth + 1
     assert told[0][-1][3] == 0
 

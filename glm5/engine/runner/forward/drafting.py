@@ -27,72 +27,75 @@ from glm5.model.seams import Selection
 class Extended:
     """Outputs of the layer for the rows of a step."""
 
-    hidden_RD: Tensor
+    hidden_TD: Tensor
     selection: Selection
 
 
 @dataclass(frozen=True)
 class DraftRows:
     """The sequences that sampled: their slots (on host and device), the first sampling row of each, and the number of
-    its committed tokens. `ahead_KC`: constant rows of -1, 0, 1 .., if preallocated."""
+    its committed tokens. `ahead_B`: constant rows of -1, 0, 1 .., if preallocated."""
 
     slots: NDArray[np.int64]
-    slot_C: Tensor
-    first_C: Tensor
-    count_C: Tensor
-    ahead_KC: Tensor | None = None
+    sampling_slot_B: Tensor
+    first_B: Tensor
+    count_B: Tensor
+    ahead_B: Tensor | None = None
 
 
 class Drafter:
-    """Writes `slots.draft_SK`."""
+    """Writes `slots.drafts_Y`."""
 
     def __init__(self, passes: Passes, cache: KVCache, slots: SlotState, sampler: Sampler):
         self.passes, self.cache, self.slots, self.sampler = passes, cache, slots, sampler
         self.shares_selection = passes.model.cfg.index_share_for_mtp_iteration
 
-    def extend(self, view: StepView, next_R: Tensor, hidden_RD: Tensor) -> Extended:
-        """Run the layer over the rows of a step, `next_R` being the token after each."""
-        hidden_RD, selection = self.passes.draft(next_R, hidden_RD, view)
-        return Extended(hidden_RD, selection)
+    def extend(self, view: StepView, next_T: Tensor, hidden_TD: Tensor) -> Extended:
+        """Run the layer over the rows of a step, `next_T` being the token after each."""
+        hidden_TD, selection = self.passes.draft(next_T, hidden_TD, view)
+        return Extended(hidden_TD, selection)
 
     def draft(
         self, extended: Extended, rows: DraftRows, depth: int, *, max_end: int, features: int | None = None
     ) -> None:
         """Make `depth` drafts for each sequence with new tokens. No row attends to more than `max_end` keys.
         `features`: of `Sampler.sample`."""
-        last_C = rows.first_C + rows.count_C - 1
-        hidden_CD = extended.hidden_RD[last_C]
-        selection = rows_of(extended.selection, last_C) if self.shares_selection else None
-        token_C = rows.slot_C  # not read before the first draft
+        last_B = rows.first_B + rows.count_B - 1
+        hidden_BD = extended.hidden_TD[last_B]
+        selection = rows_of(extended.selection, last_B) if self.shares_selection else None
+        token_B = rows.sampling_slot_B  # not read before the first draft
         for index in range(depth):
             if index:
-                hidden_CD, _ = self.passes.draft(token_C, hidden_CD, self._view(rows, index, max_end), selection)
+                hidden_BD, _ = self.passes.draft(token_B, hidden_BD, self._view(rows, index, max_end), selection)
             # Greedy drafts use neither position nor offset.
-            position_C = offset_C = rows.slot_C
+            position_B = offset_B = rows.sampling_slot_B
             if features != 0:
-                position_C, offset_C = self.slots.len_S[rows.slot_C] + index, torch.full_like(rows.slot_C, index)
-            where = Rows(rows.slots, rows.slot_C, position_C, offset_C)
-            assumed_SK = self.slots.draft_SK if index else None
-            logits_CW = self.passes.logits(hidden_CD)
-            guess = self.sampler.sample(logits_CW, where, assumed_SK, drafting=True, features=features)
-            token_C = guess.token_R
-            self.slots.draft_SK[rows.slot_C, index] = token_C
+                position_B, offset_B = (
+                    self.slots.len_Y[rows.sampling_slot_B] + index,
+                    torch.full_like(rows.sampling_slot_B, index),
+                )
+            where = Rows(rows.slots, rows.sampling_slot_B, position_B, offset_B)
+            assumed_Y = self.slots.drafts_Y if index else None
+            logits_BW = self.passes.logits(hidden_BD)
+            guess = self.sampler.sample(logits_BW, where, assumed_Y, drafting=True, features=features)
+            token_B = guess.token_T
+            self.slots.drafts_Y[rows.sampling_slot_B, index] = token_B
 
     def _view(self, rows: DraftRows, index: int, max_end: int) -> StepView:
         """A view of one token of each sequence, `index` - 1 positions after the last known one."""
         is_invariant = self.passes.num_rows is not None
-        if is_invariant or rows.ahead_KC is None:
+        if is_invariant or rows.ahead_B is None:
             return StepView.of(
                 self.cache,
                 self.slots,
-                slot_B=rows.slot_C,
-                group_T=torch.arange(len(rows.slot_C), device=self.slots.device),
-                slot_T=rows.slot_C,
-                positions_T=self.slots.len_S[rows.slot_C] - 2 + index,
-                live_T=(rows.count_C > 0).long(),
+                slot_B=rows.sampling_slot_B,
+                group_T=torch.arange(len(rows.sampling_slot_B), device=self.slots.device),
+                slot_T=rows.sampling_slot_B,
+                positions_T=self.slots.len_Y[rows.sampling_slot_B] - 2 + index,
+                live_T=(rows.count_B > 0).long(),
                 max_end=max_end,
                 invariant=is_invariant,
             )
-        where = self.slots.rows(rows.slot_C, rows.ahead_KC[0], rows.ahead_KC[index], rows.count_C)
-        group_C = torch.arange(len(rows.slot_C), dtype=torch.int32, device=self.slots.device)
-        return StepView.at(self.cache, self.slots, where, slot_B=rows.slot_C, group_T=group_C, max_end=max_end)
+        where = self.slots.rows(rows.sampling_slot_B, rows.ahead_B[0], rows.ahead_B[index], rows.count_B)
+        group_B = torch.arange(len(rows.sampling_slot_B), dtype=torch.int32, device=self.slots.device)
+        return StepView.at(self.cache, self.slots, where, slot_B=rows.sampling_slot_B, group_T=group_B, max_end=max_end)

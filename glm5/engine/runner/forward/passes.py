@@ -19,10 +19,10 @@ from glm5.model.seams import Selection
 class Pass(Protocol):
     """Runs the rows of one pass."""
 
-    def hidden(self, ids_R: Tensor, view: StepView) -> Tensor: ...
+    def hidden(self, ids_T: Tensor, view: StepView) -> Tensor: ...
 
     def draft(
-        self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None
+        self, next_ids_T: Tensor, hidden_TD: Tensor, view: StepView, selection: Selection | None
     ) -> tuple[Tensor, Selection]: ...
 
 
@@ -49,35 +49,35 @@ class Passes:
         """Round a number of rows up to a multiple of a pass."""
         return count if self.num_rows is None else -(-count // self.num_rows) * self.num_rows
 
-    def hidden(self, ids_R: Tensor, view: StepView) -> Tensor:
+    def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward`."""
         run = self.model if self.fused is None else self.fused.hidden
         if self.num_rows is None:
-            return run(ids_R, view)
+            return run(ids_T, view)
         run = run if self.captured is None else self.captured.hidden
-        pairs = zip(ids_R.split(self.num_rows), view.parts(self.num_rows), strict=True)
+        pairs = zip(ids_T.split(self.num_rows), view.parts(self.num_rows), strict=True)
         return torch.cat([run(ids, part) for ids, part in pairs])
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
+    def logits(self, hidden_TD: Tensor) -> Tensor:
         """`Glm5.head`."""
         run: Callable[[Tensor], Tensor] = self.model.head if self.fused is None else self.fused.logits
         if self.num_rows is None:
-            return run(hidden_RD)
-        return torch.cat([run(part) for part in hidden_RD.split(self.num_rows)])
+            return run(hidden_TD)
+        return torch.cat([run(part) for part in hidden_TD.split(self.num_rows)])
 
     def draft(
-        self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None = None
+        self, next_ids_T: Tensor, hidden_TD: Tensor, view: StepView, selection: Selection | None = None
     ) -> tuple[Tensor, Selection]:
         """`Glm5.draft`."""
         run = self.model.draft if self.fused is None else self.fused.draft
         if self.num_rows is None:
-            return run(next_ids_R, hidden_RD, view, selection)
+            return run(next_ids_T, hidden_TD, view, selection)
         run = run if self.captured is None else self.captured.draft
         size, outs = self.num_rows, []
         for index, part in enumerate(view.parts(size)):
             span = slice(index * size, (index + 1) * size)
             given = None if selection is None else rows_of(selection, span)
-            outs.append(run(next_ids_R[span], hidden_RD[span], part, given))
+            outs.append(run(next_ids_T[span], hidden_TD[span], part, given))
         keys = [used.keys_TK for _, used in outs if used.keys_TK is not None]
         return torch.cat([hidden for hidden, _ in outs]), Selection(torch.cat(keys) if keys else None)
 

@@ -35,7 +35,7 @@ class RoutingRecord:
         self.pass_begins()
 
     def experts(self) -> Tensor:
-        """Experts of all rows since `clear`, int16 [R, MoE layers, A]."""
+        """Experts of all rows since `clear`, int16 [T, MoE layers, A]."""
         return torch.cat(self._passes) if self._passes else self.pass_ended()
 
     def pass_begins(self) -> None:
@@ -47,6 +47,6 @@ class RoutingRecord:
         """Experts of the rows since `pass_begins`."""
         return torch.stack([torch.cat(recorded) for recorded in self._layers], dim=1).short()
 
-    def add(self, expert_RLA: Tensor) -> None:
+    def add(self, expert_ids_T: Tensor) -> None:
         """Add the experts of a pass that a graph replay computed, without recording."""
-        self._passes.append(expert_RLA)
+        self._passes.append(expert_ids_T)

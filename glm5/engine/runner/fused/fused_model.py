@@ -112,7 +112,7 @@ class FusedAttention:
         return row_sharding.product(self._values(out_THC), module.o_proj), selection
 
     def _of_input(self, x: Rows, row_sharding: RowSharding, *, has_key: bool) -> tuple[Tensor, Tensor]:
-        """(index keys [T, I], empty without `has_key`, and query and key products [T, Y]) before their norms."""
+        """(index keys [T, I], empty without `has_key`, and query and key products [T, O]) before norms."""
         if has_key and len(self.of_input.runs) > 1 and not isinstance(row_sharding, ShardedRows):
             # Two products, which need not be concatenated. That of keys is small but slow, so it runs concurrently.
             key = SideStreamResult(lambda: self.of_input(x, 0, 1), x.x_TD.device)
@@ -138,7 +138,7 @@ class FusedAttention:
             norm = module.indexer.k_norm
             index = IndexKeys(key_TI, norm.weight, norm.bias, norm.eps, view.cache.index_keys(layer_idx), heads)
         norms = module.q_a_layernorm.weight, module.kv_a_layernorm.weight, module.kv_a_layernorm.eps
-        where = rope.cos_TR2, rope.sin_TR2, view.place_T, view.cache.latents(layer_idx), index
+        where = rope.cos_TR2, rope.sin_TR2, view.slot_mapping_T, view.cache.latents(layer_idx), index
         kind = self.of_query.wants(len(qkv_TO))
         if kind is None:
             return Rows(mla_keys(qkv_TO, *norms, *where, plain=plain))
@@ -146,7 +146,7 @@ class FusedAttention:
         return Rows(q_TQ, (codes[0], codes[1]))
 
     def _queries(self, q_lat: Rows, row_sharding: RowSharding, *, has_index: bool) -> tuple[Tensor, Tensor]:
-        """Queries of heads [T, Y], and of the indexer for the rows whose keys this rank selects (empty without
+        """Queries of heads [T, O], and of the indexer for the rows whose keys this rank selects (empty without
         `has_index`)."""
         num_heads = self.of_query.rows[0]
         if row_sharding.shard.size == 1 or not has_index:
@@ -375,7 +375,7 @@ class FusedModel:
         self.layers = [FusedLayer(layer) for layer in decoders]
         self._run: Sequence[int] = range(cfg.num_hidden_layers)
         positions = torch.arange(max_len, device=model.device)
-        self._cos_NR2, self._sin_NR2 = rope_table(positions, cfg.qk_rope_head_dim, cfg.rope_theta, model.dtype)
+        self._cos_SR2, self._sin_SR2 = rope_table(positions, cfg.qk_rope_head_dim, cfg.rope_theta, model.dtype)
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -450,5 +450,5 @@ class FusedModel:
 
     def _rope(self, positions_T: Tensor) -> Rope:
         # Padding rows may have positions beyond the table.
-        place_T = positions_T.clamp_max(len(self._cos_NR2) - 1)
-        return Rope(self._cos_NR2.index_select(0, place_T), self._sin_NR2.index_select(0, place_T), None)
+        slot_mapping_T = positions_T.clamp_max(len(self._cos_SR2) - 1)
+        return Rope(self._cos_SR2.index_select(0, slot_mapping_T), self._sin_SR2.index_select(0, slot_mapping_T), None)

@@ -52,7 +52,7 @@ class RowSharding(Protocol):
         ...
 
     def gather_rows(self, x_TO: Tensor) -> Tensor:
-        """All-gather rows: [T, Y]."""
+        """All-gather rows: [T, O]."""
         ...
 
     def gather_inputs(self, x: Rows, *more: Tensor) -> tuple[Rows, *tuple[Tensor, ...]]:

@@ -65,35 +65,35 @@ class DeviceBatch:
     """The arrays of a `Batch` on the device, with the same fields."""
 
     slot_B: Tensor
-    group_R: Tensor
-    slot_R: Tensor
-    start_R: Tensor
-    offset_R: Tensor
-    live_R: Tensor
-    sample_Q: Tensor
-    sample_slot_Q: Tensor
-    sample_offset_Q: Tensor
-    slot_C: Tensor
-    first_C: Tensor
-    place_C: Tensor
-    first_R: Tensor
+    group_T: Tensor
+    slot_T: Tensor
+    start_T: Tensor
+    offset_T: Tensor
+    live_T: Tensor
+    sample_T: Tensor
+    sample_slot_T: Tensor
+    sample_offset_T: Tensor
+    sampling_slot_B: Tensor
+    first_B: Tensor
+    sample_index_B: Tensor
+    first_T: Tensor
 
 
 class Buffers:
-    """Inputs and outputs of one shape. `result`: tokens [C, J], counts [C], drafts [C, K], rows without a token [R]."""
+    """Inputs and outputs of one shape. `result`: tokens [B, 1 + depth], counts [B], drafts [B, depth], invalid [T]."""
 
     def __init__(self, shape: Shape, padding: Batch, like_D: Tensor, max_depth: int):
-        device, C, J = like_D.device, shape.num_seqs, 1 + max_depth
+        device, B, width = like_D.device, shape.num_seqs, 1 + max_depth
         self.shape, self.padding = shape, padding
         self.packed = torch.from_numpy(_packed(padding)).to(device)
         self.on = DeviceBatch(*self.packed.split([len(part) for part in arrays(padding)]))
-        self.position_R = torch.zeros(shape.num_rows, dtype=torch.int64, device=device)
-        self.hidden_RD = like_D.new_zeros(shape.num_rows, like_D.shape[-1])
+        self.position_T = torch.zeros(shape.num_rows, dtype=torch.int64, device=device)
+        self.hidden_TD = like_D.new_zeros(shape.num_rows, like_D.shape[-1])
         # -1 for the last known token, then the offset from it at which each further draft is made.
-        self.ahead_KC = torch.arange(-1, max(1, max_depth), device=device)[:, None].repeat(1, C)
-        self.further_KR = torch.arange(2, device=device)[:, None].repeat(1, shape.num_rows)
-        self.expert_RLA: Tensor | None = None
-        self.sizes = C * J, C, C * max_depth, shape.num_rows
+        self.ahead_B = torch.arange(-1, max(1, max_depth), device=device)[:, None].repeat(1, B)
+        self.further_T = torch.arange(2, device=device)[:, None].repeat(1, shape.num_rows)
+        self.expert_ids_T: Tensor | None = None
+        self.sizes = B * width, B, B * max_depth, shape.num_rows
         self.result = torch.zeros(sum(self.sizes), dtype=torch.int64, device=device)
         self._loaded: Batch | None = padding
 
@@ -107,7 +107,7 @@ class Buffers:
             self._loaded = batch
 
     def unpack(self, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(token_CJ, count_C, draft_CK, no_valid_token_R) of `result`, on the device or the host."""
+        """(tokens_B, count_B, drafts_B, no_valid_token_T) of `result`, on the device or the host."""
         tokens, counts, drafts, no_valid_token = result.split(list(self.sizes))
         C = self.shape.num_seqs
         return tokens.view(C, -1), counts, drafts.view(C, self.sizes[2] // C), no_valid_token
@@ -138,19 +138,23 @@ class DecodeSteps:
         buffers, context_bucket = self.buffers(shape), context_bucket_of(max_end, self.context_buckets)
         buffers.load(batch)
         tables, found = self.sampler.tables, None
-        wanted = tables.features_of(batch.sample_slot_Q)
+        wanted = tables.features_of(batch.sample_slot_T)
         self._do(buffers, ("target", shape, context_bucket), lambda: self._target(buffers, context_bucket))
         if wanted in KINDS:
-            self._do(buffers, ("sample", shape, wanted), lambda: self._sample(buffers, wanted, batch.sample_slot_Q))
+            self._do(buffers, ("sample", shape, wanted), lambda: self._sample(buffers, wanted, batch.sample_slot_T))
         else:
-            found = self._sample(buffers, None, batch.sample_slot_Q)
+            found = self._sample(buffers, None, batch.sample_slot_T)
         if draft_depth:
-            kind = tables.features_of(batch.slot_C) & ~(Feature.PERMITTED | Feature.LOGPROBS | Feature.TEMPERED)
+            kind = tables.features_of(batch.sampling_slot_B) & ~(
+                Feature.PERMITTED | Feature.LOGPROBS | Feature.TEMPERED
+            )
             if kind in KINDS and draft_depth == shape.depth:
                 key = "draft", shape, context_bucket, kind
-                self._do(buffers, key, lambda: self._draft(buffers, context_bucket, draft_depth, kind, batch.slot_C))
+                self._do(
+                    buffers, key, lambda: self._draft(buffers, context_bucket, draft_depth, kind, batch.sampling_slot_B)
+                )
             else:
-                self._draft(buffers, context_bucket, draft_depth, None, batch.slot_C)
+                self._draft(buffers, context_bucket, draft_depth, None, batch.sampling_slot_B)
         return buffers, found
 
     def run_eagerly(self, buffers: Buffers, max_end: int) -> None:
@@ -166,8 +170,8 @@ class DecodeSteps:
             for context_bucket in self.context_buckets if done in (1, len(shapes)) else self.context_buckets[-1:]:
                 self._target(buffers, context_bucket)
                 if shape.depth:
-                    self._draft(buffers, context_bucket, shape.depth, KINDS[0], buffers.padding.slot_C)
-            self._sample(buffers, KINDS[0], buffers.padding.sample_slot_Q)
+                    self._draft(buffers, context_bucket, shape.depth, KINDS[0], buffers.padding.sampling_slot_B)
+            self._sample(buffers, KINDS[0], buffers.padding.sample_slot_T)
             yield done, len(shapes)
         self._is_warm = True
 
@@ -182,7 +186,7 @@ class DecodeSteps:
         for done, shape in enumerate(shapes, start=1):
             self.graphs.forget_if_moved()
             buffers = self.buffers(shape)
-            slots, rows = buffers.padding.slot_C, buffers.padding.sample_slot_Q
+            slots, rows = buffers.padding.sampling_slot_B, buffers.padding.sample_slot_T
             for context_bucket in reversed(self.context_buckets[:_NEAR]):
                 self._graph(
                     buffers,
@@ -200,7 +204,7 @@ class DecodeSteps:
     def buffers(self, shape: Shape) -> Buffers:
         """The buffers of a shape, allocated on first use."""
         if shape not in self._buffers:
-            padding = padding_batch(shape, len(self.slots.len_S) - 1)
+            padding = padding_batch(shape, len(self.slots.len_Y) - 1)
             like_D = self.passes.model.model.norm.weight.detach()
             self._buffers[shape] = Buffers(shape, padding, like_D, self.slots.max_depth)
         return self._buffers[shape]
@@ -208,48 +212,56 @@ class DecodeSteps:
     def _target(self, b: Buffers, context_bucket: int) -> None:
         on = b.on
         if b.shape.depth:
-            self.slots.assume(on.slot_C)
-        rows = self.slots.rows(on.slot_R, on.start_R, on.offset_R, on.live_R)
-        b.position_R.copy_(rows.position_T)
+            self.slots.assume(on.sampling_slot_B)
+        rows = self.slots.rows(on.slot_T, on.start_T, on.offset_T, on.live_T)
+        b.position_T.copy_(rows.position_T)
         view = self._view(b, rows, context_bucket)
         if self.routing is not None:
             self.routing.clear()
-        b.hidden_RD.copy_(self.passes.hidden(rows.id_T, view))
+        b.hidden_TD.copy_(self.passes.hidden(rows.id_T, view))
         if self.routing is not None:
-            expert_RLA = self.routing.experts()
-            if b.expert_RLA is None:
-                b.expert_RLA = torch.empty_like(expert_RLA)
-            b.expert_RLA.copy_(expert_RLA)
+            expert_ids_T = self.routing.experts()
+            if b.expert_ids_T is None:
+                b.expert_ids_T = torch.empty_like(expert_ids_T)
+            b.expert_ids_T.copy_(expert_ids_T)
 
     def _sample(self, b: Buffers, kind: int | None, slots_of_rows: Ints) -> Sampled:
-        slots, on, draft_SK = self.slots, b.on, self.slots.draft_SK
-        position_Q = b.position_R + 1
-        rows = Rows(slots_of_rows, on.sample_slot_Q, position_Q, on.sample_offset_Q)
-        logits_QW = self.passes.logits(b.hidden_RD)
-        sampled = self.sampler.sample(logits_QW, rows, draft_SK if slots.max_depth else None, features=kind)
-        *committed, no_valid_token_R = b.unpack(b.result)
-        no_valid_token_R.copy_(sampled.no_valid_token_R)
+        slots, on, drafts_Y = self.slots, b.on, self.slots.drafts_Y
+        sample_position_T = b.position_T + 1
+        rows = Rows(slots_of_rows, on.sample_slot_T, sample_position_T, on.sample_offset_T)
+        logits_TW = self.passes.logits(b.hidden_TD)
+        sampled = self.sampler.sample(logits_TW, rows, drafts_Y if slots.max_depth else None, features=kind)
+        *committed, no_valid_token_T = b.unpack(b.result)
+        no_valid_token_T.copy_(sampled.no_valid_token_T)
         if kind is None:  # penalties may count the committed tokens
-            accepted = accept(sampled.token_R, on.sample_slot_Q, on.sample_offset_Q, draft_SK)
+            accepted = accept(sampled.token_T, on.sample_slot_T, on.sample_offset_T, drafts_Y)
             self.sampler.record(accepted, slots_of_rows)
-        where = on.sample_slot_Q, on.sample_offset_Q, position_Q, draft_SK, on.slot_C, slots.token_SN, slots.len_S
-        commit_tokens(sampled.token_R, *where, CommittedTokens(*committed))
+        where = (
+            on.sample_slot_T,
+            on.sample_offset_T,
+            sample_position_T,
+            drafts_Y,
+            on.sampling_slot_B,
+            slots.token_YS,
+            slots.len_Y,
+        )
+        commit_tokens(sampled.token_T, *where, CommittedTokens(*committed))
         return sampled
 
     def _draft(self, b: Buffers, context_bucket: int, depth: int, kind: int | None, slots_of_rows: Ints) -> None:
         assert self.drafter is not None
-        on, (here_R, next_R) = b.on, b.further_KR
-        view = self._view(b, self.slots.rows(on.slot_R, b.position_R, here_R, on.live_R), context_bucket)
-        next_ids_R = self.slots.rows(on.slot_R, b.position_R, next_R, on.live_R).id_T
-        extended = self.drafter.extend(view, next_ids_R, b.hidden_RD)
-        rows = DraftRows(slots_of_rows, on.slot_C, on.first_C, b.unpack(b.result)[1], b.ahead_KC)
+        on, (here_T, next_T) = b.on, b.further_T
+        view = self._view(b, self.slots.rows(on.slot_T, b.position_T, here_T, on.live_T), context_bucket)
+        next_ids_T = self.slots.rows(on.slot_T, b.position_T, next_T, on.live_T).id_T
+        extended = self.drafter.extend(view, next_ids_T, b.hidden_TD)
+        rows = DraftRows(slots_of_rows, on.sampling_slot_B, on.first_B, b.unpack(b.result)[1], b.ahead_B)
         self.drafter.draft(extended, rows, depth, max_end=context_bucket, features=kind)
-        b.unpack(b.result)[2].copy_(self.slots.draft_SK.index_select(0, on.slot_C))
+        b.unpack(b.result)[2].copy_(self.slots.drafts_Y.index_select(0, on.sampling_slot_B))
 
     def _view(self, b: Buffers, rows: StepRows, context_bucket: int) -> StepView:
         on = b.on
         return StepView.at(
-            self.cache, self.slots, rows, slot_B=on.slot_B, group_T=on.group_R.int(), max_end=context_bucket
+            self.cache, self.slots, rows, slot_B=on.slot_B, group_T=on.group_T.int(), max_end=context_bucket
         )
 
     def _do(self, buffers: Buffers, key: Hashable, piece: Piece) -> None:
@@ -262,11 +274,11 @@ class DecodeSteps:
         if self.graphs.has(key):
             return
         packed = buffers.packed.clone()
-        kept = [tensor.clone() for tensor in (buffers.position_R, buffers.hidden_RD, buffers.result)]
+        kept = [tensor.clone() for tensor in (buffers.position_T, buffers.hidden_TD, buffers.result)]
         buffers.packed.copy_(torch.from_numpy(_packed(buffers.padding)))
         self.graphs.capture(key, piece, warm=warm)
         buffers.packed.copy_(packed)
-        for tensor, old in zip((buffers.position_R, buffers.hidden_RD, buffers.result), kept, strict=True):
+        for tensor, old in zip((buffers.position_T, buffers.hidden_TD, buffers.result), kept, strict=True):
             tensor.copy_(old)
 
 
@@ -287,18 +299,18 @@ def padding_batch(shape: Shape, padding_slot: int) -> Batch:
 
     return Batch(
         slot_B=full(C + 1, padding_slot),
-        group_R=full(R, C),
-        slot_R=full(R, padding_slot),
-        start_R=full(R),
-        offset_R=full(R),
-        live_R=full(R),
-        sample_Q=np.arange(R),
-        sample_slot_Q=full(R, padding_slot),
-        sample_offset_Q=full(R),
-        slot_C=full(C, padding_slot),
-        first_C=full(C),
-        place_C=full(C),
-        first_R=full(0),
+        group_T=full(R, C),
+        slot_T=full(R, padding_slot),
+        start_T=full(R),
+        offset_T=full(R),
+        live_T=full(R),
+        sample_T=np.arange(R),
+        sample_slot_T=full(R, padding_slot),
+        sample_offset_T=full(R),
+        sampling_slot_B=full(C, padding_slot),
+        first_B=full(C),
+        sample_index_B=full(C),
+        first_T=full(0),
         samples_all=True,
         whole_prompts=False,
     )

@@ -31,33 +31,33 @@ def can_capture(model: Glm5) -> bool:
 
 
 class PassRows:
-    """Inputs and outputs of passes of one context bucket. `id_R`: token ids of the rows or, for the draft layer, of the
-    tokens after them. `key_RK`: keys that the draft layer selected, or should read."""
+    """Inputs and outputs of passes of one context bucket. `id_T`: token ids of the rows or, for the draft layer, of the
+    tokens after them. `key_TK`: keys that the draft layer selected, or should read."""
 
-    def __init__(self, cache: KVCache, num_rows: int, context_bucket: int, hidden_2RD: Tensor, key_RK: Tensor):
+    def __init__(self, cache: KVCache, num_rows: int, context_bucket: int, hidden_2TD: Tensor, key_TK: Tensor):
         device = cache.device
-        self.id_R, position_R, place_R = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
-        group_R = torch.arange(num_rows, dtype=torch.int32, device=device)
-        table_RN = torch.zeros(num_rows, -(-context_bucket // cache.page_size), dtype=torch.int32, device=device)
-        end_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.view = StepView(cache, table_RN, position_R, group_R, end_R, place_R, context_bucket, invariant=True)
-        self.hidden_RD, self.extended_RD = hidden_2RD
-        self.key_RK = key_RK
-        self.expert_RLA: Tensor | None = None
+        self.id_T, position_T, place_R = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+        group_T = torch.arange(num_rows, dtype=torch.int32, device=device)
+        table_TP = torch.zeros(num_rows, -(-context_bucket // cache.page_size), dtype=torch.int32, device=device)
+        end_T = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.view = StepView(cache, table_TP, position_T, group_T, end_T, place_R, context_bucket, invariant=True)
+        self.hidden_TD, self.extended_TD = hidden_2TD
+        self.key_TK = key_TK
+        self.expert_ids_T: Tensor | None = None
 
-    def load(self, ids_R: Tensor, view: StepView) -> None:
+    def load(self, ids_T: Tensor, view: StepView) -> None:
         """Copy the rows of `view`. Kernels do not read further columns of the page table."""
-        own, columns = self.view, view.table_BN.shape[1]
-        self.id_R.copy_(ids_R)
-        own.table_BN[:, :columns].copy_(view.table_BN.index_select(0, view.group_T))
+        own, columns = self.view, view.table_BP.shape[1]
+        self.id_T.copy_(ids_T)
+        own.table_BP[:, :columns].copy_(view.table_BP.index_select(0, view.group_T))
         own.positions_T.copy_(view.positions_T)
         own.end_T.copy_(view.end_T)
-        own.place_T.copy_(view.place_T)
+        own.slot_mapping_T.copy_(view.slot_mapping_T)
 
     def load_padding(self) -> None:
-        for tensor in (self.id_R, self.view.positions_T, self.view.end_T):
+        for tensor in (self.id_T, self.view.positions_T, self.view.end_T):
             tensor.zero_()
-        self.view.place_T.fill_(self.view.cache.dump_page * self.view.cache.page_size)
+        self.view.slot_mapping_T.fill_(self.view.cache.dump_page * self.view.cache.page_size)
 
 
 class PassGraphs:
@@ -76,33 +76,33 @@ class PassGraphs:
         self.fused: FusedModel = passes.fused
         self.cache, self.graphs, self.context_buckets, self.routing = cache, graphs, context_buckets, routing
         like_D, cfg = passes.model.model.norm.weight.detach(), passes.model.cfg
-        hidden_2RD = like_D.new_zeros(2, passes.num_rows, len(like_D))
-        key_RK = torch.zeros(passes.num_rows, cfg.index_topk, dtype=torch.int32, device=like_D.device)
-        self._new = partial(PassRows, cache, passes.num_rows, hidden_2RD=hidden_2RD, key_RK=key_RK)
+        hidden_2TD = like_D.new_zeros(2, passes.num_rows, len(like_D))
+        key_TK = torch.zeros(passes.num_rows, cfg.index_topk, dtype=torch.int32, device=like_D.device)
+        self._new = partial(PassRows, cache, passes.num_rows, hidden_2TD=hidden_2TD, key_TK=key_TK)
         self._rows: dict[int, PassRows] = {}
         self._shares_selection = cfg.index_share_for_mtp_iteration
 
-    def hidden(self, ids_R: Tensor, view: StepView) -> Tensor:
+    def hidden(self, ids_T: Tensor, view: StepView) -> Tensor:
         """`Glm5.forward` of one pass."""
-        rows = self._loaded(ids_R, view)
+        rows = self._loaded(ids_T, view)
         self._run(("target", rows.view.max_end), partial(self._target, rows))
         if self.routing is not None:
-            assert rows.expert_RLA is not None
-            self.routing.add(rows.expert_RLA.clone())
-        return rows.hidden_RD.clone()
+            assert rows.expert_ids_T is not None
+            self.routing.add(rows.expert_ids_T.clone())
+        return rows.hidden_TD.clone()
 
     def draft(
-        self, next_ids_R: Tensor, hidden_RD: Tensor, view: StepView, selection: Selection | None
+        self, next_ids_T: Tensor, hidden_TD: Tensor, view: StepView, selection: Selection | None
     ) -> tuple[Tensor, Selection]:
         """`Glm5.draft` of one pass."""
-        rows = self._loaded(next_ids_R, view)
-        rows.hidden_RD.copy_(hidden_RD)
+        rows = self._loaded(next_ids_T, view)
+        rows.hidden_TD.copy_(hidden_TD)
         if selection is not None:
             assert selection.keys_TK is not None
-            rows.key_RK.copy_(selection.keys_TK)
+            rows.key_TK.copy_(selection.keys_TK)
         selects = selection is None
         self._run(("draft", rows.view.max_end, selects), partial(self._draft, rows, selects=selects))
-        return rows.extended_RD.clone(), Selection(rows.key_RK.clone())
+        return rows.extended_TD.clone(), Selection(rows.key_TK.clone())
 
     def capture_all(self, *, drafts: bool) -> Iterator[tuple[int, int]]:
         """Capture all graphs, the largest context bucket first; yields (done, all)."""
@@ -115,10 +115,10 @@ class PassGraphs:
                 self._capture(("draft", context_bucket, selects), partial(self._draft, rows, selects=selects))
             yield done, len(self.context_buckets)
 
-    def _loaded(self, ids_R: Tensor, view: StepView) -> PassRows:
+    def _loaded(self, ids_T: Tensor, view: StepView) -> PassRows:
         self.graphs.forget_if_moved()
-        rows = self._of(context_bucket_of(view.table_BN.shape[1] * self.cache.page_size, self.context_buckets))
-        rows.load(ids_R, view)
+        rows = self._of(context_bucket_of(view.table_BP.shape[1] * self.cache.page_size, self.context_buckets))
+        rows.load(ids_T, view)
         return rows
 
     def _of(self, context_bucket: int) -> PassRows:
@@ -138,17 +138,17 @@ class PassGraphs:
     def _target(self, rows: PassRows) -> None:
         if self.routing is not None:
             self.routing.pass_begins()
-        rows.hidden_RD.copy_(self.fused.hidden(rows.id_R, rows.view))
+        rows.hidden_TD.copy_(self.fused.hidden(rows.id_T, rows.view))
         if self.routing is not None:
-            expert_RLA = self.routing.pass_ended()
-            if rows.expert_RLA is None:
-                rows.expert_RLA = torch.empty_like(expert_RLA)
-            rows.expert_RLA.copy_(expert_RLA)
+            expert_ids_T = self.routing.pass_ended()
+            if rows.expert_ids_T is None:
+                rows.expert_ids_T = torch.empty_like(expert_ids_T)
+            rows.expert_ids_T.copy_(expert_ids_T)
 
     def _draft(self, rows: PassRows, *, selects: bool) -> None:
-        given = None if selects else Selection(rows.key_RK)
-        extended_RD, used = self.fused.draft(rows.id_R, rows.hidden_RD, rows.view, given)
-        rows.extended_RD.copy_(extended_RD)
+        given = None if selects else Selection(rows.key_TK)
+        extended_TD, used = self.fused.draft(rows.id_T, rows.hidden_TD, rows.view, given)
+        rows.extended_TD.copy_(extended_TD)
         if selects:
             assert used.keys_TK is not None
-            rows.key_RK.copy_(used.keys_TK)
+            rows.key_TK.copy_(used.keys_TK)

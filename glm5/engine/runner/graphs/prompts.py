@@ -46,21 +46,21 @@ class PromptShape(NamedTuple):
 class PromptRows:
     """Inputs and outputs for one number of rows and groups. Hidden states and keys are shared with other numbers."""
 
-    def __init__(self, num_rows: int, num_groups: int, hidden_2RD: Tensor, key_RK: Tensor):
-        device = hidden_2RD.device
+    def __init__(self, num_rows: int, num_groups: int, hidden_2TD: Tensor, key_TK: Tensor):
+        device = hidden_2TD.device
         self.packed = torch.zeros(6 * num_rows + num_groups, dtype=torch.int64, device=device)
         sizes = [num_rows] * 6 + [num_groups]
-        self.slot_R, self.group_R, self.start_R, self.offset_R, self.live_R, self.first_R, self.slot_B = (
+        self.slot_T, self.group_T, self.start_T, self.offset_T, self.live_T, self.first_T, self.slot_B = (
             self.packed.split(sizes)
         )
-        self.here_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.position_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.hidden_RD, self.extended_RD = hidden_2RD[:, :num_rows]
-        self.key_RK = key_RK[:num_rows]
-        self.expert_RLA: Tensor | None = None
+        self.here_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.position_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.hidden_TD, self.extended_TD = hidden_2TD[:, :num_rows]
+        self.key_TK = key_TK[:num_rows]
+        self.expert_ids_T: Tensor | None = None
 
     def load(self, batch: Batch, padding_slot: int) -> None:
-        parts = batch.slot_R, batch.group_R, batch.start_R, batch.offset_R, batch.live_R, batch.first_R
+        parts = batch.slot_T, batch.group_T, batch.start_T, batch.offset_T, batch.live_T, batch.first_T
         packed = torch.from_numpy(np.concatenate([*parts, padded(batch.slot_B, len(self.slot_B), padding_slot)]))
         self.packed.copy_(packed.pin_memory() if self.packed.is_cuda else packed, non_blocking=True)
 
@@ -88,7 +88,7 @@ class PromptSteps:
     ):
         self.passes, self.cache, self.slots, self.drafter = passes, cache, slots, drafter
         self.graphs, self.context_buckets, self.routing = graphs, context_buckets, routing
-        self._most, self._padding_slot = len(slots.len_S), len(slots.len_S) - 1
+        self._most, self._padding_slot = len(slots.len_Y), len(slots.len_Y) - 1
         self._top_k = passes.model.cfg.index_topk
         self._rows: dict[tuple[int, int], PromptRows] = {}
         # When larger ones are allocated, shapes with fewer rows keep theirs.
@@ -98,7 +98,7 @@ class PromptSteps:
     def run(self, batch: Batch, max_end: int) -> PromptRun:
         """Enqueue the target over the rows of `batch`."""
         self.graphs.forget_if_moved()
-        num_rows, context_bucket = len(batch.slot_R), context_bucket_of(max_end, self.context_buckets)
+        num_rows, context_bucket = len(batch.slot_T), context_bucket_of(max_end, self.context_buckets)
         num_groups = next(count for count in self._groups(num_rows) if count >= len(batch.slot_B))
         shape = PromptShape(
             num_rows, num_groups, context_bucket, is_whole=batch.whole_prompts and context_bucket <= self._top_k
@@ -113,7 +113,7 @@ class PromptSteps:
         assert self.drafter is not None, f"{ran.shape=}"
         self._do("extend", ran.shape, ran.rows)
         is_selected = self.drafter.shares_selection and ran.shape.context_bucket > self._top_k
-        return Extended(ran.rows.extended_RD, Selection(ran.rows.key_RK if is_selected else None))
+        return Extended(ran.rows.extended_TD, Selection(ran.rows.key_TK if is_selected else None))
 
     def shapes(self, token_buckets: Sequence[int]) -> list[PromptShape]:
         """Shapes that differ in their kernels: every number of rows within the first two context buckets, with few and
@@ -170,8 +170,8 @@ class PromptSteps:
         """(hidden states of target and draft layer, keys that the draft layer selected, if drafts share them)"""
         like_D = self.passes.model.model.norm.weight.detach()
         num_keys = self._top_k if self.drafter is not None and self.drafter.shares_selection else 0
-        keys_RK = torch.zeros(num_rows, num_keys, dtype=torch.int32, device=like_D.device)
-        return like_D.new_zeros(2, num_rows, len(like_D)), keys_RK
+        keys_TK = torch.zeros(num_rows, num_keys, dtype=torch.int32, device=like_D.device)
+        return like_D.new_zeros(2, num_rows, len(like_D)), keys_TK
 
     def _padding(self, shape: PromptShape) -> PromptRows:
         rows = self._rows_of(shape.num_rows, shape.num_groups)
@@ -191,29 +191,29 @@ class PromptSteps:
         return partial(self._target if name == "target" else self._extend, rows, shape)
 
     def _target(self, rows: PromptRows, shape: PromptShape) -> None:
-        where = self.slots.rows(rows.slot_R, rows.start_R, rows.offset_R, rows.live_R)
-        rows.position_R.copy_(where.position_T)
+        where = self.slots.rows(rows.slot_T, rows.start_T, rows.offset_T, rows.live_T)
+        rows.position_T.copy_(where.position_T)
         if self.routing is not None:
             self.routing.clear()
-        rows.hidden_RD.copy_(self.passes.hidden(where.id_T, self._view_at(rows, where, shape)))
+        rows.hidden_TD.copy_(self.passes.hidden(where.id_T, self._view_at(rows, where, shape)))
         if self.routing is not None:
-            expert_RLA = self.routing.experts()
-            if rows.expert_RLA is None:
-                rows.expert_RLA = torch.empty_like(expert_RLA)
-            rows.expert_RLA.copy_(expert_RLA)
+            expert_ids_T = self.routing.experts()
+            if rows.expert_ids_T is None:
+                rows.expert_ids_T = torch.empty_like(expert_ids_T)
+            rows.expert_ids_T.copy_(expert_ids_T)
 
     def _extend(self, rows: PromptRows, shape: PromptShape) -> None:
         assert self.drafter is not None, f"{shape=}"
-        where = self.slots.rows(rows.slot_R, rows.position_R, rows.here_R, rows.live_R)
-        next_R = self.slots.tokens(rows.slot_R, rows.position_R + 1)
-        extended = self.drafter.extend(self._view_at(rows, where, shape), next_R, rows.hidden_RD)
-        rows.extended_RD.copy_(extended.hidden_RD)
-        if rows.key_RK.shape[1] and extended.selection.keys_TK is not None:
-            rows.key_RK.copy_(extended.selection.keys_TK)
+        where = self.slots.rows(rows.slot_T, rows.position_T, rows.here_T, rows.live_T)
+        next_T = self.slots.tokens(rows.slot_T, rows.position_T + 1)
+        extended = self.drafter.extend(self._view_at(rows, where, shape), next_T, rows.hidden_TD)
+        rows.extended_TD.copy_(extended.hidden_TD)
+        if rows.key_TK.shape[1] and extended.selection.keys_TK is not None:
+            rows.key_TK.copy_(extended.selection.keys_TK)
 
     def _view_at(self, rows: PromptRows, where: StepRows, shape: PromptShape) -> StepView:
-        group_R = rows.group_R.int()
+        group_T = rows.group_T.int()
         view = StepView.at(
-            self.cache, self.slots, where, slot_B=rows.slot_B, group_T=group_R, max_end=shape.context_bucket
+            self.cache, self.slots, where, slot_B=rows.slot_B, group_T=group_T, max_end=shape.context_bucket
         )
-        return replace(view, first_T=rows.first_R.int()) if shape.is_whole else view
+        return replace(view, first_T=rows.first_T.int()) if shape.is_whole else view

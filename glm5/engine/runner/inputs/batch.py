@@ -3,7 +3,8 @@
 Rows are in the order of the plan's sequences. A step of decoding sequences only has 1 + depth rows for each of a
 bucket of sequences, any other step a bucket of rows. Padding rows belong to the padding slot.
 
-    R rows of the step    Q rows that sample    C sequences that sample    B sequences with rows, and one for padding
+    T   rows of the step; `sample_*_T`: of those, the rows that sample
+    B   sequences with rows, and one for padding; `sampling_slot_B`, `first_B`, `sample_index_B`: those that sample
 """
 
 from collections.abc import Callable, Sequence
@@ -21,27 +22,27 @@ Ints = NDArray[np.int64]
 class Batch:
     """Arrays of one step, int64.
 
-    `start_R`: position of the sequence's first row, -1 if only the device knows it (decoding); `offset_R` counts from
-    there. `group_R`: index of the row's sequence in `slot_B`. `sample_Q`: the rows that sample, with their slot and
-    the number of drafts before them; `first_C`: each sampling sequence's first such row, as a row of the step, and
-    `place_C` as an index into Q. Padding comes last everywhere. `samples_all`: every row belongs to a decoding
-    sequence, and samples. `whole_prompts`: every row belongs to a full prompt, which begins with row `first_R` (for
-    padding, beyond the last row); `first_R` is empty in steps without prompts.
+    `start_T`: position of the sequence's first row, -1 if only the device knows it (decoding); `offset_T` counts from
+    there. `group_T`: index of the row's sequence in `slot_B`. `sample_T`: the rows that sample, with their slot and the
+    number of drafts before them; `first_B`: each sampling sequence's first such row, as a row of the step, and
+    `sample_index_B` as an index into `sample_T`. Padding comes last everywhere. `samples_all`: every row belongs to a
+    decoding sequence, and samples. `whole_prompts`: every row belongs to a full prompt, which begins with row `first_T`
+    (for padding, beyond the last row); `first_T` is empty in steps without prompts.
     """
 
     slot_B: Ints
-    group_R: Ints
-    slot_R: Ints
-    start_R: Ints
-    offset_R: Ints
-    live_R: Ints
-    sample_Q: Ints
-    sample_slot_Q: Ints
-    sample_offset_Q: Ints
-    slot_C: Ints
-    first_C: Ints
-    place_C: Ints
-    first_R: Ints
+    group_T: Ints
+    slot_T: Ints
+    start_T: Ints
+    offset_T: Ints
+    live_T: Ints
+    sample_T: Ints
+    sample_slot_T: Ints
+    sample_offset_T: Ints
+    sampling_slot_B: Ints
+    first_B: Ints
+    sample_index_B: Ints
+    first_T: Ints
     samples_all: bool
     whole_prompts: bool
 
@@ -80,50 +81,50 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, round_up: Callable[
 
     if bucket.decodes_only:
         width = 1 + bucket.depth
-        group_R = np.repeat(np.arange(num_groups), width)
-        offset_R = np.tile(np.arange(width), num_groups)
-        group_R[offset_R >= padded(counts, num_groups)[group_R]] = num_groups
+        group_T = np.repeat(np.arange(num_groups), width)
+        offset_T = np.tile(np.arange(width), num_groups)
+        group_T[offset_T >= padded(counts, num_groups)[group_T]] = num_groups
     else:
-        group_R = np.full(bucket.num_tokens, num_groups)
-        group_R[: plan.num_tokens] = np.repeat(np.arange(len(items)), counts)
-        offset_R = np.arange(bucket.num_tokens) - padded(np.cumsum(counts) - counts, num_groups + 1)[group_R]
-    num_rows = round_up(len(group_R))
-    group_R, offset_R = padded(group_R, num_rows, num_groups), padded(offset_R, num_rows)
-    live_R = group_R < num_groups
-    offset_R *= live_R
+        group_T = np.full(bucket.num_tokens, num_groups)
+        group_T[: plan.num_tokens] = np.repeat(np.arange(len(items)), counts)
+        offset_T = np.arange(bucket.num_tokens) - padded(np.cumsum(counts) - counts, num_groups + 1)[group_T]
+    num_rows = round_up(len(group_T))
+    group_T, offset_T = padded(group_T, num_rows, num_groups), padded(offset_T, num_rows)
+    live_T = group_T < num_groups
+    offset_T *= live_T
 
-    first_R = np.zeros(0, np.int64)
+    first_T = np.zeros(0, np.int64)
     if not bucket.decodes_only:
-        first_R = np.append(np.cumsum(counts) - counts, num_rows)[np.minimum(group_R, len(items))]
+        first_T = np.append(np.cumsum(counts) - counts, num_rows)[np.minimum(group_T, len(items))]
     first_rows = np.arange(len(items)) * (1 + bucket.depth) if bucket.decodes_only else np.cumsum(counts) - counts
     first_rows = np.where(decodes, first_rows, first_rows + counts - 1)[samples]
     num_sampled = np.where(decodes, counts, 1)[samples]
     if bucket.decodes_only:
-        sample_Q, sample_slot_Q = np.arange(num_rows), padded(slots, num_groups + 1, padding_slot)[group_R]
-        sample_offset_Q, place = offset_R, first_rows
+        sample_T, sample_slot_T = np.arange(num_rows), padded(slots, num_groups + 1, padding_slot)[group_T]
+        sample_offset_T, place = offset_T, first_rows
     else:
         place = np.cumsum(num_sampled) - num_sampled
-        sample_offset_Q = np.arange(num_sampled.sum()) - np.repeat(place, num_sampled)
-        sample_Q = np.repeat(first_rows, num_sampled) + sample_offset_Q
-        sample_slot_Q = np.repeat(slots[samples], num_sampled)
+        sample_offset_T = np.arange(num_sampled.sum()) - np.repeat(place, num_sampled)
+        sample_T = np.repeat(first_rows, num_sampled) + sample_offset_T
+        sample_slot_T = np.repeat(slots[samples], num_sampled)
     num_sampling = len(first_rows)
     num_places = num_groups if bucket.decodes_only else _round_up(num_sampling)
     Q = num_rows if bucket.decodes_only else round_up(num_places * (1 + plan.depth)) if num_sampling else 0
     C = round_up(num_places) if num_sampling else 0
     return Batch(
         slot_B=padded(slots, num_groups + 1, padding_slot),
-        group_R=group_R,
-        slot_R=padded(slots, num_groups + 1, padding_slot)[group_R],
-        start_R=padded(starts, num_groups + 1)[group_R],
-        offset_R=offset_R,
-        live_R=live_R.astype(np.int64),
-        sample_Q=padded(sample_Q, Q),
-        sample_slot_Q=padded(sample_slot_Q, Q, padding_slot),
-        sample_offset_Q=padded(sample_offset_Q, Q),
-        slot_C=padded(slots[samples], C, padding_slot),
-        first_C=padded(first_rows, C),
-        place_C=padded(place, C),
-        first_R=first_R,
+        group_T=group_T,
+        slot_T=padded(slots, num_groups + 1, padding_slot)[group_T],
+        start_T=padded(starts, num_groups + 1)[group_T],
+        offset_T=offset_T,
+        live_T=live_T.astype(np.int64),
+        sample_T=padded(sample_T, Q),
+        sample_slot_T=padded(sample_slot_T, Q, padding_slot),
+        sample_offset_T=padded(sample_offset_T, Q),
+        sampling_slot_B=padded(slots[samples], C, padding_slot),
+        first_B=padded(first_rows, C),
+        sample_index_B=padded(place, C),
+        first_T=first_T,
         samples_all=bucket.decodes_only,
         whole_prompts=not decodes.any() and not starts.any(),
     )
@@ -137,18 +138,18 @@ def padding_rows(num_rows: int, num_seqs: int, padding_slot: int) -> Batch:
 
     return Batch(
         slot_B=full(num_seqs + 1, padding_slot),
-        group_R=full(num_rows, num_seqs),
-        slot_R=full(num_rows, padding_slot),
-        start_R=full(num_rows),
-        offset_R=full(num_rows),
-        live_R=full(num_rows),
-        sample_Q=full(0),
-        sample_slot_Q=full(0),
-        sample_offset_Q=full(0),
-        slot_C=full(0),
-        first_C=full(0),
-        place_C=full(0),
-        first_R=full(num_rows, num_rows),
+        group_T=full(num_rows, num_seqs),
+        slot_T=full(num_rows, padding_slot),
+        start_T=full(num_rows),
+        offset_T=full(num_rows),
+        live_T=full(num_rows),
+        sample_T=full(0),
+        sample_slot_T=full(0),
+        sample_offset_T=full(0),
+        sampling_slot_B=full(0),
+        first_B=full(0),
+        sample_index_B=full(0),
+        first_T=full(num_rows, num_rows),
         samples_all=False,
         whole_prompts=False,
     )

@@ -35,12 +35,12 @@ class SlotState:
         S = num_slots + 1
         self.page_size, self.dump_page, self.max_depth, self.device = page_size, dump_page, max_depth, device
         # A sequence that has ended may still get rows until the host knows: a step's rows, and drafts after them.
-        self.token_SN = torch.zeros(S, max_len + 4 * (1 + max_depth), dtype=torch.int64, device=device)
-        self.len_S = torch.ones(S, dtype=torch.int64, device=device)
-        self.draft_SK = torch.zeros(S, max_depth, dtype=torch.int64, device=device)
+        self.token_YS = torch.zeros(S, max_len + 4 * (1 + max_depth), dtype=torch.int64, device=device)
+        self.len_Y = torch.ones(S, dtype=torch.int64, device=device)
+        self.drafts_Y = torch.zeros(S, max_depth, dtype=torch.int64, device=device)
         # The last column always has the dump page: positions beyond the other columns are looked up there.
         self.num_columns = -(-max_len // page_size) + 1
-        self.table_SN = torch.full((S, self.num_columns), dump_page, dtype=torch.int32, device=device)
+        self.table_YP = torch.full((S, self.num_columns), dump_page, dtype=torch.int32, device=device)
 
     def enter(self, entered: Sequence[Entered]) -> None:
         """Write tokens, length and pages of newly admitted sequences."""
@@ -48,50 +48,50 @@ class SlotState:
         for one in entered:
             parts += [_ints(one.token_ids), padded(_ints(one.pages), self.num_columns, self.dump_page)]
         slot_B, len_B, *rest = upload(np.concatenate(parts), self.device).split([len(part) for part in parts])
-        for one, token_N, page_N in zip(entered, rest[::2], rest[1::2], strict=True):
-            self.token_SN[one.slot, : len(token_N)] = token_N
-            self.table_SN[one.slot] = page_N
-        self.len_S.index_copy_(0, slot_B, len_B)
+        for one, token_S, page_P in zip(entered, rest[::2], rest[1::2], strict=True):
+            self.token_YS[one.slot, : len(token_S)] = token_S
+            self.table_YP[one.slot] = page_P
+        self.len_Y.index_copy_(0, slot_B, len_B)
 
     def change(self, table: Sequence[TableEntry]) -> None:
         """Write changed entries of the page table."""
         if table:
             slots, columns, pages = upload(np.array(table, dtype=np.int64), self.device).unbind(dim=1)
-            self.table_SN[slots, columns] = pages.int()
+            self.table_YP[slots, columns] = pages.int()
 
-    def positions(self, slot_R: Tensor, start_R: Tensor, offset_R: Tensor) -> Tensor:
+    def positions(self, slot_T: Tensor, start_T: Tensor, offset_T: Tensor) -> Tensor:
         """Position of each row: start + offset; a start of -1 stands for the last known token."""
         if self.device.type == "cpu":  # NumPy: a fraction of the time that tensors this small cost
-            start, length = start_R.numpy(), self.len_S.numpy()[slot_R.numpy()]
-            return torch.from_numpy(np.where(start < 0, length - 1, start) + offset_R.numpy())
-        return torch.where(start_R < 0, self.len_S[slot_R] - 1, start_R) + offset_R
+            start, length = start_T.numpy(), self.len_Y.numpy()[slot_T.numpy()]
+            return torch.from_numpy(np.where(start < 0, length - 1, start) + offset_T.numpy())
+        return torch.where(start_T < 0, self.len_Y[slot_T] - 1, start_T) + offset_T
 
-    def tokens(self, slot_R: Tensor, position_R: Tensor) -> Tensor:
+    def tokens(self, slot_T: Tensor, position_T: Tensor) -> Tensor:
         """Token ids at these positions."""
         if self.device.type == "cpu":
-            return torch.from_numpy(self.token_SN.numpy()[slot_R.numpy(), position_R.numpy()])
-        return self.token_SN[slot_R, position_R]
+            return torch.from_numpy(self.token_YS.numpy()[slot_T.numpy(), position_T.numpy()])
+        return self.token_YS[slot_T, position_T]
 
-    def rows(self, slot_R: Tensor, start_R: Tensor, offset_R: Tensor, live_R: Tensor) -> StepRows:
+    def rows(self, slot_T: Tensor, start_T: Tensor, offset_T: Tensor, live_T: Tensor) -> StepRows:
         """`kernels.step_rows` of these tables."""
-        tables = self.len_S, self.token_SN, self.table_SN
-        where = slot_R, start_R, offset_R, live_R
+        tables = self.len_Y, self.token_YS, self.table_YP
+        where = slot_T, start_T, offset_T, live_T
         return step_rows(*where, *tables, page_size=self.page_size, dump_page=self.dump_page)
 
-    def commit(self, token_R: Tensor, slot_R: Tensor, position_R: Tensor, accepted: Accepted) -> None:
+    def commit(self, token_T: Tensor, slot_T: Tensor, position_T: Tensor, accepted: Accepted) -> None:
         """Write sampled tokens, and increase lengths by the accepted ones."""
         if self.device.type == "cpu":
-            self.token_SN.numpy()[slot_R.numpy(), position_R.numpy()] = token_R.numpy()
+            self.token_YS.numpy()[slot_T.numpy(), position_T.numpy()] = token_T.numpy()
         else:
-            self.token_SN[slot_R, position_R] = token_R
-        self.len_S += accepted.count_S
+            self.token_YS[slot_T, position_T] = token_T
+        self.len_Y += accepted.count_Y
 
-    def assume(self, slot_C: Tensor) -> None:
+    def assume(self, sampling_slot_B: Tensor) -> None:
         """Write the drafts of these slots after their tokens, for a step that checks them. (Older drafts, or tokens
         sampled since, may be there.)"""
         if self.max_depth:
-            place_CK = self.len_S[slot_C][:, None] + torch.arange(self.max_depth, device=self.device)
-            self.token_SN[slot_C[:, None], place_CK] = self.draft_SK[slot_C]
+            place_of_drafts_B = self.len_Y[sampling_slot_B][:, None] + torch.arange(self.max_depth, device=self.device)
+            self.token_YS[sampling_slot_B[:, None], place_of_drafts_B] = self.drafts_Y[sampling_slot_B]
 
 
 def _ints(numbers: Sequence[int]) -> Ints:

@@ -1,6 +1,6 @@
 """The keys of a step: a `KVView` over rows of many sequences, in static shapes.
 
-Each row has its sequence (a row of `table_BN`) and its position. A padding row attends to no key, and writes to the
+Each row has its sequence (a row of `table_BP`) and its position. A padding row attends to no key, and writes to the
 dump page.
 """
 
@@ -25,9 +25,9 @@ from glm5.parallel.table import Shard
 
 @dataclass(slots=True)
 class StepView:
-    """`group_T` int32: row of the page table `table_BN`; `end_T` int32: number of keys that each token attends to;
-    `place_T`: the slot of the pool for its own key. No token attends to more than `max_end` keys. `invariant`: results
-    do not depend on the rest of the batch, bit for bit; every token then selects keys, however few there are.
+    """`group_T` int32: row of the page table `table_BP`; `end_T` int32: number of keys that each token attends to;
+    `slot_mapping_T`: the row of the pool for its own key. No token attends to more than `max_end` keys. `invariant`:
+    results do not depend on the rest of the batch, bit for bit; every token then selects keys, however few there are.
 
     `first_T` int32: if all rows are those of full prompts, the row at which each token's prompt begins; for padding, a
     row after its own.
@@ -36,11 +36,11 @@ class StepView:
     """
 
     cache: KVCache
-    table_BN: Tensor
+    table_BP: Tensor
     positions_T: Tensor
     group_T: Tensor
     end_T: Tensor
-    place_T: Tensor
+    slot_mapping_T: Tensor
     max_end: int
     invariant: bool
     first_T: Tensor | None = None
@@ -69,18 +69,20 @@ class StepView:
         # Few widths, for few shapes.
         num_pages = min(_round_up(-(-max_end // size)), slots.num_columns)
         if positions_T.is_cpu:
-            table_BN, end_T, where = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
-            table_BN, place_T = table_BN[:, :num_pages], torch.from_numpy(where[0] * size + where[1])
-            return cls(cache, table_BN, positions_T, group_T.int(), end_T, place_T, max_end, invariant, _where=where)
+            table_BP, end_T, where = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
+            table_BP, slot_mapping_T = table_BP[:, :num_pages], torch.from_numpy(where[0] * size + where[1])
+            return cls(
+                cache, table_BP, positions_T, group_T.int(), end_T, slot_mapping_T, max_end, invariant, _where=where
+            )
         column_T = (positions_T // size).clamp_max_(slots.num_columns - 1)
-        page_T = torch.where(live_T > 0, slots.table_SN[slot_T, column_T].long(), cache.dump_page)
+        page_T = torch.where(live_T > 0, slots.table_YP[slot_T, column_T].long(), cache.dump_page)
         return cls(
             cache=cache,
-            table_BN=slots.table_SN[:, :num_pages].index_select(0, slot_B),
+            table_BP=slots.table_YP[:, :num_pages].index_select(0, slot_B),
             positions_T=positions_T,
             group_T=group_T.int(),
             end_T=((positions_T + 1) * live_T).int(),
-            place_T=page_T * size + positions_T % size,
+            slot_mapping_T=page_T * size + positions_T % size,
             max_end=max_end,
             invariant=invariant,
         )
@@ -91,8 +93,8 @@ class StepView:
     ) -> "StepView":
         """A view of rows whose places are computed already; `group_T` is int32."""
         num_pages = min(_round_up(-(-max_end // cache.page_size)), slots.num_columns)
-        table_BN = slots.table_SN[:, :num_pages].index_select(0, slot_B)
-        return cls(cache, table_BN, rows.position_T, group_T, rows.end_T, rows.place_T, max_end, invariant=False)
+        table_BP = slots.table_YP[:, :num_pages].index_select(0, slot_B)
+        return cls(cache, table_BP, rows.position_T, group_T, rows.end_T, rows.slot_mapping_T, max_end, invariant=False)
 
     def parts(self, num_rows: int) -> Iterator["StepView"]:
         """Views of `num_rows` tokens each, to be run in order. The number of tokens must be a multiple."""
@@ -103,7 +105,7 @@ class StepView:
                 positions_T=self.positions_T[span],
                 group_T=self.group_T[span],
                 end_T=self.end_T[span],
-                place_T=self.place_T[span],
+                slot_mapping_T=self.slot_mapping_T[span],
                 first_T=None,
                 _where=None,
                 _planned=None,
@@ -124,10 +126,10 @@ class StepView:
         return False
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
-        self.cache.append_latent(layer_idx, self.place_T, latent_TL, self._where)
+        self.cache.append_latent(layer_idx, self.slot_mapping_T, latent_TL, self._where)
 
     def append_index_key(self, layer_idx: int, key_TI: Tensor) -> None:
-        self.cache.append_index_key(layer_idx, self.place_T, key_TI, self._where)
+        self.cache.append_index_key(layer_idx, self.slot_mapping_T, key_TI, self._where)
 
     def selects(self, top_k: int) -> bool:
         """Whether any token may have more visible keys than it selects."""
@@ -146,7 +148,7 @@ class StepView:
         # (With `invariant` a selection always has the same width: otherwise the order of sums would change.)
         if not self.selects(top_k):
             return Selection(None)
-        where = (self.table_BN, self.group_T, self.end_T)
+        where = (self.table_BP, self.group_T, self.end_T)
         few = self._few(q_TJI.shape[1])
         return Selection(
             self.cache.select_keys(
@@ -164,7 +166,7 @@ class StepView:
         )
 
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
-        where = (self.table_BN, self.group_T, self.end_T)
+        where = (self.table_BP, self.group_T, self.end_T)
         keys_TK, few = selection.keys_TK, self._few(q_THL.shape[1])
         return self.cache.attend(
             layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self._impl, few=few
@@ -181,19 +183,19 @@ class StepView:
         if pools is None or self.invariant:
             return None
         if self._step is None:
-            self._step = HostStep(self.table_BN, self.group_T, self.end_T, self.place_T, self.cache.page_size)
+            self._step = HostStep(self.table_BP, self.group_T, self.end_T, self.slot_mapping_T, self.cache.page_size)
         return HostKeys(self._step, *pools, sees_few=self.max_end <= self.cache.cfg.index_topk)
 
     def _few(self, num_heads: int) -> FewQueries | None:
         """On a CPU with few queries, their plan, which all layers share."""
         if num_heads not in self._is_few:
             self._is_few[num_heads] = not self.invariant and few_queries(
-                self.table_BN, self.end_T, num_heads, self.max_end
+                self.table_BP, self.end_T, num_heads, self.max_end
             )
         if not self._is_few[num_heads]:
             return None
         if self._planned is None:
-            self._planned = FewQueries(self.table_BN, self.group_T, self.end_T, self.cache.page_size)
+            self._planned = FewQueries(self.table_BP, self.group_T, self.end_T, self.cache.page_size)
         return self._planned
 
     @property
@@ -204,14 +206,14 @@ class StepView:
 def _on_host(
     cache: KVCache, slots: SlotState, slot_B: Tensor, slot_T: Tensor, positions_T: Tensor, live_T: Tensor
 ) -> tuple[Tensor, Tensor, Where]:
-    """(table_BN of all columns, end_T, pages and offsets of place_T) by NumPy, in a fraction of torch's time."""
-    positions, table_SN = positions_T.numpy(), slots.table_SN.numpy()
+    """(table_BP of all columns, end_T, pages and offsets of slot_mapping_T) by NumPy, in a fraction of torch's time."""
+    positions, table_YP = positions_T.numpy(), slots.table_YP.numpy()
     column, offset = np.divmod(positions, cache.page_size)
-    page = table_SN[slot_T.numpy(), np.minimum(column, slots.num_columns - 1)].astype(np.int64)
+    page = table_YP[slot_T.numpy(), np.minimum(column, slots.num_columns - 1)].astype(np.int64)
     end = (positions + 1).astype(np.int32)
     if not (live := live_T.numpy()).all():
         page[live == 0], end[live == 0] = cache.dump_page, 0
-    return torch.from_numpy(table_SN[slot_B.numpy()]), torch.from_numpy(end), (page, offset)
+    return torch.from_numpy(table_YP[slot_B.numpy()]), torch.from_numpy(end), (page, offset)
 
 
 def _round_up(count: int) -> int:

@@ -67,6 +67,6 @@ def chi_square_excess(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 def rows_of(slots: Sequence[int], positions: Sequence[int], offsets: Sequence[int] | None = None) -> Rows:
-    slot_R = torch.tensor(slots, dtype=torch.int64)
+    slot_T = torch.tensor(slots, dtype=torch.int64)
     offsets = [0] * len(slots) if offsets is None else offsets
-    return Rows(slot_R.numpy().copy(), slot_R, torch.tensor(positions), torch.tensor(offsets))
+    return Rows(slot_T.numpy().copy(), slot_T, torch.tensor(positions), torch.tensor(offsets))

@@ -59,8 +59,8 @@ def draw_counts(logits: torch.Tensor, placement: Placement, num_drafts: int) -> 
     rows = rows_of([3] * NUM_DRAWS, range(here, here + NUM_DRAWS), [num_drafts] * NUM_DRAWS)
     drafts = torch.tensor([DRAFTS] * 5) if num_drafts else None
     sampled = sampler.sample(logits.expand(NUM_DRAWS, -1), rows, drafts)
-    assert not sampled.no_valid_token_R.any()
-    return np.bincount(sampled.token_R.numpy(), minlength=VOCAB)
+    assert not sampled.no_valid_token_T.any()
+    return np.bincount(sampled.token_T.numpy(), minlength=VOCAB)
 
 
 def logits_of(seed: int) -> torch.Tensor:

@@ -46,18 +46,18 @@ def test_accept_is_the_definition(rng):
     for _ in range(50):
         slots = rng.sample(range(num_slots), rng.randrange(1, num_slots))
         depths = {slot: rng.randrange(depth + 1) for slot in slots}
-        draft_SK = torch.tensor([[rng.randrange(3) for _ in range(depth)] for _ in range(num_slots + 1)])
+        drafts_Y = torch.tensor([[rng.randrange(3) for _ in range(depth)] for _ in range(num_slots + 1)])
         where = [(slot, offset) for slot in slots for offset in range(depths[slot] + 1)]
         where += [(num_slots, 0)] * rng.randrange(3)
         rows = rows_of([slot for slot, _ in where], [0] * len(where), [offset for _, offset in where])
-        token_R = torch.tensor([rng.randrange(3) for _ in where])
-        accepted = accept(token_R, rows.slot_R, rows.offset_R, draft_SK)
-        on_device = accept_on_device(token_R, rows.slot_R, rows.offset_R, draft_SK)
+        token_T = torch.tensor([rng.randrange(3) for _ in where])
+        accepted = accept(token_T, rows.slot_T, rows.offset_T, drafts_Y)
+        on_device = accept_on_device(token_T, rows.slot_T, rows.offset_T, drafts_Y)
         assert all(map(torch.equal, accepted, on_device))
         for slot in range(num_slots + 1):
-            drawn = [token for token, (owner, _) in zip(token_R.tolist(), where, strict=True) if owner == slot]
-            want = accepted_by_hand(drawn, draft_SK[slot].tolist()) if slot in depths else []
-            assert accepted.token_SJ[slot, : accepted.count_S[slot]].tolist() == want
+            drawn = [token for token, (owner, _) in zip(token_T.tolist(), where, strict=True) if owner == slot]
+            want = accepted_by_hand(drawn, drafts_Y[slot].tolist()) if slot in depths else []
+            assert accepted.tokens_Y[slot, : accepted.count_Y[slot]].tolist() == want
 
 
 class Generation:
@@ -94,25 +94,25 @@ class Generation:
         return [token if self.rng.random() < 0.8 else self.rng.randrange(VOCAB) for token in known]
 
     def step(self) -> None:
-        draft_SK = torch.full((self.num_slots + 1, self.depth), -1)
+        drafts_Y = torch.full((self.num_slots + 1, self.depth), -1)
         slots, positions, offsets, logits = [], [], [], []
         running = [index for index in self.slots if self.rng.random() < 0.8] or list(self.slots)
         self.rng.shuffle(running)
         for index in running:
             drafts, context = self.drafts(index), self.prompt(index) + self.written[index]
-            draft_SK[self.slots[index], : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
+            drafts_Y[self.slots[index], : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
             for offset in range(len(drafts) + 1):
                 slots.append(self.slots[index])
                 positions.append(len(context) + offset)
                 offsets.append(offset)
                 logits.append(logits_after(context + drafts[:offset]))
         rows = rows_of(slots, positions, offsets)
-        sampled = self.sampler.sample(torch.stack(logits), rows, draft_SK if self.depth else None)
-        accepted = accept(sampled.token_R, rows.slot_R, rows.offset_R, draft_SK)
+        sampled = self.sampler.sample(torch.stack(logits), rows, drafts_Y if self.depth else None)
+        accepted = accept(sampled.token_T, rows.slot_T, rows.offset_T, drafts_Y)
         self.sampler.record(accepted, rows.slots)
         for index in running:
             slot = self.slots[index]
-            self.written[index] += accepted.token_SJ[slot, : accepted.count_S[slot]].tolist()
+            self.written[index] += accepted.tokens_Y[slot, : accepted.count_Y[slot]].tolist()
             if self.rng.random() < 0.05 or len(self.written[index]) >= LENGTH:
                 del self.slots[index]  # preempted, or done
 
@@ -159,9 +159,9 @@ def test_drafts_drawn_by_the_same_noise_stand_more_often(seed):
     sampler.place([Placement(slot, SamplingParams(), slot, [1]) for slot in range(2)])
     rows = rows_of([0] * num_rows, range(num_rows))
     other = rows_of([1] * num_rows, range(num_rows))
-    tokens = sampler.sample(target, rows).token_R
-    same = (sampler.sample(close, rows).token_R == tokens).float().mean().item()
-    independent = (sampler.sample(close, other).token_R == tokens).float().mean().item()
+    tokens = sampler.sample(target, rows).token_T
+    same = (sampler.sample(close, rows).token_T == tokens).float().mean().item()
+    independent = (sampler.sample(close, other).token_T == tokens).float().mean().item()
     overlap = np.minimum(target.softmax(-1).numpy(), close.softmax(-1).numpy()).sum(axis=1).mean()
     print(f"agreement {same:.3f}, with noise of its own {independent:.3f}, at best {overlap:.3f}")
     assert independent < 0.6 * overlap < 0.9 * overlap < same

@@ -68,14 +68,14 @@ def distribution(logits_W, params: SamplingParams) -> torch.Tensor:
     return left.log_softmax(-1)
 
 
-def sampled(names, logits_RW):
+def sampled(names, logits_TW):
     """One row for each set of parameters, all in one batch."""
     params = [SamplingParams(**PARAMS[name], logprobs=20) for name in names]
     sampler = Sampler(len(params), VOCAB)
     sampler.place([Placement(i, one, 7, PROMPT, OUTPUT, bad_words=BAD) for i, one in enumerate(params)])
     slots = torch.arange(len(params))
     rows = Rows(slots.numpy(), slots, torch.full_like(slots, 6), torch.zeros_like(slots))
-    return params, sampler.sample(logits_RW, rows)
+    return params, sampler.sample(logits_TW, rows)
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -95,10 +95,10 @@ def test_tempered_is_of_the_distribution_that_is_drawn_from(names, seed):
     params, got = sampled(names, logits)
     for row, one in enumerate(params):
         want, own = distribution(logits[row], one), logits[row].double().log_softmax(-1)
-        token, likeliest = got.token_R[row], got.logprobs.likeliest_RN[row]
-        assert error(got.logprobs.tempered_R[row, None], want[token][None]) < BUDGET
-        assert error(got.logprobs.likeliest_tempered_RN[row], want[likeliest]) < BUDGET
-        assert error(got.logprobs.logprob_R[row, None], own[token][None]) < BUDGET  # the model's own stay that
+        token, likeliest = got.token_T[row], got.logprobs.likeliest_TU[row]
+        assert error(got.logprobs.tempered_T[row, None], want[token][None]) < BUDGET
+        assert error(got.logprobs.likeliest_tempered_TU[row], want[likeliest]) < BUDGET
+        assert error(got.logprobs.logprob_T[row, None], own[token][None]) < BUDGET  # the model's own stay that
 
 
 @pytest.mark.parametrize("name", sorted(PARAMS.keys() - {"plain", "temperature", "greedy"}))
@@ -107,9 +107,9 @@ def test_the_budget_notices_what_is_left_out(name, seed):
     logits = make(1, seed)
     (params,), got = sampled([name], logits)
     plain = (logits[0].double() / (params.temperature or 1.0)).log_softmax(-1)
-    found = got.logprobs.likeliest_tempered_RN[0].double()
+    found = got.logprobs.likeliest_tempered_TU[0].double()
     shown = found.isfinite()
-    assert not shown.all() or (found - plain[got.logprobs.likeliest_RN[0]]).abs().max() > 100 * BUDGET
+    assert not shown.all() or (found - plain[got.logprobs.likeliest_TU[0]]).abs().max() > 100 * BUDGET
 
 
 def test_a_row_has_the_same_bits_beside_others(seed):
@@ -117,8 +117,8 @@ def test_a_row_has_the_same_bits_beside_others(seed):
     _, together = sampled(list(PARAMS), logits)
     for row, name in enumerate(PARAMS):
         _, alone = sampled([name], logits[row : row + 1])
-        assert torch.equal(alone.logprobs.tempered_R[0], together.logprobs.tempered_R[row]), name
-        assert torch.equal(alone.logprobs.likeliest_tempered_RN[0], together.logprobs.likeliest_tempered_RN[row])
+        assert torch.equal(alone.logprobs.tempered_T[0], together.logprobs.tempered_T[row]), name
+        assert torch.equal(alone.logprobs.likeliest_tempered_TU[0], together.logprobs.likeliest_tempered_TU[row])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9, 1.0, 2.0])
@@ -127,11 +127,11 @@ def test_a_prompt_s_tokens_are_at_the_temperature(temperature, seed):
     found = Sampler(1, VOCAB).logprobs(logits, tokens, 5, temperature)
     own, want = (logits.double().div(t).log_softmax(-1) for t in (1.0, temperature or 1.0))
     rows = torch.arange(3)
-    assert error(found.logprob_R, own[rows, tokens]) < BUDGET
-    assert error(found.tempered_R, want[rows, tokens]) < BUDGET
-    assert error(found.likeliest_tempered_RN, want.gather(1, found.likeliest_RN)) < BUDGET
+    assert error(found.logprob_T, own[rows, tokens]) < BUDGET
+    assert error(found.tempered_T, want[rows, tokens]) < BUDGET
+    assert error(found.likeliest_tempered_TU, want.gather(1, found.likeliest_TU)) < BUDGET
     if temperature == 0.9:
-        assert (found.logprob_R - found.tempered_R).abs().max() > 100 * BUDGET  # the control
+        assert (found.logprob_T - found.tempered_T).abs().max() > 100 * BUDGET  # the control
 
 
 def test_no_answer_shares_its_seed_with_a_neighbouring_request():

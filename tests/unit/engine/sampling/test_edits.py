@@ -56,9 +56,9 @@ def test_edits_are_those_of_the_oracle(dtype, rng):
         positions = [len(placements[s].prompt_ids) + len(placements[s].output_ids) + j for s, j in which]
         logits = (torch.randn(len(which), VOCAB, generator=gen) * 3).to(dtype)
         before = logits.clone()
-        draft_SK = torch.tensor([*drafts, [-1] * DEPTH])
+        drafts_Y = torch.tensor([*drafts, [-1] * DEPTH])
         rows = rows_of([slot for slot, _ in which], positions, [offset for _, offset in which])
-        got = edited(logits, rows, draft_SK, sampler.tables, sampler.tables.features_of(rows.slots))
+        got = edited(logits, rows, drafts_Y, sampler.tables, sampler.tables.features_of(rows.slots))
         assert torch.equal(logits, before)
         for row, (slot, offset) in enumerate(which):
             want = oracle.edited(logits[row].float().numpy(), placements[slot], drafts[slot][:offset])
@@ -82,7 +82,7 @@ def test_min_tokens_end_at_their_position():
     sampler.place([Placement(0, params, 0, [1, 2], stop_ids=(5,))])
     logits = torch.zeros(4, 8)
     logits[:, 5] = 1
-    assert sampler.sample(logits, rows_of([0] * 4, [2, 3, 4, 5])).token_R.tolist() == [0, 0, 0, 5]
+    assert sampler.sample(logits, rows_of([0] * 4, [2, 3, 4, 5])).token_T.tolist() == [0, 0, 0, 5]
 
 
 def test_a_bad_word_does_not_begin_in_the_prompt():
@@ -92,14 +92,14 @@ def test_a_bad_word_does_not_begin_in_the_prompt():
     logits[:, 5] = 1
     words = ((4, 5), (3, 4, 5))
     sampler.place([Placement(0, params, 0, [3, 4], (), (), words), Placement(1, params, 0, [3], (4,), (), words)])
-    assert sampler.sample(logits, rows_of([0, 1], [2, 2])).token_R.tolist() == [5, 0]
+    assert sampler.sample(logits, rows_of([0, 1], [2, 2])).token_T.tolist() == [5, 0]
 
 
 def test_greedy_takes_the_first_of_equals():
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]]).repeat(2, 1)
     sampler = Sampler(2, 4)
     sampler.place([Placement(0, SamplingParams(temperature=0), 0, [1]), Placement(1, SamplingParams(top_k=1), 9, [1])])
-    assert sampler.sample(logits, rows_of([0, 1], [1, 1])).token_R.tolist() == [1, 1]
+    assert sampler.sample(logits, rows_of([0, 1], [1, 1])).token_T.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("case", "kept"), [({"top_k": 2}, {0, 1}), ({"top_p": 0.5}, {0, 1, 2}), ({}, set(range(6)))])
@@ -107,7 +107,7 @@ def test_equals_rank_by_smaller_id(case, kept):
     sampler = Sampler(1, 6)
     sampler.place([Placement(0, SamplingParams(**case), 5, [1])])
     sampled = sampler.sample(torch.zeros(300, 6), rows_of([0] * 300, range(300)))
-    assert set(sampled.token_R.tolist()) == kept
+    assert set(sampled.token_T.tolist()) == kept
 
 
 @pytest.mark.parametrize("case", [{"temperature": 1e-5}, {"temperature": 1e-4, "top_p": 1e-9}, {"min_p": 1.0}])
@@ -115,7 +115,7 @@ def test_extreme_values_still_give_the_best_token(case):
     logits = torch.tensor([[-1e4, 5.0, 4.0, 1e-3]]).repeat(20, 1)
     sampler = Sampler(1, 4)
     sampler.place([Placement(0, SamplingParams(**case), 3, [1])])
-    assert sampler.sample(logits, rows_of([0] * 20, range(20))).token_R.tolist() == [1] * 20
+    assert sampler.sample(logits, rows_of([0] * 20, range(20))).token_T.tolist() == [1] * 20
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -128,8 +128,8 @@ def test_rows_without_a_possible_token_say_so(temperature):
     cornered = SamplingParams(temperature=temperature, allowed_token_ids=[3])
     sampler.place([Placement(0, shaped, 3, [1]), Placement(1, cornered, 3, [1], bad_words=((3,),))])
     sampled = sampler.sample(logits, rows_of([0, 0, 0, 1], [1] * 4))
-    assert sampled.no_valid_token_R.tolist() == [False, True, True, True]
-    assert ((sampled.token_R >= 0) & (sampled.token_R < 8)).all()
+    assert sampled.no_valid_token_T.tolist() == [False, True, True, True]
+    assert ((sampled.token_T >= 0) & (sampled.token_T < 8)).all()
 
 
 def test_padding_rows_are_harmless():
@@ -138,5 +138,5 @@ def test_padding_rows_are_harmless():
     params = SamplingParams(presence_penalty=1, logit_bias={1: 2}, min_tokens=1, top_p=0.5, logprobs=1, min_p=0.1)
     sampler.place([Placement(0, params, 1, [1], stop_ids=(3,), bad_words=((1, 2),))])
     sampled = sampler.sample(torch.zeros(3, 40), rows_of([0, 1, 1], [1, 0, 0], [0, 0, 1]), torch.full((2, 1), -1))
-    assert not sampled.no_valid_token_R.any()
-    assert sampled.token_R[1:].tolist() == [0, 0]
+    assert not sampled.no_valid_token_T.any()
+    assert sampled.token_T[1:].tolist() == [0, 0]

@@ -47,13 +47,13 @@ def generate(matchers: list[Matcher], seed: int, depth: int, wishes: torch.Tenso
     written: list[list[int]] = [[] for _ in matchers]
     active = list(range(num))
     while active:
-        draft_SK = torch.full((num + 1, depth), -1)
-        draft_SK[:-1] = torch.randint(0, vocab_size, (num, depth), generator=gen)
+        drafts_Y = torch.full((num + 1, depth), -1)
+        drafts_Y[:-1] = torch.randint(0, vocab_size, (num, depth), generator=gen)
         masks = torch.zeros(len(active), depth + 1, -(-vocab_size // 32), dtype=torch.int32)
         for row, slot in enumerate(active):
             if depth and (allowed := mask_of(matchers[slot])[0]):  # a drafter that is right at times
-                draft_SK[slot, 0] = min(allowed)
-            matchers[slot].fill(draft_SK[slot].tolist(), masks[row])
+                drafts_Y[slot, 0] = min(allowed)
+            matchers[slot].fill(drafts_Y[slot].tolist(), masks[row])
         sampler.permit(active, masks)
         where = [(slot, offset) for slot in active for offset in range(depth + 1)]
         positions = [len(written[slot]) + 1 + offset for slot, offset in where]
@@ -63,10 +63,10 @@ def generate(matchers: list[Matcher], seed: int, depth: int, wishes: torch.Tenso
         for row, position in enumerate(positions):
             logits[row, CLOSERS] += position / 12
         rows = rows_of([slot for slot, _ in where], positions, [offset for _, offset in where])
-        sampled = sampler.sample(logits, rows, draft_SK)
-        accepted = accept(sampled.token_R, rows.slot_R, rows.offset_R, draft_SK)
+        sampled = sampler.sample(logits, rows, drafts_Y)
+        accepted = accept(sampled.token_T, rows.slot_T, rows.offset_T, drafts_Y)
         for slot in tuple(active):
-            new = accepted.token_SJ[slot, : accepted.count_S[slot]].tolist()
+            new = accepted.tokens_Y[slot, : accepted.count_Y[slot]].tolist()
             new = new[: new.index(EOS) + 1] if EOS in new else new
             new = next((new[: at + 1] for at, token in enumerate(new) if token in TOKENIZER.eos_ids), new)
             assert matchers[slot].advance(new)
@@ -235,7 +235,7 @@ def test_allowed_token_ids_hold_beside_a_grammar():
     matcher_of(regex="[a-d]").fill([], mask[0])
     sampler.permit([0], mask)
     sampled = sampler.sample(torch.randn(1, vocabulary().size).expand(50, -1), rows_of([0] * 50, range(50)))
-    assert set(sampled.token_R.tolist()) == set(ids("b"))
+    assert set(sampled.token_T.tolist()) == set(ids("b"))
 
 
 MARKUP = {token_id for token_id in range(vocabulary().size) if vocabulary().is_markup(token_id)}

@@ -44,7 +44,7 @@ def all_kinds(seed: int, vocab_size: int) -> list[Placement]:
 
 def flat(sampled: Sampled, row: int, num_likeliest: int | None) -> list[float]:
     """Everything about one row, for exact comparison; log-probabilities as far as the row asked for them."""
-    values = [sampled.token_R[row].item(), sampled.no_valid_token_R[row].item()]
+    values = [sampled.token_T[row].item(), sampled.no_valid_token_T[row].item()]
     if num_likeliest is not None:
         assert sampled.logprobs is not None
         for tensor in dataclasses.astuple(sampled.logprobs):
@@ -135,7 +135,7 @@ def test_sorting_a_head_or_all_is_the_same(kind, seed, monkeypatch):
     tokens = []
     for head in (64, 899, 1024):
         monkeypatch.setattr(draw, "_HEAD", head)
-        tokens.append(sampler.sample(logits, rows).token_R.tolist())
+        tokens.append(sampler.sample(logits, rows).token_T.tolist())
     assert tokens[0] == tokens[1] == tokens[2]
 
 
@@ -154,7 +154,7 @@ def test_a_slot_keeps_nothing_of_its_last_sequence(next_ones, seed):
     used.permit([10], torch.zeros(1, 1, 10, dtype=torch.int32))
     for _ in range(3):
         sampled = used.sample(logits, rows)
-        used.record(accept(sampled.token_R, rows.slot_R, rows.offset_R, no_drafts()), rows.slots)
+        used.record(accept(sampled.token_T, rows.slot_T, rows.offset_T, no_drafts()), rows.slots)
     for half in (0, 1):
         used.place(turned[half::2])
         fresh.place(turned[half::2])

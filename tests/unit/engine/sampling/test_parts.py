@@ -62,7 +62,7 @@ PARAMS = [
 ]
 
 
-def sampled(params, logits_RW, draft_SK, part=None, num_rounds=6):
+def sampled(params, logits_TW, drafts_Y, part=None, num_rounds=6):
     """Tokens and log-probabilities of some rounds with one sequence for each of `params`, two rows each."""
     sampler = Sampler(len(params), VOCAB, max_drafts=1, part=part)
     sampler.place(
@@ -76,11 +76,11 @@ def sampled(params, logits_RW, draft_SK, part=None, num_rounds=6):
     slots = torch.arange(len(params)).repeat_interleave(2)
     offsets = torch.tensor([0, 1] * len(params))
     if part is not None:
-        logits_RW = logits_RW[..., part.first : part.first + part.size]
+        logits_TW = logits_TW[..., part.first : part.first + part.size]
     out = []
     for index in range(num_rounds):
         rows = Rows(slots.numpy(), slots, torch.full_like(slots, 5 + index) + offsets, offsets)
-        out.append(sampler.sample(logits_RW[index], rows, draft_SK))
+        out.append(sampler.sample(logits_TW[index], rows, drafts_Y))
     return out
 
 
@@ -95,23 +95,23 @@ def test_the_same_tokens_as_from_all_logits(size, kind, most_sought, seed, monke
     )
     if kind == "ties":
         logits = logits.round()
-    draft_SK = torch.randint(0, VOCAB, (len(PARAMS) + 1, 1), generator=generator)
-    want = sampled(PARAMS, logits, draft_SK)
-    ranks = together(size, lambda part: sampled(PARAMS, logits, draft_SK, part))
+    drafts_Y = torch.randint(0, VOCAB, (len(PARAMS) + 1, 1), generator=generator)
+    want = sampled(PARAMS, logits, drafts_Y)
+    ranks = together(size, lambda part: sampled(PARAMS, logits, drafts_Y, part))
     # Divided by the temperature, less the largest, less the logarithm of a sum: on each side three roundings.
     coldest = min(one.temperature for one in PARAMS if one.temperature)
     atol = 6 * torch.finfo(torch.float32).eps / 2 * 2 * logits.abs().max().item() / coldest
     for got in ranks:
         for ours, whole in zip(got, want, strict=True):
-            assert torch.equal(ours.token_R, whole.token_R)
-            assert torch.equal(ours.no_valid_token_R, whole.no_valid_token_R)
+            assert torch.equal(ours.token_T, whole.token_T)
+            assert torch.equal(ours.no_valid_token_T, whole.no_valid_token_T)
             found, known = ours.logprobs, whole.logprobs
-            for name in ("logprob_R", "tempered_R", "likeliest_logprob_RN"):
+            for name in ("logprob_T", "tempered_T", "likeliest_logprob_TU"):
                 torch.testing.assert_close(getattr(found, name), getattr(known, name), rtol=0, atol=atol)
-            assert torch.equal(found.likeliest_RN, known.likeliest_RN)
-            tempered = found.likeliest_tempered_RN, known.likeliest_tempered_RN
+            assert torch.equal(found.likeliest_TU, known.likeliest_TU)
+            tempered = found.likeliest_tempered_TU, known.likeliest_tempered_TU
             torch.testing.assert_close(*tempered, rtol=1e-5, atol=1e-5)
-            assert torch.equal(found.rank_R, known.rank_R)
+            assert torch.equal(found.rank_T, known.rank_T)
 
 
 def test_rows_without_a_valid_token_are_found_on_every_rank():
@@ -120,13 +120,13 @@ def test_rows_without_a_valid_token_are_found_on_every_rank():
     logits[0, 1, 60] = torch.nan
     params = [SamplingParams(temperature=0), SamplingParams(temperature=1.0, top_p=0.5)]
     drafts = torch.zeros(3, 1, dtype=torch.int64)
-    want = sampled(params, logits, drafts, num_rounds=1)[0].no_valid_token_R
+    want = sampled(params, logits, drafts, num_rounds=1)[0].no_valid_token_T
     assert want.tolist() == [False, True, True, False]
     ranks = [got for (got,) in together(4, lambda part: sampled(params, logits, drafts, part, num_rounds=1))]
     for got in ranks:
-        assert torch.equal(got.no_valid_token_R, want)
-        assert ((got.token_R >= 0) & (got.token_R < VOCAB)).all()
-        assert torch.equal(got.token_R, ranks[0].token_R), "ranks compare the tokens of a step"
+        assert torch.equal(got.no_valid_token_T, want)
+        assert ((got.token_T >= 0) & (got.token_T < VOCAB)).all()
+        assert torch.equal(got.token_T, ranks[0].token_T), "ranks compare the tokens of a step"
 
 
 def test_masks_of_grammars_hold_for_each_ranks_ids():
@@ -156,7 +156,7 @@ def test_masks_of_grammars_hold_for_each_ranks_ids():
         tokens = []
         for position in range(60):
             rows = Rows(slots.numpy(), slots, torch.full_like(slots, position), torch.tensor([0, 1]))
-            tokens += sampler.sample(logits[:, part.first : part.first + part.size], rows).token_R.tolist()
+            tokens += sampler.sample(logits[:, part.first : part.first + part.size], rows).token_T.tolist()
         return tokens
 
     ranks = together(4, job)

@@ -16,11 +16,11 @@ def test_logprobs_and_ranks():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
     want = logits.double().log_softmax(-1)
     found = logprobs(logits, torch.tensor([2, 3]), None, 3)
-    assert found.rank_R.tolist() == [2, 1]
-    assert found.likeliest_RN.tolist() == [[1, 2, 3], [0, 1, 2]]
-    assert found.logprob_R.tolist() == pytest.approx([want[0, 2].item(), want[1, 3].item()])
-    assert found.likeliest_logprob_RN[0].tolist() == pytest.approx(want[0, [1, 2, 3]].tolist())
-    assert torch.equal(found.tempered_R, found.logprob_R)
+    assert found.rank_T.tolist() == [2, 1]
+    assert found.likeliest_TU.tolist() == [[1, 2, 3], [0, 1, 2]]
+    assert found.logprob_T.tolist() == pytest.approx([want[0, 2].item(), want[1, 3].item()])
+    assert found.likeliest_logprob_TU[0].tolist() == pytest.approx(want[0, [1, 2, 3]].tolist())
+    assert torch.equal(found.tempered_T, found.logprob_T)
 
 
 @pytest.mark.parametrize("vocab_size", [50, 3000])
@@ -38,13 +38,13 @@ def test_agree_with_float64(dtype, vocab_size, seed):
     found = sampled.logprobs
     assert found is not None
     rows = torch.arange(4)
-    want = logits.double().log_softmax(-1)[rows, sampled.token_R]
-    np.testing.assert_allclose(found.logprob_R.double(), want, rtol=0, atol=TOLERANCE * 10)
-    assert found.likeliest_RN.shape == (4, 7)
+    want = logits.double().log_softmax(-1)[rows, sampled.token_T]
+    np.testing.assert_allclose(found.logprob_T.double(), want, rtol=0, atol=TOLERANCE * 10)
+    assert found.likeliest_TU.shape == (4, 7)
     want = logits.double().log_softmax(-1)
     order = sorted(range(vocab_size), key=lambda w: (-want[3, w].item(), w))
-    assert found.likeliest_RN[3].tolist() == order[:7]
-    np.testing.assert_allclose(found.likeliest_logprob_RN.double(), want.gather(1, found.likeliest_RN), atol=1e-5)
+    assert found.likeliest_TU[3].tolist() == order[:7]
+    np.testing.assert_allclose(found.likeliest_logprob_TU.double(), want.gather(1, found.likeliest_TU), atol=1e-5)
 
 
 def test_nobody_asked():
@@ -55,4 +55,4 @@ def test_nobody_asked():
 
 def test_more_were_asked_for_than_there_are():
     found = logprobs(torch.zeros(1, 3), torch.tensor([1]), None, 3)
-    assert found.likeliest_RN.tolist() == [[0, 1, 2]]
+    assert found.likeliest_TU.tolist() == [[0, 1, 2]]

@@ -14,7 +14,7 @@ SHARE_OF_EQUAL_TOKENS = 0.999
 
 
 def on_gpu(rows: Rows) -> Rows:
-    return Rows(rows.slots, *(tensor.cuda() for tensor in (rows.slot_R, rows.position_R, rows.offset_R)))
+    return Rows(rows.slots, *(tensor.cuda() for tensor in (rows.slot_T, rows.position_T, rows.offset_T)))
 
 
 def test_tokens_and_logprobs_are_those_of_a_cpu(seed):
@@ -30,21 +30,21 @@ def test_tokens_and_logprobs_are_those_of_a_cpu(seed):
         logits = torch.randn(len(slots), VOCAB, generator=gen) * 3
         drafts = torch.randint(0, VOCAB, (NUM_SLOTS + 1, DEPTH), generator=gen)
         ours, theirs = here.sample(logits, rows, drafts), there.sample(logits.cuda(), on_gpu(rows), drafts.cuda())
-        num_equal += (ours.token_R == theirs.token_R.cpu()).sum().item()
+        num_equal += (ours.token_T == theirs.token_T.cpu()).sum().item()
         num_steps += len(slots)
         assert ours.logprobs is not None
         assert theirs.logprobs is not None
-        same = ours.token_R == theirs.token_R.cpu()
+        same = ours.token_T == theirs.token_T.cpu()
         torch.testing.assert_close(
-            ours.logprobs.tempered_R[same], theirs.logprobs.tempered_R.cpu()[same], rtol=0, atol=1e-4
+            ours.logprobs.tempered_T[same], theirs.logprobs.tempered_T.cpu()[same], rtol=0, atol=1e-4
         )
-        for sampler, token_R, device in ((here, ours.token_R, "cpu"), (there, ours.token_R.cuda(), "cuda")):
-            accepted = accept(token_R, rows.slot_R.to(device), rows.offset_R.to(device), drafts.to(device))
+        for sampler, token_T, device in ((here, ours.token_T, "cpu"), (there, ours.token_T.cuda(), "cuda")):
+            accepted = accept(token_T, rows.slot_T.to(device), rows.offset_T.to(device), drafts.to(device))
             sampler.record(accepted, rows.slots)
     print(f"{num_equal} of {num_steps} tokens equal")
     assert num_equal >= SHARE_OF_EQUAL_TOKENS * num_steps
-    assert torch.equal(here.tables.tail_SL, there.tables.tail_SL.cpu())
-    assert torch.equal(here.tables.counts_SW, there.tables.counts_SW.cpu())
+    assert torch.equal(here.tables.tail_YU, there.tables.tail_YU.cpu())
+    assert torch.equal(here.tables.counts_YW, there.tables.counts_YW.cpu())
 
 
 def test_a_step_in_a_graph(seed):
@@ -66,9 +66,9 @@ def test_a_step_in_a_graph(seed):
 
     def step(sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
         sampled = sampler.sample(logits, rows, drafts)
-        accepted = accept(sampled.token_R, rows.slot_R, rows.offset_R, drafts)
+        accepted = accept(sampled.token_T, rows.slot_T, rows.offset_T, drafts)
         sampler.record(accepted, rows.slots)
-        return sampled.token_R, accepted.count_S
+        return sampled.token_T, accepted.count_Y
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -77,17 +77,17 @@ def test_a_step_in_a_graph(seed):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token_R, count_S = step(sampler)
+        token_T, count_Y = step(sampler)
     eager.place(placements)  # both as before the first step
     sampler.place(placements)
     for turn in range(5):
         logits.copy_(torch.randn(logits.shape, generator=gen, device="cuda"))
         drafts.copy_(torch.randint(0, VOCAB, drafts.shape, generator=gen, device="cuda"))
         graph.replay()
-        wanted_R, wanted_S = step(eager)
-        assert torch.equal(token_R, wanted_R)
-        assert torch.equal(count_S, wanted_S)
-        rows.position_R.add_(1)
+        wanted_T, wanted_S = step(eager)
+        assert torch.equal(token_T, wanted_T)
+        assert torch.equal(count_Y, wanted_S)
+        rows.position_T.add_(1)
         if turn == 2:
             for one in (sampler, eager):
                 one.place([Placement(3, SamplingParams(temperature=0.5, logprobs=0), 9, [4], [5])])

@@ -36,23 +36,23 @@ def test_what_cannot_be_had_is_refused(mean, depth, why):
 def test_steps_gain_the_mean(mean):
     """Slot 0 decodes on and on, each step from where the last one ended."""
     gen, probability = torch.Generator().manual_seed(0), probability_of(mean, DEPTH)
-    slot_R, offset_R = torch.zeros(1 + DEPTH, dtype=torch.int64), torch.arange(1 + DEPTH)
+    slot_T, offset_T = torch.zeros(1 + DEPTH, dtype=torch.int64), torch.arange(1 + DEPTH)
     position = 0
     for _ in range(STEPS):
-        draft_SK = torch.randint(0, 3, (2, DEPTH), generator=gen)
-        token_R = torch.randint(0, 3, (1 + DEPTH,), generator=gen)
-        rows = Rows(slot_R.numpy(), slot_R, position + 1 + offset_R, offset_R)
-        held_R = simulated(token_R, rows, draft_SK, probability)
-        assert held_R[-1] == token_R[-1]
-        position += int(accept(held_R, slot_R, offset_R, draft_SK).count_S[0])
+        drafts_Y = torch.randint(0, 3, (2, DEPTH), generator=gen)
+        token_T = torch.randint(0, 3, (1 + DEPTH,), generator=gen)
+        rows = Rows(slot_T.numpy(), slot_T, position + 1 + offset_T, offset_T)
+        held_R = simulated(token_T, rows, drafts_Y, probability)
+        assert held_R[-1] == token_T[-1]
+        position += int(accept(held_R, slot_T, offset_T, drafts_Y).count_Y[0])
     assert position / STEPS == pytest.approx(mean, abs=BUDGET)
 
 
 def test_rows_without_drafts_are_left_alone():
-    slot_R, offset_R = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 0, 0, 1])
-    token_R, draft_SK = torch.tensor([7, 8, 9, 10]), torch.zeros(4, DEPTH, dtype=torch.int64)
-    rows = Rows(slot_R.numpy(), slot_R, torch.tensor([5, 5, 5, 6]), offset_R)
-    assert simulated(token_R, rows, draft_SK, 1.0).tolist() == [7, 8, 0, 10]
+    slot_T, offset_T = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 0, 0, 1])
+    token_T, drafts_Y = torch.tensor([7, 8, 9, 10]), torch.zeros(4, DEPTH, dtype=torch.int64)
+    rows = Rows(slot_T.numpy(), slot_T, torch.tensor([5, 5, 5, 6]), offset_T)
+    assert simulated(token_T, rows, drafts_Y, 1.0).tolist() == [7, 8, 0, 10]
 
 
 def test_only_with_dummy_weights():
