@@ -44,6 +44,13 @@ def _prepare_rows(
         tl.store(out_ptr + t * D + d, row_codes(x, scale, KIND), mask=d < D)
 
 
+def token_quant(x_TD: Tensor, kind: Act) -> tuple[Tensor, Tensor]:
+    """As `reference.token_quant`."""
+    codes, scale = prepare_rows(x_TD, kind, halves=False)
+    assert scale is not None
+    return codes, scale
+
+
 def prepare_rows(x_TD: Tensor, kind: Act | None, *, halves: bool) -> tuple[Tensor, Tensor | None]:
     """(rows [T, D], scale [T] or None): quantized as `reference.token_quant` does, bit for bit, or as they are; in
     halves, or in order."""
