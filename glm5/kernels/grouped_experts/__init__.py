@@ -102,5 +102,5 @@ TABLE = Table(
     ),
     reference=Impl("the definition"),
     invariant=Impl("a row's result does not depend on the others, bit for bit"),
-    invariant_triton=Impl("the same over FP8 weights on a GPU", on="triton"),
+    invariant_triton=Impl("the same over FP8 weights on a GPU", on="triton", module="triton_invariant"),
 )

@@ -16,7 +16,7 @@ TABLE = Table(
     ),
     tiled=Impl("scores by index_score's tiled, some queries at a time"),
     invariant=Impl("what a query selects depends on no other, bit for bit"),
-    invariant_triton=Impl("the same on a GPU, a program a query", on="triton"),
+    invariant_triton=Impl("the same on a GPU, a program a query", on="triton", module="triton_invariant"),
     reference=Impl("the definition"),
 )
 

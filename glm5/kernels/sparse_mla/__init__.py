@@ -84,5 +84,5 @@ TABLE = Table(
     chunked=Impl("gathers again for backward", gradient=True),
     gather=Impl("the definition", module="reference"),
     invariant=Impl("a result depends on its query and keys alone, bit for bit"),
-    invariant_triton=Impl("the same on a GPU", on="triton"),
+    invariant_triton=Impl("the same on a GPU", on="triton", module="triton_invariant"),
 )

@@ -9,7 +9,7 @@ import torch
 from glm5.bench.command import command, need_gpus
 from glm5.common.errors import CheckpointError, GlmError
 
-KERNELS = ("attention", "quantized", "collectives", "experts", "glue", "hopper", "linear", "preparation")
+KERNELS = ("attention", "quantized", "collectives", "elementwise", "experts", "hopper", "linear", "preparation")
 OF_GPUS = [*(f"kernels.{name}" for name in KERNELS), "steps", "steps.shared", "train memory"]
 OF_GPUS += ["quant --device cuda", "load --folder nowhere --device cuda --ranks 2 1"]
 

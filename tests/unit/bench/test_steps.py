@@ -17,7 +17,7 @@ def test_steps_of_a_small_model(layout):
         plan, specs = case.enter(load)
         for _ in range(2):
             case.step(plan, specs, load)
-        assert (case.runner.slots.len_S[: load.batch] == load.context).all()
+        assert (case.runner.slots.len_Y[: load.batch] == load.context).all()
         distinct = case.experts(load)
         assert len(distinct) == 2
         assert max(distinct) <= cfg.n_routed_experts
@@ -31,7 +31,7 @@ def test_prompts_of_a_small_model(start):
     plan, specs = case.enter(load)
     assert plan.num_tokens == load.num_tokens == 2 * (100 - start)
     case.step(plan, specs, load)
-    assert (case.runner.slots.token_SN[:2, 100] < cfg.vocab_size).all()
+    assert (case.runner.slots.token_YS[:2, 100] < cfg.vocab_size).all()
 
 
 @pytest.mark.parametrize("recipe", ["w4a8-channel", "w4a8-group"])
