@@ -115,7 +115,8 @@ def imported_files(path: Path) -> set[Path]:
     # `from package import module` names the module; the package's own file only where the name is its own.
     packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    own = {
+    own = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    own |= {
         node.module or ""
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 from torch import Tensor
 
-import glm5
 from glm5.common.background import in_background
 from glm5.common.errors import GlmError, named
 from glm5.engine.core.interfaces import Launched, Memory, StepRunner, WeightSource
@@ -75,7 +75,7 @@ class _Rank:
     def __init__(self, number: int, ranks: "Ranks"):
         self.number, self.ranks = number, ranks
         command = [sys.executable, "-m", "glm5.engine.rank"]
-        home, pipe = Path(glm5.__file__).parents[1], subprocess.PIPE
+        home, pipe = Path(str(files("glm5"))).parent, subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe)
         self.last_sign_at, self.has_sent = time.monotonic(), False
         self.death: Dead | None = None

@@ -18,6 +18,7 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -25,7 +26,6 @@ from typing import Protocol
 import msgspec
 import zmq
 
-import glm5
 from glm5.common.errors import reason_of
 from glm5.engine.transport.failure import LOST, reason_of_exit, reason_of_silence
 from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
@@ -282,7 +282,7 @@ def _spawn(folder: str, *, several: bool) -> subprocess.Popen[bytes]:
     It starts in the folder that holds the package, so that nothing in the current folder is imported by mistake.
     `several`: there are several ranks, which inherit the child's environment.
     """
-    home = Path(glm5.__file__).parents[1]
+    home = Path(str(files("glm5"))).parent
     command = [sys.executable, "-m", "glm5.engine.process", folder, os.getcwd()]
     if several:
         command = ["env", *_NO_MULTICAST, *command]
