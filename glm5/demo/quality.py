@@ -6,8 +6,8 @@ from pathlib import Path
 
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
+from glm5.demo.run import TEMPLATE
 from glm5.quantize.ladder import Example, Texts
-from glm5.train.build import TEMPLATE
 from glm5.train.data.dialogues import example
 from glm5.train.data.questions import KINDS, Split, conversation
 

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from glm5.chat.template import ChatTemplate
+from glm5.demo.recipe import Recipe
 from glm5.train.data.dialogues import example, messages, train_tokenizer
 from glm5.train.data.questions import KINDS, NUM_WORDS, Size, conversation
 
@@ -78,3 +79,14 @@ def test_recall_is_asked_far_beyond_index_topk(template):
 
     lengths = [len(example(template, chat).ids) for chat in drawn("recall", "held-out")[:20]]
     assert min(lengths) > NUM_WORDS > 3 * preset("nano").index_topk
+
+
+def test_the_plan_grows_contexts_and_switches_mixtures():
+    recipe = Recipe()
+    first, last = recipe.plan(0, 0), recipe.plan(0, recipe.num_steps - 1)
+    assert first == recipe.plan(0, 0)
+    assert max(size.words for _, _, size in first) <= 2 * recipe.min_words
+    assert max(size.words for _, _, size in last) > recipe.max_words // 2
+    assert {kind for kind, _, _ in last} == set(KINDS)
+    stages = [recipe.stage(step) for step in range(recipe.num_steps)]
+    assert list(dict.fromkeys(stages)) == ["dense", "warmup", "sparse"]
