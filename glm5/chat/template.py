@@ -20,7 +20,6 @@ from glm5.common.bounded import MIB, read_bounded_text
 from glm5.common.errors import CheckpointError, ConfigError, RequestError
 
 BUNDLED = ("glm-5", "glm-5.1", "glm-5.2", "glm-5.3")
-_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token")
 _SWITCHES = ("enable_thinking", "clear_thinking")
 MAX_SOURCE = MIB
 """Bytes of a template's file, and characters of a template; the published ones have 5,000."""

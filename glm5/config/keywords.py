@@ -48,7 +48,6 @@ Copies = Annotated[
 ]
 _DETAIL = NoEffect("this engine has no such feature")
 _TEXT = NoEffect("the model reads text only")
-_FILES = NoEffect("a checkpoint's safetensors are read")
 
 
 class EngineKeywords(EngineFlags):

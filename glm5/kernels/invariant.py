@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from glm5.kernels import triton_support
-from glm5.kernels.dispatch import forward_only
+from glm5.kernels.dispatch import forward_only, machine_of
 
 # Rows of a pass. Milliseconds of a step of nano (all layers, head, MTP layer; float32, one core, contexts of 200):
 #
@@ -41,7 +40,7 @@ Impl = Literal["auto", "invariant", "invariant_triton"]  # what the seams of a m
 
 def impl_on(device: torch.device, dtype: torch.dtype) -> Impl:
     """The implementations that deterministic mode names there, of ops that have both."""
-    return "invariant_triton" if dtype != torch.float64 and triton_support.supports(device) else "invariant"
+    return "invariant_triton" if "triton" in machine_of(device, dtype) else "invariant"
 
 
 def pass_rows(device: torch.device) -> int:

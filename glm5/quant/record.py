@@ -195,7 +195,6 @@ FP8_BLOCK, FP8_GROUP = Grid("fp8", 8, "block", 128), Grid("fp8", 8, "group", 128
 NVFP4_GROUP = Grid("nvfp4", 4, "group", 16)
 
 W8A8 = Scheme(INT8_CHANNEL, INT8_TOKEN)
-W8A8_FP8 = Scheme(FP8_CHANNEL, FP8_TOKEN)
 W4A8 = Scheme(INT4_CHANNEL, INT8_TOKEN)
 """Of the articles: integer tokens, for Ascend and glm5."""
 W4A8_FP8 = Scheme(INT4_GROUP, FP8_TOKEN)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -26,8 +27,8 @@ from glm5.common.console import out
 from glm5.config.presets import preset
 from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.runner.runner import Runner
-from glm5.kernels import dispatch
 from glm5.kernels.compile_ahead import Compilers, missing
+from tests.support.dispatch import as_on
 
 DEPTH, COMPILED = 2, 2
 
@@ -59,9 +60,7 @@ def main() -> None:
     for module in [module for name, module in sys.modules.items() if name.startswith("glm5.")]:
         if hasattr(module, "chosen"):
             vars(module)["chosen"] = _chosen
-    dispatch.machine_of = lambda *_: frozenset({"any", "triton"})
-    for table in dispatch.TABLES.values():
-        table._on_cpu = table._rules(torch.device("cpu"), torch.float32)
+    as_on(pytest.MonkeyPatch(), "triton")
     cfg = preset("nano").model_copy(update={"max_position_embeddings": 1024})
     weights = sys.argv[1]
     model = dummy(cfg if weights == "fp8" else with_codes(cfg, weights), fp8=True)

@@ -20,10 +20,10 @@ from glm5.engine.runner.forward.passes import Passes
 from glm5.engine.runner.forward.routing import RoutingRecord
 from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.engine.runner.graphs.captured import Graphs
-from glm5.engine.runner.graphs.decode import DecodeSteps, DeviceBatch, Shape, context_buckets_of, padding_batch
+from glm5.engine.runner.graphs.decode import DecodeSteps, DeviceBatch, Shape, context_buckets_of
 from glm5.engine.runner.graphs.passes import PassGraphs, can_capture
 from glm5.engine.runner.graphs.prompts import PromptSteps
-from glm5.engine.runner.inputs.batch import Batch, Packer, arrays
+from glm5.engine.runner.inputs.batch import Batch, Packer, arrays, padding_batch
 from glm5.engine.runner.inputs.slot_state import SlotState
 from glm5.engine.runner.inputs.view import StepView
 from glm5.engine.runner.native import parameters_moved
@@ -146,7 +146,8 @@ class Runner:
     @torch.inference_mode()
     def sample_padding(self, num_rows: int) -> None:
         """Sample padding rows without a graph, to load the sampling kernels."""
-        batch, like_D = padding_batch(Shape(num_rows, 0), self.padding_slot), self.model.model.norm.weight
+        batch = padding_batch(num_rows, num_rows, self.padding_slot, decodes_only=True)
+        like_D = self.model.model.norm.weight
         none_T = torch.zeros(num_rows, dtype=torch.int64, device=self.cache.device)
         self._sample(batch, self._upload(batch), none_T, like_D.new_zeros(num_rows, len(like_D)))
 

@@ -26,7 +26,7 @@ from glm5.engine.runner.forward.drafting import Drafter, DraftRows
 from glm5.engine.runner.forward.passes import Passes
 from glm5.engine.runner.forward.routing import RoutingRecord
 from glm5.engine.runner.graphs.captured import Graphs, Piece
-from glm5.engine.runner.inputs.batch import Batch, Ints, arrays
+from glm5.engine.runner.inputs.batch import Batch, Ints, arrays, padding_batch
 from glm5.engine.runner.inputs.slot_state import SlotState
 from glm5.engine.runner.inputs.view import StepView
 from glm5.engine.sampling import Rows, Sampled, Sampler, accept
@@ -204,7 +204,8 @@ class DecodeSteps:
     def buffers(self, shape: Shape) -> Buffers:
         """The buffers of a shape, allocated on first use."""
         if shape not in self._buffers:
-            padding = padding_batch(shape, len(self.slots.len_Y) - 1)
+            num_slots = len(self.slots.len_Y)
+            padding = padding_batch(shape.num_rows, shape.num_seqs, num_slots - 1, decodes_only=True)
             like_D = self.passes.model.model.norm.weight.detach()
             self._buffers[shape] = Buffers(shape, padding, like_D, self.slots.max_depth)
         return self._buffers[shape]
@@ -288,29 +289,3 @@ def _shapes(num_seqs: Sequence[int], depths: Sequence[int]) -> list[Shape]:
 
 def _packed(batch: Batch) -> Ints:
     return np.concatenate(arrays(batch))
-
-
-def padding_batch(shape: Shape, padding_slot: int) -> Batch:
-    """A batch of padding rows only."""
-    C, R = shape.num_seqs, shape.num_rows
-
-    def full(count: int, value: int = 0) -> Ints:
-        return np.full(count, value, dtype=np.int64)
-
-    return Batch(
-        slot_B=full(C + 1, padding_slot),
-        group_T=full(R, C),
-        slot_T=full(R, padding_slot),
-        start_T=full(R),
-        offset_T=full(R),
-        live_T=full(R),
-        sample_T=np.arange(R),
-        sample_slot_T=full(R, padding_slot),
-        sample_offset_T=full(R),
-        sampling_slot_B=full(C, padding_slot),
-        first_B=full(C),
-        sample_index_B=full(C),
-        first_T=full(0),
-        samples_all=True,
-        whole_prompts=False,
-    )

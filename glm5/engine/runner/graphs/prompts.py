@@ -24,7 +24,7 @@ from glm5.engine.runner.forward.passes import Passes
 from glm5.engine.runner.forward.routing import RoutingRecord
 from glm5.engine.runner.graphs.captured import Graphs, Piece
 from glm5.engine.runner.graphs.decode import context_bucket_of
-from glm5.engine.runner.inputs.batch import Batch, padded, padding_rows
+from glm5.engine.runner.inputs.batch import Batch, padded, padding_batch
 from glm5.engine.runner.inputs.slot_state import SlotState
 from glm5.engine.runner.inputs.view import StepView
 from glm5.kernels.step_rows import StepRows
@@ -175,7 +175,8 @@ class PromptSteps:
 
     def _padding(self, shape: PromptShape) -> PromptRows:
         rows = self._rows_of(shape.num_rows, shape.num_groups)
-        rows.load(padding_rows(shape.num_rows, 1, self._padding_slot), self._padding_slot)
+        padding = padding_batch(shape.num_rows, 1, self._padding_slot, decodes_only=False)
+        rows.load(padding, self._padding_slot)
         return rows
 
     def _do(self, name: str, shape: PromptShape, rows: PromptRows) -> None:

@@ -109,8 +109,9 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, round_up: Callable[
         sample_slot_T = np.repeat(slots[samples], num_sampled)
     num_sampling = len(first_rows)
     num_places = num_groups if bucket.decodes_only else _round_up(num_sampling)
-    Q = num_rows if bucket.decodes_only else round_up(num_places * (1 + plan.depth)) if num_sampling else 0
-    C = round_up(num_places) if num_sampling else 0
+    num_sampling_seqs = round_up(num_places) if num_sampling else 0
+    num_sampled_rows = round_up(num_places * (1 + plan.depth)) if num_sampling else 0
+    num_sampled_rows = num_rows if bucket.decodes_only else num_sampled_rows
     return Batch(
         slot_B=padded(slots, num_groups + 1, padding_slot),
         group_T=group_T,
@@ -118,20 +119,22 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, round_up: Callable[
         start_T=padded(starts, num_groups + 1)[group_T],
         offset_T=offset_T,
         live_T=live_T.astype(np.int64),
-        sample_T=padded(sample_T, Q),
-        sample_slot_T=padded(sample_slot_T, Q, padding_slot),
-        sample_offset_T=padded(sample_offset_T, Q),
-        sampling_slot_B=padded(slots[samples], C, padding_slot),
-        first_B=padded(first_rows, C),
-        sample_index_B=padded(place, C),
+        sample_T=padded(sample_T, num_sampled_rows),
+        sample_slot_T=padded(sample_slot_T, num_sampled_rows, padding_slot),
+        sample_offset_T=padded(sample_offset_T, num_sampled_rows),
+        sampling_slot_B=padded(slots[samples], num_sampling_seqs, padding_slot),
+        first_B=padded(first_rows, num_sampling_seqs),
+        sample_index_B=padded(place, num_sampling_seqs),
         first_T=first_T,
         samples_all=bucket.decodes_only,
         whole_prompts=not decodes.any() and not starts.any(),
     )
 
 
-def padding_rows(num_rows: int, num_seqs: int, padding_slot: int) -> Batch:
-    """Only padding rows, in the shape of a step with prompts of `num_seqs` sequences, of which none samples."""
+def padding_batch(num_rows: int, num_seqs: int, padding_slot: int, *, decodes_only: bool) -> Batch:
+    """Padding rows only: in the shape of a step whose sequences all decode, where every row samples, or of a step with
+    prompts, of which none samples."""
+    num_sampled, num_sampling = (num_rows, num_seqs) if decodes_only else (0, 0)
 
     def full(count: int, value: int = 0) -> Ints:
         return np.full(count, value, dtype=np.int64)
@@ -143,14 +146,14 @@ def padding_rows(num_rows: int, num_seqs: int, padding_slot: int) -> Batch:
         start_T=full(num_rows),
         offset_T=full(num_rows),
         live_T=full(num_rows),
-        sample_T=full(0),
-        sample_slot_T=full(0),
-        sample_offset_T=full(0),
-        sampling_slot_B=full(0),
-        first_B=full(0),
-        sample_index_B=full(0),
-        first_T=full(num_rows, num_rows),
-        samples_all=False,
+        sample_T=np.arange(num_sampled),
+        sample_slot_T=full(num_sampled, padding_slot),
+        sample_offset_T=full(num_sampled),
+        sampling_slot_B=full(num_sampling, padding_slot),
+        first_B=full(num_sampling),
+        sample_index_B=full(num_sampling),
+        first_T=full(0 if decodes_only else num_rows, num_rows),
+        samples_all=decodes_only,
         whole_prompts=False,
     )
 
