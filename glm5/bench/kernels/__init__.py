@@ -11,7 +11,7 @@ from importlib import import_module
 
 from glm5.bench.kernels.case import Case
 
-PARTS = ("linear", "experts", "quantized", "glue", "preparation", "attention")
+PARTS = ("linear", "experts", "quantized", "elementwise", "preparation", "attention")
 
 
 def every_case() -> Iterator[Case]:

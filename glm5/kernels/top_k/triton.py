@@ -45,7 +45,7 @@ def _ranked(score):
 
 
 @triton.jit
-def _row_sharding(low, high, share):
+def _rank_between(low, high, share):
     """Rank of the number at `share` of the way between those of two ranks."""
     low = tl.minimum(tl.maximum(low, ~_LARGEST), _LARGEST).to(tl.int32)
     high = tl.minimum(tl.maximum(high, ~_LARGEST), _LARGEST).to(tl.int32)
@@ -70,8 +70,8 @@ def _bracket(rank_S, k, spare):
     while (high - low > 1) & (low_count > k + spare):
         share = (low_count - k).to(tl.float32) / (low_count - high_count).to(tl.float32)
         third = ((high - low) * 21845) >> 16
-        m1 = tl.where(by_thirds > 0, low + third, _row_sharding(low, high - 1, tl.maximum(share - 0.1, 0.0)))
-        m2 = tl.where(by_thirds > 0, low + 2 * third, _row_sharding(low, high - 1, tl.minimum(share + 0.1, 1.0)))
+        m1 = tl.where(by_thirds > 0, low + third, _rank_between(low, high - 1, tl.maximum(share - 0.1, 0.0)))
+        m2 = tl.where(by_thirds > 0, low + 2 * third, _rank_between(low, high - 1, tl.minimum(share + 0.1, 1.0)))
         m1 = tl.minimum(tl.maximum(m1, low + 1), high - 1)
         m2 = tl.minimum(tl.maximum(m2, m1), high - 1)
         reach_m1, reach_m2 = rank_S >= m1.to(tl.int32), rank_S >= m2.to(tl.int32)

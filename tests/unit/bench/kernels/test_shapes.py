@@ -1,9 +1,11 @@
 """The sizes that are measured are those that the engine multiplies."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
-from glm5.bench.kernels import quantized
+from glm5.bench.kernels import PARTS, quantized
 from glm5.bench.kernels.shapes import RANKS, quantized_linears
 from glm5.bench.steps.case import rank_config, with_codes
 from glm5.checkpoint.formats import stored_of
@@ -41,3 +43,8 @@ def test_every_implementation_is_measured():
     shape = "quantized_linear o 6144x4096 tp4 M="
     assert {f"{shape}128 w8a8 triton", f"{shape}128 w8a8 cuda", f"{shape}512 w8a8 triton"} <= names
     assert f"{shape}512 w8a8 cuda" not in names
+
+
+def test_every_file_that_is_named_has_cases():
+    for part in PARTS:
+        assert callable(import_module(f"glm5.bench.kernels.{part}").cases), part
