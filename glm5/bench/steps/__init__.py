@@ -5,6 +5,6 @@
 `--ranks 8` gives one rank's part of a model that eight share: its heads, its part of every expert and of the
 vocabulary, without what ranks say to each other. `--layers` cuts the model short.
 
-case      models of one rank's shape, with keys in the cache    anatomy    a step's kernels, by the profiler
+case      models of one rank's shape, with keys in the cache    breakdown  a step's kernels, by the profiler
 shared    prompts on GPUs that share a model, with what they say to each other
 """
