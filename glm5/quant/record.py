@@ -200,5 +200,4 @@ W4A8 = Scheme(INT4_CHANNEL, INT8_TOKEN)
 W4A8_FP8 = Scheme(INT4_GROUP, FP8_TOKEN)
 """Groups of 128 under e4m3 tokens, for vLLM, SGLang and glm5."""
 W4A16 = Scheme(INT4_GROUP)
-FP8_BLOCKS = Scheme(FP8_BLOCK, FP8_GROUP)
 NVFP4 = Scheme(NVFP4_GROUP)

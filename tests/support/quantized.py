@@ -12,7 +12,7 @@ from glm5.checkpoint.load import load
 from glm5.config.model import ModelConfig
 from glm5.model.experts import Experts
 from glm5.model.glm5 import Glm5
-from glm5.quant.record import FP8_BLOCKS
+from glm5.quant.record import FP8_BLOCK, FP8_GROUP, Scheme
 from glm5.quantize.layer import FakeQuantizedExperts, FakeQuantizedLinear
 
 
@@ -22,7 +22,11 @@ def fake_quantized(path: Path, dtype: torch.dtype) -> Glm5:
     cfg = ModelConfig.from_file(path)
     schemes = {matrix.module: matrix.scheme for matrix in stored_of(cfg).values()}
     if isinstance(format_of(cfg), W4aFp8):
-        schemes |= {name.removesuffix(".weight_scale_inv"): FP8_BLOCKS for name in scan(path).entries if is_fp8(name)}
+        schemes |= {
+            name.removesuffix(".weight_scale_inv"): Scheme(FP8_BLOCK, FP8_GROUP)
+            for name in scan(path).entries
+            if is_fp8(name)
+        }
     for module, scheme in schemes.items():
         if ".experts." not in module:
             linear = model.get_submodule(module)

@@ -28,7 +28,8 @@ def missing_paths(text: str) -> list[str]:
     """Paths that do not exist. `<op>` stands for any name, and `model/moe` for glm5/model/moe.py."""
     # The name of a command is no path, though there be a folder of that name.
     words = [word for piece in code_pieces(text) for word in re.sub(r"^glm5 [\w-]+", "", piece).split()]
-    missing: list[str] = []
+    modules = re.findall(r"python3? -m ((?:glm5|tests)\b[\w.]*)", "\n".join(code_pieces(text)))
+    missing = [name for name in modules if not [*REPO.glob(name.replace(".", "/") + "*")]]
     for word in words + re.findall(r"\]\(([^)#:]+)", text):
         path = word.strip("'\",.;:()").removeprefix("./").rstrip("/")
         first = path.partition("/")[0]
@@ -131,9 +132,11 @@ glm5 inspect --preset nano --json > x.json
 glm5 init [--seed 3] --preset nano --out x
 make everything
 make test PIP_ARGS="-q"
+python -m glm5.bench.nothing --ranks 8
+python -m glm5.bench.steps --ranks 8
 ```
 """
-    assert missing_paths(text) == ["glm5/nowhere.py", "model/nothing", "docs/no.md"]
+    assert missing_paths(text) == ["glm5.bench.nothing", "glm5/nowhere.py", "model/nothing", "docs/no.md"]
     assert wrong_commands(text) == ["glm5 inspect      --prezet nano | head   # twice", "make everything"]
     text = "[a](no.md), [b](docs/map.md), [c](docs/map.md#walks), [d](docs/map.md#runs), [e](https://no.md), [](#walks)"
     assert broken_links(text, REPO / "README.md") == ["no.md", "docs/map.md#runs", "#walks"]

@@ -79,10 +79,6 @@ class PrefixTree:
     def nodes(self) -> Iterator[Node]:
         return iter(self._node_of.values())
 
-    @property
-    def num_salts(self) -> int:
-        return len(self._roots)
-
     def match(self, salt: Salt, token_ids: Sequence[int], max_pages: int, path: list[Node]) -> None:
         """Make `path` the longest chain of nodes for the first pages of `token_ids`. Takes no references.
 

@@ -130,7 +130,8 @@ class Scheduler:
                 self._unread.append((step, in_flight))
                 plan.bucket = self._bucket(plan)
                 plan.draft_depth = min(self.depth, max([seq.max_depth for seq, *_ in in_flight]))
-        self.page_manager.transfers.issue(plan)
+        if self.page_manager.transfers.has_work:
+            self.page_manager.transfers.issue(plan)
         plan.table = self.page_manager.table_entries()
         plan.left, self._left = self._left, []
         if not plan.items:
@@ -483,8 +484,7 @@ class Scheduler:
         return max((queue[-1] for queue in (self.prompting, self.decoding) if queue), key=_rank)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
-        num_seqs = self.config.batch_bucket(len(plan.items))
-        decodes_only = plan.items[-1].kind == "decode"
+        num_seqs, decodes_only = self.config.batch_bucket(len(plan.items)), plan.items[-1].kind == "decode"
         num_tokens = num_seqs * (1 + plan.depth) if decodes_only else self.config.token_bucket(plan.num_tokens)
         return Bucket(num_seqs, plan.depth, num_tokens, decodes_only)
 

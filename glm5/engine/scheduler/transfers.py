@@ -45,17 +45,12 @@ class Transfers:
 
     @property
     def has_work(self) -> bool:
-        """Whether copies are under way or queued."""
-        return bool(self._loads or self._stores or self._to_store)
+        """Whether copies are under way, queued or to be cancelled."""
+        return bool(self._loads or self._stores or self._to_store or self._restores or self._cancelled)
 
     @property
     def num_under_way(self) -> int:
         return len(self._loads) + len(self._stores)
-
-    @property
-    def pages_under_way(self) -> list[int]:
-        """One entry for each reference that a copy holds."""
-        return [copy.page for copies in (self._loads, self._stores) for copy in copies.values()]
 
     def restore(self, pages: list[tuple[int, PageKey, int]], num_held: int, *, is_again: bool) -> Restore:
         """Queue loads of (number in the sequence, key, page); the `num_held` pages before them are valid already."""

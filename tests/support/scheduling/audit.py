@@ -21,7 +21,8 @@ def audit_pages(scheduler: Scheduler) -> None:
     for seq in scheduler.running:
         assert len(set(seq.pages)) == len(seq.pages), f"{seq.seq_id} has a page twice: {seq.pages}"
         assert seq.covered == len(seq.pages) * scheduler.config.page_size
-    held.update(scheduler.page_manager.transfers.pages_under_way)
+    transfers = scheduler.page_manager.transfers
+    held.update(copy.page for copies in (transfers._loads, transfers._stores) for copy in copies.values())
     assert pool.refs == [held[page] for page in range(pool.num_pages)]
     pages, used = set(range(pool.num_pages)), set(held)
     kept = {node.page for node in scheduler.page_manager.tree.nodes()}

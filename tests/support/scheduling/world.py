@@ -125,7 +125,7 @@ class World:
         self._deliver([ResetCache()])
         self._advance([])
         pool = self.scheduler.page_manager.pool
-        assert (pool.num_free, self.scheduler.page_manager.tree.num_salts) == (pool.num_pages, 0)
+        assert (pool.num_free, len(self.scheduler.page_manager.tree._roots)) == (pool.num_pages, 0)
         return self
 
     def _advance(self, messages: list[Message]) -> None:

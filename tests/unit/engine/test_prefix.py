@@ -68,7 +68,7 @@ def test_the_least_recently_used_leaf_goes_first():
         tree.evict(1)
         order += before - {node.page for node in tree.nodes()}
     assert order == [b, c, a, d]
-    assert tree.num_salts == 0
+    assert len(tree._roots) == 0
     assert tree.stats.evicted_pages == 4
 
 
