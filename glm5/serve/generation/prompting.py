@@ -192,9 +192,14 @@ def _format(wanted: StructuredOutputsParams) -> Format:
             texts = [{"type": "const_string", "value": value} for value in json.loads(text)]
             return either(texts)
         case "json" | "json_object":
+            if wanted.disable_any_whitespace:  # a structural tag cannot say so
+                raise RequestError(
+                    "disable_any_whitespace is true beside tools, where whitespace cannot be fixed; leave one of the "
+                    "two out",
+                    "structured_outputs",
+                )
             schema = _parsed(text) if wanted.kind == "json" else {"type": "object"}
-            spaces = 0 if wanted.disable_any_whitespace else _MAX_WHITESPACE
-            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": spaces}
+            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
         case _:
             return _parsed(text).get("format", {})
 

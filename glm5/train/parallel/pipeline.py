@@ -182,10 +182,11 @@ class PipelineStep(SharedStep):
                 f"parallel.pipeline: {ranks} stages need at least as many passes a step and rank, got "
                 f"{num_passes}; lower pass_sequences, or raise sequences"
             )
-        if len(self.stages) > 1 and num_passes % (num_passes // ranks):
+        if (len(self.stages) > 1 or self._queue is not None) and num_passes % (num_passes // ranks):
             raise ConfigError(
-                f"parallel.stages: got {num_passes} passes a step and rank; with several stages a rank allowed is a "
-                f"multiple of pipeline ({ranks}), or fewer than {2 * ranks}; change pass_sequences or sequences"
+                f"parallel.stages: got {num_passes} passes a step and rank; with several stages a rank, or zero-bubble, "
+                f"allowed is a multiple of pipeline ({ranks}), or fewer than {2 * ranks}; change pass_sequences or "
+                "sequences"
             )
 
     def _announced(self, stage: Stage) -> PipelineStage:

@@ -200,6 +200,14 @@ def test_an_answer_of_a_form_or_calls(chat):
     is_person(answer["choices"][0]["message"]["content"])
 
 
+def test_fixed_whitespace_beside_tools_is_refused(chat):
+    wanted = {"json": SCHEMA, "disable_any_whitespace": True}
+    error = chat.refusal(tools=[COLOUR], structured_outputs=wanted)
+    assert error["param"] == "structured_outputs"
+    assert "beside tools" in error["message"]
+    assert json.loads(chat.answer(structured_outputs=wanted)["choices"][0]["message"]["content"])
+
+
 def test_strict_tools_that_cannot_be_enforced(chat):
     odd = tool("f", strict=True, a={"type": "integer", "not": {"const": 1}})
     error = chat.refusal(tools=[odd])
