@@ -184,9 +184,8 @@ class PipelineStep(SharedStep):
             )
         if (len(self.stages) > 1 or self._queue is not None) and num_passes % (num_passes // ranks):
             raise ConfigError(
-                f"parallel.stages: got {num_passes} passes a step and rank; with several stages a rank, or zero-bubble, "
-                f"allowed is a multiple of pipeline ({ranks}), or fewer than {2 * ranks}; change pass_sequences or "
-                "sequences"
+                f"parallel.stages: got {num_passes} passes a step and rank; with several stages a rank or zero-bubble "
+                f"take a multiple of pipeline ({ranks}), or fewer than {2 * ranks}; change pass_sequences or sequences"
             )
 
     def _announced(self, stage: Stage) -> PipelineStage:
