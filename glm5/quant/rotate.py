@@ -52,7 +52,7 @@ def fold(tensors: Mapping[str, Tensor], names: Iterable[RotationName]) -> tuple[
         if (facts := wanted.get(short)) is None:
             continue
         for name in tensors:
-            if place(name)[0] == layer and place(name)[1] in facts.target and name.endswith(".weight"):
+            if place(name)[0] == layer and place(name)[1] in facts.into and name.endswith(".weight"):
                 changed[name] = scale_inputs(changed.get(name, tensors[name]), weight, facts.part)
                 steps.setdefault(name, []).append(Step("folded", norm_name, "inputs"))
         changed[norm_name] = torch.ones_like(weight)

@@ -157,7 +157,7 @@ def test_a_batch_of_experts_is_a_loop_bit_for_bit(run, upstream, seed, monkeypat
         if count:
             cut = run(x[e, :count], [Target(weight[e], W4A8)], upstream=upstream, **some)
             assert torch.allclose(cut.scale, alone.scale, rtol=1e-9)
-    monkeypatch.setitem(module._MOST, "cpu", 1 << 13)
+    monkeypatch.setitem(module._MAX_ELEMENTS, "cpu", 1 << 13)
     some_at_a_time = run(x, [Target(weight, W4A8)], upstream=upstream, **more)
     assert all(torch.equal(a, b) for a, b in zip(whole, some_at_a_time, strict=True))
     assert torch.equal(whole.scale[3], torch.ones(64).double())
