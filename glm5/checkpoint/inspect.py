@@ -17,6 +17,8 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import ParameterCount, count_parameters
 from glm5.quant.qat import KEY
 
+_PROBLEMS = ("damage", "missing", "unexpected", "misshaped", "unreadable", "ignored")  # fields of Fit
+
 
 @dataclass(frozen=True)
 class CheckpointReport:
@@ -67,12 +69,7 @@ class CheckpointReport:
             "bytes_by_dtype": self.bytes_by_dtype,
             "bytes_by_part": self.bytes_by_part,
             "num_fp8_weights": len(found.scaled),
-            "damage": list(found.damage),
-            "missing": found.missing,
-            "unexpected": found.unexpected,
-            "misshaped": found.misshaped,
-            "unreadable": found.unreadable,
-            "ignored": found.ignored,
+            **{kind: list(getattr(found, kind)) for kind in _PROBLEMS},
             "unknown_config_keys": self.unknown_config_keys,
             KEY: self.quantization_aware,
             "config": self.cfg.to_dict(),

@@ -119,7 +119,7 @@ def _rotated(weight: Tensor, cfg: ModelConfig, rotated: Rotated, rotation: Rotat
 
 @dataclass(frozen=True)
 class MtpCorrections:
-    """Matrices that drafting needs after the residual stream was rotated. [D, D] ones multiply from the right: h <- h M.
+    """Matrices for drafting after the residual stream was rotated. [D, D] ones multiply from the right: h <- h M.
 
     `hidden`: for the trunk's hidden state, before `draft`. msModelSlim exports it as `rot.weight`. `chained`: for the
     MTP layer's own output H', before a further `draft`. `head` [W, D]: replaces lm_head in the logits of H'. `to_head`:
