@@ -182,7 +182,7 @@ def _gathered(
         layers.append(copies * computed * (full - sum(one.full for one in kept)))
         sums.append((computed + _REDUCE_BYTES) * learns)
     layers.sort(reverse=True)
-    return [stays + sum(layers[:2]), gradients + max(sums, default=0.0)]
+    return stays + sum(layers[:2]), gradients + max(sums, default=0.0)
 
 
 def _bytes_sent(

@@ -36,7 +36,7 @@ from glm5.train.step import Phase
 class DistributedTrainer(StageTrainer):
     """`StageTrainer` for one rank of a distributed run."""
 
-    step: DistributedStep  # type: ignore[assignment]
+    step: DistributedStep
 
     def __init__(self, team: TrainingGroup, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
         self.recipe, self.builder, self.team = recipe, builder, team
@@ -60,10 +60,11 @@ class DistributedTrainer(StageTrainer):
             optimizers.load_state_dict(before.state_dict())
         self.part, losses, phase = part, losses_of(recipe, stage, 0), self._phase(stage)
         if team.mesh.pipeline == 1:
-            self.step = DistributedStep(part.roots[0], team, optimizers, losses, phase)
+            step = DistributedStep(part.roots[0], team, optimizers, losses, phase)
         else:
-            self.step = PipelineStep(part, team, optimizers, losses, phase, tokens=self._most_tokens(stage))
-        return self.step
+            step = PipelineStep(part, team, optimizers, losses, phase, tokens=self._most_tokens(stage))
+        self.step = step  # type: ignore[assignment]
+        return step
 
     def share(self, draws: range) -> range:
         own = self.team.mesh.rows(len(draws), self.team.rank)
