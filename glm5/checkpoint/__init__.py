@@ -1,9 +1,9 @@
-"""Checkpoints in the published layout: load, save, inspect, random ones, and where they come from.
+"""Checkpoints in the published layout: resolve, load, save, inspect, and random ones.
 
-resolve  path or hub id -> directory        names    tensors on disk <-> parameters, the one table
-shard    one safetensors file, checked      fit      tensors found against tensors expected
+resolve  path or hub id -> directory        names    names of tensors on disk <-> parameters
+shard    one safetensors file, checked      fit      compares tensors found and expected
 index    all shards of a directory          load     directory -> model, streaming
-writer   tensors -> shards, streaming       save     model -> directory, whole or not at all
+writer   tensors -> shards, streaming       save     model -> directory, atomically
 inspect  what a checkpoint holds            init     random weights, tensor by tensor
 formats/ quantized matrices on disk         stored   quantized matrices -> parameters
 """

@@ -26,11 +26,11 @@ from glm5.model.linear import BlockScaledLinear, Linear
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_OTHER_KINDS = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
+_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 
 
 class Adapter(NamedTuple):
-    """`scale` s, and of each module (A [r, I], B [O, r])."""
+    """`scale` is s. `matrices` maps a module's name to (A [r, I], B [O, r])."""
 
     scale: float
     matrices: dict[str, tuple[Tensor, Tensor]]
@@ -39,7 +39,10 @@ class Adapter(NamedTuple):
 def write_adapter(
     folder: Path, matrices: Mapping[str, tuple[Tensor, Tensor]], *, rank: int, alpha: float, base: str
 ) -> None:
-    """Write an adapter of the modules named in `matrices` as `folder`, whole or not at all."""
+    """Write `matrices` (by module: A [r, I], B [O, r]) as an adapter into `folder`, atomically.
+
+    Matrices are stored in float32. `base`: path or id of the base checkpoint.
+    """
     tensors: dict[str, Tensor] = {}
     for module, pair in matrices.items():
         for letter, matrix in zip("AB", pair, strict=True):
@@ -62,7 +65,7 @@ def write_adapter(
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """Raises CheckpointError for what is no LoRA adapter, or of a kind that is not known here."""
+    """Read an adapter folder. Raises CheckpointError where it is not a plain LoRA adapter in PEFT's layout."""
     path = Path(folder)
     try:
         config = json.loads(read_bounded_text(path / CONFIG, SETTINGS))
@@ -74,8 +77,8 @@ def read_adapter(folder: str | Path) -> Adapter:
         ) from None
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{path / CONFIG}: peft_type: got {config.get('peft_type')!r}; allowed: LORA")
-    if other := [name for name in _OTHER_KINDS if config.get(name)]:
-        raise CheckpointError(f"{path / CONFIG}: {other[0]} is set, which is not known here; plain LoRA is")
+    if other := [name for name in _UNSUPPORTED if config.get(name)]:
+        raise CheckpointError(f"{path / CONFIG}: {other[0]} is set, which is not supported; only plain LoRA is")
     rank, alpha = config["r"], config["lora_alpha"]
     scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
     modules = {_module_of(name, path) for name in tensors}
@@ -90,18 +93,20 @@ def read_adapter(folder: str | Path) -> Adapter:
 
 @torch.no_grad()
 def merge(model: Glm5, folder: str | Path) -> int:
-    """Add an adapter to the weights of `model`; how many matrices it has changed. Raises CheckpointError, before
-    anything is changed, where a module is not the model's or cannot be added to."""
+    """Add an adapter to the weights of `model` in place; returns the number of changed matrices.
+
+    Raises CheckpointError, before anything is changed, for a module that the model lacks or that cannot be merged.
+    """
     adapter = read_adapter(folder)
     found = {name: _target(model, name, pair, folder) for name, pair in adapter.matrices.items()}
     for name, (a, b) in adapter.matrices.items():
         linear = found[name]
-        wide = linear.dense(torch.float32)
-        wide += adapter.scale * (b.to(wide.device).float() @ a.to(wide.device).float())
+        weight = linear.dense(torch.float32)
+        weight += adapter.scale * (b.to(weight.device).float() @ a.to(weight.device).float())
         if isinstance(linear, Linear):
-            linear.weight.copy_(wide)
+            linear.weight.copy_(weight)
         else:
-            quantized = quantize_blocks(wide)
+            quantized = quantize_blocks(weight)
             linear.weight.copy_(quantized.data)
             linear.weight_scale_inv.copy_(quantized.scale)
     return len(found)
@@ -110,7 +115,7 @@ def merge(model: Glm5, folder: str | Path) -> int:
 def _module_of(name: str, path: Path) -> str:
     module, _, leaf = name.removeprefix(_PREFIX).rpartition(".lora_")
     if not name.startswith(_PREFIX) or leaf not in ("A.weight", "B.weight"):
-        raise CheckpointError(f"{path / WEIGHTS}: {name} is no matrix of a LoRA adapter")
+        raise CheckpointError(f"{path / WEIGHTS}: {name} is not a matrix of a LoRA adapter")
     return module
 
 
@@ -118,11 +123,11 @@ def _target(model: Glm5, name: str, pair: Sequence[Tensor], folder: str | Path) 
     try:
         linear = model.get_submodule(name)
     except AttributeError:
-        raise CheckpointError(f"{folder}: {name} is no module of this model") from None
+        raise CheckpointError(f"{folder}: {name} is not a module of this model") from None
     if not isinstance(linear, Linear | BlockScaledLinear):
         raise CheckpointError(
-            f"{folder}: {name} is {type(linear).__name__} here, which cannot be added to; merge into the checkpoint "
-            "before it was quantized, and quantize the result"
+            f"{folder}: {name} is {type(linear).__name__} in this model, which cannot be merged into; merge into the "
+            "checkpoint from before quantization, and quantize the result"
         )
     got, wanted = (pair[1].shape[0], pair[0].shape[1]), tuple(linear.weight.shape)
     if got != wanted:

@@ -1,9 +1,9 @@
-"""A start from dense MLA: published weights without indexers, in GLM-4.7-Flash's layout, as a model that has them.
+"""Training from a dense-MLA checkpoint, which has no indexers: GLM-4.7-Flash's layout read as a GLM-5 model.
 
-    config.json   model_type glm4_moe_lite: GLM-5's keys but for index_*, which are given
-    tensors       GLM-5's names but for self_attn.indexer.*, which begin at random; the MTP layer too, if there is one
+    config.json   model_type glm4_moe_lite: GLM-5's keys except index_*, which the recipe or the defaults below give
+    tensors       GLM-5's names except self_attn.indexer.*, which are initialised at random, also in the MTP layer
 
-What such a model computes with dense attention is what the checkpoint did. Its indexers learn in warm-up (training
+With dense attention such a model computes what the checkpoint computed. Its indexers are trained in warm-up (training
 notes, 3.7).
 """
 
@@ -30,35 +30,37 @@ from glm5.model.init import init_parameters
 MODEL_TYPES = ("glm4_moe_lite",)
 INDEXER = ".self_attn.indexer."
 INDEX_KEYS = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128}
-"""GLM-5's indexers."""
+"""Sizes of GLM-5's indexers."""
 
 
 def has_no_indexers(checkpoint: Path) -> bool:
-    """Whether a folder holds dense MLA in a layout that this file reads."""
+    """Whether a folder holds a dense-MLA checkpoint in a layout that this file reads."""
     try:
         return (
             json.loads(read_bounded_text(checkpoint / "config.json", SETTINGS, ConfigError)).get("model_type")
             in MODEL_TYPES
         )
     except (OSError, ValueError, RecursionError, AttributeError):
-        return False  # whoever reads it as a config says what is wrong with it
+        return False  # ModelConfig.from_file reports what is wrong with the file
 
 
 def config_to_train(checkpoint: Path, changes: Mapping[str, Any]) -> ModelConfig:
-    """A checkpoint's config; of a dense one, with indexers, for which `changes` has keys of config.json, such as their
-    sizes. Raises ConfigError for what GLM-5's architecture lacks."""
+    """The config of a checkpoint. A dense one gets indexers; `changes` are keys of config.json, such as their sizes.
+
+    Raises ConfigError for what GLM-5's architecture lacks.
+    """
     if not has_no_indexers(checkpoint):
         return ModelConfig.from_file(checkpoint)
     raw = json.loads(read_bounded_text(checkpoint / "config.json", SETTINGS, ConfigError))
-    mine = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
+    identity = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
     try:
-        return ModelConfig.from_dict({**INDEX_KEYS, **raw, **changes, **mine})
+        return ModelConfig.from_dict({**INDEX_KEYS, **raw, **changes, **identity})
     except ConfigError as error:
         raise ConfigError(f"{checkpoint}/config.json: {error}") from None
 
 
 def load_dense(checkpoint: Path, cfg: ModelConfig, dtype: str | torch.dtype, seed: int) -> Glm5:
-    """The checkpoint's weights in the model of `cfg`, which `config_to_train` made, and random indexers by `seed`.
+    """The model of `cfg` (from `config_to_train`) with the checkpoint's weights and random indexers drawn from `seed`.
 
     Raises CheckpointError for files that are damaged or do not fit.
     """
@@ -76,5 +78,5 @@ def load_dense(checkpoint: Path, cfg: ModelConfig, dtype: str | torch.dtype, see
 
 
 def indexers(model: Glm5) -> list[tuple[str, nn.Parameter]]:
-    """Their parameters by name."""
+    """Parameters of the indexers, with their names."""
     return [(name, weight) for name, weight in model.named_parameters() if INDEXER in name]

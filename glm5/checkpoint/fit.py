@@ -1,8 +1,8 @@
-"""Does a checkpoint fit a config? Compares the tensors found with the tensors that the architecture has, by name.
+"""Compares the tensors of a checkpoint with those that the architecture of its config needs, by name.
 
-A weight is native FP8 if and only if `<name>_scale_inv` exists anywhere in the checkpoint; the config's list of modules
-not to convert is not consulted, because published lists name a tensor wrongly (model spec, section 1.2). Of other
-quantized weights the config says how they are stored (stored.py).
+A weight is native FP8 if and only if `<name>_scale_inv` exists anywhere in the checkpoint. The config's list of modules
+not to convert is not used, because published lists name a tensor wrongly (model spec, section 1.2). The formats of
+other quantized weights follow from the config (stored.py).
 """
 
 import re
@@ -26,7 +26,7 @@ FLOATS = ("BF16", "F16", "F32", "F64")
 
 @dataclass(frozen=True)
 class Fit:
-    """What would be loaded, and everything that stands against it."""
+    """The result of `fit`: what would be loaded, and every reason why the checkpoint does not load."""
 
     source: str
     cfg: ModelConfig
@@ -34,23 +34,23 @@ class Fit:
     specs: dict[str, TensorSpec]
     """The tensors that the model needs, by their name on disk."""
     missing: list[str] = field(default_factory=list)
-    """Needed and not there: `name [shape]`."""
+    """Needed but absent: `name [shape]`."""
     unexpected: list[str] = field(default_factory=list)
-    """There and not known: `name [shape]`."""
+    """Present but unknown: `name [shape]`."""
     misshaped: list[str] = field(default_factory=list)
     """`name: got [shape], expected [shape]`."""
     unreadable: list[str] = field(default_factory=list)
-    """Of a dtype that does not load, or half of an FP8 pair: `name: reason`."""
+    """With a dtype that cannot be loaded, or with only one tensor of an FP8 pair: `name: reason`."""
     ignored: list[str] = field(default_factory=list)
-    """There, known to be without use for this model, and skipped: `name: reason`."""
+    """Present but known to be unused by this model, and skipped: `name: reason`."""
     damage: tuple[str, ...] = ()
     """Files that are absent, truncated or corrupt; one sentence each."""
     scaled: frozenset[str] = frozenset()
     """Names of the FP8 weights, which have block scales."""
     kept: frozenset[str] = frozenset()
-    """The part of `scaled` that a model can hold as FP8: all weights of the owning module are, as published."""
+    """The subset of `scaled` that a model can hold as FP8, as published: all weights of the module are FP8."""
     stored: dict[str, Stored] = field(default_factory=dict)
-    """Weights that are quantized otherwise, as config.json says, by their name as plain ones."""
+    """Weights in another quantized format, as config.json says, by their name when not quantized."""
 
     @property
     def is_rotated(self) -> bool:
@@ -111,7 +111,7 @@ def fit(index: ShardIndex, cfg: ModelConfig) -> Fit:
 
 
 def _kept(specs: Mapping[str, TensorSpec], scaled: frozenset[str]) -> frozenset[str]:
-    """FP8 weights whose whole module is FP8; a module with both kinds is held dequantized."""
+    """FP8 weights of modules that are entirely FP8; modules with mixed weights are dequantized."""
     dense = {slot_of(name).module for name in specs if name not in scaled}
     return frozenset(name for name in scaled if specs[name].fp8 and slot_of(name).module not in dense)
 
@@ -153,7 +153,7 @@ def _check_stored(result: Fit, matrix: Stored, entries: Mapping[str, TensorEntry
 
 def _check_leftover(result: Fit, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> None:
     name = entry.name.removesuffix(SCALE_SUFFIX)
-    if reason := _useless(name, result.cfg):
+    if reason := _ignored_reason(name, result.cfg):
         result.ignored.append(f"{entry.name}: {reason}")
     elif name in result.specs and name not in entries:
         result.unreadable.append(f"{entry.name}: scales without {name}")
@@ -164,8 +164,8 @@ def _check_leftover(result: Fit, entry: TensorEntry, entries: Mapping[str, Tenso
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
-def _useless(name: str, cfg: ModelConfig) -> str | None:
-    """Why a tensor that the model does not have is no mistake; None if it is one."""
+def _ignored_reason(name: str, cfg: ModelConfig) -> str | None:
+    """Why a tensor that the model lacks may be ignored; None if it is an error."""
     found = _LAYER.fullmatch(name)
     if found is None:
         return None

@@ -1,11 +1,11 @@
-"""Tensors in memory -> a short-lived folder that another process reads (`update.stage`): no more than the files.
+"""Tensors in memory -> a temporary folder of safetensors files that another process reads (`update.stage`).
 
 Names are those on disk, or those of the model's `state_dict`, in which experts are stacked.
 """
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -16,14 +16,14 @@ from glm5.checkpoint.shard import CODES
 from glm5.checkpoint.writer import TensorLayout, write_shards
 from glm5.common.errors import CheckpointError
 
-_MEMORY = Path("/dev/shm")  # files that never reach a disk
-_SPARE = 1.02  # headers, and blocks that are not full
+_SHARED_MEMORY = Path("/dev/shm")  # files here are never written to a disk
+_OVERHEAD = 1.02  # headers and partly filled blocks
 
 
 def hand_over(tensors: Mapping[str, Tensor]) -> Path:
-    """Write `tensors` into a new folder, in memory where there is room, and return it; the reader removes it.
+    """Write `tensors` into a new folder, in memory if there is space, and return it; the reader removes it.
 
-    Raises CheckpointError when there are none, when one has a dtype that no checkpoint has, or when nowhere is room.
+    Raises CheckpointError when there are no tensors, when a dtype cannot be stored, or when there is no space.
     """
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
@@ -34,9 +34,16 @@ def hand_over(tensors: Mapping[str, Tensor]) -> Path:
     if odd := [f"{name} is {tensor.dtype}" for name, tensor in parts if tensor.dtype not in CODES]:
         raise CheckpointError(f"{odd[0]}; allowed: {', '.join(str(dtype) for dtype in CODES)}")
     layout = [TensorLayout(name, CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in parts]
-    folder = Path(tempfile.mkdtemp(prefix="glm5-weights-", dir=room_for(sum(each.num_bytes for each in layout))))
+    return write_temporary(layout, (tensor for _, tensor in parts), desc="handing over weights")
+
+
+def write_temporary(layout: Sequence[TensorLayout], tensors: Iterable[Tensor], desc: str) -> Path:
+    """Write `tensors`, in the order of `layout`, into a new folder, which the caller removes. `desc`: for the progress
+    bar. Raises CheckpointError when there is no space or writing fails; nothing is left then."""
+    parent = _parent_with_space(sum(each.num_bytes for each in layout))
+    folder = Path(tempfile.mkdtemp(prefix="glm5-weights-", dir=parent))
     try:
-        write_shards(folder, layout, (tensor for _, tensor in parts), MAX_SHARD_BYTES, desc="handing over weights")
+        write_shards(folder, layout, tensors, MAX_SHARD_BYTES, desc=desc)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -45,19 +52,18 @@ def hand_over(tensors: Mapping[str, Tensor]) -> Path:
     return folder
 
 
-def room_for(num_bytes: int) -> Path:
-    """A folder with room for so much, in memory if it can be. Raises CheckpointError where there is none."""
-    places = [_MEMORY, Path(tempfile.gettempdir())]
-    free = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
-    for place, room in free.items():
-        if num_bytes * _SPARE <= room:
-            return place
-    found = ", ".join(f"{room:,} in {place}" for place, room in free.items())
+def _parent_with_space(num_bytes: int) -> Path:
+    parents = [_SHARED_MEMORY, Path(tempfile.gettempdir())]
+    free = {parent: shutil.disk_usage(parent).free for parent in parents if parent.is_dir()}
+    for parent, num_free in free.items():
+        if num_bytes * _OVERHEAD <= num_free:
+            return parent
+    found = ", ".join(f"{num_free:,} in {parent}" for parent, num_free in free.items())
     raise CheckpointError(f"the weights take {num_bytes:,} bytes, and free are {found}; set TMPDIR to a larger folder")
 
 
 def _on_disk(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor under its name on disk; of stacked experts, each expert's projections."""
+    """Tensors with their names on disk; stacked experts are split into the projections of each expert."""
     for name, tensor in tensors.items():
         experts, _, leaf = name.rpartition(".")
         scale = SCALE_SUFFIX if leaf.endswith(SCALE_SUFFIX) else ""

@@ -1,6 +1,6 @@
-"""What a checkpoint directory holds: every tensor of every shard, found without reading a weight.
+"""The tensors of all shards of a checkpoint directory, from the shard headers; no weight is read.
 
-Damage is collected, not raised, so that `inspect` can show all of it at once; `load` refuses if there is any.
+Damage is collected, not raised, so that `inspect` can show all of it at once; `load` raises if there is any.
 """
 
 import json
@@ -16,7 +16,7 @@ from glm5.common.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Tensors by name. `source` is the directory or hub id, for messages; `problems` says what is damaged."""
+    """Tensors by name. `source` is the directory or hub id, for messages; `problems` lists the damage."""
 
     source: str
     entries: dict[str, TensorEntry] = field(default_factory=dict)
@@ -53,23 +53,23 @@ def merge(
     weight_map: dict[str, str] | None,
     problems: list[str],
 ) -> ShardIndex:
-    """One index out of the headers of `by_file`, which may lack damaged files; checks them against `weight_map`."""
+    """One index from the headers in `by_file`, which may lack damaged files, checked against `weight_map`."""
     entries: dict[str, TensorEntry] = {}
-    twice: list[str] = []
+    duplicates: list[str] = []
     for held in by_file.values():
         for entry in held:
             if entry.name in entries:
-                twice.append(f"{entry.name} in {entries[entry.name].file} and {entry.file}")
+                duplicates.append(f"{entry.name} in {entries[entry.name].file} and {entry.file}")
             entries[entry.name] = entry
-    lost = [
+    misplaced = [
         f"{name} in {file}"
         for name, file in (weight_map or {}).items()
         if file in by_file and (name not in entries or entries[name].file != file)
     ]
-    if twice:
-        problems.append(f"{source}: {counted(twice, 'tensor')} stored twice")
-    elif lost:
-        problems.append(f"{source}: {counted(lost, 'tensor')} not where {INDEX_NAME} says")
+    if duplicates:
+        problems.append(f"{source}: {counted(duplicates, 'tensor')} stored twice")
+    elif misplaced:
+        problems.append(f"{source}: {counted(misplaced, 'tensor')} not where {INDEX_NAME} says")
     of_save = {held[0].save: file for file, held in by_file.items() if held}
     if len(of_save) > 1:
         first, second = sorted(of_save.values())[:2]

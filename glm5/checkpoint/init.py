@@ -1,11 +1,10 @@
-"""A random checkpoint of any size, written tensor by tensor: nothing larger than one tensor is ever in memory.
+"""A random checkpoint of any size, written tensor by tensor: memory holds at most one tensor.
 
-Every matrix is normal(0, 1/sqrt(inputs)), which keeps activations and router logits near 1 at any width; embeddings
-are normal(0, 1), norms 1, and selection biases small but not zero, so that a mistake with them shows. FP8 weights are
-any e4m3 number alike. Each tensor's numbers follow from its name and the seed alone, whatever else is written. Those
-of more than a few million are parts of as many that all of them share, so that writing takes no longer than the disk. A
-byte-level tokenizer learnt from a few sentences comes along, so that the checkpoint can be served; the config's
-end-of-text ids become that tokenizer's.
+Matrices are normal(0, 1/sqrt(inputs)), which keeps activations and router logits near 1 at any width. Embeddings are
+normal(0, 1) and norms 1. Selection biases are small but not zero, so that tests notice errors with them. FP8 weights
+are uniform over e4m3 codes. The values of a tensor depend on its name and the seed only. Tensors of more than a few
+million elements are strided views of one shared buffer, so that writing runs at disk speed. A byte-level tokenizer
+trained on a few sentences is written too, so that the checkpoint can be served; the config gets its end-of-text ids.
 """
 
 import hashlib
@@ -20,10 +19,7 @@ from torch import Tensor
 
 from glm5.chat.tokenizer import Tokenizer, train_bpe
 from glm5.checkpoint.dtypes import parse_dtype
-from glm5.checkpoint.names import SCALE_SUFFIX
-from glm5.checkpoint.save import MAX_SHARD_BYTES, config_dict, write_checkpoint
-from glm5.checkpoint.shard import CODES
-from glm5.checkpoint.writer import TensorLayout
+from glm5.checkpoint.save import MAX_SHARD_BYTES, config_dict, tensor_layouts, write_checkpoint
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import TensorSpec, tensor_specs
@@ -31,9 +27,9 @@ from glm5.kernels.block_scaled import FP8, num_blocks
 
 logger = logging.getLogger(__name__)
 
-E4M3_RMS = 130.0  # of e4m3's finite values, each as likely
-_TILE = 1 << 22
-BIAS_STD = 0.02  # of e_score_correction_bias, beside sigmoid scores that spread by about 0.2
+E4M3_RMS = 130.0  # of a uniform draw from e4m3's finite values
+_TILE = 1 << 22  # elements of the shared buffer
+BIAS_STD = 0.02  # of e_score_correction_bias; the sigmoid scores have a standard deviation of about 0.2
 TOKENIZER_TEXT = """
 Hello! How can I help you today? Please tell me what you would like to know about the weather in the city.
 The quick brown fox jumps over the lazy dog, and then it sleeps in the warm light of the afternoon sun.
@@ -54,12 +50,14 @@ def write_random(
     *,
     fp8: bool = False,
 ) -> Path:
-    """Write a random checkpoint of `cfg` at `out` and return the directory; errors as those of `save`. `fp8`: weights
-    have block scales where a published FP8 checkpoint has them, the others are of `dtype`."""
+    """Write a random checkpoint of `cfg` at `out` and return the directory. Raises what `save` raises.
+
+    `fp8`: weights have block scales where a published FP8 checkpoint has them; the others have `dtype`.
+    """
     stored = parse_dtype(dtype)
-    cfg, tokenizer = _spelt(cfg)
+    cfg, tokenizer = _with_tokenizer(cfg)
     specs = tensor_specs(cfg)
-    layout = [entry for spec in specs for entry in _entries(spec, stored, fp8=fp8)]
+    layout = [entry for spec in specs for entry in tensor_layouts(spec, stored, fp8=fp8 and spec.fp8)]
     return write_checkpoint(
         Path(out),
         config_dict(cfg, stored, fp8=fp8),
@@ -73,14 +71,14 @@ def write_random(
 def write_weightless(
     cfg: ModelConfig, out: str | Path, dtype: str | torch.dtype = "bfloat16", *, fp8: bool = True
 ) -> Path:
-    """The same without weights, for an engine that makes its own (load_format dummy)."""
-    cfg, tokenizer = _spelt(cfg)
+    """As `write_random`, but without weights: for an engine that makes its own (load_format dummy)."""
+    cfg, tokenizer = _with_tokenizer(cfg)
     config = config_dict(cfg, parse_dtype(dtype), fp8=fp8)
     return write_checkpoint(Path(out), config, [], [], add_assets=tokenizer.save if tokenizer else None)
 
 
-def _spelt(cfg: ModelConfig) -> tuple[ModelConfig, Tokenizer | None]:
-    """A tokenizer for `cfg`, and the config with its token ids."""
+def _with_tokenizer(cfg: ModelConfig) -> tuple[ModelConfig, Tokenizer | None]:
+    """`cfg` with the token ids of a new tokenizer, and that tokenizer."""
     tokenizer = _tokenizer(cfg.vocab_size)
     if tokenizer is not None:
         cfg = cfg.replace(eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id)
@@ -96,40 +94,31 @@ def _tokenizer(vocab_size: int) -> Tokenizer | None:
         return None
 
 
-def _entries(spec: TensorSpec, stored: torch.dtype, *, fp8: bool) -> Iterator[TensorLayout]:
-    """A tensor on disk, and its scales."""
-    if not (fp8 and spec.fp8):
-        yield TensorLayout(spec.name, CODES[torch.float32 if spec.dtype == "f32" else stored], spec.shape)
-        return
-    yield TensorLayout(spec.name, CODES[FP8], spec.shape)
-    yield TensorLayout(spec.name + SCALE_SUFFIX, CODES[torch.float32], tuple(map(num_blocks, spec.shape)))
-
-
 def _tensors(specs: list[TensorSpec], stored: torch.dtype, seed: int, *, fp8: bool) -> Iterator[Tensor]:
-    """As `_entries` has them."""
-    numbers = Numbers(seed)
+    """The tensors that `tensor_layouts` names, in its order."""
+    random_tensors = RandomTensors(seed)
     for spec in specs:
         if fp8 and spec.fp8:
-            yield from numbers.blocks(spec)
+            yield from random_tensors.blocks(spec)
         else:
-            yield numbers.values(spec, torch.float32 if spec.dtype == "f32" else stored)
+            yield random_tensors.values(spec, torch.float32 if spec.dtype == "f32" else stored)
 
 
-class Numbers:
-    """Of every tensor of a seed. Rows of a large one overlap in memory, and no two rows or columns of it are alike."""
+class RandomTensors:
+    """Values of all tensors of a seed. Rows of a large tensor overlap in memory; no two rows or columns are equal."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def blocks(self, spec: TensorSpec) -> tuple[Tensor, Tensor]:
-        """Weight in e4m3 and its scales; the product has unit scale where its inputs have."""
+        """A weight in e4m3 and its block scales; outputs have unit variance for inputs of unit variance."""
         generator, count = self._generator(spec.name), math.prod(spec.shape)
         codes = self._windows(self._codes, spec, generator) if count > _TILE else _random_codes(count, generator)
         scale = torch.empty(tuple(map(num_blocks, spec.shape))).uniform_(0.5, 1.5, generator=generator)
         return codes.view(spec.shape), scale.div_(E4M3_RMS * spec.shape[-1] ** 0.5)
 
     def values(self, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-        """A tensor that is not quantized."""
+        """A tensor that is not quantized, in `dtype`."""
         if spec.name.endswith("norm.weight"):
             return torch.ones(spec.shape, dtype=dtype)
         if spec.name.endswith("norm.bias"):
@@ -141,8 +130,8 @@ class Numbers:
         return torch.empty(spec.shape).normal_(0.0, std, generator=generator).to(dtype)
 
     def _windows(self, tile: Tensor, spec: TensorSpec, generator: torch.Generator) -> Tensor:
-        """Rows that begin some numbers of the tile apart, from a place of the tensor's own. No memory of its own: what
-        nobody had before costs more than what is written into it."""
+        """A view of `tile` whose rows begin a fixed step apart, from an offset of this tensor. A view, because
+        touching new memory takes longer than filling it."""
         num_rows, width = spec.shape
         first = int(torch.randint(len(tile) // 2, (), generator=generator))
         step = (len(tile) - first - width) // num_rows
@@ -158,10 +147,15 @@ class Numbers:
         return torch.empty(_TILE).normal_(generator=self._generator("normals"))
 
     def _generator(self, name: str) -> torch.Generator:
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        return torch.Generator().manual_seed(seed_of(self._seed, name))
+
+
+def seed_of(seed: int, name: str) -> int:
+    """The seed of the tensor `name`, a signed 64-bit integer."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def _random_codes(count: int, generator: torch.Generator) -> Tensor:
     codes = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-    return codes.masked_fill_((codes & 0x7F) == 0x7F, 0).view(FP8)  # the two that are no numbers
+    return codes.masked_fill_((codes & 0x7F) == 0x7F, 0).view(FP8)  # without e4m3's two NaNs

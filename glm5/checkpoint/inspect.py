@@ -1,4 +1,4 @@
-"""What a checkpoint holds and whether it would load, from its config and shard headers; no weight is read.
+"""A report on a checkpoint and whether it would load, from its config and shard headers; no weight is read.
 
 For a hub id only config.json, the index and the headers are fetched, a few megabytes even of the largest model.
 """
@@ -17,16 +17,18 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import ParameterCount, count_parameters
 from glm5.quant.qat import KEY
 
+_PROBLEMS = ("damage", "missing", "unexpected", "misshaped", "unreadable", "ignored")  # fields of Fit
+
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """The answer of `inspect`. Byte counts are of the tensors found, scales counted with their weights' part."""
+    """The result of `inspect`. Byte counts are of the tensors found; scales count with the part of their weights."""
 
     source: str
     cfg: ModelConfig
     """As config.json states it."""
     parameters: ParameterCount
-    """Of that architecture, by arithmetic."""
+    """Parameter counts that follow from `cfg`."""
     num_tensors: int
     num_files: int
     bytes_by_dtype: dict[str, int]
@@ -40,12 +42,12 @@ class CheckpointReport:
 
     @property
     def quantization_aware(self) -> object:
-        """What config.json says of training with quantization in view; None where it says nothing."""
+        """The record of quantization-aware training in config.json, or None."""
         return self.cfg.extra.get(KEY)
 
     @property
     def unknown_config_keys(self) -> list[str]:
-        """Of config.json, which nothing here reads."""
+        """Keys of config.json that are not used."""
         return sorted(self.cfg.extra.keys() - {KEY})
 
     @property
@@ -67,12 +69,7 @@ class CheckpointReport:
             "bytes_by_dtype": self.bytes_by_dtype,
             "bytes_by_part": self.bytes_by_part,
             "num_fp8_weights": len(found.scaled),
-            "damage": list(found.damage),
-            "missing": found.missing,
-            "unexpected": found.unexpected,
-            "misshaped": found.misshaped,
-            "unreadable": found.unreadable,
-            "ignored": found.ignored,
+            **{kind: list(getattr(found, kind)) for kind in _PROBLEMS},
             "unknown_config_keys": self.unknown_config_keys,
             KEY: self.quantization_aware,
             "config": self.cfg.to_dict(),
@@ -82,8 +79,8 @@ class CheckpointReport:
 def inspect(path_or_id: str | Path) -> CheckpointReport:
     """Report on a checkpoint directory or hub id.
 
-    Damage and misfits are in the report; raised are only `ConfigError` for a config.json that cannot be read and
-    `CheckpointError` for a directory or repository that is not there.
+    Damage and mismatches are in the report. Raises only `ConfigError` for a config.json that cannot be read and
+    `CheckpointError` for a directory or repository that does not exist.
     """
     if is_hub_id(path_or_id):
         cfg, index = _scan_hub(str(path_or_id))

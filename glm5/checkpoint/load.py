@@ -1,12 +1,12 @@
 """Checkpoint directory -> model in memory, shard by shard.
 
-    config.json -> tensors expected | shard headers -> tensors found | they fit? -> allocate -> read each into its place
+    config.json -> expected tensors | shard headers -> tensors found | compare -> allocate -> read each into its place
 
-On a CPU a weight that is kept as stored is read from the file into the parameter itself. One that is cast or
-dequantized, or goes to a GPU, goes through a buffer of a few megabytes (staging.py). So host memory stays at the model,
-if it lies there, plus buffers, however large the shards are.
+On a CPU a weight that keeps its dtype is read from the file directly into the parameter. A weight that is cast,
+dequantized or copied to a GPU goes through a buffer of a few megabytes (staging.py). So host memory is the model, if it
+is on the CPU, plus buffers, whatever the size of the shards.
 
-One of several ranks that share a model reads its own part of each tensor (`glm5.parallel.table`), all ranks at once.
+Each tensor-parallel rank reads its own part of each tensor (`glm5.parallel.table`), all ranks at the same time.
 """
 
 import logging
@@ -31,8 +31,8 @@ from glm5.checkpoint.index import ShardIndex, counted, scan
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.resolve import resolve
 from glm5.checkpoint.shard import DTYPES, TensorEntry, mapped, read_into, read_tensor
-from glm5.checkpoint.staging import Staging, Stagings
-from glm5.checkpoint.stored import BLOCKS, check_groups, place, weight_formats
+from glm5.checkpoint.staging import Staging, StagingPool
+from glm5.checkpoint.stored import BLOCKS, check_groups, read_quantized, weight_formats
 from glm5.common import host_memory
 from glm5.common.errors import ConfigError
 from glm5.common.progress import Progress
@@ -48,8 +48,8 @@ from glm5.parallel.table import WHOLE, Shard, Span, check_blocks, local_config, 
 logger = logging.getLogger(__name__)
 
 HIDDEN, CHAINED = ROTATIONS
-NUM_READERS = {"cpu": 4, "cuda": 8}  # one alone waits for page faults half of the time; a bus wants more than four
-PIECE_BYTES = 64 << 20  # that a reader takes at a time: of an embedding's 1.9 GB the others would wait for one
+NUM_READERS = {"cpu": 4, "cuda": 8}  # one waits for page faults half of the time; four do not saturate the bus
+PIECE_BYTES = 64 << 20  # read at a time by a thread: else all would wait for the one with the 1.9 GB embedding
 
 
 def load(
@@ -62,16 +62,16 @@ def load(
     on_share: Callable[[float], None] = lambda _share: None,
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Glm5:
-    """The model of a checkpoint directory or hub id, in eval mode; `model.cfg` says what it became.
+    """The model of a checkpoint directory or hub id, in eval mode; `model.cfg` is its config as loaded.
 
-    `dtype` "auto" keeps what the checkpoint holds, FP8 weights included; a name or a torch.dtype dequantizes and casts
-    (float64 product of weight and scale, rounded once). The router's selection bias is float32 always.
-    `lora_norm_eps` overrides the config's. Of a `shard` the modules hold that rank's part of their weights, and nothing
-    that adds up the parts (`glm5.parallel.apply` does); `model.cfg` is the whole model's. On device meta there is
-    nothing in them, and nothing is read. `on_read` is told how many bytes were read in how many seconds, and `on_share`
-    meanwhile which share of them is there. `changes`: keys of config.json that differ and leave every weight as it is,
-    such as index_topk. Raises `CheckpointError` for files that are damaged or do not fit the config, `ConfigError` for
-    a bad config.json, dtype or device, and for a model that cannot be dealt out to so many ranks.
+    `dtype` "auto" keeps the dtypes of the checkpoint, FP8 included; a name or a torch.dtype dequantizes and casts
+    (float64 product of weight and scale, rounded once). The router's selection bias is always float32.
+    `lora_norm_eps` overrides the config's. With a `shard` the modules hold that rank's part of their weights, without
+    the reductions between ranks (`glm5.parallel.apply` adds them); `model.cfg` is the unsharded model's. On device meta
+    nothing is read. `on_read` is called with the bytes read and the seconds it took, `on_share` during loading with the
+    share that is done, 0 to 1. `changes`: keys of config.json to override that no weight depends on, such as
+    index_topk. Raises `CheckpointError` for files that are damaged or do not fit the config, `ConfigError` for a bad
+    config.json, dtype or device, and for a model that cannot be sharded over so many ranks.
     """
     wanted = None if dtype == "auto" else parse_dtype(dtype, special=("auto",))
     target = parse_device(device)
@@ -80,7 +80,7 @@ def load(
     index = scan(directory)
     found = fit(index, cfg)
     found.check()
-    _log(found, cfg)
+    _log_differences(found, cfg)
     changed = dict(changes) if lora_norm_eps is None else {**changes, "lora_norm_eps": lora_norm_eps}
     found = replace(found, cfg=found.cfg.replace(**changed))
     return read_model(directory, index, found, wanted, target, shard, on_read, on_share)
@@ -96,8 +96,8 @@ def read_model(
     on_read: Callable[[int, float], None] = lambda _num_bytes, _seconds: None,
     on_share: Callable[[float], None] = lambda _share: None,
 ) -> Glm5:
-    """The model of `found.cfg` with the tensors of `found.specs` read into it, as `load` says; others are left
-    uninitialised. `wanted`: a dtype to cast to."""
+    """The model of `found.cfg` with the tensors of `found.specs` read into it, as `load` does; other parameters are
+    left uninitialised. `wanted`: the dtype to cast to, None to keep the stored ones."""
     kept = found.kept if wanted is None else frozenset()
     compute = wanted or _common_dtype(found, index)
     changes: dict[str, Any] = {"dtype": dtype_name(compute)}
@@ -135,7 +135,7 @@ def read_model(
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """The device, if this machine has it."""
+    """The device. Raises ConfigError where this machine does not have it."""
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
@@ -146,7 +146,7 @@ def parse_device(device: str | torch.device) -> torch.device:
 
 
 def _common_dtype(found: Fit, index: ShardIndex) -> torch.dtype:
-    """The dtype of most bytes that are not FP8: the model's activations have one dtype, so its weights do too."""
+    """The dtype of most bytes that are not quantized. Activations have one dtype, so weights are all cast to it."""
     num_bytes: Counter[str] = Counter()
     for name, spec in found.specs.items():
         if name not in found.scaled and name not in found.stored and spec.dtype == "bf16":
@@ -154,7 +154,7 @@ def _common_dtype(found: Fit, index: ShardIndex) -> torch.dtype:
     return DTYPES[num_bytes.most_common(1)[0][0]]
 
 
-def _log(found: Fit, cfg: ModelConfig) -> None:
+def _log_differences(found: Fit, cfg: ModelConfig) -> None:
     if found.ignored:
         logger.info("%s: ignored %s", found.source, counted(found.ignored, "tensor"))
     if found.cfg.num_nextn_predict_layers != cfg.num_nextn_predict_layers:
@@ -171,9 +171,12 @@ def empty_model(
     is_rotated: bool = False,
     num_ranks: int = 1,
 ) -> Glm5:
-    """A model with uninitialised parameters on `device`, FP8 modules for the weights `kept`, by name on disk;
-    `formats`: of quantized modules. `is_rotated`: the MTP layer has rotations. `num_ranks`: of this machine that have
-    as much each. Raises ConfigError where there is not as much memory."""
+    """A model with uninitialised parameters on `device`.
+
+    `kept`: names on disk of the weights that stay FP8. `formats`: of quantized modules. `is_rotated`: the MTP layer has
+    rotations. `num_ranks`: ranks of this machine that allocate the same amount. Raises ConfigError when there is not
+    enough memory.
+    """
     formats = formats or {}
     blocks = {slot_of(name).module for name in kept} | {name for name, each in formats.items() if each == BLOCKS}
     with torch.device("meta"):
@@ -192,19 +195,19 @@ def empty_model(
         name: tensor if name in fixed or name.endswith("e_score_correction_bias") else tensor.to(compute)
         for name, tensor in model.state_dict().items()
     }
-    _check_room(sum(tensor.nbytes for tensor in like.values()), device, num_ranks)
+    _check_memory(sum(tensor.nbytes for tensor in like.values()), device, num_ranks)
     parameters = {name: torch.empty_like(tensor, device=device) for name, tensor in like.items()}
     model.load_state_dict(parameters, assign=True)
     return model
 
 
-def _check_room(num_bytes: int, device: torch.device, num_ranks: int) -> None:
-    """Refuses what cannot be had: a machine that is asked for more memory than it has ends other processes first."""
+def _check_memory(num_bytes: int, device: torch.device, num_ranks: int) -> None:
+    """ConfigError when there is not enough memory: else the kernel might kill other processes."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         needed, free = num_bytes, torch.cuda.mem_get_info(device)[0] + kept
     elif device.type == "cpu" and num_bytes * num_ranks > host_memory.total():
-        needed, free = num_bytes * num_ranks, host_memory.total()  # others may have begun to take theirs
+        needed, free = num_bytes * num_ranks, host_memory.total()  # other ranks may have allocated already
     elif device.type == "cpu":
         needed, free = num_bytes, host_memory.available()
     else:
@@ -217,7 +220,7 @@ def _check_room(num_bytes: int, device: torch.device, num_ranks: int) -> None:
 
 
 class _Piece(NamedTuple):
-    """What a reader takes of a tensor: rows of the part that is read, or all of it where it is not read by rows."""
+    """A reader's unit of work: rows of this rank's part of a tensor, or all of them where it cannot be split."""
 
     entry: TensorEntry
     rows: slice
@@ -237,11 +240,11 @@ def read_weights(
     may_map: bool = False,
     on_share: Callable[[float], None] = lambda _share: None,
 ) -> int:
-    """Read the weights called `names` on disk into their places in `parameters`, in the order of the files.
+    """Read the weights called `names` on disk into `parameters`, in the order of the files.
 
-    `scaled`: those stored as FP8 with block scales; of them `kept` stay FP8, the others are dequantized. `stored`: what
-    is quantized otherwise. Of a `shard`, `parameters` are that rank's. `may_map`: see `mapped`. Returns the bytes that
-    the parts have on disk.
+    `scaled`: weights stored as FP8 with block scales; `kept`: those of them that stay FP8, the others are dequantized.
+    `stored`: weights in other quantized formats. With a `shard`, `parameters` are that rank's. `may_map`: whether files
+    may be memory-mapped (see `mapped`). Returns the number of bytes read.
     """
     names = list(names)
     weights = [index.entries[name] for name in names if name not in stored]
@@ -250,7 +253,7 @@ def read_weights(
     for scale in scales:
         span = spans[scale.name.removesuffix(SCALE_SUFFIX)]
         spans[scale.name] = None if span is None else scale_span(span)
-    # A quantized matrix is read as one, when its codes' turn comes.
+    # A quantized matrix is read together with its scales, at the position of its codes.
     quantized = {stored[name].parts["codes"].name: stored[name] for name in names if name in stored}
     spans |= {name: span_of(matrix.name, matrix.shape, shard) for name, matrix in quantized.items()}
     entries = [*weights, *scales, *(index.entries[name] for name in quantized)]
@@ -263,23 +266,23 @@ def read_weights(
         for entry in entries
     }
 
-    at_once = quantized.keys() | dequantized | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
+    unsplit = quantized.keys() | dequantized | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
     device = next(iter(parameters.values())).device
-    stagings = Stagings(device)
+    staging_pool = StagingPool(device)
 
     def read(piece: _Piece) -> None:
-        staging = stagings.mine()
-        with staging.turn():
-            read_with(staging, piece.entry, piece.rows)
+        staging = staging_pool.of_this_thread()
+        with staging.on_stream():
+            read_rows(staging, piece.entry, piece.rows)
 
-    def read_with(staging: Staging, entry: TensorEntry, rows: slice) -> None:
+    def read_rows(staging: Staging, entry: TensorEntry, rows: slice) -> None:
         if entry.name in quantized:
-            place(directory, index.entries, quantized[entry.name], parameters, spans[entry.name], staging)
+            read_quantized(directory, index.entries, quantized[entry.name], parameters, spans[entry.name], staging)
             return
         slot = slot_of(entry.name)
         target, span = slot.view(parameters[slot.parameter]), spans[entry.name]
         if entry.name.endswith(CHAINED):
-            target.copy_(_handed_on(directory, entry, index.entries))
+            target.copy_(_chained_rotation(directory, entry, index.entries))
         elif entry.name in dequantized:
             _dequantize_into(directory, entry, index.entries, target, span, staging)
         elif span is not None and span.dim == 1:
@@ -288,7 +291,7 @@ def read_weights(
             first_row = rows.start + (0 if span is None else span.start)
             _read_or_cast_into(directory, entry, target[rows], first_row, staging)
 
-    work = [piece for entry in entries for piece in _pieces(entry, spans[entry.name], num_bytes[entry.name], at_once)]
+    work = [piece for entry in entries for piece in _pieces(entry, spans[entry.name], num_bytes[entry.name], unsplit)]
     title, total, num_read = f"loading {directory.name}", sum(num_bytes.values()), 0
     shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 else nullcontext()
     try:
@@ -298,14 +301,14 @@ def read_weights(
                 on_share(num_read / total)
                 if progress is not None:
                     progress.update(piece.num_bytes, shard=piece.entry.file)
-    finally:  # also where reading failed: what is under way would be written into memory that others have by then
-        stagings.finish()
+    finally:  # also after an error: pending copies would write into memory that may have been reused
+        staging_pool.finish()
     return total
 
 
-def _pieces(entry: TensorEntry, span: Span | None, num_bytes: int, at_once: Set[str]) -> list[_Piece]:
-    """Of a part of so many bytes."""
-    if entry.name in at_once or (span is not None and span.dim == 1):
+def _pieces(entry: TensorEntry, span: Span | None, num_bytes: int, unsplit: Set[str]) -> list[_Piece]:
+    """Units of work for this rank's part of a tensor, of `num_bytes` bytes."""
+    if entry.name in unsplit or (span is not None and span.dim == 1):
         return [_Piece(entry, slice(None), num_bytes)]
     num_rows = entry.shape[0] if span is None else span.stop - span.start
     row_bytes = num_bytes // max(1, num_rows)
@@ -314,18 +317,18 @@ def _pieces(entry: TensorEntry, span: Span | None, num_bytes: int, at_once: Set[
 
 
 def num_readers(device: torch.device) -> int:
-    """Threads that read tensors for a device."""
+    """Number of threads that read tensors for a device."""
     return NUM_READERS.get(device.type, NUM_READERS["cpu"])
 
 
-def _handed_on(directory: Path, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> Tensor:
-    """MTPLayer's chained_rotation. On disk it makes H' what a next draft reads, which is a part of hidden_rotation."""
+def _chained_rotation(directory: Path, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> Tensor:
+    """MTPLayer's chained_rotation: on disk it already contains hidden_rotation, which is divided out here."""
     hidden = read_tensor(directory, entries[entry.name.replace(CHAINED, HIDDEN)]).double()
     return torch.linalg.solve(hidden, read_tensor(directory, entry).double(), left=False)
 
 
 def _num_bytes(entry: TensorEntry, span: Span | None) -> int:
-    """Of a part of a tensor."""
+    """Bytes of a part of a tensor."""
     return entry.num_bytes if span is None else entry.num_bytes // entry.shape[span.dim] * (span.stop - span.start)
 
 
@@ -334,15 +337,15 @@ def _cast_into(target: Tensor, rows: Tensor) -> None:
 
 
 def _read_or_cast_into(directory: Path, entry: TensorEntry, target: Tensor, first_row: int, staging: Staging) -> None:
-    """The rows from `first_row` on that the target has."""
+    """Fill `target` with as many rows from `first_row` on, cast to its dtype."""
     stored, row_bytes = DTYPES[entry.dtype], entry.num_bytes // max(1, entry.shape[0])
     if target.dtype == stored and target.device.type == "cpu":
         read_into(directory, entry, target, first_byte=first_row * row_bytes)
         return
     for start, stop in _row_ranges(len(target), staging.rows(row_bytes, stored.itemsize)):
-        rows = staging.room((stop - start, *entry.shape[1:]), stored)
+        rows = staging.buffer((stop - start, *entry.shape[1:]), stored)
         read_into(directory, entry, rows, first_byte=(first_row + start) * row_bytes)
-        staging.send(rows, partial(_cast_into, target[start:stop]))
+        staging.submit(rows, partial(_cast_into, target[start:stop]))
 
 
 def _read_columns_into(
@@ -356,13 +359,13 @@ def _read_columns_into(
             target.copy_(part)
             return
         for start, stop in _row_ranges(len(target), staging.rows(part.shape[1] * width, width)):
-            rows = staging.room((stop - start, part.shape[1]), stored)
-            staging.send(rows.copy_(part[start:stop]), partial(_cast_into, target[start:stop]))
+            rows = staging.buffer((stop - start, part.shape[1]), stored)
+            staging.submit(rows.copy_(part[start:stop]), partial(_cast_into, target[start:stop]))
         return
     for start, stop in _row_ranges(len(target), staging.rows(entry.shape[1] * width, width)):
-        rows = staging.room((stop - start, entry.shape[1]), stored)
+        rows = staging.buffer((stop - start, entry.shape[1]), stored)
         read_into(directory, entry, rows, first_byte=start * entry.shape[1] * width)
-        staging.send(rows, lambda rows, into=target[start:stop]: _cast_into(into, rows[:, columns]))
+        staging.submit(rows, lambda rows, into=target[start:stop]: _cast_into(into, rows[:, columns]))
 
 
 def _dequantize_into(
@@ -373,8 +376,8 @@ def _dequantize_into(
     span: Span | None,
     staging: Staging,
 ) -> None:
-    """Weight times scale, which may be in another shard. Ragged edges: the last scale is cut, not stretched. Blocks
-    that a rank's part begins or ends within are read whole."""
+    """Weight times scale, which may be in another shard file. At ragged edges the last block is cut off. Blocks that
+    only partly belong to a rank are read completely."""
     scale = read_tensor(directory, entries[entry.name + SCALE_SUFFIX]).to(target.device)
     stored, num_rows, width = DTYPES[entry.dtype], *entry.shape
     (first_row, last_row), columns = (0, num_rows), slice(0, width)
@@ -385,15 +388,15 @@ def _dequantize_into(
         begin, end = max(start, first_row), min(stop, last_row)
         if begin >= end:
             continue
-        rows = staging.room((stop - start, width), stored)
+        rows = staging.buffer((stop - start, width), stored)
         read_into(directory, entry, rows, first_byte=start * width)
         of_rows = scale[start // BLOCK : -(-stop // BLOCK)]
         into, some = target[begin - first_row : end - first_row], slice(begin - start, end - start)
 
-        def take(rows: Tensor, of_rows: Tensor = of_rows, into: Tensor = into, some: slice = some) -> None:
+        def dequantize(rows: Tensor, of_rows: Tensor = of_rows, into: Tensor = into, some: slice = some) -> None:
             into.copy_(BlockScaled(rows, of_rows).dequantize(into.dtype)[some, columns])
 
-        staging.send(rows, take)
+        staging.submit(rows, dequantize)
 
 
 def _row_ranges(num_rows: int, step: int) -> list[tuple[int, int]]:

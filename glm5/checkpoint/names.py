@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 SCALE_SUFFIX = "_scale_inv"
-OUTER = -1  # stands for a layer's index where the tensors outside of layers are meant
-STACK = "mlp.experts.*."  # as graph.py calls experts
+OUTER = -1  # the layer index of tensors outside of layers
+STACK = "mlp.experts.*."  # prefix of the experts' tensors in quant/graph.py
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
 # projection on disk -> (stacked parameter, which part of its rows, out of how many parts)
@@ -28,7 +28,7 @@ _IN_STACK = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
 class Slot(NamedTuple):
-    """The place of one tensor from disk: a parameter of the model, or one expert's rows in it."""
+    """Where a tensor from disk is in memory: a parameter of the model, or the rows of one expert in it."""
 
     parameter: str
     expert: int | None = None
@@ -43,7 +43,7 @@ class Slot(NamedTuple):
     def view(self, parameter: Tensor) -> Tensor:
         """The rows of `parameter` that hold this tensor; a view, contiguous if the parameter is.
 
-        Also right for stacked scales: gate and up keep block grids of equal height, one above the other.
+        This holds for stacked scales, too: gate and up have block grids of equal height, one above the other.
         """
         if self.expert is None:
             return parameter
@@ -51,7 +51,7 @@ class Slot(NamedTuple):
 
 
 def slot_of(name: str) -> Slot:
-    """Where the tensor called `name` on disk lives in memory. Knows names only, not whether the model has them."""
+    """Where the tensor called `name` on disk is in memory. It does not check that the model has such a tensor."""
     found = _EXPERT.fullmatch(name)
     if found is None or found["projection"] not in STACKED:
         return Slot(name)
@@ -61,7 +61,7 @@ def slot_of(name: str) -> Slot:
 
 
 class Place(NamedTuple):
-    """Where a tensor from disk goes: a layer (or OUTER), a name there, and which of a stack of experts it is."""
+    """A tensor's layer (or OUTER), its name within the layer, and its index among the experts."""
 
     layer_idx: int
     name: str
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 def place_of(name: str) -> Place:
-    """Of a tensor's name on disk."""
+    """The place of the tensor called `name` on disk."""
     in_layer = _LAYER.fullmatch(name)
     if in_layer is None:
         return Place(OUTER, name)

@@ -41,7 +41,7 @@ def resolve(path_or_id: str | Path) -> Path:
 
 @contextmanager
 def hub_errors(repo_id: str) -> Iterator[None]:
-    """Inside, errors of huggingface_hub become `CheckpointError`s that say what to do."""
+    """Turn errors of huggingface_hub inside the block into `CheckpointError`s that say what to do."""
     try:
         yield
     except Exception as error:
@@ -51,7 +51,7 @@ def hub_errors(repo_id: str) -> Iterator[None]:
 
 
 def explain_hub_error(repo_id: str, error: Exception) -> str | None:
-    """One line for the user, or None for an error that is not the hub's."""
+    """A message for the user, or None for an error that is not from the hub."""
     import httpx2
     from huggingface_hub import errors
 

@@ -1,7 +1,7 @@
-"""Model in memory -> checkpoint directory in the published layout, whole or not at all.
+"""Model in memory -> checkpoint directory in the published layout, atomically.
 
-Everything is written into a directory beside the target, which takes the target's name only when complete. Tensors
-are split, cast or quantized one by one, so memory stays at the model plus one tensor.
+Everything is written into a directory beside the target, which is renamed to the target when complete. Tensors are
+split, cast or quantized one by one, so memory is the model plus one tensor.
 """
 
 import json
@@ -59,11 +59,11 @@ def save(
 
     `dtype` "auto" stores what is in memory, FP8 weights as FP8; "fp8" quantizes what published FP8 checkpoints
     quantize (128x128 blocks) and stores the rest as bfloat16; a name or torch.dtype dequantizes and casts. `assets` is
-    a directory whose tokenizer files, chat template and generation config are copied along; without it, those of a
-    checkpoint that is replaced stay.
+    a directory whose tokenizer files, chat template and generation config are copied; without it, those of a replaced
+    checkpoint are kept.
 
-    Raises `CheckpointError` when `out_dir` holds anything that is no checkpoint, or writing fails; nothing is left
-    behind then.
+    Raises `CheckpointError` when `out_dir` holds other files than a checkpoint's, or writing fails; the directory is
+    then unchanged.
     """
     if quantized := [
         name for name, part in model.named_modules() if isinstance(part, QuantizedLinear | QuantizedExperts)
@@ -85,7 +85,7 @@ def save(
 
 
 class _PlannedTensor:
-    """One tensor of the published inventory: how it is stored, and its bytes when their turn comes."""
+    """One tensor of the published inventory: how it is stored, and its values, computed when they are written."""
 
     def __init__(self, spec: TensorSpec, model: Glm5, dtype: torch.dtype | None, quantize: bool) -> None:
         slot = slot_of(spec.name)
@@ -100,11 +100,7 @@ class _PlannedTensor:
         self.dtype = torch.float32 if spec.dtype == "f32" else dtype or self.weight.dtype
 
     def layout(self) -> list[TensorLayout]:
-        name, shape = self.spec.name, self.spec.shape
-        if self.scaled:
-            grid = tuple(num_blocks(size) for size in shape)
-            return [TensorLayout(name, CODES[FP8], shape), TensorLayout(name + SCALE_SUFFIX, "F32", grid)]
-        return [TensorLayout(name, CODES[self.dtype], shape)]
+        return tensor_layouts(self.spec, self.dtype, fp8=self.scaled)
 
     def tensors(self) -> Iterator[Tensor]:
         if self.scaled:
@@ -115,6 +111,14 @@ class _PlannedTensor:
             yield cast(self.weight, self.dtype)
 
 
+def tensor_layouts(spec: TensorSpec, dtype: torch.dtype, *, fp8: bool) -> list[TensorLayout]:
+    """How a tensor is stored: in `dtype` (float32 where the architecture asks for it), or as FP8 with block scales."""
+    if fp8:
+        scale = TensorLayout(spec.name + SCALE_SUFFIX, "F32", tuple(map(num_blocks, spec.shape)))
+        return [TensorLayout(spec.name, CODES[FP8], spec.shape), scale]
+    return [TensorLayout(spec.name, CODES[torch.float32 if spec.dtype == "f32" else dtype], spec.shape)]
+
+
 def write_checkpoint(
     out_dir: Path,
     config: dict[str, Any],
@@ -123,9 +127,9 @@ def write_checkpoint(
     add_assets: Callable[[Path], None] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Weights, config.json and generation_config.json at `out_dir`, all or nothing; `tensors` in `layout`'s order.
+    """Write weights, config.json and generation_config.json atomically; `tensors` come in the order of `layout`.
 
-    `add_assets` is called with the unfinished directory to put further files there.
+    `add_assets` is called with the unfinished directory to add further files.
     """
     out_dir = out_dir.expanduser().resolve()
     check_target(out_dir, sum(tensor.num_bytes for tensor in layout))
@@ -145,7 +149,7 @@ def write_checkpoint(
 
 
 def check_unwritten(out_dir: Path) -> None:
-    """Raise `CheckpointError` where `save` would replace weights: for commands, which are not told to do that."""
+    """Raise `CheckpointError` where `save` would replace weights: for commands without --overwrite."""
     folder = out_dir.expanduser()
     if weights := sorted(path.name for path in folder.glob("*.safetensors") if _SHARD_FILE.fullmatch(path.name)):
         raise CheckpointError(
@@ -159,14 +163,14 @@ def check_target(out_dir: Path, num_bytes: int) -> None:
     if out_dir.exists():
         if not out_dir.is_dir():
             raise CheckpointError(f"{out_dir} is a file; give a directory")
-        other = sorted(path.name for path in out_dir.iterdir() if not _is_ours(path))
+        other = sorted(path.name for path in out_dir.iterdir() if not _is_checkpoint_file(path))
         if other:
             raise CheckpointError(
                 f"{out_dir} holds {counted(other, 'other file')} that no "
                 "checkpoint has and that would be lost; give another directory"
             )
-    if theirs := clear_leftovers(out_dir):
-        names = counted([path.name for path in theirs], "folder")
+    if running := clear_leftovers(out_dir):
+        names = counted([path.name for path in running], "folder")
         logger.warning("%s: another save of it is running, or was killed on another machine: %s", out_dir, names)
     existing = next(path for path in (out_dir, *out_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -174,9 +178,9 @@ def check_target(out_dir: Path, num_bytes: int) -> None:
         raise CheckpointError(f"{out_dir}: needs {num_bytes:,} bytes, and {free:,} are free there")
 
 
-def _is_ours(path: Path) -> bool:
-    ours = (*ASSET_FILES, "config.json", INDEX_NAME)
-    return path.is_file() and (path.name in ours or _SHARD_FILE.fullmatch(path.name) is not None)
+def _is_checkpoint_file(path: Path) -> bool:
+    names = (*ASSET_FILES, "config.json", INDEX_NAME)
+    return path.is_file() and (path.name in names or _SHARD_FILE.fullmatch(path.name) is not None)
 
 
 def config_dict(cfg: ModelConfig, dtype: torch.dtype, fp8: bool) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""One safetensors file: its header, checked before anything is read, and its tensors.
+"""One safetensors file: its header, which is validated before any tensor is read, and its tensors.
 
     file = u64 little-endian header length | JSON header | tensor bytes, back to back, no holes
     header = {"__metadata__": {str: str}, name: {"dtype": "BF16", "shape": [...], "data_offsets": [start, stop]}}
 
-Reading goes straight into the tensor that will hold the weight, so loading needs no second copy of a shard.
+Tensors are read directly into their destination, so loading needs no second copy of a shard.
 """
 
 import json
@@ -38,7 +38,7 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
-SAVE_KEY = "glm5_save"  # among the metadata of a file that is one of several
+SAVE_KEY = "glm5_save"  # metadata of a file that is one of several shards: identifies the save
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 MAX_READ_BYTES = 1 << 30  # Linux reads at most 2**31 - 4096 bytes a call
 
@@ -46,7 +46,7 @@ MAX_READ_BYTES = 1 << 30  # Linux reads at most 2**31 - 4096 bytes a call
 @dataclass(frozen=True)
 class TensorEntry:
     """Where one tensor is stored. `start` and `stop` are byte offsets in the file; `dtype` is safetensors' code; `save`
-    names the save that wrote the file, where it says so."""
+    identifies the save that wrote the file, None if the file does not say."""
 
     name: str
     dtype: str
@@ -64,8 +64,8 @@ class TensorEntry:
 def read_header(path: Path) -> list[TensorEntry]:
     """All tensors of one file, in the order of their bytes. Reads the header only.
 
-    Raises `CheckpointError` naming the file when it is absent, truncated, no safetensors file, or its header
-    contradicts itself or the file's size.
+    Raises `CheckpointError` with the file's name when it is absent, truncated or not a safetensors file, or when its
+    header contradicts itself or the file's size.
     """
     try:
         size = path.stat().st_size
@@ -101,7 +101,7 @@ def parse_header(raw: bytes, file: str, data_start: int, where: object) -> list[
     try:
         header = json.loads(raw, object_pairs_hook=unique_keys)
         if not isinstance(header, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         metadata = header.pop("__metadata__", None)
         save = metadata.get(SAVE_KEY) if isinstance(metadata, dict) else None
         entries = [_entry(name, value, file, data_start, save) for name, value in header.items()]
@@ -155,9 +155,9 @@ def read_columns(directory: Path, entry: TensorEntry, rows: range, columns: rang
 
 
 def mapped(directory: Path, entry: TensorEntry) -> Tensor | None:
-    """The tensor as it lies in the file, read where it is looked at; None where that is not aligned.
+    """The tensor as a memory map of the file; None if its offset is not aligned.
 
-    Not for files that somebody may cut meanwhile: that would end the process.
+    Not for files that another process may truncate meanwhile: that would kill this process (SIGBUS).
     """
     dtype = DTYPES[entry.dtype]
     if entry.start % dtype.itemsize:

@@ -1,9 +1,9 @@
-"""What lies between files and a model's parameters: host memory that readers fill by turns.
+"""Staging buffers in host memory between files and the parameters of a model.
 
-    file -> room (pinned, of a GPU) -> copy, cast or dequantize on the device -> parameter
+    file -> buffer (pinned, for a GPU) -> copy, cast or dequantize on the device -> parameter
 
-For a GPU every reader has two rooms of pinned memory and a stream: while one room is copied over the bus, it reads
-into the other. On a CPU a room is a tensor like any other, and what is sent has arrived.
+For a GPU every reader has two pinned buffers and a stream: while one buffer is copied over the bus, the reader fills
+the other. On a CPU a buffer is an ordinary tensor, and copies are synchronous.
 """
 
 import threading
@@ -13,29 +13,29 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_ROOM_BYTES = 8 << 20  # of pinned memory; eight readers hold 128 MB
-CPU_ELEMENTS = 1 << 18  # that a reader casts or dequantizes at a time, which takes some 20 bytes of each
+_BUFFER_BYTES = 8 << 20  # of pinned memory; eight readers hold 128 MB
+_CPU_ELEMENTS = 1 << 18  # cast or dequantized at a time by a reader, at about 20 bytes each
 
 
 class Staging:
-    """Of one reader, for parameters on `device`. To be used within `turn`."""
+    """The buffers of one reader, for parameters on `device`. Use it inside `on_stream`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._which = device, 0
-        self._rooms: list[Tensor] = []
+        self.device, self._current = device, 0
+        self._buffers: list[Tensor] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.default_stream(device))  # whose memory the parameters took
-            self._rooms = [torch.empty(_ROOM_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            self._sent = [torch.cuda.Event() for _ in range(2)]
+            self._stream.wait_stream(torch.cuda.default_stream(device))  # the parameters were allocated on that one
+            self._buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._events = [torch.cuda.Event() for _ in range(2)]
 
     @property
     def is_pinned(self) -> bool:
-        return bool(self._rooms)
+        return bool(self._buffers)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Whatever a reader computes on the device is part of its own stream."""
+    def on_stream(self) -> Iterator[None]:
+        """Run the reader's device work on its own stream."""
         if not self.is_pinned:
             yield
             return
@@ -43,41 +43,41 @@ class Staging:
             yield
 
     def rows(self, row_bytes: int, element_bytes: int) -> int:
-        """How many rows are read at a time."""
-        most = _ROOM_BYTES if self.is_pinned else CPU_ELEMENTS * element_bytes
-        return max(1, most // max(1, row_bytes))
+        """Number of rows to read at a time."""
+        max_bytes = _BUFFER_BYTES if self.is_pinned else _CPU_ELEMENTS * element_bytes
+        return max(1, max_bytes // max(1, row_bytes))
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory to fill; it is given back by `send`. Rows that are wider than a room are not pinned."""
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory to fill and then `submit`. Rows wider than a buffer get memory that is not pinned."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if not self.is_pinned or num_bytes > _ROOM_BYTES:
+        if not self.is_pinned or num_bytes > _BUFFER_BYTES:
             return torch.empty(shape, dtype=dtype)
-        self._which = 1 - self._which
-        self._sent[self._which].synchronize()
-        return self._rooms[self._which][:num_bytes].view(dtype).view(shape)
+        self._current = 1 - self._current
+        self._events[self._current].synchronize()
+        return self._buffers[self._current][:num_bytes].view(dtype).view(shape)
 
-    def send(self, room: Tensor, take: Callable[[Tensor], object]) -> None:
-        """`take` what is in the room, on the device. The host does not wait for it."""
+    def submit(self, buffer: Tensor, consume: Callable[[Tensor], object]) -> None:
+        """Call `consume` with a copy of `buffer` on the device, without waiting for the copy."""
         if not self.is_pinned:
-            take(room)
+            consume(buffer)
             return
-        take(room.to(self.device, non_blocking=True))
-        self._sent[self._which].record(self._stream)
+        consume(buffer.to(self.device, non_blocking=True))
+        self._events[self._current].record(self._stream)
 
     def finish(self) -> None:
-        """Everything sent has arrived."""
+        """Wait until everything submitted is on the device."""
         if self.is_pinned:
             self._stream.synchronize()
 
 
-class Stagings:
-    """One for each thread that asks."""
+class StagingPool:
+    """A `Staging` for each thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._local, self._lock = device, threading.local(), threading.Lock()
         self._all: list[Staging] = []
 
-    def mine(self) -> Staging:
+    def of_this_thread(self) -> Staging:
         if (staging := getattr(self._local, "staging", None)) is None:
             staging = self._local.staging = Staging(self._device)
             with self._lock:

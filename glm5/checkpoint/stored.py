@@ -1,10 +1,10 @@
-"""Quantized matrices of a checkpoint (`formats/`): how a model holds them, and where their bytes go in memory.
+"""Quantized matrices of a checkpoint (`formats/`): the format in which a model holds them, and reading them into it.
 
     int4, nvfp4   two values a byte, even input in the low half
     int8, e4m3    one value a byte
 
-A model holds what its kernels multiply: symmetric int4, int8 and e4m3 per row or group (`kernels.quantized_weight`),
-and e4m3 in blocks. Everything that a scheme can say can be dequantized, on the way from the file.
+A model holds the formats that kernels multiply: symmetric int4, int8 and e4m3 per row or group
+(`kernels.quantized_weight`), and e4m3 in blocks. Matrices of any scheme can be dequantized while they are read.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,11 +28,11 @@ from glm5.quant.record import FP8_BLOCK, FP8_GROUP, NVFP4, Grid, Scheme
 
 BLOCKS: Literal["blocks"] = "blocks"
 MODEL_SCALE_SUFFIX = "_scale"
-GPU_GROUP = 64  # groups of a multiple of this have kernels on a GPU
+GPU_GROUP = 64  # GPU kernels take group sizes that are a multiple of this
 
 
 def weight_format(module: str, scheme: Scheme) -> WeightFormat | Literal["blocks"]:
-    """How a model holds a matrix of a scheme; ConfigError names what it cannot."""
+    """The format in which a model holds a matrix of a scheme. Raises ConfigError if no kernel multiplies it."""
     grid, act = scheme.weight, scheme.act
     if grid == FP8_BLOCK and act == FP8_GROUP:
         return BLOCKS
@@ -42,14 +42,14 @@ def weight_format(module: str, scheme: Scheme) -> WeightFormat | Literal["blocks
     fits &= act is None or (act.symmetric and act.bits == 8)
     if not fits or (weight, kind) not in PRODUCTS:
         raise ConfigError(
-            f"{module}: weights in {_say(grid)} under inputs in {_say(act) if act else '16 bits'} have no kernel "
-            "here; allowed: symmetric int4, int8 and fp8 per channel or group, with inputs in 16 bits or per token, "
+            f"{module}: weights in {_describe(grid)} with inputs in {_describe(act) if act else '16 bits'} have no "
+            "kernel; allowed: symmetric int4, int8 and fp8 per channel or group, with inputs in 16 bits or per token, "
             "and fp8 in blocks; dtype bfloat16 loads it dequantized"
         )
     return WeightFormat(weight, grid.group, kind)  # type: ignore[arg-type]
 
 
-def _say(grid: Grid) -> str:
+def _describe(grid: Grid) -> str:
     name = "nvfp4" if grid.kind == "nvfp4" else f"{grid.kind}{grid.bits}" if grid.kind == "int" else "fp8"
     group = f" of {grid.group}" if grid.group else ""
     return f"{name} per {grid.scope}{group}{'' if grid.symmetric else ', asymmetric'}"
@@ -58,8 +58,10 @@ def _say(grid: Grid) -> str:
 def weight_formats(
     stored: Mapping[str, Stored], cfg: ModelConfig, device: torch.device
 ) -> dict[str, WeightFormat | Literal["blocks"]]:
-    """Weight formats by module of the model. ConfigError where a stack of experts has several, where one has no kernel
-    on this device, or no kernel at all. NVFP4 has none: on a CPU its modules are plain and hold the values."""
+    """Weight formats by module of the model. NVFP4 has no kernel: on a CPU its modules hold dequantized values.
+
+    Raises ConfigError where a stack of experts has several formats, or where a format has no kernel on this device.
+    """
     found: dict[str, WeightFormat | Literal["blocks", "values"]] = {}
     for name, matrix in stored.items():
         by_value = matrix.scheme == NVFP4 and device.type == "cpu"
@@ -80,7 +82,7 @@ def weight_formats(
 
 
 def check_groups(stored: Iterable[Stored], size: int) -> None:
-    """ConfigError where one of `size` ranks would have a part of a group, or half a byte."""
+    """ConfigError where sharding over `size` ranks would cut a group, or a byte."""
     for matrix in stored:
         span = span_of(matrix.name, matrix.shape, Shard(0, size))
         packed = matrix.shape[1] // matrix.parts["codes"].shape[1]
@@ -92,7 +94,7 @@ def check_groups(stored: Iterable[Stored], size: int) -> None:
             )
 
 
-def place(
+def read_quantized(
     directory: Path,
     entries: Mapping[str, TensorEntry],
     matrix: Stored,
@@ -100,7 +102,7 @@ def place(
     span: Span | None,
     staging: Staging,
 ) -> None:
-    """Read `span` of a matrix into the parameters of a model: as codes where those hold codes, else dequantized."""
+    """Read `span` of a matrix into the parameters of a model: as codes if these hold codes, else dequantized."""
     slot, grid = slot_of(matrix.name), matrix.scheme.weight
     target = slot.view(parameters[slot.parameter])
     codes, scale = (entries[matrix.parts[role].name] for role in ("codes", "scale"))
@@ -111,23 +113,23 @@ def place(
     held = _read(directory, codes, span, matrix.shape[1] // codes.shape[1], staging)
     to_pairs = matrix.packing.to_pairs
     assert to_pairs is not None, f"{matrix.packing=}"
-    staging.send(held, lambda held: target.copy_(to_pairs(held)))
+    staging.submit(held, lambda held: target.copy_(to_pairs(held)))
     of_scale = slot._replace(parameter=slot.parameter + (SCALE_SUFFIX if grid.scope == "block" else MODEL_SCALE_SUFFIX))
     if span is not None and grid.scope == "block":
         span = scale_span(span)
     per_scale = 1 if grid.scope == "block" else grid.group
     if span is not None and span.dim == 1 and per_scale is None:
-        span = None  # one of a whole row, which every rank needs
+        span = None  # one scale for a whole row: every rank needs all of them
     into = of_scale.view(parameters[of_scale.parameter])
-    staging.send(_read(directory, scale, span, per_scale or 1, staging), lambda held: into.copy_(held.float()))
+    staging.submit(_read(directory, scale, span, per_scale or 1, staging), lambda held: into.copy_(held.float()))
 
 
 def _read(directory: Path, entry: TensorEntry, span: Span | None, per_element: int, staging: Staging) -> Tensor:
-    """A part of a tensor that holds `per_element` inputs of a row in each of its elements, yet to be sent."""
+    """A part of a tensor, in host memory. `per_element`: inputs of a row that each element of the tensor stands for."""
     if span is not None and span.dim == 1:
         columns = range(span.start // per_element, span.stop // per_element)
         return read_columns(directory, entry, range(entry.shape[0]), columns).contiguous()
     first, last = (0, entry.shape[0]) if span is None else (span.start, span.stop)
-    out = staging.room((last - first, *entry.shape[1:]), DTYPES[entry.dtype])
+    out = staging.buffer((last - first, *entry.shape[1:]), DTYPES[entry.dtype])
     read_into(directory, entry, out, first_byte=first * (entry.num_bytes // entry.shape[0]))
     return out

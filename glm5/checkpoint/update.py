@@ -1,9 +1,9 @@
-"""Other weights for a model that is in use, from a checkpoint directory: all checked before the first is replaced.
+"""Replaces the weights of a model in use by those of a checkpoint directory; all are checked before the first changes.
 
-    tensors found -> do they fit the model? -> read into copies on the host -> finite? | copies -> parameters, in place
+    tensors found -> compare with the model -> read into copies on the host -> finite? | copies -> parameters, in place
 
-A directory may hold some of the tensors, down to single experts; what it lacks stays as it is. The model's formats
-stay too: dense weights are cast or dequantized, FP8 weights take FP8 weights only, codes take codes of their scheme.
+A directory may hold only some of the tensors, down to single experts; the others are not changed. The model keeps its
+formats: dense weights are cast or dequantized, FP8 weights accept only FP8, quantized ones only codes of their scheme.
 """
 
 from collections import Counter
@@ -26,8 +26,8 @@ from glm5.kernels.block_scaled import FP8
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import WHOLE, Shard
 
-# Say nothing of what a forward pass computes, or differ between exports of one model.
-_FREE_KEYS = {
+# Do not affect the forward pass, or differ between exports of one model.
+_IGNORED_KEYS = {
     "dtype",
     "quantization_config",
     "lora_norm_eps",
@@ -45,18 +45,18 @@ _FREE_KEYS = {
 
 @dataclass(frozen=True)
 class Staged:
-    """New content of parameters, on the host. `is_complete`: of every parameter."""
+    """New values of parameters, on the host. `is_complete`: whether every parameter is among them."""
 
     parameters: dict[str, Tensor]
     is_complete: bool
 
 
 def stage(model: Glm5, directory: Path, shard: Shard = WHOLE) -> Staged:
-    """Read and check the weights in `directory`, beside the model. Takes as much host memory as they do. `shard`: as
-    the model was loaded.
+    """Read and check the weights in `directory` without changing the model. Takes as much host memory as the weights.
+    `shard`: the one that the model was loaded with.
 
     Raises `CheckpointError` (`ConfigError` for a bad config.json) when anything is damaged, does not fit the model or
-    is not a finite number, and when files were written to meanwhile: half of them might be of another step.
+    is not finite, and when files changed meanwhile: some of them might be of another training step.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
@@ -85,14 +85,14 @@ def stage(model: Glm5, directory: Path, shard: Shard = WHOLE) -> Staged:
 
 @torch.no_grad()
 def replace(model: Glm5, staged: Staged) -> None:
-    """Copy what was staged into the model's parameters, which keep their places in memory."""
+    """Copy the staged values into the model's parameters, in place."""
     current = model.state_dict()
     for name, tensor in staged.parameters.items():
         current[name].copy_(tensor)
 
 
 def read_all(model: Glm5, directory: Path, shard: Shard = WHOLE) -> None:
-    """Read the whole checkpoint that the model was loaded from into its parameters again; errors as from `load`."""
+    """Read the complete checkpoint that the model was loaded from into its parameters again. Raises as `load` does."""
     current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     index = scan(directory)
     found = fit(index, model.cfg)
@@ -113,7 +113,7 @@ def read_all(model: Glm5, directory: Path, shard: Shard = WHOLE) -> None:
 
 
 def identity_of(directory: Path) -> bytes:
-    """Tells the weights of a directory from any others, by names, sizes and times of its files: 16 bytes."""
+    """A 16-byte digest of names, sizes and modification times of a directory's files."""
     digest = blake2b(digest_size=16, person=b"glm5 weights")
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
         stat = path.stat()
@@ -122,7 +122,7 @@ def identity_of(directory: Path) -> bytes:
 
 
 def _check(found: Fit, names: list[str], kept: frozenset[str], directory: Path) -> None:
-    """CheckpointError for what does not fit; tensors that are missing are no mistake here."""
+    """CheckpointError for tensors that do not fit the model; absent tensors are allowed."""
     found.missing.clear()
     for name in sorted(kept - found.scaled):
         found.unreadable.append(f"{name}: is FP8 in the model in use; give it as F8_E4M3 with {name}{SCALE_SUFFIX}")
@@ -133,18 +133,18 @@ def _check(found: Fit, names: list[str], kept: frozenset[str], directory: Path) 
 
 
 def _check_config(cfg: ModelConfig, directory: Path) -> None:
-    """The same sizes may mean another model: what a config.json beside the weights says must be the same."""
+    """CheckpointError for another model of the same sizes: a config.json beside the weights must agree."""
     if not (directory / "config.json").is_file():
         return
-    theirs, ours = ModelConfig.from_file(directory).model_dump(), cfg.model_dump()
-    other = [f"{key} {theirs[key]} (in use: {ours[key]})" for key in ours if theirs[key] != ours[key]]
-    other = [text for text in other if text.partition(" ")[0] not in _FREE_KEYS]
-    if other:
-        raise CheckpointError(f"{directory}/config.json is of another model: {', '.join(other)}")
+    given, current = ModelConfig.from_file(directory).model_dump(), cfg.model_dump()
+    differences = [f"{key} {given[key]} (in use: {current[key]})" for key in current if given[key] != current[key]]
+    differences = [text for text in differences if text.partition(" ")[0] not in _IGNORED_KEYS]
+    if differences:
+        raise CheckpointError(f"{directory}/config.json is of another model: {', '.join(differences)}")
 
 
 def _copies(current: dict[str, Tensor], cfg: ModelConfig, names: list[str], kept: frozenset[str]) -> dict[str, Tensor]:
-    """Host tensors for the parameters that `names` touch, with the present content where that is not all of them."""
+    """Host tensors for the parameters that `names` belong to, with the current values if `names` cover only a part."""
     num_parts = Counter(slot_of(spec.name).parameter for spec in tensor_specs(cfg))
     num_given = Counter(slot_of(name).parameter for name in names)
     num_parts += Counter(slot_of(spec.name + SCALE_SUFFIX).parameter for spec in tensor_specs(cfg))

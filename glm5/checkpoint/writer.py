@@ -1,8 +1,8 @@
-"""Writes safetensors shards one tensor at a time: memory never holds more than the tensor in hand.
+"""Writes safetensors shards one tensor at a time: memory holds only the current tensor.
 
-The layout (names, dtypes, shapes) is known before the first byte, so every header can be written first. Within a
-file wider dtypes come first, which keeps each tensor aligned to its own width as readers expect; tensors may still
-be handed over in any order inside their shard.
+The layout (names, dtypes, shapes) is known in advance, so every header is written first. Within a file wider dtypes
+come first, so that each tensor is aligned to its own width as readers expect; tensors may be written in any order
+within their shard.
 """
 
 import json
@@ -23,7 +23,7 @@ from glm5.common.progress import Progress
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_PIECE_BYTES = 8 << 20  # of a tensor on a device, or whose rows do not lie side by side, copied at a time
+_PIECE_BYTES = 8 << 20  # copied at a time from a device, or from a tensor that is not contiguous
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def write_shards(
 ) -> None:
     """Write `tensors`, which come in the order of `layout`, as shards of at most `max_shard_bytes` plus the index.
 
-    One file without index when all fit. A tensor larger than the limit gets a shard of its own. Each of several files
-    names the save that they belong to, so that shards of two saves are never taken for one model's (index.py).
+    Writes a single file without index when all tensors fit. A tensor larger than the limit gets a shard of its own.
+    Several files carry the id of their save, so that shards of two saves are never mixed up (index.py).
     """
     shards = split_shards(layout, max_shard_bytes)
     total_bytes = sum(tensor.num_bytes for tensor in layout)
@@ -55,7 +55,7 @@ def write_shards(
         for name, shard in zip(names, shards, strict=True):
             for planned in write_file(directory / name, shard, source, save):
                 progress.update(planned.num_bytes, shard=name)
-    surplus = next(source, None)  # the source may have something to do behind its last tensor
+    surplus = next(source, None)  # also runs the generator to its end
     assert surplus is None, "more tensors than the layout names"
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
@@ -66,8 +66,8 @@ def write_shards(
 def write_file(
     path: Path, layout: Sequence[TensorLayout], tensors: Iterator[Tensor], save: str | None = None
 ) -> Iterator[TensorLayout]:
-    """Write one file, taking the tensors of `layout` in its order; yields each as it is written. Flushed to disk.
-    `save`: the name of the save that it is a part of."""
+    """Write one file with the tensors of `layout`, in its order, and flush it to disk; yields each as it is written.
+    `save`: the id of the save that the file belongs to."""
     with path.open("wb") as file:
         offsets = _write_header(file, layout, save)
         for planned in layout:

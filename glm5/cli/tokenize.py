@@ -24,6 +24,6 @@ def run(args: argparse.Namespace) -> int:
         allow_control_tokens=settings.allow_control_tokens_in_messages,
     )
     file = tokenize(settings.files, settings.out, options, settings.processes)
-    learnt = "" if file.marks_N is None else f", {int(file.marks_N.sum()):,} of them learnt"
+    learnt = "" if file.marks_T is None else f", {int(file.marks_T.sum()):,} of them learnt"
     out(f"wrote {settings.out}: {file.num_documents:,} documents, {file.num_tokens:,} tokens{learnt}")
     return 0

@@ -61,9 +61,9 @@ def _needs(recipe: Recipe, world: int) -> str:
         from glm5.train.estimate import estimate
 
         return estimate(recipe)
-    from glm5.train.parallel.estimate import estimate_shared
+    from glm5.train.parallel.estimate import estimate_distributed
 
-    return estimate_shared(recipe, world)
+    return estimate_distributed(recipe, world)
 
 
 def _launch(settings: TrainConfig) -> None:
@@ -80,7 +80,7 @@ def _launch(settings: TrainConfig) -> None:
 def _rank(settings: TrainConfig, recipe: Recipe) -> int:
     """One of several processes, as torchrun starts them: the environment says which. Only rank 0 prints."""
     from glm5.train.parallel.launch import LAUNCHER
-    from glm5.train.parallel.run import Rank, train_shared
+    from glm5.train.parallel.run import Rank, train_distributed
 
     given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     if missing := [name for name, value in given.items() if not value]:
@@ -97,7 +97,7 @@ def _rank(settings: TrainConfig, recipe: Recipe) -> int:
         end_with_parent(int(launcher))
     if rank.rank:
         logging.getLogger("glm5").setLevel(logging.WARNING)
-    best = train_shared(recipe, Path(settings.recipe).parent, rank, restart=settings.restart)
+    best = train_distributed(recipe, Path(settings.recipe).parent, rank, restart=settings.restart)
     if not rank.rank:
         out(f"trained: {best}")
     return 0

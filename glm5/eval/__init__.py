@@ -1,1 +1,1 @@
-"""What a model can do: tasks, answered by the engine or seen through other attention, and tables of them."""
+"""Evaluation of models on generated tasks, by the engine or with other attention, and tables of the scores."""

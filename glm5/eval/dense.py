@@ -1,4 +1,4 @@
-"""A checkpoint whose indexers select every key: the same weights under another config, in a folder of links."""
+"""A checkpoint with another `index_topk`, such as dense attention: links to the same weights with a changed config."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,10 @@ from glm5.common.bounded import SETTINGS, read_bounded_text
 
 @contextmanager
 def selecting(checkpoint: Path, num_keys: int) -> Iterator[Path]:
-    """`checkpoint` with `index_topk` changed, until the block is left. Who sees no more keys reads all."""
+    """A temporary copy of `checkpoint` with `index_topk` = `num_keys`; queries with fewer keys attend to all of them.
+
+    The folder is deleted when the block ends.
+    """
     with TemporaryDirectory(prefix="glm5-") as name:
         folder = Path(name)
         for file in checkpoint.iterdir():

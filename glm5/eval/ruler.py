@@ -1,7 +1,7 @@
-"""Tasks in the manner of RULER, answered greedily by the engine. What is asked and what is right: train/data/ruler.py.
+"""RULER-like tasks (train/data/ruler.py), answered by the engine with greedy decoding.
 
-A prompt is continued as it is, without a chat template: it ends where the answer begins. An answer may be twice as long
-as the right one.
+A prompt is completed without a chat template: it ends where the answer begins. An answer may be twice as long as the
+correct one.
 """
 
 import logging
@@ -20,13 +20,13 @@ from glm5.train.data.ruler import TASKS, Sample, generate, score
 
 logger = logging.getLogger(__name__)
 
-ROOM = 8
-"""Tokens of a sample that stay free: prompt and answer are encoded apart, and an end follows."""
+MARGIN_TOKENS = 8
+"""Tokens of a sample that stay unused: prompt and answer are encoded separately, and an end token follows."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A sample as token ids: what is asked, and what would be right, its end included."""
+    """A sample as token ids: the prompt, and the correct answer with its end token."""
 
     sample: Sample
     prompt_ids: list[int]
@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Score:
-    """Of one task at one length: the mean over samples of the share of answers found, and its standard error."""
+    """The result of a task at a length: the mean over samples of the share of answers found, and its standard error."""
 
     task: str
     length: int
@@ -46,31 +46,33 @@ class Score:
 
 
 class Answerer(Protocol):
-    """Answers in the order of what is asked."""
+    """Returns an answer for each sample, in order."""
 
     def __call__(self, asked: Sequence[Asked]) -> list[str]: ...
 
 
 def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
-    """All tasks where none is named. Raises DataError for a name that is none."""
+    """The named tasks, or all if none is named. Raises DataError for an unknown name."""
     if unknown := [name for name in names if name not in TASKS]:
         raise DataError(f"tasks: got {unknown[0]!r:.60}; allowed: {', '.join(TASKS)}")
     return tuple(names) or tuple(TASKS)
 
 
 def make(tokenizer: Tokenizer, task: str, length: int, numbers: range, seed: int = 0) -> list[Asked]:
-    """Samples by number. Of one seed, task, length and tokenizer they are always the same."""
+    """Samples by number; the same for the same seed, task, length and tokenizer."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, allow_special=False)
 
     end = [] if (end_id := tokenizer.id_of(END_OF_TEXT)) is None else [end_id]
-    samples = [generate(task, length - ROOM, number, lambda text: len(encode(text)), seed) for number in numbers]
+    samples = [
+        generate(task, length - MARGIN_TOKENS, number, lambda text: len(encode(text)), seed) for number in numbers
+    ]
     return [Asked(sample, encode(sample.prompt), encode(sample.answer) + end) for sample in samples]
 
 
 def by_engine(llm: LLM) -> Answerer:
-    """Answers of the engine, greedy."""
+    """Greedy answers of the engine."""
 
     def answer(asked: Sequence[Asked]) -> list[str]:
         params = [SamplingParams(temperature=0.0, max_tokens=2 * len(each.answer_ids)) for each in asked]
@@ -88,7 +90,7 @@ def evaluate(
     num_samples: int,
     seed: int = 0,
 ) -> Iterator[Score]:
-    """Scores task by task, the shortest length first. A task that does not fit a length is left out, and said."""
+    """Scores of each task, the shortest length first. A task that does not fit a length is skipped with a warning."""
     total = len(tasks) * len(lengths) * num_samples
     with Progress(total=total, unit="sample", desc="ruler") as progress:
         for length in sorted(lengths):
@@ -108,7 +110,7 @@ def evaluate(
 
 
 def document(scores: Sequence[Score], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything as JSON: what was asked of whom, each score, and the mean over tasks by length."""
+    """A JSON document: `about`, each score, and the mean over tasks by length."""
     lengths = sorted({score.length for score in scores})
     mean = {str(length): _mean([score for score in scores if score.length == length]) for length in lengths}
     return {**about, "scores": [vars(score) for score in scores], "mean": mean}

@@ -1,7 +1,7 @@
-"""Tasks seen through sliding windows, which the engine does not have: the report's ablation on a whole model.
+"""Tasks with sliding-window attention, which the engine does not have: the report's ablation on a full model.
 
-The right answer stands behind its prompt, and the likeliest token at each of its places is what counts as said. Up to
-the first mistake that is the greedy answer; behind it, it is kinder, since the right tokens go on.
+Answers are teacher-forced: the most likely token at each position of the correct answer. Up to the first error that is
+the greedy answer; after it the score is more lenient, since the correct tokens are the context.
 """
 
 from collections.abc import Sequence
@@ -17,30 +17,30 @@ from glm5.train.sliding_window import search_pattern
 from glm5.train.step import Phase
 
 TOKENS_AT_ONCE = 1 << 16
-SEARCHED = 2
-"""Samples of each task that a pattern is judged by."""
+SAMPLES_PER_TASK = 2
+"""Samples of each task for the search of a pattern."""
 
 
 def by_windows(model: Glm5, tokenizer: Tokenizer, window: WindowConfig) -> Answerer:
-    """What the model says of each answer with these windows."""
+    """Teacher-forced answers of the model with these windows."""
 
     def answer(asked: Sequence[Asked]) -> list[str]:
-        said = [ids for some in _together(asked) for ids, _ in _seen(model, some, window)]
-        return [tokenizer.decode(ids, skip_special=True) for ids in said]
+        predicted = [ids for batch in _batches(asked) for ids, _ in _predict(model, batch, window)]
+        return [tokenizer.decode(ids, skip_special=True) for ids in predicted]
 
     return answer
 
 
 def find_pattern(model: Glm5, tokenizer: Tokenizer, size: int, tasks: Sequence[str], length: int) -> str:
-    """SWA Pattern: windows in half of the layers, those that cost the answers to these tasks the least likelihood.
+    """SWA Pattern: windows in half of the layers, chosen for the least loss on the answers to these tasks.
 
-    It is judged by other samples than those that `evaluate` takes.
+    The samples are other ones than those of `evaluate`.
     """
-    asked = [each for task in tasks for each in make(tokenizer, task, length, range(-SEARCHED, 0))]
+    asked = [each for task in tasks for each in make(tokenizer, task, length, range(-SAMPLES_PER_TASK, 0))]
 
     def loss(pattern: str) -> float:
         window = WindowConfig(size=size, pattern=pattern)
-        losses = [loss for some in _together(asked) for _, loss in _seen(model, some, window)]
+        losses = [loss for batch in _batches(asked) for _, loss in _predict(model, batch, window)]
         return sum(losses) / len(losses)
 
     num_layers = model.cfg.num_hidden_layers
@@ -48,8 +48,8 @@ def find_pattern(model: Glm5, tokenizer: Tokenizer, size: int, tasks: Sequence[s
 
 
 @torch.no_grad()
-def _seen(model: Glm5, asked: Sequence[Asked], window: WindowConfig) -> list[tuple[list[int], float]]:
-    """Of each answer, the likeliest tokens at its places, and the mean cross-entropy of the right ones."""
+def _predict(model: Glm5, asked: Sequence[Asked], window: WindowConfig) -> list[tuple[list[int], float]]:
+    """For each answer the most likely token at each position, and the mean cross-entropy of the correct tokens."""
     sizes = [(len(each.prompt_ids), len(each.answer_ids)) for each in asked]
     ids_T = torch.tensor([token_id for each in asked for token_id in (*each.prompt_ids, *each.answer_ids)])
     weight_T = torch.cat([torch.cat([torch.zeros(prompt), torch.ones(answer)]) for prompt, answer in sizes])
@@ -59,19 +59,19 @@ def _seen(model: Glm5, asked: Sequence[Asked], window: WindowConfig) -> list[tup
     logprob_GW = model.head(hidden_GD).float().log_softmax(-1)
     loss_G = -logprob_GW.gather(1, target_G[:, None]).squeeze(1)
     answers = [answer for _, answer in sizes]
-    said = zip(logprob_GW.argmax(-1).split(answers), loss_G.split(answers), strict=True)
-    return [(ids.tolist(), loss.mean().item()) for ids, loss in said]
+    predicted = zip(logprob_GW.argmax(-1).split(answers), loss_G.split(answers), strict=True)
+    return [(ids.tolist(), loss.mean().item()) for ids, loss in predicted]
 
 
-def _together(asked: Sequence[Asked]) -> list[list[Asked]]:
-    """Some at a time."""
+def _batches(asked: Sequence[Asked]) -> list[list[Asked]]:
+    """Batches of at most TOKENS_AT_ONCE tokens; a longer sample is a batch of its own."""
     groups: list[list[Asked]] = []
-    room = 0
+    num_free = 0
     for each in asked:
         length = len(each.prompt_ids) + len(each.answer_ids)
-        if not groups or length > room:
+        if not groups or length > num_free:
             groups.append([])
-            room = TOKENS_AT_ONCE
+            num_free = TOKENS_AT_ONCE
         groups[-1].append(each)
-        room -= length
+        num_free -= length
     return groups

@@ -1,5 +1,5 @@
 """Quantization as pure functions over stacked tensors, and tables of facts: no files, no streaming, no settings.
 
-What is below runs on one expert or on all of a layer's at once: leading dimensions are a batch, and a batch gives the
-bits that its members give alone. float32 in, float32 out; float64 the same, so every function can be its own oracle.
+Leading dimensions are a batch: functions run on one expert or on all experts of a layer, with bitwise the same results
+for each. float32 in, float32 out; float64 in, float64 out, so that every function can be its own reference.
 """

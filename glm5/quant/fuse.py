@@ -1,4 +1,4 @@
-"""Smoothing put into weights: the source of a channel is divided by its scale, everything that reads it multiplied."""
+"""Fuses smoothing scales into weights: the source of a channel is divided by its scale, its readers are multiplied."""
 
 from collections.abc import Mapping
 
@@ -15,10 +15,11 @@ from glm5.quant.rotate import Steps, scale_inputs
 def smooth(
     tensors: Mapping[str, Tensor], cfg: ModelConfig, subgraph: Subgraph, scale: Tensor
 ) -> tuple[dict[str, Tensor], Steps]:
-    """What of one layer's `tensors` changes when the channels of `subgraph` are divided by `scale`, and why.
+    """The tensors of one layer that change when the channels of `subgraph` are divided by `scale`, and steps that
+    describe the changes.
 
-    `scale` [K]; [E, K] for stacked experts; [H * V] for "ov". A norm that is rounded to a narrow dtype is rounded first
-    and its readers multiplied by what it really lost, so that no channel as a whole changes.
+    `scale` [I]; [E, I] for stacked experts; [H * V] for "ov". The weight of a norm is rounded to its dtype first, and
+    its readers are multiplied by the exact ratio, so that the product for each channel does not change.
     """
     changed, steps = dict[str, Tensor](), Steps()
     source = next(name for name in tensors if place(name)[1] == subgraph.source and name.endswith(".weight"))

@@ -1,8 +1,8 @@
-"""What of GLM-5 belongs together when weights are changed: one table of facts, read by fold.py, rotate.py, smooth.py.
+"""The tensors of GLM-5 that have to change together when weights are rotated or smoothed, as tables.
 
 Names are the checkpoint's, without `model.layers.N.` and `.weight`; `experts.*` is every routed expert, alone or
-stacked [E, O, I]. Tensors that a layer does not have (an indexer that it shares, experts of a dense layer) are left
-out. Sources: the forward pass (model/), msModelSlim `model/glm_5/quarot.py` and `model_adapter.py`.
+stacked [E, O, I]. Tensors that a layer does not have (a shared indexer, experts of a dense layer) are skipped.
+Sources: the forward pass (model/), msModelSlim `model/glm_5/quarot.py` and `model_adapter.py`.
 """
 
 import re
@@ -14,8 +14,8 @@ RotationName = Literal["residual", "q latent", "kv latent", "value heads"]
 SubgraphKind = Literal["norm-linear", "linear-linear", "ov", "up-down"]
 
 Part = Literal["all", "latent", "values", "heads", "halves", "first half", "second half"]
-"""Which inputs or outputs of a matrix are meant: "latent" the first kv_lora_rank outputs; "values" the last v_head_dim
-outputs of each head; "heads" the v_head_dim inputs of each head; "halves" each half of the inputs."""
+"""A part of a matrix's inputs or outputs: "latent" the first kv_lora_rank outputs; "values" the last v_head_dim outputs
+of each head; "heads" the v_head_dim inputs of each head; "halves" each half of the inputs."""
 
 _READS_RESIDUAL = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
 _INDEXER_READS_RESIDUAL = ("self_attn.indexer.wk", "self_attn.indexer.weights_proj")
@@ -26,7 +26,7 @@ _MLP_READS = (*_GATE_AND_UP, "mlp.gate")
 
 
 class Fold(NamedTuple):
-    """A norm whose weight can move into the inputs of the matrices behind it, after which it is 1."""
+    """A norm whose weight can be folded into the inputs of the matrices `into`; it is 1 afterwards."""
 
     norm: str
     into: tuple[str, ...]
@@ -42,7 +42,7 @@ class Rotated(NamedTuple):
 
 
 class RotationFacts(NamedTuple):
-    """A rotation: the config field with its size, the norms that must be 1 for it, and every side that it rotates."""
+    """A rotation: the config field of its size, the norms to fold before it, and all sides that it rotates."""
 
     size: str
     folds: tuple[Fold, ...]
@@ -51,9 +51,9 @@ class RotationFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Subgraph:
-    """`source` makes what `targets` read, channel by channel, so a channel can be divided there and multiplied here.
+    """`targets` read the output channels of `source`, so a channel can be divided in the source and multiplied in them.
 
-    norm-linear: a norm. up-down: rows of up. ov: value rows of kv_b, by head.
+    The source is a norm (norm-linear), the rows of up (up-down), or the value rows of kv_b, by head (ov).
     """
 
     kind: SubgraphKind
@@ -107,15 +107,15 @@ SUBGRAPHS: tuple[Subgraph, ...] = (
     Subgraph("norm-linear", "input_layernorm", (*_READS_RESIDUAL, *_INDEXER_READS_RESIDUAL)),
     Subgraph("norm-linear", "post_attention_layernorm", _MLP_READS),
 )
-"""In the order in which they are smoothed. msModelSlim has no post_attention_layernorm: its recipe excludes it, because
-the router reads it too, which here is a target like the others (and multiplied back, so its choices stay)."""
+"""In the order in which they are smoothed. msModelSlim's recipe excludes post_attention_layernorm, because the router
+reads it too. Here the router is a target like the others, so its choices do not change."""
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)?(.*?)(\.weight)?$")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
 def place(name: str) -> tuple[str, str]:
-    """A tensor's layer ("model.layers.3." or "") and its name in the tables above."""
+    """A tensor's layer prefix ("model.layers.3." or "") and its name in the tables above."""
     match = _LAYER.fullmatch(name)
     assert match is not None, f"{name=}"
     return match[1] or "", _EXPERT.sub("experts.*.", match[2])

@@ -1,10 +1,11 @@
-"""INT4 as training with fake quantization sees it, and as the exporter writes it: one function for both.
+"""INT4 of quantization-aware training: one function for the fake quantization in training and for the export.
 
     scale = bf16(max(max|group| / 7, 1e-5))      code = round(w / scale)      w' = scale * code, rounded to w's dtype
 
-The scale is rounded before codes are made, so what is stored is what was trained with. The largest of a group becomes
-7 or -7, so w' gives the same codes and scale again: a checkpoint after such training passes unchanged. (No other method
-has that property, and none may be used on it.) Source: GLM-5's report (arXiv 2602.15763), section 2.4.3; slime.
+The scale is rounded before the codes are computed, so the stored values are those of training. The largest weight of a
+group has code 7 or -7, so quantizing w' gives the same codes and scale again: the export does not change the trained
+weights. No other method has that property, so none may be used on such a checkpoint. Source: GLM-5's report
+(arXiv 2602.15763), section 2.4.3; slime.
 """
 
 from typing import Any
@@ -18,19 +19,19 @@ from glm5.quant.record import Grid, Quantized
 
 GROUP = 128
 KEY = "quantization_aware"
-"""In config.json of a checkpoint after such training."""
+"""Key of config.json that marks a checkpoint of quantization-aware training."""
 
-_LEAST = 1e-5
+_MIN_SCALE = 1e-5
 
 
 def int4(weight: Tensor, group: int = GROUP) -> Quantized:
-    """weight [..., O, I] in groups along I. The scale is held in float32 and is a bfloat16 value."""
+    """Quantize weight [..., O, I] in groups along I. Scales are bfloat16 values, held in float32."""
     grid = Grid("int", 4, "group", group)
     scale = torch.empty(grid.scale_shape(weight.shape), dtype=torch.float32, device=weight.device)
-    for some, rows in chunks(flat := stacked(weight)):
-        reach = wide(flat[some, rows]).unflatten(-1, (-1, group)).abs().amax(-1)
-        each = (reach / torch.full_like(reach, grid.quant_max)).clamp_min_(_LEAST)
-        stacked(scale)[some, rows] = each.to(torch.bfloat16).float()
+    for batch, rows in chunks(flat := stacked(weight)):
+        amplitude = wide(flat[batch, rows]).unflatten(-1, (-1, group)).abs().amax(-1)
+        group_scale = (amplitude / torch.full_like(amplitude, grid.quant_max)).clamp_min_(_MIN_SCALE)
+        stacked(scale)[batch, rows] = group_scale.to(torch.bfloat16).float()
     return Quantized(grid, encode(weight, grid, scale), scale)
 
 
@@ -46,16 +47,16 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def fake_int4(weight: Tensor, group: int = GROUP, *, stored: torch.dtype | None = None) -> Tensor:
-    """What `int4` leaves of weight [..., O, I], in its dtype. The gradient passes as if nothing had been done.
+    """Quantize weight [..., O, I] with `int4` and dequantize it, in its dtype; the gradient is straight-through.
 
-    `stored`: the dtype that a checkpoint will hold it in, where that is another; int4 then sees it in that.
+    `stored`: the dtype of the weight in checkpoints, to which it is rounded before `int4`; by default its own.
     """
     return _StraightThrough.apply(weight, group, weight.dtype if stored is None else stored)
 
 
 def is_int4(weight: Tensor, group: int = GROUP) -> bool:
-    """Whether `int4` changes nothing: true of a weight that was trained with it, and stored as it was seen. Zeros, and
-    rows that have no such groups, tell nothing."""
+    """Whether `int4` leaves the weight unchanged, as after quantization-aware training. False for all zeros, and where
+    rows do not divide into groups."""
     if weight.shape[-1] % group or not weight.any():
         return False
     return bool(torch.equal(int4(weight.detach(), group).dequantize(weight.dtype), weight.detach()))

@@ -1,11 +1,11 @@
-"""What quantization hands on: grids of values, quantized tensors, schemes, and what was done to a tensor before.
+"""Data types of quantization: grids of values, quantized tensors, schemes, and a log of changes to a tensor.
 
     kind "int", symmetric     w = scale * code                          code in -2^(b-1) .. 2^(b-1) - 1
     kind "int", asymmetric    w = scale * (code - offset)
     kind "fp8"                w = scale * code                          code e4m3
     kind "nvfp4"              w = (tensor_scale * scale) * e2m1[code]   scale an e4m3 value, code in 0 .. 15
 
-A scale always multiplies. Which elements share one is the grid's scope; a writer decides how it is stored.
+A scale always multiplies. The grid's scope says which elements share one; a writer decides how it is stored.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ Scope = Literal["channel", "group", "token", "block", "tensor"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of FP4; bit 3 of a code is the sign."""
 
-_CHUNK = 1 << 22  # elements widened at a time: a stack of experts would not fit in memory whole
+_CHUNK = 1 << 22  # elements dequantized at a time: a stack of experts in float64 would not fit in memory
 _GROUPED: tuple[Scope, ...] = ("group", "block")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Which values a tensor [..., O, I] may take, and which elements share a scale.
+    """The values that a tensor [..., O, I] can take, and which elements share a scale.
 
     "channel": a row of a weight; "token": a row of activations; "group": `group` neighbours in a row; "block":
     `group` x `group` elements, ragged at the edges; "tensor": a whole matrix.
@@ -64,7 +64,7 @@ class Grid:
         return -self.quant_min - 1 if self.kind == "int" else -self.quant_min
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the scale of a tensor [..., O, I]; ConfigError where rows do not divide into groups."""
+        """Shape of the scale of a tensor [..., O, I]. Raises ConfigError where rows do not divide into groups."""
         *lead, rows, cols = shape
         match self.scope:
             case "channel" | "token":
@@ -94,10 +94,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor [..., O, I]. `codes`: int8, one a byte, unpacked; float8_e4m3fn for kind "fp8".
+    """A quantized tensor [..., O, I]. `codes`: int8, not packed; float8_e4m3fn for kind "fp8".
 
-    `scale`: float32 (float64 where a float64 tensor was quantized) of `grid.scale_shape`. `offset`: like scale, whole
-    numbers, of asymmetric grids. `tensor_scale`: float32 [..., 1, 1], of nvfp4.
+    `scale`: float32 (float64 where a float64 tensor was quantized) of `grid.scale_shape`. `offset`: integers, of the
+    dtype and shape of `scale`, for asymmetric grids. `tensor_scale`: float32 [..., 1, 1], for nvfp4.
     """
 
     grid: Grid
@@ -107,8 +107,8 @@ class Quantized:
     tensor_scale: Tensor | None = None
 
     def check(self) -> Self:
-        """Itself; raises ValueError when parts do not belong together."""
-        grid, want = self.grid, self.grid.scale_shape(self.codes.shape)
+        """Return self. Raises ValueError where a tensor is missing or has a wrong shape or dtype."""
+        grid, expected = self.grid, self.grid.scale_shape(self.codes.shape)
         dtype = FP8 if grid.kind == "fp8" else torch.int8
         for name, part, needed in (
             ("scale", self.scale, True),
@@ -117,7 +117,7 @@ class Quantized:
         ):
             if (part is not None) != needed:
                 raise ValueError(f"Quantized: {grid} {'needs' if needed else 'has no'} {name}")
-            shape = (*want[:-2], 1, 1) if name == "tensor_scale" else want
+            shape = (*expected[:-2], 1, 1) if name == "tensor_scale" else expected
             if part is not None and tuple(part.shape) != shape:
                 raise ValueError(
                     f"Quantized: codes {list(self.codes.shape)} need a {name} {list(shape)}, got {list(part.shape)}"
@@ -133,19 +133,16 @@ class Quantized:
         out = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
         unit = self.grid.group if self.grid.scope == "block" and self.grid.group else 1
         step = max(1, _CHUNK // (unit * max(cols, 1))) * unit
-        flat = [None if p is None else p.reshape(-1, *p.shape[-2:]) for p in self._parts]
+        parts = (self.codes, self.scale, self.offset, self.tensor_scale)
+        flat = [None if p is None else p.reshape(-1, *p.shape[-2:]) for p in parts]
         for idx, into in enumerate(out.view(-1, rows, cols)):
             for row in range(0, rows, step):
                 some = [None if p is None else _rows(p[idx], slice(row, row + step), rows, unit) for p in flat]
                 into[row : row + step] = self._exact(some, dtype)
         return out
 
-    @property
-    def _parts(self) -> list[Tensor | None]:
-        return [self.codes, self.scale, self.offset, self.tensor_scale]
-
     def _exact(self, parts: list[Tensor | None], dtype: torch.dtype) -> Tensor:
-        # At most 8 bits of a code, 24 of a scale and 4 of an e4m3 value: their product is exact in float64.
+        # A code has at most 8 bits, a scale 24 and an e4m3 value 4, so their product is exact in float64.
         codes, scale, offset, tensor_scale = parts
         assert codes is not None
         assert scale is not None
@@ -156,12 +153,12 @@ class Quantized:
             value = codes.double()
         if offset is not None:
             value = value - self.grid.broadcast(offset.double(), codes.shape)
-        wide = scale.double() if tensor_scale is None else scale.double() * tensor_scale.double()
-        return round_once(value * self.grid.broadcast(wide, codes.shape), dtype)
+        combined = scale.double() if tensor_scale is None else scale.double() * tensor_scale.double()
+        return round_once(value * self.grid.broadcast(combined, codes.shape), dtype)
 
 
 def _rows(part: Tensor, which: slice, rows: int, unit: int) -> Tensor:
-    """What belongs to rows `which` of `rows`, of a part with a row for each, for `unit` of them, or for all."""
+    """The rows of `part` for rows `which` of the tensor. `part` has one row in all, or one for each row or `unit`."""
     if part.shape[0] == 1:
         return part
     return part[which] if part.shape[0] == rows else part[which.start // unit : -(-which.stop // unit)]
@@ -169,7 +166,7 @@ def _rows(part: Tensor, which: slice, rows: int, unit: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a linear layer is computed: the grid of its weight, and of its input at run time (None: as it comes)."""
+    """The grid of a linear layer's weight, and of its input at run time (None: not quantized)."""
 
     weight: Grid
     act: Grid | None = None
@@ -177,9 +174,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Step:
-    """Something that was done to a tensor before it was quantized, for the report.
+    """A change to a tensor before quantization, for the report.
 
-    `by`: what was folded in or divided out, as a tensor's name, or the name of a rotation ("residual").
+    `by`: the name of the tensor that was folded in or divided out, or of a rotation ("residual").
     """
 
     action: Literal["folded", "rotated", "smoothed", "corrected"]
@@ -196,8 +193,8 @@ NVFP4_GROUP = Grid("nvfp4", 4, "group", 16)
 
 W8A8 = Scheme(INT8_CHANNEL, INT8_TOKEN)
 W4A8 = Scheme(INT4_CHANNEL, INT8_TOKEN)
-"""Of the articles: integer tokens, for Ascend and glm5."""
+"""int4 weights per channel and int8 activations per token, for Ascend and glm5."""
 W4A8_FP8 = Scheme(INT4_GROUP, FP8_TOKEN)
-"""Groups of 128 under e4m3 tokens, for vLLM, SGLang and glm5."""
+"""int4 weights in groups of 128 and e4m3 activations per token, for vLLM, SGLang and glm5."""
 W4A16 = Scheme(INT4_GROUP)
 NVFP4 = Scheme(NVFP4_GROUP)

@@ -1,12 +1,12 @@
-"""QuaRot for MLA, DSA and MoE: norms folded into the matrices behind them, then everything seen in rotated bases.
+"""QuaRot for MLA, DSA and MoE: norm weights are folded into the following matrices, then weights are rotated.
 
     fold      norm(x) diag(g) W^T = norm(x) (W diag(g))^T                  the norm's weight is then 1
-    turn      inputs: W <- W R        outputs: W <- R^T W                  norm(x R) = norm(x) R once g = 1
+    rotate    inputs: W <- W R        outputs: W <- R^T W                  norm(x R) = norm(x) R once g = 1
 
-The network stays what it was, with other numbers: logits, router and indexer see the same products. Nothing is left to
-do at run time, but for drafts (`mtp_corrections`): the MTP layer shares the head, and reads the trunk's last hidden
-state, with the weight of the final norm in neither place any more.
-Source: QuaRot (arXiv 2404.00456); msModelSlim `model/glm_5/quarot.py` for which sides of what. graph.py is the table.
+The network computes the same function: logits, router and indexer see the same products. Nothing is rotated at run
+time, except for drafts (`mtp_corrections`): the MTP layer shares the head and reads the trunk's last hidden state, and
+after folding neither contains the weight of the final norm.
+Source: QuaRot (arXiv 2404.00456); msModelSlim `model/glm_5/quarot.py` for the sides to rotate, which graph.py lists.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,19 +18,19 @@ from torch import Tensor
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.quant.chunks import chunks, stacked, wide
-from glm5.quant.graph import ROTATIONS, Part, Rotated, RotationName, Side, place
+from glm5.quant.graph import ROTATIONS, Part, Rotated, RotationName, place
 from glm5.quant.hadamard import Rotation, random_hadamard, shifted_blocks
 from glm5.quant.record import Step
 
 Steps = dict[str, list[Step]]
 
-_ROWS = 64  # rotated at a time, at least: additions run along them
+_ROWS = 64  # rotated at a time, at least, because additions are vectorised along rows
 
 
 def rotations(
     cfg: ModelConfig, names: Iterable[RotationName], seed: int = 1234, *, upstream: bool = False
 ) -> dict[RotationName, Rotation]:
-    """Random rotations of the sizes of `cfg`. `upstream`: msModelSlim's kind for the q latent, which is not random."""
+    """Random rotations of the sizes of `cfg`. `upstream`: msModelSlim's fixed rotation for the q latent."""
     made: dict[RotationName, Rotation] = {}
     for idx, (name, facts) in enumerate(ROTATIONS.items()):
         size = getattr(cfg, facts.size)
@@ -41,9 +41,9 @@ def rotations(
 
 
 def fold(tensors: Mapping[str, Tensor], names: Iterable[RotationName]) -> tuple[dict[str, Tensor], Steps]:
-    """What of `tensors` changes when the norms that the named rotations need become 1, and a line for each change.
+    """The tensors that change when the norms that the named rotations need are folded, and a step for each change.
 
-    `tensors` has whole layers (norms together with what they fold into), and `model.norm` together with `lm_head`.
+    `tensors` must hold complete layers, so that norms come with their readers, and `model.norm` with `lm_head`.
     """
     wanted = {f.norm: f for name in names for f in ROTATIONS[name].folds}
     changed, steps = dict[str, Tensor](), Steps()
@@ -60,7 +60,7 @@ def fold(tensors: Mapping[str, Tensor], names: Iterable[RotationName]) -> tuple[
 
 
 def scale_inputs(weight: Tensor, factor: Tensor, part: Part = "all") -> Tensor:
-    """weight [..., O, I] with inputs multiplied by factor [..., I], or [I / 2] for a half; one rounding."""
+    """weight [..., O, I] with its inputs multiplied by factor [..., I], or [I / 2] for a half; rounded once."""
     factor = wide(factor).unsqueeze(-2)
     if part == "all":
         return (wide(weight) * factor).to(weight.dtype)
@@ -72,9 +72,10 @@ def scale_inputs(weight: Tensor, factor: Tensor, part: Part = "all") -> Tensor:
 def rotate(
     tensors: Mapping[str, Tensor], cfg: ModelConfig, by: Mapping[RotationName, Rotation]
 ) -> tuple[dict[str, Tensor], Steps]:
-    """What of `tensors` changes under the rotations, and a line for each change; ConfigError for a norm that is not 1.
+    """The tensors that change under the rotations, and a step for each change.
 
-    Tensors may be any part of the model. Turned in float32 (float64 for float64), then rounded to their own dtype.
+    `tensors` may be any part of the model. They are rotated in float32 (float64 for float64), then rounded to their
+    dtype. Raises ConfigError for a norm that is not 1.
     """
     changed, steps = dict[str, Tensor](), Steps()
     unfolded = {f.norm for name in by for f in ROTATIONS[name].folds}
@@ -93,22 +94,22 @@ def rotate(
 def _rotated(weight: Tensor, cfg: ModelConfig, rotated: Rotated, rotation: Rotation) -> Tensor:
     if rotated.part == "all":
         out = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        # Along the side that is not rotated parts are independent: rows for inputs, columns for outputs.
-        of, into = stacked(weight), stacked(out)
+        # Chunks along the side that is not rotated: rows for inputs, columns for outputs.
+        source, target = stacked(weight), stacked(out)
         if rotated.side == "outputs":
-            of, into = of.mT, into.mT
-        for some, rows in chunks(of, _ROWS):
-            into[some, rows] = rotation.apply(wide(of[some, rows])).to(weight.dtype)
+            source, target = source.mT, target.mT
+        for batch, rows in chunks(source, _ROWS):
+            target[batch, rows] = rotation.apply(wide(source[batch, rows])).to(weight.dtype)
         return out
     w = wide(weight)
     match rotated.part:
         case "latent":
-            w = torch.cat([_turn_side(w[: rotation.size], "outputs", rotation), w[rotation.size :]])
+            w = torch.cat([rotation.apply_to_outputs(w[: rotation.size]), w[rotation.size :]])
         case "values":
             keys, values = w.unflatten(0, (cfg.num_attention_heads, -1)).split(
                 [cfg.qk_nope_head_dim, cfg.v_head_dim], 1
             )
-            w = torch.cat([keys, _turn_side(values, "outputs", rotation)], 1).flatten(0, 1)
+            w = torch.cat([keys, rotation.apply_to_outputs(values)], 1).flatten(0, 1)
         case "heads" | "halves":
             w = rotation.apply(w.unflatten(-1, (-1, rotation.size))).flatten(-2)
         case _:
@@ -116,17 +117,13 @@ def _rotated(weight: Tensor, cfg: ModelConfig, rotated: Rotated, rotation: Rotat
     return w.to(weight.dtype).contiguous()
 
 
-def _turn_side(w: Tensor, side: Side, rotation: Rotation) -> Tensor:
-    return rotation.apply(w) if side == "inputs" else rotation.apply_to_outputs(w)
-
-
 @dataclass(frozen=True)
 class MtpCorrections:
-    """What drafts need after the residual stream was rotated. Matrices [D, D] multiply from the right: h <- h M.
+    """Matrices for drafting after the residual stream was rotated. [D, D] ones multiply from the right: h <- h M.
 
-    `hidden`: the trunk's hidden state, before `draft`. `chained`: the MTP layer's own H', before a further `draft`.
-    `head` [W, D]: stands for lm_head in the logits of H'. `to_head`: the same as a matrix for H', before lm_head; None
-    where the final norm's weight has a zero. `hidden` is what msModelSlim exports as `rot.weight`.
+    `hidden`: for the trunk's hidden state, before `draft`. msModelSlim exports it as `rot.weight`. `chained`: for the
+    MTP layer's own output H', before a further `draft`. `head` [W, D]: replaces lm_head in the logits of H'. `to_head`:
+    the equivalent matrix for H' before lm_head; None where the final norm's weight has a zero.
     """
 
     hidden: Tensor
@@ -142,18 +139,18 @@ def mtp_corrections(rotation: Rotation, norm: Tensor, mtp_norm: Tensor, lm_head:
     Matrices come in float32 (float64 for float64), the head in lm_head's dtype.
     """
     dtype = wide(norm[:0]).dtype
-    turn = rotation.matrix().to(norm.device)
+    matrix = rotation.matrix().to(norm.device)
 
-    def seen_from_there(factor: Tensor) -> Tensor:
-        return rotation.apply_to_outputs(factor.double()[:, None] * turn).to(dtype)
+    def in_rotated_basis(factor: Tensor) -> Tensor:
+        return rotation.apply_to_outputs(factor.double()[:, None] * matrix).to(dtype)
 
     head = torch.empty_like(lm_head, memory_format=torch.contiguous_format)
     for _, rows in chunks(stacked(head)):
         head[rows] = rotation.apply(scale_inputs(wide(lm_head[rows]), mtp_norm)).to(head.dtype)
     ratio = None if bool((norm == 0).any()) else mtp_norm.double() / norm.double()
     return MtpCorrections(
-        hidden=seen_from_there(norm),
-        chained=seen_from_there(mtp_norm),
+        hidden=in_rotated_basis(norm),
+        chained=in_rotated_basis(mtp_norm),
         head=head,
-        to_head=None if ratio is None else seen_from_there(ratio),
+        to_head=None if ratio is None else in_rotated_basis(ratio),
     )

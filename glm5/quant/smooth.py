@@ -1,19 +1,19 @@
-"""Moving outliers of activations into weights: a channel is divided on one side and multiplied on the other.
+"""Moves activation outliers into weights: activations are divided by a scale per channel, weights are multiplied.
 
-    X' = X / s    W' = W diag(s)    X' W'^T = X W^T          s_k = a_k^alpha / w_k^beta
-    E(s) = |Q(X') Q(W')^T - X W^T| / |X W^T|                 a, w: sizes of input k and of column k
+    X' = X / s    W' = W diag(s)    X' W'^T = X W^T          s_i = a_i^alpha / w_i^beta
+    E(s) = |Q(X') Q(W')^T - X W^T| / |X W^T|                 a, w: sizes of input i and of column i
 
-Flex_Smooth_Quant: alpha over 0, 0.05 .. 1 with beta = 1 - alpha, then beta with that alpha. Flex_AWQ_SSZ: beta = 0,
-with the real quantizer in the loop. Ties go to the larger exponent. Source: msModelSlim
-`processor/anti_outlier/flex_smooth/`. `upstream=True` does as it does, faults included:
+Flex_Smooth_Quant searches alpha over 0, 0.05 .. 1 with beta = 1 - alpha, then beta with the best alpha. Flex_AWQ_SSZ
+uses beta = 0 and the target's quantizer. Ties go to the larger exponent. Source: msModelSlim
+`processor/anti_outlier/flex_smooth/`. `upstream=True` reproduces it with its flaws:
 
-- Flex_Smooth_Quant scores with 8 bits, whatever follows, and has to smooth, even where that does harm;
-- Flex_AWQ_SSZ scores a = max|X| and returns mean|X|, and its activations share a scale by channel, not by token;
-- a channel that no token used is divided by 1e-5, which rounds its weights away.
+- Flex_Smooth_Quant always scores with 8 bits, and always smooths, even if that increases the error;
+- Flex_AWQ_SSZ scores a = max|X| but returns mean|X|, and quantizes activations by channel, not by token;
+- a channel that no token uses is divided by 1e-5, which rounds its weights to zero.
 
-Otherwise Q is what follows, s is what was scored, of either size, s = 1 is a candidate, unused channels keep s = 1, and
-the geometric mean of s is 1. Tokens [..., T, K] of a stack of experts are padded with rows of zeros, which change
-nothing here; `counts` [...] says how many are real where a mean is taken.
+Otherwise Q is the target's quantizer, the scored s is returned, a is max|X| or mean|X|, s = 1 is a candidate, unused
+channels keep s = 1, and the geometric mean of s is 1. Tokens [..., T, I] of a stack of experts are padded with rows of
+zeros, which do not change the result; `counts` [...] are the numbers of real tokens, for means.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,16 +29,16 @@ from glm5.quant.ssz import ssz, ssz_upstream
 
 EXPONENTS = tuple(i / 20 for i in range(21))
 SEARCH_STARTS = (1.0, 0.8, 0.6, 0.45, 0.3)
-"""Of SSZ within a search: the error that it compares is within 2 % of what all starts give."""
+"""Starts of SSZ within a search: its error is within 2 % of that with all starts."""
 
-_LEAST = 1e-5
-_MOST = {"cpu": 1 << 17, "cuda": 1 << 28}  # elements of tokens, weights and outputs at a time; on a CPU, of a core
+_MIN_SCALE = 1e-5
+_MAX_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 28}  # of tokens, weights and outputs at a time; on a CPU per core
 
 
 class Target(NamedTuple):
-    """A weight [..., O, K] that reads the smoothed channels. Without a scheme it is only carried along.
+    """A weight [..., O, I] that reads the smoothed channels. Without a scheme it does not count in the error.
 
-    Behind tokens [T, K] of no batch, a stack of experts counts as one matrix with the rows of all.
+    For tokens [T, I] without a batch, a stack of experts counts as one matrix with the rows of all.
     """
 
     weight: Tensor
@@ -46,8 +46,8 @@ class Target(NamedTuple):
 
 
 class Smoothing(NamedTuple):
-    """Scales [..., K], for each member of the batch the exponents that they have and the error with them, and the error
-    without. All zeros, and scales 1, for a member without tokens."""
+    """Scales [..., I]; for each member of the batch its exponents, and the error E with and without smoothing. A member
+    without tokens has scales 1, and zeros for the rest."""
 
     scale: Tensor
     alpha: Tensor
@@ -57,21 +57,17 @@ class Smoothing(NamedTuple):
 
 
 RoundWeight = Callable[[Tensor, Grid], Tensor]
-"""A weight [..., O, K] to the same after a round trip through a grid."""
+"""Quantizes and dequantizes a weight [..., O, I]."""
 
 
-def by_minmax(weight: Tensor, grid: Grid) -> Tensor:
-    return fake_quantize(weight, grid)
-
-
-def by_ssz(weight: Tensor, grid: Grid) -> Tensor:
-    """SSZ by few starts for 4 bits and less, where the grid has it; min-max for the rest."""
+def round_ssz(weight: Tensor, grid: Grid) -> Tensor:
+    """Fake quantization with SSZ scales from few starts for int grids of 4 bits and less, else with min-max scales."""
     if grid.kind != "int" or grid.bits > 4 or not grid.symmetric or grid.scope not in ("channel", "group"):
         return fake_quantize(weight, grid)
     return fake_quantize(weight, grid, ssz(weight, grid, starts=SEARCH_STARTS, polish=1))
 
 
-def by_ssz_upstream(weight: Tensor, grid: Grid) -> Tensor:
+def round_ssz_upstream(weight: Tensor, grid: Grid) -> Tensor:
     return fake_quantize(weight, grid, ssz_upstream(weight, grid, steps=10))
 
 
@@ -85,26 +81,26 @@ def flex_smooth(
     upstream: bool = False,
     round_weight: RoundWeight | None = None,
 ) -> Smoothing:
-    """Flex_Smooth_Quant for tokens x [..., T, K] and what reads them. `shared`: one scale [K] for the whole stack.
+    """Flex_Smooth_Quant for tokens x [..., T, I] and the weights that read them. `shared`: one scale [I] for all.
 
-    Given exponents are not searched. Float32, float64 for float64.
+    Given exponents are not searched. Computes in float32, float64 for float64.
     """
     if round_weight is None:
-        round_weight = by_minmax if upstream else by_ssz
+        round_weight = fake_quantize if upstream else round_ssz
     if upstream:
         rows = [wide(t.weight).reshape(*x.shape[:-2], -1, x.shape[-1]) for t in targets]
         targets = [Target(torch.cat(rows, -2), Scheme(INT8_TOKEN, INT8_TOKEN))]
 
     def run(x: Tensor, targets: Sequence[Target], _counts: Tensor | None) -> Smoothing:
-        search = _Search(x, targets, shared, round_weight, normal=not upstream)
+        search = _Search(x, targets, shared, round_weight, normalize=not upstream)
         inputs, columns = search.largest_inputs(), search.largest_columns()
         if not upstream:
             search.consider(torch.ones_like(inputs), 0.0, 0.0)
-        for first in EXPONENTS if alpha is None else (alpha,):
-            second = 1 - first if beta is None else beta
-            search.consider(inputs**first / columns**second, first, second)
+        for exponent in EXPONENTS if alpha is None else (alpha,):
+            weight_exponent = 1 - exponent if beta is None else beta
+            search.consider(inputs**exponent / columns**weight_exponent, exponent, weight_exponent)
         if alpha is None and beta is None:
-            search.second_exponent(inputs, columns)
+            search.search_beta(inputs, columns)
         return search.result()
 
     return _in_batches(run, x, targets, None, shared)
@@ -119,19 +115,19 @@ def flex_awq(
     upstream: bool = False,
     round_weight: RoundWeight | None = None,
 ) -> Smoothing:
-    """Flex_AWQ_SSZ for tokens x [..., T, K] and what reads them. `shared`: one scale [K] for the whole stack."""
+    """Flex_AWQ_SSZ for tokens x [..., T, I] and the weights that read them. `shared`: one scale [I] for all."""
     if round_weight is None:
-        round_weight = by_ssz_upstream if upstream else by_ssz
+        round_weight = round_ssz_upstream if upstream else round_ssz
 
     def run(x: Tensor, targets: Sequence[Target], counts: Tensor | None) -> Smoothing:
-        search = _Search(x, targets, shared, round_weight, normal=not upstream, by_channel=upstream)
+        search = _Search(x, targets, shared, round_weight, normalize=not upstream, by_channel=upstream)
         largest, mean = search.largest_inputs(), search.mean_inputs(counts)
-        for first in EXPONENTS:
-            search.consider(largest**first, first, 0.0)
-            if first and not upstream:
-                search.consider(mean**first, first, 0.0)
+        for exponent in EXPONENTS:
+            search.consider(largest**exponent, exponent, 0.0)
+            if exponent and not upstream:
+                search.consider(mean**exponent, exponent, 0.0)
         if upstream:
-            applied = (mean ** search.alpha.unsqueeze(-1)).clamp_min(_LEAST)
+            applied = (mean ** search.alpha.unsqueeze(-1)).clamp_min(_MIN_SCALE)
             search.scale = torch.where(search.used.unsqueeze(-1), applied, torch.ones_like(mean))
         return search.result()
 
@@ -145,20 +141,22 @@ def _in_batches(
     counts: Tensor | None,
     shared: bool,
 ) -> Smoothing:
-    """`run` of as many members at a time as there is room for, all where they share a scale."""
+    """Call `run` for as many members at a time as fit in memory, or for all if they share a scale."""
     lead = x.shape[:-2]
     sizes = [x.shape[-2] * x.shape[-1], *(t.weight.shape[-2] * (t.weight.shape[-1] + x.shape[-2]) for t in targets)]
-    at_once = max(1, elements_at_once(x.device, _MOST) // max(1, sum(sizes)))
+    at_once = max(1, elements_at_once(x.device, _MAX_ELEMENTS) // max(1, sum(sizes)))
     if shared or not lead or lead.numel() <= at_once:
         return run(x, targets, counts)
     flat = [t._replace(weight=t.weight.reshape(-1, *t.weight.shape[-2:])) for t in targets]
     x, counts = x.reshape(-1, *x.shape[-2:]), None if counts is None else counts.reshape(-1)
     found: list[Smoothing] = []
     for start in range(0, len(x), at_once):
-        some = slice(start, start + at_once)
+        batch = slice(start, start + at_once)
         found.append(
             run(
-                x[some], [t._replace(weight=t.weight[some]) for t in flat], counts[some] if counts is not None else None
+                x[batch],
+                [t._replace(weight=t.weight[batch]) for t in flat],
+                counts[batch] if counts is not None else None,
             )
         )
     joined = (torch.cat(values) for values in zip(*found, strict=True))
@@ -166,7 +164,7 @@ def _in_batches(
 
 
 class _Search:
-    """The best scales so far, for every member of a batch [B, T, K]. With `shared`, members are one."""
+    """The best scales so far, for every member of a batch [b, T, I]. `shared`: one scale for all members."""
 
     def __init__(
         self,
@@ -175,20 +173,20 @@ class _Search:
         shared: bool,
         round_weight: RoundWeight,
         *,
-        normal: bool,
+        normalize: bool,
         by_channel: bool = False,
     ):
         self.lead, self.shared, self.round_weight = x.shape[:-2], shared, round_weight
-        self.normal, self.by_channel = normal, by_channel
+        self.normalize, self.by_channel = normalize, by_channel
         self.x = wide(x.reshape(-1, *x.shape[-2:]))
         self.targets = [
             (wide(t.weight.reshape(len(self.x), -1, t.weight.shape[-1])), t.scheme)
             for t in targets
             if t.scheme is not None
         ]
-        self.want = [self.x @ weight.mT for weight, _ in self.targets]
-        self.size = sum((want.square().sum((-2, -1)) for want in self.want), self.x.new_zeros(len(self.x)))
-        self.size = self._together(self.size)
+        self.expected = [self.x @ weight.mT for weight, _ in self.targets]
+        self.size = sum((expected.square().sum((-2, -1)) for expected in self.expected), self.x.new_zeros(len(self.x)))
+        self.size = self._pooled(self.size)
         self.used = self.size > 0
         members, width = (1 if shared else len(self.x)), self.x.shape[-1]
         self.scale = self.x.new_ones(members, width)
@@ -220,7 +218,7 @@ class _Search:
         self.alpha = torch.where(better, torch.as_tensor(alpha, dtype=error.dtype, device=error.device), self.alpha)
         self.beta = torch.where(better, torch.as_tensor(beta, dtype=error.dtype, device=error.device), self.beta)
 
-    def second_exponent(self, input_size: Tensor, column_size: Tensor) -> None:
+    def search_beta(self, input_size: Tensor, column_size: Tensor) -> None:
         """Every beta, with each member's best alpha."""
         alpha = self.alpha.clone()
         raised = input_size ** alpha.unsqueeze(-1)
@@ -234,26 +232,26 @@ class _Search:
         return Smoothing(*(value.reshape((*lead, *value.shape[1:])) for value in values))
 
     def _usable(self, scale: Tensor) -> Tensor:
-        if not self.normal:
-            return scale.clamp_min(_LEAST)
-        live = scale.isfinite() & (scale > 0)
-        log = torch.where(live, scale, torch.ones_like(scale)).log()
-        # In float64: otherwise a GPU's sum depends, in its last bit, on how many members there are.
-        middle = log.sum(-1, keepdim=True, dtype=torch.float64) / live.sum(-1, keepdim=True).clamp_min(1)
-        return torch.where(live, (log - middle.to(log.dtype)).exp(), torch.ones_like(scale))
+        if not self.normalize:
+            return scale.clamp_min(_MIN_SCALE)
+        valid = scale.isfinite() & (scale > 0)
+        log = torch.where(valid, scale, torch.ones_like(scale)).log()
+        # In float64: else the last bit of a GPU's sum depends on the number of members.
+        mean = log.sum(-1, keepdim=True, dtype=torch.float64) / valid.sum(-1, keepdim=True).clamp_min(1)
+        return torch.where(valid, (log - mean.to(log.dtype)).exp(), torch.ones_like(scale))
 
     def _error(self, scale: Tensor) -> Tensor:
-        """E of every member, for scale [B or 1, K]; 0 for members without tokens."""
+        """E of every member, for scale [b or 1, I]; 0 for members without tokens."""
         scale = scale.unsqueeze(-2)
         x, rounded = self.x / scale, dict[Grid | None, Tensor]()
-        wrong = self.x.new_zeros(len(self.x))
-        for (weight, scheme), want in zip(self.targets, self.want, strict=True):
+        squared_error = self.x.new_zeros(len(self.x))
+        for (weight, scheme), expected in zip(self.targets, self.expected, strict=True):
             assert scheme is not None
             if scheme.act not in rounded:
                 rounded[scheme.act] = self._round_inputs(x, scheme.act)
-            got = rounded[scheme.act] @ self.round_weight(weight * scale, scheme.weight).mT
-            wrong += (got - want).square_().sum((-2, -1))
-        error = (self._together(wrong) / self.size).sqrt()
+            output = rounded[scheme.act] @ self.round_weight(weight * scale, scheme.weight).mT
+            squared_error += (output - expected).square_().sum((-2, -1))
+        error = (self._pooled(squared_error) / self.size).sqrt()
         return torch.where(self.used, error, torch.zeros_like(error))
 
     def _round_inputs(self, x: Tensor, grid: Grid | None) -> Tensor:
@@ -261,5 +259,5 @@ class _Search:
             return fake_quantize(x.mT.contiguous(), grid).mT
         return fake_quantize(x, grid)
 
-    def _together(self, sums: Tensor) -> Tensor:
+    def _pooled(self, sums: Tensor) -> Tensor:
         return sums.sum(0, keepdim=True) if self.shared else sums

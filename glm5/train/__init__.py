@@ -1,1 +1,1 @@
-"""Training: optimizers, losses and the step; data, stages and the loop around them."""
+"""Training: optimizers, losses, the training step, data, stages and the loop around them."""

@@ -1,10 +1,10 @@
-"""What a layer keeps for its backward pass: less of it, computed again then, or in host memory meanwhile.
+"""Activation checkpointing, and offloading of activations to host memory.
 
-    recompute = "mlp"      what MLPs and experts keep is computed again
-    recompute = "layer"    a layer keeps its input
-    offload                what is kept lies in host memory, copied while the next layers run
+    recompute = "mlp"      activations of MLPs and experts are recomputed in the backward pass
+    recompute = "layer"    a layer saves only its input
+    offload                saved tensors are copied to host memory while the next layers run
 
-Gradients are the same. What a layer selected is not selected again: scores that tie in a rounding would fall otherwise.
+Gradients do not change. The selection of keys is not recomputed: ties after rounding could be resolved differently.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ from glm5.model.block import DecoderLayer
 from glm5.model.glm5 import Glm5
 from glm5.model.seams import KVView, Rope, Selection
 
-_SMALL = 1 << 18  # elements that stay where they are
+_MIN_OFFLOAD = 1 << 18  # tensors with at most so many elements are not offloaded
 
 
-def keep(model: Glm5, recompute: Recompute | None, *, offload: bool) -> None:
-    """Let every layer of `model` keep as much from now on."""
+def set_activation_memory(model: Glm5, recompute: Recompute | None, *, offload: bool) -> None:
+    """Set recomputation and offloading for every layer of `model`, in place."""
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
-        layer.impl = _Kept(layer, recompute, offload=offload) if recompute or offload else None
+        layer.impl = _RecomputingLayer(layer, recompute, offload=offload) if recompute or offload else None
 
 
-class _Kept:
-    """A `LayerImpl` of torch operations."""
+class _RecomputingLayer:
+    """A `LayerImpl` that recomputes or offloads activations."""
 
     def __init__(self, layer: DecoderLayer, recompute: Recompute | None, *, offload: bool):
         self.layer, self.recompute, self.offload = layer, recompute, offload
@@ -41,28 +41,28 @@ class _Kept:
     ) -> tuple[Tensor, Selection] | None:
         if not torch.is_grad_enabled():
             return None
-        once: Any = _SelectedOnce(view)  # a view, for all that a layer asks of it
-        with self._place(x_TD.device):
+        cached: Any = _CachedSelection(view)
+        with self._saved_tensors_hooks(x_TD.device):
             if self.recompute == "layer":
-                return _again(self.layer.compute, x_TD, rope, once, selection)
+                return recompute(self.layer.compute, x_TD, rope, cached, selection)
             if self.recompute is None:
                 return self.layer.compute(x_TD, rope, view, selection)
             attn_TD, used = self.layer.self_attn(self.layer.input_layernorm(x_TD), rope, view, selection)
             x_TD = x_TD + attn_TD
-            return x_TD + _again(self._mlp, x_TD), used
+            return x_TD + recompute(self._mlp, x_TD), used
 
     def _mlp(self, x_TD: Tensor) -> Tensor:
         return self.layer.mlp(self.layer.post_attention_layernorm(x_TD))
 
-    def _place(self, device: torch.device) -> AbstractContextManager[object]:
+    def _saved_tensors_hooks(self, device: torch.device) -> AbstractContextManager[object]:
         if not self.offload:
             return nullcontext()
-        held = {weight.untyped_storage().data_ptr() for weight in self.layer.parameters()}
-        return torch.autograd.graph.saved_tensors_hooks(_Away.packing(held), _Away.back)
+        weights = {weight.untyped_storage().data_ptr() for weight in self.layer.parameters()}
+        return torch.autograd.graph.saved_tensors_hooks(_OffloadedTensor.pack_hook(weights), _OffloadedTensor.unpack)
 
 
-class _SelectedOnce:
-    """A view whose selection, when it is asked for again, is the one it gave."""
+class _CachedSelection:
+    """A `KVView` that selects keys once and returns the same selection when asked again."""
 
     def __init__(self, view: KVView):
         self._view = view
@@ -77,49 +77,50 @@ class _SelectedOnce:
         return getattr(self._view, name)
 
 
-class _Away:
-    """A tensor in host memory, and where it belongs."""
+class _OffloadedTensor:
+    """A saved tensor in host memory, and its device."""
 
     def __init__(self, tensor: Tensor):
         self._device, self._copied = tensor.device, None
         if not tensor.is_cuda:
             self._tensor = tensor.clone()
             return
-        stream = _copying(tensor.device)
+        stream = _copy_stream(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
             self._copied = stream.record_event()
-        tensor.record_stream(stream)  # its memory is another's only when it has been copied
+        tensor.record_stream(stream)  # its memory may be reused only after the copy
 
     @staticmethod
-    def packing(held: set[int]) -> Callable[[Tensor], "Tensor | _Away"]:
-        """What is small, or a weight whose storage is in `held`, stays."""
+    def pack_hook(weights: set[int]) -> Callable[[Tensor], "Tensor | _OffloadedTensor"]:
+        """A hook that offloads all but small tensors and the weights with these storages."""
 
-        def pack(tensor: Tensor) -> "Tensor | _Away":
-            stays = tensor.numel() <= _SMALL or tensor.untyped_storage().data_ptr() in held
-            return tensor if stays else _Away(tensor)
+        def pack(tensor: Tensor) -> "Tensor | _OffloadedTensor":
+            stays = tensor.numel() <= _MIN_OFFLOAD or tensor.untyped_storage().data_ptr() in weights
+            return tensor if stays else _OffloadedTensor(tensor)
 
         return pack
 
     @staticmethod
-    def back(held: "Tensor | _Away") -> Tensor:
-        if isinstance(held, Tensor):
-            return held
-        if held._copied is not None:
-            torch.cuda.current_stream(held._device).wait_event(held._copied)
-        return held._tensor.to(held._device, non_blocking=True)
+    def unpack(saved: "Tensor | _OffloadedTensor") -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved._copied is not None:
+            torch.cuda.current_stream(saved._device).wait_event(saved._copied)
+        return saved._tensor.to(saved._device, non_blocking=True)
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _copying(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _copy_streams:
+        _copy_streams[device] = torch.cuda.Stream(device)
+    return _copy_streams[device]
 
 
-def _again(run: Callable[..., Any], *args: Any) -> Any:
+def recompute(run: Callable[..., Any], *args: Any) -> Any:
+    """`run(*args)`, whose activations are recomputed in the backward pass."""
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,9 +1,9 @@
-"""How much of dense attention the indexers would keep: the health of an indexer, which its KL alone does not tell.
+"""Attention recall: the share of dense attention that falls on the keys that the indexers select.
 
     recall = mean over queries, layers and heads of  sum over selected keys s of  attention[h, t, s]
 
-Attention is dense and so is what flows on; selections are made beside it. Queries that see no more keys than are
-selected do not count. Above 0.95 a model can go over to selected keys (training notes, 3.3).
+It measures the quality of an indexer better than its KL loss. The forward pass uses dense attention. Queries with at
+most as many keys as are selected do not count. Above 0.95 a model can switch to sparse attention (training notes, 3.3).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from glm5.train.batch import Batch
 
 
 class RecallView(PackedView):
-    """A dense pass that notes what the selections would have kept."""
+    """A view of dense attention that sums the attention on selected keys in `kept`, for `counted` queries."""
 
     @property
     def reads_all(self) -> bool:
@@ -38,7 +38,7 @@ class RecallView(PackedView):
         return Selection(None)
 
     def attend_expanded(self, *_args: object, **_kwargs: object) -> None:
-        """Never: the latents are looked at here."""
+        """None: `attend` needs the latents."""
 
     def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
         where = (self.page_table_BN, self.row_T, self.end_T)
@@ -51,7 +51,7 @@ class RecallView(PackedView):
 
 @torch.no_grad()
 def attention_recall(model: Glm5, batches: Sequence[Batch]) -> float | None:
-    """Of the trunk's layers on these rows; None where every query sees all of its keys anyway."""
+    """The recall of the trunk's layers on these batches; None where all queries see at most `index_topk` keys."""
     kept = counted = 0.0
     for batch in batches:
         view = RecallView(batch.lengths, batch.ids_T.device)

@@ -1,4 +1,4 @@
-"""What a pass trains on: sequences one after the other, and how much each token counts as something to predict."""
+"""A batch of packed sequences: token ids, and the loss weight of each token."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids [T], the weight [T] of predicting each of them (0: context only), and the sequences' lengths.
+    """Token ids [T], the loss weight [T] of predicting each of them (0: context only), and the sequences' lengths.
 
-    `on_host`: the same in host memory, where what depends on values is found without waiting for a GPU.
+    `on_host`: the same batch in host memory, where results that depend on values need no GPU synchronisation.
     """
 
     ids_T: Tensor
@@ -27,7 +27,8 @@ class Batch:
         return Batch(*moved, self.lengths, self if self.ids_T.is_cpu and moved[0].is_cuda else self.on_host)
 
     def targets(self, distance: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions p whose token p + distance counts and is of the same sequence; these tokens; their weights."""
+        """(positions p, targets, weights), each [G]: targets are the tokens p + distance of the same sequence whose
+        weight is not 0."""
         if self.on_host is not None:
             position_G, target_G, weight_G = self.on_host.targets(distance)
             device = self.ids_T.device
@@ -42,21 +43,21 @@ class Batch:
         return (self.on_host or self).targets(distance)[2].sum().item()
 
     def ids_after(self, distance: int) -> Tensor:
-        """The token at p + distance of each position p, [T]; past the end of its sequence, the sequence's last."""
+        """The token p + distance for each position p, [T]; beyond the end of the sequence, its last token."""
         if self.on_host is not None:
             return _moved(self.on_host.ids_after(distance), self.ids_T.device)
         position_T, end_T = self._places()
         return self.ids_T[torch.minimum(position_T + distance, end_T - 1)]
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """Each position, and where its sequence ends."""
+        """Positions 0 .. T - 1, and the end of each position's sequence, [T] each."""
         lengths_B = torch.tensor(self.lengths, device=self.ids_T.device)
         end_T = torch.repeat_interleave(lengths_B.cumsum(0), lengths_B)
         return torch.arange(len(self.ids_T), device=self.ids_T.device), end_T
 
 
 def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Where copying from pageable memory would wait for what a GPU does, it goes through pinned memory."""
+    """`tensor.to(device)`, through pinned memory for a GPU: a copy from pageable memory would wait for it."""
     if tensor.is_cpu and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

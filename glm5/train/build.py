@@ -1,4 +1,4 @@
-"""A recipe to the things it names: model, tokenizer, token files, sources."""
+"""Builds what a recipe names: model, tokenizer, token files, data sources."""
 
 import logging
 import re
@@ -35,23 +35,23 @@ from glm5.model.init import init_weights
 from glm5.train.data.dialogues import corpus
 from glm5.train.data.order import key_of
 from glm5.train.data.ruler import generate
-from glm5.train.data.sources import Cut, Dialogues, Fitted, Mixed, Needles, Source, Tasks
+from glm5.train.data.sources import ChunkedRows, DialogueRows, MixedRows, NeedleRows, PackedRows, RulerRows, Source
 from glm5.train.data.tokenize import Options, tokenize
 from glm5.train.data.tokens import TokenFile
-from glm5.train.stages import packs
+from glm5.train.stages import packs_documents
 from glm5.train.state import writing_to
 
 logger = logging.getLogger(__name__)
 
 TEMPLATE = "glm-5.2"
-SAMPLES_PER_TASK = 40  # that a tokenizer is learnt from
+SAMPLES_PER_TASK = 40  # for training a tokenizer
 SAMPLE_LEN = 600  # words of each
 SPELLED = re.compile(r"[A-Z]{2,}")
-"""Letters of spelled-out names stay one token each where a tokenizer never sees two of them together."""
+"""Runs of capitals are removed from the tokenizer's training text, so that each letter stays one token."""
 
 
 class Builder:
-    """Finds and makes what a recipe names; `beside` is the recipe's folder, `out` the run's."""
+    """Builds what a recipe names. `beside`: the recipe's folder, for relative paths; `out`: the run's folder."""
 
     def __init__(self, recipe: Recipe, beside: Path, out: Path) -> None:
         self.recipe, self.beside, self.out = recipe, beside, out
@@ -60,17 +60,19 @@ class Builder:
         self.cfg = self._config()
 
     def model(self, device: torch.device) -> Glm5:
-        """The start: random weights, or those of a checkpoint, with which changes of the config must agree; beside the
-        weights of dense MLA, random indexers."""
+        """The initial model, in train mode: random, or from a checkpoint. A dense-MLA checkpoint gets random indexers.
+
+        Raises ConfigError for changes of the config that the checkpoint's weights depend on.
+        """
         section = self.recipe.model
         dtype = getattr(torch, section.dtype)
         if section.checkpoint is None:
             model = Glm5(self.cfg)
             init_weights(model, self.recipe.seed)
-            _scale(model.named_parameters(), section, self.cfg)
+            _rescale(model.named_parameters(), section, self.cfg)
         elif has_no_indexers(checkpoint := resolve(section.checkpoint)):
             model = load_dense(checkpoint, self.cfg, dtype, self.recipe.seed)
-            _scale(indexers(model), section, self.cfg)
+            _rescale(indexers(model), section, self.cfg)
             model.requires_grad_()
         else:
             model = load(checkpoint, dtype=dtype, changes=self.changes())
@@ -78,54 +80,53 @@ class Builder:
         return model.to(device=device, dtype=dtype).train()
 
     def changes(self) -> dict[str, Any]:
-        """Keys of a checkpoint's config that the recipe has otherwise. Raises ConfigError for one that its weights
-        depend on."""
+        """Keys of a checkpoint's config that the recipe overrides. ConfigError for one that weights depend on."""
         for name, value in self.recipe.model.config.items():
             if name not in ("rope_theta", "max_position_embeddings", "index_topk"):
                 raise refuse(f"model.config.{name}", value, "of a checkpoint, only what leaves its weights as they are")
         return self.recipe.model.config
 
-    def rows(self, stage: StageConfig) -> Mixed:
-        """The stage's mixture; token files are opened, and checked, and made where they are not there yet."""
+    def rows(self, stage: StageConfig) -> MixedRows:
+        """The stage's mixture of data. Token files are opened and checked, and created if they do not exist."""
         seed = key_of(self.recipe.seed, stage.name)
         sources = [self._source(stage, i, key_of(seed, i)) for i in range(len(stage.data))]
-        return Mixed(sources, [source.weight for source in stage.data], seed)
+        return MixedRows(sources, [source.weight for source in stage.data], seed)
 
     def _source(self, stage: StageConfig, number: int, seed: int) -> Source:
         try:
-            return self._found(stage, number, seed)
+            return self._open_source(stage, number, seed)
         except DataError as error:
             raise DataError(f"stage {stage.name}, data {number}: {error}") from None
 
-    def _found(self, stage: StageConfig, number: int, seed: int) -> Source:
+    def _open_source(self, stage: StageConfig, number: int, seed: int) -> Source:
         data = stage.data[number]
         if isinstance(data, TokensSource | FilesSource):
             file = self._token_file(stage, number)
             try:
                 file.check_vocabulary(self.cfg.vocab_size)
-                return _documents(file, data, stage, seed)
+                return _file_rows(file, data, stage, seed)
             except DataError:
-                if isinstance(data, FilesSource):  # made anew when the files have been mended
+                if isinstance(data, FilesSource):  # created again in the next run, from corrected files
                     shutil.rmtree(file.path)
                 raise
         if isinstance(data, RulerSource):
-            tokenizer = self._needed_tokenizer(f"generated tasks of stage {stage.name}")
+            tokenizer = self._require_tokenizer(f"generated tasks of stage {stage.name}")
             if tokenizer.vocab_size > self.cfg.vocab_size:
                 raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {self.cfg.vocab_size}")
             asked = {"learn": data.learn, "questions": data.questions, "answer_weight": data.answer_weight}
-            return Tasks(data.tasks, tokenizer, stage.seq_len, seed, min_len=data.min_len, **asked)
+            return RulerRows(data.tasks, tokenizer, stage.seq_len, seed, min_len=data.min_len, **asked)
         if isinstance(data, QuestionsSource):
-            template = ChatTemplate.bundled(TEMPLATE, self._needed_tokenizer(f"questions of stage {stage.name}"))
-            return Dialogues(data.tasks, template, stage.seq_len, seed)
-        return Needles(stage.seq_len, self.cfg.vocab_size, seed)
+            template = ChatTemplate.bundled(TEMPLATE, self._require_tokenizer(f"questions of stage {stage.name}"))
+            return DialogueRows(data.tasks, template, stage.seq_len, seed)
+        return NeedleRows(stage.seq_len, self.cfg.vocab_size, seed)
 
     def _token_file(self, stage: StageConfig, number: int) -> TokenFile:
         data = stage.data[number]
         if isinstance(data, TokensSource):
-            return TokenFile(self._beside(data.path))
+            return TokenFile(self._resolve_path(data.path))
         assert isinstance(data, FilesSource)
-        self._needed_tokenizer(f"files of stage {stage.name}")
-        # Made once in a run: it goes on with the same tokens though the files have changed meanwhile.
+        self._require_tokenizer(f"files of stage {stage.name}")
+        # Created once: a resumed run uses the same tokens even if the files have changed.
         folder = self.out / "data" / f"{key_of(*data.files, data.text_key):016x}"
         if not (folder / "index.json").is_file():
             options = Options(str(self.assets), data.text_key)
@@ -135,9 +136,9 @@ class Builder:
     def _files(self, patterns: Sequence[str]) -> list[Path]:
         found: list[Path] = []
         for pattern in patterns:
-            places = [self.beside / pattern, Path(pattern)]
+            candidates = [self.beside / pattern, Path(pattern)]
             here = next(
-                (names for place in places if (names := sorted(glob(str(place.expanduser()), recursive=True)))), []
+                (names for place in candidates if (names := sorted(glob(str(place.expanduser()), recursive=True)))), []
             )
             if not here:
                 raise DataError(f"{pattern}: no such file, neither in {self.beside} nor where the command runs")
@@ -146,11 +147,11 @@ class Builder:
             found += [Path(name) for name in here]
         return found
 
-    def _beside(self, path: str) -> Path:
+    def _resolve_path(self, path: str) -> Path:
         beside = self.beside / Path(path).expanduser()
         return beside if beside.exists() else Path(path).expanduser()
 
-    def _needed_tokenizer(self, what: str) -> Tokenizer:
+    def _require_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
             raise ConfigError(f"model.tokenizer: must be given for {what}; or model.tokenizer_files, to learn one")
         return self.tokenizer
@@ -158,7 +159,7 @@ class Builder:
     def _assets(self) -> Path | None:
         section = self.recipe.model
         if section.tokenizer is not None:
-            return resolve(self._beside(section.tokenizer))
+            return resolve(self._resolve_path(section.tokenizer))
         if section.checkpoint is not None:
             folder = resolve(section.checkpoint)
             return folder if (folder / "tokenizer.json").is_file() else None
@@ -174,7 +175,7 @@ class Builder:
         return folder
 
     def _texts(self) -> Iterator[str]:
-        """What a tokenizer is learnt from: files, and samples of what the recipe generates."""
+        """Training text of a tokenizer: files, and samples of the tasks that the recipe generates."""
         for file in self._files(self.recipe.model.tokenizer_files):
             yield from SPELLED.split(read_bounded(file, TEXTS, DataError).decode(errors="replace"))
         sources = [data for stage in self.recipe.stage for data in stage.data]
@@ -187,23 +188,27 @@ class Builder:
 
     def _config(self) -> ModelConfig:
         section = self.recipe.model
-        of_checkpoint = (
-            None if section.checkpoint is None else config_to_train(resolve(section.checkpoint), section.config)
-        )
-        cfg = section.architecture(of_checkpoint)
-        if self.tokenizer is None or of_checkpoint is not None:
+        cfg = model_config(section)
+        if self.tokenizer is None or section.checkpoint is not None:
             return cfg
         return cfg.replace(eos_token_id=list(self.tokenizer.eos_ids), pad_token_id=self.tokenizer.pad_id)
 
 
-def _documents(file: TokenFile, data: DocumentSource, stage: StageConfig, seed: int) -> Source:
-    packed = packs(stage.kind) if data.packing is None else data.packing == "best-fit"
-    return (Fitted if packed else Cut)(file, stage.seq_len, seed, data.held_out)
+def model_config(section: ModelSection) -> ModelConfig:
+    """The config of a recipe's model, from its checkpoint if it names one. Raises ConfigError."""
+    if section.checkpoint is None:
+        return section.architecture()
+    return section.architecture(config_to_train(resolve(section.checkpoint), section.config))
+
+
+def _file_rows(file: TokenFile, data: DocumentSource, stage: StageConfig, seed: int) -> Source:
+    packed = packs_documents(stage.kind) if data.packing is None else data.packing == "best-fit"
+    return (PackedRows if packed else ChunkedRows)(file, stage.seq_len, seed, data.held_out)
 
 
 @torch.no_grad()
-def _scale(named: Iterable[tuple[str, nn.Parameter]], section: ModelSection, cfg: ModelConfig) -> None:
-    """Give random weights the scales that small models want."""
+def _rescale(named: Iterable[tuple[str, nn.Parameter]], section: ModelSection, cfg: ModelConfig) -> None:
+    """Rescale random weights as the recipe's model section says."""
     std = cfg.initializer_range
     for name, weight in named:
         if name.endswith("embed_tokens.weight"):

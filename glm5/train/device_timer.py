@@ -1,4 +1,4 @@
-"""Seconds that something takes on the device it runs on, without waiting for it."""
+"""Measures the seconds that work takes on its device, without synchronising while it runs."""
 
 import time
 from typing import Any, Self
@@ -7,7 +7,7 @@ import torch
 
 
 class DeviceTimer:
-    """`with watch: ...` and then `watch.seconds()`, which on a GPU waits until it is over."""
+    """`with timer: ...`, then `timer.seconds()`, which waits for the work on a GPU."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -21,7 +21,7 @@ class DeviceTimer:
         self._marks.append(self._mark())
 
     def seconds(self) -> float:
-        """Of the last time; 0 before."""
+        """Seconds of the last block; 0 before the first."""
         if len(self._marks) < 2:
             return 0.0
         first, last = self._marks

@@ -1,10 +1,10 @@
-"""What a recipe needs, without training: parameters, memory and time of each stage, and what to change for less.
+"""Estimates what a recipe needs: parameters, memory and time of each stage, and what to change if it does not fit.
 
     memory    weights + gradients + optimizer state + activations of one pass + logits of a chunk
-    time      operations / what the device reached in a product of matrices just now, times the share that models reach
+    time      FLOPs / (measured speed of a matrix product * EFFICIENCY)
 
-Activations are what the layers keep for the backward pass: per token some multiples of the widths, no scores and no
-copies of latents, however long the sequence. Compared with counted peaks in the tests.
+Activations are the tensors that layers save for the backward pass: per token some multiples of the widths, without
+scores or copies of latents. The tests compare them with measured peaks.
 """
 
 import json
@@ -14,70 +14,68 @@ from pathlib import Path
 
 import torch
 
-from glm5.checkpoint.dense_mla import config_to_train
-from glm5.checkpoint.resolve import resolve
+from glm5.common import host_memory
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
 from glm5.config.train import Recipe, StageConfig
 from glm5.kernels.sequence_attention.flash import MAX_WIDTH
 from glm5.model.glm5 import Glm5
+from glm5.train.build import model_config
 from glm5.train.lora import adapt
 from glm5.train.metrics import flops_per_token
 from glm5.train.optim.table import rule_of
 from glm5.train.qat import check_widths
 from glm5.train.schedule import Schedule
 from glm5.train.stage_trainer import device_of
-from glm5.train.stages import choose_parameters, longer, losses_of, phase_of
+from glm5.train.stages import choose_parameters, long_sequence_warnings, losses_of, phase_of
 
 EFFICIENCY = 0.3
-"""Share of a matrix product's speed that training reaches; rough, as small models reach less."""
+"""Share of a matrix product's speed that training reaches. Rough: small models reach less."""
 GIB = 2**30
 
 
 def estimate(recipe: Recipe) -> str:
-    """The text of `--dry-run`. Reads configs and sizes only; data are not opened."""
-    section = recipe.model
-    of_checkpoint = None if section.checkpoint is None else config_to_train(resolve(section.checkpoint), section.config)
-    cfg = section.architecture(of_checkpoint)
+    """The text of `--dry-run`. Reads configs only; data are not opened."""
+    cfg = model_config(recipe.model)
     if any(stage.qat is not None for stage in recipe.stage):
         check_widths(cfg)
     count = count_parameters(cfg)
     device = device_of(recipe.device)
-    speed, has = matmul_speed(device), room(device)
+    speed, available = matmul_speed(device), device_memory(device)
     lines = [
         f"model: {count.with_mtp:,} parameters, {count.active:,} of them for a token beside embedding and head",
-        f"device: {device}, {has / GIB:.1f} GiB, {speed / 1e12:.3g} TFLOP/s in products of matrices",
+        f"device: {device}, {available / GIB:.1f} GiB, {speed / 1e12:.3g} TFLOP/s in products of matrices",
     ]
     seconds = 0.0
     for stage in recipe.stage:
         parts = memory_parts(cfg, recipe, stage)
         needed = sum(parts.values())
         tokens = (Schedule(stage).draws(stage.steps - 1).stop) * stage.seq_len
-        took = flops_per_token(cfg, stage.seq_len, phase_of(stage)) * tokens / (EFFICIENCY * speed)
-        seconds += took
+        stage_seconds = flops_per_token(cfg, stage.seq_len, phase_of(stage)) * tokens / (EFFICIENCY * speed)
+        seconds += stage_seconds
         listed = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
         lines.append(
-            f"stage {stage.name} ({stage.kind}): {stage.steps:,} steps, {tokens:,} tokens, about {long(took)}; "
-            f"about {needed / GIB:.3g} GiB ({listed})"
+            f"stage {stage.name} ({stage.kind}): {stage.steps:,} steps, {tokens:,} tokens, "
+            f"about {format_duration(stage_seconds)}; about {needed / GIB:.3g} GiB ({listed})"
         )
-        if needed > has:
-            lines.append(f"  does not fit: {_advice(recipe, stage, parts, needed - has)}")
-    lines += longer(recipe, cfg)
-    total = seconds
+        if needed > available:
+            lines.append(f"  does not fit: {_advice(recipe, stage, parts, needed - available)}")
+    lines += long_sequence_warnings(recipe, cfg)
     state = state_bytes(cfg, recipe)
-    free = shutil.disk_usage(existing(recipe.folder)).free
+    free = shutil.disk_usage(existing_parent(recipe.folder)).free
     lines.append(
-        f"in all about {long(total)}; {recipe.folder}: {state / GIB:.3g} GiB for the state, {free / GIB:.3g} free"
+        f"in all about {format_duration(seconds)}; {recipe.folder}: {state / GIB:.3g} GiB for the state, "
+        f"{free / GIB:.3g} free"
     )
-    return "\n".join([*lines, resolved(recipe)])
+    return "\n".join([*lines, recipe_json(recipe)])
 
 
-def resolved(recipe: Recipe) -> str:
+def recipe_json(recipe: Recipe) -> str:
     return "recipe:\n" + json.dumps(json.loads(recipe.model_dump_json()), indent=2)
 
 
 def memory_parts(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> dict[str, float]:
-    """Bytes by what they are for, at the peak of a step."""
+    """Bytes at the peak of a step, by purpose."""
     size, computed = element_bytes(recipe)
     trained, held = _trained(cfg, recipe, stage)
     tokens = (stage.pass_sequences or stage.sequences) * stage.seq_len
@@ -87,24 +85,27 @@ def memory_parts(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> dict[s
         "weights": (size + (computed if computed != size else 0)) * count_parameters(cfg).with_mtp,
         "gradients": size * trained,
         "optimizer": float(size * held),
-        "activations": computed * tokens * kept_numbers(cfg, recipe, stage, passes),
+        "activations": computed * tokens * kept_values(cfg, recipe, stage, passes),
         "logits": logit_bytes(cfg, min(losses.chunk, tokens)),
     }
 
 
 def logit_bytes(cfg: ModelConfig, num_tokens: int) -> float:
-    """Of so many at a time, with their gradients."""
+    """Bytes of the logits of `num_tokens` tokens in float32, with temporaries and gradients."""
     return float(3 * 4 * num_tokens * cfg.vocab_size)
 
 
-def kept_numbers(cfg: ModelConfig, recipe: Recipe, stage: StageConfig, passes: float, *, whole: bool = True) -> float:
-    """How many numbers `passes` layers keep of a token for the backward pass. `whole`: of whole sequences."""
-    # Of a head: a query, key, value and output; or queries before and after absorption, and outputs likewise.
+def kept_values(
+    cfg: ModelConfig, recipe: Recipe, stage: StageConfig, passes: float, *, full_sequences: bool = True
+) -> float:
+    """Values per token that `passes` layers save for the backward pass. `full_sequences`: False under context
+    parallelism."""
+    # Per head: query, key, value and output; or queries and outputs before and after absorption.
     latents = 2 * (cfg.kv_lora_rank + cfg.qk_rope_head_dim)
-    more = cfg.v_head_dim if whole and _expands(cfg, recipe, stage) else latents
+    more = cfg.v_head_dim if full_sequences and _expands(cfg, recipe, stage) else latents
     layer = 8 * cfg.hidden_size + cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim + more)
     mlp = 3 * cfg.moe_intermediate_size * (cfg.num_experts_per_tok + cfg.n_shared_experts)
-    # In warm-up nothing of the trunk is kept for a backward pass: one layer's tensors exist at a time.
+    # In warm-up the trunk has no backward pass: the tensors of one layer exist at a time.
     kept = float(layer + mlp)
     if stage.kind != "warmup":
         of_layer = {None: layer + mlp, "mlp": layer, "layer": cfg.hidden_size}[stage.recompute]
@@ -116,35 +117,34 @@ def kept_numbers(cfg: ModelConfig, recipe: Recipe, stage: StageConfig, passes: f
 
 
 def _expands(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> bool:
-    """Whether heads have keys and values of their own, and queries are not absorbed (`PackedView.attend_expanded`)."""
+    """Whether attention runs with expanded keys and values for each head (`PackedView.attend_expanded`)."""
     phase, is_half = phase_of(stage), element_bytes(recipe)[1] == 2
     fits = is_half and max(cfg.qk_head_dim, cfg.v_head_dim) <= MAX_WIDTH and device_of(recipe.device).type == "cuda"
     return fits and phase.keys == "dense" and phase.window is None
 
 
 def state_bytes(cfg: ModelConfig, recipe: Recipe) -> float:
-    """Size of the state file at most."""
+    """Upper bound of the size of the state file."""
     size, _ = element_bytes(recipe)
     held = max(_trained(cfg, recipe, stage)[1] for stage in recipe.stage)
     return float(size * (count_parameters(cfg).with_mtp + held))
 
 
 def element_bytes(recipe: Recipe) -> tuple[int, int]:
-    """Of a weight that optimizers add to, and of what the model computes in."""
+    """(bytes of an element of the trained weights, bytes of an element in computation)."""
     of = {"bfloat16": 2, "float32": 4}
     return of[recipe.model.dtype], of[recipe.model.compute or recipe.model.dtype]
 
 
 def _trained(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> tuple[int, int]:
-    """Numbers of elements: of parameters that the stage trains, and of what the optimizer keeps of them, one for
-    Muon's and two for AdamW's."""
-    named = outlined(cfg, recipe, stage).named_parameters()
+    """(elements of the parameters that the stage trains, elements of their optimizer state)."""
+    named = meta_model(cfg, recipe, stage).named_parameters()
     trained = {name: weight.numel() for name, weight in named if weight.requires_grad}
-    return sum(trained.values()), sum(n * states_of(name, recipe, stage) for name, n in trained.items())
+    return sum(trained.values()), sum(n * states_per_element(name, recipe, stage) for name, n in trained.items())
 
 
-def outlined(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> Glm5:
-    """The model without content, which knows what the stage trains."""
+def meta_model(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> Glm5:
+    """The model on device meta, with `requires_grad` as in the stage."""
     with torch.device("meta"):
         model = Glm5(cfg)
         if recipe.lora is not None:
@@ -154,13 +154,13 @@ def outlined(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> Glm5:
     return model
 
 
-def states_of(name: str, recipe: Recipe, stage: StageConfig) -> int:
-    """Numbers that the optimizer keeps of an element of a parameter."""
+def states_per_element(name: str, recipe: Recipe, stage: StageConfig) -> int:
+    """Optimizer state values per element of a parameter: 1 with Muon, 2 with AdamW."""
     return 1 if rule_of(name, stage.optimizer or recipe.optimizer).optimizer == "muon" else 2
 
 
 def matmul_speed(device: torch.device) -> float:
-    """Operations a second in a product of square matrices, the best of twelve."""
+    """FLOP/s of a product of square matrices, the best of twelve runs."""
     dtype, width = (torch.bfloat16, 4096) if device.type == "cuda" else (torch.float32, 512)
     a = torch.ones(width, width, dtype=dtype, device=device)
     best = float("inf")
@@ -187,21 +187,18 @@ def _advice(recipe: Recipe, stage: StageConfig, parts: dict[str, float], over: f
     return "a shorter seq_len, or a smaller model"
 
 
-def room(device: torch.device) -> float:
+def device_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemTotal:"):
-            return 1024.0 * int(line.split()[1])
-    return float("inf")
+    return float(host_memory.total())
 
 
-def existing(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
     path = path.resolve()
     return next(each for each in (path, *path.parents) if each.exists())
 
 
-def long(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     for size, name in ((86400 * 365, "years"), (86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {name}"

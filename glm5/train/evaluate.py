@@ -1,4 +1,4 @@
-"""How well a model predicts rows it has not been trained on: cross-entropy and accuracy of the tokens that count."""
+"""Evaluation on held-out rows: cross-entropy and accuracy of the tokens with a loss weight."""
 
 from collections.abc import Sequence
 
@@ -15,24 +15,23 @@ CHUNK = 4096
 
 @torch.no_grad()
 def held_out(model: Glm5, batches: Sequence[Batch], phase: Phase) -> dict[str, float]:
-    """{"held-out loss", "held-out accuracy"}: weighted means over targets; accuracy is the share of likeliest tokens
-    that are right."""
+    """{"held-out loss", "held-out accuracy"}: weighted means over targets. Raises TrainingError without targets."""
     counted = torch.zeros(3, dtype=torch.float64)
     for batch in batches:
         counted += count(model, model(batch.ids_T, phase.view(batch)), batch)
     return means(counted)
 
 
-def means(counted_3: Tensor) -> dict[str, float]:
-    """`held_out` of sums of `count`s."""
-    loss, right, total = counted_3.tolist()
+def means(sums: Tensor) -> dict[str, float]:
+    """The result of `held_out` from a sum of `count`s."""
+    loss, right, total = sums.tolist()
     if not total:
         raise TrainingError("nothing is asked in the held-out rows: no token has a weight and another before it")
     return {"held-out loss": loss / total, "held-out accuracy": right / total}
 
 
 def count(model: Glm5, hidden_TD: Tensor, batch: Batch) -> Tensor:
-    """[sum of weighted losses, weight of likeliest tokens that are right, weight] of a batch, float64 on the host."""
+    """[weighted sum of losses, weight of correct predictions, total weight] of a batch, float64 on the host."""
     loss = right = 0.0
     position_G, target_G, weight_G = batch.targets(1)
     for at in range(0, len(position_G), CHUNK):

@@ -1,7 +1,7 @@
-"""`glm5 train`: the stages of a recipe one after the other, each from where it was cut off.
+"""`glm5 train`: runs the stages of a recipe in order, and resumes an interrupted run.
 
-What a step trains on, and its learning rate, follow from recipe and step number; weights and optimizer are in the
-state file. So a run that was killed goes on to the same bits as one that was not (on a CPU with as many threads).
+The data and learning rate of a step depend only on recipe and step number; weights and optimizer state are in the state
+file. So a resumed run is bitwise equal to one that was not interrupted (on a CPU with the same number of threads).
 """
 
 import json
@@ -26,51 +26,51 @@ from glm5.train.data.sources import Row
 from glm5.train.lora import LoraTrainer
 from glm5.train.metrics import MetricsLog, NoMetrics, flops_per_token, memory
 from glm5.train.optim.build import Optimizers
-from glm5.train.prefetch import Ask, ahead, rows_of
+from glm5.train.prefetch import RequestRow, prefetch_rows, row_workers
 from glm5.train.qat import MARK, STORED, check_widths
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
 from glm5.train.stage_trainer import StageTrainer, device_of
-from glm5.train.stages import longer, losses_of
+from glm5.train.stages import long_sequence_warnings, losses_of
 from glm5.train.state import Position, Store, clear, locked, writing_to
 from glm5.train.step import Step
 
 logger = logging.getLogger(__name__)
 
 FINISHING = "the step is finished and the state written first; a second one ends the run at once"
-"""What is said when a run is asked to stop."""
+"""Message when a run is asked to stop."""
 HOST_THREADS = 4
-"""Beside a GPU. The host works on a batch's positions and masks alone: a thread for each of 64 cores, on which others
-made sequences, took 1.3 s of a step of a small model for which the GPU worked 0.4 s (docs/tuning.md)."""
+"""Torch threads of a run on a GPU, where the host only computes positions and masks. With a thread for each of 64
+cores, beside processes that make sequences, a small model's step took 1.3 s; the GPU needed 0.4 s (docs/tuning.md)."""
 
 
-Makes = Callable[[Recipe, Builder, Mapping[str, Any] | None], StageTrainer]
+TrainerFactory = Callable[[Recipe, Builder, Mapping[str, Any] | None], StageTrainer]
 
 
 def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
-    """Run a recipe to its end; returns the best checkpoint of the last stage (the last one where nothing is held out).
+    """Run a recipe to its end; returns the best checkpoint of the last stage (the last one without held-out data).
 
-    Raises KeyboardInterrupt after Ctrl-C, when the state is on disk, and errors that say what is kept.
+    Raises KeyboardInterrupt after Ctrl-C, once the state is on disk, and errors that say which state is saved.
     """
     out = recipe.folder
-    with locked(out), ordered(recipe):
+    with locked(out), execution_settings(recipe):
         if restart:
             clear(out, recipe)
-        return Run(recipe, beside, out, StageTrainer if recipe.lora is None else LoraTrainer).to_the_end()
+        return Run(recipe, beside, out, StageTrainer if recipe.lora is None else LoraTrainer).run()
 
 
 @contextmanager
-def ordered(recipe: Recipe) -> Iterator[None]:
-    """The recipe's threads, and one order of sums where it asks for that."""
+def execution_settings(recipe: Recipe) -> Iterator[None]:
+    """Set the recipe's number of threads, and deterministic algorithms if it asks for them."""
     on_gpu = device_of(recipe.device).type == "cuda"
-    with _threads(recipe.threads or (HOST_THREADS if on_gpu else None)), one_order(asked=recipe.deterministic):
+    with _threads(recipe.threads or (HOST_THREADS if on_gpu else None)), deterministic(asked=recipe.deterministic):
         yield
 
 
 class Run:
-    """A model on its way through the stages. `makes`: the one who trains it."""
+    """A run of a recipe: its position, state and trainer, which `make_trainer` creates."""
 
-    def __init__(self, recipe: Recipe, beside: Path, out: Path, makes: Makes) -> None:
+    def __init__(self, recipe: Recipe, beside: Path, out: Path, make_trainer: TrainerFactory) -> None:
         self.recipe, self.out = recipe, out
         self.store = Store(out, recipe)
         found = self.store.read()
@@ -79,13 +79,13 @@ class Run:
             return
         self.builder = Builder(recipe, beside, out)
         for stage in recipe.stage[self.position.stage :]:
-            self.builder.rows(stage)  # whatever is wrong with the data of a later stage is said now
+            self.builder.rows(stage)  # reports errors in the data of later stages before training
             if stage.qat is not None:
                 check_widths(self.builder.cfg)
-        self.trainer = makes(recipe, self.builder, saved)
+        self.trainer = make_trainer(recipe, self.builder, saved)
         if not self.trainer.is_first:
             return
-        for sentence in longer(recipe, self.builder.cfg):
+        for sentence in long_sequence_warnings(recipe, self.builder.cfg):
             logger.warning("%s", sentence)
         if saved is not None:
             logger.info("going on: stage %s, step %d", self._stage.name, self.position.step)
@@ -96,12 +96,12 @@ class Run:
     def _stage(self) -> StageConfig:
         return self.recipe.stage[self.position.stage]
 
-    def to_the_end(self) -> Path:
+    def run(self) -> Path:
         if not self.position.done:
             optimizers: Optimizers | None = None
-            with rows_of(self.builder) as ask:
+            with row_workers(self.builder) as request_row:
                 while True:
-                    optimizers = self._run_stage(optimizers, ask)
+                    optimizers = self._run_stage(optimizers, request_row)
                     if self.position.stage + 1 == len(self.recipe.stage):
                         break
                     self.position.stage, self.position.step = self.position.stage + 1, 0
@@ -115,13 +115,13 @@ class Run:
         best = folder / "best"
         return best if best.exists() else folder / "last"
 
-    def _run_stage(self, before: Optimizers | None, ask: Ask) -> Optimizers:
+    def _run_stage(self, before: Optimizers | None, request_row: RequestRow) -> Optimizers:
         step = self.trainer.begin(self._stage, self._config(), before)
-        _Stage(self, self._stage, step).run(ask)
+        _Stage(self, self._stage, step).run(request_row)
         return step.optimizers
 
     def _config(self) -> ModelConfig:
-        """The model's config in this stage: what earlier stages changed stays changed."""
+        """The model's config in this stage, with the changes of earlier stages."""
         so_far = self.recipe.stage[: self.position.stage + 1]
         cfg = self.builder.cfg
         longest = max(cfg.max_position_embeddings, *(stage.seq_len for stage in so_far))
@@ -134,103 +134,103 @@ class _Stage:
     """The steps of one stage."""
 
     def __init__(self, run: Run, stage: StageConfig, step: Step) -> None:
-        self.run_, self.trainer, self.stage, self.step = run, run.trainer, stage, step
+        self.parent, self.trainer, self.stage, self.step = run, run.trainer, stage, step
         self.recipe, self.position = run.recipe, run.position
         self.schedule = Schedule(stage)
         self.rows = run.builder.rows(stage)
         self.flops = flops_per_token(step.model.cfg, stage.seq_len, step.phase)
 
-    def run(self, ask: Ask) -> None:
+    def run(self, request_row: RequestRow) -> None:
         first = self.position.step
         plan = self.recipe.checkpoints
         steps, stop = range(first, self.stage.steps), False
         says = FINISHING if self.trainer.is_first else ""
-        with self._watch() as watch, noted_interrupt(says) as interrupted:
-            for number, rows in ahead(ask, self.position.stage, self._draws, steps):
-                self._train_on(number, rows, watch)
+        with self._open_metrics() as log, noted_interrupt(says) as interrupted:
+            for number, rows in prefetch_rows(request_row, self.position.stage, self._draws, steps):
+                self._train_on(number, rows, log)
                 last = self.position.step == self.stage.steps
                 at_checkpoint = last or self.position.step % plan.every == 0
                 if at_checkpoint or self.position.step % (plan.evaluate_every or plan.every) == 0:
-                    figures = self._held_out(watch)
+                    metrics = self._held_out(log)
                     if at_checkpoint:
-                        self._save_checkpoint(figures)
+                        self._save_checkpoint(metrics)
                 stop = self.trainer.agree(stop=bool(interrupted))
                 if stop:
                     break
             if stop:
-                self.trainer.write_state(self.run_.store, self.position)
+                self.trainer.write_state(self.parent.store, self.position)
                 self.trainer.finish()
         if stop:
             logger.warning("stopped at step %d of %s; the same command goes on", self.position.step, self.stage.name)
             raise KeyboardInterrupt
 
-    def _watch(self) -> MetricsLog | NoMetrics:
+    def _open_metrics(self) -> MetricsLog | NoMetrics:
         if not self.trainer.is_first:
             return NoMetrics()
-        return MetricsLog(self.run_.out, self.stage, self.position.step, tensorboard=self.recipe.tensorboard)
+        return MetricsLog(self.parent.out, self.stage, self.position.step, tensorboard=self.recipe.tensorboard)
 
     def _draws(self, step: int) -> range:
         return self.trainer.share(self.schedule.draws(step))
 
-    def _train_on(self, number: int, rows: Sequence[Row], watch: MetricsLog | NoMetrics) -> None:
+    def _train_on(self, number: int, rows: Sequence[Row], log: MetricsLog | NoMetrics) -> None:
         began = time.monotonic()
         self.step.cfg = losses_of(self.recipe, self.stage, number)
         lr = self.schedule.lr(number)
         try:
-            figures = self.step.run(self.trainer.batches(self.stage, rows), lr)
+            metrics = self.step.run(self.trainer.batches(self.stage, rows), lr)
         except TrainingError as error:
-            self._left_out(number, error)
-            figures = {}
+            self._skip_step(number, error)
+            metrics = {}
         tokens = self.trainer.tokens(sum(len(row.ids) for row in rows))
         seconds = time.monotonic() - began
         self.position.step = number + 1
         self.position.tokens += tokens
         self.position.seconds += seconds
-        figures |= {"lr": lr, "tokens": self.position.tokens, "seconds": seconds, "tokens/s": tokens / seconds}
-        figures["optimizer seconds"] = self.step.optimizer_before
+        metrics |= {"lr": lr, "tokens": self.position.tokens, "seconds": seconds, "tokens/s": tokens / seconds}
+        metrics["optimizer seconds"] = self.step.optimizer_seconds
         if self.recipe.peak_tflops is not None:
-            figures["mfu"] = self.flops * tokens / seconds / self.recipe.peak_tflops / 1e12
-        watch.step(number + 1, figures | {"GiB": memory(self.trainer.device)})
+            metrics["mfu"] = self.flops * tokens / seconds / self.recipe.peak_tflops / 1e12
+        log.step(number + 1, metrics | {"GiB": memory(self.trainer.device)})
 
-    def _left_out(self, number: int, error: TrainingError) -> None:
-        """Count a step that changed nothing; at one too many the run ends, its state on disk."""
+    def _skip_step(self, number: int, error: TrainingError) -> None:
+        """Count a step without an update; if there are too many, save the state and raise TrainingError."""
         draws = self.schedule.draws(number)
         data = ", ".join(self.rows.where(draw) for draw in draws[:4])
         where = f"stage {self.stage.name}, step {number + 1}, on {data}{' and more' if len(draws) > 4 else ''}"
         self.position.skipped += 1
         if self.position.skipped <= self.recipe.skip_steps:
-            self.step.balance.update(0.0)  # what was counted in it does not count
+            self.step.balance.update(0.0)  # resets the loads of the skipped step
             logger.warning("%s: %s; left out", where, error)
             return
         self.position.skipped -= 1
-        self.trainer.write_state(self.run_.store, self.position)
+        self.trainer.write_state(self.parent.store, self.position)
         self.trainer.finish()
         raise TrainingError(
-            f"{where}: {error}. The state before it is saved in {self.run_.out}; "
+            f"{where}: {error}. The state before it is saved in {self.parent.out}; "
             f"--set skip_steps={self.position.skipped + 1} leaves this step out"
         ) from error
 
-    def _held_out(self, watch: MetricsLog | NoMetrics) -> dict[str, float]:
-        """Figures of the held-out rows; nothing where a source holds none back."""
+    def _held_out(self, log: MetricsLog | NoMetrics) -> dict[str, float]:
+        """Metrics of the held-out rows; empty if no source holds rows out."""
         if not self.rows.holds_out:
             return {}
-        figures = self.trainer.held_out(self.stage, self._held_out_rows, self.step.phase)
-        watch.held_out(self.position.step, figures)
-        return figures
+        metrics = self.trainer.held_out(self.stage, self._held_out_rows, self.step.phase)
+        log.held_out(self.position.step, metrics)
+        return metrics
 
     @cached_property
     def _held_out_rows(self) -> list[Row]:
         return [self.rows.row(draw, "held out") for draw in range(self.recipe.checkpoints.held_out)]
 
-    def _save_checkpoint(self, figures: dict[str, float]) -> None:
-        """Checkpoint, what points to it, and the state behind it; older checkpoints go."""
-        store, name, number = self.run_.store, self.stage.name, self.position.step
+    def _save_checkpoint(self, metrics: dict[str, float]) -> None:
+        """Write a checkpoint, update the links `last` and `best`, write the state, and delete older checkpoints."""
+        store, name, number = self.parent.store, self.stage.name, self.position.step
         folder = store.checkpoint(name, number)
         dtype = self.recipe.checkpoints.dtype if self.stage.qat is None else STORED
         with writing_to(folder):
-            self.trainer.export(folder, dtype, self.run_.builder.assets)
+            self.trainer.export(folder, dtype, self.parent.builder.assets)
             best = self.position.best.get(name)
-            loss = figures.get("held-out loss")
+            loss = metrics.get("held-out loss")
             if loss is not None and (best is None or loss < best[0]):
                 self.position.best[name] = [loss, number]
             is_best = self.position.best.get(name) != best
@@ -254,13 +254,13 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def one_order(*, asked: bool) -> Iterator[None]:
-    """Sums in one order, where they are asked for; other code of this process need not want them."""
+def deterministic(*, asked: bool) -> Iterator[None]:
+    """Deterministic algorithms inside the block, if asked for; the previous settings are restored."""
     filling: Any = torch.utils.deterministic
     before, filled = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     if asked:
         torch.use_deterministic_algorithms(mode=True)
-        filling.fill_uninitialized_memory = False  # finds mistakes, at a price
+        filling.fill_uninitialized_memory = False  # a debugging aid that costs time
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
-"""LoRA: pairs of small matrices learn beside weights that stay as they are stored, in bfloat16, FP8 or int4.
+"""LoRA: low-rank adapters are trained beside frozen weights, which stay in bfloat16, FP8 or int4 as stored.
 
     y = x W^T + s (x A^T) B^T        A random, B zero at first; s = alpha / r
 
-Quantized weights are dequantized for each use, forward and backward, and not kept: what a pass holds is as without
-them. What is trained with is W; an engine that runs FP8 quantizes x as well.
+Quantized weights are dequantized for each use, forward and backward, and dequantized weights are not saved. Training
+uses W with x not quantized; an engine that runs FP8 quantizes x as well.
 """
 
 import logging
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from glm5.checkpoint.adapters import write_adapter
 from glm5.checkpoint.load import load
@@ -29,9 +28,10 @@ from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.model.experts import BlockScaledExperts, QuantizedExperts
 from glm5.model.glm5 import Glm5
 from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
+from glm5.train.activation_memory import recompute
 from glm5.train.build import Builder
 from glm5.train.optim.build import Optimizers
-from glm5.train.sharded_state import whole_state
+from glm5.train.sharded_state import full_state
 from glm5.train.stage_trainer import StageTrainer, device_of
 from glm5.train.stages import losses_of, phase_of
 from glm5.train.state import Position, Store
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 AnyLinear = Linear | BlockScaledLinear | QuantizedLinear
 
 
-class Frozen(nn.Module):
+class FrozenLinear(nn.Module):
     """A linear layer that passes gradients to its input, whatever its weight is stored as."""
 
     def __init__(self, base: AnyLinear):
@@ -52,14 +52,14 @@ class Frozen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.base, Linear):
             return self.base(x)
-        return _again(lambda given: F.linear(given, self.base.dense(given.dtype)), x)
+        return recompute(lambda args: F.linear(args, self.base.dense(args.dtype)), x)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return self.base.dense(dtype)
 
 
-class Adapted(Frozen):
-    """The same with an adapter beside it."""
+class LoraLinear(FrozenLinear):
+    """A frozen linear layer with a LoRA adapter. Parameters lora_A [r, I] and lora_B [O, r]."""
 
     def __init__(self, base: AnyLinear, rank: int, alpha: float, device: torch.device):
         super().__init__(base)
@@ -69,8 +69,8 @@ class Adapted(Frozen):
         self.lora_B = nn.Parameter(torch.zeros(out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        beside = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        return super().forward(x) + self.scale * beside
+        update = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        return super().forward(x) + self.scale * update
 
 
 class FrozenExperts(nn.Module):
@@ -85,16 +85,16 @@ class FrozenExperts(nn.Module):
             gate_up, down = (_dense(self.base, name, x_TD.dtype) for name in ("gate_up_proj", "down_proj"))
             return grouped_experts(x_TD, gate_up, down, weight_TA, expert_TA)
 
-        return _again(run, x_TD, weight_TA)
+        return recompute(run, x_TD, weight_TA)
 
 
 class LoraTrainer(StageTrainer):
-    """A model as its checkpoint stores it, with adapters, which are all that is trained and written."""
+    """Trains and writes only adapters, on a model in the format of its checkpoint."""
 
     def __init__(self, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
         assert recipe.lora is not None
         assert recipe.model.checkpoint is not None
-        saved = None if saved is None else whole_state(saved, builder.out)
+        saved = None if saved is None else full_state(saved, builder.out)
         self.recipe, self.builder, self._saved = recipe, builder, saved
         self.device, self.masters = device_of(recipe.device), None
         base = resolve(recipe.model.checkpoint)
@@ -105,18 +105,13 @@ class LoraTrainer(StageTrainer):
 
     def begin(self, stage: StageConfig, cfg: ModelConfig, before: Optimizers | None) -> Step:
         self.model.cfg = cfg
-        optimizers = Optimizers(self._trained(), cfg, stage.optimizer or self.recipe.optimizer)
-        if self._saved is not None:
-            optimizers.load_state_dict(self._saved["optimizer"])
-            self._saved = None
-        elif stage.keep_optimizer and before is not None:
-            optimizers.load_state_dict(before.state_dict())
-        phase = Phase(phase_of(stage).keys)  # indexers are frozen with the rest
+        optimizers = self._optimizers(self._trained(), cfg, stage, before)
+        phase = Phase(phase_of(stage).keys)  # indexers are frozen, too
         self.step = Step(self.model, optimizers, losses_of(self.recipe, stage, 0), phase)
         return self.step
 
     def export(self, folder: Path, dtype: str | torch.dtype, assets: Path | None) -> None:
-        """Write the adapter; the base checkpoint has all else."""
+        """Write the adapter, without the base model."""
         lora, checkpoint_name = self.recipe.lora, self.recipe.model.checkpoint
         assert lora is not None
         assert checkpoint_name is not None
@@ -130,20 +125,20 @@ class LoraTrainer(StageTrainer):
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
 
-def adapt(model: Glm5, lora: LoraConfig, seed: int) -> dict[str, Adapted]:
-    """Freeze `model`, put adapters beside the linear layers that `lora` names, by name. Raises ConfigError where there
-    is none of a name."""
+def adapt(model: Glm5, lora: LoraConfig, seed: int) -> dict[str, LoraLinear]:
+    """Freeze `model` and add adapters to the linear layers that `lora` targets; returns these by name. Raises
+    ConfigError for a target that no layer has."""
     model.requires_grad_(requires_grad=False)
-    adapted: dict[str, Adapted] = {}
+    adapted: dict[str, LoraLinear] = {}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for name, module in list(model.named_modules()):
             parent, _, leaf = name.rpartition(".")
             new: nn.Module | None = None
             if isinstance(module, AnyLinear) and leaf in lora.targets:
-                new = adapted[name] = Adapted(module, lora.rank, lora.alpha, model.device)
+                new = adapted[name] = LoraLinear(module, lora.rank, lora.alpha, model.device)
             elif isinstance(module, BlockScaledLinear | QuantizedLinear):
-                new = Frozen(module)
+                new = FrozenLinear(module)
             elif isinstance(module, BlockScaledExperts | QuantizedExperts):
                 new = FrozenExperts(module)
             if new is not None:
@@ -165,8 +160,3 @@ def _dense(experts: BlockScaledExperts | QuantizedExperts, name: str, dtype: tor
         return BlockScaled(weight, scale).dequantize(dtype)
     halves = zip(weight.chunk(2, dim=1), scale.chunk(2, dim=1), strict=True)  # gate and up have grids of their own
     return torch.cat([BlockScaled(data, inverse).dequantize(dtype) for data, inverse in halves], dim=1)
-
-
-def _again(run: Any, *given: Tensor) -> Tensor:
-    """`run`, computed once more in the backward pass in place of what it would keep."""
-    return checkpoint(run, *given, use_reentrant=False)

@@ -1,7 +1,7 @@
-"""Weights held twice: in the dtype that the model computes in, and in the one that the optimizers add to.
+"""Master weights: optimizers update copies in a wider dtype than the one that the model computes in.
 
-A gradient is added to its master's as soon as it is whole, in the master's dtype, and given up: sums over the batches
-of a step do not round as the model does. After an update every weight is its master, rounded.
+Each gradient is added to the master's gradient, in the master's dtype, when it is complete, and then freed. So sums
+over the batches of a step are not rounded to the model's dtype. After an update each weight is its master, rounded.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,9 +14,9 @@ _torch: Any = torch  # for its operations on lists of tensors, which are public 
 
 
 class MasterWeights:
-    """Copies of a model's parameters, by name, in the dtype that they have now; the model goes on in `compute`.
+    """Copies of a model's parameters in their present dtype; the model itself is cast to `compute`, in place.
 
-    `named` takes the parameters' place before optimizers and in saved states.
+    `named`: the copies by name, for optimizers and saved states.
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype):
@@ -24,20 +24,20 @@ class MasterWeights:
         model.to(compute)
         self._weights = dict(model.named_parameters())
         for name, weight in self._weights.items():
-            asked = weight.requires_grad
-            weight.requires_grad_()  # torch takes the hook of no other
-            weight.register_post_accumulate_grad_hook(_handing_to(self.named[name]))
-            weight.requires_grad_(asked)
+            requires_grad = weight.requires_grad
+            weight.requires_grad_()  # torch refuses hooks of parameters without gradients
+            weight.register_post_accumulate_grad_hook(_accumulate_hook(self.named[name]))
+            weight.requires_grad_(requires_grad)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """MasterWeights of the parameters that require a gradient, which they then do too."""
+        """Masters of the parameters that require a gradient; sets `requires_grad` of all masters likewise."""
         for name, master in self.named.items():
             master.requires_grad_(self._weights[name].requires_grad)
         return {name: master for name, master in self.named.items() if master.requires_grad}
 
     @torch.no_grad()
-    def hand_back(self) -> None:
-        """Round the masters that are trained to the model's weights."""
+    def update_model(self) -> None:
+        """Copy the trained masters into the model's weights, rounded."""
         names = list(self.trained())
         _torch._foreach_copy_([self._weights[name] for name in names], [self.named[name] for name in names])
 
@@ -47,14 +47,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Of `state_dict`, masters and model."""
+        """Load a `state_dict` into the masters and the model."""
         model.load_state_dict(state)
         for name, master in self.named.items():
             master.copy_(state[name])
 
 
-def _handing_to(master: nn.Parameter) -> Callable[[Tensor], None]:
-    def hand_over(weight: Tensor) -> None:
+def _accumulate_hook(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def accumulate(weight: Tensor) -> None:
         assert weight.grad is not None
         if master.grad is None:
             master.grad = weight.grad.to(master.dtype)
@@ -62,4 +62,4 @@ def _handing_to(master: nn.Parameter) -> Callable[[Tensor], None]:
             master.grad.add_(weight.grad)
         weight.grad = None
 
-    return hand_over
+    return accumulate

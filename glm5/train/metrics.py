@@ -1,9 +1,9 @@
-"""What a run says while it goes: a line a step in a log, a table on a terminal, and JSON lines always.
+"""Metrics of a run: JSON lines in a file, and a table on a terminal or else a log line per step.
 
     MFU = (6 N_active + 6 L H (qk + v) mean context) tokens/s / peak
 
-with N_active the parameters a token uses, head included, and the keys that attention reads on average; nothing that is
-computed twice is counted, nor are the indexers (training notes, 6b).
+with N_active the parameters that a token uses, head included, and the mean number of keys that attention reads.
+Recomputation and indexers are not counted (training notes, 6b).
 """
 
 import json
@@ -30,7 +30,7 @@ _SHOWN = ("loss", "mtp", "index", "trunk norm", "lr", "tokens/s", "mfu", "held-o
 
 
 def flops_per_token(cfg: ModelConfig, seq_len: int, phase: Phase) -> float:
-    """Forward and backward, as the formula at the top; documents are taken to fill their sequence."""
+    """FLOPs of forward and backward pass by the formula above; each sequence counts as one document."""
     dense = (seq_len + 1) / 2
     context = dense if phase.keys != "sparse" else min(cfg.index_topk, dense)
     if phase.window is not None:
@@ -41,12 +41,12 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, phase: Phase) -> float:
 
 
 class MetricsLog:
-    """Figures of a stage, step by step. Lines of steps that are done again after a kill are taken back first."""
+    """Metrics of a stage. On entry, lines of steps that a resumed run repeats are removed from the file."""
 
     def __init__(
         self, out: Path, stage: StageConfig, first: int, stream: TextIO | None = None, *, tensorboard: bool = False
     ) -> None:
-        """`tensorboard`: write its files too, into OUT/tensorboard, a folder for each stage. Raises MissingExtra."""
+        """`tensorboard`: also write its files, to OUT/tensorboard/STAGE. Raises MissingExtra."""
         self._file, self._stage = out / FILE, stage
         self._stream = sys.stderr if stream is None else stream
         is_wide = columns(self._stream) >= LEAST_WIDTH
@@ -58,7 +58,7 @@ class MetricsLog:
 
     def __enter__(self) -> Self:
         with writing_to(self._file):
-            _take_back(self._file, self._stage.name, self._first)
+            _truncate(self._file, self._stage.name, self._first)
             self._handle = self._file.open("a", encoding="utf-8")
         return self
 
@@ -67,26 +67,26 @@ class MetricsLog:
         if self._board is not None:
             self._board.close()
 
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """The figures of a step that is done, step counting from 1."""
-        self._write({"stage": self._stage.name, "step": step, **figures})
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a finished step; steps count from 1."""
+        self._write({"stage": self._stage.name, "step": step, **metrics})
         if self._live is not None:
-            self._live.step(step, figures)
+            self._live.step(step, metrics)
             return
-        shown = {name: figures[name] for name in _SHOWN if name in figures}
+        shown = {name: metrics[name] for name in _SHOWN if name in metrics}
         done = step - self._first
         eta = (time.monotonic() - self._start) / max(done, 1) * (self._stage.steps - step)
         text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
         self._line(f"{self._stage.name} {step}/{self._stage.steps}: {text}, ETA {clock_of(eta)}")
 
-    def held_out(self, step: int, figures: Mapping[str, float]) -> None:
-        """The figures of an evaluation behind a step."""
-        self._write({"stage": self._stage.name, "step": step, "held out": True, **figures})
+    def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of an evaluation after a step."""
+        self._write({"stage": self._stage.name, "step": step, "held out": True, **metrics})
         if self._live is not None:
-            self._live.held_out(figures)
-            self._live.leave()  # what is said of a checkpoint comes below
+            self._live.held_out(metrics)
+            self._live.release()  # messages about a checkpoint follow below the table
             return
-        text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self._line(f"{self._stage.name} {step}/{self._stage.steps}: {text}")
 
     def _line(self, text: str) -> None:
@@ -104,20 +104,20 @@ class MetricsLog:
 
 
 class NoMetrics:
-    """A `MetricsLog` of a process that others speak for."""
+    """A `MetricsLog` that writes nothing, for all ranks but the first."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None: ...
 
-    def step(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def held_out(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def held_out(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 def memory(device: torch.device) -> float:
-    """GiB at most in use so far: of a GPU what torch held, else what the process had resident."""
+    """Peak memory in GiB: allocated by torch on a GPU, else resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -126,7 +126,7 @@ def memory(device: torch.device) -> float:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """All records of a run, in order. A last line that a kill cut in half is left out."""
+    """All records of a run, in order. A truncated last line is left out."""
     file = out / FILE
     if not file.exists():
         return []
@@ -139,8 +139,8 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _take_back(file: Path, stage: str, first: int) -> None:
-    """Keep the records of stages before, and of this stage up to the step that the run goes on behind."""
+def _truncate(file: Path, stage: str, first: int) -> None:
+    """Keep the records of earlier stages, and of this stage up to step `first`."""
     kept: list[str] = []
     for record in read_metrics(file.parent):
         if record["stage"] == stage and record["step"] > first:
@@ -156,6 +156,6 @@ def _short(value: Any) -> Any:
 
 
 def check_board() -> Any:
-    """Torch's module for TensorBoard. Raises MissingExtra where the package, which that one asks for, is missing."""
+    """Torch's module for TensorBoard. Raises MissingExtra where the package tensorboard is missing."""
     require("tensorboard", "tensorboard")
     return require("torch.utils.tensorboard", "tensorboard")

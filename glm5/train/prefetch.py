@@ -1,6 +1,6 @@
-"""Rows made ahead of the steps that train on them: by a thread, or by processes where that takes longer than training.
+"""Prefetches rows of training data, in a thread or in worker processes.
 
-What a row holds follows from recipe, stage and the number of its draw, so it does not matter who makes it.
+A row depends only on recipe, stage and the number of its draw, so any worker can make it.
 """
 
 import multiprocessing
@@ -20,45 +20,47 @@ from glm5.common.errors import TrainingError
 from glm5.common.interrupt import end_with_parent
 from glm5.config.train import Recipe
 from glm5.train.build import Builder
-from glm5.train.data.sources import Mixed, Row
+from glm5.train.data.sources import MixedRows, Row
 
-STEPS = 3
-"""How many steps are made ahead."""
+STEPS_AHEAD = 3
+"""Number of steps whose rows are made in advance."""
 
-Ask = Callable[[int, int], Future[Row]]
-"""(number of the stage, draw) to its row."""
+RequestRow = Callable[[int, int], Future[Row]]
+"""(index of the stage, draw) -> future of its row."""
 
 
 @contextmanager
-def rows_of(builder: Builder) -> Iterator[Ask]:
-    """Somebody to ask for rows: `workers` processes, or a thread where the recipe asks for none."""
+def row_workers(builder: Builder) -> Iterator[RequestRow]:
+    """A function that requests rows: from `workers` processes, or from a thread if the recipe has no workers."""
     recipe = builder.recipe
     if not recipe.workers:
         with _closing(ThreadPoolExecutor(1, "rows")) as pool:
             mixed = lru_cache(maxsize=2)(lambda number: builder.rows(recipe.stage[number]))
             yield lambda number, draw: pool.submit(lambda: mixed(number).row(draw))
         return
-    # Not forked: a process that has used a GPU must not be.
+    # Spawned: a process that has used a GPU must not fork.
     context = multiprocessing.get_context("spawn")
     where = (recipe.model_dump_json(), builder.beside, builder.out)
-    pool = ProcessPoolExecutor(recipe.workers, context, _quiet, (os.getpid(),))
-    with _closing(pool), _whole():
+    pool = ProcessPoolExecutor(recipe.workers, context, _start_worker, (os.getpid(),))
+    with _closing(pool), _worker_death_as_error():
         yield lambda number, draw: pool.submit(_row, where, number, draw)
 
 
-def ahead(ask: Ask, number: int, draws: Callable[[int], range], steps: range) -> Iterator[tuple[int, list[Row]]]:
-    """Each step of a stage with the rows of its `draws`; those of the next ones are made meanwhile."""
-    coming: deque[tuple[int, list[Future[Row]]]] = deque()
+def prefetch_rows(
+    request_row: RequestRow, number: int, draws: Callable[[int], range], steps: range
+) -> Iterator[tuple[int, list[Row]]]:
+    """Each step of a stage with the rows of its `draws`, while the rows of the next steps are made."""
+    pending: deque[tuple[int, list[Future[Row]]]] = deque()
     for step in steps:
-        coming.append((step, [ask(number, draw) for draw in draws(step)]))
-        if len(coming) > STEPS:
-            yield _made(coming)
-    while coming:
-        yield _made(coming)
+        pending.append((step, [request_row(number, draw) for draw in draws(step)]))
+        if len(pending) > STEPS_AHEAD:
+            yield _wait_for_rows(pending)
+    while pending:
+        yield _wait_for_rows(pending)
 
 
-def _made(coming: deque[tuple[int, list[Future[Row]]]]) -> tuple[int, list[Row]]:
-    step, rows = coming.popleft()
+def _wait_for_rows(pending: deque[tuple[int, list[Future[Row]]]]) -> tuple[int, list[Row]]:
+    step, rows = pending.popleft()
     return step, [row.result() for row in rows]
 
 
@@ -67,14 +69,14 @@ def _row(where: tuple[str, Path, Path], number: int, draw: int) -> Row:
 
 
 @lru_cache(maxsize=2)
-def _mixed(where: tuple[str, Path, Path], number: int) -> Mixed:
+def _mixed(where: tuple[str, Path, Path], number: int) -> MixedRows:
     text, beside, out = where
     recipe = Recipe.model_validate_json(text)
     return Builder(recipe, beside, out).rows(recipe.stage[number])
 
 
-def _quiet(parent: int) -> None:
-    """One thread each, behind the process that trains; Ctrl-C is for that one, which then ends these."""
+def _start_worker(parent: int) -> None:
+    """One torch thread and a low priority. Ctrl-C is left to the training process, which ends the workers."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)
@@ -82,7 +84,7 @@ def _quiet(parent: int) -> None:
 
 
 @contextmanager
-def _whole() -> Iterator[None]:
+def _worker_death_as_error() -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool:

@@ -1,10 +1,10 @@
-"""A table of figures that is drawn again in place: what a terminal shows of a stage while it trains.
+"""A table of metrics that is redrawn in place on a terminal while a stage trains.
 
     dsa (sparse)  41/120 [##########....................]  0.31 s a step, ETA 00:24
     loss              1.234   mean 1.301        tokens/s         205,112
     index             0.081   mean 0.093        GiB                 8.77
 
-The mean is that of the last steps. Lines that others write stay: after `leave` the table goes on below them.
+The mean is over the last MEAN_OF steps. Call `release` before other output, so that the table continues below it.
 """
 
 import os
@@ -20,7 +20,7 @@ LEAST_SECONDS = 0.1
 
 
 class ProgressTable:
-    """The table of a stage of `total` steps, of which those before `first` are done."""
+    """The table of a stage of `total` steps, of which `first` are done."""
 
     def __init__(
         self, title: str, total: int, first: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
@@ -31,26 +31,26 @@ class ProgressTable:
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=MEAN_OF) for name in LEFT}
         self._start, self._drawn_at, self._height = clock(), float("-inf"), 0
 
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Figures of a step that is done; drawn unless the last time was just now."""
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Update with the metrics of a finished step; redraws at most every LEAST_SECONDS."""
         self._done = step
-        self._figures.update(figures)
+        self._figures.update(metrics)
         for name, values in self._recent.items():
-            if name in figures:
-                values.append(figures[name])
+            if name in metrics:
+                values.append(metrics[name])
         if self._clock() - self._drawn_at >= LEAST_SECONDS or step == self._total:
             self._draw()
 
-    def held_out(self, figures: Mapping[str, float]) -> None:
-        self._figures.update(figures)
+    def held_out(self, metrics: Mapping[str, float]) -> None:
+        self._figures.update(metrics)
         self._draw()
 
-    def leave(self) -> None:
-        """Go below the table, which stays as it is."""
+    def release(self) -> None:
+        """Leave the table on the screen; the next one is drawn below."""
         self._height = 0
 
     def lines(self) -> list[str]:
-        """What is drawn."""
+        """The lines of the table."""
         done, took = self._done - self._first, self._clock() - self._start
         each = took / max(done, 1)
         filled = BAR * self._done // max(self._total, 1)
@@ -59,7 +59,7 @@ class ProgressTable:
             f"{each:.3g} s a step, ETA {clock_of(each * (self._total - self._done))}"
         )
         left = [f"{name:16}{self._figures[name]:>10.4g}   {self._mean(name):14}" for name in self._shown(LEFT)]
-        right = [f"{name:18}{_told(self._figures[name]):>14}" for name in self._shown(RIGHT)]
+        right = [f"{name:18}{_format_value(self._figures[name]):>14}" for name in self._shown(RIGHT)]
         height = max(len(left), len(right))
         left += [" " * 43] * (height - len(left))
         right += [""] * (height - len(right))
@@ -74,7 +74,7 @@ class ProgressTable:
 
     def _draw(self) -> None:
         lines, width = self.lines(), columns(self._stream)
-        # Up to the first line of the table drawn before, then each line anew; a line that is too long would be two.
+        # Moves to the first line of the previous table and rewrites each line; longer lines would wrap.
         up = f"\x1b[{self._height}F" if self._height else ""
         self._stream.write(up + "".join(f"\x1b[2K{line[: width - 1]}\n" for line in lines) + "\x1b[J")
         self._stream.flush()
@@ -82,7 +82,7 @@ class ProgressTable:
 
 
 def columns(stream: TextIO) -> int:
-    """Of a terminal; 0 for what is none, or does not know them."""
+    """The width of a terminal; 0 if the stream is not a terminal or its width is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError):
@@ -96,5 +96,5 @@ def clock_of(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
 
 
-def _told(value: float) -> str:
+def _format_value(value: float) -> str:
     return f"{value:,.0f}" if value >= 1e4 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""OUT/report.html: a run in one page without scripts. A curve for each figure over all steps, and a line a stage."""
+"""OUT/report.html: a page without scripts, with curves of metrics over all steps and a table of stages."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ CURVES = (
     ("tokens/s",),
     ("mfu",),
 )
-"""Figures that share a plot; those that no step has are left out."""
+"""Metrics that share a plot; those without values are left out."""
 WIDTH, HEIGHT, MOST_POINTS = 640, 180, 1000
 COLOURS = ("#1f5fbf", "#c2410c")
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }
@@ -30,7 +30,7 @@ svg { width: 100%; background: #fafafa } figcaption span { margin-right: 1rem } 
 
 
 def write_report(out: Path, recipe: Recipe) -> Path:
-    """The page of what metrics.jsonl holds; replaced as a whole."""
+    """Write the page from metrics.jsonl, atomically; returns its path."""
     records = read_metrics(out)
     starts: dict[str, int] = {}
     done = 0
@@ -64,7 +64,7 @@ def _table(records: Sequence[Mapping[str, Any]], recipe: Recipe) -> str:
 
 
 def _plot(names: Sequence[str], records: Sequence[Mapping[str, Any]], starts: Mapping[str, int], total: int) -> str:
-    """One figure, empty where no record has any of the names. Between dashed lines lie the stages."""
+    """A plot; empty where no record has any of the names. Dashed lines separate the stages."""
     curves = {name: _points(name, records, starts) for name in names}
     curves = {name: points for name, points in curves.items() if points}
     if not curves:
@@ -79,11 +79,11 @@ def _plot(names: Sequence[str], records: Sequence[Mapping[str, Any]], starts: Ma
     ]
     captions: list[str] = []
     for colour, (name, points) in zip(COLOURS, curves.items(), strict=False):
-        places = " ".join(
+        coordinates = " ".join(
             f"{WIDTH * step / total:.1f},{HEIGHT - 4 - (HEIGHT - 8) * (value - low) / span:.1f}"
             for step, value in points
         )
-        lines.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        lines.append(f'<polyline points="{coordinates}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         captions.append(f'<span style="color:{colour}">{html.escape(name)}, last {points[-1][1]:.4g}</span>')
     label = html.escape(", ".join(curves))
     return (
@@ -93,7 +93,7 @@ def _plot(names: Sequence[str], records: Sequence[Mapping[str, Any]], starts: Ma
 
 
 def _points(name: str, records: Sequence[Mapping[str, Any]], starts: Mapping[str, int]) -> list[tuple[int, float]]:
-    """(step of the run, value), thinned to what a screen shows."""
+    """(step of the run, value), thinned to at most MOST_POINTS points."""
     found = [(starts[record["stage"]] + record["step"], record[name]) for record in records if name in record]
     every = -(-len(found) // MOST_POINTS)
     return found[::every] if every > 1 else found

@@ -1,9 +1,9 @@
-"""What changes from step to step of a stage: the learning rate, and how many sequences a step has.
+"""The learning rate and the batch size of each step of a stage.
 
     lr(s) = peak (s + 1) / warmup                                   while s < warmup
             final + (peak - final) (1 + cos(pi x)) / 2,  x in 0..1   cosine; (1 - x) in place of the fraction: linear
 
-Both follow from the step alone.
+Both depend only on the step.
 """
 
 import math
@@ -12,11 +12,11 @@ from itertools import accumulate
 from glm5.config.train import StageConfig
 
 FINAL_LR = 0.2
-"""Of the highest rate: 2e-4 to 4e-5 in pre-training (GLM-5 report, appendix A)."""
+"""Default final rate as a share of the peak: 2e-4 to 4e-5 in pre-training (GLM-5 report, appendix A)."""
 
 
 class Schedule:
-    """The numbers of one stage."""
+    """The schedule of one stage."""
 
     def __init__(self, stage: StageConfig) -> None:
         self.stage = stage
@@ -37,7 +37,7 @@ class Schedule:
         return self.final + (stage.lr - self.final) * left
 
     def draws(self, step: int) -> range:
-        """Numbers of the rows that a step trains on."""
+        """Indices of the rows that a step trains on."""
         return range(self._first(step), self._first(step + 1))
 
     def _first(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""A state that several processes hold: each writes the rows it has, and any number of processes read what they need.
+"""A sharded training state: each process writes its rows, and any number of processes read the rows they need.
 
     {"spans": {name: [(start, stop), ...]}, "shapes": {name: shape}, "weights": {name: rows},
      "optimizer": {name: {key: rows, or a number}}, "buffers": {name: tensor}}
@@ -25,18 +25,18 @@ DAMAGED = (
     *(AttributeError, EOFError, LookupError, OSError, OverflowError, RuntimeError, TypeError, ValueError),
     *(pickle.UnpicklingError, struct.error, zipfile.BadZipFile, zlib.error),
 )
-"""What reading a file of tensors raises, where it is none, or holds something else."""
+"""Exceptions of reading a damaged file of tensors."""
 SavedShard = Mapping[str, Any]
 Span = tuple[int, int]
 
 
 def read_parts(state: Mapping[str, Any], folder: Path, rank: int = 0, num_ranks: int = 1) -> list[SavedShard]:
-    """Of a state file's content: what it names, or the content itself. Tensors are read when they are used.
+    """The parts that a state file names, or the state itself as one part. Tensors are memory-mapped.
 
-    The files are checked by all of `num_ranks` together, each by one of them. Raises `TrainingError`.
+    Each file is checked by one of the `num_ranks` ranks. Raises `TrainingError`.
     """
     if files := state.get("parts"):
-        return [_read_part(folder / file, check=at % num_ranks == rank) for at, file in enumerate(files)]
+        return [_read_part(folder / file, check=offset % num_ranks == rank) for offset, file in enumerate(files)]
     named = {name for name in state["model"] if not name.endswith("e_score_correction_bias")}
     shapes = {name: tuple(state["model"][name].shape) for name in named}
     return [
@@ -45,7 +45,7 @@ def read_parts(state: Mapping[str, Any], folder: Path, rank: int = 0, num_ranks:
             "shapes": shapes,
             "weights": {name: state["model"][name] for name in named},
             "optimizer": state["optimizer"],
-            "buffers": {name: one for name, one in state["model"].items() if name not in named},
+            "buffers": {name: value for name, value in state["model"].items() if name not in named},
         }
     ]
 
@@ -60,9 +60,9 @@ def _read_part(file: Path, *, check: bool) -> SavedShard:
 
 
 def check_bytes(file: Path) -> None:
-    """Read a file of tensors once. Raises `TrainingError` where bytes are not those that were written.
+    """Verify the checksums of a file of tensors. Raises `TrainingError` where one is wrong.
 
-    `torch.save` puts a sum beside each record, which `torch.load` does not look at where it maps tensors.
+    `torch.save` writes a checksum for each record, which `torch.load` ignores when it memory-maps tensors.
     """
     with zipfile.ZipFile(file) as archive:
         wrong = archive.testzip()
@@ -71,7 +71,7 @@ def check_bytes(file: Path) -> None:
 
 
 def damaged(file: Path, error: Exception) -> TrainingError:
-    """What to say of one of `DAMAGED`."""
+    """The `TrainingError` for one of `DAMAGED`."""
     reason = error.strerror if isinstance(error, OSError) else None
     return _unreadable(file, reason or "it is damaged")
 
@@ -82,8 +82,8 @@ def _unreadable(file: Path, reason: str) -> TrainingError:
     )
 
 
-def whole_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """{"model", "optimizer"} with whole tensors."""
+def full_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """{"model", "optimizer"} with unsharded tensors."""
     if not state.get("parts"):
         return {"model": state["model"], "optimizer": state["optimizer"]}
     parts = read_parts(state, folder)
@@ -91,8 +91,8 @@ def whole_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     model = {name: weight_rows(parts, name, [(0, num_rows(shape))]).view(shape) for name, shape in shapes.items()}
     optimizer = {
         name: {
-            key: one.view(shapes[name]) if one.dim() else one
-            for key, one in state_rows(parts, name, [(0, num_rows(shapes[name]))]).items()
+            key: value.view(shapes[name]) if value.dim() else value
+            for key, value in state_rows(parts, name, [(0, num_rows(shapes[name]))]).items()
         }
         for name in dict.fromkeys(name for part in parts for name in part["optimizer"])
     }
@@ -100,24 +100,24 @@ def whole_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def weight_rows(parts: Sequence[SavedShard], name: str, spans: Sequence[Span]) -> Tensor:
-    """Rows of a weight, below each other: [n, C], of a vector [n]."""
+    """Rows `spans` of a weight, concatenated: [n, C]; [n] for a vector."""
     return _rows(parts, name, lambda part: part["weights"][name], spans)
 
 
 def state_rows(parts: Sequence[SavedShard], name: str, spans: Sequence[Span]) -> dict[str, Tensor]:
-    """An optimizer's state of a weight: rows as the weight's, numbers as they are. {} where it had none."""
+    """Rows `spans` of an optimizer's state of a weight; scalars are returned unchanged. {} if there is no state."""
     holders = [part for part in parts if name in part["optimizer"]]
     if not holders:
         return {}
     first = holders[0]["optimizer"][name]
     return {
-        key: one if not one.dim() else _rows(holders, name, lambda part, key=key: part["optimizer"][name][key], spans)
-        for key, one in first.items()
+        key: rows if not rows.dim() else _rows(holders, name, lambda part, key=key: part["optimizer"][name][key], spans)
+        for key, rows in first.items()
     }
 
 
 def buffers(parts: Sequence[SavedShard]) -> dict[str, Tensor]:
-    return {name: one for part in parts for name, one in part["buffers"].items()}
+    return {name: value for part in parts for name, value in part["buffers"].items()}
 
 
 def num_rows(shape: Sequence[int]) -> int:
@@ -125,7 +125,7 @@ def num_rows(shape: Sequence[int]) -> int:
 
 
 def _rows(parts: Sequence[SavedShard], name: str, of: Callable[[SavedShard], Tensor], spans: Sequence[Span]) -> Tensor:
-    """KeyError where the parts do not hold all of the rows."""
+    """Rows `spans` of the tensor that `of` takes from a part. KeyError where the parts do not hold all of them."""
     found: list[tuple[int, Tensor]] = []
     shape: Sequence[int] = ()
     for part in parts:
@@ -133,14 +133,14 @@ def _rows(parts: Sequence[SavedShard], name: str, of: Callable[[SavedShard], Ten
             continue
         shape = part["shapes"][name]
         rows = of(part).reshape(-1) if len(shape) == 1 else of(part).reshape(-1, shape[-1])
-        at = 0
+        offset = 0
         for start, stop in part["spans"][name]:
             for order, (first, last) in enumerate(spans):
                 begin, end = max(start, first), min(stop, last)
                 if begin < end:
-                    found.append((order * (1 << 40) + begin, rows[at + begin - start : at + end - start]))
-            at += stop - start
-    found.sort(key=lambda one: one[0])
+                    found.append((order * (1 << 40) + begin, rows[offset + begin - start : offset + end - start]))
+            offset += stop - start
+    found.sort(key=lambda value: value[0])
     wanted = sum(stop - start for start, stop in spans)
     if sum(len(rows) for _, rows in found) != wanted:
         raise KeyError(f"{name}: rows {list(spans)} are not all in the state")

@@ -1,9 +1,9 @@
-"""Sliding windows in place of the indexers' selection: the report's ablation (2.1.2), over the same weights.
+"""Sliding-window attention instead of the indexers' selection: the report's ablation (2.1.2), with the same weights.
 
     S   a layer that reads the last `size` keys     F   one that reads all      pattern, repeated over the layers: "SF"
 
-"SWA Interleave" alternates. "SWA Pattern" is found: from all F, two more layers a step become S, and of all such
-patterns the best `BEAM` go on. The model knows nothing of it: a view decides what a layer reads.
+"SWA Interleave" alternates. "SWA Pattern" is the result of a beam search: starting from all F, two more layers become S
+in each step, and the best `BEAM` patterns are kept. Windows are implemented by a view; the model is not changed.
 """
 
 import logging
@@ -24,7 +24,7 @@ LAYERS_A_STEP = 2
 
 
 class WindowView(PackedView):
-    """Packed sequences whose layers read windows as `window` says."""
+    """A view of packed sequences with sliding windows in the layers that `window` names."""
 
     def __init__(self, window: WindowConfig, lengths: list[int], device: torch.device | str = "cpu") -> None:
         super().__init__(lengths, device, stage="dense")
@@ -32,7 +32,7 @@ class WindowView(PackedView):
         self._near = Selection(self._table(window.size) if self.max_len > window.size else None)
 
     def _table(self, size: int) -> Tensor:
-        """Ascending, then -1: of a sequence's first tokens, what lies before it goes to the end."""
+        """Keys of each query, ascending; rows with fewer than `size` keys end with -1."""
         keys_TK = self.end_T[:, None] - torch.arange(size, 0, -1, device=self.end_T.device, dtype=torch.int32)
         missing_T1 = (size - self.end_T[:, None]).clamp_min(0)
         keys_TK = keys_TK + missing_T1
@@ -54,7 +54,7 @@ class WindowView(PackedView):
 
 
 def keys_read(window: WindowConfig, num_layers: int, seq_len: int) -> float:
-    """Share of the keys of dense attention that are read, over all layers of a sequence."""
+    """The share of dense attention's keys that are read, over all layers of a sequence."""
     seen = [min(position, window.size) for position in range(1, seq_len + 1)]
     share = sum(seen) / (seq_len * (seq_len + 1) / 2)
     windowed = sum(window.pattern_of(layer) == "S" for layer in range(num_layers)) / num_layers
@@ -62,9 +62,9 @@ def keys_read(window: WindowConfig, num_layers: int, seq_len: int) -> float:
 
 
 def search_pattern(loss: Callable[[str], float], num_layers: int, num_windows: int) -> tuple[str, dict[str, float]]:
-    """The pattern of `num_windows` windows with the least loss that a beam search finds, and all that were tried.
+    """The best pattern of `num_windows` windows that a beam search finds, and the losses of all patterns tried.
 
-    Published with beam 8 and two layers a step, at 16K tokens on RULER, to half of the layers.
+    The report uses a beam of 8 and two layers a step, at 16K tokens on RULER, for half of the layers.
     """
     if not 0 < num_windows < num_layers:
         raise ValueError(f"num_windows: got {num_windows}; allowed: 1 to {num_layers - 1}, one layer staying full")

@@ -1,5 +1,5 @@
-"""What a run trains: a model in this process. The loop asks for steps, figures and files; how many processes there are
-is not its business (`parallel/trainer.py` is the one of several)."""
+"""Trains the stages of a run in this process. The loop uses this interface for distributed runs, too
+(`parallel/trainer.py`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from glm5.checkpoint.save import save
 from glm5.common.errors import TrainingError
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
-from glm5.train.activation_memory import keep
+from glm5.train.activation_memory import set_activation_memory
 from glm5.train.attention_recall import attention_recall
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
@@ -20,23 +21,23 @@ from glm5.train.data.sources import Row
 from glm5.train.evaluate import held_out
 from glm5.train.master_weights import MasterWeights
 from glm5.train.optim.build import Optimizers
-from glm5.train.qat import make_aware
-from glm5.train.sharded_state import whole_state
+from glm5.train.qat import set_fake_int4
+from glm5.train.sharded_state import full_state
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from glm5.train.state import Position, Store
 from glm5.train.step import Phase, Step
 
 
 class StageTrainer:
-    """A model and its optimizers on one device. `saved`: the state of a run that goes on."""
+    """A model and its optimizers on one device. `saved`: the state of a resumed run."""
 
     is_first = True
-    """Whether this process writes and speaks."""
+    """Whether this process writes files and messages."""
     step: Step
-    """Of the stage that has begun."""
+    """The step of the current stage."""
 
     def __init__(self, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
-        saved = None if saved is None else whole_state(saved, builder.out)
+        saved = None if saved is None else full_state(saved, builder.out)
         self.recipe, self.builder, self._saved = recipe, builder, saved
         self.device = device_of(recipe.device)
         self.model = builder.model(self.device)
@@ -50,27 +51,34 @@ class StageTrainer:
             self.masters.load_state_dict(self.model, saved["model"])
 
     def begin(self, stage: StageConfig, cfg: ModelConfig, before: Optimizers | None) -> Step:
-        """The steps of a stage; `before`: the optimizers of the stage before it, where there was one."""
+        """Begin a stage. `before`: the optimizers of the previous stage, if any."""
         choose_parameters(self.model, stage)
-        make_aware(self.model, aware=stage.qat is not None)
-        keep(self.model, stage.recompute, offload=stage.offload)
+        set_fake_int4(self.model, aware=stage.qat is not None)
+        set_activation_memory(self.model, stage.recompute, offload=stage.offload)
         self.model.cfg = cfg
         named = dict(self.model.named_parameters()) if self.masters is None else self.masters.trained()
+        optimizers = self._optimizers(named, cfg, stage, before)
+        self.step = Step(self.model, optimizers, losses_of(self.recipe, stage, 0), phase_of(stage), self.masters)
+        return self.step
+
+    def _optimizers(
+        self, named: Mapping[str, nn.Parameter], cfg: ModelConfig, stage: StageConfig, before: Optimizers | None
+    ) -> Optimizers:
+        """New optimizers, with the saved state of a resumed run, or that of `before` if the stage keeps it."""
         optimizers = Optimizers(named, cfg, stage.optimizer or self.recipe.optimizer)
         if self._saved is not None:
             optimizers.load_state_dict(self._saved["optimizer"])
             self._saved = None
         elif stage.keep_optimizer and before is not None:
             optimizers.load_state_dict(before.state_dict())
-        self.step = Step(self.model, optimizers, losses_of(self.recipe, stage, 0), phase_of(stage), self.masters)
-        return self.step
+        return optimizers
 
     def share(self, draws: range) -> range:
-        """Which of a step's draws this process trains on."""
+        """The part of a step's draws that this process trains on."""
         return draws
 
     def tokens(self, count: int) -> int:
-        """Of a step, where this process had `count`."""
+        """Tokens of a step over all processes; `count`: those of this process."""
         return count
 
     def batches(self, stage: StageConfig, rows: Sequence[Row]) -> list[Batch]:
@@ -78,11 +86,11 @@ class StageTrainer:
         return [batch_of(rows[at : at + size], self.device) for at in range(0, len(rows), size)]
 
     def held_out(self, stage: StageConfig, rows: Sequence[Row], phase: Phase) -> dict[str, float]:
-        """Figures of rows that it is not trained on."""
+        """Metrics of held-out rows."""
         batches = self.batches(stage, rows)
-        figures = held_out(self.model, batches, phase)
+        metrics = held_out(self.model, batches, phase)
         recall = attention_recall(self.model, batches) if phase.learn_index else None
-        return figures if recall is None else figures | {"attention recall": recall}
+        return metrics if recall is None else metrics | {"attention recall": recall}
 
     def export(self, folder: Path, dtype: str | torch.dtype, assets: Path | None) -> None:
         """Write a checkpoint in the published layout."""
@@ -97,7 +105,7 @@ class StageTrainer:
         return stop
 
     def finish(self) -> None:
-        """Wait for what is still being written."""
+        """Wait for pending writes."""
 
 
 def device_of(name: str) -> torch.device:
@@ -110,7 +118,7 @@ def device_of(name: str) -> torch.device:
 
 
 def batch_of(rows: Sequence[Row], device: torch.device) -> Batch:
-    """Rows as one pass."""
+    """Rows as one packed batch."""
     ids_T = torch.from_numpy(np.concatenate([row.ids for row in rows]))
     weight_T = torch.from_numpy(np.concatenate([row.weights for row in rows]))
     return Batch(ids_T, weight_T, [length for row in rows for length in row.lengths]).to(device)

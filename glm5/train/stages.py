@@ -1,12 +1,12 @@
-"""What each kind of stage trains, and how it looks at keys.
+"""What each kind of stage trains, the attention it uses, and its losses.
 
     pretrain   all but the indexers        dense attention                    next token, MTP, balance
-    midtrain   the same                    the same, documents packed whole   the same
-    warmup     the indexers alone          dense attention                    KL over every causal key
+    midtrain   the same                    the same, documents are not cut    the same
+    warmup     the indexers only           dense attention                    KL over every causal key
     sparse     all                         keys that the indexers select      next token, MTP, balance; KL over them
-    sft        as sparse                   as sparse                          the same, on what the model said
+    sft        as sparse                   as sparse                          the same, on the assistant's tokens
 
-Names of parameters never change, so a checkpoint of any stage can begin any other.
+Names of parameters do not change, so any stage can start from a checkpoint of any other.
 """
 
 from glm5.config.model import ModelConfig
@@ -18,14 +18,14 @@ from glm5.train.step import Phase
 
 
 def phase_of(stage: StageConfig) -> Phase:
-    """Which keys attention reads, and whether the indexers learn."""
+    """The attention of a stage, and whether its indexers are trained."""
     if stage.kind == "warmup":
         return Phase("warmup", learn_index=True)
     return Phase("dense", window=stage.window) if stage.reads_all else Phase("sparse", learn_index=True)
 
 
 def choose_parameters(model: Glm5, stage: StageConfig) -> None:
-    """Mark what the stage trains. What it does not train has no gradient, and no optimizer state."""
+    """Set `requires_grad` of all parameters for the stage. Others have no gradient and no optimizer state."""
     phase = phase_of(stage)
     for name, weight in model.named_parameters():
         of_indexer = INDEXER in name
@@ -33,27 +33,26 @@ def choose_parameters(model: Glm5, stage: StageConfig) -> None:
 
 
 def losses_of(recipe: Recipe, stage: StageConfig, step: int) -> LossConfig:
-    """The stage's losses. Where the model stays as it is, so do its routers; late in a stage, so do they if asked."""
+    """The stage's losses at a step. Selection biases are frozen in warm-up, with LoRA, and after `balance_until`."""
     losses = stage.losses or recipe.losses
     frozen = stage.kind == "warmup" or recipe.lora is not None or step >= stage.steps * stage.balance_until
     return losses.model_copy(update={"balance_step": 0.0}) if frozen else losses
 
 
-def longer(recipe: Recipe, cfg: ModelConfig) -> list[str]:
-    """A sentence for each stage with longer sequences than the model and the stages before know, under the same RoPE
-    base: as likely a slip as a wish."""
-    said, known = [], cfg.max_position_embeddings
+def long_sequence_warnings(recipe: Recipe, cfg: ModelConfig) -> list[str]:
+    """A warning for each stage with sequences longer than the model's and earlier stages', under the same RoPE base."""
+    warnings, max_len = [], cfg.max_position_embeddings
     for stage in recipe.stage:
-        if stage.seq_len > known and stage.rope_theta is None:
-            said.append(
-                f"stage {stage.name}: seq_len {stage.seq_len:,} is above the {known:,} that max_position_embeddings "
+        if stage.seq_len > max_len and stage.rope_theta is None:
+            warnings.append(
+                f"stage {stage.name}: seq_len {stage.seq_len:,} is above the {max_len:,} that max_position_embeddings "
                 f"says; its checkpoints will say {stage.seq_len:,}. If that is meant, give the stage a rope_theta, or "
                 f"set model.config.max_position_embeddings to {stage.seq_len}"
             )
-        known = max(known, stage.seq_len)
-    return said
+        max_len = max(max_len, stage.seq_len)
+    return warnings
 
 
-def packs(kind: Kind) -> bool:
-    """Whether documents are packed whole by default: in all but pre-training (GLM-5 report, appendix A)."""
+def packs_documents(kind: Kind) -> bool:
+    """Whether documents are packed without cutting by default: not in pre-training (GLM-5 report, appendix A)."""
     return kind != "pretrain"

@@ -1,11 +1,11 @@
-"""What a run needs to go on: one file, replaced as a whole, and the folders of checkpoints beside it.
+"""The saved state of a run: one file, replaced atomically, and folders of checkpoints.
 
-    OUT/state.pt              weights, optimizer, and how far the run is
-    OUT/state-*.pt            where several processes train: their rows of weights and optimizer (sharded_state.py)
-    OUT/STAGE/step-00000500   checkpoints in the published layout; OUT/STAGE/last and best point to two of them
-    OUT/run.lock              held while a process trains there
+    OUT/state.pt              weights, optimizer state, and position of the run
+    OUT/state-*.pt            in distributed runs: each rank's rows of weights and optimizer state (sharded_state.py)
+    OUT/STAGE/step-00000500   checkpoints in the published layout; OUT/STAGE/last and best link to two of them
+    OUT/run.lock              locked while a process trains there
 
-Whatever is killed, state.pt is that of some step as a whole; what was written after it is written again, the same.
+If a run is killed, state.pt is the complete state of some step, and the steps after it are repeated identically.
 """
 
 import errno
@@ -31,17 +31,15 @@ from glm5.train.sharded_state import DAMAGED, check_bytes, damaged
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-HARMLESS = {"out", "device", "checkpoints", "peak_tflops", "skip_steps", "workers", "parallel"}
-"""Keys of a recipe that a run may go on with changed."""
-
-
+CHANGEABLE_KEYS = {"out", "device", "checkpoints", "peak_tflops", "skip_steps", "workers", "parallel"}
+"""Keys of a recipe that may change when a run is resumed."""
 _OF_STAGE = re.compile(r"step-\d{8,}(-int4)?|\.step-\d{8,}-int4\.quantizing")
-"""Folders in that of a stage: checkpoints, packed ones, and one whose packing was cut off."""
+"""Folders of a stage: checkpoints, int4 checkpoints, and incomplete int4 checkpoints."""
 
 
 @dataclass
 class Position:
-    """How far a run is: the stage, how many of its steps are done, and what was counted on the way."""
+    """The position of a run: the stage, its finished steps, and totals of the run."""
 
     stage: int = 0
     step: int = 0
@@ -58,10 +56,10 @@ class Store:
 
     def __init__(self, out: Path, recipe: Recipe) -> None:
         self.out, self.file = out, out / "state.pt"
-        self._recipe = json.loads(recipe.model_dump_json(exclude=HARMLESS))
+        self._recipe = json.loads(recipe.model_dump_json(exclude=CHANGEABLE_KEYS))
 
     def read(self) -> tuple[Position, Mapping[str, Any]] | None:
-        """The state, or None where a run begins. Raises `TrainingError` when it is damaged or of another recipe."""
+        """The state, or None for a new run. Raises `TrainingError` when it is damaged or of another recipe."""
         if not self.file.exists():
             return None
         try:
@@ -73,7 +71,7 @@ class Store:
                 raise ValueError(f"it is in stage {position.stage}, and there are {len(recipe['stage'])}")
         except DAMAGED as error:
             raise damaged(self.file, error) from None
-        if difference := _difference(recipe, self._recipe):
+        if difference := _first_difference(recipe, self._recipe):
             raise TrainingError(
                 f"{self.out} holds a run of another recipe: {difference}; go on with the old one, choose another out "
                 "(model.checkpoint = a checkpoint of this run starts from it), or throw it away with --restart"
@@ -94,10 +92,10 @@ class Store:
         *,
         parts: Sequence[str] = (),
     ) -> None:
-        """Replace the state. Raises `TrainingError` when it cannot be written; the one before is then still there.
+        """Replace the state. Raises `TrainingError` when it cannot be written; the previous state is then unchanged.
 
-        `parts`: files in the folder that hold weights and optimizer in the place of `model` and `optimizer`; whoever
-        writes them takes older ones away.
+        `parts`: files that hold weights and optimizer state instead of `model` and `optimizer`; their writer deletes
+        older ones.
         """
         state = {
             "version": VERSION,
@@ -120,7 +118,7 @@ class Store:
         return self.out / stage / f"step-{step:08d}"
 
     def point(self, stage: str, name: str, step: int) -> None:
-        """Let OUT/STAGE/NAME point to a checkpoint."""
+        """Link OUT/STAGE/NAME to a checkpoint, atomically."""
         link = self.out / stage / name
         building = link.with_name(f".{name}.new")
         building.unlink(missing_ok=True)
@@ -128,7 +126,7 @@ class Store:
         os.replace(building, link)
 
     def prune(self, stage: str, keep: int) -> None:
-        """Delete all checkpoints of a stage but the last `keep` and those that are pointed to."""
+        """Delete all checkpoints of a stage but the last `keep` and those that are linked."""
         folder = self.out / stage
         saved = sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name))
         pointed = {os.readlink(folder / name) for name in ("last", "best") if (folder / name).is_symlink()}
@@ -139,7 +137,7 @@ class Store:
 
 @contextmanager
 def writing_to(path: Path) -> Generator[None, None, None]:
-    """Failures of writing as a `TrainingError` that says what is still there."""
+    """Turn write errors inside the block into `TrainingError`s that say which state is kept."""
     try:
         yield
     except CheckpointError as error:
@@ -156,7 +154,7 @@ def writing_to(path: Path) -> Generator[None, None, None]:
 
 @contextmanager
 def locked(out: Path) -> Generator[None, None, None]:
-    """Hold the folder of a run. Raises `TrainingError` when another process trains there, or nobody can write."""
+    """Lock the folder of a run. Raises `TrainingError` when another process trains there, or it is not writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = (out / "run.lock").open("w")
@@ -175,7 +173,7 @@ def locked(out: Path) -> Generator[None, None, None]:
 
 
 def clear(out: Path, recipe: Recipe) -> None:
-    """Throw away what a run of this recipe has left in `out`; other files stay."""
+    """Delete the files of a run of this recipe in `out`; other files are kept."""
     _drop_parts(out)
     for name in ("state.pt", "metrics.jsonl", "recipe.json", "report.html"):
         (out / name).unlink(missing_ok=True)
@@ -196,14 +194,14 @@ def _drop_parts(out: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _difference(old: Any, new: Any, path: str = "") -> str:
-    """The first place where two recipes differ, with both values; empty if there is none."""
+def _first_difference(old: Any, new: Any, path: str = "") -> str:
+    """The first difference of two recipes, with both values; empty if they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(new.keys() - old.keys())]:
-            if found := _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key):
+            if found := _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else key):
                 return found
         return ""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))
-        return next((found for i, (a, b) in pairs if (found := _difference(a, b, f"{path}.{i}"))), "")
+        return next((found for i, (a, b) in pairs if (found := _first_difference(a, b, f"{path}.{i}"))), "")
     return "" if old == new else f"{path} was {old!r:.60} and is {new!r:.60}"

@@ -1,10 +1,10 @@
-"""One training step: losses of several packed batches, their gradients summed, clipped, and both optimizers.
+"""One training step: losses of packed batches, gradients summed over them and clipped, and the optimizer update.
 
     loss   =  sum_t w_t CE(t) / sum_t w_t  +  mtp_weight mean_k CE_k  +  index_weight KL  +  balance_weight L / T
 
-All sums run over all batches of the step: cut into more and smaller batches, it is the same step. CE_k predicts token
-p + k + 1 from position p by applying the MTP layer k times, always with the same weights (DeepSeek-V3 report, 2.2;
-GLM-5 report, shared parameters). KL is the indexers' (model/index_loss.py), that of the MTP layer's beside it.
+All sums run over all batches of the step, so the result does not depend on how the step is cut into batches. CE_k
+predicts token p + k + 1 from position p by applying the MTP layer k times with shared weights (DeepSeek-V3 report, 2.2;
+GLM-5 report, shared parameters). KL is the indexers' loss (model/index_loss.py), of the MTP layer's indexer too.
 """
 
 import math
@@ -30,15 +30,15 @@ from glm5.train.sliding_window import WindowView
 
 @dataclass(frozen=True)
 class Phase:
-    """What a stage asks of a pass: which keys are attended to, and whether the indexers learn. `window`: dense
-    attention, but for layers that read a window."""
+    """The attention of a stage's passes, and whether the indexers are trained. `window`: dense attention with sliding
+    windows in some layers."""
 
     keys: Stage = "dense"
     learn_index: bool = False
     window: WindowConfig | None = None
 
     def view(self, batch: Batch, *, learning: bool = False) -> PackedView:
-        """The keys of a pass over `batch`; `learning`: one whose index loss will be asked for, where there is one."""
+        """The `KVView` of a pass over `batch`. `learning`: whether the index loss is needed, if the stage has one."""
         if self.window is not None:
             return WindowView(self.window, batch.lengths, batch.ids_T.device)
         learn_index = self.learn_index and learning
@@ -46,50 +46,50 @@ class Phase:
 
 
 class Step:
-    """Trains `model` with `optimizers`. The model's router biases are moved as well, unless their step is 0."""
+    """Trains `model` with `optimizers`. Also updates the routers' selection biases, unless `balance_step` is 0."""
 
     def __init__(
         self, model: Glm5, optimizers: Optimizers, cfg: LossConfig, phase: Phase, masters: MasterWeights | None = None
     ):
-        """`masters`: whose parameters `optimizers` are about, where they are not the model's own."""
+        """`masters`: the master weights that `optimizers` update, None if they update the model's parameters."""
         self.model, self.optimizers, self.cfg, self.phase = model, optimizers, cfg, phase
         self.balance, self.masters = Balance(model), masters
         self.optimizer_time = DeviceTimer(model.device)
-        """Of the last step: Muon and AdamW, without clipping."""
-        self.optimizer_before = 0.0
-        """Its seconds in the step before the last: known without waiting."""
+        """Time of the optimizers' update in the last step, without clipping."""
+        self.optimizer_seconds = 0.0
+        """`optimizer_time` of the step before the last, which needs no synchronisation."""
         self.mtp_depth = cfg.mtp_depth if model.cfg.num_nextn_predict_layers else 0
 
     def run(self, batches: Sequence[Batch], lr: float) -> dict[str, float]:
-        """Learn from `batches`; losses by name, as means, with the norms of gradients before clipping.
+        """Train on `batches`; returns mean losses by name, and gradient norms before clipping.
 
         "loss" is the cross-entropy of the next token. Raises TrainingError, before anything is updated, when a loss or
-        a norm is not a finite number, or when there is nothing to learn.
+        a norm is not finite, or when no token has a loss weight.
         """
         totals = self._totals(batches)
         self.optimizers.zero_grad()
-        named = self._gradients(batches, totals)
-        named |= {f"{part} norm": norm for part, norm in self.optimizers.clip().items()}
+        values = self._gradients(batches, totals)
+        values |= {f"{part} norm": norm for part, norm in self.optimizers.clip().items()}
         if excess := self.balance.excess():
-            named["excess load"] = torch.stack(list(excess.values())).max()
-        # The one place where a step waits for a GPU.
-        numbers = torch.stack([value.double() for value in named.values()]).tolist()
-        self.optimizer_before = self.optimizer_time.seconds()
-        figures = dict(zip(named, numbers, strict=True))
-        if wrong := {name: value for name, value in figures.items() if not math.isfinite(value)}:
+            values["excess load"] = torch.stack(list(excess.values())).max()
+        # The only synchronisation with a GPU in a step.
+        numbers = torch.stack([value.double() for value in values.values()]).tolist()
+        self.optimizer_seconds = self.optimizer_time.seconds()
+        metrics = dict(zip(values, numbers, strict=True))
+        if not_finite := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
             self.optimizers.zero_grad()
-            got = ", ".join(f"{name} is {value}" for name, value in wrong.items())
-            raise TrainingError(f"{got}: nothing was updated in this step; {self._what_to_do()}")
+            got = ", ".join(f"{name} is {value}" for name, value in not_finite.items())
+            raise TrainingError(f"{got}: nothing was updated in this step; {self._advice()}")
         with self.optimizer_time:
             self.optimizers.step(lr)
             if self.masters is not None:
-                self.masters.hand_back()
+                self.masters.update_model()
         self.optimizers.zero_grad()
         self.balance.update(self.cfg.balance_step)
-        return figures
+        return metrics
 
-    def _what_to_do(self) -> str:
-        """Of numbers that are not finite."""
+    def _advice(self) -> str:
+        """What to do about values that are not finite."""
         if (name := self._not_finite()) is None:
             return "lower the learning rate, or look at its data"
         return (
@@ -98,24 +98,15 @@ class Step:
         )
 
     def _not_finite(self) -> str | None:
-        """The first parameter with a number that is none."""
+        """The name of the first parameter with NaN or infinity."""
         return first_not_finite(self.model.named_parameters())
 
-    @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean cross-entropy of the next token, without learning."""
-        total = self._totals(batches)[1]
-        loss = 0.0
-        for batch in batches:
-            loss += self._cross_entropy(self.model(batch.ids_T, self.phase.view(batch)), batch, 1).item()
-        return loss / total
-
     def _totals(self, batches: Sequence[Batch]) -> dict[int, float]:
-        """Sums of weights of the targets at each distance, over the step; tokens at distance 0."""
+        """Sums of the loss weights of targets over the step, by distance; at distance 0 the number of tokens."""
         totals = {0: float(sum(len(batch.ids_T) for batch in batches))}
         for distance in range(1, self.mtp_depth + 2):
             totals[distance] = sum(batch.weight_of_targets(distance) for batch in batches)
-        totals = self._over_ranks(totals)
+        totals = self._sum_over_ranks(totals)
         if not totals[1]:
             raise TrainingError(
                 f"nothing to learn from in {len(batches)} batches: no token has a weight and another before it; "
@@ -123,22 +114,22 @@ class Step:
             )
         return totals
 
-    def _over_ranks(self, totals: dict[int, float]) -> dict[int, float]:
-        """The same of the batches of all ranks of a run; here there is one."""
+    def _sum_over_ranks(self, totals: dict[int, float]) -> dict[int, float]:
+        """The totals over all ranks; in this class there is one."""
         return totals
 
     def _gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
-        """The step's losses by name, as means; their gradients are added to the parameters'."""
+        """Mean losses of the step by name; their gradients are added to the parameters'."""
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for batch in batches:
-            for name, loss in self._learn(batch, totals).items():
+            for name, loss in self._backward(batch, totals).items():
                 parts[name].append(loss)
         return {name: torch.stack(losses).sum() for name, losses in parts.items()}
 
-    def _learn(self, batch: Batch, totals: Mapping[int, float]) -> dict[str, Tensor]:
+    def _backward(self, batch: Batch, totals: Mapping[int, float]) -> dict[str, Tensor]:
         view = self._view(batch)
         with_loss = self.cfg.balance_weight > 0
-        with self.balance.watch(view.row_T, with_loss=with_loss, num_rows=view.num_rows):
+        with self.balance.record(view.row_T, with_loss=with_loss, num_rows=view.num_rows):
             loss, losses = self._pass(batch, view, totals)
             if loss is not None:
                 loss.backward()
@@ -150,7 +141,7 @@ class Step:
     def _pass(
         self, batch: Batch, view: PackedView, totals: Mapping[int, float]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What is learnt from, if anything is, and each loss."""
+        """(weighted sum of the losses with gradients, or None; each loss by name)."""
         return self._weighted(dict(self._losses(batch, view, totals)))
 
     def _weighted(self, losses: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -158,7 +149,7 @@ class Step:
         return torch.stack(learnt).sum() if learnt else None, {name: loss.detach() for name, loss in losses.items()}
 
     def _losses(self, batch: Batch, view: PackedView, totals: Mapping[int, float]) -> Iterator[tuple[str, Tensor]]:
-        """Shares of the step's means that this batch contributes, before their weights."""
+        """This batch's contributions to the mean losses of the step, not weighted."""
         hidden_TD = self.model(batch.ids_T, view)
         yield from self._layer_losses(batch, view, totals)
         yield from self._token_losses(batch, hidden_TD, totals)
@@ -166,7 +157,7 @@ class Step:
     def _layer_losses(
         self, batch: Batch, view: PackedView, totals: Mapping[int, float]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Of the indexers and routers that have run."""
+        """Losses of the indexers and routers that have run."""
         if self.phase.learn_index:
             yield "index", view.index_loss() * (len(batch.ids_T) / totals[0])
         yield from self._balance_losses("balance", 1 / totals[0])
@@ -174,7 +165,7 @@ class Step:
     def _token_losses(
         self, batch: Batch, hidden_TD: Tensor, totals: Mapping[int, float]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Of what the model's hidden states predict, and of MTP, with its own indexer and router."""
+        """Next-token loss of the model's hidden states, and the losses of MTP with its indexer and router."""
         share = len(batch.ids_T) / totals[0]
         yield "loss", self._cross_entropy(hidden_TD, batch, 1) / totals[1]
         if not self.mtp_depth:
@@ -200,10 +191,8 @@ class Step:
             "loss": 1.0,
             "mtp": self.cfg.mtp_weight,
             "index": self.cfg.index_weight,
-            "mtp index": self.cfg.index_weight,
             "balance": self.cfg.balance_weight,
-            "mtp balance": self.cfg.balance_weight,
-        }[name]
+        }[name.removeprefix("mtp ")]
 
     def _cross_entropy(self, hidden_TD: Tensor, batch: Batch, distance: int) -> Tensor:
         """Weighted sum over targets."""
@@ -213,10 +202,10 @@ class Step:
 
 
 def drafts(model: Glm5, batch: Batch, hidden_TD: Tensor, view: PackedView, depth: int) -> Iterator[Tensor]:
-    """Hidden states [T, D] of the MTP layer applied once, twice, ... `depth` times: the k-th, at position p, has seen
-    the tokens up to p + k. The last k positions of a sequence mean nothing.
+    """Hidden states [T, D] of the MTP layer applied 1 .. `depth` times: the k-th at position p depends on the tokens up
+    to p + k. The last k positions of a sequence are meaningless.
 
-    Where iterations share an index selection, the first one's is used, and its indexer learns from all.
+    Where iterations share an index selection, that of the first is used, and its indexer is trained by all.
     """
     selection = None
     for distance in range(1, depth + 1):
@@ -226,8 +215,8 @@ def drafts(model: Glm5, batch: Batch, hidden_TD: Tensor, view: PackedView, depth
 
 
 @torch.no_grad()
-def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    for name, weight in named:
+def first_not_finite(values: Iterable[tuple[str, Tensor]]) -> str | None:
+    for name, weight in values:
         wide = weight.float() if weight.is_floating_point() and weight.element_size() == 1 else weight
         if not wide.isfinite().all():
             return name

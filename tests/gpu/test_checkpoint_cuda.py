@@ -38,7 +38,7 @@ def test_rooms_are_taken_in_turns(shard, dtype, tmp_path, monkeypatch):
     """Tensors that take many rooms, of which one is filled while the other is copied; a rank's rows and columns."""
     source = save(random_model(3, preset("tiny")), tmp_path / "fp8", dtype="fp8")
     here = load(source, dtype=dtype, shard=shard).state_dict()
-    monkeypatch.setattr(staging, "_ROOM_BYTES", 16 << 10)
+    monkeypatch.setattr(staging, "_BUFFER_BYTES", 16 << 10)
     for _ in range(3):
         there = load(source, dtype=dtype, device="cuda", shard=shard).state_dict()
         assert all(torch.equal(bits(there[name]), bits(here[name])) for name in here)

@@ -16,7 +16,7 @@ from glm5.kernels.sparse_mla import sparse_mla
 from glm5.model import Glm5
 from glm5.testing.numerics import rel_rms
 from glm5.train import activation_memory
-from glm5.train.activation_memory import keep
+from glm5.train.activation_memory import set_activation_memory
 from glm5.train.batch import Batch
 from glm5.train.master_weights import MasterWeights
 from glm5.train.optim.build import Optimizers
@@ -205,7 +205,7 @@ def test_steps_of_a_model(phase, gen):
 @pytest.mark.parametrize(("recompute", "offload"), [("mlp", False), ("layer", False), (None, True), ("layer", True)])
 def test_less_is_kept(recompute, offload, monkeypatch):
     """The same gradients, and less memory between the passes."""
-    monkeypatch.setattr(activation_memory, "_SMALL", 1 << 10)
+    monkeypatch.setattr(activation_memory, "_MIN_OFFLOAD", 1 << 10)
     cfg = ModelConfig.from_dict(BASE | {"num_nextn_predict_layers": 0, "index_topk": 8})
     batch = Batch(torch.arange(4096) % 60 + 2, torch.ones(4096), [2048, 2048]).to("cuda")
 
@@ -213,7 +213,7 @@ def test_less_is_kept(recompute, offload, monkeypatch):
         model = Glm5(cfg)
         randomize(model, seed=3)
         model = model.cuda().bfloat16()
-        keep(model, asked[0], offload=asked[1])
+        set_activation_memory(model, asked[0], offload=asked[1])
         for _ in range(2):
             model.zero_grad()
             before = torch.cuda.memory_allocated()

@@ -52,7 +52,7 @@ class _Watching:
     def over(self, number: int, batches: list[tuple[int, Batch]]) -> None:
         """Step `number` has these rows."""
         self.number = number
-        self._rows = {id(batch): (row, getattr(batch, "mine_T", None)) for row, batch in batches}
+        self._rows = {id(batch): (row, getattr(batch, "token_T", None)) for row, batch in batches}
 
     def close(self) -> None:
         self._restore()

@@ -24,10 +24,10 @@ from glm5.train.lora import adapt
 from glm5.train.master_weights import MasterWeights
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import build, fill, outline, put_rows, take_rows
-from glm5.train.parallel.context import CutBatch
+from glm5.train.parallel.context import BatchShard
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.pipeline import PipelineStep
-from glm5.train.parallel.step import SharedStep, shards_of
+from glm5.train.parallel.step import DistributedStep, shards_of
 from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.step import Phase, Step
 from tests.support.parity import BASE, randomize
@@ -211,9 +211,9 @@ def _rank(rank: int, port: int, job: Job) -> Done:
     part = build(model, team, job.parallel, dtype=job.dtype, compute=compute, mtp_depth=depth, has_base=has_base)
     whole = job.model().state_dict()
     fill(part, rank, lambda name, spans: take_rows(whole[name], spans), whole.__getitem__)
-    optimizers = Kept(part.local, job.cfg, job.optimizer, shards_of(part.places, team))
+    optimizers = Kept(part.local, job.cfg, job.optimizer, shards_of(part.layout, team))
     if mesh.pipeline == 1:
-        step = SharedStep(part.roots[0], team, optimizers, job.losses, job.phase)
+        step = DistributedStep(part.roots[0], team, optimizers, job.losses, job.phase)
     else:
         most = max(len(batch.ids_T) for number in range(job.steps) for batch in _mine(job, team, number))
         step = PipelineStep(part, team, optimizers, job.losses, job.phase, tokens=most)
@@ -224,8 +224,8 @@ def _rank(rank: int, port: int, job: Job) -> Done:
         if replayer is not None:
             replayer.over(number, list(zip(mesh.rows(len(ROWS), rank), mine, strict=True)))
         figures.append(step.run(mine, 0.01))
-    grads = [_joined(team, part.places, kept) for kept in optimizers.grads]
-    weights = _joined(team, part.places, {name: one.detach() for name, one in part.local.items()})
+    grads = [_joined(team, part.layout, kept) for kept in optimizers.grads]
+    weights = _joined(team, part.layout, {name: one.detach() for name, one in part.local.items()})
     weights |= _buffers(team, part.buffers)
     flips = torch.zeros(2) if replayer is None else torch.tensor([replayer.flips, replayer.asked])
     flipped, asked = team.total(flips.double()).tolist()
@@ -242,7 +242,7 @@ def _mine(job: Job, team: TrainingGroup, number: int) -> list[Batch]:
         mine = [Batch(ids, weights, [length for one in mine for length in one.lengths])]
     if mesh.context == 1:
         return mine
-    return [CutBatch(row, mesh.part(team.rank), mesh.context) for row in mine]
+    return [BatchShard(row, mesh.part(team.rank), mesh.context) for row in mine]
 
 
 def _buffers(team: TrainingGroup, mine: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -252,7 +252,7 @@ def _buffers(team: TrainingGroup, mine: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: one for buffers in found for name, one in buffers.items()}
 
 
-def _joined(team: TrainingGroup, places: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
+def _joined(team: TrainingGroup, layout: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors from all ranks' rows; {} on all but the first."""
     found: list[Any] = [None] * team.mesh.size
     dist.all_gather_object(found, {name: one.cpu() for name, one in local.items()})
@@ -261,8 +261,8 @@ def _joined(team: TrainingGroup, places: Any, local: dict[str, Tensor]) -> dict[
     names = dict.fromkeys(name for parts in found for name in parts)
     whole: dict[str, Tensor] = {}
     for name in names:
-        whole[name] = torch.full(places.shapes[name], float("nan"), dtype=next(iter(local.values())).dtype)
+        whole[name] = torch.full(layout.shapes[name], float("nan"), dtype=next(iter(local.values())).dtype)
         for rank, parts in enumerate(found):
             if name in parts:
-                put_rows(whole[name], places.spans(name, rank), parts[name])
+                put_rows(whole[name], layout.spans(name, rank), parts[name])
     return whole

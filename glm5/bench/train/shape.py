@@ -28,7 +28,7 @@ from glm5.train.metrics import flops_per_token
 from glm5.train.optim.build import INDEXER, Optimizers
 from glm5.train.parallel.build import ModelShard, build, outline
 from glm5.train.parallel.mesh import mesh_of
-from glm5.train.parallel.step import SharedStep, shards_of
+from glm5.train.parallel.step import DistributedStep, shards_of
 from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.step import Phase
 
@@ -86,8 +86,8 @@ def _rank(
     part = build(model, team, parallel, dtype=dtype, compute=dtype, mtp_depth=0)
     _randomize(part, rank)
     optimizer = OptimizerConfig(momentum_dtype="bfloat16")
-    optimizers = Optimizers(part.local, cfg, optimizer, shards_of(part.places, team))
-    step = SharedStep(part.roots[0], team, optimizers, losses, Phase("dense"))
+    optimizers = Optimizers(part.local, cfg, optimizer, shards_of(part.layout, team))
+    step = DistributedStep(part.roots[0], team, optimizers, losses, Phase("dense"))
     gen = torch.Generator().manual_seed(rank)
     seconds: list[float] = []
     of_optimizer: list[float] = []

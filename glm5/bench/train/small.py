@@ -14,7 +14,7 @@ from glm5.config.train import read_recipe
 from glm5.model.glm5 import Glm5
 from glm5.model.init import init_weights
 from glm5.train.batch import Batch
-from glm5.train.loop import one_order
+from glm5.train.loop import deterministic
 from glm5.train.master_weights import MasterWeights
 from glm5.train.metrics import flops_per_token
 from glm5.train.optim.build import INDEXER, Optimizers
@@ -42,7 +42,7 @@ def ordered_figures(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
     """Steps of the same model by the default algorithms, then by those that give the same bits each time."""
     step = _step(stage)
     plain = _steps(step, seq_len, sequences)
-    with one_order(asked=True):
+    with deterministic(asked=True):
         ordered = _steps(step, seq_len, sequences)
     about = {name: plain[name] for name in ("tokens a step", "context")}
     of_each = {"default": plain, "deterministic": ordered}

@@ -1,1 +1,1 @@
-"""What a step trains on: token files, samplers, mixtures, packing, conversations, generated tasks. No torch."""
+"""Training data: token files, sampling, mixtures, packing, conversations, generated tasks. No torch."""

@@ -1,16 +1,16 @@
-"""Conversations to token ids of which those are marked that the model said: rows for supervised fine-tuning.
+"""Conversations -> token ids and loss masks for supervised fine-tuning.
 
-A row is an object with `messages` (OpenAI's shape; an assistant message with `"loss": false`, an error that must not be
-learnt, stays in the context only), `tools` and `thinking`, or with `token_ids` and `loss_mask`. `thinking`:
+A row is an object with `messages` (OpenAI's format), `tools` and `thinking`, or with `token_ids` and `loss_mask`. An
+assistant message with `"loss": false` is context only. `thinking`:
 
-    interleaved   the default: reasoning before every answer and tool call; later turns do not see that of earlier ones
-    preserved     all reasoning stays
-    off           none
+    interleaved   the default: reasoning before every answer and tool call; it is not shown in later turns
+    preserved     all reasoning is kept
+    off           no reasoning
 
-Within these a turn whose messages have no reasoning is one with thinking switched off (turn-level thinking), unless the
-template writes it otherwise. What the model said is what the template renders behind the generation prompt that it
-would have been asked with, up to and with the token that hands over. Where the next turn renders an earlier one
-differently, as interleaved thinking does, both are examples, each learnt from what it had to go by.
+A turn whose messages have no reasoning has thinking switched off (turn-level thinking), unless the template always
+thinks. The loss covers what the template renders after the generation prompt of a message, including the token that
+ends it. Where a later turn renders an earlier one differently, as with interleaved thinking, each is an example with
+its own context.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _MESSAGE = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id"
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and for each whether the model is to learn to produce it."""
+    """Token ids, and for each whether it counts in the loss."""
 
     ids: list[int]
     marks: list[bool]
@@ -38,14 +38,14 @@ class Example:
 
 @dataclass
 class _Text:
-    """A rendered conversation with a guard's marks, and (start, stop) of what the model said in it, last first."""
+    """A rendered conversation with a guard's marks, and (start, stop) of the assistant's text in it, last first."""
 
     text: str
     spans: list[tuple[int, int]] = field(default_factory=list)
 
 
 def examples_of(row: Any, template: ChatTemplate, where: str) -> list[Example]:
-    """What a row teaches; empty where nothing in it is to be learnt. Raises `DataError` that begins with `where`."""
+    """The examples of a row; empty if no token counts in the loss. Raises `DataError` that begins with `where`."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: a row is an object, got {type(row).__name__}")
     if ("messages" in row) == ("token_ids" in row):
@@ -60,7 +60,7 @@ def examples_of(row: Any, template: ChatTemplate, where: str) -> list[Example]:
 
 
 def _no_slips(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Other keys are a data set's own; one that is nearly a key known here would be overlooked."""
+    """DataError for a key that looks like a misspelt known one. Other unknown keys are ignored."""
     for key in given.keys() - set(known):
         if near := get_close_matches(str(key).lower(), known, n=1, cutoff=0.8):
             raise DataError(f"{where}: got the key {key!r:.40}; the nearest that means something is {near[0]!r}")
@@ -82,7 +82,7 @@ def _from_messages(row: Mapping[str, Any], template: ChatTemplate, where: str) -
     if not isinstance(row["messages"], list) or not row["messages"]:
         raise DataError(f"{where}: messages must be a list of at least one message")
     messages, learnt = _without_flags(row["messages"], where)
-    normalize_messages(messages)  # also where nothing is learnt, and so nothing rendered: a slip in a role is an error
+    normalize_messages(messages)  # checks roles even if no message counts in the loss and nothing is rendered
     if not template.allow_control_tokens:
         _no_reasoning_in_contents(messages, where)
     guard = template.guard()
@@ -94,7 +94,7 @@ def _from_messages(row: Mapping[str, Any], template: ChatTemplate, where: str) -
 
 
 def _no_reasoning_in_contents(messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    """It would be learnt as text that spells tags."""
+    """DataError for <think> in contents: it would be trained on as plain text."""
     for i, message in enumerate(messages):
         content = message.get("content")
         embeds = isinstance(content, str) and content.lstrip().startswith("<think>")
@@ -106,7 +106,7 @@ def _no_reasoning_in_contents(messages: Sequence[Mapping[str, Any]], where: str)
 
 
 def _without_flags(given: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[bool]]:
-    """The messages as templates take them, and which are learnt: by default, all of the assistant's."""
+    """The messages without `loss` keys, and which ones count in the loss: by default all of the assistant's."""
     messages: list[dict[str, Any]] = []
     learnt: list[bool] = []
     for i, message in enumerate(given):
@@ -132,7 +132,7 @@ def _said(
     guard: Guard,
     where: str,
 ) -> tuple[str, int, str]:
-    """(the conversation up to the last message, where what the model said begins, the token that hands over)."""
+    """(the conversation up to the last message, where the assistant's text begins, the token that ends it)."""
     options = {key: row[key] for key in ("reasoning_effort",) if key in row}
     options |= {"clear_thinking": False} if thinking == "preserved" else {}
     last = messages[-1]
@@ -160,7 +160,7 @@ def _said(
 
 
 def _add(rendered: list[_Text], done: str, start: int, handover: str) -> None:
-    """What was said goes into the conversation that goes on from it word for word, or is one of its own."""
+    """Add a span to the last conversation if that one contains this text as a prefix, else add a new conversation."""
     stop = len(done) + len(handover)
     if not rendered or not rendered[-1].text.startswith(done + handover):
         rendered.append(_Text(done + handover))
@@ -168,7 +168,7 @@ def _add(rendered: list[_Text], done: str, start: int, handover: str) -> None:
 
 
 def _encoded(rendered: _Text, guard: Guard) -> Example:
-    """Piece by piece: pieces begin and end at special tokens, over which no token reaches."""
+    """Encodes piece by piece. Pieces begin and end at special tokens, so no token spans two pieces."""
     ids: list[int] = []
     marks: list[bool] = []
     at = 0

@@ -1,4 +1,4 @@
-"""Conversations as token ids, with the assistant's tokens marked: those are what is learnt."""
+"""Generated conversations as token ids, with the assistant's tokens marked for the loss."""
 
 import re
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer, train_bpe
 from glm5.train.data.questions import KINDS, Conversation, Turn, conversation
 
-NEXT_TURN = "<|user|>"  # the token with which the model hands over after an answer
+NEXT_TURN = "<|user|>"  # the token that ends an answer
 CORPUS_PER_KIND = 100
-# Spelled-out letters and numbers stay one token each if the tokenizer never sees two of them together.
+# Letters and digits stay one token each if the tokenizer is not trained on sequences of them.
 _NOT_IN_CORPUS = re.compile("|".join(map(re.escape, GLM_TOKENS)) + r"|[A-Z]{2,}|\d")
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and for each whether the model is to produce it."""
+    """Token ids, and for each whether it counts in the loss."""
 
     ids: tuple[int, ...]
     labelled: tuple[bool, ...]
@@ -41,8 +41,8 @@ def messages(turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
 
 
 def example(template: ChatTemplate, chat: Conversation) -> Example:
-    """A conversation as the template renders it. Marked are the tokens after each generation prompt, up to and with
-    the one that hands over to the user or the tool."""
+    """A conversation as the template renders it. Labelled are the tokens after each generation prompt, including the
+    one that ends the turn."""
     tokenizer, guard = template.tokenizer, template.guard()
     assert tokenizer is not None
     tools, switch = list(chat.tools) or None, {"enable_thinking": chat.thinking}
@@ -65,7 +65,7 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def corpus() -> Iterator[str]:
-    """What a tokenizer for them is learnt from."""
+    """Training text for a tokenizer of these conversations."""
     template = ChatTemplate.bundled("glm-5.2")
     for kind in KINDS:
         for i in range(CORPUS_PER_KIND):

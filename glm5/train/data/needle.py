@@ -1,9 +1,10 @@
-"""Typed needles: retrieval in token ids alone, which a two-layer model learns from nothing in minutes on a CPU.
+"""Typed needles: a retrieval task on token ids, which a two-layer model learns in minutes on a CPU.
 
     0..63       filler                     64 + 8 c + v   value v of class c, hidden once each in the filler
     192 + c     "which value has c?"       the tail asks all classes in random order; the answer is the value's token
 
-Chance is 1 in 8. Only answers are learnt. (Plain key-value recall does not form at this size: training notes, 8.1.)
+Chance is 1 in 8. Only answers count in the loss. (Models of this size do not learn key-value recall: training notes,
+8.1.)
 """
 
 from random import Random

@@ -1,9 +1,9 @@
-"""Orders that can be entered anywhere: permutations and mixtures as functions of a number, with no state to save.
+"""Random access orders: permutations and mixtures as functions of an index, without state to save.
 
     Permutation(n, key)[i]       where i goes among 0..n-1: four Feistel rounds on the bits of i, walked until inside
     Mixture(weights, seed)[g]    which source draw g takes, and how many draws of that source came before
 
-A run that goes on at step 1,000,000 asks for draw 1,000,000 * batch, and gets what a run that never stopped gets.
+A run that resumes at step n asks for draw n * batch size and gets the same rows as a run that was not interrupted.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _ROUNDS = 4
 
 
 def key_of(*parts: object) -> int:
-    """A 64-bit number that follows from the parts: the seed of whatever they name."""
+    """A 64-bit hash of the parts, for use as a seed."""
     text = "\x1f".join(map(str, parts))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -70,28 +70,28 @@ class Mixture:
     def __getitem__(self, draw: int) -> tuple[int, int]:
         """(source, draws of that source before this one)."""
         block, at = divmod(draw, BLOCK)
-        source_B, before_B = self._block(block)
-        source = int(source_B[at])
-        return source, block * self.counts[source] + int(before_B[at])
+        sources, before = self._block(block)
+        source = int(sources[at])
+        return source, block * self.counts[source] + int(before[at])
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         sources = np.repeat(np.arange(len(self.counts)), self.counts)
         shuffle = Permutation(BLOCK, key_of("mixture", self._seed, block))
-        source_B = sources[[shuffle[i] for i in range(BLOCK)]]
-        before_B = np.zeros(BLOCK, np.int64)
+        sources = sources[[shuffle[i] for i in range(BLOCK)]]
+        before = np.zeros(BLOCK, np.int64)
         for source in range(len(self.counts)):
-            places = source_B == source
-            before_B[places] = np.arange(int(places.sum()))
-        return source_B, before_B
+            places = sources == source
+            before[places] = np.arange(int(places.sum()))
+        return sources, before
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Whole numbers that sum to BLOCK, by largest remainder; whoever has any weight gets at least one."""
+    """Integers that sum to BLOCK, by largest remainder; at least one for each weight above 0."""
     exact = [weight * BLOCK for weight in weights]
     counts = [max(int(share), 1 if share > 0 else 0) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
     for i in by_remainder[: max(0, BLOCK - sum(counts))]:
         counts[i] += 1
-    while sum(counts) > BLOCK:  # many tiny weights were raised to one: the largest give them theirs
+    while sum(counts) > BLOCK:  # many tiny weights were raised to one, at the expense of the largest
         counts[counts.index(max(counts))] -= 1
     return counts

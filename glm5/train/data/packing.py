@@ -1,8 +1,8 @@
 """Best-fit packing: documents into sequences of one length, cut only where a document alone is longer.
 
-Longest first, each into the sequence whose free room fits it most closely (best-fit decreasing). Against cutting the
-stream every `seq_len` tokens, no document loses its beginning; what it costs is the room that stays free, a few
-tokens in ten thousand where documents are short (`Packed.filled`).
+Longest first, each into the sequence with the least sufficient space (best-fit decreasing). Unlike cutting the stream
+every `seq_len` tokens, no document loses its beginning; the cost is unused space, a few tokens in ten thousand where
+documents are short.
 """
 
 from bisect import bisect_left, insort
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Packed:
-    """Which pieces each sequence holds: those from `first[i]` to `first[i + 1]` of `start` and `stop`."""
+    """The pieces of each sequence: those from `first[i]` to `first[i + 1]` of `start` and `stop`."""
 
     first: NDArray[np.int64]
     start: NDArray[np.int64]
@@ -29,11 +29,6 @@ class Packed:
         """(start, stop) of each piece, as places in the token file."""
         a, b = int(self.first[sequence]), int(self.first[sequence + 1])
         return [(int(self.start[i]), int(self.stop[i])) for i in range(a, b)]
-
-    @property
-    def filled(self) -> float:
-        """Share of the sequences' room that holds tokens."""
-        return float((self.stop - self.start).sum()) / (len(self) * self.seq_len)
 
 
 def best_fit(ends: Sequence[int] | NDArray[np.int64], seq_len: int) -> Packed:

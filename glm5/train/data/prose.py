@@ -1,4 +1,4 @@
-"""Words, names and filler sentences that generated tasks are made of, drawn by a `Random`; nothing is read."""
+"""Words, names and filler sentences of generated tasks, drawn with a `Random`."""
 
 from random import Random
 from uuid import UUID

@@ -1,4 +1,4 @@
-"""Questions that small models are taught and judged by. Pure: the same (kind, split, seed, index) gives the same.
+"""Generated questions for training and evaluating small models. The same (kind, split, seed, index) gives the same.
 
     copy      Repeat KDXAM                                 KDXAM
     sort      Sort KDXAM                                   ADKMX
@@ -7,8 +7,8 @@
     tool      What is the colour of KDXAM?                 calls lookup(item="KDXAM", field="colour"), then answers
               Order 7 of KDXAM                             calls order(item="KDXAM", count=7), then answers
 
-Training and held-out questions are disjoint by construction: a checksum of what makes a question hard (the set of
-letters, the list of words) decides which of the two may ask it, whatever the seed.
+Training and held-out questions are disjoint for all seeds: a checksum of a question's content (the set of letters, the
+list of words) decides the split that it belongs to.
 """
 
 import zlib
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """One user message and what the assistant should make of it."""
+    """One user message and the expected reply."""
 
     user: str
     answer: str
@@ -70,7 +70,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Size:
-    """How large a conversation is made: its turns, and the words of a recall context."""
+    """The size of a conversation: its turns, and the words of a recall context."""
 
     turns: int = 1
     words: int = NUM_WORDS

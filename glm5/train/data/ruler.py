@@ -1,4 +1,4 @@
-"""Tasks in the manner of RULER (Hsieh et al., 2404.06654), generated at any length, for training and for evaluation.
+"""Tasks like those of RULER (Hsieh et al., 2404.06654), generated at any length, for training and evaluation.
 
     niah_single_1..3      one needle in noise or prose: word -> number, word -> uuid
     niah_multikey_1..3    others beside it: three needles, nothing but needles, nothing but needles of uuids
@@ -7,8 +7,8 @@
     cwe, fwe              the ten commonest words of a list; the three most frequent of coded words
     qa_1, qa_2            questions of one and of two hops over invented facts
 
-Which sample it is follows from (seed, task, length, index) alone. As much filler is taken as still fits the length, the
-answer included. Scores are the share of answers found in the output, for qa whether it is found.
+A sample depends only on (seed, task, length, index). It has as much filler as fits the length, including the answer.
+The score is the share of answers found in the output.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Sample:
-    """`prompt` ends where the answer begins; `answer` is what is taught, `answers` what is looked for. `more`: further
-    questions about the same text, each with its answer, for training."""
+    """`prompt` ends where the answer begins. `answer` is the training target, `answers` the strings that `score` looks
+    for. `more`: further questions about the same text, each with its answer, for training."""
 
     task: str
     prompt: str
@@ -51,10 +51,10 @@ Maker = Callable[[Random, int, int], Sample]
 def generate(
     task: str, length: int, index: int, count: Callable[[str], int], seed: int = 0, questions: int = 1
 ) -> Sample:
-    """The sample of that number with as much filler as fits `length` tokens, of which `count` says how many a text has.
-    `questions`: how many are asked at most, where a text has answers to several.
+    """Sample number `index` with as much filler as fits `length` tokens. `count`: the number of tokens of a text.
+    `questions`: the maximal number of questions about a text.
 
-    Raises `DataError` for an unknown task, and where even the least sample is longer.
+    Raises `DataError` for an unknown task, and where the smallest sample is longer.
     """
     if task not in TASKS:
         raise DataError(f"task: got {task!r:.60}; allowed: {', '.join(TASKS)}")
@@ -72,13 +72,13 @@ def generate(
 
 
 def shortest(task: str, count: Callable[[str], int], questions: int = 1) -> int:
-    """Tokens that a task has with the least filler: the most of a few samples, since words and numbers differ."""
+    """Tokens of a task with the least filler: the maximum of a few samples, since words and numbers differ."""
     return max(count(TASKS[task](Random(f"{task} {i}"), 1, questions - 1).text) for i in range(SAMPLES))
 
 
 def _largest(tokens: Callable[[int], int], least: int, length: int) -> int:
-    """The largest size of at most `length` tokens, of which size 1 has `least`: between one that fits and one that does
-    not. Tokens grow nearly in proportion, so a few guesses do; where they do not, the middle ends it."""
+    """The largest size of at most `length` tokens; size 1 has `least`. Tokens grow nearly linearly, so interpolation
+    needs few guesses; after MAX_GUESSES it is a binary search."""
     low, at_low, high = 1, least, 0
     size, tried = 8, 0
     while not high or high - low > 1:
@@ -96,7 +96,7 @@ def _largest(tokens: Callable[[int], int], least: int, length: int) -> int:
 
 
 def score(sample: Sample, output: str) -> float:
-    """Share of the answers that stand in the output, whatever the case."""
+    """The share of the answers that the output contains, ignoring case."""
     return sum(answer.lower() in output.lower() for answer in sample.answers) / len(sample.answers)
 
 
@@ -184,7 +184,7 @@ def _common_words(rng: Random, size: int, _more: int) -> Sample:
 
 
 def _frequent_words(rng: Random, size: int, _more: int) -> Sample:
-    """Word number r of the vocabulary appears in proportion to r ** -2; the commonest is no word but dots."""
+    """The word of rank r appears in proportion to r ** -2; rank 1 is dots instead of a word."""
     total = 40 + size
     coded = prose.letters(rng, max(6, total // 50), 6, _LETTERS)
     share = [rank**-2.0 for rank in range(1, len(coded) + 2)]

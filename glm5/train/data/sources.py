@@ -1,10 +1,9 @@
-"""Where sequences come from: every source gives the sequence of any number, the same each time, for training or held
-out. None has state.
+"""Data sources: each returns the row of any index, for training or held out. Sources have no state.
 
-    Cut       a token file every seq_len tokens; each epoch begins elsewhere and has an order of its own
-    Fitted    a token file packed by best fit; each epoch has an order of its own
-    Tasks     generated tasks in the manner of RULER          Needles   typed needles
-    Dialogues   generated conversations, as many as fit
+ChunkedRows    a token file cut every seq_len tokens; each epoch has another offset and order
+PackedRows     a token file packed by best fit; each epoch has another order
+RulerRows      generated tasks like RULER's            NeedleRows   typed needles
+DialogueRows   generated conversations, as many as fit
 """
 
 from collections.abc import Callable, Sequence
@@ -32,15 +31,12 @@ Split = Literal["train", "held out"]
 
 TURNS = (1, 2, 5)
 FEW_WORDS = 8
-"""Of a recalled text; the most are what is asked in the end."""
+"""The least number of words of a recall context; the most is NUM_WORDS."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence: token ids [n], how much each counts as something to learn [n], and the lengths of its documents.
-
-    A document sees nothing of the one before.
-    """
+    """One sequence: token ids [n], loss weights [n], and the lengths of its documents."""
 
     ids: NDArray[np.int64]
     weights: NDArray[np.float32]
@@ -48,8 +44,8 @@ class Row:
 
 
 class Source(Protocol):
-    """Rows by number. `name` is for messages; `size` the number of training rows of an epoch, None if without end;
-    `holds_out` says whether there are rows that are never trained on."""
+    """Rows by index. `name` is for messages; `size` is the number of training rows of an epoch, None if unlimited;
+    `holds_out`: whether there are held-out rows."""
 
     name: str
     holds_out: bool
@@ -60,33 +56,33 @@ class Source(Protocol):
     def row(self, index: int, split: Split) -> Row: ...
 
 
-class _OfFile:
-    """What both ways of reading a token file share: which documents are held out, and rows from places."""
+class _FileRows:
+    """Base class of sources that read a token file: the held-out split, and rows from token ranges."""
 
     def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
         self.file, self.seq_len, self.seed = file, seq_len, seed
         self.name, self.holds_out = file.path.name, held_out > 0
-        # Whole documents from the end of the file; one document alone is cut.
+        # Held out are complete documents at the end of the file; a single document is cut.
         limit = round(file.num_tokens * (1 - held_out))
-        documents = int(np.searchsorted(file.ends_M, limit, side="right"))
-        whole = int(file.ends_M[documents - 1]) if documents else 0
+        documents = int(np.searchsorted(file.ends, limit, side="right"))
+        whole = int(file.ends[documents - 1]) if documents else 0
         self.num_train = whole if whole >= limit / 2 else limit
 
     def _row(self, pieces: Sequence[tuple[int, int]]) -> Row:
         file = self.file
-        ids = np.concatenate([file.ids_N[a:b] for a, b in pieces]).astype(np.int64)
+        ids = np.concatenate([file.ids_T[a:b] for a, b in pieces]).astype(np.int64)
         if (largest := int(ids.max(initial=0))) > file.largest_id:
             raise DataError(
                 f"{file.path}/tokens.bin is damaged: it holds id {largest} in tokens {pieces[0][0]:,} to "
                 f"{pieces[-1][1]:,}, and index.json says {file.largest_id} at most; tokenize it again, or copy it anew"
             )
-        marks = None if file.marks_N is None else np.concatenate([file.marks_N[a:b] for a, b in pieces])
+        marks = None if file.marks_T is None else np.concatenate([file.marks_T[a:b] for a, b in pieces])
         weights = np.ones(len(ids), np.float32) if marks is None else marks.astype(np.float32)
         return Row(ids, weights, [length for a, b in pieces for length in file.lengths(a, b)])
 
 
-class Cut(_OfFile):
-    """Every `seq_len` tokens. Epoch e begins at a random token below seq_len, so documents are cut elsewhere."""
+class ChunkedRows(_FileRows):
+    """Chunks of `seq_len` tokens. Each epoch has a random offset, so that documents are cut at other places."""
 
     def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
         super().__init__(file, seq_len, seed, held_out)
@@ -108,12 +104,12 @@ class Cut(_OfFile):
         return self._row([(start, start + self.seq_len)])
 
 
-class Fitted(_OfFile):
-    """Whole documents, packed by best fit."""
+class PackedRows(_FileRows):
+    """Documents packed by best fit."""
 
     def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
         super().__init__(file, seq_len, seed, held_out)
-        ends = file.ends_M
+        ends = file.ends
         split = int(np.searchsorted(ends, self.num_train, side="left"))
         train_ends = [*(int(end) for end in ends[:split]), self.num_train]
         self.train = best_fit(train_ends if self.num_train else [], seq_len)
@@ -132,9 +128,9 @@ class Fitted(_OfFile):
         return self._row(self.train[Permutation(self.size, key_of("fitted", self.seed, epoch))[at]])
 
 
-class Tasks:
-    """Generated tasks, one a row. Learnt are answers, or all of it; `answer_weight` is how much each token of
-    an answer counts, beside 1 for any other."""
+class RulerRows:
+    """Generated tasks, one a row. `learn`: whether only answers count in the loss, or all tokens. `answer_weight`: the
+    loss weight of an answer's token; others have 1."""
 
     size = None
     holds_out = True
@@ -159,7 +155,7 @@ class Tasks:
         self._longest, self._shortest = seq_len - 1, min(seq_len, min_len or seq_len) - 1
         self._end = [token_id] if (token_id := tokenizer.id_of(END_OF_TEXT)) is not None else []
         self._count: Callable[[str], int] = lambda text: len(tokenizer.encode(text, allow_special=False))
-        # Room for what is lost where prompts and answers are encoded apart, as a server has them: two a question.
+        # Prompts and answers are encoded separately, as on a server, which may take two more tokens a question.
         self._lost = 4 + 2 * questions
         for task in tasks:
             if (least := shortest(task, self._count, questions) + self._lost + 1) > self._shortest + 1:
@@ -185,8 +181,8 @@ class Tasks:
         return Row(np.asarray(ids, np.int64), np.asarray(weights, np.float32), [len(ids)])
 
 
-class Dialogues:
-    """Generated conversations (questions.py), packed one after the other; learnt is what the assistant says."""
+class DialogueRows:
+    """Generated conversations (questions.py), concatenated; the assistant's tokens count in the loss."""
 
     size = None
     holds_out = True
@@ -214,7 +210,7 @@ class Dialogues:
             lengths.append(min(len(one.ids), self._seq_len))
 
 
-class Needles:
+class NeedleRows:
     """Typed needles of `seq_len` tokens."""
 
     size = None
@@ -233,9 +229,9 @@ class Needles:
         return Row(np.asarray(ids, np.int64), np.asarray(marks, np.float32), [len(ids)])
 
 
-class Mixed:
-    """Several sources in proportion to their weights: the rows of a stage by number. Held out are rows of those that
-    hold some out; `holds_out` says whether any does."""
+class MixedRows:
+    """A mixture of sources in proportion to their weights: the rows of a stage by index. Held-out rows come from the
+    sources that have some; `holds_out`: whether there are any."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int) -> None:
         held = [(source, weight) for source, weight in zip(sources, weights, strict=True) if source.holds_out]
@@ -248,7 +244,7 @@ class Mixed:
         return self._ask(draw, split)
 
     def where(self, draw: int) -> str:
-        """What a training draw takes, for messages."""
+        """The source and row of a training draw, for messages."""
         sources, mixture = self._all
         source, index = mixture[draw]
         return f"{sources[source].name} row {index}"

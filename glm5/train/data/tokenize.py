@@ -1,11 +1,11 @@
-"""JSONL, Parquet and text files to a token file, by several processes, in the order of the input.
+"""Tokenizes JSONL, Parquet and text files to a token file, with several processes, in the order of the input.
 
     .jsonl     one object a line: {"text": ...}, or a row of chat.py ({"messages": ...}, {"token_ids": ...})
     .parquet   the same as columns (needs the extra `data`)
     others     one document a file, UTF-8
 
-Rows of a file are all texts or all conversations, as its first one is; of a text every token is learnt.
-Readers hand batches to the processes and take the ids back in order, so the result is the same whatever their number.
+All rows of a file must be of the kind of its first one, text or conversation. All tokens of a text count in the loss.
+The result does not depend on the number of processes: their results are taken in order.
 """
 
 import json
@@ -35,7 +35,7 @@ from glm5.train.data.tokens import TokenFile, writing
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 1 << 18
-AHEAD = 4  # batches read for each process beyond what it works on
+AHEAD = 4  # queued batches for each process
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Options:
     tokenizer: str
     text_key: str = "text"
     end_token: str | None = END_OF_TEXT
-    """Appended to each text; conversations end as their template has it."""
+    """Appended to each text; conversations end as in their template."""
     chat_template: str | None = None
     allow_control_tokens: bool = False
-    """Of `ChatTemplate`: what messages spell is special tokens, not text."""
+    """See `ChatTemplate`: special tokens spelt in messages are encoded as such, not as text."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Documents of one file: bytes of lines, texts or rows; where each stands; how much of the input they are; whether
-    the file is one of conversations."""
+    """Documents of one file (bytes of lines, texts or rows), the place of each for messages, their share of the input
+    in bytes, and whether the file holds conversations."""
 
     documents: list[Any]
     places: list[str]
@@ -65,8 +65,8 @@ class _Batch:
 def tokenize(
     files: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], options: Options, processes: int = 1
 ) -> TokenFile:
-    """Write the token file `out` from `files`. Marks are kept where some file is of conversations. Raises `DataError`
-    naming file and line; nothing is written then."""
+    """Write the token file `out` from `files`, with marks if some file holds conversations. Raises `DataError` with
+    file and line; nothing is written then."""
     paths = [_checked(Path(file)) for file in files]
     if not paths:
         raise DataError("no files to tokenize were given")
@@ -162,18 +162,18 @@ def _of_parquet(path: Path, text_key: str) -> Iterator[_Batch]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Rows as JSON would have them: a column that some rows lack is null in the others, at any depth."""
+    """Remove null values at any depth: Parquet stores absent keys as null."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 Documents = list[list[tuple[list[int], list[bool] | None]]]
-"""Of each document of a batch (ids, marks): one of a text, any number of a row."""
+"""For each document of a batch a list of (ids, marks): one for a text, any number for a conversation."""
 
 
 def _encoded(batches: Iterable[_Batch], options: Options, processes: int) -> Iterator[tuple[_Batch, Documents]]:
-    """Each batch with its ids, in order; `processes` work ahead of whoever takes them."""
+    """Each batch with its ids, in order, while `processes` encode the next batches."""
     if processes <= 1:
         encode = _encoder(options)
         for batch in batches:

@@ -1,12 +1,12 @@
-"""Token files: a folder with documents one after the other, read through memory maps.
+"""Token files: a folder with concatenated documents, read through memory maps.
 
-    index.json    format, element type, counts, the largest id, and what made it
+    index.json    format, element type, counts, the largest id, and how it was made
     tokens.bin    ids, little-endian uint16 or uint32
-    ends.bin      for each document the position behind its last token, int64
-    marks.bin     for each token whether it is learnt (SFT), uint8; only where not all are
+    ends.bin      for each document the position after its last token, int64
+    marks.bin     for each token whether it counts in the loss (SFT), uint8; absent if all do
 
-The folder appears whole or not at all. Sizes are checked against index.json when it is opened, so a truncated file is
-named at once and not at the step that would have read behind its end.
+The folder is written atomically. File sizes are checked against index.json on opening, so that a truncated file is
+reported at once and not at the step that would read beyond its end.
 """
 
 import json
@@ -29,23 +29,21 @@ _TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class TokenFile:
-    """Documents of token ids. Nothing is read before it is asked for."""
+    """A token file, memory-mapped: `ids_T` and `marks_T` of all tokens, `ends` of documents."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises `DataError` when the folder is none of ours, or a file in it is missing, truncated or too long."""
+        """Raises `DataError` when the folder is not a token file, or a file in it is missing, truncated or too long."""
         self.path = Path(path)
         index = _read_index(self.path)
         self.num_tokens: int = index["num_tokens"]
         self.num_documents: int = index["num_documents"]
         self.largest_id: int = index["largest_id"]
         self.about: dict[str, Any] = index["about"]
-        self.ids_N = self._map("tokens.bin", _TYPES[index["dtype"]], self.num_tokens)
-        self.ends_M = self._map("ends.bin", np.dtype("<i8"), self.num_documents)
-        self.marks_N = self._map("marks.bin", np.dtype("u1"), self.num_tokens) if index["marked"] else None
-        if self.num_documents and int(self.ends_M[-1]) != self.num_tokens:
-            raise DataError(
-                f"{self.path}: ends.bin is damaged: documents end at {int(self.ends_M[-1])}, not at the end"
-            )
+        self.ids_T = self._map("tokens.bin", _TYPES[index["dtype"]], self.num_tokens)
+        self.ends = self._map("ends.bin", np.dtype("<i8"), self.num_documents)
+        self.marks_T = self._map("marks.bin", np.dtype("u1"), self.num_tokens) if index["marked"] else None
+        if self.num_documents and int(self.ends[-1]) != self.num_tokens:
+            raise DataError(f"{self.path}: ends.bin is damaged: documents end at {int(self.ends[-1])}, not at the end")
 
     def _map(self, name: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         file = self.path / name
@@ -62,17 +60,10 @@ class TokenFile:
         except OSError as error:
             raise DataError(f"{file}: cannot be read: {error.strerror}") from None
 
-    def __len__(self) -> int:
-        return self.num_documents
-
-    def span(self, document: int) -> tuple[int, int]:
-        """Where a document's tokens begin and end."""
-        return (int(self.ends_M[document - 1]) if document else 0), int(self.ends_M[document])
-
     def lengths(self, start: int, stop: int) -> list[int]:
-        """Lengths of the pieces that document ends cut the tokens start..stop into."""
-        first, last = np.searchsorted(self.ends_M, [start, stop], side="right")
-        cuts = [start, *(int(end) for end in self.ends_M[first:last] if start < end < stop), stop]
+        """Lengths of the documents' parts in the tokens start..stop."""
+        first, last = np.searchsorted(self.ends, [start, stop], side="right")
+        cuts = [start, *(int(end) for end in self.ends[first:last] if start < end < stop), stop]
         return [b - a for a, b in pairwise(cuts)]
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -85,7 +76,7 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Takes documents one by one; made by `writing`."""
+    """Writes documents one by one; created by `writing`."""
 
     def __init__(self, building: Path, vocab_size: int, *, marked: bool) -> None:
         self.dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -97,7 +88,7 @@ class TokenWriter:
         self._marks = (building / "marks.bin").open("wb") if marked else None
 
     def add(self, ids: Sequence[int], marks: Sequence[bool] | None = None) -> None:
-        """One document; empty ones are left out. `marks`: which tokens are learnt, where the writer is for that."""
+        """Add a document; empty ones are skipped. `marks`: which tokens count in the loss, by default all."""
         if not len(ids):
             return
         array = np.asarray(ids, np.int64)
@@ -119,7 +110,6 @@ class TokenWriter:
             if handle is not None:
                 handle.flush()
                 os.fsync(handle.fileno())
-                handle.close()
         with atomic_write(self._building / "ends.bin", "wb") as handle:
             handle.write(np.asarray(self._ends, "<i8").tobytes())
         index = {
@@ -146,9 +136,9 @@ class TokenWriter:
 def writing(
     path: str | os.PathLike[str], vocab_size: int, *, marked: bool = False, about: dict[str, Any] | None = None
 ) -> Generator[TokenWriter, None, None]:
-    """A writer whose documents become the token file `path` when the block ends well; else nothing changes.
+    """A writer of the token file `path`, which is created when the block ends without an error.
 
-    A folder that holds anything or has no name, a full disk and no documents at all are a `DataError`.
+    Raises `DataError` for a folder that is not empty or has no name, a full disk, and if there are no documents.
     """
     target = Path(path)
     if target.name in ("", ".."):

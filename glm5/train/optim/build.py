@@ -1,4 +1,4 @@
-"""The optimizers of a model: Muon and AdamW over its parameters by name, with one schedule, one clip and one state."""
+"""The optimizers of a model: Muon and AdamW over its parameters by name, with a common schedule and state."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from glm5.common.errors import CheckpointError
 from glm5.config.model import ModelConfig
 from glm5.config.step import OptimizerConfig
-from glm5.train.optim.exchange import Cut, Exchange, Swap
+from glm5.train.optim.exchange import AllToAll, Exchange, RowSplit
 from glm5.train.optim.muon import Muon
 from glm5.train.optim.newton_schulz import COEFFICIENTS
 from glm5.train.optim.table import Rule, is_matrix, row_sizes, rule_of
@@ -22,29 +22,29 @@ _torch: Any = torch  # for its operations on lists of tensors, which are public 
 
 @dataclass(frozen=True)
 class Shards:
-    """That parameters are rows which a rank holds of tensors of `shapes`: the `spans` of each of the `size` ranks.
+    """Sharding of the parameters: each of the `size` ranks holds the rows `spans` of tensors of `shapes`.
 
-    `swap` is between these ranks; `total` adds up a tensor over all ranks of the run.
+    `swap`: all-to-all among these ranks. `total`: sums a tensor over all ranks of the run.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     spans: Callable[[str], Sequence[Sequence[tuple[int, int]]]]
     rank: int
     size: int
-    swap: Swap
+    swap: AllToAll
     total: Callable[[Tensor], Tensor]
 
 
-def cut_of(shape: Sequence[int], rows: tuple[int, ...], spans: Sequence[Sequence[tuple[int, int]]]) -> Cut:
-    """How a tensor of this shape lies; `rows`: as `table.row_sizes` has them."""
-    return Cut(math.prod(shape[:-1]), shape[-1], rows or (shape[-2],), spans)
+def row_split(shape: Sequence[int], rows: tuple[int, ...], spans: Sequence[Sequence[tuple[int, int]]]) -> RowSplit:
+    """The matrices and shards of a tensor of this shape. `rows`: its `table.row_sizes`."""
+    return RowSplit(math.prod(shape[:-1]), shape[-1], rows or (shape[-2],), spans)
 
 
 class Optimizers:
     """Muon and AdamW over the parameters of `named` that require a gradient, in that order.
 
-    `state_dict` names parameters as the model does and is the same before the first step, after it, and after a load;
-    it holds what the updates depend on besides weights and learning rate. `load_state_dict` asks for exactly that.
+    `state_dict` uses the model's names and has the same structure before the first step, after it, and after a load. It
+    holds all that updates depend on besides weights and learning rate; `load_state_dict` needs the same structure.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Optimizers:
             optimizer.zero_grad()
 
     def clip(self) -> dict[str, Tensor]:
-        """Scale gradients to `max_grad_norm`; the norms before: "trunk" and "indexer", float tensors.
+        """Clip gradients to `max_grad_norm`; returns the norms before clipping, "trunk" and "indexer", scalars.
 
-        The indexers' KL is another loss: clipped together, a large one would slow the model down, and the reverse.
+        The indexers have a loss of their own: clipped together, large gradients of one would scale down the other.
         """
         limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
         parts = {"trunk": [], "indexer": []}
@@ -94,14 +94,14 @@ class Optimizers:
 
     def _squares(self, parts: Iterable[list[nn.Parameter]]) -> Tensor:
         """Sums of squares of this rank's rows of gradients, one for each part, float64."""
-        found = [[weight.grad for weight in weights if weight.grad is not None] for weights in parts]
-        square_P = next(iter(self.named.values())).new_zeros(len(found), dtype=torch.float64)
-        for number, grads in enumerate(found):
+        grads_of_parts = [[weight.grad for weight in weights if weight.grad is not None] for weights in parts]
+        squares = next(iter(self.named.values())).new_zeros(len(grads_of_parts), dtype=torch.float64)
+        for number, grads in enumerate(grads_of_parts):
             if grads:
                 wide = torch.promote_types(grads[0].dtype, torch.float32)
                 norms = _torch._foreach_norm(grads, 2, dtype=wide)
-                square_P[number] = torch.stack(norms).double().square().sum()
-        return square_P
+                squares[number] = torch.stack(norms).double().square().sum()
+        return squares
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """{parameter: {"momentum"} or {"step", "exp_avg", "exp_avg_sq"}}: the tensors themselves."""
@@ -109,19 +109,19 @@ class Optimizers:
 
     @torch.no_grad()
     def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy in place. Raises CheckpointError when a name, a kind of state or a shape is not this optimizer's."""
+        """Copy in place. Raises CheckpointError where names, keys or shapes differ from this optimizer's."""
         if wrong := sorted(states.keys() ^ self.named.keys()):
             raise CheckpointError(f"optimizer state: saved and trained parameters differ, first in {wrong[0]}")
-        for name, mine in self._states():
+        for name, state in self._states():
             got = states[name]
-            if got.keys() != mine.keys() or any(got[key].shape != mine[key].shape for key in mine):
+            if got.keys() != state.keys() or any(got[key].shape != state[key].shape for key in state):
                 shapes = {key: list(one.shape) for key, one in got.items()}
                 raise CheckpointError(
                     f"optimizer state of {name}: got {shapes}, this optimizer has "
-                    f"{ {key: list(one.shape) for key, one in mine.items()} }; "
+                    f"{ {key: list(one.shape) for key, one in state.items()} }; "
                     "resume with the optimizer settings of the saved run, or start from its weights alone"
                 )
-            for key, tensor in mine.items():
+            for key, tensor in state.items():
                 tensor.copy_(got[key])
 
     def state_bytes(self) -> int:
@@ -156,7 +156,7 @@ class Optimizers:
         exchange = None
         if self.shards is not None:
             cuts = {
-                name: cut_of(self.shards.shapes[name], row_sizes(rule, model), self.shards.spans(name))
+                name: row_split(self.shards.shapes[name], row_sizes(rule, model), self.shards.spans(name))
                 for name, rule in rules.items()
                 if rule.optimizer == "muon"
             }

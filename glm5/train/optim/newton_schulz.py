@@ -1,9 +1,9 @@
-"""Orthogonalisation: the nearest semi-orthogonal matrix, roughly, without a decomposition.
+"""Newton-Schulz orthogonalisation: approximates the nearest semi-orthogonal matrix without a decomposition.
 
     X = U / |U|        repeat:  A = X X^T    X = a X + (b A + c A A) X        (on the smaller side)
 
-Odd polynomials push singular values in (0, 1] towards 1. One published triple, repeated, leaves them in about
-[0.7, 1.2]; sets that change from step to step come closer (Muon; You; Amsel et al., Polar Express; DeepSeek).
+Odd polynomials map singular values in (0, 1] towards 1. A fixed published triple gives about [0.7, 1.2]; sets that
+change from step to step are more accurate (Muon; You; Amsel et al., Polar Express; DeepSeek).
 """
 
 import torch
@@ -39,10 +39,10 @@ _PIECE = {"cpu": 1 << 20, "cuda": 1 << 28}  # elements worked on at a time
 def orthogonalize(
     matrices: Tensor, coefficients: tuple[Triple, ...] = COEFFICIENTS["quintic"], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Each matrix of [..., rows, cols] on its own, in `matrices`' dtype; a zero matrix stays zero.
+    """Orthogonalise each matrix of [..., rows, cols], in the dtype of `matrices`; a zero matrix stays zero.
 
     Computed in `dtype`: by default bfloat16 on a GPU, as published, elsewhere float32 (float64 for float64). Large
-    stacks are taken some matrices at a time.
+    stacks are processed in parts.
     """
     stack = matrices.reshape(-1, *matrices.shape[-2:])
     if dtype is None:
@@ -56,7 +56,7 @@ def orthogonalize(
 def _orthogonalize(stack: Tensor, coefficients: tuple[Triple, ...], dtype: torch.dtype) -> Tensor:
     tall = stack.shape[-2] > stack.shape[-1]
     x = (stack.mT if tall else stack).to(torch.promote_types(dtype, torch.float32))
-    # The norm is taken in float32: squares of small bfloat16 gradients vanish.
+    # The norm is computed in float32: squares of small gradients underflow in bfloat16.
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(_EPS)).to(dtype)
     for a, b, c in coefficients:
         gram = x @ x.mT

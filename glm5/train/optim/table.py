@@ -1,12 +1,12 @@
-"""Which optimizer trains a tensor, and which matrices it holds: names to rules, as data.
+"""The optimizer of each parameter, and the matrices that it holds, as a table of names.
 
-    Muon     every matrix. A tensor of the checkpoint is one matrix, but for three that hold one a head: q_b_proj (W_UQ
-             with its rotated rows), kv_b_proj (W_UK and W_UV) and the indexer's wq_b. Stacked experts are a matrix
-             each, gate and up, which the model holds as one tensor, apart.
+    Muon     every matrix. A tensor of the checkpoint is one matrix, except three with a matrix per head: q_b_proj (W_UQ
+             with its RoPE rows), kv_b_proj (W_UK and W_UV) and the indexer's wq_b. Of stacked experts each is a matrix;
+             gate and up, one tensor in the model, are separate.
     AdamW    embedding, lm_head, norms, biases; LoRA's matrices
 
-Names are the model's (experts stacked). What a tensor is cut into depends on its rows alone, so a shard that holds
-whole heads, or whole experts, is updated like the whole.
+Names are the model's (experts stacked). The split depends only on rows, so a shard of complete heads or experts is
+updated like the full tensor.
 """
 
 import re
@@ -22,8 +22,8 @@ from glm5.config.step import OptimizerConfig
 
 
 class Rule(NamedTuple):
-    """`rows`: sizes in the config whose matrices follow each other, over and over, along a tensor's rows; none: the
-    tensor is one matrix. `when_split`: one matrix where heads are not split."""
+    """`rows`: config fields with the row counts of the matrices that repeat along a tensor's rows; empty if the tensor
+    is one matrix. `when_split`: the tensor is one matrix if heads are not split."""
 
     optimizer: Literal["muon", "adamw"]
     rows: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def rule_of(name: str, cfg: OptimizerConfig) -> Rule:
-    """Of the model's parameter called `name`. Raises ConfigError for a name that the table lacks."""
+    """The rule of the model's parameter `name`. Raises ConfigError for a name that the table lacks."""
     rule = TOKENS if _ADAPTER.search(name) else TABLE.get(_NUMBER.sub("*", name))
     if rule is None:
         raise ConfigError(f"optimizer: no rule for the parameter {name}; freeze it, or add it to train/optim/table.py")
@@ -92,19 +92,19 @@ def rule_of(name: str, cfg: OptimizerConfig) -> Rule:
 
 
 def is_matrix(name: str, cfg: OptimizerConfig) -> bool:
-    """Whether the parameter is Muon's, or would be but for `kind`."""
+    """Whether Muon trains the parameter, or would with kind = "muon"."""
     return rule_of(name, cfg.model_copy(update={"kind": "muon"})).optimizer == "muon"
 
 
 def row_sizes(rule: Rule, model: ModelConfig) -> tuple[int, ...]:
-    """Rows of the matrices that follow each other; () where the tensor is one matrix (or a stack of them)."""
+    """Row counts of the repeating matrices; () where the tensor is one matrix, or a stack."""
     return tuple(getattr(model, name) for name in rule.rows)
 
 
-def cut(tensor: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
-    """Views [n, r, C] of the matrices in `tensor` [..., R, C], one for each of `rows`.
+def split_matrices(tensor: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
+    """Views [n, r, I] of the matrices in `tensor` [..., O, I], one view for each of `rows`.
 
-    Without rows, its last two dimensions are a matrix. ValueError where R does not hold a whole number of groups.
+    Without rows, its last two dimensions are a matrix. ValueError where O is not a multiple of sum(rows).
     """
     if not rows:
         return [tensor.reshape(-1, *tensor.shape[-2:])]
@@ -113,6 +113,6 @@ def cut(tensor: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
     return list(tensor.reshape(-1, sum(rows), tensor.shape[-1]).split(rows, dim=1))
 
 
-def join(parts: Iterable[Tensor], shape: torch.Size) -> Tensor:
-    """The tensor whose `cut` is `parts`."""
+def join_matrices(parts: Iterable[Tensor], shape: torch.Size) -> Tensor:
+    """The inverse of `split_matrices`."""
     return torch.cat(list(parts), dim=1).view(shape)

@@ -1,5 +1,5 @@
-"""Training over several processes: who holds which rows of what, and the modules and steps that make it one run.
+"""Distributed training: the layout of parameters over ranks, and the modules and steps of a distributed run.
 
-The model knows nothing of it. What differs enters where it has seams: experts (`experts.py`), keys (`context.py`), the
-layers of a stage (`pipeline.py`), and FSDP2 around modules (`shards.py`).
+The model is not changed. Parallelism enters at its seams: experts (`experts.py`), keys (`context.py`), the layers of a
+pipeline stage (`pipeline.py`), and FSDP2 around modules (`shards.py`).
 """

@@ -1,4 +1,4 @@
-"""What ranks of a group exchange in a pass, with gradients: rows gathered, summed up and scattered, sent to and fro."""
+"""Collectives with gradients: all-gather, reduce-scatter and all-to-all of rows of different sizes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,22 +14,23 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 def gather_rows(rows: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
-    """All ranks' rows [sizes[rank], ...] below each other, on every rank."""
+    """All-gather: the rows [sizes[rank], ...] of all ranks, concatenated, on every rank."""
     return _Gather.apply(rows, tuple(sizes), group)
 
 
 def scatter_sums(rows: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
-    """The sum of all ranks' `rows` [sum(sizes), ...], of which each keeps its own sizes[rank]; in float32 at least."""
+    """Reduce-scatter: rank r gets its sizes[r] rows of the sum of all ranks' `rows` [sum(sizes), ...]. Sums in
+    float32 at least."""
     return _Scatter.apply(rows, tuple(sizes), group)
 
 
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """`sent[r]` rows to each rank r, one after the other, for the `received[r]` rows that it has for this one."""
+    """All-to-all: sends `sent[r]` consecutive rows to each rank r, and returns the `received[r]` rows from each."""
     return _Exchange.apply(rows, tuple(sent), tuple(received), group)
 
 
 def swap(parts: list[Tensor], group: Group) -> list[Tensor]:
-    """`parts[r]`, flat, to each rank r, for what it has for this one. Sizes are told first; no gradient."""
+    """All-to-all of flat tensors: `parts[r]` goes to rank r. Sizes are exchanged first. Without gradient."""
     device = parts[0].device
     sent = torch.tensor([part.numel() for part in parts], device=device)
     received = torch.empty_like(sent)

@@ -1,9 +1,9 @@
-"""Gradients of weights that wait until a schedule has time for them.
+"""Deferred weight gradients of linear layers, for zero-bubble pipeline schedules.
 
-    backward of y = x W^T    dx = dy W at once, which the stage before waits for;    dW = dy^T x when `runner` is called
+    backward of y = x W^T    dx = dy W immediately, for the previous stage;    dW = dy^T x when `runner` is called
 
-Of linear layers; experts, norms and the head find both at once. (torch's own way of cutting a backward pass in two
-cannot take weights that are used several times, as MTP's are, nor operations that find both gradients together.)
+Experts, norms and the head compute both at once. (torch's own split of the backward pass supports neither weights that
+are used several times, as MTP's, nor operations that compute both gradients together.)
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from glm5.model.linear import Linear
 
 
 class Queue:
-    """What is still to be computed of the last backward pass."""
+    """Weight gradients of the last backward pass that are still to be computed."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[nn.Parameter, Tensor, Tensor]] = []
@@ -27,7 +27,7 @@ class Queue:
         self._waiting.append((weight, x, grad))
 
     def runner(self) -> Callable[[], None]:
-        """Adds what was waiting to the weights' gradients; later passes wait for theirs."""
+        """A function that adds the gradients queued so far to the weights' gradients; empties the queue."""
         waiting, self._waiting = self._waiting, []
 
         @torch.no_grad()
@@ -41,7 +41,7 @@ class Queue:
 
 
 class DeferredLinear(Linear):
-    """`linear`, whose weight's gradient goes to the queue."""
+    """A linear layer whose weight gradient goes to the queue."""
 
     def __init__(self, linear: Linear, queue: Queue) -> None:
         nn.Module.__init__(self)
@@ -54,7 +54,7 @@ class DeferredLinear(Linear):
 
 
 def defer_linears(model: Glm5, queue: Queue) -> None:
-    """Let the linear layers of this stage's decoder layers wait in the queue."""
+    """Replace the linear layers in the decoder layers of this stage by `DeferredLinear`."""
     for module in list(model.model.layers.modules()):
         for name, child in list(module.named_children()):
             if type(child) is Linear:

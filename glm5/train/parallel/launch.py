@@ -1,6 +1,6 @@
-"""Starts the processes of a run on this machine, as torchrun would, and ends them all when one has ended badly.
+"""Starts the processes of a run on this machine, as torchrun does, and ends all when one fails.
 
-Which rank it was is said, and how: its exit, its own words, or that the others waited for it in vain.
+The error names the rank that failed and the reason: its exit code, its message, or that the others timed out on it.
 """
 
 import os
@@ -16,10 +16,10 @@ from glm5.common.interrupt import noted_interrupt, signal_name
 from glm5.parallel.rendezvous import Rendezvous
 
 LAUNCHER = "GLM5_LAUNCHER"
-"""In the environment of ranks: the process that started them, and that they end with."""
+"""Environment variable of the ranks: the process that started them. They end when it ends."""
 _LOOKS_EVERY_S = 0.05
-_GRACE_S = 8.0  # for the others to say whom they waited for
-_STOP_S = 600.0  # for a step and a state, after Ctrl-C
+_GRACE_S = 8.0  # for the other ranks to report which rank they waited for
+_STOP_S = 600.0  # after Ctrl-C, to finish a step and write the state
 
 
 def launch(command: Sequence[str], num: int, environment: Mapping[str, str]) -> None:
@@ -40,12 +40,12 @@ def launch(command: Sequence[str], num: int, environment: Mapping[str, str]) -> 
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 LAUNCHER: str(os.getpid()),
             },
-            start_new_session=True,  # Ctrl-C is for this process, which then asks each of them once
+            start_new_session=True,  # Ctrl-C reaches only this process, which then signals each of them once
         )
         for rank in range(num)
     ]
     try:
-        with noted_interrupt() as interrupted:  # the first rank says so
+        with noted_interrupt() as interrupted:  # the first rank prints the message
             _watch(ranks, store, interrupted)
         if interrupted:
             raise KeyboardInterrupt
@@ -56,31 +56,31 @@ def launch(command: Sequence[str], num: int, environment: Mapping[str, str]) -> 
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], store: Store, interrupted: list[int]) -> None:
-    told, deadline = False, float("inf")
-    while any(process.poll() is None for process in ranks):
-        if interrupted and not told:
-            told, deadline = True, time.monotonic() + _STOP_S
+    has_signalled, deadline = False, float("inf")
+    is_running = True
+    while is_running:
+        is_running = any(process.poll() is None for process in ranks)
+        if interrupted and not has_signalled:
+            has_signalled, deadline = True, time.monotonic() + _STOP_S
             for process in ranks:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
         if time.monotonic() > deadline:
             return
-        if not told and any(process.poll() for process in ranks):
+        if not has_signalled and any(process.poll() for process in ranks):
             _fail(ranks, store)
         time.sleep(_LOOKS_EVERY_S)
-    if not told and any(process.poll() for process in ranks):
-        _fail(ranks, store)
 
 
 def _fail(ranks: Sequence[subprocess.Popen[bytes]], store: Store) -> None:
-    """Who did not wait for anybody, and ended; else who has not ended though others waited for it."""
+    """TrainingError that names a rank that failed without waiting for another, or else the ranks that hang."""
     until = time.monotonic() + _GRACE_S
     while time.monotonic() < until:
         for rank, process in enumerate(ranks):
             code = process.poll()
             if code and not store.check([f"waits/{rank}"]):
-                said = store.get(f"fate/{rank}").decode() if store.check([f"fate/{rank}"]) else ""
-                raise TrainingError(f"rank {rank} of {len(ranks)} {_how(code)}{': ' if said else ''}{said}")
+                message = store.get(f"fate/{rank}").decode() if store.check([f"fate/{rank}"]) else ""
+                raise TrainingError(f"rank {rank} of {len(ranks)} {_reason(code)}{': ' if message else ''}{message}")
         if all(process.poll() is not None for process in ranks):
             break
         time.sleep(_LOOKS_EVERY_S)
@@ -89,5 +89,5 @@ def _fail(ranks: Sequence[subprocess.Popen[bytes]], store: Store) -> None:
     raise TrainingError(f"{who}: the others waited in vain; the same command goes on from the last checkpoint")
 
 
-def _how(code: int) -> str:
+def _reason(code: int) -> str:
     return f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"

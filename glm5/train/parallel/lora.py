@@ -1,7 +1,7 @@
-"""LoRA over several processes: each has rows of the base, as its checkpoint stores it, and rows of the adapters.
+"""Distributed LoRA: each rank has rows of the base, in the format of its checkpoint, and rows of the adapters.
 
-The base travels as it is stored, FP8 and int4 as such, and is cast by nobody; adapters are float32. Only adapters are
-in states and in what is written, which is the same as of one process.
+The base is gathered in its stored format, FP8 and int4 included, without casts; adapters are float32. States and output
+contain only the adapters, in the same format as with one process.
 """
 
 import re
@@ -19,8 +19,8 @@ from glm5.config.train import StageConfig
 from glm5.model.glm5 import Glm5
 from glm5.train.lora import FrozenExperts, adapt
 from glm5.train.parallel.build import ModelShard, build, fill
-from glm5.train.parallel.gather import spread, whole_tensors
-from glm5.train.parallel.trainer import SharedTrainer
+from glm5.train.parallel.gather import gather_tensors, scatter_tensors
+from glm5.train.parallel.trainer import DistributedTrainer
 from glm5.train.sharded_state import weight_rows
 from glm5.train.stages import phase_of
 from glm5.train.step import Phase
@@ -28,8 +28,8 @@ from glm5.train.step import Phase
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])")
 
 
-class SharedLora(SharedTrainer):
-    """`LoraTrainer` of one rank of a team."""
+class DistributedLora(DistributedTrainer):
+    """`LoraTrainer` for one rank of a distributed run."""
 
     @property
     def _lora(self) -> LoraConfig:
@@ -42,42 +42,42 @@ class SharedLora(SharedTrainer):
         return self.recipe.model.checkpoint
 
     def export(self, folder: Path, dtype: str | torch.dtype, assets: Path | None) -> None:
-        """Write the adapter; the base checkpoint has all else."""
-        names = [name for name in self._have.places.shapes if _ADAPTER.fullmatch(name)]
-        found = dict(whole_tensors(self._have, self.team, names))
+        """Write the adapter, without the base model."""
+        names = [name for name in self._shard.layout.shapes if _ADAPTER.fullmatch(name)]
+        found = dict(gather_tensors(self._shard, self.team, names))
         if self.is_first:
-            modules = dict.fromkeys(found_in[1] for name in names if (found_in := _ADAPTER.fullmatch(name)))
+            modules = dict.fromkeys(match[1] for name in names if (match := _ADAPTER.fullmatch(name)))
             matrices = {name: (found[f"{name}.lora_A"], found[f"{name}.lora_B"]) for name in modules}
             write_adapter(folder, matrices, rank=self._lora.rank, alpha=self._lora.alpha, base=self._base)
 
     def _phase(self, stage: StageConfig) -> Phase:
-        return Phase(phase_of(stage).keys)  # indexers are frozen with the rest
+        return Phase(phase_of(stage).keys)  # indexers are frozen, too
 
-    def _made(self, stage: StageConfig, cfg: ModelConfig) -> ModelShard:
+    def _build(self, stage: StageConfig, cfg: ModelConfig) -> ModelShard:
         model = self._adapted("meta")
         model.cfg, parallel = cfg, self.recipe.parallel
         if parallel.expert > 1 and any(isinstance(module, FrozenExperts) for module in model.modules()):
             raise ConfigError(
-                f"parallel.expert: got {parallel.expert}; beside adapters, experts that are stored in FP8 or int4 are "
-                "sharded, not dealt out; leave it out"
+                f"parallel.expert: got {parallel.expert}; with LoRA, experts that are stored in FP8 or int4 are "
+                "sharded by FSDP, not by expert; leave it out"
             )
         compute, depth = model.dtype, self._mtp_depth
         return build(model, self.team, parallel, dtype=torch.float32, compute=compute, mtp_depth=depth, has_base=True)
 
     def _fill(self, part: ModelShard) -> None:
-        """The base from the checkpoint; adapters as they were made, or of the state that the run goes on from."""
+        """Fill with the checkpoint's base, and new adapters or those of the resumed state."""
         if (old := self.part) is not None:
             fill(part, self.team.rank, lambda name, _: old.local[name].detach(), old.buffers.__getitem__)
             return
-        spread(part, self.team, self._adapted("cpu").state_dict() if self.is_first else None)
+        scatter_tensors(part, self.team, self._adapted("cpu").state_dict() if self.is_first else None)
         if (parts := self.parts) is not None:
-            for name, mine in part.local.items():
-                if mine.requires_grad:
-                    spans = part.places.spans(name, self.team.rank)
-                    mine.data.copy_(weight_rows(parts, name, spans).view_as(mine))
+            for name, parameter in part.local.items():
+                if parameter.requires_grad:
+                    spans = part.layout.spans(name, self.team.rank)
+                    parameter.data.copy_(weight_rows(parts, name, spans).view_as(parameter))
 
     def _adapted(self, device: str) -> Glm5:
-        """The whole model of the checkpoint with new adapters."""
+        """The unsharded model of the checkpoint with new adapters."""
         model = load(resolve(self._base), dtype="auto", device=device, changes=self.builder.changes())
         adapt(model, self._lora, self.recipe.seed)
         return model

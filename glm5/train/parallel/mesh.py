@@ -1,9 +1,9 @@
-"""Which rank does what: processes = pipeline x data x context, and experts dealt out within data x context.
+"""The mesh of ranks: processes = pipeline x data x context, with expert parallelism within data x context.
 
     rank  = stage (data context) + shard        shard = copy context + part        0 <= part < context
-    shard = row expert + owner                  owner's experts are the owner-th part of all; `row` shards them further
+    shard = row expert + owner                  owner has the owner-th part of the experts; `row` shards them further
 
-A stage is some layers; a shard has a 1 / (data context) of each of its parameters.
+A stage has some of the layers; a shard has 1 / (data context) of each of the stage's parameters.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from glm5.train.schedule import Schedule
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes. Ranks are counted as in the formulas above."""
+    """Sizes of the axes. Ranks are numbered by the formulas above."""
 
     pipeline: int = 1
     data: int = 1
     context: int = 1
     expert: int = 1
     stages: int = 1
-    """That each rank of a pipeline has: stage `rank`, and every `pipeline`-th one after it."""
+    """Number of stages of each pipeline rank: its first one, and every `pipeline`-th one after it."""
 
     @property
     def last_stage(self) -> int:
@@ -40,7 +40,7 @@ class Mesh:
         return self.pipeline * self.shards
 
     def stage(self, rank: int) -> int:
-        """The first that it has."""
+        """The first stage of the rank."""
         return rank // self.shards
 
     def stages_of(self, rank: int) -> range:
@@ -50,18 +50,18 @@ class Mesh:
         return rank % self.shards
 
     def copy(self, rank: int) -> int:
-        """Which of `data` parts of a step's rows it trains on."""
+        """The rank's index on the data axis."""
         return self.shard(rank) // self.context
 
     def rows(self, count: int, rank: int) -> range:
-        """Which of `count` rows of a step it trains on: the first ranks one more where they do not divide."""
+        """The rank's part of `count` rows of a step; the first ranks have one more if `count` does not divide."""
         size, more = divmod(count, self.data)
         copy = self.copy(rank)
         first = copy * size + min(copy, more)
         return range(first, first + size + (copy < more))
 
     def part(self, rank: int) -> int:
-        """Which of `context` parts of their tokens."""
+        """The rank's index on the context axis."""
         return rank % self.context
 
     def stage_ranks(self, rank: int) -> list[int]:
@@ -73,21 +73,21 @@ class Mesh:
         return list(range(first, first + self.context))
 
     def pipeline_ranks(self, rank: int) -> list[int]:
-        """With the same shard in every stage."""
+        """Ranks with the same shard in all stages."""
         return list(range(self.shard(rank), self.size, self.shards))
 
     def expert_ranks(self, rank: int) -> list[int]:
-        """That have all experts between them, among which tokens travel."""
+        """Ranks that hold all experts together, among which tokens are dispatched."""
         first = rank - self.shard(rank) % self.expert
         return list(range(first, first + self.expert))
 
     def expert_shard_ranks(self, rank: int) -> list[int]:
-        """Among which the same experts are sharded."""
+        """Ranks that shard the same experts."""
         return [one for one in self.stage_ranks(rank) if one % self.expert == rank % self.expert]
 
 
 def mesh_of(cfg: ParallelConfig, world: int) -> Mesh:
-    """For `world` processes. Raises ConfigError where something does not divide."""
+    """The mesh of `world` processes. Raises ConfigError where sizes do not divide."""
     data, rest = divmod(world, cfg.pipeline * cfg.context)
     if rest or not data:
         raise ConfigError(
@@ -102,7 +102,7 @@ def mesh_of(cfg: ParallelConfig, world: int) -> Mesh:
 
 
 def check_stage(mesh: Mesh, model: ModelConfig, stage: StageConfig) -> None:
-    """Raises ConfigError where experts or the sequences of a step cannot be dealt out evenly."""
+    """Raises ConfigError where the mesh does not support a stage, or its experts or sequences do not divide."""
     if model.n_routed_experts % mesh.expert:
         raise ConfigError(f"parallel.expert: {mesh.expert} does not divide the {model.n_routed_experts} experts")
     if stage.window is not None and mesh.context > 1:
@@ -115,8 +115,8 @@ def check_stage(mesh: Mesh, model: ModelConfig, stage: StageConfig) -> None:
         least, most = count // mesh.data, -(-count // mesh.data)
         if not least:
             raise ConfigError(
-                f"stage {stage.name}: {count} sequences in step {step + 1} cannot be dealt out to {mesh.data} ranks; "
-                "in every step each needs one"
+                f"stage {stage.name}: {count} sequences in step {step + 1} cannot be distributed over "
+                f"{mesh.data} ranks; in every step each needs one"
             )
         if -(-least // size) != -(-most // size):
             raise ConfigError(

@@ -1,16 +1,16 @@
-"""A model in stages of consecutive layers, through which the passes of a step go one behind the other.
+"""Pipeline parallelism: stages of consecutive layers process the passes (microbatches) of a step.
 
     first stage   the embedding, some layers
     last stage    some layers, the final norm, the head; and the MTP layer, with a copy of the embedding
 
-MTP shares embedding and head with the main model, and stands where the head is: the last stage has fewer layers for it
-(`places.split_layers`). The copy's gradient goes to the embedding's holders, their rows come back before the next step.
-Between stages goes the residual stream alone: a stage begins with a layer that selects keys itself.
+MTP shares embedding and head with the main model and is on the stage of the head, which therefore has fewer layers
+(`row_layout.split_layers`). The gradient of the copy is sent to the first stage, and the updated embedding is sent back
+before the next step. Stages exchange only the residual stream: each begins with a layer that selects keys itself.
 
-A rank may have several stages, every `pipeline`-th one: passes go round, and ranks wait less at both ends of a step.
+A rank may have several stages, every `pipeline`-th one (interleaved), which shortens the pipeline bubble.
 
-The order of passes, and what waits for what, is torch.distributed.pipelining's. Losses of indexers reach nothing but
-indexers, so their gradients are found as soon as a stage has run.
+Schedules are those of torch.distributed.pipelining. Index losses affect only indexers, so their backward pass runs
+directly after the forward pass of a stage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import ModelShard
 from glm5.train.parallel.shards import Root, take_gradients, touch
-from glm5.train.parallel.step import SharedStep
+from glm5.train.parallel.step import DistributedStep
 from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.step import Phase
 
@@ -44,7 +44,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class Stage:
-    """Stage `number` of a model, in `root`. `index_share`: of all indexers, those that it has."""
+    """Stage `number` of a model, in `root`. `index_share`: the share of all indexers that this stage has."""
 
     def __init__(self, root: Root, number: int, layers: range) -> None:
         self.root, self.number, self.layers = root, number, layers
@@ -57,8 +57,8 @@ class Stage:
         return self.root.glm
 
 
-class PipelineStep(SharedStep):
-    """A step of a rank's stages. `tokens`: that a pass has on this rank at most."""
+class PipelineStep(DistributedStep):
+    """A step of a rank's stages. `tokens`: the maximal number of tokens of a pass on this rank."""
 
     def __init__(
         self,
@@ -73,19 +73,19 @@ class PipelineStep(SharedStep):
         super().__init__(part.roots[-1], team, optimizers, cfg, phase)
         mesh = team.mesh
         self.balance = Balance(nn.ModuleList(root.glm for root in part.roots))
-        self._count_together()
+        self._sum_context_counts()
         self.num_stages = mesh.last_stage + 1
         numbers = mesh.stages_of(team.rank)
-        self.stages = [Stage(root, i, part.places.layers[i]) for root, i in zip(part.roots, numbers, strict=True)]
+        self.stages = [Stage(root, i, part.layout.layers[i]) for root, i in zip(part.roots, numbers, strict=True)]
         self.copy = part.copies.get(EMBEDDING)
         self.original = part.local[EMBEDDING] if self.is_first and self.model.cfg.num_nextn_predict_layers else None
         self._tokens, self._dtype = tokens, part.compute
         self._queue = part.queue
         for root in part.roots:
             touch(root)
-        self._ready: dict[int, Any] = {}
-        self._passing: tuple[Sequence[Batch], Mapping[int, float]] = ((), {})
-        self._found: list[dict[str, Tensor]] = []
+        self._schedules: dict[int, Any] = {}
+        self._batches_and_totals: tuple[Sequence[Batch], Mapping[int, float]] = ((), {})
+        self._losses_found: list[dict[str, Tensor]] = []
 
     @property
     def is_first(self) -> bool:
@@ -96,7 +96,7 @@ class PipelineStep(SharedStep):
         return self.stages[-1].number == self.num_stages - 1
 
     def share_embedding(self) -> None:
-        """Give the last stage the rows that the first one has now."""
+        """Send the current rows of the embedding from the first stage to the last."""
         if self.original is not None:
             dist.send(self.original.detach(), group=self.team.pipeline, group_dst=self._rank_of(self.num_stages - 1))
         if self.copy is not None:
@@ -105,18 +105,18 @@ class PipelineStep(SharedStep):
     def relay(
         self, batch: Batch, work: Callable[[Stage, Tensor, PackedView], Any], view_of: Callable[[], PackedView]
     ) -> list[Any]:
-        """A pass without a schedule: what comes to a stage, to `work`; what its layers make of it, to the next one.
-        What `work` makes of the residual stream behind the layers of each stage that this rank has."""
+        """A forward pass without a schedule, stage by stage. Returns the results of `work`, which is called with the
+        output of each of this rank's stages."""
         found: list[Any] = []
         for stage in self.stages:
-            x_TD, result = stage.root(self._handed_on, stage, batch, work, view_of())
+            x_TD, result = stage.root(self._run_stage, stage, batch, work, view_of())
             if stage.number < self.num_stages - 1:
                 after = self._rank_of(stage.number + 1)
                 dist.send(x_TD.detach().contiguous(), group=self.team.pipeline, group_dst=after)
             found.append(result)
         return found
 
-    def _handed_on(
+    def _run_stage(
         self, stage: Stage, batch: Batch, work: Callable[[Stage, Tensor, PackedView], Any], view: PackedView
     ) -> tuple[Tensor, Any]:
         if stage.number == 0:
@@ -128,54 +128,54 @@ class PipelineStep(SharedStep):
         return x_TD, work(stage, x_TD, view)
 
     def _rank_of(self, stage: int) -> int:
-        """Among those of the pipeline."""
+        """The rank of a stage in the pipeline's group."""
         return stage % self.team.mesh.pipeline
 
     def run(self, batches: Sequence[Batch], lr: float) -> dict[str, float]:
-        figures = super().run(batches, lr)
-        excess = self.team.largest(torch.tensor(figures.pop("excess load", -1.0), dtype=torch.float64)).item()
-        return figures if excess < 0 else figures | {"excess load": excess}
+        metrics = super().run(batches, lr)
+        excess = self.team.largest(torch.tensor(metrics.pop("excess load", -1.0), dtype=torch.float64)).item()
+        return metrics if excess < 0 else metrics | {"excess load": excess}
 
     def _gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
         self.share_embedding()
         return super()._gradients(batches, totals)
 
-    def _passes(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
-        self._found = []
-        self._passing = (batches, totals)
+    def _local_gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
+        self._losses_found = []
+        self._batches_and_totals = (batches, totals)
         if any(weight.requires_grad for name, weight in self.optimizers.named.items() if ".indexer." not in name):
-            numbers_N1 = torch.arange(len(batches), device=self.team.device).unsqueeze(1)
-            schedule = self._prepared(len(batches))
+            numbers = torch.arange(len(batches), device=self.team.device).unsqueeze(1)
+            schedule = self._schedule(len(batches))
             for stage in self.stages:
-                stage.root.on_stage = partial(self._on_stage, stage)
-            inputs = (numbers_N1,) if self.is_first else ()
-            schedule.step(*inputs, target=numbers_N1 if self.is_last else None, number=numbers_N1)
+                stage.root.on_stage = partial(self._forward_stage, stage)
+            inputs = (numbers,) if self.is_first else ()
+            schedule.step(*inputs, target=numbers if self.is_last else None, number=numbers)
             self._send_gradient()
         else:
             for batch in batches:
-                self._learn_index(batch)
+                self._warmup_pass(batch)
         sums: dict[str, Tensor] = {}
-        for losses in self._found:
+        for losses in self._losses_found:
             for name, loss in losses.items():
                 sums[name] = sums[name] + loss if name in sums else loss
         return sums
 
-    def _prepared(self, num_passes: int) -> Any:
-        """A schedule of so many passes."""
-        if num_passes not in self._ready:
-            self._check(num_passes)
-            stages: list[Any] = [self._announced(stage) for stage in self.stages]
-            how = {"n_microbatches": num_passes, "loss_fn": lambda out_1, _target: out_1.sum(), "scale_grads": False}
+    def _schedule(self, num_passes: int) -> Any:
+        """The schedule for a number of passes."""
+        if num_passes not in self._schedules:
+            self._check_num_passes(num_passes)
+            stages: list[Any] = [self._pipeline_stage(stage) for stage in self.stages]
+            how = {"n_microbatches": num_passes, "loss_fn": lambda out, _target: out.sum(), "scale_grads": False}
             if self._queue is not None:
-                self._ready[num_passes] = ScheduleInterleavedZeroBubble(stages, **how)
+                self._schedules[num_passes] = ScheduleInterleavedZeroBubble(stages, **how)
             elif len(stages) > 1:
-                self._ready[num_passes] = ScheduleInterleaved1F1B(stages, **how)
+                self._schedules[num_passes] = ScheduleInterleaved1F1B(stages, **how)
             else:
-                self._ready[num_passes] = Schedule1F1B(stages[0], **how)
-        return self._ready[num_passes]
+                self._schedules[num_passes] = Schedule1F1B(stages[0], **how)
+        return self._schedules[num_passes]
 
-    def _check(self, num_passes: int) -> None:
-        """Raises ConfigError for numbers of passes that the schedule does not take."""
+    def _check_num_passes(self, num_passes: int) -> None:
+        """Raises ConfigError for a number of passes that the schedule does not support."""
         ranks = self.team.mesh.pipeline
         if num_passes < ranks:
             raise ConfigError(
@@ -188,46 +188,46 @@ class PipelineStep(SharedStep):
                 f"take a multiple of pipeline ({ranks}), or fewer than {2 * ranks}; change pass_sequences or sequences"
             )
 
-    def _announced(self, stage: Stage) -> PipelineStage:
-        """As a schedule knows it: with the shapes of what comes and goes."""
+    def _pipeline_stage(self, stage: Stage) -> PipelineStage:
+        """The stage for a torch schedule, with the shapes of its inputs and outputs."""
         x_TD = self._like().new_empty(self._tokens, self.model.cfg.hidden_size, device="meta").requires_grad_()
         number = torch.empty(1, 1, dtype=torch.int64, device="meta")
         wide = torch.promote_types(self._dtype, torch.float32)  # as losses are
-        loss_1 = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
+        loss = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
         return PipelineStage(
             stage.root,
             stage.number,
             self.num_stages,
             self.team.device,
             input_args=(number if stage.number == 0 else x_TD,),
-            output_args=(loss_1 if stage.number == self.num_stages - 1 else x_TD,),
+            output_args=(loss if stage.number == self.num_stages - 1 else x_TD,),
             group=self.team.pipeline,
             dw_builder=None if self._queue is None else self._queue.runner,
         )
 
-    def _on_stage(self, stage: Stage, given: Tensor, number: Tensor) -> Tensor:
-        """The residual stream for the next stage, padded to the size that all passes have; of the last, its loss."""
-        batches, totals = self._passing
+    def _forward_stage(self, stage: Stage, given: Tensor, number: Tensor) -> Tensor:
+        """The residual stream for the next stage, padded to the size of all passes; for the last stage, the loss."""
+        batches, totals = self._batches_and_totals
         batch = batches[int(number)]
         view = self._view(batch)
-        with self.balance.watch(view.row_T, with_loss=self.cfg.balance_weight > 0, num_rows=view.num_rows):
+        with self.balance.record(view.row_T, with_loss=self.cfg.balance_weight > 0, num_rows=view.num_rows):
             x_TD = stage.model.model.embed_tokens(batch.ids_T) if stage.number == 0 else given[: len(batch.ids_T)]
             x_TD = stage.model.through(x_TD, view, stage.layers)
             losses = self._losses_of(stage, batch, x_TD, view, totals)
-        self._learn_apart(losses)
+        self._backward_index_losses(losses)
         loss, shown = self._weighted(losses)
-        self._found.append(shown)
+        self._losses_found.append(shown)
         if stage.number == self.num_stages - 1:
             assert loss is not None
             return torch.stack([loss])
         if loss is not None:
-            x_TD = _Beside.apply(x_TD, loss)
+            x_TD = _WithLoss.apply(x_TD, loss)
         return torch.cat([x_TD, x_TD.new_zeros(self._tokens - len(x_TD), x_TD.shape[1])])
 
     def _losses_of(
         self, stage: Stage, batch: Batch, x_TD: Tensor, view: PackedView, totals: Mapping[int, float]
     ) -> dict[str, Tensor]:
-        """Of the residual stream behind its layers."""
+        """Losses of a stage by name. `x_TD`: the output of its layers."""
         losses = dict(self._layer_losses(batch, view, totals))
         if "index" in losses:
             losses["index"] = losses["index"] * stage.index_share
@@ -235,26 +235,26 @@ class PipelineStep(SharedStep):
             losses |= dict(self._token_losses(batch, stage.model.model.norm(x_TD), totals))
         return losses
 
-    def _learn_apart(self, losses: dict[str, Tensor]) -> None:
-        """Gradients of the indexers' losses, which then need no more."""
+    def _backward_index_losses(self, losses: dict[str, Tensor]) -> None:
+        """Run the backward pass of the indexers' losses, and detach them."""
         for name in ("index", "mtp index"):
             if name in losses and losses[name].requires_grad:
                 (losses[name] * self._weight(name)).backward()
                 losses[name] = losses[name].detach()
 
-    def _learn_index(self, batch: Batch) -> None:
-        """Warm-up: nothing goes back from stage to stage."""
-        totals = self._passing[1]
+    def _warmup_pass(self, batch: Batch) -> None:
+        """A pass in warm-up, where no gradients are sent between stages."""
+        totals = self._batches_and_totals[1]
 
         def work(stage: Stage, x_TD: Tensor, view: PackedView) -> tuple[Tensor | None, dict[str, Tensor]]:
             return self._weighted(self._losses_of(stage, batch, x_TD, view, totals))
 
         view = self._view(batch)
-        with self.balance.watch(view.row_T, with_loss=self.cfg.balance_weight > 0, num_rows=view.num_rows):
+        with self.balance.record(view.row_T, with_loss=self.cfg.balance_weight > 0, num_rows=view.num_rows):
             for loss, losses in self.relay(batch, work, lambda: self._view(batch)):
                 assert loss is not None
                 loss.backward()
-                self._found.append(losses)
+                self._losses_found.append(losses)
 
     def _take_gradients(self) -> None:
         for stage in self.stages:
@@ -278,8 +278,8 @@ class PipelineStep(SharedStep):
         return torch.empty(0, dtype=self._dtype, device=self.team.device)
 
 
-class _Beside(torch.autograd.Function):
-    """x, with a loss that is learnt from when x's gradient comes."""
+class _WithLoss(torch.autograd.Function):
+    """x, whose backward pass also runs that of `loss`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

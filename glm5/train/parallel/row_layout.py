@@ -1,12 +1,12 @@
-"""Who holds which rows of every parameter. All that moves tensors between ranks or runs asks here: Muon's exchange,
-saved states, checkpoints and pushed weights.
+"""The layout of parameters: the rows of each that every rank holds. Muon's exchange, saved states, checkpoints and
+weight updates use it.
 
-    rows      of a tensor [..., C]: those of its view [R, C]; of a vector [n], n rows of one value
-    layer     lies in one stage of the pipeline; the embedding in the first, final norm, head and MTP in the last
-    experts   `expert_parallel` in the table: whole ones over the expert ranks, then over those who share them
-    the rest  cut along its first dimension, as FSDP2 does: ceil(n / ranks) each, the last ones less or nothing
+    rows      of a tensor [..., C]: those of its view [R, C]; of a vector [n]: n rows of one element
+    layer     in one stage of the pipeline; the embedding in the first, final norm, head and MTP in the last
+    experts   `expert_parallel` in the table: split over the expert ranks, then sharded over the ranks that share them
+    others    sharded along the first dimension as in FSDP2: ceil(n / ranks) each, the last ones fewer or none
 
-Every row has exactly one holder. (The last stage reads the embedding too, for MTP: a copy, which is not listed.)
+Every row has exactly one holder. (The last stage's copy of the embedding, for MTP, is not listed.)
 """
 
 import math
@@ -27,7 +27,7 @@ _PROJECTION = {parameter: projection for projection, (parameter, _, _) in STACKE
 
 
 class RowLayout:
-    """Of a model on a mesh. `mtp_depth`: how often the MTP layer runs, which the last stage has to spare time for."""
+    """The layout of a model on a mesh. `mtp_depth`: how often the MTP layer runs, which balances the last stage."""
 
     def __init__(self, mesh: Mesh, cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]], mtp_depth: int = 0) -> None:
         self.mesh, self.cfg = mesh, cfg
@@ -40,16 +40,16 @@ class RowLayout:
             return 0 if "embed_tokens" in name else self.mesh.last_stage
         return next((s for s, part in enumerate(self.layers) if int(found[1]) in part), self.mesh.last_stage)
 
-    def is_of(self, name: str, rank: int) -> bool:
-        """Whether a stage of the rank has it."""
+    def has_parameter(self, name: str, rank: int) -> bool:
+        """Whether the parameter is in one of the rank's stages."""
         return self.stage(name) in self.mesh.stages_of(rank)
 
     def layers_of(self, rank: int) -> list[int]:
-        """Of all stages that it has; without the MTP layer."""
+        """The layers of all stages of a rank, without the MTP layer."""
         return [layer for stage in self.mesh.stages_of(rank) for layer in self.layers[stage]]
 
     def dim(self, name: str) -> int:
-        """The dimension that FSDP cuts: the first, but for experts of which there are fewer than ranks."""
+        """The dimension that FSDP shards: the first, except for experts if there are fewer of them than ranks."""
         shape, mesh = list(self.shapes[name]), self.mesh
         if not is_expert_sharded(name):
             return 0
@@ -58,9 +58,9 @@ class RowLayout:
         return 1 if few and shape[1] % among == 0 else 0
 
     def spans(self, name: str, rank: int) -> list[Span]:
-        """Rows `rank` holds, in the order in which they lie in its tensor; [] for none."""
+        """Row ranges that `rank` holds, in the order of its local tensor; [] for none."""
         shape, mesh = list(self.shapes[name]), self.mesh
-        if not self.is_of(name, rank):
+        if not self.has_parameter(name, rank):
             return []
         rows = math.prod(shape[:-1]) // shape[0] if len(shape) > 1 else 1  # of an element along the first dimension
         if not is_expert_sharded(name):
@@ -76,7 +76,7 @@ class RowLayout:
         return [(e * rows + start, e * rows + stop) for e in range(first, first + experts)]
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """Of the tensor that `rank` holds."""
+        """The shape of the local tensor of `rank`."""
         shape = self.shapes[name]
         rows = sum(stop - start for start, stop in self.spans(name, rank))
         if len(shape) == 1:
@@ -87,8 +87,7 @@ class RowLayout:
 
 
 def is_expert_sharded(name: str) -> bool:
-    """Whether whole experts of the parameter (of the model, stacked) may lie on different ranks. Not of those that are
-    stored as codes: they are cut like the rest."""
+    """Whether the parameter (stacked experts of the model) is split by expert. Frozen experts under LoRA are not."""
     experts, _, leaf = name.rpartition(".")
     if leaf not in _PROJECTION or experts.endswith(".base"):
         return False
@@ -96,8 +95,8 @@ def is_expert_sharded(name: str) -> bool:
 
 
 def split_layers(cfg: ModelConfig, stages: int, mtp_depth: int = 0) -> list[range]:
-    """Consecutive layers for each stage, the slowest as fast as possible; the last one also runs the head, and the MTP
-    layer and the head again at each depth. A stage begins with a layer that selects keys itself. Raises ConfigError."""
+    """Consecutive layers for each stage, with the least time of the slowest. The last stage also runs the head, and the
+    MTP layer and the head again at each depth. A stage begins with a layer with an indexer. Raises ConfigError."""
     starts = [0, *(i for i in range(1, cfg.num_hidden_layers) if cfg.has_indexer(i))]
     if stages > len(starts):
         raise ConfigError(
@@ -107,7 +106,7 @@ def split_layers(cfg: ModelConfig, stages: int, mtp_depth: int = 0) -> list[rang
     head = cfg.vocab_size * cfg.hidden_size
     layer = count_parameters(cfg).active / cfg.num_hidden_layers
     last = head * (1 + mtp_depth) + layer * mtp_depth
-    # best[i]: (slowest stage, where stages begin) of layers from starts[i] on, in as many stages as were added so far
+    # best[i]: (time of the slowest stage, first layers of stages) for the layers from starts[i] on
     ends = [*starts[1:], cfg.num_hidden_layers]
     best = {i: (layer * (ends[-1] - start) + last, (start,)) for i, start in enumerate(starts)}
     for _ in range(stages - 1):
@@ -125,7 +124,7 @@ def split_layers(cfg: ModelConfig, stages: int, mtp_depth: int = 0) -> list[rang
 
 
 def _chunk(count: int, parts: int, index: int) -> Span:
-    """As torch.chunk cuts, with empty parts at the end."""
+    """The range of part `index` as in torch.chunk, with empty parts at the end."""
     size = -(-count // parts)
     return min(index * size, count), min((index + 1) * size, count)
 

@@ -1,4 +1,4 @@
-"""One rank's way through a run, and whose fault it was if it ends badly."""
+"""One rank of a distributed run, and the report of the failed rank if it ends with an error."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,24 +14,24 @@ from torch.distributed import DistBackendError
 from glm5.common.errors import GlmError, TrainingError
 from glm5.config.train import Recipe
 from glm5.train.build import Builder
-from glm5.train.loop import Run, ordered
-from glm5.train.parallel.lora import SharedLora
+from glm5.train.loop import Run, execution_settings
+from glm5.train.parallel.lora import DistributedLora
 from glm5.train.parallel.mesh import mesh_of
-from glm5.train.parallel.trainer import SharedTrainer
+from glm5.train.parallel.trainer import DistributedTrainer
 from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.stage_trainer import device_of
 from glm5.train.state import clear, locked
 
-_PREPARING = timedelta(days=1)  # the first rank may tokenize for long
-_ASKING = timedelta(seconds=5)  # until all who wait for somebody have said so
-_SIGNS = ("closed by peer", "Timed out", "timed out", "Connection reset", "remote worker")
+_PREPARE_TIMEOUT = timedelta(days=1)  # tokenizing on the first rank may take long
+_ASK_TIMEOUT = timedelta(seconds=5)  # for all waiting ranks to report that they wait
+_PEER_ERRORS = ("closed by peer", "Timed out", "timed out", "Connection reset", "remote worker")
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a launcher says to a process: torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    """A launcher's settings for a process: torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
-    `has_store`: the launcher keeps the store where ranks meet; else the first rank does.
+    `has_store`: the launcher runs the TCPStore; else the first rank does.
     """
 
     rank: int
@@ -46,25 +46,25 @@ class Rank:
         return TCPStore(self.address, self.port, self.world, is_master, wait_for_workers=False)
 
 
-def train_shared(recipe: Recipe, beside: Path, rank: Rank, *, restart: bool = False) -> Path:
-    """`loop.train` by one of several processes, all of which call this."""
+def train_distributed(recipe: Recipe, beside: Path, rank: Rank, *, restart: bool = False) -> Path:
+    """`loop.train` for a distributed run; called by every process."""
     mesh, store, out = mesh_of(recipe.parallel, rank.world), rank.store(), recipe.folder
     device = device_of(recipe.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank.local)
     team = TrainingGroup(mesh, rank.rank, device, store, timeout_s=recipe.parallel.timeout_s)
-    makes = SharedTrainer if recipe.lora is None else SharedLora
+    make_trainer = DistributedTrainer if recipe.lora is None else DistributedLora
     lock = locked(out) if team.is_first else nullcontext()
-    with _blaming(store, rank, recipe.parallel.timeout_s), ordered(recipe), lock:
-        _first(team, lambda: _prepare(recipe, beside, out, restart=restart))
-        best = Run(recipe, beside, out, partial(makes, team)).to_the_end()
+    with _report_failure(store, rank, recipe.parallel.timeout_s), execution_settings(recipe), lock:
+        _on_first_rank(team, lambda: _prepare(recipe, beside, out, restart=restart))
+        best = Run(recipe, beside, out, partial(make_trainer, team)).run()
         team.wait()
     team.close()
     return best
 
 
 def _prepare(recipe: Recipe, beside: Path, out: Path, *, restart: bool) -> None:
-    """What all will find: nothing of an earlier run where it is thrown away, tokenizer and token files."""
+    """Clear the folder if asked to, and create the tokenizer and token files."""
     if restart:
         clear(out, recipe)
     builder = Builder(recipe, beside, out)
@@ -72,42 +72,42 @@ def _prepare(recipe: Recipe, beside: Path, out: Path, *, restart: bool) -> None:
         builder.rows(stage)
 
 
-def _first(team: TrainingGroup, work: Callable[[], None]) -> None:
-    """Work that the first rank does while the others wait."""
+def _on_first_rank(team: TrainingGroup, work: Callable[[], None]) -> None:
+    """Call `work` on the first rank while the others wait."""
     if team.is_first:
         work()
         team.store.set("prepared", "")
     else:
-        team.store.wait(["prepared"], _PREPARING)
+        team.store.wait(["prepared"], _PREPARE_TIMEOUT)
 
 
 @contextmanager
-def _blaming(store: Store, rank: Rank, timeout_s: float) -> Iterator[None]:
-    """Say of a rank what ended it. Where it waited for another one in vain: for which."""
+def _report_failure(store: Store, rank: Rank, timeout_s: float) -> Iterator[None]:
+    """Report an error of this rank in the store. If it was waiting for other ranks, raise TrainingError with these."""
     try:
         yield
     except (GlmError, RuntimeError) as error:
-        if not _is_of_others(error):
+        if not _is_caused_by_peer(error):
             store.set(f"fate/{rank.rank}", str(error).partition("\n")[0])
             raise
         store.set(f"waits/{rank.rank}", "")
         missing: list[str] = []
         for other in range(rank.world):
             try:
-                store.wait([f"waits/{other}"], _ASKING)
+                store.wait([f"waits/{other}"], _ASK_TIMEOUT)
             except RuntimeError:
                 missing.append(str(other))
-        whom = f"rank {', '.join(missing)}" if missing else "each other"
+        missing_ranks = f"rank {', '.join(missing)}" if missing else "each other"
         raise TrainingError(
-            f"rank {rank.rank} waited for {whom}, which has ended or does not answer (parallel.timeout_s is "
+            f"rank {rank.rank} waited for {missing_ranks}, which has ended or does not answer (parallel.timeout_s is "
             f"{timeout_s:g}); the state is that of the last checkpoint, and the same command goes on from there"
         ) from error
 
 
-def _is_of_others(error: BaseException | None) -> bool:
-    """Whether a collective failed because of another rank, at whatever place."""
+def _is_caused_by_peer(error: BaseException | None) -> bool:
+    """Whether a collective failed because of another rank, in the chain of causes."""
     while error is not None:
-        if isinstance(error, DistBackendError) or any(sign in str(error) for sign in _SIGNS):
+        if isinstance(error, DistBackendError) or any(sign in str(error) for sign in _PEER_ERRORS):
             return True
         error = error.__cause__
     return False

@@ -1,12 +1,12 @@
-"""FSDP2 around a model: each parameter in shards, whole while the module that has it runs.
+"""Shards a model with FSDP2: parameters are gathered while their module runs.
 
-    layer              a unit: gathered before its pass, and again before its backward pass
-    experts            units of their own, sharded over the ranks that have the same experts
-    indexer            a unit that stays gathered between the passes: in warm-up it alone has gradients
-    MTP layer          likewise, as it runs several times in a pass
-    the rest           embedding, norm and head: gathered for the whole pass
+    layer              a unit: gathered for its forward pass, and again for its backward pass
+    experts            separate units, sharded over the ranks that have the same experts
+    indexer            a unit that stays gathered between forward and backward: in warm-up only it has gradients
+    MTP layer          likewise, because it runs several times in a pass
+    others             embedding, norm and head: gathered for the entire pass
 
-Gradients are added up in float32 at least, not averaged: a loss is a share of the whole run's.
+Gradients are summed in float32 at least, not averaged, because losses are already divided by the totals of all ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,15 +25,15 @@ from glm5.model.experts import Experts
 from glm5.model.glm5 import Glm5
 from glm5.model.moe import MoE
 from glm5.model.mtp import MTPLayer
-from glm5.train.parallel.experts import DealtExperts
+from glm5.train.parallel.experts import ExpertParallel
 from glm5.train.parallel.row_layout import RowLayout
 from glm5.train.parallel.training_group import TrainingGroup
 
 
 class Root(nn.Module):
-    """Runs any work on the model's weights: FSDP sees one module's pass, whatever parts of the model are called.
+    """The root FSDP unit. `forward` calls any function on the model, so that FSDP sees one forward pass of a module.
 
-    A pipeline's schedule, which gives a stage its input and the number of the pass, gets what `on_stage` makes of it.
+    A pipeline schedule passes a stage's input and the pass number, for which `on_stage` is called.
     """
 
     on_stage: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -49,17 +49,17 @@ class Root(nn.Module):
         return self.on_stage(work, number)
 
 
-def deal_experts(model: Glm5, team: TrainingGroup, *, gathers: bool) -> None:
-    """Leave every rank its own experts, and the way to those of others."""
+def use_expert_parallel(model: Glm5, team: TrainingGroup, *, all_gather_tokens: bool) -> None:
+    """Replace experts by `ExpertParallel` modules with this rank's part, in place."""
     for layer in _layers(model):
         if isinstance(layer.mlp, MoE) and isinstance(layer.mlp.experts, Experts):
-            layer.mlp.experts = DealtExperts(layer.mlp.experts, team.experts, gathers=gathers)  # type: ignore[assignment]
+            layer.mlp.experts = ExpertParallel(layer.mlp.experts, team.experts, all_gather_tokens=all_gather_tokens)  # type: ignore[assignment]
 
 
-def shard(model: Glm5, team: TrainingGroup, places: RowLayout, dtype: torch.dtype, compute: torch.dtype) -> Root:
-    """`model`, whose experts are dealt, in shards as `places` says: parameters in `dtype`, passes in `compute`.
+def shard(model: Glm5, team: TrainingGroup, layout: RowLayout, dtype: torch.dtype, compute: torch.dtype) -> Root:
+    """Shard `model`, after `use_expert_parallel`, by `layout`: parameters in `dtype`, passes in `compute`.
 
-    Raises ConfigError where this torch cannot shard what a base is stored in.
+    Raises ConfigError where this torch cannot shard the dtype of a quantized base.
     """
     names = {weight: name for name, weight in model.named_parameters()}
     root = Root(model)
@@ -68,10 +68,10 @@ def shard(model: Glm5, team: TrainingGroup, places: RowLayout, dtype: torch.dtyp
         reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,
     )
-    everybody = DeviceMesh.from_group(team.stage, team.device.type)
-    sharers = DeviceMesh.from_group(team.expert_shards, team.device.type)
+    stage_mesh = DeviceMesh.from_group(team.stage, team.device.type)
+    expert_mesh = DeviceMesh.from_group(team.expert_shards, team.device.type)
 
-    def unit(module: nn.Module, mesh: DeviceMesh = everybody, *, reshards: bool) -> None:
+    def shard_module(module: nn.Module, mesh: DeviceMesh = stage_mesh, *, reshards: bool) -> None:
         has_codes = any(not weight.dtype.is_floating_point for weight in module.parameters())
         try:
             fully_shard(
@@ -79,7 +79,7 @@ def shard(model: Glm5, team: TrainingGroup, places: RowLayout, dtype: torch.dtyp
                 mesh=mesh,
                 mp_policy=policy,
                 reshard_after_forward=reshards,
-                shard_placement_fn=lambda weight: AlongDim(places.dim(names[weight])),
+                shard_placement_fn=lambda weight: AlongDim(layout.dim(names[weight])),
             )
         except RuntimeError as error:
             if has_codes and "floating point" in str(error):
@@ -89,26 +89,26 @@ def shard(model: Glm5, team: TrainingGroup, places: RowLayout, dtype: torch.dtyp
                 ) from error
             raise
 
-    reshards = team.mesh.pipeline == 1  # a pipeline has several passes under way: gathered once for all of them
+    reshards = team.mesh.pipeline == 1  # a pipeline has several passes in flight: gathered once for all
     for layer in _layers(model):
         is_mtp = isinstance(layer, MTPLayer)
         if isinstance(layer.mlp, MoE):
-            unit(layer.mlp.experts, sharers, reshards=reshards and not is_mtp)
+            shard_module(layer.mlp.experts, expert_mesh, reshards=reshards and not is_mtp)
         if layer.self_attn.indexer is not None:
-            unit(layer.self_attn.indexer, reshards=False)
-        unit(layer, reshards=reshards and not is_mtp)
+            shard_module(layer.self_attn.indexer, reshards=False)
+        shard_module(layer, reshards=reshards and not is_mtp)
         if is_mtp:
             register_fsdp_forward_method(layer, "draft")
-    unit(root, reshards=False)
+    shard_module(root, reshards=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other
     return root
 
 
 def touch(root: Root) -> None:
-    """Gather every unit once: a pipeline's last action asks all of them for gradients, those too that never ran."""
+    """Gather every unit once: the last action of a pipeline needs gradients of all, even of units that never ran."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -116,7 +116,7 @@ def touch(root: Root) -> None:
 
 
 def local_parameters(model: Glm5) -> dict[str, nn.Parameter]:
-    """This rank's rows of every parameter that it has, in the same memory, as parameters for an optimizer."""
+    """This rank's rows of its parameters, sharing memory, as parameters for an optimizer."""
     return {
         name: nn.Parameter(_local(weight.data), requires_grad=weight.requires_grad)
         for name, weight in model.named_parameters()
@@ -124,7 +124,7 @@ def local_parameters(model: Glm5) -> dict[str, nn.Parameter]:
 
 
 def take_gradients(model: Glm5, local: dict[str, nn.Parameter]) -> None:
-    """Hand the gradients of shards to `local`; the model's are then gone."""
+    """Move the gradients of the shards to `local`."""
     for name, weight in model.named_parameters():
         if name in local and weight.grad is not None:
             local[name].grad = _local(weight.grad)
@@ -136,5 +136,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _layers(model: Glm5) -> Iterator[DecoderLayer]:
-    """Those that this rank has."""
+    """The decoder layers of this rank, MTP included."""
     return (layer for layer in model.model.layers if isinstance(layer, DecoderLayer))

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline has of the model."""
+"""Removes from a model the modules of other pipeline stages."""
 
 from torch import Tensor, nn
 
@@ -7,18 +7,18 @@ from glm5.train.parallel.row_layout import RowLayout
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module that another stage has. `weight`: of the dtype and device that passes have here."""
+    """A placeholder for a module of another stage. `weight`: an empty tensor with the dtype and device of passes."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
 
 
-def keep_stage(model: Glm5, places: RowLayout, stage: int, like: Tensor) -> None:
-    """Leave in `model` what the stage has; `like`: an empty tensor, of the dtype and device of passes."""
-    trunk, last = model.model, stage == places.mesh.last_stage
+def keep_stage(model: Glm5, layout: RowLayout, stage: int, like: Tensor) -> None:
+    """Replace the modules of other stages, in place. `like`: an empty tensor with the dtype and device of passes."""
+    trunk, last = model.model, stage == layout.mesh.last_stage
     for layer_idx in range(len(trunk.layers)):
-        if places.stage(f"model.layers.{layer_idx}.") != stage:
+        if layout.stage(f"model.layers.{layer_idx}.") != stage:
             trunk.layers[layer_idx] = Elsewhere(like)
     if not last:
         trunk.norm = Elsewhere(like)  # type: ignore[assignment]

@@ -1,9 +1,9 @@
-"""The state of a run, written by every process for itself while training goes on.
+"""Writes the state of a distributed run asynchronously; every rank writes its own part.
 
-    each rank   its rows to state-RUN-NUMBER-RANK.pt, on a thread, from copies on the host
-    first rank  when all parts lie there: state.pt, which names them; older parts go
+    each rank   writes its rows to state-RUN-NUMBER-RANK.pt, in a thread, from copies on the host
+    first rank  when all parts exist, writes state.pt, which names them, and deletes older parts
 
-So state.pt is replaced at once, and what it names is whole. The next state is written when this one is.
+So state.pt is replaced atomically and names complete files. A state is written only after the previous one.
 """
 
 import time
@@ -25,7 +25,7 @@ _LOOKS_EVERY_S = 0.01
 
 
 class StateWriter:
-    """Of rank `rank` of `size`. `run`: a name that all ranks of this run share, and no other run has."""
+    """The writer of rank `rank` of `size`. `run`: a unique name of the run, the same on all ranks."""
 
     def __init__(self, rank: int, size: int, run: str, *, timeout_s: float) -> None:
         self.rank, self.size, self.run, self.timeout_s = rank, size, run, timeout_s
@@ -34,7 +34,7 @@ class StateWriter:
         self._writing: Future[None] | None = None
 
     def write(self, store: Store, position: Position, part: ModelShard, optimizers: Optimizers) -> None:
-        """Begin to write. Raises TrainingError where the state before could not be written."""
+        """Begin to write. Raises TrainingError where the previous state could not be written."""
         self.finish()
         self._number += 1
         names = [f"state-{self.run}-{self._number}-{rank}of{self.size}.pt" for rank in range(self.size)]
@@ -42,7 +42,7 @@ class StateWriter:
         self._writing = self._pool.submit(self._write, store, position, names, content, self._number)
 
     def finish(self) -> None:
-        """Wait for what is being written. Raises TrainingError where it could not be."""
+        """Wait for the pending write. Raises TrainingError where it failed."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -54,7 +54,7 @@ class StateWriter:
         if self.rank == 0:
             self._await([store.out / name for name in names])
             store.write(position, {}, {}, parts=names)
-            for old in store.out.glob("state-*.pt"):  # not those of the next state, which others may have written
+            for old in store.out.glob("state-*.pt"):  # except those of the next state by faster ranks
                 run, theirs = old.name.split("-")[1:3]
                 if run != self.run or int(theirs) < number:
                     old.unlink(missing_ok=True)
@@ -71,11 +71,11 @@ class StateWriter:
 
 
 def content_of(part: ModelShard, rank: int, optimizers: Optimizers) -> dict[str, Any]:
-    """A part as `train/sharded_state.py` has it, on the host: training may go on."""
+    """This rank's part in the format of `train/sharded_state.py`, copied to the host so that training can continue."""
     named = {name: weight for name, weight in part.local.items() if weight.requires_grad or not part.has_base}
     return {
-        "spans": {name: part.places.spans(name, rank) for name in named},
-        "shapes": {name: part.places.shapes[name] for name in named},
+        "spans": {name: part.layout.spans(name, rank) for name in named},
+        "shapes": {name: part.layout.shapes[name] for name in named},
         "weights": {name: _copied(weight) for name, weight in named.items()},
         "optimizer": {
             name: {key: _copied(one) for key, one in state.items()} for name, state in optimizers.state_dict().items()

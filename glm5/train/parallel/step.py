@@ -1,8 +1,8 @@
-"""A training step of which every rank does a part: `Step`, with sums over ranks where one device has sums.
+"""A distributed training step: `Step` with reductions over ranks.
 
-each rank     passes over its rows (and its tokens of them), with losses divided by what all ranks have
-FSDP          adds gradients up, where it has gathered weights
-all ranks     losses, norms and loads of experts, the same numbers everywhere: so all decide alike
+each rank     passes over its rows (and its tokens of them), with losses divided by the totals of all ranks
+FSDP          sums gradients
+all ranks     losses, norms and expert loads are all-reduced, so that all ranks decide alike
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,64 +17,64 @@ from glm5.model.packed import PackedView
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers, Shards
 from glm5.train.parallel.collectives import swap
-from glm5.train.parallel.context import ContextView, CutBatch
+from glm5.train.parallel.context import BatchShard, ContextView
 from glm5.train.parallel.row_layout import RowLayout
 from glm5.train.parallel.shards import Root, local_parameters, take_gradients
 from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.step import Phase, Step, first_not_finite
 
-_MOST_DEPTHS = 8  # of MTP, as the recipe allows
+_MAX_MTP_DEPTH = 8  # the recipe's limit
 LOSSES = (
     "index",
     "balance",
     "loss",
     "mtp",
-    *(f"mtp {depth}" for depth in range(1, _MOST_DEPTHS + 1)),
+    *(f"mtp {depth}" for depth in range(1, _MAX_MTP_DEPTH + 1)),
     "mtp index",
     "mtp balance",
 )
-"""All that a rank may have a part of."""
+"""Names of all losses that a rank can have."""
 
 
-class SharedStep(Step):
-    """`root` holds this rank's shards; `optimizers` are about their rows, as `local_parameters` gives them."""
+class DistributedStep(Step):
+    """`root` holds this rank's shards; `optimizers` update the rows that `local_parameters` returns."""
 
     def __init__(self, root: Root, team: TrainingGroup, optimizers: Optimizers, cfg: LossConfig, phase: Phase) -> None:
         super().__init__(root.glm, optimizers, cfg, phase)
         self.root, self.team = root, team
-        self._count_together()
+        self._sum_context_counts()
 
-    def _count_together(self) -> None:
-        """Ranks that share sequences add up what their experts had to do."""
+    def _sum_context_counts(self) -> None:
+        """Sum expert counts over ranks that share sequences."""
         if self.team.mesh.context > 1:
             self.balance.total = lambda counts: self.team.total(counts, self.team.context)
 
-    def _over_ranks(self, totals: dict[int, float]) -> dict[int, float]:
+    def _sum_over_ranks(self, totals: dict[int, float]) -> dict[int, float]:
         sums = self.team.total(torch.tensor(list(totals.values()), dtype=torch.float64), self.team.stage)
         return dict(zip(totals, sums.tolist(), strict=True))
 
     def _gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
-        losses = self._passes(batches, totals)
+        losses = self._local_gradients(batches, totals)
         self._take_gradients()
         for name, load_E in self.balance.loads.items():
             self.balance.loads[name] = self.team.total(load_E, self.team.stage)
-        return self._everywhere(losses)
+        return self._sum_over_all_ranks(losses)
 
     def _not_finite(self) -> str | None:
         found: list[str | None] = [None] * self.team.mesh.size
         dist.all_gather_object(found, first_not_finite(local_parameters(self.model).items()))
         return next((name for name in found if name is not None), None)
 
-    def _passes(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
-        """This rank's part of the losses, their gradients with the shards."""
+    def _local_gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
+        """This rank's part of the losses; gradients are added to the shards."""
         return super()._gradients(batches, totals)
 
     def _take_gradients(self) -> None:
-        """From the shards to those who learn from them."""
+        """Move gradients from the shards to the optimizers' parameters."""
         take_gradients(self.model, self.optimizers.named)
 
-    def _everywhere(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over all ranks of the losses that any of them has; they are told by their place in LOSSES."""
+    def _sum_over_all_ranks(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over all ranks of the losses that any rank has; LOSSES fixes their order in the all-reduce."""
         if unknown := sorted(losses.keys() - set(LOSSES)):
             raise TrainingError(f"loss {unknown[0]!r} cannot be added up over ranks; allowed: {', '.join(LOSSES)}")
         sums = torch.zeros(2, len(LOSSES), dtype=torch.float64, device=self.team.device)
@@ -90,17 +90,17 @@ class SharedStep(Step):
         return self.root(super()._pass, batch, view, totals)
 
     def _view(self, batch: Batch) -> PackedView:
-        if not isinstance(batch, CutBatch):
+        if not isinstance(batch, BatchShard):
             return super()._view(batch)
         return ContextView(batch, self.team.context, stage=self.phase.keys, learn_index=self.phase.learn_index)
 
 
-def shards_of(places: RowLayout, team: TrainingGroup) -> Shards:
-    """What optimizers have to know of the other ranks."""
+def shards_of(layout: RowLayout, team: TrainingGroup) -> Shards:
+    """The sharding information that `Optimizers` needs."""
     ranks = team.mesh.stage_ranks(team.rank)
     return Shards(
-        shapes=places.shapes,
-        spans=lambda name: [places.spans(name, rank) for rank in ranks],
+        shapes=layout.shapes,
+        spans=lambda name: [layout.spans(name, rank) for rank in ranks],
         rank=team.mesh.shard(team.rank),
         size=len(ranks),
         swap=lambda parts: swap(parts, team.stage),

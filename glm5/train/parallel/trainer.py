@@ -1,4 +1,4 @@
-"""What a run of several processes trains: this rank's part of the model."""
+"""Trains the stages of a distributed run: this rank's part."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,14 +18,14 @@ from glm5.train.data.sources import Row
 from glm5.train.evaluate import count, means
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import ModelShard, build, fill, outline
-from glm5.train.parallel.context import CutBatch
-from glm5.train.parallel.gather import spread, whole_tensors
+from glm5.train.parallel.context import BatchShard
+from glm5.train.parallel.gather import gather_tensors, scatter_tensors
 from glm5.train.parallel.mesh import check_stage
 from glm5.train.parallel.pipeline import PipelineStep, Stage
 from glm5.train.parallel.state_writer import StateWriter
-from glm5.train.parallel.step import SharedStep, shards_of
+from glm5.train.parallel.step import DistributedStep, shards_of
 from glm5.train.parallel.training_group import TrainingGroup
-from glm5.train.qat import make_aware
+from glm5.train.qat import set_fake_int4
 from glm5.train.sharded_state import buffers, read_parts, state_rows, weight_rows
 from glm5.train.stage_trainer import StageTrainer, batch_of
 from glm5.train.stages import choose_parameters, losses_of, phase_of
@@ -33,11 +33,10 @@ from glm5.train.state import Position, Store
 from glm5.train.step import Phase
 
 
-class SharedTrainer(StageTrainer):
-    """`StageTrainer` of one rank of a team."""
+class DistributedTrainer(StageTrainer):
+    """`StageTrainer` for one rank of a distributed run."""
 
-    shared: SharedStep
-    """`step`, as what it is here."""
+    step: DistributedStep
 
     def __init__(self, team: TrainingGroup, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
         self.recipe, self.builder, self.team = recipe, builder, team
@@ -49,11 +48,11 @@ class SharedTrainer(StageTrainer):
         for stage in recipe.stage:
             check_stage(team.mesh, builder.cfg, stage)
 
-    def begin(self, stage: StageConfig, cfg: ModelConfig, before: Optimizers | None) -> SharedStep:
+    def begin(self, stage: StageConfig, cfg: ModelConfig, before: Optimizers | None) -> DistributedStep:
         recipe, team = self.recipe, self.team
-        part = self._made(stage, cfg)
+        part = self._build(stage, cfg)
         self._fill(part)
-        optimizers = Optimizers(part.local, cfg, stage.optimizer or recipe.optimizer, shards_of(part.places, team))
+        optimizers = Optimizers(part.local, cfg, stage.optimizer or recipe.optimizer, shards_of(part.layout, team))
         if self.parts is not None:
             optimizers.load_state_dict(self._states(part, optimizers))
             self.parts = None
@@ -61,15 +60,15 @@ class SharedTrainer(StageTrainer):
             optimizers.load_state_dict(before.state_dict())
         self.part, losses, phase = part, losses_of(recipe, stage, 0), self._phase(stage)
         if team.mesh.pipeline == 1:
-            self.shared = SharedStep(part.roots[0], team, optimizers, losses, phase)
+            step = DistributedStep(part.roots[0], team, optimizers, losses, phase)
         else:
-            self.shared = PipelineStep(part, team, optimizers, losses, phase, tokens=self._most_tokens(stage))
-        self.step = self.shared
-        return self.shared
+            step = PipelineStep(part, team, optimizers, losses, phase, tokens=self._most_tokens(stage))
+        self.step = step  # type: ignore[assignment]
+        return step
 
     def share(self, draws: range) -> range:
-        mine = self.team.mesh.rows(len(draws), self.team.rank)
-        return draws[mine.start : mine.stop]
+        own = self.team.mesh.rows(len(draws), self.team.rank)
+        return draws[own.start : own.stop]
 
     def tokens(self, count: int) -> int:
         mesh = self.team.mesh
@@ -81,40 +80,41 @@ class SharedTrainer(StageTrainer):
         mesh = self.team.mesh
         if mesh.context == 1:
             return whole
-        return [CutBatch(batch, mesh.part(self.team.rank), mesh.context) for batch in whole]
+        return [BatchShard(batch, mesh.part(self.team.rank), mesh.context) for batch in whole]
 
     @torch.no_grad()
     def held_out(self, stage: StageConfig, rows: Sequence[Row], phase: Phase) -> dict[str, float]:
-        """Whole rows are dealt out, to those who share contexts too; who has none left runs one that does not count."""
-        mesh, mine = self.team.mesh, self.team.mesh.shard(self.team.rank)
+        """Metrics of held-out rows, distributed over all shards. A rank without a row left runs another one that does
+        not count, because all ranks must take part."""
+        mesh, own = self.team.mesh, self.team.mesh.shard(self.team.rank)
         counted, recall = torch.zeros(3, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-        self._share_copies()
+        self._sync_embedding()
         for first in range(0, len(rows), mesh.shards):
-            counts = first + mine < len(rows)
-            batch = batch_of([rows[first + mine if counts else first]], self.device)
-            found = self._behind_layers(batch, phase.view(batch), self._count_of(batch))
+            counts = first + own < len(rows)
+            batch = batch_of([rows[first + own if counts else first]], self.device)
+            found = self._on_hidden_states(batch, phase.view(batch), self._counter(batch))
             if counts and found is not None:
                 counted += found
             if phase.learn_index:
                 view = RecallView(batch.lengths, self.device)
-                self._behind_layers(batch, view, lambda _: None)
+                self._on_hidden_states(batch, view, lambda _: None)
                 recall += torch.tensor([view.kept, view.counted]) if counts else 0.0
-        figures = means(self.team.total(counted))
+        metrics = means(self.team.total(counted))
         kept, total = self.team.total(recall).tolist()
-        return figures | {"attention recall": kept / total} if total else figures
+        return metrics | {"attention recall": kept / total} if total else metrics
 
     def export(self, folder: Path, dtype: str | torch.dtype, assets: Path | None) -> None:
-        tensors = whole_tensors(self._have, self.team)
+        tensors = gather_tensors(self._shard, self.team)
         if self.is_first:
-            cfg, held = self.shared.model.cfg, self._have.dtype
+            cfg, held = self.step.model.cfg, self._shard.dtype
             limit = self.recipe.checkpoints.max_shard_bytes
             save_stream(tensors, cfg, folder, held=held, dtype=dtype, max_shard_bytes=limit, assets=assets)
         else:
-            surplus = next(tensors, None)  # takes part until all are sent
+            surplus = next(tensors, None)  # runs until all tensors are sent
             assert surplus is None, f"{surplus=}"
 
     def write_state(self, store: Store, position: Position) -> None:
-        self.writer.write(store, position, self._have, self.shared.optimizers)
+        self.writer.write(store, position, self._shard, self.step.optimizers)
 
     def agree(self, *, stop: bool) -> bool:
         return self.team.any(stop)
@@ -124,30 +124,30 @@ class SharedTrainer(StageTrainer):
         self.team.wait()
 
     @property
-    def _have(self) -> ModelShard:
+    def _shard(self) -> ModelShard:
         assert self.part is not None, "before a stage began"
         return self.part
 
     def _phase(self, stage: StageConfig) -> Phase:
         return phase_of(stage)
 
-    def _made(self, stage: StageConfig, cfg: ModelConfig) -> ModelShard:
-        """This rank's part of the model, with whatever content."""
+    def _build(self, stage: StageConfig, cfg: ModelConfig) -> ModelShard:
+        """This rank's part of the model, uninitialised."""
         recipe = self.recipe
         dtype = getattr(torch, recipe.model.dtype)
         compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
         model = outline(cfg, dtype)
         choose_parameters(model, stage)
-        make_aware(model, aware=stage.qat is not None)
+        set_fake_int4(model, aware=stage.qat is not None)
         return build(model, self.team, recipe.parallel, dtype=dtype, compute=compute, mtp_depth=self._mtp_depth)
 
     @property
     def _mtp_depth(self) -> int:
-        """The same for all stages of the recipe: so each rank keeps its rows from one to the next."""
-        return max((one.losses or self.recipe.losses).mtp_depth for one in self.recipe.stage)
+        """The maximum over all stages of the recipe, so that the layout is the same in all stages."""
+        return max((stage.losses or self.recipe.losses).mtp_depth for stage in self.recipe.stage)
 
     def _fill(self, part: ModelShard) -> None:
-        """With the rows of the stage before, or of the state that the run goes on from, or of the start."""
+        """Fill with the rows of the resumed state, of the previous stage, or of the initial model."""
         rank, parts, old = self.team.rank, self.parts, self.part
         if parts is not None:
             biases = buffers(parts)
@@ -155,39 +155,40 @@ class SharedTrainer(StageTrainer):
         elif old is not None:
             fill(part, rank, lambda name, _: old.local[name].detach(), old.buffers.__getitem__)
         else:
-            spread(part, self.team, self.builder.model(torch.device("cpu")).state_dict() if self.is_first else None)
+            start = self.builder.model(torch.device("cpu")).state_dict() if self.is_first else None
+            scatter_tensors(part, self.team, start)
 
     def _states(self, part: ModelShard, optimizers: Optimizers) -> dict[str, dict[str, Tensor]]:
         """This rank's rows of the saved state of each trained parameter."""
         assert self.parts is not None
         return {
             name: {
-                key: one.view(part.local[name].shape) if one.dim() else one
-                for key, one in state_rows(self.parts, name, part.places.spans(name, self.team.rank)).items()
+                key: value.view(part.local[name].shape) if value.dim() else value
+                for key, value in state_rows(self.parts, name, part.layout.spans(name, self.team.rank)).items()
             }
             for name in optimizers.named
         }
 
     def _most_tokens(self, stage: StageConfig) -> int:
-        """That a pass can have on this rank."""
+        """The maximal number of tokens of a pass on this rank."""
         mesh = self.team.mesh
         whole = (stage.pass_sequences or -(-stage.sequences // mesh.data)) * stage.seq_len
         return whole if mesh.context == 1 else 2 * -(-whole // (2 * mesh.context))
 
-    def _count_of(self, batch: Batch) -> Callable[[Tensor], Tensor]:
-        return lambda hidden_TD: count(self.shared.model, hidden_TD, batch)
+    def _counter(self, batch: Batch) -> Callable[[Tensor], Tensor]:
+        return lambda hidden_TD: count(self.step.model, hidden_TD, batch)
 
-    def _behind_layers(self, batch: Batch, view: Any, work: Callable[[Tensor], Any]) -> Any:
-        """`work` on the model's hidden states of a pass without gradients; None where another stage has them."""
-        step, model = self.shared, self.shared.model
+    def _on_hidden_states(self, batch: Batch, view: Any, work: Callable[[Tensor], Any]) -> Any:
+        """Call `work` with the hidden states of a forward pass; None on other stages than the last."""
+        step, model = self.step, self.step.model
         if not isinstance(step, PipelineStep):
             return step.root(lambda: work(model(batch.ids_T, view)))
 
-        def at_the_end(stage: Stage, x_TD: Tensor, _view: PackedView) -> Any:
+        def on_last_stage(stage: Stage, x_TD: Tensor, _view: PackedView) -> Any:
             return work(model.model.norm(x_TD)) if stage.number == step.num_stages - 1 else None
 
-        return step.relay(batch, at_the_end, lambda: view)[-1]
+        return step.relay(batch, on_last_stage, lambda: view)[-1]
 
-    def _share_copies(self) -> None:
-        if isinstance(self.shared, PipelineStep):
-            self.shared.share_embedding()
+    def _sync_embedding(self) -> None:
+        if isinstance(self.step, PipelineStep):
+            self.step.share_embedding()

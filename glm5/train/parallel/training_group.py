@@ -1,4 +1,4 @@
-"""The processes of a run: how they meet, and what all of them have to agree on."""
+"""The process groups of a distributed run, and reductions over all ranks."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +16,7 @@ from glm5.train.parallel.mesh import Mesh
 
 
 class TrainingGroup:
-    """This process among the others of a `mesh`, and the groups it is in. All of them make this together."""
+    """This rank's process groups in a `mesh`. Creating it is a collective operation of all ranks."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, store: Store, *, timeout_s: float) -> None:
         self.mesh, self.rank, self.device, self.store = mesh, rank, device, store
@@ -24,32 +24,32 @@ class TrainingGroup:
         if rank == 0:
             store.set("run", uuid4().hex[:12])
         self.run = store.get("run").decode()
-        """A name that all ranks of this run share, and no other run has."""
+        """A unique name of the run, the same on all ranks."""
         timeout = timedelta(seconds=timeout_s)
 
-        def of(ranks_of: Callable[[int], list[int]]) -> Group:
-            mine: Group | None = None
+        def new_group(ranks_of: Callable[[int], list[int]]) -> Group:
+            own_group: Group | None = None
             for ranks in sorted({tuple(ranks_of(one)) for one in range(mesh.size)}):  # each is made by everybody
                 group = dist.new_group(list(ranks), timeout=timeout)
                 if rank in ranks:
                     assert isinstance(group, Group)
-                    mine = group
-            assert mine is not None
-            return mine
+                    own_group = group
+            assert own_group is not None
+            return own_group
 
-        self.stage = of(mesh.stage_ranks)
-        self.context = of(mesh.context_ranks)
-        self.pipeline = of(mesh.pipeline_ranks)
-        self.experts = of(mesh.expert_ranks)
-        self.expert_shards = of(mesh.expert_shard_ranks)
+        self.stage = new_group(mesh.stage_ranks)
+        self.context = new_group(mesh.context_ranks)
+        self.pipeline = new_group(mesh.pipeline_ranks)
+        self.experts = new_group(mesh.expert_ranks)
+        self.expert_shards = new_group(mesh.expert_shard_ranks)
 
     @property
     def is_first(self) -> bool:
-        """The one that writes and speaks."""
+        """Whether this rank writes files and messages."""
         return self.rank == 0
 
     def total(self, values: Tensor, group: Group | None = None) -> Tensor:
-        """The sum over the group, by default over all ranks; the same bits on each."""
+        """The sum over the group, by default over all ranks; bitwise the same on each."""
         values = values.to(self.device, copy=True)
         dist.all_reduce(values, group=group)
         return values
@@ -60,11 +60,11 @@ class TrainingGroup:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Whether `flag` is true on any rank."""
         return bool(self.largest(torch.tensor(int(flag))).item())
 
     def wait(self) -> None:
-        """For all ranks."""
+        """Wait for all ranks."""
         self.total(torch.zeros(1))
 
     def close(self) -> None:

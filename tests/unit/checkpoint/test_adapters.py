@@ -47,9 +47,9 @@ def test_rank_stabilised_scale(tmp_path):
 @pytest.mark.parametrize(
     ("module", "shape", "said"),
     [
-        ("model.layers.9.self_attn.o_proj", (64, 64), "is no module of this model"),
+        ("model.layers.9.self_attn.o_proj", (64, 64), "is not a module of this model"),
         (O_PROJ, (64, 32), r"is \[64, 32\] in the adapter and \[64, 64\] in the model"),
-        ("model.norm", (64, 64), "is RMSNorm here, which cannot be added to"),
+        ("model.norm", (64, 64), "is RMSNorm in this model, which cannot be merged into"),
     ],
 )
 def test_what_does_not_fit_changes_nothing(tmp_path, model, module, shape, said):

@@ -23,7 +23,7 @@ def memory(tmp_path, monkeypatch):
     """The folder in whose place memory is."""
     folder = tmp_path / "memory"
     folder.mkdir()
-    monkeypatch.setattr(handover, "_MEMORY", folder)
+    monkeypatch.setattr(handover, "_SHARED_MEMORY", folder)
     return folder
 
 

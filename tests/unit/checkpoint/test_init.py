@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.checkpoint.init import Numbers, write_random, write_weightless
+from glm5.checkpoint.init import RandomTensors, write_random, write_weightless
 from glm5.checkpoint.inspect import inspect
 from glm5.checkpoint.load import load
 from glm5.common.errors import ConfigError
@@ -66,32 +66,32 @@ def test_activations_are_sane_and_the_router_spreads(tmp_path, name, seed):
 
 def test_full_size_tensors_have_unit_gain(seed):
     specs = {spec.name: spec for spec in tensor_specs(preset("glm-5"))}
-    spec, numbers = specs["model.layers.3.mlp.experts.200.gate_proj.weight"], Numbers(seed)
-    weight = numbers.values(spec, torch.float32)
+    spec, random_tensors = specs["model.layers.3.mlp.experts.200.gate_proj.weight"], RandomTensors(seed)
+    weight = random_tensors.values(spec, torch.float32)
     assert tuple(weight.shape) == (2048, 6144)
     assert abs(weight.std() * 6144**0.5 - 1) < 0.01  # standard error 0.0004
-    weight = BlockScaled(*numbers.blocks(spec)).dequantize(torch.float32)
+    weight = BlockScaled(*random_tensors.blocks(spec)).dequantize(torch.float32)
     assert abs(weight.std() * 6144**0.5 - 1) < 0.25
 
 
 def test_large_tensors_are_drawn_once_and_no_slice_of_one_is_like_another(seed):
     """Widths that are powers of two above all: what a rank reads at a wrong place must differ."""
     specs = [spec for spec in tensor_specs(preset("glm-5")) if spec.name.startswith("model.layers.3.mlp.experts.20")]
-    numbers, corners = Numbers(seed), set[bytes]()
+    random_tensors, corners = RandomTensors(seed), set[bytes]()
     for spec in specs[:6]:
-        codes = numbers.blocks(spec)[0].view(torch.uint8)
+        codes = random_tensors.blocks(spec)[0].view(torch.uint8)
         assert ((codes & 0x7F) != 0x7F).all()
         for lines in (codes, codes.T):
             assert len({line[:16].numpy().tobytes() for line in lines}) == len(lines)
         corners.add(codes[:2, :16].numpy().tobytes())
     assert len(corners) == 6
-    again = Numbers(seed).blocks(specs[5])[0].view(torch.uint8)
+    again = RandomTensors(seed).blocks(specs[5])[0].view(torch.uint8)
     assert torch.equal(again, codes)  # whatever else was drawn
 
 
 def test_large_tensors_take_no_memory_of_their_own(seed):
     embedding = next(spec for spec in tensor_specs(preset("glm-5")) if spec.part == "embedding")
-    values = Numbers(seed).values(embedding, torch.bfloat16)
+    values = RandomTensors(seed).values(embedding, torch.bfloat16)
     assert values.shape == embedding.shape
     assert values.untyped_storage().nbytes() < values.nbytes / 100
     assert values[:1000].float().std() == pytest.approx(1, rel=0.05)

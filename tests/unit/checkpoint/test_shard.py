@@ -80,7 +80,7 @@ DAMAGE = {
     "bytes too many": (({"a": entry([4], 0, 16)}, 20), "4 bytes follow the last tensor"),
     "header cut off": ((b'{"a"', 0, 1000), "truncated: its header alone needs 1008 bytes, the file has 12"),
     "header not JSON": ((b"\xff\xfe not json", 0), "the header cannot be understood"),
-    "header not an object": ((b"[1, 2]", 0), "it is no JSON object"),
+    "header not an object": ((b"[1, 2]", 0), "it is not a JSON object"),
     "entry without shape": (({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, 4), "'shape'"),
     "size against shape": (({"a": entry([5], 0, 16)}, 16), "16 bytes for F32 of shape [5]"),
     "negative offset": (({"a": entry([1], -4, 0)}, 0), "must be whole numbers"),

@@ -71,7 +71,7 @@ def test_a_batch_of_experts_is_a_loop_bit_for_bit(seed, monkeypatch):
         for e in range(5):
             assert torch.equal(gram(x[e]), hessian[e])
             assert torch.equal(gptq(weight[e], hessian[e], grid, scale[e]).codes, whole[e])
-        monkeypatch.setitem(module._MOST, "cpu", 2 * 256**2)
+        monkeypatch.setitem(module._MAX_ELEMENTS, "cpu", 2 * 256**2)
         assert torch.equal(gptq(weight, hessian, grid, scale).codes, whole)
 
 

@@ -60,7 +60,7 @@ def test_rows_by_the_formula(bits, symmetric, seed):
 def test_a_batch_is_its_members_and_parts_are_the_whole(grid, dtype, seed, monkeypatch):
     x = laplace(torch.Generator().manual_seed(seed), 2, 3, 200, 256).to(dtype)
     whole = quantize(x, grid)
-    monkeypatch.setitem(chunks._MOST, "cpu", 1 << 14)
+    monkeypatch.setitem(chunks._MAX_ELEMENTS, "cpu", 1 << 14)
     in_parts, alone = quantize(x, grid), quantize(x[1, 2], grid)
     for name in ("codes", "scale", "offset", "tensor_scale"):
         if (part := getattr(whole, name)) is not None:

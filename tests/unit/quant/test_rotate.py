@@ -112,7 +112,7 @@ def test_a_batch_of_experts_is_a_loop_bit_for_bit(dtype, model, monkeypatch):
     for some in (tensors, alone):
         folded = {**some, **fold(some, ALL)[0]}
         results.append({**folded, **rotate(folded, cfg, by)[0]})
-        monkeypatch.setitem(chunks._MOST, "cpu", 1 << 9)
+        monkeypatch.setitem(chunks._MAX_ELEMENTS, "cpu", 1 << 9)
     for name, got in results[1].items():
         stack = (
             name.replace("experts." + name.split("experts.")[-1].split(".")[0], "experts.*")

@@ -13,7 +13,7 @@ from glm5.quant.graph import ROTATIONS, SUBGRAPHS, place
 from glm5.quant.minmax import fake_quantize
 from glm5.quant.record import INT8_TOKEN, W4A8, W8A8, Scheme
 from glm5.quant.rotate import fold, mtp_corrections, rotate, rotations
-from glm5.quant.smooth import EXPONENTS, Target, by_minmax, flex_awq, flex_smooth
+from glm5.quant.smooth import EXPONENTS, Target, flex_awq, flex_smooth
 from glm5.quant.ssz import ssz_upstream
 from tests.support.models import random_model
 from tests.support.saying import said, worst
@@ -123,7 +123,7 @@ def test_ours_applies_what_it_scored_and_never_does_harm(run, seed):
     gen = torch.Generator().manual_seed(seed)
     for scheme in (W8A8, W4A8):
         x, weight = bursty(gen, 4, 64, 64).double(), laplace(gen, 4, 32, 64).double()
-        got = run(x, [Target(weight, scheme)], round_weight=by_minmax)
+        got = run(x, [Target(weight, scheme)], round_weight=fake_quantize)
         for e in range(4):
             assert error(x[e], weight[e], got.scale[e], scheme).item() == pytest.approx(got.error[e].item(), rel=1e-9)
             assert error(x[e], weight[e], torch.ones(64), scheme).item() == pytest.approx(got.error_before[e].item())
@@ -157,7 +157,7 @@ def test_a_batch_of_experts_is_a_loop_bit_for_bit(run, upstream, seed, monkeypat
         if count:
             cut = run(x[e, :count], [Target(weight[e], W4A8)], upstream=upstream, **some)
             assert torch.allclose(cut.scale, alone.scale, rtol=1e-9)
-    monkeypatch.setitem(module._MOST, "cpu", 1 << 13)
+    monkeypatch.setitem(module._MAX_ELEMENTS, "cpu", 1 << 13)
     some_at_a_time = run(x, [Target(weight, W4A8)], upstream=upstream, **more)
     assert all(torch.equal(a, b) for a, b in zip(whole, some_at_a_time, strict=True))
     assert torch.equal(whole.scale[3], torch.ones(64).double())

@@ -95,7 +95,7 @@ def test_a_batch_of_experts_is_a_loop_bit_for_bit(grid, weighted, seed, monkeypa
     for e in range(len(w)):
         assert torch.equal(whole[e], ssz(w[e], grid, None if h is None else h[e]))
         assert torch.equal(ssz_upstream(w, grid)[e], ssz_upstream(w[e], grid))
-    monkeypatch.setitem(chunks._MOST, "cpu", 1 << 10)
+    monkeypatch.setitem(chunks._MAX_ELEMENTS, "cpu", 1 << 10)
     assert torch.equal(ssz(w, grid, h), whole)
 
 

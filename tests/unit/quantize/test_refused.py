@@ -86,7 +86,7 @@ def test_schemes_without_a_reader(written):
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4 vllm"])
 def test_nvfp4_has_no_kernel_on_a_gpu_and_runs_by_its_values_on_a_cpu(written, name):
     cfg = ModelConfig.from_file(written(name))
-    with pytest.raises(ConfigError, match=r"nvfp4 per group of 16 under inputs in 16 bits have no kernel"):
+    with pytest.raises(ConfigError, match=r"nvfp4 per group of 16 with inputs in 16 bits have no kernel"):
         weight_formats(stored_of(cfg), cfg, torch.device("cuda"))
     model = load(written(name))
     assert model.cfg.quantization_config is None

@@ -8,7 +8,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.model import Glm5
 from glm5.train import activation_memory
-from glm5.train.activation_memory import keep
+from glm5.train.activation_memory import set_activation_memory
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
 from glm5.train.step import Phase, Step
@@ -35,7 +35,7 @@ def model() -> Glm5:
 def ran(phase: Phase, recompute, *, offload: bool) -> tuple[dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, gradients and biases after a step."""
     of = model()
-    keep(of, recompute, offload=offload)
+    set_activation_memory(of, recompute, offload=offload)
     batch = Batch(torch.arange(2, 48), torch.ones(46), [19, 1, 26])
     kept = Kept(dict(of.named_parameters()), of.cfg, OptimizerConfig())
     figures = Step(of, kept, LossConfig(mtp_depth=2), phase).run([batch], 0.0)
@@ -44,7 +44,7 @@ def ran(phase: Phase, recompute, *, offload: bool) -> tuple[dict[str, float], di
 
 @pytest.mark.parametrize("phase", [Phase("dense"), Phase("sparse", learn_index=True)], ids=["dense", "sparse"])
 def test_losses_gradients_and_counts_stay_the_same(phase, monkeypatch):
-    monkeypatch.setattr(activation_memory, "_SMALL", 16)
+    monkeypatch.setattr(activation_memory, "_MIN_OFFLOAD", 16)
     want = ran(phase, None, offload=False)
     for recompute, offload in WAYS:
         got = ran(phase, recompute, offload=offload)
@@ -59,7 +59,7 @@ def test_less_is_kept():
 
     def held(recompute) -> int:
         of = model()
-        keep(of, recompute, offload=False)
+        set_activation_memory(of, recompute, offload=False)
         batch = Batch(torch.arange(300) % 60 + 2, torch.ones(300), [300])
         with peak_bytes() as peak:
             of(batch.ids_T, Phase("dense").view(batch)).sum().backward()

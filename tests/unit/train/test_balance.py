@@ -72,7 +72,7 @@ def test_loads_are_counted_once_though_activations_are_computed_again(model, gen
     def passes(x):
         return sum(router(x)[0].sum() for router in model)
 
-    with balance.watch(rows(LENGTHS), with_loss=True):
+    with balance.record(rows(LENGTHS), with_loss=True):
         out = checkpoint(passes, x, use_reentrant=False) if again else passes(x)
         losses = balance.losses()
         assert len(losses) == 2
@@ -91,7 +91,7 @@ def test_the_bias_moves_towards_an_even_load(model, gen):
     x, balance = tokens(model, gen, 400) + 0.3, Balance(model)
 
     def excess(step: float) -> float:
-        with balance.watch(rows([400]), with_loss=False):
+        with balance.record(rows([400]), with_loss=False):
             for router in model:
                 router(x)
         worst = max(balance.excess().values())
@@ -114,7 +114,7 @@ def test_the_bias_moves_towards_an_even_load(model, gen):
 
 def test_loads_of_other_ranks_are_added(model, gen):
     x, balance = tokens(model, gen), Balance(model)
-    with balance.watch(rows([T]), with_loss=False):
+    with balance.record(rows([T]), with_loss=False):
         model[0](x)
     seen = []
     balance.update(0.01, reduce=lambda load: seen.append(load) or load * 0)

@@ -9,7 +9,7 @@ from glm5.config.train import read_recipe
 from glm5.model import packed
 from glm5.train import estimate as estimating
 from glm5.train.build import Builder
-from glm5.train.estimate import estimate, kept_numbers, memory_parts, state_bytes
+from glm5.train.estimate import estimate, kept_values, memory_parts, state_bytes
 from glm5.train.optim.build import Optimizers
 from glm5.train.stage_trainer import batch_of
 from glm5.train.stages import choose_parameters, losses_of, phase_of
@@ -68,12 +68,12 @@ def test_keys_of_each_head_count_in_place_of_latents(tmp_path, monkeypatch):
     asked = [*(f"model.config.{key}={value}" for key, value in wide.items()), 'model.dtype="bfloat16"']
     plan = recipe(tmp_path, "out", stage("a", "pretrain", 2), settings=asked)
     model = Builder(plan, tmp_path, tmp_path).model(torch.device("cpu"))
-    absorbed = kept_numbers(model.cfg, plan, plan.stage[0], 2)
+    absorbed = kept_values(model.cfg, plan, plan.stage[0], 2)
     monkeypatch.setattr(packed, "fits", lambda *_: True)
     monkeypatch.setattr(packed, "sequence_attention", _fused)
     monkeypatch.setattr(estimating, "device_of", lambda _: torch.device("cuda"))
     counted = (_kept(model, 512) - _kept(model, 256)) / 256 / 2
-    assert LEAST < counted / kept_numbers(model.cfg, plan, plan.stage[0], 2) < MOST
+    assert LEAST < counted / kept_values(model.cfg, plan, plan.stage[0], 2) < MOST
     assert counted / absorbed < LEAST, "what would be kept of latents is another number"
 
 

@@ -214,7 +214,7 @@ def test_threads_are_few_beside_a_gpu(tmp_path, monkeypatch, device, threads, nu
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     found = []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    with loop.ordered(wanted):
+    with loop.execution_settings(wanted):
         pass
     assert found == [number, 2]
 

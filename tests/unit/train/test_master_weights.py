@@ -56,7 +56,7 @@ def test_gradients_of_batches_are_added_in_float32():
     for cut in (batches(12), batches(12) + batches(12)):
         step.optimizers.zero_grad()
         for batch in cut:
-            step._learn(batch, step._totals(cut))
+            step._backward(batch, step._totals(cut))
         grads.append({name: master.grad.clone() for name, master in masters.named.items() if master.grad is not None})
     assert all(grad.dtype == torch.float32 for grad in grads[1].values())
     # Twice the same batch at half the weight: halves are exact in bfloat16, and so is their sum in float32.

@@ -7,7 +7,7 @@ import pytest
 
 from glm5.common.errors import TrainingError
 from glm5.train.build import Builder
-from glm5.train.prefetch import _row, ahead, rows_of
+from glm5.train.prefetch import _row, prefetch_rows, row_workers
 from glm5.train.schedule import Schedule
 from tests.support.training import recipe, stage
 
@@ -21,8 +21,8 @@ def builder(tmp_path):
 def test_every_step_has_the_rows_of_its_draws(builder):
     schedule = Schedule(builder.recipe.stage[0])
     rows = builder.rows(builder.recipe.stage[0])
-    with rows_of(builder) as ask:
-        steps = list(ahead(ask, 0, schedule.draws, range(2, 7)))
+    with row_workers(builder) as request_row:
+        steps = list(prefetch_rows(request_row, 0, schedule.draws, range(2, 7)))
     assert [step for step, _ in steps] == [2, 3, 4, 5, 6]
     for step, made in steps:
         wanted = [rows.row(draw).ids for draw in schedule.draws(step)]
@@ -40,8 +40,8 @@ def test_processes_make_rows(tmp_path):
     of = recipe(tmp_path, "out", settings=["workers=2"])
     builder = Builder(of, tmp_path, tmp_path / "out")
     rows = builder.rows(of.stage[0])
-    with rows_of(builder) as ask:
-        asked = [ask(0, draw) for draw in range(5)]
+    with row_workers(builder) as request_row:
+        asked = [request_row(0, draw) for draw in range(5)]
         assert all(np.array_equal(row.result().ids, rows.row(draw).ids) for draw, row in enumerate(asked))
 
 
@@ -49,6 +49,6 @@ def test_a_process_that_was_killed_is_named(tmp_path):
     of = recipe(tmp_path, "out", settings=["workers=1"])
     with (
         pytest.raises(TrainingError, match=r"makes sequences was killed .* --set workers=0"),
-        rows_of(Builder(of, tmp_path, tmp_path / "out")),
+        row_workers(Builder(of, tmp_path, tmp_path / "out")),
     ):
         raise BrokenProcessPool("a child process terminated abruptly")

@@ -45,7 +45,7 @@ def test_it_is_drawn_over_itself_until_left(terminal):
     table.held_out({"attention recall": 0.97})
     assert f"\x1b[{len(table.lines())}F\x1b[2Kdsa" in stream.getvalue()
     assert "attention recall" in stream.getvalue()
-    table.leave()
+    table.release()
     clock.now = 6.0
     table.step(3, FIGURES)
     assert stream.getvalue().rpartition("dsa")[0].endswith("\x1b[J\x1b[2K")

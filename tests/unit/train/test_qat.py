@@ -13,7 +13,7 @@ from glm5.model.packed import PackedView
 from glm5.quant.qat import fake_int4, is_int4
 from glm5.train.estimate import estimate
 from glm5.train.loop import train
-from glm5.train.qat import AwareExperts, make_aware
+from glm5.train.qat import FakeInt4Experts, set_fake_int4
 from tests.support.training import recipe, recipe_file, stage
 
 IDS = torch.arange(40) % 300
@@ -32,10 +32,10 @@ def hidden(model: Glm5) -> torch.Tensor:
 def test_experts_compute_with_int4_and_learn_as_if_not():
     model, plain = small(), small()
     before = dict(model.named_parameters())
-    make_aware(model, aware=True)
+    set_fake_int4(model, aware=True)
     assert {name: id(weight) for name, weight in model.named_parameters()} == {k: id(w) for k, w in before.items()}
-    assert isinstance(model.model.layers[1].mlp.experts, AwareExperts)
-    assert not isinstance(model.model.layers[2].mlp.experts, AwareExperts), "the MTP layer is not quantized either"
+    assert isinstance(model.model.layers[1].mlp.experts, FakeInt4Experts)
+    assert not isinstance(model.model.layers[2].mlp.experts, FakeInt4Experts), "the MTP layer is not quantized either"
     with torch.no_grad():
         for name, weight in plain.named_parameters():
             if ".experts." in name and ".layers.1." in name:
@@ -47,13 +47,13 @@ def test_experts_compute_with_int4_and_learn_as_if_not():
         other = plain.get_parameter(name).grad
         assert (weight.grad is None) == (other is None)
         assert weight.grad is None or torch.equal(weight.grad, other), name
-    make_aware(model, aware=False)
-    assert not any(isinstance(part, AwareExperts) for part in model.modules())
+    set_fake_int4(model, aware=False)
+    assert not any(isinstance(part, FakeInt4Experts) for part in model.modules())
 
 
 def test_widths_that_have_no_groups_are_refused():
     with pytest.raises(ConfigError, match="qat: experts of 128 x 96; both must be multiples of 128"):
-        make_aware(small(moe_intermediate_size=96), aware=True)
+        set_fake_int4(small(moe_intermediate_size=96), aware=True)
 
 
 def test_widths_are_refused_before_the_stages_in_front(tmp_path):
@@ -76,7 +76,7 @@ def test_a_stage_ends_in_masters_and_the_int4_it_was_trained_as(tmp_path, capsys
     experts = masters.model.layers[1].mlp.experts.gate_up_proj
     assert experts.dtype == torch.bfloat16
     assert not is_int4(experts), "masters are not rounded"
-    make_aware(masters, aware=True)
+    set_fake_int4(masters, aware=True)
     seen = fake_int4(experts)
     stored = codes.model.layers[1].mlp.experts
     unpacked = torch.stack([stored.gate_up_proj & 15, stored.gate_up_proj >> 4], -1).flatten(-2).to(torch.int8)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from glm5.common.errors import DataError
-from glm5.train.data.sources import Cut, Fitted, Mixed, Needles, Tasks
+from glm5.train.data.sources import ChunkedRows, MixedRows, NeedleRows, PackedRows, RulerRows
 from glm5.train.data.tokens import TokenFile, writing
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -25,7 +25,7 @@ def file(tmp_path_factory):
     return TokenFile(path)
 
 
-@pytest.mark.parametrize("kind", [Cut, Fitted])
+@pytest.mark.parametrize("kind", [ChunkedRows, PackedRows])
 def test_an_epoch_has_every_token_at_most_once(file, kind):
     source = kind(file, 32, seed=1, held_out=0.1)
     epochs = [[source.row(epoch * source.size + i, "train") for i in range(source.size)] for epoch in range(2)]
@@ -34,18 +34,18 @@ def test_an_epoch_has_every_token_at_most_once(file, kind):
         assert set(seen.values()) == {1}
         assert max(seen) < source.num_train <= 900
         assert len(seen) > source.num_train - 64
-        assert kind is Cut or len(seen) == source.num_train
+        assert kind is ChunkedRows or len(seen) == source.num_train
     assert [row.ids.tolist() for row in epochs[0]] != [row.ids.tolist() for row in epochs[1]]
 
 
-@pytest.mark.parametrize("kind", [Cut, Fitted])
+@pytest.mark.parametrize("kind", [ChunkedRows, PackedRows])
 def test_rows_end_where_documents_end_and_keep_their_marks(file, kind):
     source = kind(file, 32, seed=1, held_out=0.1)
     for split in ("train", "held out"):
         row = source.row(3, split)
         assert sum(row.lengths) == len(row.ids) == len(row.weights) <= 32
         assert row.weights.tolist() == [token % 2 for token in row.ids.tolist()]
-        ends = set(file.ends_M.tolist())
+        ends = set(file.ends.tolist())
         for last in np.cumsum(row.lengths)[:-1] - 1:
             assert int(row.ids[last]) + 1 in ends
         assert (min(row.ids) >= source.num_train) == (split == "held out")
@@ -55,7 +55,7 @@ def test_rows_end_where_documents_end_and_keep_their_marks(file, kind):
 def test_one_document_alone_is_cut_for_the_held_out_part(tmp_path):
     with writing(tmp_path / "one", 1000) as writer:
         writer.add(range(1000))
-    for kind in (Cut, Fitted):
+    for kind in (ChunkedRows, PackedRows):
         source = kind(TokenFile(tmp_path / "one"), 32, seed=0, held_out=0.1)
         assert source.num_train == 900
         assert min(source.row(0, "held out").ids) >= 900
@@ -63,9 +63,9 @@ def test_one_document_alone_is_cut_for_the_held_out_part(tmp_path):
 
 def test_too_few_tokens_are_an_error(file):
     with pytest.raises(DataError, match="fewer than two of seq_len 2000"):
-        Cut(file, 2000, seed=0, held_out=0.1)
+        ChunkedRows(file, 2000, seed=0, held_out=0.1)
     with pytest.raises(DataError, match="too little is held out"):
-        Cut(file, 32, seed=0, held_out=0.0).row(0, "held out")
+        ChunkedRows(file, 32, seed=0, held_out=0.0).row(0, "held out")
 
 
 def test_an_id_that_the_index_does_not_know_is_named_where_it_is_read(tmp_path):
@@ -74,7 +74,7 @@ def test_an_id_that_the_index_does_not_know_is_named_where_it_is_read(tmp_path):
     tokens = tmp_path / "one" / "tokens.bin"
     content = tokens.read_bytes()
     tokens.write_bytes(content[:200] + b"\xff\xff" + content[202:])
-    source = Cut(TokenFile(tmp_path / "one"), 8, seed=0, held_out=0.0)
+    source = ChunkedRows(TokenFile(tmp_path / "one"), 8, seed=0, held_out=0.0)
     with pytest.raises(DataError, match=r"tokens\.bin is damaged: it holds id 65535 in tokens .* 4 at most"):
         for index in range(source.size):
             source.row(index, "train")
@@ -83,7 +83,7 @@ def test_an_id_that_the_index_does_not_know_is_named_where_it_is_read(tmp_path):
 @pytest.mark.parametrize("learn", ["answer", "all"])
 def test_tasks_are_rows_of_their_length(learn):
     tokenizer = tiny_tokenizer()
-    source = Tasks(["niah_single_1", "qa_1"], tokenizer, 700, seed=0, min_len=400, learn=learn)
+    source = RulerRows(["niah_single_1", "qa_1"], tokenizer, 700, seed=0, min_len=400, learn=learn)
     for index in range(4):
         row = source.row(index, "train")
         assert 300 < len(row.ids) <= 700
@@ -94,29 +94,29 @@ def test_tasks_are_rows_of_their_length(learn):
             assert 0 < row.weights.sum() < 60
     assert source.row(0, "train").ids.tolist() != source.row(0, "held out").ids.tolist()
     with pytest.raises(DataError, match="tasks: got 'x'"):
-        Tasks(["x"], tokenizer, 700, seed=0)
+        RulerRows(["x"], tokenizer, 700, seed=0)
 
 
 def test_a_length_that_a_task_does_not_fit_is_said_before_training():
     tokenizer = tiny_tokenizer()
     with pytest.raises(DataError, match=r"task niah_single_1 needs (\d+) tokens, .* as few as 60; set min_len") as said:
-        Tasks(["niah_single_1"], tokenizer, 700, seed=0, min_len=60)
+        RulerRows(["niah_single_1"], tokenizer, 700, seed=0, min_len=60)
     least = int(re.findall(r"needs (\d+)", str(said.value))[0])
-    source = Tasks(["niah_single_1"], tokenizer, least, seed=0)
+    source = RulerRows(["niah_single_1"], tokenizer, least, seed=0)
     assert len(source.row(0, "train").ids) <= least
 
 
 def test_needles_need_room_and_rows():
-    assert len(Needles(64, 320, seed=0).row(0, "train").ids) == 64
+    assert len(NeedleRows(64, 320, seed=0).row(0, "train").ids) == 64
     with pytest.raises(DataError, match="vocabulary of 208"):
-        Needles(64, 200, seed=0)
+        NeedleRows(64, 200, seed=0)
     with pytest.raises(DataError, match="at least 48"):
-        Needles(40, 320, seed=0)
+        NeedleRows(40, 320, seed=0)
 
 
 def test_a_mixture_draws_from_its_sources(file):
-    fitted = Fitted(file, 32, 0, 0.1)
-    mixed = Mixed([fitted, Needles(64, 320, 0)], [1, 3], seed=0)
+    fitted = PackedRows(file, 32, 0, 0.1)
+    mixed = MixedRows([fitted, NeedleRows(64, 320, 0)], [1, 3], seed=0)
     names = Counter(mixed.where(draw).split()[0] for draw in range(1024))
     assert names == {"numbers": 256, "needle": 768}
     draw = next(draw for draw in range(99) if mixed.where(draw).startswith("numbers"))
@@ -124,6 +124,6 @@ def test_a_mixture_draws_from_its_sources(file):
 
 
 def test_held_out_rows_come_from_sources_that_hold_some_out(file):
-    mixed = Mixed([Fitted(file, 32, 0, 0.0), Needles(64, 320, 0)], [3, 1], seed=0)
+    mixed = MixedRows([PackedRows(file, 32, 0, 0.0), NeedleRows(64, 320, 0)], [3, 1], seed=0)
     assert all(len(mixed.row(draw, "held out").ids) == 64 for draw in range(8))
-    assert not Mixed([Fitted(file, 32, 0, 0.0)], [1], seed=0).holds_out
+    assert not MixedRows([PackedRows(file, 32, 0, 0.0)], [1], seed=0).holds_out

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -27,7 +28,7 @@ def write_jsonl(path, rows):
 
 
 def documents_of(file):
-    return [file.ids_N[slice(*file.span(i))].tolist() for i in range(len(file))]
+    return [file.ids_T[start:stop].tolist() for start, stop in pairwise([0, *file.ends])]
 
 
 def expected():
@@ -59,7 +60,7 @@ def test_processes_do_not_change_the_order(tmp_path, options, monkeypatch):
     alone = tokenize([file], tmp_path / "one", options)
     together = tokenize([file], tmp_path / "two", options, processes=2)
     assert documents_of(alone) == documents_of(together)
-    assert len(alone) == 120
+    assert alone.num_documents == 120
     assert str(tmp_path) not in json.dumps(alone.about), "a token file can be moved"
 
 
@@ -67,9 +68,9 @@ def test_conversations_are_marked(tmp_path, options):
     talk = {"messages": [user("a"), assistant("b")], "thinking": "off"}
     ids = {"token_ids": [1, 2], "loss_mask": [0, 1]}
     file = tokenize([write_jsonl(tmp_path / "a.jsonl", [talk, ids])], tmp_path / "out", options)
-    assert file.marks_N is not None
-    assert file.marks_N.tolist()[-2:] == [0, 1]
-    assert 0 < file.marks_N.sum() < file.num_tokens
+    assert file.marks_T is not None
+    assert file.marks_T.tolist()[-2:] == [0, 1]
+    assert 0 < file.marks_T.sum() < file.num_tokens
 
 
 @pytest.mark.parametrize(
@@ -109,14 +110,14 @@ def test_files_of_texts_beside_files_of_conversations_are_learnt_whole(tmp_path,
     texts = write_jsonl(tmp_path / "b.jsonl", [{"text": TEXTS[0]}])
     file = tokenize([talks, texts][::order], tmp_path / "out", options)
     marks = [[0, 1], [1] * len(expected()[0])][::order]
-    assert file.marks_N is not None
-    assert file.marks_N.tolist() == [*marks[0], *marks[1]]
+    assert file.marks_T is not None
+    assert file.marks_T.tolist() == [*marks[0], *marks[1]]
 
 
 def test_rows_without_anything_to_learn_are_told(tmp_path, options, caplog):
     rows = [{"token_ids": [1, 2], "loss_mask": [0, mark]} for mark in (1, 0, 1, 0)]
     file = tokenize([write_jsonl(tmp_path / "a.jsonl", rows)], tmp_path / "out", options)
-    assert len(file) == 2
+    assert file.num_documents == 2
     assert "2 rows in which nothing is to be learnt, the first at" in caplog.text
     assert "a.jsonl, line 2" in caplog.text
 

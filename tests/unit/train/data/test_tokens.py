@@ -23,10 +23,10 @@ def write(path, documents=DOCUMENTS, vocab_size=320, **options):
 @pytest.mark.parametrize(("vocab_size", "size"), [(320, 2), (1 << 16, 2), ((1 << 16) + 1, 4)])
 def test_what_is_written_is_read(tmp_path, vocab_size, size):
     file = TokenFile(write(tmp_path / "a", vocab_size=vocab_size, about={"text": "x"}))
-    assert file.ids_N.tolist() == [token for ids in DOCUMENTS for token in ids]
-    assert file.ids_N.itemsize == size
-    assert [file.span(i) for i in range(len(file))] == [(0, 3), (3, 4), (4, 14)]
-    assert (file.num_tokens, file.largest_id, file.about, file.marks_N) == (14, 300, {"text": "x"}, None)
+    assert file.ids_T.tolist() == [token for ids in DOCUMENTS for token in ids]
+    assert file.ids_T.itemsize == size
+    assert file.ends.tolist() == [3, 4, 14]
+    assert (file.num_tokens, file.largest_id, file.about, file.marks_T) == (14, 300, {"text": "x"}, None)
 
 
 @pytest.mark.parametrize("path", [".", "..", "/"])
@@ -49,9 +49,9 @@ def test_marks_travel_with_the_tokens(tmp_path):
     with writing(tmp_path / "a", 320, marked=True) as writer:
         writer.add([1, 2], [False, True])
         writer.add([3])
-    marks_N = TokenFile(tmp_path / "a").marks_N
-    assert marks_N is not None
-    assert marks_N.tolist() == [0, 1, 1]
+    marks_T = TokenFile(tmp_path / "a").marks_T
+    assert marks_T is not None
+    assert marks_T.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "ends.bin"])

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from glm5.train.optim.exchange import Cut, Exchange, plan
+from glm5.train.optim.exchange import Exchange, RowSplit, plan_matrices
 from glm5.train.optim.newton_schulz import flops, orthogonalize
 
 EXACT = 1e-12  # float64, products over the same rows in other batches
@@ -52,9 +52,9 @@ def whole(tensor, rows):
     """Each matrix by itself."""
     parts, at, turn = [], 0, 0
     while at < len(tensor):
-        num = rows[turn % len(rows)]
-        parts.append(orthogonalize(tensor[at : at + num]))
-        at, turn = at + num, turn + 1
+        num_rows = rows[turn % len(rows)]
+        parts.append(orthogonalize(tensor[at : at + num_rows]))
+        at, turn = at + num_rows, turn + 1
     return torch.cat(parts)
 
 
@@ -71,8 +71,8 @@ def test_shards_update_as_the_whole(heads, rows, size):
         "matrix": torch.randn(21, 10, generator=gen, dtype=torch.float64),
     }
     cuts = {
-        "heads": Cut(total, 9, rows, chunked(total, size)),
-        "matrix": Cut(21, 10, (21,), chunked(21, size)),
+        "heads": RowSplit(total, 9, rows, chunked(total, size)),
+        "matrix": RowSplit(21, 10, (21,), chunked(21, size)),
     }
     got, ranks = run(tensors, cuts, size)
     assert ranks[0].names == set(cuts)
@@ -84,13 +84,15 @@ def test_shards_update_as_the_whole(heads, rows, size):
 
 def test_twenty_heads_on_eight_ranks_are_owned_whole_and_evenly():
     rows, cols, size = 12, 9, 8
-    matrices = plan({"heads": Cut(20 * rows, cols, (rows,), chunked(20 * rows, size))}, size)
+    matrices = plan_matrices({"heads": RowSplit(20 * rows, cols, (rows,), chunked(20 * rows, size))}, size)
     assert len(matrices) == 20
     load = [sum(flops(rows, cols) for one in matrices if one.owner == rank) for rank in range(size)]
     assert max(load) <= 3 * flops(rows, cols)
     assert {len(one.pieces) for one in matrices} == {1, 2}, "2.5 heads a rank: some lie in two shards"
     sent = sum(
-        Exchange({"heads": Cut(20 * rows, cols, (rows,), chunked(20 * rows, size))}, rank, size, list).bytes_sent(8)
+        Exchange({"heads": RowSplit(20 * rows, cols, (rows,), chunked(20 * rows, size))}, rank, size, list).bytes_sent(
+            8
+        )
         for rank in range(size)
     )
     gathered_by_all = 20 * rows * cols * 8 * (size - 1)
@@ -99,8 +101,8 @@ def test_twenty_heads_on_eight_ranks_are_owned_whole_and_evenly():
 
 def test_shards_on_borders_of_heads_and_experts_exchange_nothing():
     cuts = {
-        "heads": Cut(64, 9, (5, 3), chunked(8, 4, 8)),
-        "experts by rows": Cut(
+        "heads": RowSplit(64, 9, (5, 3), chunked(8, 4, 8)),
+        "experts by rows": RowSplit(
             8 * 6, 9, (3, 3), [[(e * 6 + 3 * r, e * 6 + 3 * r + 3) for e in range(8)] for r in (0, 1)]
         ),
     }
@@ -117,5 +119,5 @@ def test_rows_of_every_expert_on_every_rank():
     """A stack of fewer experts than ranks, cut along its rows in the middle of matrices."""
     tensor = torch.randn(2 * 8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     spans = [[(e * 8 + 2 * r, e * 8 + 2 * r + 2) for e in range(2)] for r in range(4)]
-    got, _ = run({"experts": tensor}, {"experts": Cut(16, 5, (4, 4), spans)}, 4)
+    got, _ = run({"experts": tensor}, {"experts": RowSplit(16, 5, (4, 4), spans)}, 4)
     assert (got["experts"] - whole(tensor, (4, 4))).abs().max() < EXACT

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from glm5.testing.numerics import rel_rms
 from glm5.train.optim.muon import Muon
 from glm5.train.optim.newton_schulz import COEFFICIENTS, flops, orthogonalize
-from glm5.train.optim.table import cut, join
+from glm5.train.optim.table import join_matrices, split_matrices
 
 # Measured on 150 random matrices: 0.68..1.13, 0.978..1.032, 0.86..1.14, 0.9995..1.001.
 SINGULAR = {"quintic": (0.6, 1.3), "quintic-5": (0.9, 1.1), "polar-express": (0.8, 1.2), "two-phase": (0.98, 1.02)}
@@ -52,7 +52,7 @@ def test_zero_stays_zero():
 )
 def test_every_matrix_moves_by_the_same_rms(shape, rows, gen):
     """0.2 times the root mean square singular value, which five steps leave at 0.85 to 0.97."""
-    for part in cut(update(torch.randn(shape, generator=gen), rows), rows):
+    for part in split_matrices(update(torch.randn(shape, generator=gen), rows), rows):
         rms = part.square().mean(dim=(1, 2)).sqrt()
         assert rms.min() > 0.2 * 0.8
         assert rms.max() < 0.2 * 1.1
@@ -94,9 +94,9 @@ def test_the_size_of_gradients_does_not_count(gen):
 
 def test_cut_and_join(gen):
     tensor = torch.randn(3, 10, 4, generator=gen)
-    assert torch.equal(join(cut(tensor, (2, 3)), tensor.shape), tensor)
+    assert torch.equal(join_matrices(split_matrices(tensor, (2, 3)), tensor.shape), tensor)
     with pytest.raises(ValueError, match="whole groups of"):
-        cut(tensor, (4,))
+        split_matrices(tensor, (4,))
 
 
 def test_vectors_are_refused():

@@ -14,11 +14,11 @@ from glm5.parallel.rendezvous import store_at
 from glm5.train.batch import Batch
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import build, fill, outline, take_rows
-from glm5.train.parallel.context import CutBatch
-from glm5.train.parallel.estimate import Need, estimate_shared
+from glm5.train.parallel.context import BatchShard
+from glm5.train.parallel.estimate import RankEstimate, estimate_distributed
 from glm5.train.parallel.mesh import mesh_of
 from glm5.train.parallel.pipeline import PipelineStep
-from glm5.train.parallel.step import SharedStep, shards_of
+from glm5.train.parallel.step import DistributedStep, shards_of
 from glm5.train.parallel.training_group import TrainingGroup
 from glm5.train.stages import choose_parameters, losses_of, phase_of
 from tests.support.peak import Resized, peak_bytes
@@ -39,7 +39,7 @@ def counted(rank: int, port: int, plan: Recipe) -> int:
     choose_parameters(model, part_of_plan)
     part = build(model, team, plan.parallel, dtype=torch.float32, compute=torch.float32, mtp_depth=1)
     fill(part, rank, lambda name, spans: take_rows(whole[name], spans), whole.__getitem__)
-    optimizers = Optimizers(part.local, cfg, plan.optimizer, shards_of(part.places, team))
+    optimizers = Optimizers(part.local, cfg, plan.optimizer, shards_of(part.layout, team))
     rows, length = part_of_plan.sequences // mesh.data, part_of_plan.seq_len
     size = part_of_plan.pass_sequences or rows
     batches = [
@@ -47,13 +47,13 @@ def counted(rank: int, port: int, plan: Recipe) -> int:
         for _ in range(rows // size)
     ]
     if mesh.context > 1:
-        batches = [CutBatch(batch, mesh.part(rank), mesh.context) for batch in batches]
+        batches = [BatchShard(batch, mesh.part(rank), mesh.context) for batch in batches]
     asked = (optimizers, losses_of(plan, part_of_plan, 0), phase_of(part_of_plan))
     with peak_bytes(Resized()) as peak:
         if mesh.pipeline > 1:
             step = PipelineStep(part, team, *asked, tokens=max(len(batch.ids_T) for batch in batches))
         else:
-            step = SharedStep(part.roots[0], team, *asked)
+            step = DistributedStep(part.roots[0], team, *asked)
         step.run(batches, 1e-3)
     return peak.at_most
 
@@ -74,7 +74,7 @@ def test_memory_is_about_what_a_process_takes(kind, settings, tmp_path):
     plan = recipe(tmp_path, "out", stage("a", kind, 2).replace("seq_len = 64", "seq_len = 256"), settings=settings)
     mesh = mesh_of(plan.parallel, 2)
     for rank, took in enumerate(run_ranks(2, counted, plan)):
-        said = Need.of(plan.model.architecture(), plan, plan.stage[0], mesh, rank).parts
+        said = RankEstimate.of(plan.model.architecture(), plan, plan.stage[0], mesh, rank).parts
         made = sum(size for name, size in said.items() if name not in ("weights", "optimizer"))
         print(f"{kind} {settings} rank {rank}: counted {took:,}, said {made:,.0f}, {took / made:.2f}; {said}")
         assert LEAST < took / made < MOST
@@ -87,14 +87,14 @@ def test_each_process_is_told_what_it_needs_and_sends(tmp_path, capsys):
     assert "processes: 4 (pipeline 1, data 4, context 1, expert 2)" in said
     for part in ("a process:", "gathered", "activations", "sends about", "experts", "muon"):
         assert part in said
-    with pytest.raises(ConfigError, match=r"2 sequences in step 1 cannot be dealt out to 4 ranks"):
-        estimate_shared(recipe(tmp_path, "out"), 4)
+    with pytest.raises(ConfigError, match=r"2 sequences in step 1 cannot be distributed over 4 ranks"):
+        estimate_distributed(recipe(tmp_path, "out"), 4)
 
 
 def test_what_does_not_fit_is_said_with_what_to_change(tmp_path):
     def advice(*settings: str) -> str:
         plan = read_recipe(recipe_file(tmp_path), ["stage.0.sequences=1000000", *settings])
-        (line,) = [line for line in estimate_shared(plan, 2).splitlines() if "does not fit" in line]
+        (line,) = [line for line in estimate_distributed(plan, 2).splitlines() if "does not fit" in line]
         return line
 
     assert "pass_sequences = " in advice()
@@ -109,9 +109,9 @@ def test_each_process_has_its_share():
     """Of GLM-5 on 16 GPUs: all rows are somebody's, and nobody gathers experts that are dealt out."""
     plan = read_recipe(RECIPES / "glm-5.toml", ["parallel.expert=16"])
     cfg = plan.model.architecture()
-    need = Need.of(cfg, plan, plan.stage[0], mesh_of(plan.parallel, 16), 0)
+    need = RankEstimate.of(cfg, plan, plan.stage[0], mesh_of(plan.parallel, 16), 0)
     assert need.parameters == pytest.approx(753_864_119_552 / 16, rel=0.01)
-    plain = Need.of(cfg, plan, plan.stage[0], mesh_of(plan.parallel.model_copy(update={"expert": 1}), 16), 0)
+    plain = RankEstimate.of(cfg, plan, plan.stage[0], mesh_of(plan.parallel.model_copy(update={"expert": 1}), 16), 0)
     assert plain.parts["gathered"] > need.parts["gathered"] + 2 * 3 * 255 * 2048 * 6144
     assert need.sends["experts"] > 0
     assert plain.sends["experts"] == 0

@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 
 from glm5.config.train import Recipe
 from glm5.train.loop import train
-from glm5.train.parallel.run import Rank, train_shared
-from glm5.train.parallel.trainer import SharedTrainer
+from glm5.train.parallel.run import Rank, train_distributed
+from glm5.train.parallel.trainer import DistributedTrainer
 from tests.support.adapters import lora_recipe, write_bases
 from tests.support.sharded import run_ranks
 
@@ -27,14 +27,14 @@ def rank_of_a_run(rank: int, port: int, recipe: Recipe, beside: Path, steps: int
     """Train to the end, or until so many steps are done, then as if asked to stop."""
     done = 0
 
-    def agree(self: SharedTrainer, *, stop: bool) -> bool:
+    def agree(self: DistributedTrainer, *, stop: bool) -> bool:
         nonlocal done
         done += 1
         return done == steps
 
-    SharedTrainer.agree = agree
+    DistributedTrainer.agree = agree
     try:
-        return str(train_shared(recipe, beside, Rank(rank, 2, rank, "127.0.0.1", port, has_store=True)))
+        return str(train_distributed(recipe, beside, Rank(rank, 2, rank, "127.0.0.1", port, has_store=True)))
     except KeyboardInterrupt:
         return "stopped"
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from glm5.common.errors import TrainingError
-from glm5.train.parallel.step import LOSSES, SharedStep
+from glm5.train.parallel.step import LOSSES, DistributedStep
 
 
 def everywhere(losses):
-    step = SharedStep.__new__(SharedStep)
+    step = DistributedStep.__new__(DistributedStep)
     step.team = SimpleNamespace(device="cpu", total=lambda sums: 2 * sums)
-    return step._everywhere({name: torch.tensor(value) for name, value in losses.items()})
+    return step._sum_over_all_ranks({name: torch.tensor(value) for name, value in losses.items()})
 
 
 def test_losses_are_added_up_by_name():

@@ -14,7 +14,7 @@ from glm5.model.glm5 import Glm5
 from glm5.train.parallel.build import put_rows, take_rows
 from glm5.train.parallel.mesh import Mesh, check_stage, mesh_of
 from glm5.train.parallel.row_layout import RowLayout, is_expert_sharded, split_layers
-from glm5.train.sharded_state import read_parts, state_rows, weight_rows, whole_state
+from glm5.train.sharded_state import full_state, read_parts, state_rows, weight_rows
 
 MESHES = [
     Mesh(data=2),
@@ -38,24 +38,24 @@ def rows_in(shape):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_row_has_one_holder(mesh, shapes):
-    places = RowLayout(mesh, preset("tiny"), shapes, mtp_depth=1)
+    layout = RowLayout(mesh, preset("tiny"), shapes, mtp_depth=1)
     for name, shape in shapes.items():
-        held = sorted(span for rank in range(mesh.size) for span in places.spans(name, rank))
+        held = sorted(span for rank in range(mesh.size) for span in layout.spans(name, rank))
         assert held[0][0] == 0
         assert held[-1][1] == rows_in(shape)
         assert all(a[1] == b[0] for a, b in pairwise(held)), name
         for rank in range(mesh.size):
-            assert rows_in(places.local_shape(name, rank)) == sum(b - a for a, b in places.spans(name, rank))
+            assert rows_in(layout.local_shape(name, rank)) == sum(b - a for a, b in layout.spans(name, rank))
 
 
 def test_experts_are_dealt_whole_and_nothing_else_is(shapes):
     dealt = {name for name in shapes if is_expert_sharded(name)}
     assert dealt == {name for name in shapes if ".mlp.experts." in name}
     assert dealt
-    places = RowLayout(Mesh(data=2, expert=2), preset("tiny"), shapes)
+    layout = RowLayout(Mesh(data=2, expert=2), preset("tiny"), shapes)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     experts, rows, _ = shapes[name]
-    assert [places.spans(name, rank) for rank in range(2)] == [
+    assert [layout.spans(name, rank) for rank in range(2)] == [
         [(0, experts * rows // 2)],
         [(experts * rows // 2, experts * rows)],
     ]
@@ -80,7 +80,7 @@ def test_what_does_not_divide_is_said():
         mesh_of(ParallelConfig(expert=3), 2)
     with pytest.raises(ConfigError, match="5 does not divide the 8 experts"):
         check_stage(Mesh(data=5, expert=5), preset("tiny"), stage())
-    with pytest.raises(ConfigError, match="stage a: 4 sequences in step 1 cannot be dealt out to 5 ranks"):
+    with pytest.raises(ConfigError, match="stage a: 4 sequences in step 1 cannot be distributed over 5 ranks"):
         check_stage(Mesh(data=5), preset("tiny"), stage())
     with pytest.raises(ConfigError, match="4 sequences in step 1 are 1 of some ranks and 2 of others, which pass_seq"):
         check_stage(Mesh(data=3), preset("tiny"), stage().model_copy(update={"pass_sequences": 1}))
@@ -107,7 +107,7 @@ def stage():
 
 @pytest.mark.parametrize("mesh", MESHES[2:], ids=str)
 def test_parts_hold_what_was_whole(mesh, shapes):
-    places = RowLayout(mesh, preset("tiny"), shapes)
+    layout = RowLayout(mesh, preset("tiny"), shapes)
     gen = torch.Generator().manual_seed(1)
     whole = {name: torch.randn(shape, generator=gen) for name, shape in shapes.items()}
     state = {
@@ -117,7 +117,7 @@ def test_parts_hold_what_was_whole(mesh, shapes):
     one = read_parts(state, None)
     parts = []
     for rank in range(mesh.size):
-        mine = {name: places.spans(name, rank) for name in shapes if places.stage(name) == mesh.stage(rank)}
+        mine = {name: layout.spans(name, rank) for name in shapes if layout.stage(name) == mesh.stage(rank)}
         weights = {name: weight_rows(one, name, spans) for name, spans in mine.items()}
         for name, spans in mine.items():
             assert torch.equal(weights[name], take_rows(whole[name], spans))
@@ -129,7 +129,7 @@ def test_parts_hold_what_was_whole(mesh, shapes):
         again = torch.full(shape, float("nan"))
         for rank, part in enumerate(parts):
             if name in part["weights"]:
-                put_rows(again, places.spans(name, rank), part["weights"][name])
+                put_rows(again, layout.spans(name, rank), part["weights"][name])
         assert torch.equal(again, whole[name])
         assert torch.equal(state_rows(parts, name, [(0, rows_in(shape))])["momentum"].view(shape), 2 * whole[name])
     with pytest.raises(KeyError, match="are not all in the state"):
@@ -142,6 +142,6 @@ def test_parts_in_files_are_a_state(tmp_path, shapes):
         rows = torch.arange(*span).float()
         content = {"spans": {name: [span]}, "shapes": {name: (64,)}, "weights": {name: rows}, "buffers": {}}
         torch.save(content | {"optimizer": {name: {"exp_avg": rows}}}, tmp_path / f"{rank}.pt")
-    found = whole_state({"parts": ["0.pt", "1.pt"]}, tmp_path)
+    found = full_state({"parts": ["0.pt", "1.pt"]}, tmp_path)
     assert torch.equal(found["model"][name], torch.arange(64.0))
     assert torch.equal(found["optimizer"][name]["exp_avg"], torch.arange(64.0))

@@ -19,8 +19,8 @@ from glm5.testing.numerics import rel_rms
 from glm5.train.loop import train
 from glm5.train.metrics import read_metrics
 from glm5.train.parallel.mesh import Mesh, check_stage
-from glm5.train.parallel.run import Rank, train_shared
-from glm5.train.parallel.trainer import SharedTrainer
+from glm5.train.parallel.run import Rank, train_distributed
+from glm5.train.parallel.trainer import DistributedTrainer
 from glm5.train.state import Store
 from tests.support.sharded import run_ranks
 from tests.support.tokenizers import tiny_tokenizer
@@ -58,14 +58,14 @@ def part_of_a_run(rank: int, port: int, world: int, file: str, changes: list[str
     """Train until `steps` more are done, then as if asked to stop."""
     done = 0
 
-    def agree(self: SharedTrainer, *, stop: bool) -> bool:
+    def agree(self: DistributedTrainer, *, stop: bool) -> bool:
         nonlocal done
         done += 1
         return done == steps
 
-    SharedTrainer.agree = agree
+    DistributedTrainer.agree = agree
     try:
-        best = train_shared(
+        best = train_distributed(
             read_exact(file, changes), Path(file).parent, Rank(rank, world, rank, "127.0.0.1", port, True)
         )
     except KeyboardInterrupt:
@@ -181,14 +181,14 @@ def test_a_rank_that_hangs_is_named(tmp_path):
 def pushing(rank: int, port: int, file: str, changes: list[str], folder: str) -> list[list[int]]:
     """The first rank has an engine of two ranks itself, of other weights at first."""
     from glm5.checkpoint.stream import push
-    from glm5.train.parallel.gather import whole_tensors
+    from glm5.train.parallel.gather import gather_tensors
 
     answers: list[list[int]] = []
-    wrote = SharedTrainer.export
+    wrote = DistributedTrainer.export
 
-    def export(self: SharedTrainer, *given) -> None:
+    def export(self: DistributedTrainer, *given) -> None:
         wrote(self, *given)
-        tensors, cfg = whole_tensors(self._have, self.team), self.step.model.cfg
+        tensors, cfg = gather_tensors(self._shard, self.team), self.step.model.cfg
         if not self.is_first:
             assert next(tensors, None) is None
             return
@@ -197,9 +197,9 @@ def pushing(rank: int, port: int, file: str, changes: list[str], folder: str) ->
             push(tensors, cfg, llm, held=torch.float32)
             answers.append(tokens_of(llm))
 
-    SharedTrainer.export = export
+    DistributedTrainer.export = export
     recipe = read_recipe(file, changes)
-    train_shared(recipe, Path(file).parent, here(rank, 2, port))
+    train_distributed(recipe, Path(file).parent, here(rank, 2, port))
     return answers
 
 
