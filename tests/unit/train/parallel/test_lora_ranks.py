@@ -68,5 +68,5 @@ def test_a_run_of_two_goes_on_as_one(bases, tmp_path):
 
 def test_experts_of_codes_are_not_dealt_out(bases, tmp_path):
     recipe = lora_recipe(tmp_path, bases / "int4", "out", PASS, "parallel.expert=2")
-    with pytest.raises(RuntimeError, match=r"parallel.expert: got 2; beside adapters"):
+    with pytest.raises(RuntimeError, match=r"parallel.expert: got 2; with LoRA"):
         run_ranks(2, rank_of_a_run, recipe, tmp_path, None)
