@@ -16,7 +16,9 @@ import pytest
 from tests.unit.test_docs import DOCUMENTS
 
 BLOCKS = re.compile(r"^```(sh|python)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
-NOT_RUN = re.compile(r"^(make|docker|pip|git|cd) |^\.ci/|zai-org/|PATH_OR_ID|^glm5 (chat|demo|bench (all|kernels))|^python -m|runs/demo")
+NOT_RUN = re.compile(
+    r"^(make|docker|pip|git|cd) |^\.ci/|zai-org/|PATH_OR_ID|^glm5 (chat|demo|bench (all|kernels))|^python -m|runs/demo"
+)
 ADDRESS = "127.0.0.1:8000"
 TIMEOUT = 120  # seconds for one block; the longest takes about 5
 LONG = {"apis.md", "bench.md", "engine.md"}  # a quarter of a minute each: they run in `make soak`
