@@ -1,4 +1,4 @@
-"""What the files of this folder are that `python -m` runs: commands whose errors are one line, as those of `glm5`."""
+"""Runs a benchmark file as a command (`python -m`): errors are one line on stderr, as those of `glm5`."""
 
 import sys
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def command(main: Callable[[], int]) -> int:
 
 
 def need_gpus(who: str, number: int = 1) -> None:
-    """Raises GlmError on a machine that has fewer, or no Triton."""
+    """Raises GlmError on a machine with fewer GPUs or without Triton. `who`: the subject of the message."""
     found = torch.cuda.device_count()
     if found < number or not installed():
         wanted = "an NVIDIA GPU" if number == 1 else f"{number} NVIDIA GPUs"

@@ -1,6 +1,6 @@
-"""A whole `glm5 bench throughput` or `latency`: both sides in turn, the fastest run of each counts.
+"""`glm5 bench throughput` and `latency`: this engine and the peer alternate, and the fastest run of each counts.
 
-In the first round the peer runs once with each number of threads; in later ones with the best of them.
+On a CPU, the peer runs with each number of threads in the first round, and with the best number in later ones.
 """
 
 import os
@@ -22,8 +22,8 @@ from glm5.engine.llm import LLM
 RunPeer = Callable[[Sequence[Job], str, float], Run | None]
 
 
-class Rival(Protocol):
-    """What is asked of a peer (`glm5.bench.peer.Peer`)."""
+class PeerProtocol(Protocol):
+    """The interface of `glm5.bench.peer.Peer`."""
 
     name: str
 
@@ -39,8 +39,8 @@ class Rival(Protocol):
 
 @dataclass
 class Measured:
-    """Runs of both sides. `peer_runs` by number of threads (0: not on a CPU), none where it gave up, being slower than
-    with another number; `drafts` as in `ours.Drafts`."""
+    """Runs of both sides. `peer_runs`: by number of threads (0: not on a CPU), empty if the run was stopped for being
+    slower than with another number. `drafts`: as in `ours.Drafts`."""
 
     jobs: Sequence[Job]
     our_runs: list[Run] = field(default_factory=list[Run])
@@ -59,8 +59,8 @@ class Measured:
     @property
     def peer_threads(self) -> int:
         """The best number of threads."""
-        whole = [number for number, runs in self.peer_runs.items() if runs]
-        return min(whole, key=lambda number: fastest(self.peer_runs[number]).seconds)
+        finished = [number for number, runs in self.peer_runs.items() if runs]
+        return min(finished, key=lambda number: fastest(self.peer_runs[number]).seconds)
 
     @property
     def ratio(self) -> float | None:
@@ -68,7 +68,7 @@ class Measured:
         return None if self.peer is None else self.ours.tokens_per_second / self.peer.tokens_per_second
 
 
-def measure(settings: BenchConfig, llm: LLM, peer: Rival | None) -> Measured:
+def measure(settings: BenchConfig, llm: LLM, peer: PeerProtocol | None) -> Measured:
     """Raises ConfigError where the engine's context is too short for the workload."""
     if llm.max_model_len < LONGEST:
         raise ConfigError(f"the workload needs a context of {LONGEST} tokens, this engine has {llm.max_model_len}")
@@ -86,10 +86,12 @@ def measure(settings: BenchConfig, llm: LLM, peer: Rival | None) -> Measured:
     return measured
 
 
-def run_peer(peer: Rival, measured: Measured, run: RunPeer, warm_up: Sequence[Job]) -> None:
-    """One round of the peer, with as many threads as are best."""
+def run_peer(peer: PeerProtocol, measured: Measured, run: RunPeer, warm_up: Sequence[Job]) -> None:
+    """One round of the peer: with every number of threads in the first one, then with the best."""
     if not peer.on_cpu:
-        measured.peer_runs.setdefault(0, []).append(_whole(run(measured.jobs, "", inf)))
+        unlimited = run(measured.jobs, "", inf)
+        assert unlimited is not None, "a run without a limit was stopped"
+        measured.peer_runs.setdefault(0, []).append(unlimited)
         return
     before, is_first = torch.get_num_threads(), not measured.peer_runs
     try:
@@ -103,11 +105,6 @@ def run_peer(peer: Rival, measured: Measured, run: RunPeer, warm_up: Sequence[Jo
         torch.set_num_threads(before)
 
 
-def _whole(run: Run | None) -> Run:
-    assert run is not None, "a run without a limit gave up"
-    return run
-
-
 def thread_counts() -> list[int]:
     """Numbers of threads that may be best: one, two, half of the cores, all."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -115,7 +112,7 @@ def thread_counts() -> list[int]:
 
 
 def ordinary_ids(llm: LLM) -> Sequence[int]:
-    """Token ids that stand for text."""
+    """Token ids of text, without special tokens."""
     every = range(llm.cfg.vocab_size)
     if (tokenizer := llm.tokenizer) is None:
         return every

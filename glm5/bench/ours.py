@@ -1,4 +1,4 @@
-"""Our side of a comparison: the engine, as `LLM` runs it."""
+"""This engine's side of a comparison, through `LLM`."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from glm5.engine.sampling.params import SamplingParams
 
 
 def run_at_once(llm: LLM, jobs: Sequence[Job]) -> Run:
-    """All requests are sent at the start. Nothing of an earlier run is found in the prefix cache."""
+    """Send all requests at the start, with an empty prefix cache."""
     llm.reset_prefix_cache()
     start = time.monotonic()
     outputs = _generate(llm, jobs, use_tqdm=True)
@@ -22,7 +22,7 @@ def run_at_once(llm: LLM, jobs: Sequence[Job]) -> Run:
 
 
 def run_in_turn(llm: LLM, jobs: Sequence[Job]) -> Run:
-    """Each request is sent when the one before it has its answer."""
+    """Send each request when the one before it has finished."""
     llm.reset_prefix_cache()
     answers: list[Answer] = []
     with Progress(total=len(jobs), unit="answer", desc="ours") as progress:
@@ -45,13 +45,14 @@ def _answer(output: RequestOutput, sent: float) -> Answer:
 
 
 class Drafts:
-    """What was drafted from now on, by the engine's counters."""
+    """Statistics of drafts since its creation, from the engine's counters."""
 
     def __init__(self, llm: LLM):
         self._llm, self._before = llm, llm.stats()["speculation"]
 
     def figures(self, num_tokens: int) -> dict[str, Any]:
-        """For JSON. `num_tokens`: output tokens since this was made; None for a rate of drafts that never were."""
+        """For JSON. `num_tokens`: output tokens since creation. A rate is None if nothing was drafted at its
+        position."""
         config, now = self._llm.config, self._llm.stats()["speculation"]
         counts = [_gained(now[name], self._before[name]) for name in ("drafted", "accepted")]
         rates = [good / made if made else None for made, good in zip(*counts, strict=True)]

@@ -1,7 +1,7 @@
-"""The peer: `transformers.generate` on the same prompts, at its best: KV cache, greedy, inference mode, no end token.
+"""The peer: `transformers.generate` on the same prompts, with KV cache, greedy, in inference mode, without end token.
 
-Requests that come at once are one batch, padded on the left. It computes until the longest answer is done; of every
-other only the tokens that were asked for count, and each counts as soon as it is there.
+Requests sent at once are one batch, padded on the left. Steps run until the longest answer is done. Of each answer only
+the requested tokens count, with the time at which they were computed.
 """
 
 import time
@@ -41,7 +41,7 @@ class Peer:
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             raise GlmError(f"{self.name} cannot load {path}: {error}") from error
         self._model.to(_device(device)).eval()
-        # Not the checkpoint's: its end tokens would end answers before their time.
+        # Instead of the checkpoint's config, whose end tokens would end answers early.
         self._plain = module.GenerationConfig(do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0)
         self._model.generation_config = self._plain
         self._stopping: Any = module.StoppingCriteriaList
@@ -55,7 +55,7 @@ class Peer:
         return self._model.device.type == "cpu"
 
     def warm_up(self, jobs: Sequence[Job]) -> None:
-        """Everything that happens only once happens now."""
+        """Run one-time initialization by a short generation."""
         self._generate(jobs, _WARM_UP_TOKENS, lambda: False)
 
     def run_at_once(self, jobs: Sequence[Job], note: str = "", limit: float = inf) -> Run | None:

@@ -1,4 +1,4 @@
-"""What was measured, as a table for people and as JSON."""
+"""Results as a table and as JSON."""
 
 import os
 import platform
@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from glm5 import __version__
 from glm5.bench.measure import Measured
 from glm5.bench.run import Run, num_equal
-from glm5.common.atomic import atomic_write
 from glm5.config.bench import BenchConfig
 
 LABELS = {"ttft": "TTFT ms, mean / p50 / p99", "tpot": "TPOT ms, mean / p50 / p99"}
@@ -46,7 +44,7 @@ def document(command: str, settings: BenchConfig, measured: Measured, our_table:
 
 
 def about(command: str, settings: BenchConfig) -> dict[str, Any]:
-    """What was measured with what, when and where, as JSON."""
+    """Version, date, machine and settings of a measurement, as JSON."""
     return {
         "tool": f"glm5 {__version__} bench {command}",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -62,7 +60,7 @@ def about(command: str, settings: BenchConfig) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """The results as a text table."""
     ours, peer, workload = found["ours"], found["peer"], found["workload"]
     rows = [("", "ours", peer and peer["name"])]
     rows.append(("tokens/s", f"{ours['tokens_per_second']:.1f}", peer and f"{peer['tokens_per_second']:.1f}"))
@@ -81,12 +79,6 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"equal answers: {peer['equal_answers']} of {workload['requests']}")
         lines.append(f"ratio: {found['ratio']:.2f} times the tokens/s of {peer['name']}")
     return "\n".join(lines)
-
-
-def write_json(path: str | os.PathLike[str], found: dict[str, Any]) -> None:
-    """The file is always whole."""
-    with atomic_write(path, "wb") as handle:
-        handle.write(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def _rates(runs: Sequence[Run]) -> list[float]:

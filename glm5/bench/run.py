@@ -1,6 +1,6 @@
-"""One run of a workload, as either side did it, and its figures.
+"""One run of a workload by either side, and its statistics.
 
-    tokens/s   useful tokens (those that were asked for) / seconds from the first request sent to the last token
+    tokens/s   requested tokens / seconds from the first request sent to the last token
     TTFT       from when a request was sent to its first token
     TPOT       from the first token of an answer to its last, for each token after the first
 
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids, and when the request was sent and its first and last token came, in seconds of one clock."""
+    """Token ids, and the times of sending, first token and last token, in seconds of one clock."""
 
     token_ids: tuple[int, ...]
     sent: float
@@ -35,7 +35,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """Answers in the order of the workload's jobs. `seconds`: those in which they were computed."""
+    """Answers in the order of the workload's jobs, and the seconds in which they were computed."""
 
     answers: Sequence[Answer]
     seconds: float
@@ -70,4 +70,4 @@ def fastest(runs: Sequence[Run]) -> Run:
 def num_equal(ours: Run, theirs: Run) -> int:
     """Answers that are the same token by token."""
     pairs = zip(ours.answers, theirs.answers, strict=True)
-    return sum(mine.token_ids == other.token_ids for mine, other in pairs)
+    return sum(our.token_ids == their.token_ids for our, their in pairs)

@@ -1,4 +1,4 @@
-"""What `glm5 bench throughput` and `latency` ask for: requests of mixed length, the same for one seed everywhere."""
+"""The workload of `glm5 bench throughput` and `latency`: requests of mixed length, the same everywhere for one seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from random import Random
 
 PROMPT_LENGTHS, OUTPUT_LENGTHS = (16, 256), (16, 128)  # tokens, both ends included
 LONGEST = PROMPT_LENGTHS[1] + OUTPUT_LENGTHS[1]
-WARM_UP = 1 << 33  # added to a seed: other prompts than those that are measured
+WARM_UP = 1 << 33  # added to the seed, so that warm-up prompts differ from measured ones
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from glm5.cli.cached import kernels_in
 from glm5.cli.folders import check_parent
+from glm5.common.atomic import atomic_write_json
 from glm5.common.console import out
 from glm5.config.bench import RECIPES, BenchConfig, LatencyConfig
 from glm5.config.presets import preset
@@ -29,7 +30,7 @@ def run(command: str, settings: BenchConfig) -> int:
 
         check()
     from glm5.bench.measure import measure
-    from glm5.bench.report import document, table, write_json
+    from glm5.bench.report import document, table
     from glm5.engine.llm import LLM
 
     model = {"dtype": settings.dtype, "device": settings.device}
@@ -39,7 +40,7 @@ def run(command: str, settings: BenchConfig) -> int:
         found = document(command, settings, measured, dict(llm.table))
     out("\n" + table(found))
     if settings.json_ is not None:
-        write_json(settings.json_, found)
+        atomic_write_json(settings.json_, found)
     return 0
 
 
@@ -47,7 +48,7 @@ def run_steps(settings: LatencyConfig) -> int:
     """Time the steps of a preset, and the start. The number of drafts is fixed, whatever the load."""
     from glm5.bench.latency.measure import fitted, measure
     from glm5.bench.latency.report import table
-    from glm5.bench.report import about, write_json
+    from glm5.bench.report import about
     from glm5.bench.steps.case import with_codes
     from glm5.checkpoint.init import write_weightless
     from glm5.engine.llm import LLM
@@ -69,7 +70,7 @@ def run_steps(settings: LatencyConfig) -> int:
 
             def keep(found: dict[str, Any], **more: bool) -> None:
                 if settings.json_ is not None:
-                    write_json(settings.json_, known | found | more)
+                    atomic_write_json(settings.json_, known | found | more)
 
             found = measure(settings, llm, lambda line: out(line, flush=True), partial(keep, partial=True))
     keep(found)

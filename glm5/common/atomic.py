@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 _BEGUN = re.compile(r"\..+\.[0-9a-f]{8}\.(part|old)")
 
 
@@ -34,6 +36,12 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Generator[IO[
     except BaseException:
         building.unlink(missing_ok=True)
         raise
+
+
+def atomic_write_json(path: str | os.PathLike[str], document: Any) -> None:
+    """Replace `path` by `document` as indented JSON."""
+    with atomic_write(path, "wb") as handle:
+        handle.write(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 @contextmanager

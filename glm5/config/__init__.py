@@ -1,1 +1,1 @@
-"""What a model or a command *is*: frozen pydantic classes, checked when they are made. No torch."""
+"""Settings of models and commands: frozen pydantic classes, validated on construction. No torch."""

@@ -1,4 +1,4 @@
-"""`glm5 bench throughput` and `glm5 bench latency`: a fixed workload, ours beside a peer; or steps of a known size."""
+"""`glm5 bench throughput` and `latency`: a fixed workload, optionally compared with a peer; or steps of a preset."""
 
 from typing import Annotated, Literal, Self
 
@@ -39,8 +39,8 @@ class ThroughputConfig(BenchConfig):
 
 class LatencyConfig(BenchConfig):
     """With --model: requests of mixed length, one after the other: prompts of 16 to 256 tokens, answers of 16 to 128,
-    greedy. With --preset: how long steps take, by batch and by context, prompts, drafts, and the start itself, with
-    random weights of that size."""
+    greedy. With --preset: times of steps by batch and by context, of prompts, drafts and the start, with random
+    weights of that size."""
 
     model: str | None = None
     """Checkpoint folder, or a Hugging Face id such as zai-org/GLM-5-FP8."""
@@ -51,18 +51,19 @@ class LatencyConfig(BenchConfig):
     num_hidden_layers: Count | None = None
     """With --preset: the first so many of its layers. Default: all."""
     weights: Literal["fp8", "bfloat16", "w4a8-channel", "w4a8-group", "w8a8"] = "fp8"
-    """With --preset: what weights are stored as; but for fp8 and bfloat16, names of `glm5 quantize`'s recipes."""
+    """With --preset: format of the weights: fp8, bfloat16, or a recipe of `glm5 quantize`."""
     batch: tuple[Count, ...] = (1, 8, 32, 64, 128)
-    """With --preset: sequences that decode together. The most of them are also prompts that come at once, and, unless
-    --max-num-seqs is given, the least that it is."""
+    """With --preset: numbers of sequences that decode together. The largest is also the number of prompts sent at once,
+    and the minimum of --max-num-seqs."""
     context: tuple[Count, ...] = (32768, 131072)
-    """With --preset: contexts in tokens at which one sequence decodes. Default: those of these that the model has."""
+    """With --preset: contexts in tokens at which one sequence decodes. Default: those of these that the model
+    supports."""
     input_len: Count = 2048
     """With --preset: tokens of a prompt."""
     output_len: Count = 256
     """With --preset: steps over which decoding is timed."""
     empty_kernel_cache: bool = False
-    """With --preset: start without any kernel that was compiled before."""
+    """With --preset: start with an empty cache of compiled kernels."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -1,4 +1,4 @@
-"""`glm5 bench all`: which size is measured, where its results lie, and how long it may take."""
+"""Settings of `glm5 bench all`."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from glm5.config.command import Also, Command
 
 Count = Annotated[int, Field(ge=1)]
-# Of models that are only to try the command: they fit into the shortest context of a preset, 1024.
+# Defaults for the small presets, which fit into the shortest context of a preset, 1024.
 _SMALL = {
     "max_concurrency": (1, 8),
     "input_len": 128,
@@ -19,21 +19,22 @@ _SMALL = {
 
 
 class BenchAllConfig(Command):
-    """Measure the model of this machine's size on all of its GPUs, part by part: steps, prompts, start, the same with
-    shared indices, and a server under load. Parts that are done stay done: the same command goes on with the others."""
+    """Measure the model of this machine's size on all of its GPUs, part by part: steps, prompts and start; a server
+    under load; steps with shared indices; kernels. The same command skips finished parts and continues with the
+    others."""
 
     json_: Annotated[str, Field(alias="json")] = "docs/performance/h200.json"
     """File for the results; other entries in it stay."""
     work: str = "runs/bench"
-    """Folder for what each part found."""
+    """Folder for the results of each part."""
     time_limit: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds. No part is begun that is not expected to end in time."""
+    """Seconds. Only parts that are expected to end in time are started."""
     tensor_parallel_size: Annotated[Count | None, Also("--tp"), Also("-tp")] = None
-    """GPUs. Default: all of this machine. 8 have the whole model, fewer as much a GPU as 8 would."""
+    """GPUs. Default: all of this machine. 8 have the full model, fewer a proportional number of layers."""
     preset: Literal["glm-5", "nano", "tiny"] = "glm-5"
-    """The architecture. glm-5 needs GPUs; the others are only to try this command, with smaller numbers as defaults."""
+    """The architecture. glm-5 needs GPUs; the others are for trying this command, with smaller defaults."""
     num_hidden_layers: Count | None = None
-    """The first so many of its layers. Default: the share of all that so many GPUs have."""
+    """Number of layers. Default: the share of all layers for the number of GPUs."""
     max_concurrency: tuple[Count, ...] = (1, 8, 16, 32, 64, 128)
     """Clients of the server, one part each."""
     input_len: Count = 2048
@@ -47,9 +48,9 @@ class BenchAllConfig(Command):
     batch: tuple[Count, ...] = (1, 8, 32, 64, 128)
     """Sequences that decode together."""
     engine: tuple[str, ...] = ("kv-cache-dtype=fp8", "max-num-batched-tokens=4096")
-    """Flags of every engine, without their dashes."""
+    """Flags of every engine, without leading dashes."""
     commit: str | None = None
-    """What was measured, where there is no git to ask."""
+    """Commit to record in the results, if there is no git repository."""
 
     @model_validator(mode="before")
     @classmethod

@@ -10,11 +10,11 @@ from glm5.config.command import MANY, Command, Count, Seconds
 METRICS = ("ttft", "tpot", "itl", "gap", "e2el")
 LIMITED = ("ttft", "tpot", "e2el")
 REQUESTS_A_CLIENT = 8
-MAX_OPEN = 100  # requests of an open load that does not say how many
+MAX_OPEN = 100  # default number of requests of an open load
 
 
 def _split(value: Any) -> Any:
-    """Names with spaces or commas between them."""
+    """Split names separated by spaces or commas."""
     parts = [value] if isinstance(value, str) else value
     return [name for part in parts for name in str(part).split(",") if name or not part]
 
@@ -61,7 +61,7 @@ class BenchServeConfig(Command):
     insecure: bool = False
     """Do not check the server's certificate."""
     request_timeout: Seconds = 3600.0
-    """Seconds after which a request without a whole answer has failed."""
+    """Timeout of a request in seconds."""
     ready_check_timeout_sec: Annotated[float, Field(ge=0, lt=MANY / 1000)] = 600.0
     """Seconds to wait for a server that does not answer yet."""
 
@@ -87,15 +87,15 @@ class BenchServeConfig(Command):
     dataset_path: str | None = None
     """With file: one JSON object a line: messages, prompt, ShareGPT conversations, or lengths of a Mooncake trace."""
     random_input_len: Count = 1024
-    """Tokens of a random prompt, what the server's template adds included."""
+    """Tokens of a random prompt, including those that the server's template adds."""
     random_output_len: Count = 128
     """Tokens of an answer."""
     random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Lengths are drawn evenly from len * (1 - ratio) to len * (1 + ratio)."""
     prefix_repetition_prefix_len: Count = 256
-    """With shared-prefix: tokens that the prompts of a group have in common."""
+    """With shared-prefix: tokens of the prefix that the prompts of a group share."""
     prefix_repetition_suffix_len: Count = 256
-    """With shared-prefix: tokens of a prompt's own."""
+    """With shared-prefix: tokens of a prompt after the prefix."""
     prefix_repetition_num_prefixes: Count = 10
     """With shared-prefix: groups."""
     prefix_repetition_output_len: Count = 128
@@ -114,7 +114,7 @@ class BenchServeConfig(Command):
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Temperature of every request."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Nucleus of every request. Default: the server's."""
+    """top_p of every request. Default: the server's."""
     ignore_eos: bool = True
     """Ask for answers of full length. A server that does not know the parameter refuses it."""
 
@@ -125,7 +125,7 @@ class BenchServeConfig(Command):
     metric_percentiles: Annotated[tuple[Percent, ...], BeforeValidator(_split)] = (50.0, 90.0, 99.0)
     """Percentiles to print."""
     json_: Annotated[str | None, Field(alias="json")] = None
-    """File for the results; it is there after each run, whole."""
+    """File for the results, written atomically after each run."""
     save_detailed: bool = False
     """Write every request into the JSON file, too."""
     plot: str | None = None
@@ -200,5 +200,5 @@ class BenchServeConfig(Command):
 
     @property
     def is_closed(self) -> bool:
-        """Whether a request is sent when the one before it has been answered."""
+        """Whether the load is closed: a client sends a request when its last one has finished."""
         return self.request_rate == float("inf") and self.arrival_times is None

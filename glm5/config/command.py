@@ -1,10 +1,10 @@
-"""What a command can be told: base of the classes whose fields become flags (`glm5.cli.flags` makes them).
+"""Base of the classes whose fields become command-line flags (`glm5.cli.flags` generates them).
 
 The field `max_model_len` is the flag `--max-model-len`; the string under it is its help. Three marks refine it:
 
-    model: Annotated[str, Positional()]                     given by place, not by name
-    num_prompts: Annotated[int, Also("--requests")]         another name; there may be several
-    trust_remote_code: Annotated[bool, NoEffect("why")]     understood, checked, and without effect; said at start
+    model: Annotated[str, Positional()]                     a positional argument
+    num_prompts: Annotated[int, Also("--requests")]         an alias; there may be several
+    trust_remote_code: Annotated[bool, NoEffect("why")]     validated, without effect, logged at start
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MANY = 2**31  # of whatever: more fits into no table
+MANY = 2**31  # upper bound of any count
 Count = Annotated[int, Field(ge=1, lt=MANY)]
 Seconds = Annotated[float, Field(gt=0, lt=MANY / 1000)]
 """Up to 24 days: the kernel counts milliseconds in 31 bits."""
@@ -21,12 +21,12 @@ Seconds = Annotated[float, Field(gt=0, lt=MANY / 1000)]
 
 @dataclass(frozen=True)
 class Positional:
-    """The field is an argument by place."""
+    """The field is a positional argument."""
 
 
 @dataclass(frozen=True)
 class Also:
-    """The flag has another name, which other tools or documents use."""
+    """An alias of the flag, which other tools or documents use."""
 
     name: str
 
@@ -39,18 +39,18 @@ class NoEffect:
 
 
 class Command(BaseModel):
-    """Base of all commands' settings: frozen, nothing unknown, no empty text, documented by the strings under the
-    fields."""
+    """Base of all commands' settings: frozen, without unknown fields or empty strings, documented by the strings under
+    the fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", str_min_length=1, use_attribute_docstrings=True)
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Flags of other tools that are none here: what to say instead."""
+    """Error messages for flags of other tools that do not exist here."""
     more_words: ClassVar[str] = ""
-    """What to say of words that no argument takes."""
+    """The error message for unexpected positional arguments."""
 
 
 class ModelSource(Command):
-    """Which model, and how it is held: shared by the commands that run one."""
+    """The model and its element type: shared by the commands that run one."""
 
     model: Annotated[str, Positional()]
     """Checkpoint folder, or a Hugging Face id such as zai-org/GLM-5-FP8."""
@@ -63,23 +63,23 @@ class ModelSource(Command):
     chat_template: str | None = None
     """glm-5, 5.1, 5.2, 5.3 or a file. Default: the checkpoint's own, else 5.2 where it shares indices, else 5.1."""
     allow_control_tokens_in_messages: bool = False
-    """Special tokens that messages and tools spell, such as <|user|>, become those tokens. Without it they are text."""
+    """Encode special tokens that messages and tools spell out, such as <|user|>, as those tokens, not as text."""
     lora_norm_eps: Annotated[float, Field(gt=0, le=1)] | None = None
     """Epsilon of the low-rank norms: 1e-6 gives transformers' numbers, 1e-5 SGLang's. Default: the checkpoint's."""
 
 
 class Sampling(Command):
-    """How the next token is drawn. What is not given comes from the model's generation_config.json."""
+    """Sampling parameters. Defaults come from the model's generation_config.json."""
 
     max_tokens: Count | None = None
     """Longest answer in tokens. Default: up to the end of the context."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    """0 always takes the likeliest token."""
+    """0: always the most likely token."""
     top_k: Annotated[int, Field(ge=-1, lt=MANY)] | None = None
-    """Draw among this many likeliest tokens; 0 and -1: all."""
+    """Sample from this many most likely tokens; 0 and -1: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Draw among the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens with this total probability."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Draw among tokens at least this likely, relative to the likeliest."""
+    """Sample from tokens with at least this probability, relative to the most likely one."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""

@@ -1,4 +1,4 @@
-"""How an engine is sized and run: the same names in `LLM(...)`, `AsyncEngine(...)` and as flags of every command.
+"""Settings of an engine, with the same names in `LLM(...)`, `AsyncEngine(...)` and as flags of every command.
 
 Names are vLLM's where it has one. What depends on the checkpoint or the machine is None or "auto" here; the engine
 resolves it when it starts and prints every choice.
@@ -25,11 +25,10 @@ class EngineConfig(Command):
     """Sizes, cache, drafting and watchdog of one engine."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS), Also("--tp"), Also("-tp")] = 1
-    """GPUs that share the model, each with a process and its part of every layer; without a GPU, processes. It must
-    divide the model's heads and widths."""
+    """GPUs (without a GPU, processes) over which every layer is sharded. It must divide the model's heads and
+    widths."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """auto or safetensors: the checkpoint's files. dummy: random weights of config.json's sizes, made on the device, to
-    measure speed with."""
+    """auto or safetensors: the checkpoint's files. dummy: random weights of config.json's sizes, to measure speed."""
     adapter: str | None = None
     """Folder of a LoRA adapter in PEFT's layout; it is merged into the weights as they are loaded."""
     max_model_len: Count | None = None
@@ -46,19 +45,19 @@ class EngineConfig(Command):
     many milliseconds: on a CPU by what steps took before, on a GPU by estimate. auto: 80 on a CPU, none on a GPU.
     Default: as many as max_num_batched_tokens leaves."""
     enable_prefix_caching: bool = True
-    """Keep what was computed of a prompt for later ones that begin alike."""
+    """Reuse the cache of prompts with a common prefix."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DEPTH)] | None = None
     """Tokens drafted by the MTP layer in a step; 0 drafts none. Default: 3 if the checkpoint has the layer, else 0."""
     adaptive_speculation: bool = True
-    """Draft fewer under load, and where drafts are not accepted."""
+    """Draft fewer tokens under load and at low acceptance."""
     simulate_acceptance: Annotated[float, Field(ge=1, le=MAX_DEPTH + 1)] | None = None
-    """Only to measure speed, with dummy weights: drafts stand at random, so that a step gains so many tokens on average
-    (that which needs no draft included). Answers are worth nothing."""
+    """Only to measure speed, with dummy weights: accept drafts at random, so that a step gains so many tokens on
+    average, including the one that needs no draft. Answers are meaningless."""
     async_scheduling: bool | None = None
-    """Plan and start a step before the tokens of the one before it are read. Default: on a GPU. (A CPU computes a step
-    when it is started; tokens would only be told a step later.)"""
+    """Plan and start a step before the tokens of the previous one are read. Default: on a GPU. (A CPU computes a step
+    when it is started, so tokens would only be returned a step later.)"""
     deterministic: bool = False
-    """Bitwise the same tokens and log-probabilities whatever else is computed beside a request. Slower."""
+    """Bitwise the same tokens and log-probabilities whatever other requests run. Slower."""
     kv_cache_dtype: KvCacheDtype = "auto"
     """Layout of the cache: auto (the model's element type), bfloat16 (the same, of a bfloat16 model), fp8_key (index
     keys in FP8), fp8 (latents too; vLLM's fp8_ds_mla is another name of it)."""
@@ -73,15 +72,15 @@ class EngineConfig(Command):
     kv_disk_dir: str | None = None
     """Folder for pages that leave host memory; they are found again after a restart. Default: none."""
     kv_disk_size: Annotated[float, Field(gt=0, lt=2**30)] = 10.0
-    """GiB that may lie in kv_disk_dir."""
+    """Maximum GiB in kv_disk_dir."""
     enable_return_routed_experts: bool = False
-    """Let requests ask which experts computed their tokens."""
+    """Allow requests to return the experts of their tokens."""
     watchdog_timeout: Seconds = 300.0
-    """Seconds that a step may take, and that the engine may be silent, before it is ended."""
+    """Seconds after which a step, or an engine that does not respond, is killed."""
     num_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """CPU threads of the engine's process. Default: 1 for small models, else one a core."""
+    """CPU threads of the engine's process. Default: 1 for small models, else one per core."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Seed of requests that bring none of their own."""
+    """Seed of requests without one."""
 
     @field_validator("max_model_len", "max_num_batched_tokens", mode="before")
     @classmethod
@@ -136,13 +135,13 @@ class EngineConfig(Command):
 
 
 def check_count(name: str, number: object) -> None:
-    """Raises ConfigError for what is no count of anything."""
+    """Raises ConfigError unless `number` is a positive int."""
     if type(number) is not int or number < 1:
         raise ConfigError(f"{name}: got {number!r}; allowed: an integer of at least 1")
 
 
 def check_length(cfg: ModelConfig, max_model_len: int | None) -> None:
-    """Raises ConfigError when a given length is none, or longer than the model was made for."""
+    """Raises ConfigError if a given length is not positive or exceeds the model's maximum."""
     longest = cfg.max_position_embeddings
     if max_model_len is not None:
         check_count("max_model_len", max_model_len)

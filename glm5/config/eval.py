@@ -12,7 +12,7 @@ Length = Annotated[int, Field(ge=64)]
 
 
 class RulerConfig(EngineFlags):
-    """Tasks in the manner of RULER, answered by a model: accuracy by task and length."""
+    """Accuracy of a model on generated tasks in the style of RULER, by task and length."""
 
     model: Annotated[str, Positional()]
     """Checkpoint folder, or a Hugging Face id such as zai-org/GLM-5-FP8."""
@@ -21,19 +21,19 @@ class RulerConfig(EngineFlags):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """auto (the GPU if there is one), cpu, cuda or cuda:N."""
     lengths: Annotated[tuple[Length, ...], Field(min_length=1)] = (4096,)
-    """Tokens of a prompt and its answer, such as 4096 16K; each is filled up to a few dozen tokens."""
+    """Tokens of a prompt and its answer, such as 4096 16K; prompts are padded to within a few dozen tokens."""
     tasks: tuple[str, ...] = ()
     """Those of RULER's thirteen by name, such as niah_single_1 vt. Default: all."""
     num_samples: Annotated[int, Field(ge=1)] = 50
     """Samples of each task at each length."""
     attention: Literal["sparse", "dense", "window"] = "sparse"
     """sparse: keys that the indexers select. dense: every key, whatever the indexers say. window: sliding windows in
-    layers as --pattern says; not by the engine, and each token of an answer is told behind the right ones before it."""
+    layers by --pattern, without the engine and with teacher forcing of the answer."""
     window: Annotated[int, Field(ge=1, le=2**31 - 1)] = 4096
     """Keys of a sliding window."""
     pattern: Annotated[str, Field(pattern=r"^([SF]+|search)$")] = "SF"
-    """Layers with a window (S) and with every key (F), over and over from the first; SF alternates. search: those that
-    are missed least, for half of the layers, at the shortest length."""
+    """Layers with a window (S) and with every key (F), repeated from the first layer; SF alternates. search: the best
+    half of the layers, found at the shortest length."""
     json_: Annotated[str | None, Field(alias="json")] = None
     """File for the results."""
 

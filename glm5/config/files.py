@@ -9,7 +9,7 @@ from glm5.config.presets import PresetName
 
 
 class InspectConfig(Command):
-    """What a checkpoint or a preset holds. Reads headers only; a preset reads nothing at all."""
+    """Describe a checkpoint or a preset. Reads only headers of a checkpoint, and nothing for a preset."""
 
     source: Annotated[str | None, Positional()] = None
     """Checkpoint folder or Hugging Face id."""
@@ -57,7 +57,7 @@ class MergeConfig(Command):
 
 
 class DemoConfig(Command):
-    """Train a small GLM-5 in minutes, score it, serve it and question it. Ctrl-C stops; the same command goes on."""
+    """Train a small GLM-5 in minutes, evaluate it, serve it and query it. Ctrl-C stops; the same command resumes."""
 
     out: str = "runs/demo"
     """Folder for the run; the checkpoint ends in its folder model."""

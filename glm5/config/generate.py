@@ -14,11 +14,11 @@ class GenerateConfig(Sampling, EngineFlags, ModelSource):
     more_words = 'texts are given by  --prompt "TEXT"  or on standard input'
 
     max_num_seqs: Count = 1
-    """Requests that are answered at the same time; here they come one by one."""
+    """Requests that run at the same time; here they are sent one by one."""
     prompt: tuple[str, ...] = ()
     """Texts to continue, as they are. Default: what standard input holds."""
     chat: bool = False
-    """Take each text for a user's message and answer it, through the chat template."""
+    """Treat each text as a user's message and answer it with the chat template."""
     enable_thinking: bool = True
     """With --chat: let the model think before it answers."""
 

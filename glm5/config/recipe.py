@@ -1,10 +1,10 @@
-"""What a quantization does, step by step: read from TOML, or from msModelSlim's YAML, whose keys these are.
+"""A quantization recipe: ordered steps, from TOML or msModelSlim's YAML, whose keys these are.
 
     process   ordered steps: quarot, flex_awq_ssz, flex_smooth_quant, linear_quant; group holds several
     include   patterns (fnmatch) on module names; exclude wins. {mtp} in one stands for the MTP layer's index
     qconfig   grid and method of weights and of the activations that meet them
 
-In msModelSlim's files the same lies under `spec`, beside labels of a data base of recipes, which change nothing.
+msModelSlim's files have the same under `spec`; their other keys label recipes and have no effect.
 """
 
 from fnmatch import fnmatchcase
@@ -22,20 +22,20 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Base of all parts of a recipe: frozen, nothing unknown."""
+    """Base of all parts of a recipe: frozen, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class WeightExt(Section):
-    """What a method can be told beyond its name."""
+    """Parameters of a method."""
 
     step: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """ssz, as upstream has it: alternations of scale and codes."""
+    """ssz as in msModelSlim: alternations of scale and codes."""
     group_size: Annotated[int, Field(ge=1)] | None = None
     """per_group: weights that share a scale. Default 128, of nvfp4 16."""
     weighted: bool = False
-    """ssz: errors count as much as the activations that they meet."""
+    """ssz: errors are weighted by activations."""
     scales: Literal["minmax", "ssz"] = "ssz"
     """gptq: where its scales come from."""
     damp: Annotated[float, Field(gt=0, lt=1)] = 0.01
@@ -43,7 +43,7 @@ class WeightExt(Section):
 
 
 class WeightGrid(Section):
-    """Which values a weight may take, and how they are found."""
+    """The grid of a weight, and the method that chooses its values."""
 
     scope: Literal["per_channel", "per_group", "per_block"]
     dtype: Literal["int8", "int4", "fp8_e4m3", "nvfp4"]
@@ -98,7 +98,7 @@ class QConfig(Section):
 
 
 class Filter(Section):
-    """Which modules a step is about."""
+    """The modules of a step."""
 
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ class Recipe(Section):
 
     @property
     def needs_text(self) -> bool:
-        """Whether some step looks at activations."""
+        """Whether some step needs calibration activations."""
         weights = [step.qconfig.weight for step in self.linears]
         return bool(self.smoothing) or any(weight.method == "gptq" or weight.ext.weighted for weight in weights)
 

@@ -10,7 +10,7 @@ from glm5.common.errors import ConfigError
 
 
 class Refused(ValueError):
-    """An error of a validator about another field than the one it was called for."""
+    """A validator's error about another field than its own."""
 
     def __init__(self, key: str, value: Any, allowed: str) -> None:
         super().__init__(allowed)
@@ -71,5 +71,5 @@ def complaint(first: Mapping[str, Any]) -> tuple[tuple[str, ...], Any, str]:
         return (cause.key,), cause.value, str(cause)
     text = _ALLOWED.get(first["type"])
     allowed = first["msg"] if text is None else text.format(**first.get("ctx", {}))
-    value = _NOTHING if first["type"] == "missing" else first["input"]  # else all that the field is missing from
+    value = _NOTHING if first["type"] == "missing" else first["input"]  # of a missing field, pydantic gives the parent
     return tuple(str(part) for part in first["loc"]), value, allowed

@@ -1,4 +1,4 @@
-"""What one training step does: optimizer and losses, with the published settings as defaults.
+"""Settings of a training step: optimizer and losses, with the published settings as defaults.
 
 Parts of a training recipe (an `[optimizer]`, a `[losses]`, a stage's `window` table). Sources: GLM-5 report, appendix
 A; where it is silent (the optimizer of the rest, clipping), the usual choice, said beside the field.
@@ -35,7 +35,7 @@ class OptimizerConfig(Section):
     """Newton-Schulz polynomials. quintic: five steps of one polynomial, as published."""
     momentum: Beta = 0.95
     momentum_dtype: Literal["float32", "bfloat16"] | None = None
-    """How Muon's momentum is held. Default: as the weights are."""
+    """Element type of Muon's momentum. Default: that of the weights."""
     update_rms: Positive = 0.2
     """Root mean square of an update at learning rate 1; 0.2 is AdamW's usual, so its rates carry over."""
     weight_decay: NotNegative = 0.1
@@ -71,12 +71,12 @@ class LossConfig(Section):
 
 
 class WindowConfig(Section):
-    """Sliding windows in place of what attention reads otherwise, for comparison (GLM-5 report, 2.1.2)."""
+    """Sliding-window attention, for comparison (GLM-5 report, 2.1.2)."""
 
     size: Annotated[int, Field(ge=1, le=2**31 - 1)]
     """Keys that a windowed layer reads: the last ones, the query's own included. The report: 4096."""
     pattern: Annotated[str, Field(pattern=r"^[SF]+$")] = "SF"
-    """By layer, from the first, over and over: S reads a window, F every key. SF alternates; S leaves no full layer."""
+    """By layer, repeated from the first: S reads a window, F every key. SF alternates; S leaves no full layer."""
 
     def pattern_of(self, layer_idx: int) -> str:
         return self.pattern[layer_idx % len(self.pattern)]

@@ -1,4 +1,4 @@
-"""Every tensor of a BF16 checkpoint, and how many parameters they hold: one table, read two ways.
+"""Every tensor of a BF16 checkpoint, and parameter counts, from one table.
 
 `tensor_specs` lists the tensors one by one, as they lie on disk (one per expert). `count_parameters`
 multiplies the same rows by how often they occur, so it costs nothing even for the largest model.
@@ -34,7 +34,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters. The selection biases of the routers are apart: they are not trained by gradient."""
+    """Numbers of parameters. Selection biases of routers are counted separately, as they are not trained by
+    gradients."""
 
     total: int
     """Without the MTP layer."""

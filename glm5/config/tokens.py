@@ -1,4 +1,4 @@
-"""Numbers of tokens as people write them, in vLLM's way: 32k is 32,000 and 32K is 32,768."""
+"""Numbers of tokens with suffixes, as in vLLM: 32k is 32,000 and 32K is 32,768."""
 
 import re
 from decimal import Decimal

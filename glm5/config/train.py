@@ -1,4 +1,4 @@
-"""A training run: what `glm5 train RECIPE.toml` reads. A recipe lists only what differs from the defaults here.
+"""A training recipe, which `glm5 train RECIPE.toml` reads. A recipe lists only what differs from the defaults here.
 
     [model]        a preset or a checkpoint to start from          [optimizer], [losses]   config/step.py
     [[stage]]      what is trained when, in order; each with       [checkpoints]           what is written when
@@ -41,7 +41,7 @@ Kind = Literal["pretrain", "midtrain", "warmup", "sparse", "sft"]
 
 
 class TrainConfig(Command):
-    """Train as a recipe says. The same command goes on where a run was cut off."""
+    """Train by a recipe. The same command resumes an interrupted run."""
 
     recipe: Annotated[str, Positional()]
     """TOML file."""
@@ -52,7 +52,7 @@ class TrainConfig(Command):
     nproc: Workers | None = None
     """Processes that train together, on this machine. Default: this one alone, or those that torchrun has started."""
     restart: bool = False
-    """Throw away what the folder of the run holds, and begin anew."""
+    """Delete the folder of the run and start over."""
 
 
 class TokenizeConfig(Command):
@@ -67,11 +67,11 @@ class TokenizeConfig(Command):
     text_key: str = "text"
     """Key or column of the text, where rows are no conversations."""
     processes: Workers = 1
-    """How many processes work."""
+    """Number of processes."""
     chat_template: str | None = None
     """glm-5, 5.1, 5.2, 5.3 or a file. Default: the tokenizer's own."""
     allow_control_tokens_in_messages: bool = False
-    """Special tokens that messages and tools spell, such as <|user|>, become those tokens. Without it they are text."""
+    """Encode special tokens that messages and tools spell out, such as <|user|>, as those tokens, not as text."""
 
 
 class ModelSection(Section):
@@ -126,7 +126,7 @@ class Source(Section):
     """Base of where sequences come from."""
 
     weight: Positive = 1.0
-    """How often it is drawn from, relative to the others."""
+    """Sampling weight relative to the other sources."""
 
 
 class DocumentSource(Source):
@@ -210,7 +210,7 @@ class StageConfig(Section):
     """Sequences that go through the model at once; gradients are summed. Default: all of the step."""
     data: Annotated[tuple[Data, ...], Field(min_length=1)]
     lr: Positive
-    """Highest learning rate."""
+    """Peak learning rate."""
     final_lr: NotNegative | None = None
     """Rate of the last step. Default: a fifth of the highest, as published; with shape constant, the same."""
     shape: Literal["cosine", "linear", "constant"] = "cosine"
@@ -267,7 +267,7 @@ class StageConfig(Section):
 
 
 class Checkpoints(Section):
-    """What is written, besides the state that the run goes on from."""
+    """Checkpoints, besides the state from which a run resumes."""
 
     every: Count = 500
     """Steps between checkpoints, and between states."""
@@ -301,13 +301,13 @@ class Recipe(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that make sequences ahead of training. 0: a thread, which is enough on a CPU."""
     deterministic: bool = False
-    """Sums on a GPU are taken in one order: a run that goes on ends in the same bits as one that was not cut off."""
+    """Deterministic sums on a GPU: a resumed run ends with the same bits as an uninterrupted one."""
     tensorboard: bool = False
     """Write TensorBoard's files too, into OUT/tensorboard. Needs the extra tensorboard."""
     peak_tflops: Positive | None = None
     """What the device can do in this dtype; with it, MFU is shown."""
     skip_steps: Annotated[int, Field(ge=0)] = 0
-    """How many steps may be left out because a loss or a gradient was no finite number. The next one ends the run."""
+    """Maximum number of steps skipped because of a loss or gradient that is not finite. The next one ends the run."""
     model: ModelSection
     lora: LoraConfig | None = None
     """Train adapters beside the weights of model.checkpoint, which stay as they are stored, FP8 and int4 included."""
@@ -315,7 +315,7 @@ class Recipe(Section):
     losses: LossConfig = LossConfig()
     checkpoints: Checkpoints = Checkpoints()
     parallel: ParallelConfig = ParallelConfig()
-    """How the run is dealt out, where there are several processes."""
+    """How the run is distributed over several processes."""
     stage: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
 
     @property
@@ -363,7 +363,7 @@ def read_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
 
 
 def _explained(error: ValidationError) -> str:
-    """The first complaint; unknown keys before others, for they are often why another is missing."""
+    """The first error as one line; unknown keys come first, as they often explain missing ones."""
     for each in error.errors(include_url=False):
         if each["type"] in ("extra_forbidden", "union_tag_invalid"):
             path, value, _ = complaint(each)

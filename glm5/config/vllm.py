@@ -83,29 +83,29 @@ class VllmFlags(Command):
     data_parallel_size: Annotated[Copies, Also("-dp")] = 1
     """Copies of the model. Only 1."""
     enable_expert_parallel: Annotated[bool, _as_keyword("enable_expert_parallel")] = False
-    """Spread experts over GPUs."""
+    """Expert parallelism over GPUs."""
     distributed_executor_backend: Annotated[
         Literal["mp", "uni"] | None, _as_keyword("distributed_executor_backend")
     ] = None
     """How several GPUs' processes are run."""
     disable_custom_all_reduce: Annotated[bool, _as_keyword("disable_custom_all_reduce")] = False
-    """Let NCCL add what several GPUs computed."""
+    """Use NCCL for all-reduce."""
     enforce_eager: Annotated[bool, _as_keyword("enforce_eager")] = False
-    """Capture nothing as a graph."""
+    """Disable CUDA graphs."""
     enable_sleep_mode: Annotated[bool, _as_keyword("enable_sleep_mode")] = False
     """Let the engine sleep."""
     enable_chunked_prefill: Annotated[bool, _as_keyword("enable_chunked_prefill")] = False
-    """Compute prompts in parts."""
+    """Compute prompts in chunks."""
     swap_space: Annotated[float, _as_keyword("swap_space")] = 4.0
     """GiB of host memory for sequences that wait."""
     block_size: Annotated[int, _as_keyword("block_size")] = 64
     """Tokens of a page. Only 64."""
     trust_remote_code: Annotated[bool, _as_keyword("trust_remote_code")] = False
-    """Allow a checkpoint's own code."""
+    """Run code of the checkpoint."""
     disable_log_requests: Annotated[bool, NoEffect("prompts are logged only by --enable-log-requests")] = False
     """Write no prompts to the log."""
     disable_log_stats: Annotated[bool, NoEffect("figures are on /metrics, not in the log")] = False
-    """Write no figures to the log."""
+    """Write no statistics to the log."""
 
     @field_validator("block_size")
     @classmethod

@@ -4,5 +4,5 @@ back. Shape letters: see the legend in `glm5/model/__init__.py`.
 
 Paged ops take a pool of pages [P, Z, .] and a page table: logical key s of request b is
 `pool[page_table_BN[b, s // Z], s % Z]`, S = N * Z. Query t belongs to request `row_T[t]` and sees keys 0..end_T[t]-1;
-`end_T[t] == 0` marks a padding row. Slots that no query sees may hold anything, NaN included.
+`end_T[t] == 0` marks a padding row. Slots that no query sees may have any content, including NaN.
 """

@@ -1,7 +1,7 @@
 """FP8 weights with one scale per 128 x 128 block: w[o, i] = data[o, i] * scale[o // 128, i // 128].
 
 Blocks at the right and lower edge may be ragged: 576 rows have 5 scale rows, the last for 64 rows. The checkpoint
-calls the scale `weight_scale_inv`; it multiplies all the same (model spec 2).
+calls the scale `weight_scale_inv`, but it is a factor, not an inverse (model spec 2).
 """
 
 from typing import NamedTuple, Self
@@ -12,7 +12,7 @@ from torch import Tensor
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-_CHUNK = 1 << 22  # elements widened at a time: a stack of experts would not fit in memory whole
+_CHUNK = 1 << 22  # elements dequantized at a time, because all experts of a layer would not fit in memory
 
 
 def num_blocks(size: int) -> int:
@@ -27,7 +27,7 @@ class BlockScaled(NamedTuple):
     scale: Tensor
 
     def check(self) -> Self:
-        """Itself; raises ValueError when dtypes or shapes do not belong together."""
+        """Itself. Raises ValueError if dtypes or shapes do not match."""
         *lead, rows, cols = self.data.shape
         want = (*lead, num_blocks(rows), num_blocks(cols))
         if tuple(self.scale.shape) != want or self.data.dtype != FP8 or self.scale.dtype != torch.float32:
@@ -71,8 +71,8 @@ def expand_scale(scale: Tensor, rows: int, cols: int) -> Tensor:
 def _rounded_product(data: Tensor, scale_OI: Tensor, dtype: torch.dtype) -> Tensor:
     """data * scale rounded once to `dtype`, like `round_once` of the float64 product and several times faster.
 
-    Both factors are exact in float32, so a float32 product is rounded once. Casting that to bfloat16 goes wrong only
-    from the midpoint of two bfloat16 values, which the exact product may have been a little beside.
+    Both factors are exact in float32, so a float32 product is rounded once. Casting it to bfloat16 is wrong only at the
+    midpoint of two bfloat16 values, where the exact product may be slightly off the midpoint.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return round_once(data.double() * scale_OI.double(), dtype)
@@ -89,8 +89,8 @@ def _rounded_product(data: Tensor, scale_OI: Tensor, dtype: torch.dtype) -> Tens
 def round_once(exact_f64: Tensor, dtype: torch.dtype) -> Tensor:
     """float64 to `dtype`, to nearest even, rounded a single time.
 
-    torch casts float64 to a 16-bit type through float32, which rounds twice and may land on the wrong neighbour. Going
-    through float32 rounded to odd is exact: the odd last bit remembers on which side of a midpoint the value was.
+    torch casts float64 to a 16-bit type through float32, which rounds twice and may give the wrong neighbour. Rounding
+    float64 to odd in float32 first is exact: the last bit records on which side of a midpoint the value was.
     """
     if dtype in (torch.float64, torch.float32):
         return exact_f64.to(dtype)
@@ -101,14 +101,18 @@ def round_once(exact_f64: Tensor, dtype: torch.dtype) -> Tensor:
     return odd.view(torch.float32).to(dtype)
 
 
+def divided(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once. With a plain number, torch on CUDA would multiply by the rounded reciprocal."""
+    return x / torch.full_like(x, divisor)
+
+
 def quantize_blocks(weight: Tensor) -> BlockScaled:
     """`weight` [..., O, I] in FP8: scale = amax / 448 of each block (1 for a block of zeros), data to nearest even."""
     rows, cols = weight.shape[-2:]
     pad = (0, num_blocks(cols) * BLOCK - cols, 0, num_blocks(rows) * BLOCK - rows)
     blocks = torch.nn.functional.pad(weight.float(), pad).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     amax = blocks.abs().amax(dim=(-3, -1))
-    # A tensor as divisor: by a plain number, torch on CUDA multiplies with the rounded reciprocal instead.
-    scale = amax / torch.full_like(amax, FP8_MAX)
+    scale = divided(amax, FP8_MAX)
     scale = scale.masked_fill(scale == 0, 1.0)
     data = (blocks / scale[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     data = data.flatten(-4, -3).flatten(-2)[..., :rows, :cols]

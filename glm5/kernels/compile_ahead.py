@@ -1,15 +1,14 @@
-"""Kernels that work is going to need, compiled before it is done, many at a time.
+"""Compiles the Triton kernels of some work ahead of it, many in parallel.
 
-    with missing() as wanted:    the work runs on nobody's rows: a kernel that is missing is noted down, not launched
+    with missing() as wanted:    dry run on padding rows: kernels that are not loaded are recorded, none is launched
         work()
-    compilers.compile(wanted)    in processes (compile_worker.py): half of a compilation holds the interpreter's lock
+    compilers.compile(wanted)    in processes (compile_worker.py), because half of a compilation holds the GIL
     work()                       finds every kernel on disk
 
-Compiled kernels lie in Triton's folder on disk, each under a hash of its source and all that it calls, of constants and
-argument types, of the target, the options and the compiler itself. So no entry is ever stale: what changes, changes the
-name. While kernels are noted down, what they should have written is zeros, so that nothing which reads it as an index
-goes astray; the caches and tables that belong to no request yet may hold anything afterwards. No kernel in CUDA C++ is
-launched either: what one sends to other GPUs would stay there, as the kernel that takes it in is not launched.
+Compiled kernels are in Triton's cache on disk under a hash of the source with its callees, constants, argument types,
+target, options and compiler, so no entry is ever stale. During the dry run new tensors are zeros, so that outputs which
+are used as indices stay in range; caches and tables may hold anything afterwards. CUDA C++ kernels are not launched
+either: what one sends to other GPUs would stay there, as the receiving kernel is not launched.
 
 (16 threads of one process took 18.7 s for 180 kernels on a machine of 16 cores; one after the other they take 0.28 s
 each.)
@@ -37,18 +36,18 @@ _LEAVE_SECONDS = 5.0
 
 @contextmanager
 def missing() -> Iterator[list[Wanted]]:
-    """Meanwhile Triton's kernels that this process has not loaded are noted in the list, once each, and not launched;
-    those in CUDA C++ are built, and not launched."""
+    """In this context Triton kernels that this process has not loaded are appended to the list, once each, and not
+    launched; CUDA C++ kernels are built and not launched."""
     from triton import knobs
 
     wanted: list[Wanted] = []
-    known: set[tuple[int, Any]] = set()
+    seen: set[tuple[int, Any]] = set()
 
     def note(**hooked: Any) -> bool:
         function, about = hooked["fn"].jit_function, hooked["compile"]
-        if (id(function), about["key"]) not in known:
-            known.add((id(function), about["key"]))
-            wanted.append(_wanted(function, about))
+        if (id(function), about["key"]) not in seen:
+            seen.add((id(function), about["key"]))
+            wanted.append(_as_wanted(function, about))
         return True  # neither compiled nor launched
 
     before = knobs.runtime.jit_cache_hook
@@ -61,7 +60,7 @@ def missing() -> Iterator[list[Wanted]]:
 
 
 class Compilers:
-    """`number` processes that compile, forked from one that has the compiler in memory: start it well before."""
+    """`number` compiler processes, forked from one that imports the compiler first: start it early."""
 
     def __init__(self, number: int):
         command = [sys.executable, "-m", "glm5.kernels.compile_worker", str(number)]
@@ -69,13 +68,14 @@ class Compilers:
         self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=pipe, stdout=pipe)
 
     def compile(self, wanted: Sequence[Wanted], on_done: Callable[[int], None]) -> None:
-        """Compile what is not on disk. `on_done` hears how many are done. Raises GlmError for the first that fails."""
+        """Compile kernels that are not on disk. `on_done` gets the number done. Raises GlmError for the first
+        failure."""
         if not wanted:
             return
         orders, answers = self.process.stdin, self.process.stdout
         assert orders is not None
         assert answers is not None
-        with suppress(BrokenPipeError):  # it has ended, and the answers with it
+        with suppress(BrokenPipeError):  # it has ended, which the answers show
             orders.write(packed(wanted))
             orders.flush()
         for done in range(1, len(wanted) + 1):
@@ -104,22 +104,22 @@ class Compilers:
 
 
 def hash_compiler() -> None:
-    """Read the compiler's half a gigabyte, once in a process, for the names of entries. Others go on meanwhile."""
+    """Hash the compiler's files (0.5 GB), which cache keys need once per process. Releases the GIL meanwhile."""
     from triton.runtime.cache import triton_key
 
     triton_key()
 
 
-def _wanted(function: Any, about: dict[str, Any]) -> Wanted:
+def _as_wanted(function: Any, about: dict[str, Any]) -> Wanted:
     _, _, target, *_ = function.device_caches[about["device"]]
     options = json.loads(about["specialization_data"])["options"]
-    # JSON has lists for tuples.
+    # JSON turns tuples into lists.
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     return Wanted(function, about["signature"], about["constants"], about["configs"][0], options, target)
 
 
 class _Zeros(TorchDispatchMode):
-    """New tensors are zeros where they would be anything."""
+    """Makes uninitialized tensors zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -3,8 +3,8 @@
     stdin     orders: the length of one in 8 bytes, then the kernels, pickled; at its end this process ends
     stdout    a line of JSON for each kernel as it is done: {"error": null, or what went wrong}
 
-The process itself only reads the compiler and the kernels' modules; for every order it forks NUMBER others, which take
-kernels in turn from a pipe. It never touches a GPU: what was forked would not survive that.
+The process itself only imports the compiler and the kernels' modules. For every order it forks NUMBER others, which
+take kernels from a pipe. It never uses a GPU, because forked processes could not use CUDA then.
 """
 
 import importlib
@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 
 _LENGTH = struct.Struct("<q")
 _INDEX = struct.Struct("<i")
-_MAX_ERROR = 1500  # characters; what is shorter than a page is written to a pipe as a whole or not at all
+_MAX_ERROR = 1500  # characters; a write to a pipe is atomic below the size of a page
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A kernel of certain argument types and constants: what `triton.compile` asks for. `fn`: a module's, by name."""
+    """The arguments of `triton.compile` for a kernel. `fn` is pickled by module and name."""
 
     fn: Any
     signature: dict[str, Any]
@@ -36,7 +36,7 @@ class Wanted:
     target: Any
 
     def compile(self) -> None:
-        """To disk, if it is not there."""
+        """Compile to disk unless it is there."""
         import triton
         from triton.compiler import ASTSource
 
@@ -45,7 +45,7 @@ class Wanted:
 
 
 def packed(wanted: Sequence[Wanted]) -> bytes:
-    """An order. Kernels travel by name."""
+    """The bytes of an order."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(list(wanted))
     return _LENGTH.pack(len(buffer.getvalue())) + buffer.getvalue()
@@ -67,8 +67,8 @@ class _Unpickler(pickle.Unpickler):
 def main(number: int) -> NoReturn:
     """Serve orders until there are no more."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what a compiler prints is for people
-    import triton  # noqa: F401  # pyright: ignore[reportUnusedImport] - long, and nobody waits for it yet
+    os.dup2(2, 1)  # output of the compiler goes to stderr
+    import triton  # noqa: F401  # pyright: ignore[reportUnusedImport] - slow, so done before the first order
     from triton.runtime.cache import triton_key
 
     triton_key()
@@ -92,7 +92,7 @@ def _compile_all(wanted: Sequence[Wanted], number: int, answers: int) -> None:
         queue.write(b"".join(_INDEX.pack(index) for index in range(len(wanted))))
     for pid in children:
         if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-            _say(answers, f"a process that compiled ended with code {code}")
+            _answer(answers, f"a process that compiled ended with code {code}")
 
 
 def _compile_some(wanted: Sequence[Wanted], take: int, answers: int) -> NoReturn:
@@ -100,15 +100,15 @@ def _compile_some(wanted: Sequence[Wanted], take: int, answers: int) -> NoReturn
         while taken := os.read(take, _INDEX.size):
             try:
                 wanted[_INDEX.unpack(taken)[0]].compile()
-            except Exception:  # noqa: BLE001 - whatever it was, it is for who waits
-                _say(answers, traceback.format_exc()[-_MAX_ERROR:])
+            except Exception:  # noqa: BLE001 - reported to the parent
+                _answer(answers, traceback.format_exc()[-_MAX_ERROR:])
             else:
-                _say(answers, None)
+                _answer(answers, None)
     finally:
         os._exit(0)
 
 
-def _say(answers: int, error: str | None) -> None:
+def _answer(answers: int, error: str | None) -> None:
     os.write(answers, json.dumps({"error": error}).encode() + b"\n")
 
 

@@ -1,5 +1,5 @@
-"""Kernels in CUDA C++, where Triton does not get there: compiled by NVRTC, a library that torch brings along, and
-launched through the driver. So nobody needs a CUDA toolkit, and where NVRTC is missing another implementation runs.
+"""CUDA C++ kernels, for what Triton cannot express: compiled by NVRTC, which torch installs, and launched by the driver
+API. No CUDA toolkit is needed. Without NVRTC another implementation is used.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _CLUSTER, _DEPENDENT_LAUNCH = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PR
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: 64 bytes of a value, of which three ints are used."""
+    """CUlaunchAttribute. Of the 64 bytes of its value, three ints are used."""
 
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 3), ("rest", ctypes.c_char * 52)]
 
@@ -41,7 +41,7 @@ class _Config(ctypes.Structure):
 
 
 class TileMap(ctypes.Structure):
-    """CUtensorMap: by which the copy engine fetches tiles of a matrix."""
+    """CUtensorMap: describes a matrix to the TMA unit, which copies its tiles."""
 
     _fields_ = [("words", ctypes.c_uint64 * 16)]
 
@@ -52,7 +52,7 @@ _launches = True
 
 @contextmanager
 def not_launched() -> Iterator[None]:
-    """Meanwhile kernels are built, and calls of them do nothing."""
+    """In this context kernels are built, but calls do not launch them."""
     global _launches
     _launches = False
     try:
@@ -62,9 +62,9 @@ def not_launched() -> Iterator[None]:
 
 
 class CudaKernel:
-    """A function of a module on the current device. It calls `griddepcontrol.wait` before it reads what others wrote.
+    """A kernel on the current device. It calls `griddepcontrol.wait` before it reads results of earlier kernels.
 
-    `shared_bytes`: of dynamic shared memory, at every launch.
+    `shared_bytes`: dynamic shared memory of a launch.
     """
 
     def __init__(self, function: ctypes.c_void_p, shared_bytes: int):
@@ -74,9 +74,9 @@ class CudaKernel:
         _check(driver.cuFuncSetAttribute(function, _LARGE_CLUSTERS, 1))
 
     def __call__(self, grid: tuple[int, int], num_threads: int, *given: Given, cluster: int = 1) -> None:
-        """On the current stream: tensors as pointers (None: null), maps as they are, ints of 32 bits.
+        """Launch on the current stream. Tensors are passed as pointers (None: null), maps by value, ints as 32 bits.
 
-        `cluster`: neighbours, of the grid's first number, who see each other's shared memory: up to 16.
+        `cluster`: number of thread blocks of a cluster along the grid's first dimension, up to 16.
         """
         if not _launches:
             return
@@ -86,7 +86,7 @@ class CudaKernel:
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, places, None))
 
     def num_clusters(self, num_threads: int, cluster: int) -> int:
-        """How many clusters of two programs or more run at once."""
+        """How many clusters of two or more thread blocks run at once."""
         count, config = ctypes.c_int(), self._config((cluster, 1), num_threads, cluster)
         _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
         return count.value
@@ -106,7 +106,7 @@ _UNSIGNED_BYTES, _SWIZZLE_128, _FETCH_256 = 0, 3, 3  # CU_TENSOR_MAP_DATA_TYPE_.
 
 @lru_cache(maxsize=1 << 12)
 def tile_map(place: int, rows: int, cols: int, tile_rows: int) -> TileMap:
-    """Of a matrix of bytes at the address `place`, for tiles of 128 columns, as `wgmma` reads them.
+    """Map of a matrix of bytes at the address `place`, for tiles of 128 columns in the layout of `wgmma`.
 
     `place` and `cols` are multiples of 16.
     """
@@ -114,9 +114,9 @@ def tile_map(place: int, rows: int, cols: int, tile_rows: int) -> TileMap:
 
 
 def heads_map(x_THX: Tensor, tile_rows: int) -> TileMap:
-    """Of rows of heads, for tiles of 128 bytes of so many rows of one head, zeros behind the last row.
+    """Map of [T, H, X], for tiles of `tile_rows` rows and 128 bytes of one head; rows past the last are zeros.
 
-    Rows lie in one piece; where they and heads begin are multiples of 16 bytes.
+    Rows are contiguous. Rows and heads begin at multiples of 16 bytes.
     """
     (rows, heads, width), size = x_THX.shape, x_THX.element_size()
     row_step, head_step, _ = (step * size for step in x_THX.stride())
@@ -124,8 +124,8 @@ def heads_map(x_THX: Tensor, tile_rows: int) -> TileMap:
 
 
 def _map(place: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...]) -> TileMap:
-    room, rank = (ctypes.c_uint64 * 24)(), len(sizes)
-    aligned = TileMap.from_buffer(room, -ctypes.addressof(room) % 64)
+    storage, rank = (ctypes.c_uint64 * 24)(), len(sizes)
+    aligned = TileMap.from_buffer(storage, -ctypes.addressof(storage) % 64)
     shape, pitches = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*steps)
     tile, apart = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
     encode, layout = _driver().cuTensorMapEncodeTiled, (0, _SWIZZLE_128, _FETCH_256, 0)
@@ -137,14 +137,13 @@ def _map(place: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[
 _heads_map = lru_cache(maxsize=1 << 12)(_map)
 
 
-def build(source: Path, name: str, shared_bytes: int, device: torch.device, **constants: int) -> CudaKernel | None:
-    """The function `name` of `source`, with `constants` defined, for `device`; None, said once, where that cannot be.
+def build(source: Path, name: str, shared_bytes: int, device: torch.device, **constants: int) -> CudaKernel:
+    """The function `name` of `source`, compiled with `constants` defined, for `device`, where `can_build`.
 
-    Raises RuntimeError with the compiler's words for a source that does not compile.
+    Raises RuntimeError with the compiler's log for a source that does not compile.
     """
     compiler = _compiler()
-    if compiler is None:
-        return None
+    assert compiler is not None, "no NVRTC, see can_build"
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", f"--include-path={_HEADERS}"]
     options += [f"-D{constant}={value}" for constant, value in constants.items()]
@@ -163,7 +162,7 @@ def can_build() -> bool:
 
 
 def missing_on(device: torch.device) -> str:
-    """What kernels for Hopper, compiled by NVRTC, lack there; empty if nothing."""
+    """What `device` lacks to run Hopper kernels compiled by NVRTC; "" if nothing."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return f"needs Hopper, got {device}"
     return "" if can_build() else "needs NVRTC"
@@ -176,10 +175,10 @@ def _compiled(compiler: ctypes.CDLL, source: Path, options: tuple[str, ...]) -> 
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     compiler.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
     failed = compiler.nvrtcCompileProgram(program, len(options), given)
-    asked = "ProgramLog" if failed else "CUBIN"
-    getattr(compiler, f"nvrtcGet{asked}Size")(program, ctypes.byref(size))
+    result = "ProgramLog" if failed else "CUBIN"
+    getattr(compiler, f"nvrtcGet{result}Size")(program, ctypes.byref(size))
     found = ctypes.create_string_buffer(size.value)
-    getattr(compiler, f"nvrtcGet{asked}")(program, found)
+    getattr(compiler, f"nvrtcGet{result}")(program, found)
     compiler.nvrtcDestroyProgram(ctypes.byref(program))
     if failed:
         raise RuntimeError(f"{source.name} does not compile: {found.value.decode(errors='replace')}")

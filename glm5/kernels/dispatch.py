@@ -1,4 +1,4 @@
-"""What every op's front door shares: the table of its implementations, which `auto` chooses from; and no gradient."""
+"""Dispatch of every op: the table of implementations from which `auto` chooses, and checks for gradients."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -18,10 +18,10 @@ TABLES: dict[str, "Table"] = {}  # of the ops that are imported, by name
 
 
 class Impl(NamedTuple):
-    """An implementation: `reason` is when to use it, for a person. `auto` takes it `on` a kind of machine, `when` that
-    holds for what is given. `gradient`: only where one is asked for, or only where none is; None: in either case.
+    """An implementation. `reason`: documentation of when it is used. `auto` takes it `on` a kind of machine, if `when`
+    holds for the arguments. `gradient`: only if a gradient is required (True), only if not (False), or either (None).
 
-    `module`: its file, if that has another name; relative to the op's folder.
+    `module`: its module relative to the op's package, if it differs from the name.
     """
 
     reason: str
@@ -32,9 +32,9 @@ class Impl(NamedTuple):
 
 
 class Table:
-    """The implementations of an op by name. `auto` takes the first that it may; those behind one that it may always
-    take run only where they are named. What needs Triton is imported when it is first asked for, as Triton may be
-    missing; all others at once, so that nothing is found out hours later."""
+    """The implementations of an op by name. `auto` takes the first that applies; those after an unconditional one run
+    only by name. Modules that need Triton are imported on first use, as Triton may be missing; others at once, so that
+    errors show early."""
 
     def __init__(self, package: str, **impls: Impl):
         self.op, self.impls, self._package = package.rpartition(".")[2], impls, package
@@ -47,7 +47,7 @@ class Table:
                 self._load(name)
 
     def candidates(self, device: torch.device, dtype: torch.dtype, *, gradient: bool | None = None) -> list[str]:
-        """What `auto` may stand for there, in order; `gradient`: whether one is asked for, where that is known."""
+        """The implementations that `auto` may choose there, in order. `gradient`: whether one is required, if known."""
         machine, found = machine_of(device, dtype), list[str]()
         for name, impl in self.impls.items():
             if impl.on in machine and (gradient is None or impl.gradient in (None, gradient)):
@@ -57,8 +57,8 @@ class Table:
         return found
 
     def module(self, impl: str, x: Tensor, *given: Any) -> Any:
-        """The file of the implementation called `impl`, which is never replaced. "auto": of the one that the rules lead
-        to, by the machine that `x` is on and what else conditions look at. ValueError for a name that is not known."""
+        """The module of the implementation `impl`. "auto" chooses by the device and dtype of `x` and the conditions; an
+        explicit name never falls back. Raises ValueError for an unknown name."""
         if impl == "auto":
             if x.is_cpu:
                 rules = self._on_cpu
@@ -91,7 +91,7 @@ _Rule = tuple[str, Callable[..., bool] | None, bool | None]
 
 @cache
 def machine_of(device: torch.device, dtype: torch.dtype) -> frozenset[Machine]:
-    """What `Impl.on` may say there. Kernels of our own compute nothing in float64."""
+    """The values of `Impl.on` that apply there. Triton and CUDA kernels do not support float64."""
     kinds: set[Machine] = {"any"}
     if device.type in ("cpu", "cuda"):
         kinds.add("cpu" if device.type == "cpu" else "gpu")
@@ -101,38 +101,38 @@ def machine_of(device: torch.device, dtype: torch.dtype) -> frozenset[Machine]:
 
 
 def without_gradient(run: Callable[P, R]) -> Callable[P, R]:
-    """`torch.no_grad()` for a function, at no cost where no gradient is asked for anyway: that decorator takes as long
-    as three small operations."""
+    """`torch.no_grad()` for a function, at no cost if gradients are off already: that decorator takes as long as three
+    small ops."""
 
     @wraps(run)
-    def lean(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         with torch.no_grad():
             return run(*args, **kwargs)
 
-    return lean
+    return wrapper
 
 
 def forward_only(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For a function that has no gradient: TrainingError where one is asked for. Without it that would be a zero."""
+    """For a function without a gradient: raises TrainingError if one is required, which would silently be zero."""
 
     def decorate(run: Callable[P, R]) -> Callable[P, R]:
         @wraps(run)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             if not torch.is_grad_enabled():
                 return run(*args, **kwargs)
             refuse_gradient(op, *args, *kwargs.values())
             with torch.no_grad():
                 return run(*args, **kwargs)
 
-        return checked
+        return wrapper
 
     return decorate
 
 
 def refuse_gradient(op: str, *given: object) -> None:
-    """TrainingError where a gradient of `given` is asked for: tensors, tuples of them, and anything else."""
+    """Raises TrainingError if a gradient of `given` is required: tensors, tuples of them, and anything else."""
     if asks_gradient(*given):
         raise TrainingError(
             f"{op} computes no gradient, and one is asked for; to train, run the model as glm5.load gives it; "
@@ -141,7 +141,7 @@ def refuse_gradient(op: str, *given: object) -> None:
 
 
 def asks_gradient(*given: object) -> bool:
-    """Whether a gradient of any of these is asked for: tensors, tuples of them, and anything else."""
+    """Whether a gradient of any of these is required: tensors, tuples of them, and anything else."""
     return torch.is_grad_enabled() and any(map(_asks, given))
 
 

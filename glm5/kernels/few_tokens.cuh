@@ -1,5 +1,5 @@
-// How kernels of few tokens read: weights, all of them under way before the kernel whose result they wait for has ended,
-// and tokens. Elsewhere, tests say what these are (tests/support/cuda_on_cpu.h).
+// Loads of kernels for few tokens. All weights are requested before the previous kernel, whose result they multiply,
+// has ended. For CPU tests, tests/support/cuda_on_cpu.h defines these functions.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -11,7 +11,7 @@ extern __shared__ __align__(128) unsigned char memory[];
 
 struct __align__(16) Four { u32 x[4]; };
 
-// Not ld.global.nc, here and for scales: those loads the assembler puts off until they are used, behind barriers too.
+// Not ld.global.nc, here and for scales: the assembler moves those loads to their first use, even across barriers.
 static __device__ Four load_once(const u8* at) {
     Four v;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"

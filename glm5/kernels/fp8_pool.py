@@ -5,11 +5,11 @@
                 scale a group, R bfloat16 rotated values                                                 656 bytes
 
 (bytes of GLM-5). The last group may be ragged. A key's scale is the smallest power of two >= max(amax, 1e-4) / 448, a
-latent's is max(amax, 1e-4) / 448 itself, as in act_quant; data is the quotient to nearest even. What a row is read as
-is the float32 product, rounded once: it has one value, whatever kernel reads it.
+latent's is max(amax, 1e-4) / 448 itself, as in act_quant; data is the quotient to nearest even. A row is read as the
+float32 product, rounded once, so all kernels read the same value.
 
-Of a page, index keys come first and all scales after them; a latent row lies in one piece, every part of it at a
-multiple of 4 bytes. Pools may be strided by page.
+In a page, all index keys come before all scales. A latent row is contiguous, with every part at a multiple of 4 bytes.
+Pools may be strided by page.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.act_quant.reference import MIN_AMAX
-from glm5.kernels.block_scaled import BLOCK, FP8, FP8_MAX, num_blocks
+from glm5.kernels.block_scaled import BLOCK, FP8, FP8_MAX, divided, num_blocks
 
 ROPE_DTYPE = torch.bfloat16
 _WORD = 4
@@ -39,7 +39,7 @@ class Fp8Keys(NamedTuple):
 
 
 class LatentFormat(NamedTuple):
-    """Where the parts of a latent row lie: `num_values` (C) quantized ones and `rope_dim` (R) that are not."""
+    """Layout of a latent row: `num_values` (C) quantized values and `rope_dim` (R) unquantized ones."""
 
     num_values: int
     rope_dim: int
@@ -66,7 +66,7 @@ class Fp8Latents(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(P, Z, L) of the rows that it stands for."""
+        """(P, Z, L) of the dequantized rows."""
         num_pages, page_size, _ = self.row.shape
         return num_pages, page_size, self.format.num_values + self.format.rope_dim
 
@@ -79,9 +79,8 @@ def quantize_keys(key_TI: Tensor) -> tuple[Tensor, Tensor]:
     """Index keys as data [T, I] float8_e4m3fn and scale [T] float32, a power of two."""
     key_TI = key_TI.float()
     amax_T = key_TI.abs().amax(dim=-1).clamp_min(MIN_AMAX)
-    # A tensor as divisor: by a plain number, torch on CUDA multiplies with the rounded reciprocal instead.
-    least_T = amax_T / torch.full_like(amax_T, FP8_MAX)
-    # Up to a power of two: a carry out of the 23 bits of the fraction, which are then cut off.
+    least_T = divided(amax_T, FP8_MAX)
+    # Round up to a power of two: add the largest fraction, so that any nonzero one carries, then clear the 23 bits.
     scale_T = ((least_T.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
     return (key_TI / scale_T[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale_T
 

@@ -1,5 +1,5 @@
-// What Hopper has and C++ has no word for: copies that run on their own, barriers that they arrive at, products of a
-// group of four warps. Elsewhere, tests say what these are (tests/support/hopper_on_cpu.h).
+// Wrappers of Hopper's instructions: asynchronous copies (TMA), mbarriers, and products of a warp group (wgmma). For
+// CPU tests, tests/support/hopper_on_cpu.h defines these functions.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -17,7 +17,7 @@ static __device__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_s
 static __device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 static __device__ void let_later_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Threads `count` of this program, who all name `barrier`.
+// Synchronizes `count` threads of this program at the named barrier `barrier`.
 static __device__ void meet(int barrier, int count) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -41,12 +41,12 @@ static __device__ void arrive_with(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Behind this thread's copies so far; what waits there reads them with ordinary loads.
+// Arrives at the barrier when this thread's copies so far have finished; waiters read them with ordinary loads.
 static __device__ void arrive_with_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Rows of 128 bytes, which the cache may forget first.
+// A box of rows of 128 bytes, with L2 evict-first.
 static __device__ void fetch_box(u32 to, const Map* map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -54,14 +54,14 @@ static __device__ void fetch_box(u32 to, const Map* map, int column, int row, u3
         ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(0x12F0000000000000ull) : "memory");
 }
 
-// The same of what others read too.
+// The same for data that other programs read, too.
 static __device__ void fetch_shared_box(u32 to, const Map* map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
         ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
-// The same to the same place of each program of a cluster that `peers` has a bit of, and arrives at its barrier there.
+// Multicast to the same address in each program of the cluster with a bit in `peers`, arriving at its barrier there.
 static __device__ void fetch_for_peers(u32 to, const Map* map, int column, int row, u32 barrier, u16 peers) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -69,22 +69,22 @@ static __device__ void fetch_for_peers(u32 to, const Map* map, int column, int r
         ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(peers) : "memory");
 }
 
-// Rows of 128 bytes of a head's matrix, of a map of several.
+// A box of rows of 128 bytes of one head, from a map of all heads.
 static __device__ void fetch_of_head(u32 to, const Map* map, int column, int row, int head, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
         ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(barrier) : "memory");
 }
 
-// From shared memory to any, in 16 bytes: by itself, once `for_engines` has shown what was written. Copies up to
-// `end_copies_out` are one group.
+// Asynchronous copy from shared to global memory, multiples of 16 bytes, after `for_engines`. Copies up to
+// `end_copies_out` form one group.
 static __device__ void copy_out(void* to, u32 from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
 static __device__ void end_copies_out() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Of this thread's copies: where they come from may be written to; they have arrived.
+// Wait until sources of this thread's copies may be overwritten; until the copies have finished.
 static __device__ void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 static __device__ void wait_until_copied() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
@@ -103,10 +103,10 @@ template <int LEFT> static __device__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// What this thread's stores and copies wrote to shared memory may be read by matrix units and the copy engine, once it has arrived.
+// Makes this thread's writes to shared memory visible to wgmma and TMA (proxy fence).
 static __device__ void for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// How often programs came to some point, in memory: with what they, or those of their threads they met, wrote before.
+// A counter of programs in global memory, with release and acquire semantics.
 static __device__ void add_count(int* count) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
@@ -127,14 +127,14 @@ static __device__ float exp2_of(float x) {
     return y;
 }
 
-// Bits in bfloat16, rounded; codes in e4m3.
+// Conversion to the bits of bfloat16, and to e4m3 codes.
 static __device__ u32 as_pair(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 
-// Of a pair in bfloat16, minus zero as zero: by minus zero ranks know that nothing has come.
+// A bfloat16 pair with minus zero replaced by zero, because minus zero marks empty buffers (triton_buffers.py).
 static __device__ u32 sendable(u32 pair) {
     asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(0x3F803F80), "r"(0));
     return pair;
@@ -146,14 +146,14 @@ static __device__ u16 as_codes(float low, float high) {
     return codes;
 }
 
-// Two matrices of 8 x 8, of which a lane has row lane / 4, columns 2 (lane % 4) and the next: column by column, to
-// where lanes 0..7 say for the first and 8..15 for the second.
+// Stores two 8 x 8 matrices transposed; a lane has row lane / 4 and columns 2 (lane % 4) and the next. Lanes 0..7 give
+// the addresses of the first matrix, 8..15 of the second.
 static __device__ void store_turned(u32 at, u32 first, u32 second) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
                  ::"r"(at), "r"(first), "r"(second) : "memory");
 }
 
-// 64 rows of 32 e4m3 by N columns of as many; `more`: added to d.
+// wgmma of 64 rows by N columns over 32 e4m3 inputs; `more`: added to d.
 template <int N> struct Product;
 
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -192,14 +192,14 @@ template <int LEFT> static __device__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// Programs of a cluster meet, and see what the others wrote to their own shared memory. Their own threads meet first:
-// tools do not know that peers' meeting is one of these, too.
+// Cluster barrier, after which writes to shared memory are visible to peers. Threads of the program synchronize first,
+// because tools do not know that a cluster barrier does so, too.
 static __device__ void meet_peers() {
     __syncthreads();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same for programs that have only read what others wrote, and may leave when all have.
+// The same for programs that only read peers' memory, before they exit.
 static __device__ void leave_peers() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -210,7 +210,7 @@ static __device__ u32 at_peer(u32 at, int peer) {
     return there;
 }
 
-// By who has only read, and has ended to: nothing that was written is made known to the peer.
+// Arrives at a peer's barrier after reads, without release semantics for writes.
 static __device__ void arrive_at_peer(u32 barrier, int peer) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at_peer(barrier, peer)) : "memory");
 }
@@ -228,7 +228,7 @@ static __device__ float4 of_peer(u32 at, int peer) {
     return found;
 }
 
-// Registers a thread from here on, of a group of four warps: multiples of 8, of which all have 168 at the beginning.
+// Sets the registers per thread of a warp group, a multiple of 8; initially 168.
 template <int COUNT> static __device__ void keep_registers() {
     if constexpr (COUNT > 168)
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -237,7 +237,7 @@ template <int COUNT> static __device__ void keep_registers() {
 }
 #endif
 
-// Of a pair in bfloat16.
+// Two floats of a bfloat16 pair.
 static __device__ float low_of(u32 pair) { return __int_as_float(pair << 16); }
 static __device__ float high_of(u32 pair) { return __int_as_float(pair & 0xFFFF0000); }
 
@@ -247,10 +247,10 @@ static __device__ float quotient(float x, float scale, float inverse) {
     return fmaf(fmaf(-near, scale, x), inverse, near);
 }
 
-// What a product is told of a matrix: rows of 128 bytes, their 16-byte parts in the order of the copy engine.
+// wgmma descriptor of a matrix with rows of 128 bytes in TMA's 128-byte swizzle.
 static __device__ u64 matrix_at(u32 at) { return (u64)(at >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
-// 64 rows of 128 columns of w by N rows of x; behind `finish`, with so many of these LEFT under way, `part` may be read.
+// 64 rows of w by N rows of x over 128 columns. `part` may be read after `finish`, which leaves LEFT products running.
 template <int N> static __device__ void multiply(float (&part)[N / 2], u32 w, u32 x) {
     settled(part);
     begin_products();
@@ -264,7 +264,7 @@ template <int LEFT, int N> static __device__ void finish(float (&part)[N]) {
     settled(part);
 }
 
-// What a block of 128 columns adds: `scales` of N rows of x and that of the block of w.
+// Adds the product of a block of 128 columns times the `scales` of N rows of x and the scale of the block of w.
 template <int N>
 static __device__ void add_scaled(float (&sum)[N / 2], const float (&part)[N / 2], const float* scales, float scale) {
     const float* const mine = scales + threadIdx.x % 4 * 2;
@@ -277,7 +277,7 @@ static __device__ void add_scaled(float (&sum)[N / 2], const float (&part)[N / 2
     }
 }
 
-// The same where rows are the product's: the scales of a thread's two.
+// The same with rows of x as rows of the product: a thread has scales of two rows.
 template <int N>
 static __device__ void add_rows(float (&sum)[N / 2], const float (&part)[N / 2], float upper, float lower) {
 #pragma unroll

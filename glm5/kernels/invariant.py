@@ -1,11 +1,11 @@
-"""Results that do not depend on the batch, bit for bit: what the `invariant` implementations rest on.
+"""Batch invariance, bit for bit: the assumptions of the `invariant` implementations.
 
 In deterministic mode a model runs on passes of exactly `pass_rows` rows, so nearly every operation has one shape,
 whatever the batch. Then a matmul computes all of its rows alike, if they begin at multiples of 16 bytes and if their
 number leaves no implementation a remainder: MKL adds up the last 8 of 32 in another order with AVX2, where it takes 24
 at a time, and rows of 4 with SSE. 24 rows are alike with SSE, AVX2 and AVX-512, with one thread and with two
 (test_invariant.py; cuBLAS measured on an H100). So are norms, softmax, sums over the last dimension, and arithmetic and
-exp of single elements. What remains has a form of its own:
+exp of single elements. The rest has separate implementations:
 
     sums over keys, rows of an expert     tiles of one shape: `impl="invariant"` of index_score, sparse_mla,
                                           grouped_experts; `invariant_triton`: Triton's kernels under one tiling
@@ -39,17 +39,17 @@ Impl = Literal["auto", "invariant", "invariant_triton"]  # what the seams of a m
 
 
 def impl_on(device: torch.device, dtype: torch.dtype) -> Impl:
-    """The implementations that deterministic mode names there, of ops that have both."""
+    """The implementations of deterministic mode there, for ops that have both."""
     return "invariant_triton" if "triton" in machine_of(device, dtype) else "invariant"
 
 
 def pass_rows(device: torch.device) -> int:
-    """The rows of a pass there."""
+    """Rows of a pass on this device."""
     return PASS_ROWS if device.type == "cpu" else _PASS_ROWS_GPU
 
 
 def tile_rows(device: torch.device) -> int:
-    """The rows of an expert that one product takes there."""
+    """Rows of an expert in one product on this device."""
     return PASS_ROWS if device.type == "cpu" else _TILE_ROWS_GPU
 
 

@@ -1,6 +1,6 @@
-"""How many GPU kernels this process has made ready: compiled, or fetched from the cache on disk.
+"""Counts the GPU kernels that this process has compiled or loaded from the cache on disk.
 
-Either takes long enough that whoever serves wants none of it: `built_late` should stay 0.
+Either would delay requests of a server, so `built_late` should stay 0.
 """
 
 import logging
@@ -14,7 +14,7 @@ _is_ready = False
 
 
 def start_counting() -> None:
-    """From now on, until `mark_ready` as in time; without Triton there is nothing to count."""
+    """Start counting Triton's kernels. Without Triton there is nothing to count."""
     global _is_ready
     _is_ready = False
     if not installed():
@@ -25,19 +25,19 @@ def start_counting() -> None:
 
 
 def mark_ready() -> int:
-    """Whatever comes from now on comes late. How many came before."""
+    """Later kernels count as late. Returns the number of earlier ones."""
     global _before_ready, _is_ready
     _before_ready, _is_ready = _built, True
     return _built
 
 
 def built_late() -> int:
-    """Kernels made ready since `mark_ready`."""
+    """Kernels compiled or loaded since `mark_ready`."""
     return _built - _before_ready
 
 
 def count(name: str) -> None:
-    """A kernel was made ready."""
+    """Count a kernel."""
     global _built
     _built += 1
     if _is_ready:

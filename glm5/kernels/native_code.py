@@ -1,10 +1,9 @@
-"""Native code, compiled for this machine when it is first asked for, and kept: a second or two, once.
+"""Native code, compiled for this machine on first use and cached. Compilation takes a second or two.
 
 It is compiled for the processor's instructions, less those that torch has been told not to use (ATEN_CPU_CAPABILITY).
-It is found again under a digest of the sources, the flags, the compiler and the processor, so a stale file is never
-loaded. Without a C++ compiler on the PATH (c++, g++ or clang++) there is none, and everything runs on torch. A source
-is one .cpp with the headers beside it; its folder gives the kept file its name. What a process that was killed while it
-compiled has left goes when a later one looks.
+The cache key is a digest of the sources, the flags, the compiler and the processor, so a stale file is never loaded.
+Without a C++ compiler on the PATH (c++, g++ or clang++), torch implementations are used. A source is one .cpp with the
+headers in its folder; the folder names the cached file. Later processes delete what a killed one has left.
 """
 
 import ctypes
@@ -34,7 +33,7 @@ _BEGUN = "begun-"  # folders in which something is compiled
 
 @cache
 def library(source: Path, without: str) -> ctypes.CDLL | None:
-    """The compiled code, or None where it cannot be had; the log says why, and what it is to be `without`."""
+    """The compiled code, or None; the reason and the consequence `without` it are logged."""
     compiler, what = find_compiler(), source.parent.name
     if compiler is None:
         logger.info("no C++ compiler (c++, g++ or clang++) on the PATH, so no native code: %s", without)
@@ -48,7 +47,7 @@ def library(source: Path, without: str) -> ctypes.CDLL | None:
 
 
 def identity(source: Path, without: str) -> str | None:
-    """Tells this machine's native code from any that might give other bits; None where there is none."""
+    """A key of this machine's native code, which differs for code with other rounding; None without native code."""
     compiler = find_compiler()
     return _digest(compiler, source) if compiler is not None and library(source, without) is not None else None
 
@@ -59,7 +58,7 @@ def find_compiler() -> str | None:
 
 
 def processor() -> str:
-    """The kind of processor here, by what -march=native goes by: another may add up in another order."""
+    """The processor's features for -march=native. On another kind, sums may have another order."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -69,7 +68,7 @@ def processor() -> str:
 
 
 def _loaded(compiler: str, source: Path, name: str) -> ctypes.CDLL:
-    """Kept as `name` in the user's cache; without a home, or with one that cannot be used, for this process alone."""
+    """Compiled to `name` in the user's cache; without a usable home, to a temporary file of this process."""
     kept: Path | None = None
     try:
         folder = Path.home() / ".cache" / "glm5"
@@ -79,7 +78,7 @@ def _loaded(compiler: str, source: Path, name: str) -> ctypes.CDLL:
         folder.mkdir(parents=True, exist_ok=True)
         building = tempfile.TemporaryDirectory(prefix=_BEGUN, dir=folder)
         kept = folder / name
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         logger.warning("%s is compiled at every start, as nothing can be kept: %s", name, error)
         building = tempfile.TemporaryDirectory()
     # Under another name first: others may be at it, and half a file must never be loaded.
@@ -107,9 +106,9 @@ def _opened(path: Path) -> ctypes.CDLL | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what was begun longer ago than anybody would go on with it."""
+    """Delete unfinished compilations that are too old to be still running."""
     for begun in folder.glob(f"{_BEGUN}*"):
-        with suppress(OSError):  # others sweep too
+        with suppress(OSError):  # other processes delete them, too
             if time.time() - begun.stat().st_mtime > 2 * _TIMEOUT_S:
                 shutil.rmtree(begun, ignore_errors=True)
 

@@ -3,7 +3,7 @@
     slot(b, s) = page_table_BN[b, s // Z] * Z + s % Z        row slot % Z of page slot // Z
 
 Offsets are int64 before any product: a pool of 1M tokens x 576 values passes 2**31. A pool [P, Z, .] may be a strided
-piece of larger pages, and is never copied whole; FP8 rows are widened after they were gathered.
+slice of larger pages, and is never copied completely; FP8 rows are dequantized after gathering.
 """
 
 import math
@@ -17,7 +17,7 @@ from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool, dequantize_keys, de
 
 
 def query_runs(row_T: Tensor) -> list[tuple[int, int, int]]:
-    """Stretches of consecutive queries of one request, as (request, start, stop) in query order."""
+    """Runs of consecutive queries of one request, as (request, start, stop) in query order."""
     rows, counts = torch.unique_consecutive(row_T, return_counts=True)
     stops = counts.cumsum(0).tolist()
     return [(row, stop - count, stop) for row, count, stop in zip(rows.tolist(), counts.tolist(), stops, strict=True)]
@@ -33,8 +33,8 @@ def key_slots(keys_TK: Tensor, page_table_BN: Tensor, row_T: Tensor, page_size: 
 def slots_or_none(
     keys_TK: Tensor, page_table_BN: Tensor, row_T: Tensor, end_T: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Slot of each logical key, int32 [T, K], -1 for a key that is none or is not seen; and, int32 [T], in how many of
-    a row's places all of its slots lie."""
+    """(slot of each logical key, int32 [T, K], -1 if it is -1 or not visible; number of leading columns of each row
+    that contain all of its slots, int32 [T])."""
     hidden_TK = (keys_TK < 0) | (keys_TK >= end_T[:, None])
     slot_TK = key_slots(keys_TK.masked_fill(hidden_TK, 0), page_table_BN, row_T, page_size)
     place_K = torch.arange(1, keys_TK.shape[1] + 1, dtype=torch.int32, device=keys_TK.device)
@@ -100,5 +100,5 @@ def _rows(part_PZX: Tensor, slots: Tensor) -> Tensor:
 
 
 def _as_bytes(data_fp8: Tensor) -> Tensor:
-    """torch gathers bytes on every device."""
+    """FP8 data as bytes, which torch can gather on every device."""
     return data_fp8.view(torch.uint8)

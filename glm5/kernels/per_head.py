@@ -1,6 +1,6 @@
-"""Products of every head with a matrix of its own: what absorption puts before and behind latent attention.
+"""One matrix per head: the absorbed products before and after latent attention.
 
-It is the library's batched product, which no kernel tried here has beaten (docs/performance-tried.md).
+This is torch.bmm, which no kernel tried here has beaten (docs/performance-tried.md).
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Weights as codes under scales: int8, int4 two a byte, or e4m3; one scale a row, or one for a group of a row.
+"""Quantized weights: int8, int4 (two per byte) or e4m3 codes, with one scale per row or per group of a row.
 
     w[o, i] = scale[o, i // group] * code[o, i]
 
-int4 codes lie as neighbours of a row, the even one in the low half, in two's complement. A format also says how rows
-that meet the weight are quantized: as codes of their own under one scale a row (`token_quant`), or not at all.
+A byte holds two neighbouring int4 codes of a row, the even one in the low half, in two's complement. A format also says
+how activations are quantized: with one scale per token (`token_quant`), or not at all.
 """
 
 from typing import Literal, NamedTuple, Self
@@ -16,7 +16,7 @@ from glm5.kernels.block_scaled import FP8, round_once
 Element = Literal["int8", "int4", "fp8"]
 Act = Literal["int8", "fp8"]
 _DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}
-# Products that kernels have: codes of one kind, or a kind that holds the other exactly.
+# Supported (weight, activation) codes: equal kinds, or one that represents the other exactly.
 PRODUCTS: tuple[tuple[Element, Act | None], ...] = (
     ("int8", "int8"),
     ("int8", None),
@@ -26,11 +26,12 @@ PRODUCTS: tuple[tuple[Element, Act | None], ...] = (
     ("fp8", "fp8"),
     ("fp8", None),
 )
-_CHUNK = 1 << 22  # elements widened at a time
+_CHUNK = 1 << 22  # elements dequantized at a time
 
 
 class WeightFormat(NamedTuple):
-    """`weight`: what codes are; `group`: neighbours in a row that share a scale, None: the row; `act`: the rows'."""
+    """`weight`: kind of the codes; `group`: values of a row that share a scale, None: the row; `act`: activation
+    codes."""
 
     weight: Element
     group: int | None = None
@@ -38,16 +39,16 @@ class WeightFormat(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor of codes."""
+        """The dtype of the tensor of codes."""
         return _DTYPES[self.weight]
 
     @property
     def per_byte(self) -> int:
-        """Codes of one element of that tensor."""
+        """Codes per element of that tensor."""
         return 2 if self.weight == "int4" else 1
 
     def num_scales(self, width: int) -> int:
-        """Of a row of so many inputs."""
+        """Scales of a row of `width` inputs."""
         return 1 if self.group is None else -(-width // self.group)
 
     def __str__(self) -> str:
@@ -65,11 +66,11 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def width(self) -> int:
-        """I."""
+        """Number of inputs, I."""
         return self.codes.shape[-1] * self.format.per_byte
 
     def check(self) -> Self:
-        """Itself; raises ValueError when dtypes or shapes do not belong together."""
+        """Itself. Raises ValueError if dtypes or shapes do not match."""
         want = (*self.codes.shape[:-1], self.format.num_scales(self.width))
         if tuple(self.scale.shape) != want or (self.codes.dtype, self.scale.dtype) != (
             self.format.dtype,

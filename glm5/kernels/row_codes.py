@@ -1,4 +1,4 @@
-"""Rows of activations that are handed on beside their codes, so that the products that read them need not quantize.
+"""Activations that are passed on together with their quantized codes, so that the linear layers need not quantize.
 
 blocks    e4m3 under a scale for 128 values, as `act_quant` has it: for FP8 weights in blocks
 int8      int8 under a scale a row, as `token_quant` has it: for weights as codes
@@ -22,8 +22,8 @@ def quantize(x_TD: Tensor, kind: Kind, *, impl: Literal["auto", "reference"] = "
     return act_quant(x_TD, impl=impl) if kind == "blocks" else token_quant(x_TD, "int8", impl=impl)
 
 
-def room(num_rows: int, width: int, kind: Kind | None, device: torch.device) -> Quantized:
-    """For what `quantize` gives; of no kind, for no rows."""
+def empty_codes(num_rows: int, width: int, kind: Kind | None, device: torch.device) -> Quantized:
+    """Uninitialized codes and scales as `quantize` returns them; without rows if `kind` is None."""
     num_rows = num_rows if kind else 0
     codes = torch.empty(num_rows, width, dtype=DTYPES[kind or "blocks"], device=device)
     if kind == "int8":

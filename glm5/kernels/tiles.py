@@ -1,8 +1,8 @@
-"""Dense work on paged keys, cut into tiles that stay in cache.
+"""Dense computation on paged keys in tiles that stay in cache.
 
-A tile is n consecutive queries of each of G requests, and the first `num_keys` logical keys of those requests: as far
-as the tile's queries see. A long run of queries is cut into several tiles (the early ones then skip the late keys);
-short runs of equal length, such as decoding requests, share one. Planning happens on the host, over plain ints.
+A tile is n consecutive queries of each of G requests, and the first `num_keys` logical keys of those requests, as many
+as the queries see. A long run of queries is split into several tiles, of which early ones skip late keys; short runs of
+equal length, such as decoding requests, share one. Planning runs on the host.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def _area(device: torch.device, num_heads: int) -> int:
 
 
 def _join(tile: Tile, first: int, last: int, row: int, end: int, area: int) -> bool:
-    """Add a request's queries to the tile before them, if they are as many and the tile stays small."""
+    """Join a request's queries to the previous tile, if their number is equal and the tile stays small."""
     fits = (last - tile.start) * max(tile.num_keys, end) <= area
     if not fits or tile.stop != first or tile.length != last - first or tile.rows[-1] == row:
         return False
@@ -82,7 +82,7 @@ def _join(tile: Tile, first: int, last: int, row: int, end: int, area: int) -> b
 
 
 class TileReader:
-    """Reads a tile's keys from a pool, as a view where its pages lie evenly spaced, and adds gradients back."""
+    """Reads a tile's keys from a pool, as a view if its pages are evenly spaced, and adds gradients back."""
 
     def __init__(self, page_table_BN: Tensor, page_size: int):
         self.page_size = page_size

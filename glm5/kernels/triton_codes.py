@@ -1,8 +1,9 @@
-"""Pieces of Triton kernels over weights as codes. Imported by `triton.py` files only, as Triton may be missing.
+"""Device functions of Triton kernels with quantized weights. Imported by `triton.py` files only, as Triton may be
+missing.
 
-Rows that meet int4 codes in matrix units come in halves: first the values of even inputs, then those of odd ones. A
-byte holds the codes of an even and an odd input, so each of its halves meets neighbours in memory, and nothing is
-shuffled. Four bytes are widened at a time, into numbers that are a power of two times the code (`unit`):
+Activations for int4 products are stored in halves: values of even inputs, then of odd ones. A byte has the codes of an
+even and an odd input, so each nibble is multiplied by contiguous activations, without shuffles. Four bytes are unpacked
+at a time, into numbers that are a power of two times the code (`unit`):
 
     int8      16 code      the half moved to the upper end of its byte; the sign is there already
     e4m3      code / 512   sign and magnitude: below 9, e4m3 counts in steps of 2^-9

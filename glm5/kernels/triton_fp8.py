@@ -1,31 +1,31 @@
-"""Pieces of Triton kernels over FP8 weights. Imported by `triton.py` files only, as Triton may be missing."""
+"""Device functions of Triton kernels with FP8 weights. Imported by `triton.py` files only, as Triton may be missing."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(128)  # rows and columns of a scale
-# Triton's interpreter cuts where it should round to e4m3.
+# Triton's interpreter truncates instead of rounding to e4m3.
 _CUTS = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def wait_for_earlier(PDL: tl.constexpr):
-    """What earlier kernels wrote may be read from here on (triton_support.dependent_launch)."""
+    """Wait until earlier kernels have ended (triton_support.dependent_launch)."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def let_later_begin(PDL: tl.constexpr):
-    """The next kernel may begin to load its weights."""
+    """Allow the next kernel to start and load its weights."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch(pointers):
-    """The lines of memory that these point to begin to move to the L2 cache; nobody waits for them."""
+    """Prefetch the cache lines at these pointers to L2."""
     if not _CUTS:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -39,7 +39,7 @@ def prefetch(pointers):
 
 @triton.jit
 def experts_of(expert_ptr, p, num_pairs, PAIRS: tl.constexpr):
-    """(all pairs' experts, p's, how many pairs have that one, or 0 if p is not the first of them)."""
+    """(experts of all pairs, the expert of pair p, its number of pairs, or 0 if p is not the first of them)."""
     j = tl.arange(0, PAIRS)
     experts, expert = tl.load(expert_ptr + j, mask=j < num_pairs, other=-1), tl.load(expert_ptr + p)
     same = (experts == expert).to(tl.int32)
@@ -67,8 +67,7 @@ def widened(w, x):
 
 @triton.jit
 def once(x):
-    """x of 16 or 32 bits, computed where it is written: the compiler may not do it over for each use, in another
-    layout."""
+    """x of 16 or 32 bits, materialized here: the compiler may not recompute it for each use in another layout."""
     if not _CUTS:
         PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)

@@ -1,7 +1,7 @@
-"""Pieces of Triton kernels that gather rows of keys, and give gradients back to them.
+"""Device functions of Triton kernels that gather rows of keys, and scatter their gradients.
 
-Imported by `triton.py` files only, as Triton may be missing. Rows are cut into GROUPS pieces of BLOCK_C values: one
-product of 512 takes more registers than there are.
+Imported by `triton.py` files only, as Triton may be missing. Rows are split into GROUPS pieces of BLOCK_C values,
+because a product of 512 would not fit in registers.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def rows(ptr, row, known, C, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr):
-    """Rows at `ptr` + `row`, C values each, in GROUPS pieces; zeros in place of unknown ones."""
+    """Rows at `ptr` + `row`, C values each, in GROUPS pieces; zeros for invalid rows."""
     c, pieces = tl.arange(0, BLOCK_C)[None, :], ()
     for g in tl.static_range(GROUPS):
         mask = known[:, None] & (g * BLOCK_C + c < C)

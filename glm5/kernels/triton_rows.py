@@ -1,4 +1,5 @@
-"""How Triton kernels quantize a row that they hold. Imported by `triton.py` files only, as Triton may be missing."""
+"""Device functions of Triton kernels that quantize a row in registers. Imported by `triton.py` files only, as Triton
+may be missing."""
 
 import triton
 import triton.language as tl
@@ -8,7 +9,7 @@ from glm5.kernels.triton_fp8 import quantized_row, quotient
 
 @triton.jit
 def row_scale(x, KIND: tl.constexpr):
-    """Of a row [K] in float32, one for all of it, [1]: 1 of zeros. KIND: int8 or fp8."""
+    """The scale [1] of a float32 row [K]; 1 for zeros. KIND: int8 or fp8."""
     amax = tl.zeros([1], tl.float32) + tl.max(tl.abs(x), 0)
     found = tl.div_rn(amax, tl.full([1], 448.0 if KIND == "fp8" else 127.0, tl.float32))
     return tl.where(found == 0, tl.full([1], 1.0, tl.float32), found)
@@ -16,7 +17,7 @@ def row_scale(x, KIND: tl.constexpr):
 
 @triton.jit
 def row_codes(x, scale, KIND: tl.constexpr):
-    """x as codes under one scale, [1]; or, of KIND none, as it is."""
+    """The codes of x with one scale [1]; for KIND none, x itself."""
     if KIND == "fp8":
         inverse = tl.div_rn(tl.full([1], 1.0, tl.float32), scale)
         x = quotient(x, tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape))
@@ -29,8 +30,8 @@ def row_codes(x, scale, KIND: tl.constexpr):
 
 @triton.jit
 def put_codes(x, t, d, D, codes_ptr, scale_ptr, stride_b):
-    """Row `t` of rows of D values, with zeros behind them, as `row_codes.room` has place for them: in blocks where
-    codes are e4m3, else under one scale."""
+    """Quantize and store row `t` of D values, padded with zeros, to `row_codes.empty_codes`: in blocks for e4m3 codes,
+    else with one scale."""
     x = x.to(tl.float32)
     if codes_ptr.dtype.element_ty == tl.int8:
         scale = row_scale(x, "int8")

@@ -1,8 +1,8 @@
-"""What Triton implementations share. Triton is imported by the `triton.py` of an op's folder, when that one is chosen,
-and nowhere else: without it everything runs on the other implementations.
+"""Common parts of Triton implementations. Triton is imported only by `triton*.py` files, when they are chosen; without
+it other implementations are used.
 
-Most are forward only, for inference, with static shapes: no result's size, grid or host read depends on data, so a CUDA
-graph can hold them. They are deterministic: sums are split and combined in fixed order.
+Most kernels are forward only, for inference. No shape, grid or host read depends on data, so CUDA graphs can capture
+them. They are deterministic: sums are split and combined in a fixed order.
 """
 
 from functools import cache
@@ -49,20 +49,20 @@ def chosen(*tensors: Tensor) -> bool:
 
 @cache
 def supports(device: torch.device) -> bool:
-    """Whether it has FP8 matrix units and the 227 KB of shared memory that tiles are cut for: H100, H200, B200; and
-    Triton is there."""
+    """Whether Triton is installed, and the GPU has FP8 matrix units and the 227 KB of shared memory that tiles need:
+    H100, H200, B200."""
     return device.type == "cuda" and installed() and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many the GPU has; of a CPU, a number that makes kernels take the same turns."""
+    """The GPU's number of multiprocessors; on a CPU, a number for tests."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @cache
 def arrivals(device: torch.device) -> Tensor:
-    """Zeros, int32, in which the programs of a launch count who has come; the last one leaves a zero again.
+    """int32 zeros in which programs of a launch count arrivals; the last program resets its counter to zero.
 
     For kernels of one stream at a time. Made outside CUDA graphs: run a kernel once before capturing it.
     """

@@ -1,6 +1,6 @@
-"""From the host to a device, without waiting for it.
+"""Copies from host to device without synchronization.
 
-A copy from memory that is not pinned may wait for all that the device was told before.
+A copy from pageable memory may wait for all earlier work of the device.
 """
 
 from typing import Any

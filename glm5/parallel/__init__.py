@@ -1,1 +1,1 @@
-"""The same model on several devices: which tensor lies where, how sums cross devices, and the modules that do so."""
+"""Tensor parallelism: placement of tensors, collectives, and the modules that use them."""

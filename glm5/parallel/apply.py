@@ -1,9 +1,9 @@
-"""A model that is sharded over ranks (`table.py`): what its modules exchange.
+"""Replaces modules of a sharded model (`table.py`) by ones with collectives.
 
-    embedding    rows of other ranks are zero, and the parts are added up
-    layer        attention and MLP give parts of sums: each is added up before it joins the residual stream
-    MTP layer    likewise, and what it begins with: the product of embedding and hidden state side by side
-    head         stays a part: each rank has the logits of its own token ids, and the sampler knows (engine/sampling)
+    embedding    rows of other ranks are zero; all-reduce
+    layer        attention and MLP give partial sums; all-reduce before each is added to the residual stream
+    MTP layer    likewise, and after the projection of the concatenated embedding and hidden state
+    head         not reduced: each rank has the logits of its own token ids, which the sampler handles (engine/sampling)
 
 Modules are replaced in place and keep their parameters' names.
 """
@@ -20,7 +20,7 @@ from glm5.parallel.group import Group
 
 
 class ParallelEmbedding(Embedding):
-    """Rows of the whole table, of which this rank holds `weight`."""
+    """An embedding whose rows are sharded; this rank has `weight`."""
 
     def __init__(self, embedding: Embedding, group: Group):
         nn.Module.__init__(self)
@@ -31,7 +31,7 @@ class ParallelEmbedding(Embedding):
         return self.group.all_reduce(self.part(ids_T))
 
     def part(self, ids_T: Tensor) -> Tensor:
-        """[T, D] of what this rank holds, zeros elsewhere."""
+        """[T, D] of this rank's token ids, zeros for others."""
         place_T = ids_T - self.first
         is_local_T = (place_T >= 0) & (place_T < len(self.weight))
         rows_TD = F.embedding(torch.where(is_local_T, place_T, 0), self.weight)
@@ -39,7 +39,7 @@ class ParallelEmbedding(Embedding):
 
 
 class ParallelLayer(DecoderLayer):
-    """A layer whose attention and MLP compute parts."""
+    """A layer whose attention and MLP compute partial sums."""
 
     def __init__(self, layer: DecoderLayer, group: Group):
         _adopt(self, layer)
@@ -53,18 +53,18 @@ class ParallelLayer(DecoderLayer):
 
 
 class ParallelMTPLayer(ParallelLayer, MTPLayer):
-    """The MTP layer likewise. Its merge is whole on every rank, but each reads its own columns alone: 150 MB of
-    bfloat16 are more than the rest of a draft."""
+    """The MTP layer likewise. `eh_proj` is replicated, but each rank multiplies by its slice of the columns only: its
+    150 MB of bfloat16 are more than all other weights of a draft."""
 
     def merge(self, embed_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         both_TY, weight_DY = self.side_by_side(embed_TD, hidden_TD), self.eh_proj.weight
-        (rank, size), width = self.group.shard, weight_DY.shape[1]
-        columns = slice(rank * width // size, (rank + 1) * width // size)
+        (rank, size), num_columns = self.group.shard, weight_DY.shape[1]
+        columns = slice(rank * num_columns // size, (rank + 1) * num_columns // size)
         return self.group.all_reduce(F.linear(both_TY[:, columns], weight_DY[:, columns]))
 
 
 def connect(model: Glm5, group: Group) -> None:
-    """Make a model that was loaded as `group.shard`'s part compute what the whole one does, up to rounding."""
+    """Make a model loaded as `group.shard` compute the full model's result, up to rounding. Mutates it in place."""
     if group.shard.size == 1:
         return
     trunk = model.model
@@ -76,6 +76,6 @@ def connect(model: Glm5, group: Group) -> None:
 
 
 def _adopt(module: nn.Module, other: nn.Module) -> None:
-    """All of `other`'s parameters, modules and attributes, under the same names."""
+    """Copy all parameters, modules and attributes of `other`, under the same names."""
     nn.Module.__init__(module)
     vars(module).update(vars(other))

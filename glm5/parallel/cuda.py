@@ -1,13 +1,13 @@
-"""Ranks on the GPUs of one machine: symmetric memory with kernels of our own, NCCL for what does not fit there.
+"""Collectives over the GPUs of one machine: Triton kernels over symmetric memory, else NCCL.
 
     one shot     few rows: every rank sends its part to all others (kernels/all_reduce/triton.py)
-    two shots    more rows: each piece has an owner that adds it up; whole prompts some rows after the other
-    sharded      prompts: each rank keeps the rows that it adds up (triton_sharded.py)
-    NCCL         where there is no symmetric memory, in two collectives
+    two shots    more rows: each rank sums some pieces; prompts in several launches
+    sharded      prompts: reduce-scatter, each rank keeps the rows that it sums (triton_sharded.py)
+    NCCL         without symmetric memory, an all-to-all and an all-gather
 
-All of them add in the order of ranks, in float32, and round once. (NCCL's own all-reduce would round at every hop.)
-NVLink multicast is never used: a program that does and ends badly can take a machine's GPUs out of service. Processes
-start with it turned off (engine/transport/link.py); in one where it is not, there is no symmetric memory.
+All of them sum in the order of ranks in float32, and round once. (NCCL's own all-reduce would round at every hop.)
+NVLink multicast is never used, because a process that uses it and crashes can make a machine's GPUs unusable. Processes
+start with multicast disabled (engine/transport/link.py); otherwise symmetric memory is not used.
 """
 
 import logging
@@ -24,20 +24,20 @@ from torch._C._autograd import DeviceType
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.all_reduce.part import PartialSum, summed
 from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
-from glm5.kernels.row_codes import Kind, Quantized, room
+from glm5.kernels.row_codes import Kind, Quantized, empty_codes
 from glm5.kernels.triton_support import installed
-from glm5.parallel.group import joined, rows_of
+from glm5.parallel.group import add_and_norm, rows_of
 from glm5.parallel.table import Shard
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES = 32 << 20  # of each of three: what 2,048 rows of GLM-5 are exchanged in at once
-ONE_SHOT_BYTES = 256 << 10  # that a rank sends in one shot, at most
-TWO_SHOTS_BYTES = 6 << 20  # of a message, at most: longer ones are slower than several of these
+BUFFER_BYTES = 32 << 20  # of each of three buffers: enough for 2,048 rows of GLM-5
+ONE_SHOT_BYTES = 256 << 10  # maximum that a rank sends in one shot
+TWO_SHOTS_BYTES = 6 << 20  # maximum of a message: larger ones are slower than several of this size
 
 
 class CudaGroup:
-    """One process a GPU. Everything is enqueued on the current stream, and can be captured in a graph."""
+    """One process per GPU. All calls enqueue on the current stream and can be captured in CUDA graphs."""
 
     def __init__(self, shard: Shard, device: torch.device):
         self.shard, self.device = shard, device
@@ -47,9 +47,9 @@ class CudaGroup:
         if has_multicast:
             logger.warning("TORCH_SYMM_MEM_DISABLE_MULTICAST is not 1, so NCCL does all that ranks exchange")
         elif installed():
-            self._share()
+            self._open_buffers()
 
-    def _share(self) -> None:
+    def _open_buffers(self) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
         from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, Buffers, empty, empty_state
@@ -68,7 +68,7 @@ class CudaGroup:
             max_programs=torch.cuda.get_device_properties(self.device).multi_processor_count,
         )
         torch.cuda.synchronize(self.device)
-        dist.barrier()  # before anybody writes into what others still fill
+        dist.barrier()  # no rank may send before all have initialized their buffers
 
     def all_reduce(self, part: Tensor) -> Tensor:
         total = self._reduced(part, None)
@@ -77,11 +77,11 @@ class CudaGroup:
     def add_rms_norm(
         self, part: Tensor | ExpertOutputs, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        quantized = room(part.shape[0], part.shape[1], quantize, self.device) if quantize else None
-        both = self._reduced(part, (residual_TD, weight_D, eps), quantized)
-        if both is None:
-            return joined(self.all_reduce_nccl(summed(part)), residual_TD, weight_D, eps, quantize=quantize)
-        return *both, quantized
+        quantized = empty_codes(part.shape[0], part.shape[1], quantize, self.device) if quantize else None
+        reduced = self._reduced(part, (residual_TD, weight_D, eps), quantized)
+        if reduced is None:
+            return add_and_norm(self.all_reduce_nccl(summed(part)), residual_TD, weight_D, eps, quantize=quantize)
+        return *reduced, quantized
 
     def add_rms_norm_sharded(
         self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
@@ -90,10 +90,10 @@ class CudaGroup:
             from glm5.kernels.all_reduce.triton_sharded import add_rms_norm_sharded, can_shard
 
             if can_shard(self.buffers, part):
-                quantized = room(len(residual_OD), part.shape[1], quantize, self.device) if quantize else None
+                quantized = empty_codes(len(residual_OD), part.shape[1], quantize, self.device) if quantize else None
                 return *add_rms_norm_sharded(self.buffers, part, (residual_OD, weight_D, eps), quantized), quantized
         new_OD = self._sharded_nccl(summed(part)).view_as(residual_OD)
-        return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
+        return add_and_norm(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:
         if self.buffers is not None and _has_words(part):
@@ -122,7 +122,7 @@ class CudaGroup:
         norm: tuple[Tensor, Tensor, float] | None,
         quantized: Quantized | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Through symmetric memory; None where that is not the way."""
+        """(out, sum) through symmetric memory; None if it is not available for this part."""
         if self.buffers is None or not math.prod(part.shape):
             return None
         from glm5.kernels.all_reduce.triton import fits, one_shot, two_shots
@@ -137,7 +137,7 @@ class CudaGroup:
         return two_shots(self.buffers, part, norm, max_rows=max_rows, quantized=quantized)
 
     def all_reduce_nccl(self, part: Tensor) -> Tensor:
-        """The fallback, of any size."""
+        """All-reduce of any size without symmetric memory."""
         size, count = self.shard.size, part.numel()
         flat = part.reshape(-1)
         if count % size:
@@ -147,7 +147,7 @@ class CudaGroup:
         return total[:count].view(part.shape)
 
     def _sharded_nccl(self, part: Tensor) -> Tensor:
-        """This rank's share of the sum, flat."""
+        """Reduce-scatter: this rank's share of the sum, flat."""
         part = part.contiguous().view(self.shard.size, -1)
         parts = torch.empty_like(part)
         dist.all_to_all_single(parts, part)
@@ -161,5 +161,5 @@ class CudaGroup:
 
 
 def _has_words(part: Tensor) -> bool:
-    """Whether it is some whole number of words, as gathering here takes them."""
+    """Whether its size is a nonzero multiple of 4 bytes, as the kernels need."""
     return part.numel() > 0 and part.numel() * part.element_size() % 4 == 0

@@ -1,4 +1,4 @@
-"""Ranks that are processes on CPUs of one machine, and exchange through its sockets."""
+"""Collectives over CPU processes of one machine, by gloo."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.all_reduce.part import PartialSum, summed
 from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.row_codes import Kind, Quantized
-from glm5.parallel.group import joined, rows_of
+from glm5.parallel.group import add_and_norm, rows_of
 from glm5.parallel.table import Shard
 
 
 class GlooGroup:
-    """Rows are gathered, and every rank adds them up in the order of ranks."""
+    """All-gathers parts, and every rank sums them in the order of ranks."""
 
     def __init__(self, shard: Shard):
         self.shard = shard
@@ -26,17 +26,17 @@ class GlooGroup:
     def add_rms_norm(
         self, part: Tensor | ExpertOutputs, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        return joined(self.all_reduce(summed(part)), residual_TD, weight_D, eps, quantize=quantize)
+        return add_and_norm(self.all_reduce(summed(part)), residual_TD, weight_D, eps, quantize=quantize)
 
     def add_rms_norm_sharded(
         self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
         new_OD = self.all_reduce(summed(part)).unflatten(0, (self.shard.size, -1))[self.shard.rank]
-        return joined(new_OD, residual_OD, weight_D, eps, quantize=quantize)
+        return add_and_norm(new_OD, residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:
         part = part.contiguous()
-        # As bytes: not every dtype is known there.
+        # As bytes, because gloo does not support every dtype.
         out = torch.empty((self.shard.size, *part.shape), dtype=part.dtype, device=part.device)
         if part.numel():
             dist.all_gather([one.view(-1).view(torch.uint8) for one in out], part.view(-1).view(torch.uint8))

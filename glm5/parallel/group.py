@@ -1,11 +1,11 @@
-"""Ranks that compute one model together, and what they exchange: sums and gathered rows, in a fixed order.
+"""Groups of ranks that share a model, and their collectives.
 
-    GlooGroup       processes on CPUs (gloo.py): rows are gathered, and every rank adds them up in the order of ranks
-    CudaGroup       one process a GPU (cuda.py): symmetric memory and kernels of our own, else NCCL
+    GlooGroup       processes on CPUs (gloo.py)
+    CudaGroup       one process per GPU (cuda.py): symmetric memory with Triton kernels, else NCCL
     Alone           one rank
 
-Every rank gets the same bits, and the same bits again for the same rows: what follows from them (which experts, which
-keys, which token) is then the same everywhere, and need not be broadcast.
+Collectives are deterministic, with the same bits on every rank. Decisions that follow from them (experts, keys, tokens)
+are then equal on all ranks and need no broadcast.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from glm5.parallel.table import Shard
 
 
 class Group(Protocol):
-    """What modules, the sampler and the engine ask of the ranks. All ranks make the same calls in the same order."""
+    """The collectives that modules, sampler and engine use. All ranks make the same calls in the same order."""
 
     @property
     def shard(self) -> Shard: ...
@@ -35,14 +35,14 @@ class Group(Protocol):
     def add_rms_norm(
         self, part: Tensor | ExpertOutputs, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        """(out, sum, its codes if asked for): `kernels.add_rms_norm` of the `all_reduce` of `part`; terms are added up
-        before, or on their way."""
+        """(out, sum, codes of out with `quantize`): `kernels.add_rms_norm` of the `all_reduce` of `part`. Expert
+        outputs are summed over each token, too."""
         ...
 
     def add_rms_norm_sharded(
         self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        """The same of this rank's rows alone, the `rank`-th of `size` equal shares."""
+        """The same for this rank's rows only, the `rank`-th of `size` equal shares (reduce-scatter)."""
         ...
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -50,12 +50,12 @@ class Group(Protocol):
         ...
 
     def gather_rows(self, *parts: Tensor) -> Sequence[Tensor]:
-        """All ranks' rows of each of `parts` [O, ...], in their order: [ranks x O, ...]. Of a part whose columns lie in
-        one piece, so do those of what is returned."""
+        """All ranks' rows of each of `parts` [rows, ...], in their order: [ranks x rows, ...]. A part with contiguous
+        columns gives a result with contiguous columns."""
         ...
 
     def broadcast(self, x: Tensor) -> None:
-        """Make `x`, of bytes in one piece, what it is on the first rank."""
+        """Copy `x`, contiguous bytes, from the first rank, in place."""
         ...
 
     def close(self) -> None: ...
@@ -72,12 +72,12 @@ class Alone:
     def add_rms_norm(
         self, part: Tensor | ExpertOutputs, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        return joined(summed(part), residual_TD, weight_D, eps, quantize=quantize)
+        return add_and_norm(summed(part), residual_TD, weight_D, eps, quantize=quantize)
 
     def add_rms_norm_sharded(
         self, part: PartialSum, residual_OD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
     ) -> tuple[Tensor, Tensor, Quantized | None]:
-        return joined(summed(part), residual_OD, weight_D, eps, quantize=quantize)
+        return add_and_norm(summed(part), residual_OD, weight_D, eps, quantize=quantize)
 
     def all_gather(self, part: Tensor) -> Tensor:
         return part.unsqueeze(0)
@@ -86,7 +86,7 @@ class Alone:
         return parts
 
     def broadcast(self, x: Tensor) -> None:
-        """It is."""
+        """Nothing to copy."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -95,10 +95,10 @@ class Alone:
 ALONE: Group = Alone()
 
 
-def joined(
+def add_and_norm(
     new_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, *, quantize: Kind | None
 ) -> tuple[Tensor, Tensor, Quantized | None]:
-    """(out, sum, its codes if asked for) of what is new, added up."""
+    """(out, sum, codes of out with `quantize`) of a reduced part."""
     if quantize is None:
         return *add_rms_norm(new_TD, residual_TD, weight_D, eps), None
     out_TD, total_TD, *quantized = add_rms_norm_quantized(new_TD, residual_TD, weight_D, eps, quantize)
@@ -106,7 +106,7 @@ def joined(
 
 
 def rows_of(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
-    """`gather_rows`, of one part after the other."""
+    """`gather_rows` by one `all_gather` per part."""
     return [
         group.all_gather(part.T).transpose(0, 1).flatten(1).T
         if is_transposed(part)
@@ -116,5 +116,5 @@ def rows_of(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def all_reduce_min(group: Group, numbers: Sequence[int], device: torch.device) -> list[int]:
-    """The smallest of all ranks' numbers, one by one."""
+    """The elementwise minimum over ranks."""
     return group.all_gather(torch.tensor(numbers, dtype=torch.int64, device=device)).amin(dim=0).tolist()

@@ -1,4 +1,4 @@
-"""How the ranks of a machine find each other, and the group that they are then."""
+"""Rendezvous of the ranks of a machine, and the process group they form."""
 
 import socket
 import sys
@@ -18,7 +18,7 @@ _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 class Rendezvous:
-    """Where ranks find each other: a store that the first rank keeps, on this machine alone."""
+    """A TCP store on the loopback interface, hosted by the first rank."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -41,20 +41,20 @@ def store_at(port: int, size: int) -> Store:
 
 
 def open_group(shard: Shard, device: torch.device, store: Store, *, timeout_s: float) -> Group:
-    """Meet the other ranks, all of which call this. `timeout_s`: how long a collective may take before it fails."""
+    """Form a group with the other ranks, which all call this. `timeout_s`: timeout of a collective."""
     begin(shard, device, store, timeout_s=timeout_s)
     return CudaGroup(shard, device) if device.type == "cuda" else GlooGroup(shard)
 
 
 def begin(shard: Shard, device: torch.device, store: Store, *, timeout_s: float) -> None:
-    """torch.distributed's world for these ranks: NCCL on GPUs, else gloo on this machine's own interface."""
+    """Initialize torch.distributed: NCCL on GPUs, else gloo on the loopback interface."""
     timeout = timedelta(seconds=timeout_s)
     ranks = {"store": store, "rank": shard.rank, "world_size": shard.size, "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **ranks)
         return
-    # The one way to stay on this machine's own interface without the environment.
+    # The only way to select the loopback interface without environment variables.
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(interface=_LOOPBACK)]

@@ -1,13 +1,13 @@
-"""Which part of every tensor of a checkpoint a rank holds, under tensor parallelism: names to placements, as data.
+"""Placement of every tensor of a checkpoint under tensor parallelism, by name.
 
-    heads        rows of q_b_proj and kv_b_proj, columns of o_proj: whole attention heads
-    units        rows of gate_proj and up_proj, columns of down_proj: units of an MLP, of each expert (an F slice)
+    heads        rows of q_b_proj and kv_b_proj, columns of o_proj, by attention head
+    units        rows of gate_proj and up_proj, columns of down_proj: units of an MLP or of each expert (an F slice)
     vocabulary   rows of the embedding and of lm_head: token ids
     replicated   everything else: norms, low-rank and index projections, routers
-    experts      expert parallelism, in training: whole routed experts (train/parallel/row_layout.py)
+    experts      expert parallelism in training: each rank has some routed experts (train/parallel/row_layout.py)
 
-A rank's columns of o_proj and down_proj give a part of a sum, which a collective completes (`apply.py`). Block scales
-of FP8 weights follow their blocks of 128.
+A rank's columns of o_proj and down_proj give a partial sum, which a collective completes (`apply.py`). Block scales of
+FP8 weights are sharded with their blocks of 128.
 """
 
 import re
@@ -22,8 +22,8 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 class Placement(NamedTuple):
-    """How a tensor is cut: along which dimension (None: not at all), into equal parts of which count of the config.
-    `expert_parallel`: of an expert; training may give each rank some whole ones."""
+    """How a tensor is sharded: dimension (None: replicated), and the config field whose count is divided. With
+    `expert_parallel`, training may instead give each rank complete experts."""
 
     kind: Literal["column", "row", "expert F slice", "vocabulary", "replicated"]
     dim: int | None = None
@@ -93,7 +93,7 @@ WHOLE = Shard()
 
 
 class Span(NamedTuple):
-    """What a rank holds of a tensor: `start` to `stop` of dimension `dim`, all of the others."""
+    """A rank's slice of a tensor: `start` to `stop` of dimension `dim`."""
 
     dim: int
     start: int
@@ -101,12 +101,12 @@ class Span(NamedTuple):
 
 
 def placement_of(name: str) -> Placement:
-    """Of the tensor called `name` on disk, or of its block scales. KeyError for a name that no table has."""
+    """The placement of the tensor `name` on disk, or of its block scales. Raises KeyError for an unknown name."""
     return TABLE[_NUMBER.sub("*", name.removesuffix(SCALE_SUFFIX))]
 
 
 def span_of(name: str, shape: tuple[int, ...], shard: Shard) -> Span | None:
-    """What `shard` holds of the weight called `name`, which has this shape as a whole; None: all of it."""
+    """The slice of `shard` of the weight `name` with the unsharded `shape`; None: all of it."""
     dim = placement_of(name).dim
     if dim is None or shard.size == 1:
         return None
@@ -121,7 +121,7 @@ def scale_span(span: Span) -> Span:
 
 
 def local_config(cfg: ModelConfig, size: int) -> ModelConfig:
-    """The sizes of one rank's modules. What is not cut is as it was.
+    """The config of one rank's modules, with sharded sizes divided.
 
     Raises ConfigError when heads, widths or vocabulary cannot be sharded evenly.
     """
@@ -135,8 +135,8 @@ def local_config(cfg: ModelConfig, size: int) -> ModelConfig:
 
 
 def check_blocks(cfg: ModelConfig, shapes: Iterable[tuple[str, tuple[int, ...]]], size: int) -> None:
-    """`shapes`: names of FP8 weights and their shapes. Raises ConfigError where a rank's part would begin or end
-    inside a block of 128 that it shares with a part of other blocks."""
+    """Check the names and shapes of FP8 weights. Raises ConfigError if a rank's slice would begin or end inside a scale
+    block of 128, unless the slice is within one block."""
     wrong: dict[str, int] = {}
     for name, shape in {(_NUMBER.sub("*", name), shape) for name, shape in shapes}:
         for rank in range(size):
@@ -154,7 +154,7 @@ def check_blocks(cfg: ModelConfig, shapes: Iterable[tuple[str, tuple[int, ...]]]
 
 
 def _fits_blocks(span: Span) -> bool:
-    """Whole blocks, or within one."""
+    """Whether the slice consists of complete blocks or is within one."""
     within = span.start // _BLOCK == (span.stop - 1) // _BLOCK
     return within or (span.start % _BLOCK == 0 and (span.stop % _BLOCK == 0))
 

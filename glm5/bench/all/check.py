@@ -1,4 +1,4 @@
-"""What is refused before anything is started: by this machine, by the model, by the commands of the parts."""
+"""Checks before anything is started: this machine, the model and the commands of all parts."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ from glm5.parallel.table import local_config
 
 
 def check(settings: BenchAllConfig, parsed: Callable[[Sequence[str]], Command]) -> None:
-    """Raises UsageError. `parsed`: the settings of a command line of this package, or its own UsageError."""
+    """Raises UsageError. `parsed` parses a command line of this package, and raises UsageError itself."""
     gpus = torch.cuda.device_count()
     if settings.preset == "glm-5" and not gpus:
         raise UsageError(
@@ -39,15 +39,15 @@ def check(settings: BenchAllConfig, parsed: Callable[[Sequence[str]], Command]) 
         raise UsageError(f"--{key.replace('_', '-')}{colon}{text}") from None
 
 
-def _check_settings(settings: BenchAllConfig, cfg: ModelConfig, found: Command) -> None:
-    """`found`: of an engine, or of what asks one. Raises ConfigError."""
-    if not isinstance(found, EngineConfig):
+def _check_settings(settings: BenchAllConfig, cfg: ModelConfig, command: Command) -> None:
+    """Raises ConfigError. Only settings of an engine are checked."""
+    if not isinstance(command, EngineConfig):
         return
-    local_config(cfg, found.tensor_parallel_size)
-    check_length(cfg, found.max_model_len)
-    longest = found.max_model_len or cfg.max_position_embeddings
-    if isinstance(found, LatencyConfig):
-        fitted(found, longest)
+    local_config(cfg, command.tensor_parallel_size)
+    check_length(cfg, command.max_model_len)
+    longest = command.max_model_len or cfg.max_position_embeddings
+    if isinstance(command, LatencyConfig):
+        fitted(command, longest)
     elif settings.input_len + settings.output_len > longest:
         raise ConfigError(
             f"output_len: got {settings.output_len}, behind prompts of {settings.input_len} tokens; allowed: together "

@@ -1,19 +1,16 @@
-"""What the parts found, as one entry of the file of results.
+"""The results of all parts, as one entry of the file of results.
 
     {"whole_tp8": {"decode_ms": {"1": 6.9, ...}, "ready_s": 55, "serve": {"1": {...}, ...}, "commit": ..., ...}, ...}
 
-An entry with `projected` was not measured: it says by which method its numbers follow from others.
+An entry with `projected` was not measured; `projected` names the method by which its numbers were computed.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from glm5.bench.all.commands import BenchCommand, read
 from glm5.bench.all.work import Work
-from glm5.common.atomic import atomic_write
+from glm5.common.atomic import atomic_write_json
 
 _STEPS = (
     "decode_ms",
@@ -34,7 +31,7 @@ _STEPS = (
 
 
 def entry(parts: list[BenchCommand], work: Work) -> dict[str, Any]:
-    """Of the parts that are done, and of what there is of the one that was cut short."""
+    """Results of the finished parts, and partial results of an interrupted one."""
     size = work.size
     done = {part.name: document for part in parts if (document := work.found(part)) is not None}
     found: dict[str, Any] = {"preset": size.preset, "layers": size.layers, "gpus": size.gpus, "commit": work.commit}
@@ -51,15 +48,12 @@ def entry(parts: list[BenchCommand], work: Work) -> dict[str, Any]:
 
 
 def write(path: Path, name: str, found: dict[str, Any]) -> None:
-    """Put an entry into the file, whole, beside the others."""
-    whole = read(path) if path.exists() else {}
-    whole[name] = found
-    with atomic_write(os.fspath(path), "wb") as handle:
-        handle.write(msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
+    """Add or replace one entry of the file."""
+    atomic_write_json(path, (read(path) if path.exists() else {}) | {name: found})
 
 
 def _load(document: dict[str, Any]) -> dict[str, Any]:
-    """One run of a server under load; times in ms, the first wave, when all clients start at once, apart."""
+    """One run of a server under load, times in ms. The first wave, when all clients start at once, is separate."""
     (run,) = document["runs"]
     first, later = run["first_wave"], run["after_first_wave"]
     return _short(
@@ -80,14 +74,14 @@ def _load(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """Numbers with four digits at least, and no more than mean something."""
+    """Floats rounded to three decimals, or to one from 1000 on."""
     if isinstance(value, dict):
         return {key: _short(each) for key, each in value.items()}
     return round(value, 3 if abs(value) < 1000 else 1) if isinstance(value, float) else value
 
 
 def table(found: dict[str, Any]) -> str:
-    """The server's part, as Markdown; times in ms."""
+    """The server's results as a Markdown table; times in ms."""
     heads = ["clients", "output tok/s", "TTFT", "first wave", "after", "TPOT", "ITL p99"]
     names = ("output_tok_s", "ttft_ms", "ttft_first_wave_ms", "ttft_after_ms", "tpot_ms", "itl_p99_ms")
     lines = [heads, ["---"] * len(heads)]

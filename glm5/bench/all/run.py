@@ -1,4 +1,4 @@
-"""Does the parts that are missing, as long as there is time, and records what is there."""
+"""Runs the missing parts while there is time, and records their results."""
 
 import math
 import os
@@ -36,10 +36,11 @@ _POLL_SECONDS = 0.5
 
 
 def run(settings: BenchAllConfig, kernels: Path) -> int:
-    """0 once every part is done, 3 while some are missing. Raises GlmError when a part failed, after the others; at
-    once, ConfigError where results cannot be read, and UsageError where they cannot be written or no part is begun.
+    """Exit code 0 if every part is done, 3 if some are missing. `kernels`: the folder of compiled kernels of the
+    started processes, emptied before `steps`.
 
-    `kernels`: the folder where processes that are started keep what they compile; emptied before steps.
+    Raises ConfigError if results cannot be read, UsageError if they cannot be written or no part fits the time limit,
+    and GlmError after the other parts if one failed.
     """
     gpus = torch.cuda.device_count()
     size = size_of(settings, gpus)
@@ -51,7 +52,7 @@ def run(settings: BenchAllConfig, kernels: Path) -> int:
         read(results)
     every = parts(settings, size, kernels=gpus > 0 and installed())
     missing = [part for part in every if not work.is_done(part)]
-    if missing and all(part.whole_seconds > settings.time_limit for part in missing):
+    if missing and all(part.total_seconds > settings.time_limit for part in missing):
         raise UsageError(f"nothing could be begun; {_need(missing, settings.time_limit)}")
     out(f"{size.name}: {settings.preset}, {size.layers} layers on {size.gpus}; results in {work.folder}", flush=True)
     _record(results, every, work)
@@ -68,8 +69,8 @@ def run(settings: BenchAllConfig, kernels: Path) -> int:
 
 
 def _need(missing: Sequence[BenchCommand], limit: float) -> str:
-    """What to say of parts that take longer than the limit of any run; "" where there are none."""
-    seconds = {part.name: math.ceil(part.whole_seconds) for part in missing if part.whole_seconds > limit}
+    """The message about parts that are expected to exceed the time limit of a run; "" without any."""
+    seconds = {part.name: math.ceil(part.total_seconds) for part in missing if part.total_seconds > limit}
     if not seconds:
         return ""
     expected = ", ".join(f"{name} {number} s" for name, number in seconds.items())
@@ -77,48 +78,48 @@ def _need(missing: Sequence[BenchCommand], limit: float) -> str:
 
 
 def _record(results: Path, every: list[BenchCommand], work: Work) -> None:
-    """Write the entry, if there is anything to write: what others have measured stays until then."""
+    """Write the entry if any part has results. Until then an existing entry is kept."""
     if any(work.found(part) is not None for part in every):
         write(results, work.size.name, entry(every, work))
 
 
 class _Clock:
-    """Of a run that should end within `limit` seconds."""
+    """The time that is left of a run of `limit` seconds."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self.ends = limit, time.monotonic() + limit
         self.is_unused = True
 
     def allows(self, part: BenchCommand, seconds: float) -> bool:
-        """Whether the part, which takes so many seconds from now, is expected to end in time. The first of a run has
-        the whole limit, however long what came before took: else the same would be left again next time."""
+        """Whether the part is expected to end in time if it takes `seconds` from now. The first part of a run gets the
+        full limit, whatever the setup took: otherwise it would be skipped again in the next run."""
         if self.is_unused:
-            return part.whole_seconds <= self.limit
+            return part.total_seconds <= self.limit
         return time.monotonic() + seconds <= self.ends
 
 
 def _measure(missing: Sequence[BenchCommand], work: Work, clock: _Clock, record: Callable[[], None]) -> list[GlmError]:
-    """Do the parts for which there is time; the errors of those that failed."""
+    """Run the parts for which there is time; returns the errors of those that failed."""
     failed: list[GlmError] = []
 
-    def measure(part: BenchCommand, address: Sequence[str] = (), beside: Process | None = None) -> None:
+    def measure(part: BenchCommand, address: Sequence[str] = (), server: Process | None = None) -> None:
         clock.is_unused = False
         work.begin(part)
         try:
-            with _noted(failed):
-                _call([*part.command, *address, "--json", str(work.file(part))], clock.ends, beside)
+            with _collect_errors(failed):
+                _call([*part.command, *address, "--json", str(work.file(part))], clock.ends, server)
         finally:
             record()
 
     for flags, group in groupby(missing, lambda part: part.server):
         some = list(group)
         if not flags:
-            _each(some, clock, measure)
-        elif any(clock.allows(part, part.whole_seconds) for part in some):
+            _run_in_time(some, clock, measure)
+        elif any(clock.allows(part, part.total_seconds) for part in some):
             address = ["--port", str(_free_port())]
             command = ["serve", str(_write_model(work)), *address, *flags]
-            with _noted(failed), _served(command, int(address[1]), clock.ends) as process:
-                _each(some, clock, partial(measure, address=address, beside=process))
+            with _collect_errors(failed), _running_server(command, int(address[1]), clock.ends) as process:
+                _run_in_time(some, clock, partial(measure, address=address, server=process))
             clock.is_unused = False
     return failed
 
@@ -129,8 +130,8 @@ def _write_model(work: Work) -> Path:
 
 
 @contextmanager
-def _noted(failed: list[GlmError]) -> Iterator[None]:
-    """What fails is said and noted down."""
+def _collect_errors(failed: list[GlmError]) -> Iterator[None]:
+    """Errors are printed and appended to `failed`."""
     try:
         yield
     except GlmError as error:
@@ -138,32 +139,32 @@ def _noted(failed: list[GlmError]) -> Iterator[None]:
         failed.append(error)
 
 
-def _each(some: Sequence[BenchCommand], clock: _Clock, measure: Callable[[BenchCommand], None]) -> None:
-    for part in some:
+def _run_in_time(parts: Sequence[BenchCommand], clock: _Clock, measure: Callable[[BenchCommand], None]) -> None:
+    for part in parts:
         if clock.allows(part, part.seconds):
             measure(part)
 
 
-def _call(command: Sequence[str], ends: float, beside: Process | None = None) -> None:
-    """Run a command of this package to its end. GlmError where it fails or takes too long, or where the server that it
-    measures, `beside`, has ended."""
-    process = _begin(command)
+def _call(command: Sequence[str], ends: float, server: Process | None = None) -> None:
+    """Run a command of this package. Raises GlmError if it fails or takes too long, or if `server`, which it measures,
+    has ended."""
+    process = _start(command)
     try:
-        while (code := _waited(process)) is None:
-            if beside is not None and beside.poll() is not None:
+        while (code := _exit_code(process)) is None:
+            if server is not None and server.poll() is not None:
                 raise GlmError("glm5 serve has ended; what it says is above")
             if time.monotonic() > ends:
                 raise GlmError(f"glm5 {command[0]} {command[1]} did not end in time; give --time-limit more")
     finally:
-        _end(process)
+        _stop(process)
     if code:
         raise GlmError(f"glm5 {command[0]} {command[1]} ended with code {code}; what it says is above")
 
 
 @contextmanager
-def _served(command: Sequence[str], port: int, ends: float) -> Iterator[Process]:
-    """A server that is ready."""
-    process = _begin(command)
+def _running_server(command: Sequence[str], port: int, ends: float) -> Iterator[Process]:
+    """Start a server and wait until it is ready."""
+    process = _start(command)
     try:
         while not _is_ready(port):
             if process.poll() is not None:
@@ -173,19 +174,19 @@ def _served(command: Sequence[str], port: int, ends: float) -> Iterator[Process]
             time.sleep(_POLL_SECONDS)
         yield process
     finally:
-        _end(process)
+        _stop(process)
 
 
-def _begin(command: Sequence[str]) -> Process:
-    """Start a command of this package. It ends with this process, however that ends: nothing holds a GPU that nobody
-    waits for."""
+def _start(command: Sequence[str]) -> Process:
+    """Start a command of this package. It is killed when this process ends in any way, so that no orphan keeps a
+    GPU."""
     out("\n$ glm5 " + " ".join(command), flush=True)
-    ends_too = partial(end_with_parent, os.getpid())
-    return subprocess.Popen([sys.executable, "-m", "glm5", *command], preexec_fn=ends_too)
+    preexec_fn = partial(end_with_parent, os.getpid())
+    return subprocess.Popen([sys.executable, "-m", "glm5", *command], preexec_fn=preexec_fn)
 
 
-def _waited(process: Process) -> int | None:
-    """Its exit code, if it has ended within a moment."""
+def _exit_code(process: Process) -> int | None:
+    """Its exit code; None if it is still running after `_POLL_SECONDS`."""
     try:
         return process.wait(_POLL_SECONDS)
     except subprocess.TimeoutExpired:
@@ -193,7 +194,7 @@ def _waited(process: Process) -> int | None:
 
 
 def _check_folder(flag: str, folder: Path) -> None:
-    """Make it. UsageError where nothing can be written into it."""
+    """Create it. Raises UsageError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try_to_write(folder)
@@ -209,7 +210,7 @@ def _is_ready(port: int) -> bool:
         return False
 
 
-def _end(process: Process) -> None:
+def _stop(process: Process) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -225,7 +226,7 @@ def _free_port() -> int:
 
 
 def _commit() -> str | None:
-    """Of the package, where git knows it."""
+    """The package's git commit; None without a repository."""
     home = Path(__file__).parents[3]
     with suppress(OSError, subprocess.CalledProcessError):
         command = ["git", "-C", str(home), "rev-parse", "--short=12", "HEAD"]

@@ -1,25 +1,22 @@
-"""The folder with what each part found, and beside each result what it came of:
+"""The folder of results. Beside each result a second file records where it came from:
 
     steps.json    steps.origin.json    {"commit": ..., "version": ..., "command": [...], "served": ...}
 
-A result that came of another command, another model or other code is none: its part is measured anew.
+A part is measured again if its result is of another command, model or commit.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from glm5 import __version__
 from glm5.bench.all.commands import BenchCommand, Size, read
-from glm5.common.atomic import atomic_write
+from glm5.common.atomic import atomic_write_json
 
 
 @dataclass(frozen=True)
 class Work:
-    """Results of one size and one commit. Everything here raises ConfigError for files that are damaged."""
+    """Results of one size and one commit. All methods raise ConfigError for damaged files."""
 
     folder: Path
     size: Size
@@ -29,23 +26,22 @@ class Work:
         return self.folder / f"{part.name}.json"
 
     def found(self, part: BenchCommand) -> dict[str, Any] | None:
-        """What the part left, with `partial` where it was cut short."""
+        """The part's result, with `partial` set if it was interrupted; None without one."""
         path = self.file(part)
         return read(path) if path.exists() and self._is_own(part) else None
 
     def is_done(self, part: BenchCommand) -> bool:
-        """Whether it came to its end, and all requests of a load with it."""
+        """Whether the part has finished, and no request of its load failed."""
         if (found := self.found(part)) is None:
             return False
         return not found.get("partial") and not any(run["failed"] for run in found.get("runs", ()))
 
     def begin(self, part: BenchCommand) -> None:
-        """Note down what the part's result will have come of; one that came of something else goes before that."""
+        """Record the origin of the part's coming result. A result of another origin is deleted first."""
         if self._is_own(part):
             return
         self.file(part).unlink(missing_ok=True)
-        with atomic_write(os.fspath(self._origin_file(part)), "wb") as handle:
-            handle.write(msgspec.json.format(msgspec.json.encode(self._origin(part)), indent=1) + b"\n")
+        atomic_write_json(self._origin_file(part), self._origin(part))
 
     def _is_own(self, part: BenchCommand) -> bool:
         path = self._origin_file(part)

@@ -1,8 +1,8 @@
-"""How long each op takes at GLM-5's shapes, against what its bytes and operations must take on this card.
+"""Times of each op at GLM-5's shapes, compared with the roofline of this GPU.
 
-case       what is measured: an op at a shape, with its check     machine    what this card can do, measured
-clock      how it is measured: CUDA graphs over rotating inputs   table      for people and, as JSON, for programs
-tune       the fastest parameters of each kernel on this card
+case       an op at a shape, with its check                machine    measured bandwidth and FLOP/s of this GPU
+clock      timing by CUDA graphs over rotating inputs      table      results as text and JSON
+tune       the fastest parameters of each kernel on this GPU
 The other files are cases, each runnable: `python -m glm5.bench.kernels.experts --help`; `glm5 bench kernels` runs all.
 """
 

@@ -1,7 +1,7 @@
 """Selection and attention, at the shapes of one rank: `python -m glm5.bench.kernels.attention`.
 
-Each query is a request's, except in prompts. Requests' pages lie at random in a pool several times the cache; selected
-keys are random. Bytes are those of the keys that are read, once for each request.
+Each query belongs to another request, except in prompts. Pages of requests are random pages of a pool that is several
+times the L2 cache; selected keys are random. Bytes count the keys that are read, once for each request.
 """
 
 import sys
@@ -41,7 +41,7 @@ from glm5.testing.numerics import rel_rms
 TOP_K, PAGE, PAGES = 2048, 64, 1 << 14
 QUERIES = (1, 8, 32, 64, 128)
 FORM = LatentFormat(KV_LORA, ROPE)
-# Against float64 on the rounded inputs. Measured: p, results and widened FP8 latents are rounded to bfloat16.
+# Relative RMS against float64 on the rounded inputs. Probabilities, results and dequantized FP8 latents are bfloat16.
 ATTENTION_BUDGET, SCORE_BUDGET = 5e-3, 1e-5
 Where = tuple[Tensor, Tensor, Tensor]
 
@@ -69,7 +69,8 @@ def _plain(pool: Pool, pages: Tensor) -> Tensor:
 
 
 def _where(gen: torch.Generator, requests: int, queries: int, keys: int) -> Where:
-    """`requests` of `keys` keys, the last `queries` of which are asked for."""
+    """(page table, request of each query, end of its keys) of requests with `keys` keys and queries at the last
+    ones."""
     table = torch.randint(PAGES, (requests, keys // PAGE), generator=gen, device="cuda", dtype=torch.int32)
     row = torch.arange(requests, device="cuda", dtype=torch.int32).repeat_interleave(queries)
     end = torch.arange(keys - queries, keys, device="cuda", dtype=torch.int32).repeat(requests) + 1
@@ -156,7 +157,7 @@ def selection_case(kind: str, requests: int, queries: int, keys: int, tiling: An
 
 
 def prompt_case(heads: int, requests: int, tokens: int, impl: Literal["auto", "triton", "cudnn"] = "auto") -> Case:
-    """Attention of prompts to themselves, over expanded keys and values; cuDNN's keys hold their rotated part."""
+    """Causal attention of prompts with expanded keys and values; cuDNN's keys include the rotated part."""
     nope = QK_HEAD - ROPE
 
     def inputs(i: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -166,9 +167,9 @@ def prompt_case(heads: int, requests: int, tokens: int, impl: Literal["auto", "t
         return q, kv[..., :nope], random_rows(gen, num, ROPE), kv[..., nope:], first
 
     def launch(q: Tensor, k: Tensor, rope: Tensor, v: Tensor, first: Tensor) -> Launch:
-        ours = None if impl == "cudnn" else impl
-        if ours is not None:
-            return lambda: prompt_attention(q, k, rope, v, first, scale=QK_HEAD**-0.5, impl=ours)[0]
+        kernel = None if impl == "cudnn" else impl
+        if kernel is not None:
+            return lambda: prompt_attention(q, k, rope, v, first, scale=QK_HEAD**-0.5, impl=kernel)[0]
         k = torch.cat([k, rope[:, None].expand(-1, heads, -1)], dim=-1)
         q, k, v = (x.unflatten(0, (requests, -1)).transpose(1, 2).contiguous() for x in (q, k, v))
 
@@ -202,7 +203,7 @@ def prompt_case(heads: int, requests: int, tokens: int, impl: Literal["auto", "t
 
 
 def top_k_case(rows: int, keys: int) -> Case:
-    """The best of scores that lie in memory."""
+    """Top-k of precomputed scores."""
 
     def scores(i: int, rows: int) -> Tensor:
         return torch.randn(rows, keys, generator=generator(i), device="cuda")

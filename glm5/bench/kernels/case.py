@@ -1,4 +1,4 @@
-"""One measurement: an op at a shape, the bytes and operations it cannot do without, its check and its launch."""
+"""One measurement: an op at a shape, its minimum bytes and operations, its check and its launch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ Launch = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """`op` at `shape`, as `variant` computes it.
+    """`op` at `shape`, computed by `variant`.
 
-    `make(i)` prepares launch i: same shapes, other memory, so that a row of them finds nothing in the cache.
-    `error()` is the relative RMS error against float64 on inputs of its own; a case is timed if it is below `budget`.
+    `make(i)` prepares launch i with the same shapes in other memory, so that successive launches miss the L2 cache.
+    `error()` is the relative RMS error against float64 on separate inputs; a case is timed if it is below `budget`.
     """
 
     op: str
@@ -21,10 +21,10 @@ class Case:
     error: Callable[[], float]
     budget: float
     num_bytes: int
-    """Read and written at least: each input once, each output once."""
+    """Minimum traffic: each input read once, each output written once."""
     num_flops: int = 0
     unit: Literal["fp8", "bf16"] = "fp8"
-    """Whose rate bounds the operations."""
+    """The matrix units whose rate bounds the operations."""
     variant: str = ""
 
     @property
@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """A case that was measured: microseconds of a launch (median, 20th and 80th percentile of replays), or why not."""
+    """Microseconds of a case's launch (median, 20th and 80th percentile of replays), or the reason of its failure."""
 
     case: Case
     error: float
@@ -54,5 +54,5 @@ class Row:
 
     @property
     def of_floor(self) -> float:
-        """Share of the ceiling that was reached."""
+        """Achieved share of the roofline."""
         return self.floor / self.micros

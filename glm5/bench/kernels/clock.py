@@ -1,14 +1,16 @@
-"""Microseconds of one launch: a CUDA graph of many launches over rotating inputs, as a decode step is one of many ops.
+"""Microseconds of one launch in a CUDA graph of many launches over rotating inputs, like the graph of a decode step.
 
-The inputs of a round are several times the L2 cache, so each launch finds its own in device memory. What a launch
-costs then includes the gap before it, which in a graph is about a microsecond.
+The inputs of a round are several times the L2 cache, so each launch reads its own from device memory. The time of a
+launch includes the gap before it, about a microsecond in a graph.
 """
+
+from collections.abc import Callable
 
 import torch
 
 from glm5.bench.kernels.case import Case
 
-_LAUNCHES = 150  # in a graph, at least
+_LAUNCHES = 150  # of a graph, minimum
 _REPLAYS = 12
 _CACHES = 4  # inputs of a round, in L2 sizes
 _MAX_SETS = 48
@@ -33,16 +35,17 @@ def measure(case: Case, launches_a_graph: int = _LAUNCHES, replays: int = _REPLA
             for launch in launches:
                 launch()
     graph.replay()
-    times = sorted(_milliseconds(graph) for _ in range(replays))
+    times = sorted(milliseconds(graph.replay) for _ in range(replays))
     to_micros = 1e3 / (rounds * len(launches))
     p50, p20, p80 = (times[round(q * (len(times) - 1))] * to_micros for q in (0.5, 0.2, 0.8))
     return p50, p20, p80
 
 
-def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+def milliseconds(run: Callable[[], object]) -> float:
+    """Of what one call of `run` enqueues, between two CUDA events."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    graph.replay()
+    run()
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop)

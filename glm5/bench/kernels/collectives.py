@@ -1,7 +1,7 @@
 """Sums over the GPUs of this machine, checked and then timed: `python -m glm5.bench.kernels.collectives`.
 
-One process a GPU. Each way is held to a sum in float64, to the same bits on every rank and in twenty repeats, and is
-timed as microseconds a call in a CUDA graph of many, the slowest rank's.
+One process a GPU. Each algorithm is checked against a sum in float64, and for the same bits on every rank and in twenty
+repeats. Its time is microseconds of a call in a CUDA graph of many, of the slowest rank.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from glm5.bench.command import command, need_gpus
+from glm5.bench.kernels.clock import milliseconds
 from glm5.bench.kernels.shapes import ACTIVE
 from glm5.bench.ranks import run_ranks
 from glm5.common.console import out
@@ -46,12 +47,12 @@ REPEATS, CALLS, REPLAYS = 20, 100, 7
 EPS = 1e-5
 SECONDS = 300
 
-Way = Callable[[Tensor], Tensor]
-NormWay = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+AllReduce = Callable[[Tensor], Tensor]
+AllReduceNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def sums(group: CudaGroup) -> dict[str, Way]:
-    """Ways to add up; NCCL's own among them."""
+def sums(group: CudaGroup) -> dict[str, AllReduce]:
+    """All-reduce by algorithm, NCCL's among them."""
     from glm5.kernels.all_reduce.triton import one_shot, two_shots
 
     buffers = group.buffers
@@ -65,8 +66,8 @@ def sums(group: CudaGroup) -> dict[str, Way]:
     }
 
 
-def norms(group: CudaGroup) -> dict[str, NormWay]:
-    """The same with residual add and norm."""
+def norms(group: CudaGroup) -> dict[str, AllReduceNorm]:
+    """All-reduce with residual add and norm, by algorithm."""
     from glm5.kernels.all_reduce.triton import one_shot, two_shots
 
     buffers = group.buffers
@@ -86,64 +87,64 @@ def _nccl(part: Tensor) -> Tensor:
 
 
 def check_sharded(group: CudaGroup) -> None:
-    """Shares of rows and what is gathered of them, between calls of the other ways."""
+    """Check the reduce-scatter with norm and the gather of its rows, interleaved with the other collectives."""
     (rank, size), eps = group.shard, EPS
     for dtype, budget in BUDGET.items():
         for number, (share, width) in enumerate(((1, 8), (3, 136), (64, 6144), (1500, 6144), (5, 1032))):
             rows = share * size
-            parts, mine = _parts(group.shard, rows, width, dtype, number), slice(rank * share, (rank + 1) * share)
+            parts, local = _parts(group.shard, rows, width, dtype, number), slice(rank * share, (rank + 1) * share)
             residual, weight = _parts(group.shard, 2, rows * width, dtype, 99)[0, 0].view(rows, width), parts[0, 0]
-            known = add_rms_norm(all_reduce_reference(parts), residual, weight, eps, impl="reference")
-            run = partial(group.add_rms_norm_sharded, parts[rank], residual[mine], weight, eps, quantize="blocks")
+            expected = add_rms_norm(all_reduce_reference(parts), residual, weight, eps, impl="reference")
+            run = partial(group.add_rms_norm_sharded, parts[rank], residual[local], weight, eps, quantize="blocks")
             first = run()
-            assert torch.equal(first[1], known[1][mine]), f"dealt {rows=} {width=} {dtype=}: sum"
-            error = rel_rms(first[0], known[0][mine].double())
-            assert error < budget, f"dealt {rows=} {width=} {dtype=} {error=}: norm"
+            assert torch.equal(first[1], expected[1][local]), f"sharded {rows=} {width=} {dtype=}: sum"
+            error = rel_rms(first[0], expected[0][local].double())
+            assert error < budget, f"sharded {rows=} {width=} {dtype=} {error=}: norm"
             assert first[2] is not None
-            wide = first[2][0].double() * first[2][1].double().repeat_interleave(128, dim=1)[:, :width]
-            assert rel_rms(wide, first[0].double()) < E4M3, f"dealt {rows=} {width=} {dtype=}: FP8"
-            terms = ExpertOutputs(parts[rank].repeat(3, 1) * 0.3, rows, 2, has_shared=True)
+            dequantized = first[2][0].double() * first[2][1].double().repeat_interleave(128, dim=1)[:, :width]
+            assert rel_rms(dequantized, first[0].double()) < E4M3, f"sharded {rows=} {width=} {dtype=}: FP8"
+            outputs = ExpertOutputs(parts[rank].repeat(3, 1) * 0.3, rows, 2, has_shared=True)
             ways = [
-                group.add_rms_norm_sharded(x, residual[mine], weight, eps, quantize=None)
-                for x in (terms, summed(terms))
+                group.add_rms_norm_sharded(x, residual[local], weight, eps, quantize=None)
+                for x in (outputs, summed(outputs))
             ]
-            assert torch.equal(ways[0][1], ways[1][1]), f"terms dealt {rows=} {width=} {dtype=}"
-            ways = [group.add_rms_norm(x, residual, weight, eps, quantize=None) for x in (terms, summed(terms))]
-            assert torch.equal(ways[0][1], ways[1][1]), f"terms of all rows {rows=} {width=} {dtype=}"
+            assert torch.equal(ways[0][1], ways[1][1]), f"expert outputs sharded {rows=} {width=} {dtype=}"
+            ways = [group.add_rms_norm(x, residual, weight, eps, quantize=None) for x in (outputs, summed(outputs))]
+            assert torch.equal(ways[0][1], ways[1][1]), f"expert outputs {rows=} {width=} {dtype=}"
             for _ in range(REPEATS):
                 again = run()
                 assert all(torch.equal(one, other) for one, other in zip(again[:2], first[:2], strict=True))
-                whole = group.all_gather(again[0])
+                gathered = group.all_gather(again[0])
                 assert torch.equal(group.all_reduce(parts[rank][:3]), all_reduce_reference(parts[:, :3]))
-                error = rel_rms(whole.flatten(0, 1), known[0].double())
+                error = rel_rms(gathered.flatten(0, 1), expected[0].double())
                 assert error < budget, f"gathered {rows=} {width=} {dtype=} {error=}"
 
 
-def check_sent(group: CudaGroup) -> None:
-    """Rows of a product, sent while others are computed: what adding up whole products gives, to the bit."""
+def check_overlapped(group: CudaGroup) -> None:
+    """Check the product that sends rows while others are computed: bitwise equal to summing finished products."""
     (rank, size), eps = group.shard, EPS
-    _find_sent(group)
+    _look_up_overlapped(group)
     for rows, columns in ((1408, 256), (1408, 1024), (2048, 1536)):
         share = rows // size
-        mine = slice(rank * share, (rank + 1) * share)
+        local = slice(rank * share, (rank + 1) * share)
         both = _parts(group.shard, rows, columns + WIDTH, torch.bfloat16, share)[0]
         x, residual = (part.contiguous() for part in both.split([columns, WIDTH], dim=1))
         weights = [quantize_blocks(each) for each in _parts(group.shard, WIDTH, columns, torch.float32, share)]
         products = torch.stack([cuda_rows.fp8_linear(x, weight) for weight in weights])
         error = rel_rms(products[rank], fp8_linear(x.double(), weights[rank], impl="reference"))
         assert error < BUDGET[torch.bfloat16], f"product of {columns=} {error=}"
-        known = add_rms_norm(all_reduce_reference(products), residual, residual[0], eps, impl="reference")
+        expected = add_rms_norm(all_reduce_reference(products), residual, residual[0], eps, impl="reference")
         pending = PendingLinear(x, weights[rank], None)
         for _ in range(REPEATS):
-            got = group.add_rms_norm_sharded(pending, residual[mine], residual[0], eps, quantize=None)
-            assert torch.equal(got[1], known[1][mine]), f"sent {rows=} {columns=}: sum"
+            got = group.add_rms_norm_sharded(pending, residual[local], residual[0], eps, quantize=None)
+            assert torch.equal(got[1], expected[1][local]), f"sent {rows=} {columns=}: sum"
         wrong = PendingLinear(x, BlockScaled(weights[rank].data, weights[rank].scale * 1.1), None)
-        got = group.add_rms_norm_sharded(wrong, residual[mine], residual[0], eps, quantize=None)
-        assert not torch.equal(got[1], known[1][mine])
+        got = group.add_rms_norm_sharded(wrong, residual[local], residual[0], eps, quantize=None)
+        assert not torch.equal(got[1], expected[1][local])
 
 
-def _find_sent(group: CudaGroup) -> None:
-    """As an engine finds its kernels: what this leaves in peers' buffers would be taken for what is sent later."""
+def _look_up_overlapped(group: CudaGroup) -> None:
+    """Look up the kernels without running them, as an engine does: a run would leave rows in peers' buffers."""
     x = torch.ones(2048, 256, dtype=torch.bfloat16, device=group.device)
     weight, residual = (
         quantize_blocks(x[:1, :1].expand(WIDTH, 256).float()),
@@ -163,43 +164,44 @@ def fits(group: CudaGroup, way: str, part: Tensor) -> bool:
 
 
 def check(group: CudaGroup) -> dict[str, float]:
-    """The largest error of each way; AssertionError for one beyond its budget, or for other bits."""
+    """The largest error of each algorithm. AssertionError if one exceeds its budget or differs between runs or
+    ranks."""
     worst: dict[str, float] = {}
     for dtype, budget in BUDGET.items():
         for number, (rows, width) in enumerate((*EDGES, *((rows, WIDTH) for rows in (1, 8, 64, 600)))):
             parts = _parts(group.shard, rows, width, dtype, number)
-            mine, exact = parts[group.shard.rank], parts.double().sum(dim=0)
+            part, exact = parts[group.shard.rank], parts.double().sum(dim=0)
             residual, weight = _parts(group.shard, 2, rows * width, dtype, 99)[0, 0].view(rows, width), parts[0, 0]
-            known = add_rms_norm(all_reduce_reference(parts), residual, weight, EPS, impl="reference")
+            expected = add_rms_norm(all_reduce_reference(parts), residual, weight, EPS, impl="reference")
             for name, way in sums(group).items():
-                if not fits(group, name, mine):
+                if not fits(group, name, part):
                     continue
-                first = way(mine)
+                first = way(part)
                 error = rel_rms(first, exact)
                 assert error < budget * (3 if name == "NCCL" else 1), f"{name} {rows=} {width=} {dtype=} {error=}"
                 worst[name] = max(worst.get(name, 0.0), error / budget)
                 if name != "NCCL":
                     assert torch.equal(first, all_reduce_reference(parts)), f"{name} {rows=} {width=} {dtype=}"
-                    _same(group, name, partial(way, mine), first)
+                    _same(group, name, partial(way, part), first)
             for name, joined in norms(group).items():
-                if not fits(group, name, mine) or name.startswith("NCCL"):
+                if not fits(group, name, part) or name.startswith("NCCL"):
                     continue
-                normed, total = joined(mine, residual, weight)
-                assert torch.equal(total, known[1]), f"{name} {rows=} {width=} {dtype=}: sum"
-                error = rel_rms(normed, known[0].double())
+                normed, total = joined(part, residual, weight)
+                assert torch.equal(total, expected[1]), f"{name} {rows=} {width=} {dtype=}: sum"
+                error = rel_rms(normed, expected[0].double())
                 assert error < budget, f"{name} {rows=} {width=} {dtype=} {error=}: norm"
-                _same(group, name, partial(_normed, joined, mine, residual, weight), normed)
+                _same(group, name, partial(_normed, joined, part, residual, weight), normed)
     wrong = _parts(group.shard, 8, WIDTH, torch.bfloat16, 1)
     exact = wrong.double().sum(dim=0)
-    off = group.all_reduce(wrong[group.shard.rank] * (1.1 if group.shard.rank == 0 else 1.0))
-    assert rel_rms(off, exact) > 3 * BUDGET[torch.bfloat16], "the budget notices nothing"
+    result = group.all_reduce(wrong[group.shard.rank] * (1.1 if group.shard.rank == 0 else 1.0))
+    assert rel_rms(result, exact) > 3 * BUDGET[torch.bfloat16], "the budget notices nothing"
     _check_gather(group)
     check_sharded(group)
-    check_sent(group)
+    check_overlapped(group)
     return worst
 
 
-def _normed(way: NormWay, part: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+def _normed(way: AllReduceNorm, part: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     return way(part, residual, weight)[0]
 
 
@@ -213,14 +215,14 @@ def _check_gather(group: CudaGroup) -> None:
         rows = _parts(group.shard, share, 200, torch.float32, share)
         codes = rows.mul(99).to(torch.uint8)
         for _ in range(REPEATS):
-            mine = [each[group.shard.rank] for each in (codes, rows, rows[:, :, :8])]
-            got = group.gather_rows(mine[0], mine[1].T.contiguous().T, mine[2].contiguous())
+            local = [each[group.shard.rank] for each in (codes, rows, rows[:, :, :8])]
+            got = group.gather_rows(local[0], local[1].T.contiguous().T, local[2].contiguous())
             for one, want in zip(got, (codes, rows, rows[:, :, :8]), strict=True):
                 assert torch.equal(one, want.flatten(0, 1)), f"gathered rows {share=}"
 
 
 def _parts(shard: Shard, rows: int, width: int, dtype: torch.dtype, number: int) -> Tensor:
-    """Of all ranks, the same on each; some zeros of both signs among them."""
+    """Random inputs of all ranks, the same on each; with zeros of both signs."""
     generator = torch.Generator(device="cuda").manual_seed(number)
     parts = torch.randn(shard.size, rows, width, device="cuda", generator=generator).to(dtype)
     parts[:, 0, :2] = torch.tensor([0.0, -0.0], device="cuda", dtype=dtype)[: parts.shape[2]]
@@ -236,7 +238,7 @@ def _same(group: Group, name: str, run: Callable[[], Tensor], first: Tensor) -> 
 
 
 def measure(run: Callable[[], object]) -> float:
-    """Microseconds a call, the slowest rank's."""
+    """Microseconds of a call, of the slowest rank."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -250,21 +252,16 @@ def measure(run: Callable[[], object]) -> float:
             run()
     times: list[float] = []
     for _ in range(REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         dist.barrier()
         torch.cuda.synchronize()
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / CALLS)
+        times.append(milliseconds(graph.replay) * 1e3 / CALLS)
     worst = torch.tensor(sorted(times)[REPLAYS // 2], device="cuda")
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
 
 
 def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]:
-    """Rows of a table: microseconds by way and number of rows."""
+    """Microseconds by algorithm, one dict for each number of rows."""
     rows: list[dict[str, object]] = []
     weight = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
     for count in counts:
@@ -277,7 +274,7 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
             if fits(group, name, part):
                 found[f"+ norm, {name}"] = round(measure(partial(joined, part, part, weight)), 1)
         if count > FEW_TOKENS:
-            found |= time_terms(group, part, weight)
+            found |= time_expert_outputs(group, part, weight)
         if count >= MIN_SHARDED_ROWS and count % group.shard.size == 0:
             found |= time_sharded(group, part, weight)
         rows.append(found)
@@ -290,26 +287,29 @@ def time_all(group: CudaGroup, counts: Sequence[int]) -> list[dict[str, object]]
     return rows
 
 
-def time_terms(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
-    """Of experts, all rows on every rank."""
-    terms, given = ExpertOutputs(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True), (part, weight, EPS)
+def time_expert_outputs(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
+    """Microseconds of all-reduce with norm on unsummed expert outputs, all rows on every rank."""
+    outputs, given = ExpertOutputs(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True), (part, weight, EPS)
     ways = {
-        "experts' terms + norm + FP8": lambda: group.add_rms_norm(terms, *given, quantize="blocks"),
-        "their sums + norm + FP8": lambda: group.add_rms_norm(terms.summed(), *given, quantize="blocks"),
+        "experts' terms + norm + FP8": lambda: group.add_rms_norm(outputs, *given, quantize="blocks"),
+        "their sums + norm + FP8": lambda: group.add_rms_norm(outputs.summed(), *given, quantize="blocks"),
     }
     return {name: round(measure(way), 1) for name, way in ways.items()}
 
 
 def time_sharded(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, float]:
-    """The same rows dealt out, with norm and FP8; and what is gathered of them: FP8, what GLM-5 makes of its input."""
-    mine = part[: len(part) // group.shard.size]
-    fp8, latents = mine.to(torch.float8_e4m3fn), mine[:, :LATENTS].contiguous()
-    scale, weights = torch.rand(WIDTH // 128, len(mine), device="cuda").T, torch.rand(len(mine), ACTIVE, device="cuda")
-    terms = ExpertOutputs(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True)
+    """Microseconds with rows sharded over ranks: reduce-scatter with norm and FP8, and the gathers of a GLM-5 layer."""
+    local = part[: len(part) // group.shard.size]
+    fp8, latents = local.to(torch.float8_e4m3fn), local[:, :LATENTS].contiguous()
+    scale, weights = (
+        torch.rand(WIDTH // 128, len(local), device="cuda").T,
+        torch.rand(len(local), ACTIVE, device="cuda"),
+    )
+    outputs = ExpertOutputs(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True)
     ways = {
-        "dealt + norm + FP8": partial(group.add_rms_norm_sharded, part, mine, weight, EPS, quantize="blocks"),
-        "experts' terms dealt": partial(group.add_rms_norm_sharded, terms, mine, weight, EPS, quantize="blocks"),
-        "their sums dealt": lambda: group.add_rms_norm_sharded(terms.summed(), mine, weight, EPS, quantize="blocks"),
+        "dealt + norm + FP8": partial(group.add_rms_norm_sharded, part, local, weight, EPS, quantize="blocks"),
+        "experts' terms dealt": partial(group.add_rms_norm_sharded, outputs, local, weight, EPS, quantize="blocks"),
+        "their sums dealt": lambda: group.add_rms_norm_sharded(outputs.summed(), local, weight, EPS, quantize="blocks"),
         "gathered in FP8": partial(group.all_gather, fp8),
         "with scales and choices": partial(group.gather_rows, fp8, scale, weights, weights),
         f"gathered, {LATENTS} of bfloat16": partial(group.all_gather, latents),
@@ -320,12 +320,12 @@ def time_sharded(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, fl
         pending = PendingLinear(x, weight_OD, act_quant(x))
         ways[f"product of {HEADS}"] = pending.computed
         for name, new in (("and then dealt", pending.computed), ("dealt on its way", lambda: pending)):
-            ways[name] = lambda new=new: group.add_rms_norm_sharded(new(), mine, weight, EPS, quantize="blocks")
+            ways[name] = lambda new=new: group.add_rms_norm_sharded(new(), local, weight, EPS, quantize="blocks")
     return {name: round(measure(way), 1) for name, way in ways.items()}
 
 
 def tune(group: CudaGroup) -> None:
-    """Microseconds by how many programs share the work."""
+    """Print microseconds by number of programs."""
     from glm5.kernels.all_reduce.triton import one_shot, two_shots
 
     buffers = group.buffers

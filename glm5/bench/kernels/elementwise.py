@@ -1,4 +1,4 @@
-"""What stands between the products: router, norms, quantization, rope: `python -m glm5.bench.kernels.elementwise`."""
+"""Ops between the matrix products (router, norms, quantization, rope): `python -m glm5.bench.kernels.elementwise`."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -48,7 +48,8 @@ def _case(
 
 
 def router_case(tokens: int, run: Callable[..., Any] | None = None, variant: str = "") -> Case:
-    """Scores and choice. Its error is the share of tokens with another choice, where no scores are nearly equal."""
+    """Scores and chosen experts. The error is the share of tokens with other experts, near ties excluded, plus the
+    relative RMS of the weights."""
 
     def inputs(gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         bias = torch.randn(EXPERTS, device="cuda", generator=gen) * 0.01
@@ -96,7 +97,7 @@ def quant_case(tokens: int) -> Case:
 
 
 def rope_case(tokens: int) -> Case:
-    """The rotated part of eight heads' queries, a slice of each."""
+    """The rotated slice of the queries of an eighth of the heads."""
 
     def inputs(gen: torch.Generator) -> tuple[Tensor, ...]:
         table = rope_table(torch.arange(tokens, device="cuda"), ROPE, 1e6, torch.bfloat16)

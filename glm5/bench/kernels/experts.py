@@ -1,7 +1,6 @@
 """grouped_experts with the shared expert, at the shapes of one rank: `python -m glm5.bench.kernels.experts`.
 
-Routing is uniform: each token chooses 8 of 256. The bytes are those of the experts that so many tokens choose on
-average.
+Routing is uniform: each token chooses 8 of 256 experts. Bytes count the expected number of distinct experts.
 """
 
 import sys
@@ -33,8 +32,8 @@ from glm5.testing.numerics import rel_rms
 
 Run = Callable[[Tensor, BlockScaled, BlockScaled, Tensor, Tensor, SharedExpert], Tensor]
 
-# Against float64 from unquantized inputs. Measured: h's and the result's rounding for few tokens; x and h in FP8 for
-# more.
+# Relative RMS against float64 from unquantized inputs. Few tokens: h and the result are rounded to bfloat16. More: x
+# and h are FP8.
 BUDGET_FEW, BUDGET_MANY = 5e-3, 6e-2
 FEW_TOKENS = 32
 
@@ -58,7 +57,8 @@ def _shared(gen: torch.Generator, inner: int) -> SharedExpert:
     return SharedExpert(gate, up, random_weight(gen, HIDDEN, inner))
 
 
-def _inputs(gen: torch.Generator, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def routed_rows(gen: torch.Generator, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random tokens [T, D], the weights of their experts [T, A] and the experts [T, A]."""
     x = random_rows(gen, tokens, HIDDEN)
     weight, expert = torch.rand(tokens, EXPERTS, device="cuda", generator=gen).topk(ACTIVE, dim=-1)
     return x, weight / weight.sum(-1, keepdim=True) * 2.5, expert.int().sort(dim=-1).values
@@ -74,14 +74,14 @@ def experts_case(tokens: int, ranks: int, run: Run = _default, variant: str = ""
 
     def make(i: int) -> Launch:
         gen = generator(i)
-        x, weight, expert = _inputs(gen, tokens)
+        x, weight, expert = routed_rows(gen, tokens)
         shared = _shared(gen, inner)
         stack = _stack(inner)
         return lambda: run(x, *stack, weight, expert, shared)
 
     def error() -> float:
         gen = generator(10**6)
-        x, weight, expert = _inputs(gen, tokens)
+        x, weight, expert = routed_rows(gen, tokens)
         shared = _shared(gen, inner)
         got = run(x, *_stack(inner), weight, expert, shared)
         return rel_rms(got, _exact(x, _stack(inner), weight, expert, shared))

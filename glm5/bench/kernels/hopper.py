@@ -1,5 +1,5 @@
-"""Experts of a prompt's rows and products of a step's in CUDA C++ beside those in Triton, rows quantized beforehand
-for both: `python -m glm5.bench.kernels.hopper`.
+"""CUDA C++ against Triton for experts of prompts and linear layers of decoding, with inputs already quantized:
+`python -m glm5.bench.kernels.hopper`.
 """
 
 import sys
@@ -26,20 +26,20 @@ Quantized = Callable[[Tensor], tuple[Tensor, Tensor]]
 _ROWS = (17, 32, 64, 128)
 
 
-def _once() -> Quantized:
-    """`act_quant`, of each tensor once, which then stays."""
-    known: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
+def _cached_quant() -> Quantized:
+    """`act_quant` with a cache by tensor."""
+    cached: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
 
     def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-        if id(x) not in known:
-            known[id(x)] = x, act_quant(x)
-        return known[id(x)][1]
+        if id(x) not in cached:
+            cached[id(x)] = x, act_quant(x)
+        return cached[id(x)][1]
 
     return quantized
 
 
 def _experts(tokens: int, ranks: int, impl: Literal["triton", "cuda"]) -> Case:
-    quantized = _once()
+    quantized = _cached_quant()
 
     def run(x: Tensor, gate_up: BlockScaled, down: BlockScaled, w: Tensor, e: Tensor, shared: SharedExpert) -> Tensor:
         given = (x, gate_up, down, w, e)
@@ -49,30 +49,30 @@ def _experts(tokens: int, ranks: int, impl: Literal["triton", "cuda"]) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Experts of 256 to 8,192 tokens, every product of 17 to 128 rows, in several cuts."""
+    """Experts of 256 to 8,192 tokens, and every linear layer of 17 to 128 rows with several splits."""
     for ranks in RANKS:
         for tokens in (256, 512, 1024, 2048, 4096, 8192):
             yield _experts(tokens, ranks, "triton")
             yield _experts(tokens, ranks, "cuda")
     for weight in linears(8):
         for tokens in _ROWS:
-            once = _once()
+            quant = _cached_quant()
 
-            def triton(x: Tensor, w: BlockScaled, once: Quantized = once) -> Tensor:
-                return fp8_linear.fp8_linear(x, w, once(x), impl="triton")
+            def triton(x: Tensor, w: BlockScaled, quant: Quantized = quant) -> Tensor:
+                return fp8_linear.fp8_linear(x, w, quant(x), impl="triton")
 
             yield linear_case(weight, tokens, 8, triton, "triton")
             default = linear_cuda.cut_for(weight.rows, weight.cols).shares
             for shares in sorted({default, max(1, default // 2), min(8, default + 2)}):
 
-                def cuda(x: Tensor, w: BlockScaled, once: Quantized = once, shares: int = shares) -> Tensor:
-                    return linear_cuda.fp8_linear(x, w, once(x), linear_cuda.Cut(shares))
+                def cuda(x: Tensor, w: BlockScaled, quant: Quantized = quant, shares: int = shares) -> Tensor:
+                    return linear_cuda.fp8_linear(x, w, quant(x), linear_cuda.Cut(shares))
 
                 yield linear_case(weight, tokens, 8, cuda, f"cuda {shares}")
 
 
 def prepared(case: Case) -> Case:
-    """Launches that ran once before, so that rows are quantized already."""
+    """The same case, each launch run once in advance, so that its rows are quantized."""
 
     def make(i: int) -> Launch:
         launch = case.make(i)

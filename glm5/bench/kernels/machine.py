@@ -1,4 +1,4 @@
-"""What this card can do: device memory and matrix units, measured, not read off a data sheet."""
+"""Measured bandwidth of device memory and FLOP/s of the matrix units of this GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.bench.kernels.case import Case
+from glm5.bench.kernels.clock import milliseconds
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Machine:
     flops_per_s: dict[str, float]
 
     def floor(self, case: Case) -> float:
-        """Microseconds that no implementation of `case` can do without."""
+        """Roofline time of `case` in microseconds."""
         return 1e6 * max(case.num_bytes / self.bytes_per_s, case.num_flops / self.flops_per_s[case.unit])
 
 
@@ -45,12 +46,4 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
 def _seconds(run: Callable[[], object]) -> float:
     for _ in range(3):
         run()
-    times = []
-    for _ in range(7):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return sorted(times)[3]
+    return sorted(milliseconds(run) for _ in range(7))[3] / 1e3

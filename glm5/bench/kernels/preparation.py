@@ -1,4 +1,4 @@
-"""What prepares sparse attention on one rank, and what follows it: `python -m glm5.bench.kernels.preparation`."""
+"""Ops before and after sparse attention on one rank: `python -m glm5.bench.kernels.preparation`."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -101,7 +101,7 @@ def queries_case(heads: int, tokens: int, tiling: Any = None) -> Case:
 
 
 def output_case(heads: int, tokens: int) -> Case:
-    """Values of heads from latents; for as many tokens as products in FP8 take quantized, FP8 beside them."""
+    """Values of heads from latents; above `FEW_ROWS` tokens also quantized to FP8."""
 
     def inputs(i: int) -> tuple[Tensor, Tensor]:
         gen = generator(i)

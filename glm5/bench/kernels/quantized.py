@@ -1,9 +1,9 @@
-"""quantized_linear and quantized_experts at the shapes of one rank, and FP8's experts beside them on the same choices:
+"""quantized_linear and quantized_experts at the shapes of one rank, compared with FP8 experts:
 `python -m glm5.bench.kernels.quantized`.
 
-w8a8 is the articles' scheme of linear layers; experts are w4a8 per channel under int8, w4a8 in groups of 128 under
-e4m3, and w4a16. Routing is uniform, as in experts.py, and no shared expert is among them; so FP8's are measured again
-here, without one.
+Linear layers are w8a8. Experts are w4a8 per channel with int8 activations, w4a8 in groups of 128 with e4m3 activations,
+w4a16 and w8a8. Routing is uniform, as in experts.py. There is no shared expert, so FP8 experts are measured again here
+without one.
 """
 
 import sys
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from glm5.bench.command import command
 from glm5.bench.kernels.case import Case, Launch
+from glm5.bench.kernels.experts import routed_rows
 from glm5.bench.kernels.shapes import (
     ACTIVE,
     EXPERT_INNER,
@@ -38,7 +39,7 @@ from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
 
-# The result's rounding to bfloat16, 1.7e-3; experts: rows of h in bfloat16, then in codes that may fall otherwise.
+# Rounding the result to bfloat16 is 1.7e-3. Experts: h is rounded to bfloat16, then quantized, where codes may differ.
 LINEAR_BUDGET, EXPERTS_BUDGET, FP8_BUDGET = 3e-3, 2e-2, 6e-2
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 LINEAR_TOKENS = (1, 8, 16, 32, 64, 128, 512, 2048)
@@ -49,19 +50,19 @@ EXPERT_FORMS = (
     WeightFormat("int4", 128, None),
     W8A8,
 )
-_RMS = {"int8": 74.0, "int4": 4.6, "fp8": 130.0}  # of codes, every one alike
+_RMS = {"int8": 74.0, "int4": 4.6, "fp8": 130.0}  # of uniformly distributed codes
 Stack = tuple[QuantizedWeight, QuantizedWeight] | tuple[BlockScaled, BlockScaled]
 Run = Callable[[Tensor, QuantizedWeight], Tensor]
 
 
 def random_codes(gen: torch.Generator, weight_format: WeightFormat, *shape: int) -> QuantizedWeight:
-    """Products with rows of unit scale have about unit scale."""
+    """A random weight whose products with rows of unit scale have about unit scale."""
     *lead, width = shape
     codes = torch.randint(
         0, 256, (*lead, width // weight_format.per_byte), dtype=torch.uint8, device="cuda", generator=gen
     )
     if weight_format.weight == "fp8":
-        codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # the two that are no numbers
+        codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # NaN
     scale = torch.rand(*lead, weight_format.num_scales(width), device="cuda", generator=gen) + 0.5
     dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}[weight_format.weight]
     return QuantizedWeight(codes.view(dtype), scale / (_RMS[weight_format.weight] * width**0.5), weight_format)
@@ -114,11 +115,11 @@ def experts_case(weight_format: WeightFormat | None, tokens: int, ranks: int) ->
         return grouped_experts(x, gate_up, down, weight, expert)
 
     def make(i: int) -> Launch:
-        inputs = _inputs(generator(i), tokens)
+        inputs = routed_rows(generator(i), tokens)
         return lambda: run(*inputs)
 
     def error() -> float:
-        inputs = _inputs(generator(10**6), tokens)
+        inputs = routed_rows(generator(10**6), tokens)
         return rel_rms(run(*inputs), _exact(_stack(weight_format, inner), *inputs))
 
     chosen = EXPERTS * (1 - (1 - ACTIVE / EXPERTS) ** tokens)
@@ -160,12 +161,6 @@ def _stack(weight_format: WeightFormat | None, inner: int) -> Stack:
     )
 
 
-def _inputs(gen: torch.Generator, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    x = random_rows(gen, tokens, HIDDEN)
-    weight, expert = torch.rand(tokens, EXPERTS, device="cuda", generator=gen).topk(ACTIVE, dim=-1)
-    return x, weight / weight.sum(-1, keepdim=True) * 2.5, expert.int().sort(dim=-1).values
-
-
 def _exact_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
     rows = x.double()
     if weight.format.act is not None:
@@ -204,7 +199,7 @@ def cases() -> Iterator[Case]:
     for ranks in RANKS:
         for weight in quantized_linears(ranks):
             for tokens in LINEAR_TOKENS:
-                for impl in ("triton", "cuda") if tokens <= cuda.MOST_TOKENS else ("triton",):
+                for impl in ("triton", "cuda") if tokens <= cuda.MAX_TOKENS else ("triton",):
                     yield linear_case(W8A8, weight, tokens, ranks, partial(quantized_linear, impl=impl), impl)
     for weight in quantized_linears(RANKS[0]):
         for tokens in (1, 16, 64, 1024):

@@ -1,4 +1,4 @@
-"""GLM-5's sizes, and what one rank has of them, for the cases."""
+"""GLM-5's sizes and the shapes of one rank's weights."""
 
 from dataclasses import dataclass
 
@@ -30,20 +30,24 @@ class Weight:
 
 
 def linears(ranks: int) -> list[Weight]:
-    """The FP8 linear layers of a decoder layer; those that every rank has whole are listed under 8."""
+    """The FP8 linear layers of a decoder layer. Replicated ones are listed for 8 ranks only."""
     sharded = [
         Weight("q_b", HEADS * QK_HEAD // ranks, Q_LORA),
         Weight("o", HIDDEN, HEADS * V_HEAD // ranks),
         Weight("dense gate", 2 * DENSE_INNER // ranks, HIDDEN),
         Weight("dense down", HIDDEN, DENSE_INNER // ranks),
     ]
-    whole = [Weight("q_a+kv_a", Q_LORA + KV_LORA + ROPE, HIDDEN), Weight("index q_b", INDEX_HEADS * INDEX_DIM, Q_LORA)]
-    return whole + sharded if ranks == RANKS[0] else sharded
+    replicated = [
+        Weight("q_a+kv_a", Q_LORA + KV_LORA + ROPE, HIDDEN),
+        Weight("index q_b", INDEX_HEADS * INDEX_DIM, Q_LORA),
+    ]
+    return replicated + sharded if ranks == RANKS[0] else sharded
 
 
 def quantized_linears(ranks: int) -> list[Weight]:
-    """The products of a decoder layer whose linear layers are codes, those of one input as one
-    (engine/runner/fused/fused_linear.py). The indexer's wk has no codes, and q_b is alone where no keys are selected.
+    """The quantized linear layers of a decoder layer; layers of the same input are fused
+    (engine/runner/fused/fused_linear.py). The indexer's wk is not quantized. q_b is not fused where no keys are
+    selected.
     """
     heads = HEADS * QK_HEAD // ranks
     return [
@@ -59,14 +63,14 @@ def quantized_linears(ranks: int) -> list[Weight]:
 
 
 def generator(seed: int) -> torch.Generator:
-    """Of the current CUDA device."""
+    """A random generator of the current CUDA device."""
     return torch.Generator("cuda").manual_seed(seed + 1)
 
 
 def random_weight(gen: torch.Generator, *shape: int, scale_rows: int | None = None) -> BlockScaled:
-    """Every e4m3 value alike; products with inputs of unit scale have unit scale. `scale_rows`: of two weights."""
+    """Uniform e4m3 codes; products with inputs of unit scale have unit scale. `scale_rows`: of a fused weight."""
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda", generator=gen)
-    codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # the two that are no numbers
+    codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # NaN
     *lead, rows, cols = shape
     grid = (*lead, scale_rows or num_blocks(rows), num_blocks(cols))
     scale = torch.rand(grid, device="cuda", generator=gen) + 0.5

@@ -1,4 +1,4 @@
-"""Runs cases: each is checked, then timed, then printed; JSON if asked."""
+"""Runs cases: each is checked, timed and printed; optionally written as JSON."""
 
 import argparse
 import json
@@ -12,16 +12,16 @@ from glm5.bench.kernels.machine import Machine
 from glm5.common.console import out
 
 Clock = Callable[[Case], tuple[float, float, float]]
-HEADS = (
+HEADER = (
     f"{'op':<44} {'us':>9} {'p20':>8} {'p80':>8} {'floor':>8} {'of floor':>8} {'TB/s':>6} {'TFLOP/s':>8} {'error':>8}"
 )
 
 
 def run(cases: Iterable[Case], machine: Machine, clock: Clock) -> list[Row]:
-    """The cases' rows. One that is wrong is not timed; one that raises ends nothing but itself."""
+    """A row for each case. A case with a wrong result is not timed; an exception is recorded in the case's row."""
     rates = ", ".join(f"{unit} {rate / 1e12:.0f} TFLOP/s" for unit, rate in machine.flops_per_s.items())
     out(f"{machine.name}: copy {machine.bytes_per_s / 1e12:.2f} TB/s, {rates}")
-    out(HEADS)
+    out(HEADER)
     rows: list[Row] = []
     for case in cases:
         rows.append(_row(case, machine, clock))
@@ -41,7 +41,7 @@ def _row(case: Case, machine: Machine, clock: Clock) -> Row:
 
 
 def line(row: Row) -> str:
-    """One row for people."""
+    """One row of the text table."""
     if row.failure:
         return f"{row.case.name:<44} {row.failure}"
     return (
@@ -51,7 +51,7 @@ def line(row: Row) -> str:
 
 
 def document(rows: Sequence[Row], machine: Machine) -> dict[str, Any]:
-    """The rows for programs: microseconds, bytes, operations, floor."""
+    """The rows as JSON: microseconds, bytes, operations, roofline time."""
     return {
         "machine": machine.name,
         "bytes_per_s": machine.bytes_per_s,
@@ -76,7 +76,7 @@ def document(rows: Sequence[Row], machine: Machine) -> dict[str, Any]:
 
 
 def report(cases: Iterable[Case], only: str = "", file: Path | None = None) -> int:
-    """Measures those cases whose name contains `only`; writes rows to `file`, too. Returns 1 where one was wrong."""
+    """Measure the cases whose name contains `only`, and write rows to `file` if given. Returns 1 if one failed."""
     from glm5.bench.kernels.clock import measure
     from glm5.bench.kernels.machine import measured
 
@@ -88,7 +88,7 @@ def report(cases: Iterable[Case], only: str = "", file: Path | None = None) -> i
 
 
 def main(cases: Sequence[Case], arguments: Sequence[str] | None = None) -> int:
-    """Command line of a file of cases. Returns 1 where one was wrong."""
+    """The command line of a file of cases. Returns 1 if one failed."""
     parser = argparse.ArgumentParser(description="Check and time kernels at GLM-5's shapes.")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", type=Path, help="write the rows to this file")

@@ -1,7 +1,7 @@
 """Finds the fastest parameters of each kernel at GLM-5's shapes on this GPU, for `glm5/kernels/tuned`.
 
-A subject is an op at a size and a number of tokens. Its candidates are timed; the fastest that agrees with float64 is
-what the file says. The first candidate is the op's default, which stays unless another is 2 % faster.
+A subject is an op at a size and a number of tokens. Its candidates are timed, and the fastest with a correct result is
+written to the file. The first candidate is the op's default; another one replaces it only if it is 2 % faster.
 """
 
 import json
@@ -47,11 +47,11 @@ BETTER = 0.98  # of the default's time, at most
 _LAUNCHES, _REPLAYS = 60, 5
 _KINDS = (("bf16", ""), ("fp8", " fp8"))
 MAX_JOBS = 12
-MOST_TOKENS = 8192  # of a step
-_MOST_SHARES = 8
+MAX_TOKENS = 8192  # of a step
+_MAX_SPLIT = 8
 _FULL = 96  # programs that nearly fill a GPU
-# Of quantized_linear in int8, up to so many tokens: (block_o, block_t, block_k, stages, warps, programs). block_t 0: as
-# many as there are tokens. Inputs are shared for as many programs; 0: not.
+# Candidates of quantized_linear in int8 by maximum number of tokens: (block_o, block_t, block_k, stages, warps,
+# programs). block_t 0: the number of tokens. `programs`: how many split-K shall give; 0: no split-K.
 _CODED_CUTS = (
     (16, (
         (16, 0, 256, 6, 2, 0), (16, 0, 512, 4, 4, 0), (32, 0, 256, 4, 4, 0), (64, 0, 128, 6, 4, 0),
@@ -68,7 +68,7 @@ _CODED_CUTS = (
         (64, 128, 256, 3, 4, 0), (32, 128, 256, 3, 4, 264), (64, 64, 128, 4, 4, 264), (64, 128, 128, 6, 8, 132),
         (64, 128, 128, 4, 8, 264), (128, 64, 128, 4, 8, 132), (128, 128, 128, 4, 8, 132),
     )),
-    (MOST_TOKENS, (
+    (MAX_TOKENS, (
         (64, 64, 128, 6, 4, 0), (64, 128, 128, 4, 4, 0), (128, 64, 128, 4, 4, 0), (128, 128, 128, 4, 4, 0),
         (128, 128, 128, 4, 8, 0), (128, 128, 256, 3, 8, 0), (128, 256, 128, 3, 8, 0), (128, 256, 128, 4, 8, 0),
         (256, 128, 128, 3, 8, 0), (64, 128, 128, 4, 8, 264), (128, 128, 128, 4, 8, 132),
@@ -78,7 +78,7 @@ _CODED_CUTS = (
 
 @dataclass(frozen=True)
 class Subject:
-    """An entry of the file, and how a candidate for it is measured. The first candidate is the default."""
+    """An entry of the file, its candidates (the default first) and the case that measures one."""
 
     op: str
     sizes: str
@@ -113,7 +113,7 @@ def _experts() -> Iterator[Subject]:
             def case(tiling: Any, tokens: int = tokens, ranks: int = ranks) -> Case:
                 return experts_case(tokens, ranks, lambda *given: op.grouped_experts(*given, tiling=tiling))
 
-            yield Subject("grouped_experts", op.sizes_of((EXPERTS, HIDDEN, inner)), tokens, _unlike(some), case)
+            yield Subject("grouped_experts", op.sizes_of((EXPERTS, HIDDEN, inner)), tokens, _distinct(some), case)
 
 
 def _linears() -> Iterator[Subject]:
@@ -133,7 +133,7 @@ def _linears() -> Iterator[Subject]:
             def case(tiling: Any, weight: Any = weight, tokens: int = tokens, ranks: int = ranks) -> Case:
                 return linear_case(weight, tokens, ranks, lambda x, w: op.fp8_linear(x, w, None, tiling))
 
-            yield Subject("fp8_linear", sizes, tokens, _unlike([default, *some]), case)
+            yield Subject("fp8_linear", sizes, tokens, _distinct([default, *some]), case)
 
 
 def _quantized_linears() -> Iterator[Subject]:
@@ -144,24 +144,24 @@ def _quantized_linears() -> Iterator[Subject]:
     for sizes, (weight, ranks) in weights.items():
         for tokens in LINEAR_TOKENS:
             some = [op.tiling_for(tokens, weight.rows)]
-            cuts = next(cuts for most, cuts in _CODED_CUTS if tokens <= most)
+            cuts = next(cuts for max_tokens, cuts in _CODED_CUTS if tokens <= max_tokens)
             for block_o, block_t, block_k, stages, warps, programs in cuts:
                 columns = block_t or max(8, 1 << (tokens - 1).bit_length())
                 tiles = -(-weight.rows // block_o) * -(-tokens // columns)
-                split = max(1, min(programs // tiles, weight.cols // (2 * block_k), _MOST_SHARES))
+                split = max(1, min(programs // tiles, weight.cols // (2 * block_k), _MAX_SPLIT))
                 some.append(op.Tiling(block_o, columns, block_k, 1, stages, warps, split))
 
-            # 1: that of up to 16 tokens has no clusters.
-            clusters = (1,) if tokens <= cuda.FEW_TOKENS else (1, 2, 4, 8) if tokens <= cuda.MOST_TOKENS else ()
+            # The kernel for up to 16 tokens has no clusters.
+            clusters = (1,) if tokens <= cuda.FEW_TOKENS else (1, 2, 4, 8) if tokens <= cuda.MAX_TOKENS else ()
             some += [op.Tiling(cluster=cluster) for cluster in clusters if cluster <= weight.cols // 256]
 
             def case(tiling: Any, weight: Any = weight, tokens: int = tokens, ranks: int = ranks) -> Case:
                 run = cuda.quantized_linear if tiling.cluster else triton.quantized_linear
                 return quantized_linear_case(W8A8, weight, tokens, ranks, lambda x, w: run(x, w, tiling))
 
-            # Steps of more tokens have as many tiles to choose from.
-            upto = MOST_TOKENS if tokens == max(LINEAR_TOKENS) else tokens
-            yield Subject("quantized_linear", sizes, upto, _unlike(some), case)
+            # The entry of the most tokens applies to all larger steps.
+            upto = MAX_TOKENS if tokens == max(LINEAR_TOKENS) else tokens
+            yield Subject("quantized_linear", sizes, upto, _distinct(some), case)
 
 
 def _router() -> Iterator[Subject]:
@@ -170,7 +170,7 @@ def _router() -> Iterator[Subject]:
     few = ((8, 32, 128, 12, 2), (8, 32, 128, 24, 2), (8, 16, 128, 12, 1), (8, 32, 256, 12, 2), (8, 32, 128, 16, 2, 3))
     some = ((16, 64, 128, 6), (16, 32, 128, 12, 2), (16, 64, 128, 12), (32, 64, 128, 4), (16, 32, 128, 6, 2))
     tiles = ((64, 128, 128, 8), (64, 64, 128, 4), (32, 64, 128, 4), (128, 64, 128, 8))
-    # Between a prompt's whole rows and the share of one rank of eight.
+    # From decoding to prompts, whose rows may be sharded over eight ranks.
     for tokens in (1, 8, 32, 64, 128, 256, 512, 1024, 2048):
         many = tuple(
             (block_t, block_e, block_d, split, warps)
@@ -179,7 +179,7 @@ def _router() -> Iterator[Subject]:
             if _FULL <= -(-tokens // block_t) * (EXPERTS // block_e) * split <= 3 * _FULL
         )
         cuts = (few if tokens <= 8 else ()) + (some if 8 <= tokens <= 256 else ()) + (many if tokens >= 64 else ())
-        candidates = _unlike([op.tiling_for(tokens), *(op.Tiling(*cut) for cut in cuts)])
+        candidates = _distinct([op.tiling_for(tokens), *(op.Tiling(*cut) for cut in cuts)])
 
         def case(tiling: Any, tokens: int = tokens) -> Case:
             from glm5.bench.kernels.elementwise import OPTIONS
@@ -239,22 +239,23 @@ def _queries() -> Iterator[Subject]:
             def case(tiling: Any, tokens: int = tokens, heads: int = heads) -> Case:
                 return queries_case(heads, tokens, tiling)
 
-            candidates = _unlike([op.Tiling(*cut) for cut in cuts])
+            candidates = _distinct([op.Tiling(*cut) for cut in cuts])
             yield Subject("mla_queries", f"H={heads} N={QK_HEAD - ROPE} C={KV_LORA}", tokens, candidates, case)
 
 
-def _unlike(candidates: Sequence[Any]) -> tuple[Any, ...]:
+def _distinct(candidates: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(candidates))
 
 
 def subjects(only: str = "") -> list[Subject]:
-    """All of them, of one size in order of tokens, whose name contains `only`."""
+    """All subjects whose name contains `only`; those of one size in order of tokens."""
     every = (_attention, _scores, _queries, _router, _linears, _quantized_linears, _experts)
     return [subject for some in every for subject in some() if only in subject.name]
 
 
 def fastest(subject: Subject, clock: Callable[[Case], float]) -> tuple[Any, float, float] | None:
-    """(candidate, its time, the default's), the default unless another is faster by a margin; None if all are wrong."""
+    """(candidate, its microseconds, the default's). The default wins unless another is faster by the margin `BETTER`.
+    None if all candidates fail."""
     times: list[tuple[float, float, Any]] = []
     for number, candidate in enumerate(subject.candidates):
         try:
@@ -274,7 +275,7 @@ def fastest(subject: Subject, clock: Callable[[Case], float]) -> tuple[Any, floa
 
 
 def table(chosen: Sequence[tuple[Subject, Any]], defaults: Callable[[Any], dict[str, Any]]) -> tuned.Table:
-    """What the file says."""
+    """The content of the file."""
     entries: tuned.Table = {}
     for subject, candidate in chosen:
         of_sizes = entries.setdefault(subject.op, {}).setdefault(subject.sizes, [])
@@ -283,12 +284,12 @@ def table(chosen: Sequence[tuple[Subject, Any]], defaults: Callable[[Any], dict[
 
 
 def fields(candidate: Any) -> dict[str, Any]:
-    """A tiling's values, without those that are its type's defaults anyway."""
+    """A tiling's values that differ from its type's defaults."""
     return {name: value for name, value in candidate._asdict().items() if candidate._field_defaults.get(name) != value}
 
 
 def text(entries: tuned.Table) -> str:
-    """JSON with an entry a line."""
+    """JSON with one entry per line."""
     ops = []
     for op, of_op in entries.items():
         sizes = []
@@ -300,28 +301,28 @@ def text(entries: tuned.Table) -> str:
 
 
 def _compile(share: int, shares: int, only: str) -> None:
-    """Runs every candidate of a share of the subjects once: then it lies in Triton's cache."""
+    """Run every candidate of a share of the subjects once, which compiles it into Triton's cache."""
     for subject in subjects(only)[share::shares]:
         for candidate in subject.candidates:
             try:
                 subject.case(candidate).make(0)()
-            except Exception:  # noqa: BLE001 - told when it is timed
+            except Exception:  # noqa: BLE001 - reported when it is timed
                 continue
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 def tune(only: str = "", file: Path | None = None) -> Path:
-    """Measures all subjects on the current GPU, writes what won. What an existing file says of others stays."""
+    """Measure all subjects on the current GPU and write the fastest. Other entries of an existing file are kept."""
     wanted = subjects(only)
     jobs = max(1, min(MAX_JOBS, (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(_compile, shares=jobs, only=only), range(jobs)))
     chosen: list[tuple[Subject, Any]] = []
     for subject in wanted:
-        won = fastest(subject, lambda case: measure(case, _LAUNCHES, _REPLAYS)[0])
-        if won is not None:
-            candidate, micros, default = won
+        best = fastest(subject, lambda case: measure(case, _LAUNCHES, _REPLAYS)[0])
+        if best is not None:
+            candidate, micros, default = best
             chosen.append((subject, candidate))
             out(f"{subject.name:<56} {micros:>9.2f} us, default {default:>9.2f}  {tuple(candidate)}", flush=True)
     file = file or tuned.file_of(torch.cuda.get_device_name())

@@ -4,7 +4,7 @@
     prompts     one by itself; as many at once as decode together
     start       seconds of each phase, tokens in the cache
 
-Times are of the client that hears of every step. Figures are told only if tokens visit experts as evenly as random
-weights should have them do (expert_coverage.py): a router that sends all tokens to the same few would be fast and mean
-nothing.
+Times are measured by a client that receives the tokens of every step. Results are reported only if tokens visit experts
+about uniformly (expert_coverage.py): with a router that sends all tokens to the same few experts, steps would be too
+fast.
 """

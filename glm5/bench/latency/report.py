@@ -1,10 +1,10 @@
-"""The figures of steps as a table for people."""
+"""Latency results as a text table."""
 
 from typing import Any
 
 
 def table(found: dict[str, Any]) -> str:
-    """Of `measure`'s figures."""
+    """The results of `measure` as lines of text."""
     rows = [(f"decoding step, batch {batch}", f"{ms:.2f} ms") for batch, ms in found["decode_ms"].items()]
     rows += [(f"decoding step, context {size}", f"{ms:.2f} ms") for size, ms in found["decode_ms_by_context"].items()]
     rows.append(("one prompt", f"{found['prefill_ms']:.1f} ms"))

@@ -1,4 +1,4 @@
-"""Requests to an engine, and when it was heard of each of their tokens."""
+"""Sends requests to an engine and records when their tokens arrive."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,15 +19,15 @@ _POLL_SECONDS = 0.1
 
 @dataclass
 class TokenTimes:
-    """What came of one request: for each step that gained it tokens, when it was heard of and how many. Seconds of one
-    clock. `experts`: of the last token, [MoE layers, A], where they were asked for."""
+    """Arrivals of one request's tokens: the time and number of tokens of each step, in seconds of one clock. `experts`:
+    of the last token, [MoE layers, A], if requested."""
 
     sent: float
     at: list[float] = field(default_factory=list[float])
     tokens: list[int] = field(default_factory=list[int])
     experts: NDArray[np.int16] | None = None
 
-    def hear(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         if delta.token_ids:
             self.at.append(time.monotonic())
             self.tokens.append(len(delta.token_ids))
@@ -42,28 +42,29 @@ def ask(
     max_tokens: int,
     drafts: bool = False,
     routed: bool = False,
-    until: Callable[[list[TokenTimes]], bool] = lambda _heard: False,
+    until: Callable[[list[TokenTimes]], bool] = lambda _times: False,
 ) -> list[TokenTimes]:
-    """Send all at once, greedy, and listen until all are answered or `until` says that enough was heard."""
+    """Send all prompts at once, decoded greedily, and collect tokens until all have finished or `until` returns
+    True."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     options = Options(num_speculative_tokens=None if drafts else 0, routed_experts=routed)
-    heard: list[TokenTimes] = []
+    times: list[TokenTimes] = []
     requests: list[Request] = []
     failed: list[GlmError] = []
 
     def deliver_to(one: TokenTimes) -> Callable[[Request, Delta | GlmError], None]:
-        return lambda _request, item: failed.append(item) if isinstance(item, GlmError) else one.hear(item)
+        return lambda _request, item: failed.append(item) if isinstance(item, GlmError) else one.add(item)
 
     try:
         for prompt in prompts:
-            heard.append(TokenTimes(time.monotonic()))
-            requests.append(llm.client.submit(prompt, params, options, deliver_to(heard[-1])))
-        while llm.client.num_unfinished and not failed and not (heard[-1].at and until(heard)):
+            times.append(TokenTimes(time.monotonic()))
+            requests.append(llm.client.submit(prompt, params, options, deliver_to(times[-1])))
+        while llm.client.num_unfinished and not failed and not (times[-1].at and until(times)):
             llm.client.pump(_POLL_SECONDS)
     finally:
         for request in requests:
             llm.client.abort(request)
     if failed:
         raise failed[0]
-    llm.stats()  # answered when what was aborted has left
-    return heard
+    llm.stats()  # returns after aborted requests have left the engine
+    return times

@@ -1,4 +1,4 @@
-"""A line of rates for each number of ranks: loading beside only reading."""
+"""Prints a line of rates for each number of ranks: loading, and only reading."""
 
 import argparse
 import os
@@ -39,18 +39,18 @@ def main() -> int:
     parser.add_argument("--only-copy", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        return _be_rank(args.folder, Shard(args.rank, args.ranks[0]), args.device, only_copy=args.only_copy)
+        return _rank_main(args.folder, Shard(args.rank, args.ranks[0]), args.device, only_copy=args.only_copy)
     if args.device == "cuda":
         need_gpus("loading onto GPUs", max(args.ranks))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit leaves as little behind as Ctrl-C
-    found = _written(args.folder, args.gigabytes)
+    found = _write(args.folder, args.gigabytes)
     files = sorted(args.folder.glob("*.safetensors"))
     out(f"{args.folder}: {sum(path.stat().st_size for path in files) / 1e9:.1f} GB in {len(files)} files, {found}")
     threads = num_readers(torch.device(args.device)) * max(args.ranks)
-    _forget(files)
+    _drop_page_cache(files)
     alone = [_read_rate(files, threads) for _ in range(2)]
     for ranks in args.ranks:
-        _forget(files)
+        _drop_page_cache(files)
         rates = [_rate(args.folder, ranks, args.device) for _ in range(2)]
         line = f"loading by {ranks:2} on {args.device:5}"
         for where, rate, only in zip(("disk", "memory"), rates, alone, strict=True):
@@ -61,8 +61,8 @@ def main() -> int:
     return 0
 
 
-def _written(folder: Path, gigabytes: float) -> str:
-    """Write a checkpoint unless it is there, which is whole: a folder takes its name when all is in it."""
+def _write(folder: Path, gigabytes: float) -> str:
+    """Write a checkpoint unless it is there. A checkpoint is written atomically, so one that is there is complete."""
     cfg, began = sized(gigabytes), time.monotonic()
     if (folder / "config.json").exists():
         there = ModelConfig.from_file(folder)
@@ -77,7 +77,7 @@ def _written(folder: Path, gigabytes: float) -> str:
 
 
 def sized(gigabytes: float) -> ModelConfig:
-    """GLM-5 with as many layers, and experts, as fit into so many bytes in FP8. Every tensor has its shape."""
+    """GLM-5 with as many layers, and experts, as fit into `gigabytes` in FP8. Tensors keep their shapes."""
     best = None
     for experts in _EXPERTS:
         for layers in range(1, preset("glm-5").num_hidden_layers + 1):
@@ -95,8 +95,8 @@ def _num_bytes(cfg: ModelConfig) -> int:
     return sum(torch.Size(spec.shape).numel() * (1 if spec.fp8 else 2) for spec in tensor_specs(cfg))
 
 
-def _forget(files: list[Path]) -> None:
-    """Drop files from memory, so that they are read from the disk again."""
+def _drop_page_cache(files: list[Path]) -> None:
+    """Drop files from the page cache, so that they are read from disk again."""
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -104,17 +104,17 @@ def _forget(files: list[Path]) -> None:
 
 
 def _read_rate(files: list[Path], threads: int) -> float:
-    """GB/s of so many threads, each into memory of its own over and over."""
+    """GB/s of `threads` threads that read into reused buffers."""
     pieces = [(path, start) for path in files for start in range(0, path.stat().st_size, _PIECE)]
-    rooms = SimpleQueue[bytearray]()
+    buffers = SimpleQueue[bytearray]()
     for _ in range(threads):
-        rooms.put(bytearray(_PIECE))
+        buffers.put(bytearray(_PIECE))
 
     def read(piece: tuple[Path, int]) -> int:
-        room = rooms.get()
+        buffer = buffers.get()
         with piece[0].open("rb", buffering=0) as file:
-            num_bytes = os.preadv(file.fileno(), [room], piece[1])
-        rooms.put(room)
+            num_bytes = os.preadv(file.fileno(), [buffer], piece[1])
+        buffers.put(buffer)
         return num_bytes
 
     began = time.monotonic()
@@ -124,7 +124,8 @@ def _read_rate(files: list[Path], threads: int) -> float:
 
 
 def _rate(folder: Path, ranks: int, device: str, *more: str) -> float:
-    """GB/s of all ranks together, until the last has its part. They begin when all have imported what they need."""
+    """GB/s of all ranks together, until the last one has its shard. They start after all have finished their
+    imports."""
     command = [sys.executable, "-m", "glm5.bench.load", "--folder", str(folder), "--device", device, *more]
     pipe = subprocess.PIPE
     others = [
@@ -146,8 +147,8 @@ def _rate(folder: Path, ranks: int, device: str, *more: str) -> float:
     return sum(int(part) for part in parts) / (time.monotonic() - began) / 1e9
 
 
-def _be_rank(folder: Path, shard: Shard, device: str, *, only_copy: bool) -> int:
-    """Load the part of a rank, or copy as much from pinned memory to its GPU as tells the bus's rate."""
+def _rank_main(folder: Path, shard: Shard, device: str, *, only_copy: bool) -> int:
+    """Load a rank's shard, or copy pinned memory to its GPU to measure the rate of the bus."""
     end_with_parent(os.getppid())
     where = torch.device(f"cuda:{shard.rank}" if device == "cuda" else device)
     torch.empty(1, device=where)

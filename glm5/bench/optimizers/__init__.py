@@ -1,1 +1,1 @@
-"""Muon Split, Muon and AdamW: what each learns of the same steps, and what splitting does to updates."""
+"""Compares Muon Split, Muon and AdamW: loss at equal steps, and updates by head with and without splitting."""

@@ -1,9 +1,9 @@
 """`python -m glm5.bench.optimizers RECIPE`: loss curves of Muon Split, Muon and AdamW at equal tokens, over seeds.
 
-First a search: each optimizer with each of its rates, for fewer steps and with the first seed; the rate with the least
-held-out loss is its own from then on. Then every optimizer with every seed, several at a time, for a GPU has room
-for many small models. Last some steps of each with nothing beside it, for the time of a step. A table, optimizers.json
-and optimizers.svg; what a run has found is kept, so the command goes on where it was cut off.
+First each optimizer is trained with each of its rates, for fewer steps and with the first seed; the rate of the lowest
+held-out loss is used from then on. Then every optimizer is trained with every seed, several runs at a time. Last each
+runs some steps alone to measure the time of a step. Writes a table, optimizers.json and optimizers.svg. Results of
+finished runs are kept, so an interrupted command continues where it stopped.
 """
 
 import argparse
@@ -47,12 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     context = multiprocessing.get_context("spawn")  # a process that has used a GPU must not be forked
     with ProcessPoolExecutor(args.processes, mp_context=context) as pool:
         tried = [Plan(way, rate, args.seeds[0], args.search_steps) for way in WAYS for rate in rates[way]]
-        searched = list(_each(pool, given, tried))
+        searched = list(_results(pool, given, tried))
         best = {way: _best(way, searched) for way in WAYS}
         runs = [Plan(way, best[way], seed, steps) for seed in args.seeds for way in WAYS]
-        done = list(_each(pool, given, runs))
+        done = list(_results(pool, given, runs))
         alone = [Plan(way, best[way], args.seeds[0], args.timed_steps, alone=True) for way in WAYS]
-        timed = [one for plan in alone for one in _each(pool, given, [plan])]
+        timed = [one for plan in alone for one in _results(pool, given, [plan])]
     summary = lines(searched, done, timed)
     out(table(summary))
     document = {"lines": [asdict(one) for one in summary], "runs": [asdict(one) for one in (*searched, *done, *timed)]}
@@ -63,11 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _each(pool: Executor, given: Given, plans: Sequence[Plan]) -> Iterator[Done]:
-    """Results as they come, those that are there first. A failure ends it, with what was found so far on disk."""
-    there = {plan: found(given, plan) for plan in plans}
-    yield from (done for done in there.values() if done is not None)
-    for future in as_completed([pool.submit(run, given, plan) for plan, done in there.items() if done is None]):
+def _results(pool: Executor, given: Given, plans: Sequence[Plan]) -> Iterator[Done]:
+    """Existing results first, then new ones as they finish. Ends at the first failure; earlier results are on disk."""
+    existing = {plan: found(given, plan) for plan in plans}
+    yield from (done for done in existing.values() if done is not None)
+    for future in as_completed([pool.submit(run, given, plan) for plan, done in existing.items() if done is None]):
         done = future.result()
         out(f"{done.plan.name}: held-out loss {done.last:.4f}, {done.seconds * 1e3:.0f} ms a step")
         yield done

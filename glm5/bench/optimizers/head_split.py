@@ -1,8 +1,8 @@
-"""`python -m glm5.bench.optimizers.head_split`: q_b_proj whole and by heads, half of them with small gradients.
+"""`python -m glm5.bench.optimizers.head_split`: Muon on q_b_proj, with and without a split by heads.
 
-Whole, one orthogonalisation shares its size out over all heads, and those with small gradients starve. Split, every
-head moves as far. Printed: root mean square of the first update of both halves, its largest singular value within a
-head, operations and time. `--plot` draws the update of every head.
+Half of the heads have small gradients. Orthogonalised as one matrix, their updates are small; split by heads, all
+updates have the same size. Printed: RMS of the first update of both halves, its largest singular value within a head,
+operations and time. `--plot` draws the update of every head.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from glm5.train.optim.newton_schulz import flops
 REPEATS = 3
 
 
-class Found(NamedTuple):
-    """Of one way: update RMS by head, the largest singular value of any head, operations, seconds (median)."""
+class Measured(NamedTuple):
+    """Update RMS by head, the largest singular value of any head, operations, median seconds."""
 
     rms_H: list[float]
     spectral: float
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _measured(grad: Tensor, heads: int, rows: tuple[int, ...]) -> Found:
+def _measured(grad: Tensor, heads: int, rows: tuple[int, ...]) -> Measured:
     weight = nn.Parameter(torch.zeros_like(grad))
     weight.grad = grad
     seconds: list[float] = []
@@ -79,7 +79,7 @@ def _measured(grad: Tensor, heads: int, rows: tuple[int, ...]) -> Found:
     operations = heads * flops(*update_HXQ.shape[1:]) if rows else flops(*grad.shape)
     rms_H = update_HXQ.square().mean(dim=(1, 2)).sqrt()
     spectral = torch.linalg.matrix_norm(update_HXQ, ord=2).max().item()
-    return Found(rms_H.tolist(), spectral, operations, statistics.median(seconds))
+    return Measured(rms_H.tolist(), spectral, operations, statistics.median(seconds))
 
 
 def _halves(rms_H: list[float]) -> tuple[list[float], list[float]]:
@@ -91,7 +91,7 @@ def _wait(tensor: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def _write_plot(path: str, found: dict[str, Found], smaller: float) -> None:
+def _write_plot(path: str, found: dict[str, Measured], smaller: float) -> None:
     figure: Any = require("matplotlib.figure", "plot").Figure(figsize=(7.0, 3.2), layout="constrained")
     axes = figure.subplots()
     for shift, (name, one) in zip((-0.2, 0.2), found.items(), strict=True):

@@ -1,4 +1,4 @@
-"""What the runs found, as a table and as a picture: curves of held-out loss, mean and range over seeds."""
+"""Results as a table and as a plot of held-out loss, mean and range over seeds."""
 
 import math
 import statistics
@@ -13,8 +13,9 @@ COLOURS = dict(zip(WAYS, ("#1f5fbf", "#2b8a57", "#c2410c"), strict=True))
 
 @dataclass(frozen=True)
 class Line:
-    """An optimizer: losses of the search by rate; held-out losses in the end by seed, their mean and standard
-    deviation, and the mean half way; milliseconds of a step with nothing beside it, and of the optimizer in it."""
+    """An optimizer's results. `search`: losses of the search by rate. `each`: final held-out loss by seed, with `mean`
+    and standard deviation `spread`; `half_way`: the mean at half of the steps. `step_ms`, `optimizer_ms`: a step that
+    runs alone, and the optimizer's part of it."""
 
     way: str
     rate: float
@@ -28,7 +29,7 @@ class Line:
 
     @property
     def at_an_end(self) -> bool:
-        """Whether the search found its rate at an end of those tried: others may be better."""
+        """Whether the best rate is the smallest or largest tried, so that others may be better."""
         return self.rate in (min(self.search), max(self.search))
 
 
@@ -55,7 +56,7 @@ def lines(searched: Sequence[Done], done: Sequence[Done], timed: Sequence[Done])
 
 
 def table(found: Sequence[Line]) -> str:
-    """By optimizer; below it, what the search saw."""
+    """Results by optimizer, then the losses of the search."""
     rows = [f"{'':12}{'rate':>9}{'half way':>10}{'in the end':>12}{'spread':>8}{'step ms':>9}{'optimizer ms':>14}"]
     rows += [
         f"{one.way:12}{one.rate:9.2g}{one.half_way:10.3f}{one.mean:12.3f}{one.spread:8.3f}"
@@ -98,7 +99,7 @@ def picture(done: Sequence[Done]) -> str:
 
 
 def _axes(place: Callable[[float, float], str], low: float, high: float, most: int) -> Iterator[str]:
-    """Five numbers on each side, and what they are."""
+    """Ticks and labels of both axes."""
     for i in range(6):
         loss, tokens = low + (high - low) * i / 5, most * i / 5
         (_, y), (x, _) = (place(*at).split(",") for at in ((0, loss), (tokens, low)))

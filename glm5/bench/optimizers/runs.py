@@ -1,6 +1,6 @@
-"""One short training with one optimizer, at one rate, of one seed: what is kept of it are its losses and times.
+"""One short training with one optimizer, rate and seed, of which losses and times are kept.
 
-Runs share tokenizer and token files, which are made once, and see the same sequences where they share the seed.
+Runs share the tokenizer and token files, which are prepared once. Runs of one seed see the same sequences.
 """
 
 import json
@@ -21,12 +21,12 @@ from glm5.train.metrics import read_metrics
 
 WAYS = {"Muon Split": ("muon", True), "Muon": ("muon", False), "AdamW": ("adamw", False)}
 """Of training matrices: `kind` and `split` of the recipe's optimizer."""
-FIRST = 10  # steps that no time is taken of: kernels are found and compiled in them
+FIRST = 10  # untimed steps, in which kernels are compiled
 
 
 @dataclass(frozen=True)
 class Given:
-    """What all runs share: the recipe's file, settings over it, and the folder of what is found."""
+    """What all runs share: the recipe file, its overrides and the folder of results."""
 
     recipe: Path
     settings: tuple[str, ...]
@@ -42,7 +42,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Plan:
-    """`rate`: the highest of matrices. `steps`: of the recipe's one stage. `alone`: nothing runs beside it."""
+    """`rate`: the peak learning rate of matrices. `steps`: of the recipe's one stage. `alone`: without parallel
+    runs."""
 
     way: str
     rate: float
@@ -56,7 +57,7 @@ class Plan:
         return "-".join((*words, *(["alone"] if self.alone else [])))
 
     def settings(self, folder: Path, lr: float) -> Sequence[str]:
-        """Of the recipe, whose stage has the rate `lr`. A step whose loss is no number is left out, and so shows."""
+        """Overrides of the recipe, whose stage has the rate `lr`. Steps with a NaN loss are skipped, not fatal."""
         kind, split = WAYS[self.way]
         return (
             *(f"out={folder}", f"seed={self.seed}", f"skip_steps={self.steps}", f"stage.0.steps={self.steps}"),
@@ -67,7 +68,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Done:
-    """(tokens, loss) of all steps, and of held-out rows; medians of the seconds of a step, and of its optimizer."""
+    """(tokens, loss) of all steps and of held-out evaluations; median seconds of a step, and of its optimizer."""
 
     plan: Plan
     losses: list[tuple[int, float]]
@@ -77,12 +78,12 @@ class Done:
 
     @property
     def last(self) -> float:
-        """The held-out loss in the end."""
+        """The final held-out loss."""
         return self.held_out[-1][1]
 
 
 def found(given: Given, plan: Plan) -> Done | None:
-    """What an earlier call of the command has left in OUT/NAME.json."""
+    """The result of an earlier run in OUT/NAME.json, if any."""
     file = given.out / f"{plan.name}.json"
     if not file.exists():
         return None
@@ -91,7 +92,7 @@ def found(given: Given, plan: Plan) -> Done | None:
 
 
 def run(given: Given, plan: Plan) -> Done:
-    """Train, and write OUT/NAME.json. Weights are thrown away; what is said goes to OUT/NAME.log."""
+    """Train, and write OUT/NAME.json. Weights are deleted; the log goes to OUT/NAME.log."""
     with (
         tempfile.TemporaryDirectory(prefix=f".{plan.name}-", dir=given.out) as name,
         (given.out / f"{plan.name}.log").open("w", encoding="utf-8") as log,

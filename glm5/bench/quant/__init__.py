@@ -1,1 +1,1 @@
-"""Algorithms of quantization, timed: `python -m glm5.bench.quant`."""
+"""Times quantization algorithms: `python -m glm5.bench.quant`."""

@@ -1,7 +1,7 @@
-"""`python -m glm5.bench.quant`: SSZ beside a grid of a hundred scales, and stacks of experts beside loops over them.
+"""`python -m glm5.bench.quant`: SSZ compared with a grid of 100 scales, and batched experts with loops over experts.
 
-The second table runs each algorithm on all experts at once; on one after the other; and, where msModelSlim has it, as
-msModelSlim does, one after the other. Loops are timed over `--loop` experts and projected to all.
+The second table runs each algorithm on all experts at once, in a loop over experts, and in a loop with msModelSlim's
+version if there is one. Loops are timed over `--loop` experts and projected to all.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Run = Callable[[Work], Tensor | Smoothing]
 
 
 def runs(width: int) -> dict[str, tuple[Run, Run | None]]:
-    """By name: ours, and msModelSlim's; of GPTQ, columns one at a time."""
+    """By name: this package's algorithm, and msModelSlim's (for GPTQ: one column at a time) or None."""
     rotation = random_hadamard(width, 1)
     return {
         "int8 min-max": (lambda w: quantize(w.weight, W8A8.weight).codes, None),
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def scales(device: str) -> None:
-    """Relative error of int4 weights [ROWS, 2048], and milliseconds."""
+    """Print relative errors of int4 weights [ROWS, 2048], and milliseconds."""
     heads = ("min-max", "SSZ 10", "SSZ 50", "ours", "grid", "over grid")
     out(f"{'weights':<20} {' '.join(f'{head:>8}' for head in heads)}  ms: SSZ 50, ours, grid")
     for grid in (INT4_CHANNEL, INT4_GROUP):
@@ -99,23 +99,25 @@ def scales(device: str) -> None:
             ]
             found = [_timed(lambda m=m, w=weight, g=grid: m(w, g), device) for m in methods]
             errors = [float((fake_quantize(weight, grid, s) - weight).norm() / weight.norm()) for s, _ in found]
-            figures = " ".join(f"{error:8.5f}" for error in errors)
+            shown_errors = " ".join(f"{error:8.5f}" for error in errors)
             times = ", ".join(f"{1e3 * seconds:.0f}" for _, seconds in found[2:])
-            out(f"{grid.scope + ' ' + name:<20} {figures} {errors[3] / errors[4] - 1:9.3%}  {times}")
+            out(f"{grid.scope + ' ' + name:<20} {shown_errors} {errors[3] / errors[4] - 1:9.3%}  {times}")
 
 
 def best_of_a_hundred(weight: Tensor, grid: Grid) -> Tensor:
-    """The scale of least error among 100 even steps from min-max's down to a tenth of it, in parts like SSZ."""
+    """The scale of least error among 100 even steps from min-max's down to a tenth of it, in chunks like SSZ."""
     scale, _ = minmax(weight, grid)
     for some, rows in chunks(weight.unsqueeze(0)):
         groups, first = as_groups(weight.unsqueeze(0)[some, rows], grid), scale.unsqueeze(0)[some, rows]
-        best, least, room = first, torch.full_like(first, torch.inf), torch.empty_like(groups)
+        best, least, error = first, torch.full_like(first, torch.inf), torch.empty_like(groups)
         for i in range(100):
             each = first * (1 - 0.009 * i)
-            torch.mul(groups, each.reciprocal().unsqueeze(-1), out=room).round_().clamp_(grid.quant_min, grid.quant_max)
-            wrong = room.mul_(each.unsqueeze(-1)).sub_(groups).square_().sum(-1)
-            better = wrong < least
-            best, least = torch.where(better, each, best), torch.where(better, wrong, least)
+            torch.mul(groups, each.reciprocal().unsqueeze(-1), out=error).round_().clamp_(
+                grid.quant_min, grid.quant_max
+            )
+            squared_error = error.mul_(each.unsqueeze(-1)).sub_(groups).square_().sum(-1)
+            better = squared_error < least
+            best, least = torch.where(better, each, best), torch.where(better, squared_error, least)
         scale.unsqueeze(0)[some, rows] = best
     return scale
 
@@ -132,18 +134,19 @@ def stacks(args: argparse.Namespace) -> None:
         if args.only not in name:
             continue
         _timed(lambda run=ours: run(_member(work, 0)), args.device)
-        whole, seconds = _timed(lambda run=ours: run(work), args.device)
-        alone, of_loop = _timed(lambda run=ours: [run(_member(work, e)) for e in range(loop)], args.device)
-        of_loop *= args.experts / loop
-        line = f"{name:<16} {seconds:9.3f} {of_loop:9.3f} {of_loop / seconds:5.1f}x"
+        stacked, seconds = _timed(lambda run=ours: run(work), args.device)
+        looped, loop_seconds = _timed(lambda run=ours: [run(_member(work, e)) for e in range(loop)], args.device)
+        loop_seconds *= args.experts / loop
+        line = f"{name:<16} {seconds:9.3f} {loop_seconds:9.3f} {loop_seconds / seconds:5.1f}x"
         if upstream is not None:
-            _, theirs = _timed(lambda run=upstream: [run(_member(work, e)) for e in range(loop)], args.device)
-            line += f" {theirs * args.experts / loop:10.3f} {theirs * args.experts / loop / seconds:5.1f}x"
+            _, upstream_seconds = _timed(lambda run=upstream: [run(_member(work, e)) for e in range(loop)], args.device)
+            upstream_seconds *= args.experts / loop
+            line += f" {upstream_seconds:10.3f} {upstream_seconds / seconds:5.1f}x"
         else:
             line += " " * 18
-        of_stack = _results(whole, work.weight)
-        of_each = [_results(part, work.weight[e]) for e, part in enumerate(alone)]
-        found = [_same(name, [each[name] for each in of_each], result) for name, result in of_stack.items()]
+        stack_results = _results(stacked, work.weight)
+        loop_results = [_results(part, work.weight[e]) for e, part in enumerate(looped)]
+        found = [_same(name, [each[name] for each in loop_results], result) for name, result in stack_results.items()]
         out(f"{line}  {', '.join(found)}", flush=True)
 
 
@@ -152,15 +155,15 @@ def _member(work: Work, e: int) -> Work:
 
 
 def _results(found: Tensor | Smoothing, weight: Tensor) -> dict[str, Tensor]:
-    """What is compared, by name; of smoothing its exponents, scales, and the codes that weights get behind it."""
+    """The compared tensors by name. For smoothing: exponents, scales and the codes of smoothed weights."""
     if isinstance(found, Tensor):
         return {"": found}
     codes = quantize(weight * found.scale.unsqueeze(-2), W8A8.weight).codes
     return {"exponents": torch.stack([found.alpha, found.beta], -1), "scales": found.scale, "codes": codes}
 
 
-def _same(name: str, parts: list[Tensor], whole: Tensor) -> str:
-    same = torch.stack([part == whole[e] for e, part in enumerate(parts)]).float().mean().item()
+def _same(name: str, looped: list[Tensor], stacked: Tensor) -> str:
+    same = torch.stack([part == stacked[e] for e, part in enumerate(looped)]).float().mean().item()
     return f"{name} {'every bit' if same == 1 else f'{same:.4%}'}".strip()
 
 

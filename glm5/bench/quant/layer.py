@@ -1,9 +1,9 @@
-"""One MoE layer of real size through the whole pipeline: `python -m glm5.bench.quant.layer FOLDER`.
+"""Quantizes one MoE layer of full size by the complete pipeline: `python -m glm5.bench.quant.layer FOLDER`.
 
-Writes a checkpoint of one layer with random weights (GLM-5's has 9.7 billion, 19.5 GB in bfloat16) into FOLDER and
-quantizes it as `glm5 quantize --scheme w4a8` does, from files to verified files. Says seconds, where they went, peaks
-of memory, and what follows for all 75 such layers, each read while the one before is worked on: on one GPU, and on
-several, of which each has a part of the experts.
+Writes a checkpoint of one layer with random weights (9.7 billion for GLM-5, 19.5 GB in bfloat16) into FOLDER and
+quantizes it as `glm5 quantize --scheme w4a8` does, from files to verified files. Prints seconds by function, peak
+memory and a projection to all 75 such layers, on one GPU and on several that split the experts. The projection assumes
+that each layer is read while the one before is quantized.
 """
 
 import argparse
@@ -33,20 +33,20 @@ from glm5.quantize.source import Source
 
 LAYERS = 75  # with experts, of GLM-5
 _VOCAB = 4096
-# What a run's time is made of, and whose functions they are. The first group is spread over several GPUs; a next layer
-# is read beside it all, and the first one is waited for (`OUTER` is next to nothing).
+# The timed functions and their owners. Several GPUs divide the work of the first group. The next layer is read
+# meanwhile.
 _DIVIDED = (
     (quantize_layer, "smooth_layer"),
     (quantize_layer, "quantize_modules"),
     (Activations, "inputs"),
     (Activations, "through"),
 )
-_WHOLE = ((quantize_layer, "rotated"), (run, "write"), (run, "verify"))
+_UNDIVIDED = ((quantize_layer, "rotated"), (run, "write"), (run, "verify"))
 _READ = (Source, "layer")
 
 
 def one_layer(name: str) -> ModelConfig:
-    """A preset's first layer with experts, alone, without MTP and with few words."""
+    """A preset's first MoE layer alone, without MTP and with a small vocabulary."""
     cfg = preset(name)
     small = {"vocab_size": min(_VOCAB, cfg.vocab_size), "eos_token_id": [1], "pad_token_id": 0}
     one = {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"], "indexer_types": ["full"]}
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.quantize(QuantizeConfig.model_validate(settings), ids)
     seconds = time.monotonic() - began
     host, device = peak_memory(used)
-    names = [name for _, name in (_READ, *_WHOLE, *_DIVIDED)]
+    names = [name for _, name in (_READ, *_UNDIVIDED, *_DIVIDED)]
     out(f"{seconds:.1f} s: " + ", ".join(f"{name} {parts[name]:.1f}" for name in names))
     out(f"at most {host / 1e9:.1f} GB of host memory, {device}")
     divided, read = sum(parts[name] for _, name in _DIVIDED), parts[_READ[1]]
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _watched(used: Sequence[torch.device]) -> Iterator[dict[str, float]]:
-    """Seconds in each of the pipeline's functions, up to the end of what they asked devices for."""
+    """Measure seconds in each of the pipeline's functions, including the GPU work that they enqueue."""
     seconds: dict[str, float] = defaultdict(float)
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +108,7 @@ def _watched(used: Sequence[torch.device]) -> Iterator[dict[str, float]]:
 
         return run_watched
 
-    before = [(owner, name, getattr(owner, name)) for owner, name in (_READ, *_WHOLE, *_DIVIDED)]
+    before = [(owner, name, getattr(owner, name)) for owner, name in (_READ, *_UNDIVIDED, *_DIVIDED)]
     for owner, name, function in before:
         setattr(owner, name, watched(name, function))
     try:

@@ -1,10 +1,9 @@
-"""What servers are asked, and what the chunks of their answers say: OpenAI's two routes, and SGLang's own.
+"""Request bodies and response chunks of OpenAI's two routes and of SGLang's own.
 
-Chunk shapes differ between servers and versions, so a chunk is read for what it holds:
+Chunk shapes differ between servers and versions, so a chunk is read by its content:
 
-    carries   part of an answer is in it: text, reasoning or a tool call. A chunk with a role alone has none, nor has
-              the one that only says why the answer ended.
-    total     tokens of the answer up to and with this chunk, where the server says so: usage in every chunk,
+    carries   it has text, reasoning or a tool call. A chunk with only a role or only a finish reason carries nothing.
+    total     tokens of the answer up to and including this chunk, if the server reports them: usage in every chunk,
               `token_ids`, SGLang's `meta_info`
     usage     the final count, with the last chunk or in one of its own without choices
 """
@@ -24,7 +23,7 @@ Prompt = str | list[int] | list[Message]
 
 
 class Usage(NamedTuple):
-    """What the server counted. None: it did not say. `num_steps`: verification steps of a speculating SGLang."""
+    """Counts reported by the server; None if not reported. `num_steps`: SGLang's verification steps of drafts."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -33,7 +32,8 @@ class Usage(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One chunk of an answer. `added`, `total`: tokens in it, and up to it, if it says; `finish`: why it is last."""
+    """One chunk of an answer. `added`, `total`: tokens in it, and up to it, if reported; `finish`: the finish
+    reason."""
 
     text: str = ""
     reasoning: str = ""
@@ -45,8 +45,8 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asking:
-    """What every request of a run has in common. `extra` is merged over the body, objects one level deep."""
+class RequestParams:
+    """Parameters of every request of a run. `extra` is merged over the body, objects one level deep."""
 
     model: str
     temperature: float
@@ -56,7 +56,7 @@ class Asking:
 
 
 class ApiFormat(Protocol):
-    """One way to ask for an answer in a stream."""
+    """The API format of a streamed request."""
 
     path: str
 
@@ -65,11 +65,11 @@ class ApiFormat(Protocol):
         ...
 
     def read(self, data: bytes) -> Piece:
-        """One event of the stream. Raises `RequestFailed` for an error, and for what is no chunk."""
+        """Parse one event of the stream. Raises `RequestFailed` for an error and for anything but a chunk."""
         ...
 
     def join(self, so_far: str, text: str) -> str:
-        """The answer with the text of another piece."""
+        """Append the text of a chunk to the answer so far."""
         ...
 
 
@@ -82,7 +82,7 @@ class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
-    def told(self) -> Usage:
+    def as_usage(self) -> Usage:
         details = self.prompt_tokens_details
         return Usage(self.prompt_tokens, self.completion_tokens, details.cached_tokens if details else None)
 
@@ -114,9 +114,9 @@ _NO_DELTA = _Delta()
 
 
 class _OpenAI:
-    """What both of OpenAI's routes have in common."""
+    """Common parts of OpenAI's two routes."""
 
-    def __init__(self, asking: Asking) -> None:
+    def __init__(self, asking: RequestParams) -> None:
         self._asking = asking
         self._decoder = msgspec.json.Decoder(_Chunk)
 
@@ -159,7 +159,7 @@ class OpenAIChat(_OpenAI):
 
     def read(self, data: bytes) -> Piece:
         chunk = self._chunk(data)
-        usage = chunk.usage.told() if chunk.usage is not None else None
+        usage = chunk.usage.as_usage() if chunk.usage is not None else None
         if not chunk.choices:
             return Piece(usage=usage)
         choice = chunk.choices[0]
@@ -172,7 +172,7 @@ class OpenAIChat(_OpenAI):
 
 
 class OpenAICompletions(_OpenAI):
-    """/v1/completions. A chunk without text is a token all the same: part of a character that the next one ends."""
+    """/v1/completions. A chunk without text still counts: its token is part of an unfinished UTF-8 character."""
 
     path = "/v1/completions"
 
@@ -181,7 +181,7 @@ class OpenAICompletions(_OpenAI):
 
     def read(self, data: bytes) -> Piece:
         chunk = self._chunk(data)
-        usage = chunk.usage.told() if chunk.usage is not None else None
+        usage = chunk.usage.as_usage() if chunk.usage is not None else None
         if not chunk.choices:
             return Piece(usage=usage)
         choice = chunk.choices[0]
@@ -205,11 +205,11 @@ class _Generated(msgspec.Struct):
 
 
 class SGLang:
-    """/generate: every event holds the whole text so far (or, in some configurations, what is new) and a count."""
+    """/generate: every event holds the text so far (or, in some configurations, only new text) and a token count."""
 
     path = "/generate"
 
-    def __init__(self, asking: Asking) -> None:
+    def __init__(self, asking: RequestParams) -> None:
         self._asking = asking
         self._decoder = msgspec.json.Decoder(_Generated)
 
@@ -247,7 +247,8 @@ DIALECTS: dict[str, type[OpenAIChat] | type[OpenAICompletions] | type[SGLang]] =
 
 
 def plain(prompt: Prompt) -> str | list[int]:
-    """The prompt for a route without messages. Raises ConfigError for messages: their template is the server's."""
+    """The prompt for a route without messages. Raises ConfigError for messages, which need the server's chat
+    template."""
     if not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
         raise ConfigError("messages can be sent to a chat route only; use --backend openai-chat")
     return cast("str | list[int]", prompt)
@@ -262,7 +263,7 @@ def message_of(error: Any) -> str:
 
 
 def _checked(finish: str | None, message: Any = None) -> str | None:
-    """The finish reason, unless it is that the server gave up."""
+    """The finish reason. Raises `RequestFailed` if the server aborted the request."""
     if finish in ("abort", "error"):
         raise RequestFailed(IN_STREAM, message_of(message or f"the answer ended with finish reason {finish}"))
     return finish

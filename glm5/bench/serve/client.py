@@ -1,4 +1,4 @@
-"""One server as the load sees it: an answer measured, or a small JSON route read."""
+"""A client of one server: measured requests, and plain reads of small routes."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ MAX_REPLY = 1 << 26  # bytes of a plain answer; a page of metrics has a few hund
 
 @dataclass
 class ReplyText:
-    """The answer in words, which the next turn of its conversation repeats."""
+    """The answer's text, which is part of the prompt of the conversation's next turn."""
 
     text: str = ""
     reasoning: str = ""
@@ -46,31 +46,31 @@ class Client:
         self.server = ""
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ConfigError for a prompt that this route does not take."""
+        """Raises ConfigError for a prompt that this route does not accept."""
         self._dialect.body(prompt, 1)
 
     async def ask(self, record: Record, prompt: Prompt, max_tokens: int, tools: Sequence[Message] = ()) -> ReplyText:
-        """Send a request and fill in its record; what it fails of is in `record.error`, None if it did not."""
+        """Send a request and fill in its record. `record.error` is the kind of failure, or None."""
         body = self._dialect.body(prompt, max_tokens, tools)
         request = self._address.request("POST", self._path, self._headers, body)
-        reading = _Reading(self._dialect, record)
+        reader = _ResponseReader(self._dialect, record)
         record.sent = self._loop.time()
         try:
             async with asyncio.timeout(self._timeout):
-                answer = await self._pool.send(request, reading.receive)
+                answer = await self._pool.send(request, reader.receive)
             self.server = answer.headers.get("server", self.server)
-            reading.finish(answer, self._loop.time())
+            reader.finish(answer, self._loop.time())
             record.settle()
             record.error = None
         except RequestFailed as error:
             record.error, record.message = error.kind, error.message
         except TimeoutError:
             record.error, record.message = TIMEOUT, f"no whole answer within {self._timeout:g} s"
-        self.num_chunks += reading.num_chunks
-        return reading.said
+        self.num_chunks += reader.num_chunks
+        return reader.reply
 
     async def fetch(self, method: str, path: str, body: Any = None) -> bytes:
-        """The body of a plain answer. Raises `RequestFailed` for any status but success."""
+        """The body of a response. Raises `RequestFailed` for any status but success."""
         reply = bytearray()
 
         def receive(_answer: Answer, piece: bytes, _now: float) -> None:
@@ -90,14 +90,14 @@ class Client:
         return bytes(reply)
 
 
-class _Reading:
-    """Takes the body of one answer, chunk by chunk, as it comes."""
+class _ResponseReader:
+    """Reads the streamed body of one response."""
 
     def __init__(self, dialect: ApiFormat, record: Record) -> None:
         self._dialect, self._record = dialect, record
         self._events = Events()
         self._error = bytearray()
-        self.said = ReplyText()
+        self.reply = ReplyText()
         self.num_chunks = 0
 
     def receive(self, answer: Answer, piece: bytes, now: float) -> None:
@@ -108,7 +108,7 @@ class _Reading:
             self._take(data, now)
 
     def finish(self, answer: Answer, now: float) -> None:
-        """The answer is whole. Raises `RequestFailed` if its status says that it is none."""
+        """Process the end of the body. Raises `RequestFailed` if the status is not 200."""
         if answer.status != 200:
             raise RequestFailed(f"http {answer.status}", _error_text(bytes(self._error)))
         for data in self._events.finish():
@@ -122,9 +122,9 @@ class _Reading:
         piece = self._dialect.read(data)
         self._record.add(piece, now)
         if piece.text:
-            self.said.text = self._dialect.join(self.said.text, piece.text)
+            self.reply.text = self._dialect.join(self.reply.text, piece.text)
         if piece.reasoning:
-            self.said.reasoning += piece.reasoning
+            self.reply.reasoning += piece.reasoning
 
 
 def _error_text(body: bytes) -> str:

@@ -1,7 +1,7 @@
-"""What a server counts about itself: its Prometheus page before and after a run, and the difference.
+"""The server's Prometheus counters before and after a run, and their difference.
 
-Read are vLLM's names, which glm5 has too, with or without `_total`; labels of engine and model are summed over. A
-server without such a page, or without these counters, has no such figures: they are None, never 0.
+Metrics have vLLM's names, which glm5 shares, with or without `_total`; labels of engine and model are summed over. If
+the server has no such page or counter, the value is None, not 0.
 """
 
 import math
@@ -31,9 +31,9 @@ Counts = dict[tuple[str, str], float]
 class Gained:
     """What a run added to the server's counters.
 
-    `per_position`: share of steps in which the draft at that place was accepted. `acceptance_length`: tokens of a step,
-    the one that needs no draft included. `prefix_*`: prompt tokens looked up in the cache and found, in all or by tier.
-    `simulated_acceptance`: drafts stood at random, to gain so many tokens a step.
+    `per_position`: share of steps in which the draft at that position was accepted. `acceptance_length`: tokens per
+    step, including the one that needs no draft. `prefix_*`: prompt tokens looked up in the cache and found, in total or
+    by tier. `simulated_acceptance`: drafts were accepted at random with so many tokens per step on average.
     """
 
     acceptance_length: float | None = None
@@ -48,7 +48,7 @@ class Gained:
 
 
 async def read_counters(client: Client) -> Counts | None:
-    """The counters of now, or None for a server that shows none."""
+    """Current counters, or None if the server has none."""
     try:
         page = (await client.fetch("GET", "/metrics")).decode("utf-8", "replace")
     except RequestFailed:
@@ -57,7 +57,7 @@ async def read_counters(client: Client) -> Counts | None:
 
 
 def parse(page: str) -> Counts:
-    """The counters of a Prometheus page that are of use here."""
+    """The counters `NAMES` of a Prometheus page."""
     counts: defaultdict[tuple[str, str], float] = defaultdict(float)
     for line in page.splitlines():
         if line.startswith(NAMES) and (found := LINE.match(line)):
@@ -76,33 +76,33 @@ def _number(text: str) -> float:
 
 
 def gained(before: Counts | None, after: Counts | None) -> Gained:
-    """The difference of two readings."""
+    """The difference between two readings."""
     if before is None or after is None:
         return Gained()
-    more = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    change = {key: value - before.get(key, 0.0) for key, value in after.items()}
 
-    def whole(name: str) -> int | None:
-        return round(more[name, ""]) if (name, "") in more else None
+    def count(name: str) -> int | None:
+        return round(change[name, ""]) if (name, "") in change else None
 
-    drafts, drafted, accepted = (whole(SPEC + name) for name in ("drafts", "draft_tokens", "accepted_tokens"))
-    positions = {at: value for (name, at), value in more.items() if name == SPEC + "accepted_tokens_per_pos"}
+    drafts, drafted, accepted = (count(SPEC + name) for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    positions = {at: value for (name, at), value in change.items() if name == SPEC + "accepted_tokens_per_pos"}
     per_position = {int(at): value for at, value in positions.items() if at.isdecimal()}
-    tiers = {tier: round(value) for (name, tier), value in more.items() if name == TIERS}
+    tiers = {tier: round(value) for (name, tier), value in change.items() if name == TIERS}
     return Gained(
         acceptance_length=1 + (accepted or 0) / drafts if drafts else None,
         acceptance_rate=(accepted or 0) / drafted if drafted else None,
         per_position=tuple(per_position[at] / drafts for at in sorted(per_position)) if drafts else (),
         num_drafts=drafts,
-        prefix_queries=whole(PREFIX + "queries"),
-        prefix_hits=whole(PREFIX + "hits"),
+        prefix_queries=count(PREFIX + "queries"),
+        prefix_hits=count(PREFIX + "hits"),
         hits_by_tier=tiers or None,
-        preemptions=whole("vllm:num_preemptions"),
+        preemptions=count("vllm:num_preemptions"),
         simulated_acceptance=after.get((SIMULATED, "")) or None,
     )
 
 
 async def sglang_acceptance(client: Client) -> float | None:
-    """Mean tokens of a step since an SGLang server started, by its own account; None if it does not speculate."""
+    """Mean tokens per step since an SGLang server started, as it reports them; None without speculative decoding."""
     try:
         info: Any = msgspec.json.decode(await client.fetch("GET", "/get_server_info"))
         value = info["internal_states"][0]["avg_spec_accept_length"]

@@ -1,4 +1,4 @@
-"""Why a request has no result: `kind` is what errors are counted by, the message is the server's or the socket's."""
+"""Failures of requests: errors are counted by `kind`; the message is the server's or the socket's."""
 
 from glm5.common.errors import GlmError
 
@@ -7,7 +7,7 @@ BAD_ANSWER, IN_STREAM, NO_TOKENS, CUT_OFF = "bad answer", "error in stream", "no
 
 
 class RequestFailed(GlmError):
-    """One request of the load failed. `kind`: one of this file's names, or "http 503" and its like."""
+    """One request failed. `kind`: one of this file's constants, or "http STATUS"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}" if message else kind)

@@ -4,10 +4,11 @@
     {"prompt": "text"} or {"prompt": [1, 2, 3]}         text or token ids
     {"conversations": [{"from", "value"}, ...]}         ShareGPT: the first question, its reply gives the length
     {"input_length": 900, "output_length": 50, "hash_ids": [...]}     Mooncake's traces: random texts of that
-                                                        length; a hash stands for 512 tokens that are always the same
+                                                        length; equal hashes give equal blocks of 512 tokens
 
-How long an answer may be: `max_tokens`, `max_completion_tokens`, `output_tokens`, `output_len` or `output_length` of
-the line, else the length of a ShareGPT reply, else 256. Without a tokenizer a reply has a token for four characters.
+The maximum length of an answer is `max_tokens`, `max_completion_tokens`, `output_tokens`, `output_len` or
+`output_length` of the line, else the length of a ShareGPT reply, else 256. Without a tokenizer four characters of a
+reply count as one token.
 """
 
 import json
@@ -30,7 +31,7 @@ ALLOWED = "an object with messages, prompt, conversations or input_length"
 
 @dataclass(frozen=True)
 class Reader:
-    """How lines become requests. `count`: tokens of a text; `output_len` is the same for all if given."""
+    """Turns lines into requests. `count`: the number of tokens of a text; `output_len` applies to all if given."""
 
     source: Source
     count: Callable[[str], int]
@@ -38,7 +39,7 @@ class Reader:
     output_len: int | None = None
 
     def read(self, path: str) -> list[Conversation]:
-        """Every request of a file, in its order. Raises ConfigError naming the line that is none."""
+        """Every request of a file, in order. Raises ConfigError naming a line that is not a request."""
         return [self._conversation(row, where) for row, where in _rows(path)]
 
     def _conversation(self, row: Any, where: str) -> Conversation:
@@ -65,19 +66,23 @@ class Reader:
             return self.output_len
         for key in LENGTHS:
             if row.get(key) is not None:
-                return _whole(row[key], f"{where}: {key}")
+                return _checked_int(row[key], f"{where}: {key}")
         return DEFAULT_OUTPUT if reply is None else max(1, self.count(reply))
 
     def _drawn(self, row: dict[str, Any], where: str) -> str | list[int]:
-        wanted = _whole(row["input_length"], f"{where}: input_length")
+        wanted = _checked_int(row["input_length"], f"{where}: input_length")
         hashes = row.get("hash_ids") or []
         if not isinstance(hashes, list):
             raise ConfigError(f"{where}: hash_ids: got {_short(hashes)}; allowed: a list")
         left = max(1, wanted - self.source.overhead)
         prompt: Any = None
         for k in range((left + BLOCK - 1) // BLOCK):
-            # What has no hash is a prompt's own, and no other line's.
-            own = [_whole(hashes[k], f"{where}: hash_ids", least=0)] if k < len(hashes) else [wanted, *where.encode()]
+            # Blocks without a hash are unique to their line.
+            own = (
+                [_checked_int(hashes[k], f"{where}: hash_ids", least=0)]
+                if k < len(hashes)
+                else [wanted, *where.encode()]
+            )
             piece = self.source.draw(np.random.default_rng([self.seed, 2, *own]), min(BLOCK, left - k * BLOCK))
             prompt = piece if prompt is None else prompt + piece
         return prompt
@@ -120,7 +125,7 @@ def _prompt(prompt: Any, where: str) -> str | list[int]:
 
 
 def _first_exchange(turns: Any, where: str) -> tuple[str, str | None]:
-    """The first thing a person says, and the reply to it if there is one."""
+    """The first message of a person, and the reply if there is one."""
     try:
         spoken = [(turn["from"], str(turn["value"])) for turn in turns]
         at = next(k for k, (who, text) in enumerate(spoken) if who in ("human", "user") and text)
@@ -130,7 +135,7 @@ def _first_exchange(turns: Any, where: str) -> tuple[str, str | None]:
     return spoken[at][1], reply
 
 
-def _whole(value: Any, where: str, least: int = 1) -> int:
+def _checked_int(value: Any, where: str, least: int = 1) -> int:
     if type(value) is not int or value < least:
         raise ConfigError(f"{where}: got {_short(value)}; allowed: a whole number, at least {least}")
     return value

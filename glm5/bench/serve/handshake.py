@@ -1,4 +1,4 @@
-"""Before the first run: wait for the server, learn the model's name, and how many tokens a word of a prompt has."""
+"""Before the first run: wait for the server, get the model's name, and measure the tokens per word of prompts."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from glm5.bench.serve.api_formats import DIALECTS, Asking
+from glm5.bench.serve.api_formats import DIALECTS, RequestParams
 from glm5.bench.serve.client import Client
 from glm5.bench.serve.failure import CONNECT, DISCONNECTED, TIMEOUT, RequestFailed
 from glm5.bench.serve.http import Address, Pool
@@ -20,15 +20,15 @@ from glm5.config.bench_serve import BenchServeConfig
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = (32, 160)  # wanted lengths of the two prompts by which tokens a word are measured
-PROBE_SEED = 1 << 32  # beyond any number of clients, by which prompts are drawn
+PROBE_TOKENS = (32, 160)  # lengths of the two prompts that measure tokens per word
+PROBE_SEED = 1 << 32  # larger than any number of clients, which seeds other prompts
 RETRY_EVERY = 1.0  # seconds
 NOT_READY = (CONNECT, DISCONNECTED, TIMEOUT, "http 502", "http 503", "http 504")
 FLUSH_ROUTES = ("/flush_cache", "/reset_prefix_cache")
 
 
 class ServerFacts(NamedTuple):
-    """A server that answers, and where prompts for it come from."""
+    """A server that answers, and the source of prompts for it."""
 
     client: Client
     model: str
@@ -36,12 +36,12 @@ class ServerFacts(NamedTuple):
 
 
 async def meet(settings: BenchServeConfig, pool: Pool, address: Address, api_key: str | None) -> ServerFacts:
-    """Wait until the server answers a request. Raises GlmError when it refuses one, or never answers."""
+    """Wait until the server answers a request. Raises GlmError if it refuses one or times out."""
     headers = ({"Authorization": f"Bearer {api_key}"} if api_key else {}) | settings.headers
 
     def client_for(model: str) -> Client:
         extra: Mapping[str, Any] = settings.extra_body or {}
-        asking = Asking(model, settings.temperature, settings.top_p, settings.ignore_eos, extra)
+        asking = RequestParams(model, settings.temperature, settings.top_p, settings.ignore_eos, extra)
         dialect, timeout = DIALECTS[settings.backend](asking), settings.request_timeout
         return Client(pool, address, dialect, headers=headers, timeout=timeout, endpoint=settings.endpoint)
 
@@ -71,13 +71,13 @@ async def flush_cache(client: Client) -> None:
 
 
 def token_counter(folder: str) -> Callable[[str], int]:
-    """Tells the tokens of a text, by the tokenizer in `folder`."""
+    """A function that counts the tokens of a text with the tokenizer in `folder`."""
     tokenizer = Tokenizer.from_dir(folder)
     return lambda text: len(tokenizer.encode(text))
 
 
 def _known_source(settings: BenchServeConfig) -> Source | None:
-    """Where random prompts come from, if it is known without asking the server."""
+    """The source of random prompts if it does not depend on the server, else None."""
     if settings.vocab_size is not None:
         return Ids(settings.vocab_size)
     if settings.tokenizer is not None:
@@ -109,7 +109,7 @@ async def _first_model(client: Client) -> str:
 
 
 async def _probe(client: Client, source: Source | None, number: int) -> int | None:
-    """Prompt tokens of a request that tests whether the server answers. Raises `RequestFailed` if it does not."""
+    """The prompt tokens that the server reports for a test request. Raises `RequestFailed`."""
     record = Record()
     rng = np.random.default_rng([PROBE_SEED, number])
     await client.ask(record, (source or Words()).draw(rng, PROBE_TOKENS[number]), 1)

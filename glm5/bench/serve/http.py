@@ -1,11 +1,11 @@
-"""HTTP/1.1 with one server, kept small: a load generator that is busy parsing measures itself.
+"""A minimal HTTP/1.1 client for one server, to keep the load generator's own CPU time small.
 
-A body is handed on from inside `data_received`, with the time at which the bytes were there: what is measured does not
-wait for a task to be scheduled. Connections are kept and used again; one that the server closed while it was idle is
-replaced. Time is the event loop's, so that tests bring their own.
+Bodies are passed on inside `data_received` with their arrival time, so that measured times do not include the
+scheduling of tasks. Connections are reused; one that the server closed while it was idle is replaced. Times are of the
+event loop's clock, which tests replace.
 
-Read are bodies with a length, in chunks, and up to the end of the connection. Redirects and compression are not: both
-would distort what is measured.
+Bodies may have a content length, be chunked, or end with the connection. Redirects and compression are not supported,
+because both would distort the measurement.
 """
 
 import asyncio
@@ -22,32 +22,32 @@ MAX_HEAD = 65536  # bytes of a status line with its headers, and of the line tha
 NO_BODY = (204, 304)
 
 Receive = Callable[["Answer", bytes, float], None]
-"""Takes a piece of an answer's body and the time at which it was there."""
+"""Receives a piece of a body and its arrival time."""
 
 
 @dataclass
 class Answer:
-    """The head of an answer; `whole` once its body has ended."""
+    """The head of a response; `complete` once its body has ended."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    whole: bool = False
+    complete: bool = False
 
 
 class Connection(asyncio.Protocol):
-    """One connection: sends a request, reads its answer, one at a time."""
+    """One connection, with one request at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_lost: "Callable[[Connection], None]") -> None:
         self._loop = loop
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self._rest = b""
+        self._buffer = b""
         self._answer = Answer()
         self._receive: Receive | None = None
         self._done: asyncio.Future[Answer] | None = None
         self._read: Callable[[bytes, int, float], int | None] = self._read_head
-        self._left = 0
-        self._keeps = False
+        self._remaining = 0
+        self._keep_alive = False
         self.answered = False
 
     @property
@@ -56,19 +56,19 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, request: bytes, receive: Receive) -> "asyncio.Future[Answer]":
-        """Write a request; the future ends with its answer, or with `RequestFailed`."""
+        """Write a request. The future's result is the response, its exception `RequestFailed`."""
         assert self._done is None, "one request at a time"
         done = self._done = self._loop.create_future()
         self._answer, self._receive, self._read = Answer(), receive, self._read_head
         self.answered = False
-        if self._transport is None:  # it was lost between being handed out and now
+        if self._transport is None:  # lost after the pool returned it
             self._fail(DISCONNECTED, "the server closed the connection")
         else:
             self._transport.write(request)
         return done
 
     def abort(self) -> None:
-        """Close now, whatever is under way."""
+        """Close immediately."""
         self._receive = None
         if self._transport is not None:
             self._transport.abort()
@@ -88,17 +88,17 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = self._loop.time()
-        if self._rest:
-            data, self._rest = self._rest + data, b""
+        if self._buffer:
+            data, self._buffer = self._buffer + data, b""
         at = 0
         try:
             while self._done is not None and at < len(data):
                 end = self._read(data, at, now)
                 if end is None:
-                    self._rest = data[at:]
+                    self._buffer = data[at:]
                     return
                 at = end
-        except RequestFailed as error:  # raised by who takes the body
+        except RequestFailed as error:  # raised by the receiver of the body
             self._fail(error.kind, error.message)
             self.abort()
             return
@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
             self._fail(BAD_ANSWER, f"not HTTP/1.1 ({error})")
             self.abort()
             return
-        if at < len(data):  # nobody asked for this: what it belongs to cannot be known
+        if at < len(data):  # data without a request
             self.abort()
 
     def _read_head(self, data: bytes, at: int, now: float) -> int | None:
@@ -123,21 +123,21 @@ class Connection(asyncio.Protocol):
         self._answer.status, self._answer.headers = int(status), headers
         if 100 <= self._answer.status < 200:  # an interim answer; the real one follows
             return stop + 4
-        said = headers.get("connection", "").lower()
-        self._keeps = "close" not in said if version == "HTTP/1.1" else "keep-alive" in said
+        connection = headers.get("connection", "").lower()
+        self._keep_alive = "close" not in connection if version == "HTTP/1.1" else "keep-alive" in connection
         if "chunked" in headers.get("transfer-encoding", "").lower():
             self._read = self._read_chunk
         elif self._answer.status in NO_BODY or "content-length" in headers:
-            self._left = 0 if self._answer.status in NO_BODY else int(headers["content-length"])
+            self._remaining = 0 if self._answer.status in NO_BODY else int(headers["content-length"])
             self._read = self._read_length
-            if self._left == 0:
+            if self._remaining == 0:
                 self._finish()
         else:
-            self._keeps, self._read = False, self._read_to_end
+            self._keep_alive, self._read = False, self._read_to_end
         return stop + 4
 
     def _read_chunk(self, data: bytes, at: int, now: float) -> int | None:
-        """A chunk is handed on whole: an event is of use only when its end is there."""
+        """Passes on complete chunks only: an event is useful only with its end."""
         line_end = data.find(b"\r\n", at)
         if line_end < 0:
             _check_size(len(data) - at)
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
             return self._read_trailers(data, start)
         if len(data) < start + size + 2:
             return None
-        self._hand_on(data[start : start + size], now)
+        self._pass_on(data[start : start + size], now)
         return start + size + 2
 
     def _read_trailers(self, data: bytes, start: int) -> int | None:
@@ -162,25 +162,25 @@ class Connection(asyncio.Protocol):
         return end + 2
 
     def _read_length(self, data: bytes, at: int, now: float) -> int:
-        piece = data[at : at + self._left]
-        self._left -= len(piece)
-        self._hand_on(piece, now)
-        if self._left == 0:
+        piece = data[at : at + self._remaining]
+        self._remaining -= len(piece)
+        self._pass_on(piece, now)
+        if self._remaining == 0:
             self._finish()
         return at + len(piece)
 
     def _read_to_end(self, data: bytes, at: int, now: float) -> int:
-        self._hand_on(data[at:], now)
+        self._pass_on(data[at:], now)
         return len(data)
 
-    def _hand_on(self, piece: bytes, now: float) -> None:
+    def _pass_on(self, piece: bytes, now: float) -> None:
         if self._receive is not None:
             self._receive(self._answer, piece, now)
 
     def _finish(self) -> None:
         done, self._done, self._receive = self._done, None, None
-        self._answer.whole = True
-        if not self._keeps and self._transport is not None:
+        self._answer.complete = True
+        if not self._keep_alive and self._transport is not None:
             self._transport.close()
         if done is not None and not done.done():
             done.set_result(self._answer)
@@ -201,7 +201,7 @@ Open = Callable[[Callable[[], Connection]], Awaitable[Connection]]
 
 
 class Pool:
-    """Connections to one server, as many as there are requests under way."""
+    """Connections to one server, one for each running request."""
 
     def __init__(self, open_connection: Open) -> None:
         self._open_connection = open_connection
@@ -211,14 +211,15 @@ class Pool:
         self.num_opened = 0
 
     async def send(self, request: bytes, receive: Receive) -> Answer:
-        """The answer's head, after its body went to `receive`. Raises `RequestFailed`; cancelling closes the socket."""
+        """The response's head, after its body went to `receive`. Raises `RequestFailed`; cancelling closes the
+        socket."""
         while True:
             reused = bool(self._idle)
             connection = self._idle.pop() if reused else await self._open()
             try:
                 answer = await connection.send(request, receive)
             except RequestFailed as error:
-                # Closed by the server while idle, as it may be at any time: not an error of this request.
+                # A server may close an idle connection at any time; that is not an error of this request.
                 if reused and not connection.answered and error.kind == DISCONNECTED:
                     continue
                 raise
@@ -251,7 +252,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is. `path` stands before every route."""
+    """The address of a server. `path` is the prefix of every route."""
 
     host: str
     port: int
@@ -260,7 +261,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> "Address":
-        """Raises ConfigError for what is no http or https URL."""
+        """Parse a URL. Raises ConfigError if it is not http or https."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -277,7 +278,7 @@ class Address:
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
     def route(self, path: str) -> str:
-        """`path` on this server; a base URL that ends in /v1, as OpenAI's clients want it, counts /v1 once."""
+        """`path` on this server. If the base URL ends in /v1, as for OpenAI's clients, /v1 is not repeated."""
         if self.path.endswith("/v1"):
             return self.path + path.removeprefix("/v1") if path.startswith("/v1/") else self.path[:-3] + path
         return self.path + path
@@ -292,7 +293,7 @@ class Address:
 
 
 async def opener(address: Address, *, verify: bool = True) -> Open:
-    """Opens connections to `address`, whose name is looked up once, here. Raises `RequestFailed` if it has none."""
+    """A function that opens connections to `address`. The host name is resolved once, here. Raises `RequestFailed`."""
     loop = asyncio.get_running_loop()
     context = _tls_context(verify=verify) if address.tls else None
     try:

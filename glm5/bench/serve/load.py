@@ -1,8 +1,8 @@
-"""Sends a workload and collects what was measured: at given times (open), by so many clients (closed), or both.
+"""Sends a workload and records its requests: an open load with given arrival times, a closed load of clients, or both.
 
-A request is sent at its time, or as soon after it as one of `clients` is free; waiting for that is not part of any
-latency, but it is counted. The turns of a conversation follow one another. Ctrl-C (the task being cancelled) ends
-what is under way and keeps what is done.
+A request is sent at its arrival time, or as soon afterwards as one of `clients` is free. That wait is not part of any
+latency, but such requests are counted. The turns of a conversation are sent one after the other. Ctrl-C (cancellation
+of the task) aborts running requests and keeps finished ones.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from glm5.bench.serve.client import Client, ReplyText
 from glm5.bench.serve.record import Record
 from glm5.bench.serve.workload import Conversation, extend
 
-LAG_EVERY, TELL_EVERY = 0.02, 1.0  # seconds
+LAG_EVERY, REPORT_EVERY = 0.02, 1.0  # seconds
 CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent and when. `arrivals`: seconds from the start, one a conversation. `pause`: between turns."""
+    """The load of a run. `arrivals`: seconds from the start, one per conversation. `pause`: seconds between turns."""
 
     conversations: Sequence[Conversation]
     arrivals: Sequence[float]
@@ -37,22 +37,22 @@ class Plan:
 
     @cached_property
     def is_closed(self) -> bool:
-        """Whether nothing waits for a time, only for a client to be free."""
+        """Whether requests wait only for a free client, not for an arrival time."""
         return self.clients is not None and not any(self.arrivals)
 
     @cached_property
     def has_waves(self) -> bool:
-        """Whether all clients start at once and then go on at their own pace."""
+        """Whether all clients start at once and then send more requests."""
         return self.is_closed and len(self.conversations) > (self.clients or 0)
 
 
 @dataclass
 class Outcome:
-    """A run as it was. Times are of the client's clock, in seconds.
+    """The records of a run. Times are of the client's clock, in seconds.
 
-    `late`: how much after its time each conversation was sent, because the client was busy. `lags`: how much later than
-    asked the event loop woke. `num_held`: conversations whose time had come when no client was free. `running`: records
-    of requests under way, by identity; `whole_tokens` and `whole_chunks` are sums over whole answers.
+    `late`: delay of each conversation's start after its arrival time, because the client was busy. `lags`: delays of
+    the event loop's timer. `num_held`: conversations that had to wait for a free client. `running`: records of running
+    requests by identity. `completed_tokens` and `completed_chunks`: sums over complete answers.
     """
 
     plan: Plan
@@ -66,30 +66,30 @@ class Outcome:
     running: dict[int, Record] = field(default_factory=dict[int, Record])
     num_ended: int = 0
     num_failed: int = 0
-    whole_tokens: int = 0
-    whole_chunks: int = 0
+    completed_tokens: int = 0
+    completed_chunks: int = 0
     num_chunks: int = 0
     cpu_seconds: float = 0.0
 
 
-Tell = Callable[[Outcome, float], None]
-"""Shows how far a run is at a time; called every second and at its end."""
+Report = Callable[[Outcome, float], None]
+"""Shows the progress of a run at a time; called every second and at the end."""
 
 
-async def run(client: Client, plan: Plan, tell: Tell | None = None) -> Outcome:
-    """Send everything in `plan`. Cancelled, it returns what it has, with `partial` set."""
+async def run(client: Client, plan: Plan, report: Report | None = None) -> Outcome:
+    """Send everything in `plan`. If cancelled, returns the records so far, with `partial` set."""
     loop = asyncio.get_running_loop()
     outcome = Outcome(plan, start=loop.time())
     slots = asyncio.Semaphore(plan.clients) if plan.clients is not None else None
     tasks: set[asyncio.Task[None]] = set()
     cpu, chunks = time.process_time(), client.num_chunks
-    async with _watched(outcome, tell):
+    async with _watched(outcome, report):
         try:
             for number, at in enumerate(plan.arrivals):
                 if (early := outcome.start + at - loop.time()) > 0:
                     await asyncio.sleep(early)
                 outcome.late.append(max(0.0, loop.time() - outcome.start - at))
-                if slots is not None and plan.is_closed:  # at most one task a client; the others need not exist yet
+                if slots is not None and plan.is_closed:  # at most one task per client
                     await slots.acquire()
                 tasks.add(asyncio.create_task(_converse(client, outcome, number, slots)))
             await asyncio.gather(*tasks)
@@ -117,10 +117,10 @@ async def _converse(client: Client, outcome: Outcome, number: int, slots: asynci
     try:
         for turn in range(len(conversation.turns)):
             record = Record(number, turn, first_wave and turn == 0, due, error=CANCELLED)
-            said = await _ask(client, outcome, record, prompt, conversation)
+            reply = await _ask(client, outcome, record, prompt, conversation)
             if record.error is not None or turn + 1 == len(conversation.turns):
                 break
-            prompt = extend(prompt, said, conversation.turns[turn + 1])
+            prompt = extend(prompt, reply, conversation.turns[turn + 1])
             if plan.pause > 0:
                 await asyncio.sleep(plan.pause)
             due = loop.time()
@@ -135,24 +135,24 @@ async def _ask(
     outcome.records.append(record)
     outcome.running[id(record)] = record
     try:
-        said = await client.ask(record, prompt, conversation.turns[record.turn].max_tokens, conversation.tools)
+        reply = await client.ask(record, prompt, conversation.turns[record.turn].max_tokens, conversation.tools)
     finally:
         del outcome.running[id(record)]
     outcome.num_ended += 1
     if record.error is None:
-        outcome.whole_tokens += record.num_tokens
-        outcome.whole_chunks += len(record.arrivals)
+        outcome.completed_tokens += record.num_tokens
+        outcome.completed_chunks += len(record.arrivals)
     else:
         outcome.num_failed += 1
-    return said
+    return reply
 
 
 @asynccontextmanager
-async def _watched(outcome: Outcome, tell: Tell | None) -> AsyncGenerator[None, None]:
-    """Measures the event loop's lag and tells of the run, while it lasts and once at its end."""
+async def _watched(outcome: Outcome, report: Report | None) -> AsyncGenerator[None, None]:
+    """Measures the event loop's lag and reports progress during the run, and once at its end."""
     watchers = [asyncio.create_task(_measure_lag(outcome.lags))]
-    if tell is not None:
-        watchers.append(asyncio.create_task(_tell_often(outcome, tell)))
+    if report is not None:
+        watchers.append(asyncio.create_task(_report_often(outcome, report)))
     try:
         yield
     finally:
@@ -161,8 +161,8 @@ async def _watched(outcome: Outcome, tell: Tell | None) -> AsyncGenerator[None, 
         for watcher in watchers:
             with suppress(asyncio.CancelledError):
                 await watcher
-        if tell is not None:
-            tell(outcome, asyncio.get_running_loop().time())
+        if report is not None:
+            report(outcome, asyncio.get_running_loop().time())
 
 
 async def _measure_lag(lags: "array[float]") -> None:
@@ -173,7 +173,7 @@ async def _measure_lag(lags: "array[float]") -> None:
         lags.append(max(0.0, loop.time() - due))
 
 
-async def _tell_often(outcome: Outcome, tell: Tell) -> None:
+async def _report_often(outcome: Outcome, report: Report) -> None:
     while True:
-        await asyncio.sleep(TELL_EVERY)
-        tell(outcome, asyncio.get_running_loop().time())
+        await asyncio.sleep(REPORT_EVERY)
+        report(outcome, asyncio.get_running_loop().time())

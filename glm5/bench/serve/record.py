@@ -1,15 +1,15 @@
-"""What was measured of one request, in seconds of the client's clock.
+"""The measurements of one request, in seconds of the client's clock.
 
     TTFT  first token - sent            sent: just before the request is written, connecting included
     E2E   end - sent                    end: the last chunk with a choice; the usage chunk after it does not count
     TPOT  (E2E - TTFT) / (n - 1)        n: tokens of the answer by the server's final usage; none for n = 1
     ITL   one value a token after the first chunk: the time since the chunk before, divided by the chunk's tokens
 
-Tokens of a chunk are what the server says of it (`counted` is "chunk"). If it only says the total, and that is not the
-number of chunks, the total is spread over the chunks as evenly as whole tokens allow ("usage"): right in the mean,
-smoothed in the percentiles. Without any usage each chunk is taken for one token ("guess").
+Tokens of a chunk are those that the server reports for it (`counted` is "chunk"). If the server reports only the total,
+and it differs from the number of chunks, the total is distributed evenly over the chunks ("usage"): means are exact,
+percentiles smoothed. Without any usage each chunk counts as one token ("guess").
 
-An answer without text is one, if the server says why it ended: its tokens, as many as usage tells, came with its end.
+An answer without text but with a finish reason is valid: all its tokens, by usage, arrive at its end.
 """
 
 from array import array
@@ -25,7 +25,7 @@ Counted = Literal["chunk", "usage", "guess"]
 
 @dataclass(slots=True)
 class Record:
-    """One request. `due`: when the load wanted it sent. `first_wave`: sent when all clients started at once."""
+    """One request. `due`: its intended time of sending. `first_wave`: whether it was sent when all clients started."""
 
     conversation: int = 0
     turn: int = 0
@@ -44,7 +44,7 @@ class Record:
     _ends_empty: bool = False
 
     def add(self, piece: Piece, now: float) -> None:
-        """Take a chunk that was there at `now`."""
+        """Add a chunk that arrived at `now`."""
         if piece.usage is not None:
             self.usage = piece.usage
         if not piece.carries and piece.finish is None:
@@ -56,26 +56,26 @@ class Record:
             total = so_far + piece.added
         if so_far == UNKNOWN or total is None:
             total = UNKNOWN
-        if not piece.carries and total <= so_far:  # it only says why the answer ended
+        if not piece.carries and total <= so_far:  # only a finish reason
             self._ends_empty = total == UNKNOWN
             return
         self.arrivals.append(now)
         self._totals.append(total if total == UNKNOWN else max(total, so_far))  # two chunks may share a token
 
     def settle(self) -> None:
-        """Close the books on an answer whose stream ended well. Raises `RequestFailed` if it is no whole answer."""
+        """Count the tokens of chunks after the stream has ended. Raises `RequestFailed` if the answer is incomplete."""
         if not self.arrivals and not self.end:
             raise RequestFailed(NO_TOKENS, "the stream has nothing of an answer")
         if self.finish is None:
             raise RequestFailed(CUT_OFF, f"the stream ended after {len(self.arrivals)} chunks without a finish reason")
         total = self.usage.completion_tokens
-        if not self.arrivals:  # nothing of it can be read: the model ended it at once, or its tokens are not shown
+        if not self.arrivals:  # no text: the model ended at once, or its tokens are hidden
             self.arrivals.append(self.end)
             self.counted = "guess" if total is None else "chunk"
             self.tokens = array("q", [1 if total is None else total])
             return
         num_chunks = len(self.arrivals)
-        if self._ends_empty and total == num_chunks + 1:  # the token that ended the answer came with its reason
+        if self._ends_empty and total == num_chunks + 1:  # the end token came with the finish reason
             self.arrivals.append(self.end)
             self._totals.append(UNKNOWN)
             num_chunks += 1
@@ -84,7 +84,7 @@ class Record:
             self.tokens = array("q", (b - a for a, b in zip([0, *self._totals], self._totals, strict=False)))
         elif total:
             self.counted = "chunk" if total == num_chunks else "usage"
-            self.tokens = spread(total, num_chunks)
+            self.tokens = distribute(total, num_chunks)
         else:
             self.tokens = array("q", [1] * num_chunks)
         self._totals = array("q")
@@ -108,7 +108,7 @@ class Record:
         return (self.latency - self.ttft) / (n - 1) if n > 1 else None
 
     def itl(self) -> list[float]:
-        """The time of each token after the first chunk. A chunk with no token of its own adds its time to the next."""
+        """The time of each token after the first chunk. The time of a chunk without tokens is added to the next one."""
         values: list[float] = []
         waited = 0.0
         for k in range(1, len(self.arrivals)):
@@ -119,12 +119,12 @@ class Record:
         return values
 
     def gaps(self) -> list[float]:
-        """The times between chunks, whatever is in them: what a reader of the stream sees, and vLLM's ITL."""
+        """The times between chunks, whatever their content. This is vLLM's ITL."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
-def spread(total: int, num_chunks: int) -> "array[int]":
-    """`total` tokens over chunks, as evenly as whole numbers allow; the first chunk has at least one."""
+def distribute(total: int, num_chunks: int) -> "array[int]":
+    """`total` tokens distributed over chunks as evenly as possible; the first chunk has at least one."""
     if num_chunks == 1:
         return array("q", [total])
     first = max(1, round(total / num_chunks))

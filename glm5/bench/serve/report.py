@@ -1,4 +1,4 @@
-"""Results for people (a block for each run, one table for a sweep) and for programs (JSON with vLLM's names)."""
+"""Results as text (a block for each run, one table for a sweep) and as JSON with vLLM's names."""
 
 import os
 import time
@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
-
 from glm5 import __version__
 from glm5.bench.serve.record import Record
 from glm5.bench.serve.session import Done
 from glm5.bench.serve.statistics import Result, Times
-from glm5.common.atomic import atomic_write
+from glm5.common.atomic import atomic_write_json
 from glm5.config.bench_serve import BenchServeConfig
 
 WIDTH = 58
@@ -26,7 +24,7 @@ TITLES = {
 
 
 def block(result: Result, metrics: Sequence[str]) -> str:
-    """One run in full, in the form in which vLLM and SGLang print theirs."""
+    """All results of one run, in the format of vLLM and SGLang."""
     title = " Partial result (interrupted) " if result.partial else " Serving benchmark result "
     lines = [title.center(WIDTH, "="), *_counts(result), *_rates(result)]
     for name in metrics:
@@ -42,8 +40,8 @@ def block(result: Result, metrics: Sequence[str]) -> str:
 
 
 def sweep_table(results: Sequence[Result]) -> str:
-    """All runs, one a line, as Markdown's table: tok/s/user is 1 / mean TPOT, times are milliseconds, "first wave" and
-    "after" mean TTFTs."""
+    """All runs as a Markdown table, one line each. tok/s/user is 1 / mean TPOT; times are milliseconds; "first wave"
+    and "after" are mean TTFTs."""
     heads = ["clients", "req/s", "out tok/s", "steady", "total tok/s", "tok/s/user", "TTFT mean", "p50", "p99"]
     heads += ["first wave", "after", "TPOT mean", "p50", "p99", "ITL p99", "E2E mean", "p99"]
     heads += ["accept", "hits", "good/s", "failed"]
@@ -56,18 +54,16 @@ def sweep_table(results: Sequence[Result]) -> str:
 
 
 def write_json(path: str | os.PathLike[str], settings: BenchServeConfig, runs: Sequence[Done]) -> None:
-    """Write the results so far; the file is always whole."""
-    with atomic_write(path, "wb") as handle:
-        encoded = msgspec.json.encode(document(settings, runs))
-        handle.write(msgspec.json.format(encoded, indent=1) + b"\n")
+    """Write the results so far, atomically."""
+    atomic_write_json(path, document(settings, runs))
 
 
 def document(settings: BenchServeConfig, runs: Sequence[Done]) -> dict[str, Any]:
-    """What the JSON file holds. Values of headers, which may be keys, stay out of it."""
+    """The content of the JSON file. Values of headers are left out, because they may be API keys."""
     given = settings.model_dump(mode="json", by_alias=True, exclude_none=True)
     given |= {"header": list(settings.headers), "request_rate": str(settings.request_rate)}
     facts = runs[-1].facts._asdict() if runs else {}
-    results = [figures(done.result) for done in runs]
+    results = [as_json(done.result) for done in runs]
     if settings.save_detailed:
         for result, done in zip(results, runs, strict=True):
             result["requests"] = [_detail(record, done.outcome.start) for record in done.outcome.records]
@@ -82,8 +78,8 @@ def document(settings: BenchServeConfig, runs: Sequence[Done]) -> dict[str, Any]
     }
 
 
-def figures(result: Result) -> dict[str, Any]:
-    """One run under the names of vLLM's result files, ours where it has none."""
+def as_json(result: Result) -> dict[str, Any]:
+    """One run with the names of vLLM's result files where they exist."""
     same = asdict(result)
     for name in ("clients", "times", "first_wave", "later", "steady_output_throughput", "peak_output_throughput"):
         del same[name]
@@ -113,7 +109,7 @@ def _flat(times: Mapping[str, Times]) -> dict[str, float]:
 
 
 def _detail(record: Record, start: float) -> dict[str, Any]:
-    whole = record.error is None
+    is_complete = record.error is None
     return {
         "conversation": record.conversation,
         "turn": record.turn,
@@ -124,9 +120,9 @@ def _detail(record: Record, start: float) -> dict[str, Any]:
         "message": record.message,
         "finish_reason": record.finish,
         "input_len": record.usage.prompt_tokens,
-        "output_len": record.num_tokens if whole else None,
-        "ttft": record.ttft if whole else None,
-        "latency": record.latency if whole else None,
+        "output_len": record.num_tokens if is_complete else None,
+        "ttft": record.ttft if is_complete else None,
+        "latency": record.latency if is_complete else None,
         "arrivals": [at - record.sent for at in record.arrivals],
         "tokens": list(record.tokens),
     }

@@ -1,4 +1,4 @@
-"""A whole `glm5 bench serve`: meets the server, runs each number of clients in turn, tells of each result."""
+"""`glm5 bench serve`: contacts the server, runs each number of clients in turn, reports each result."""
 
 import asyncio
 import dataclasses
@@ -15,7 +15,7 @@ from glm5.bench.serve.counters import Gained, gained, read_counters, sglang_acce
 from glm5.bench.serve.files import Reader
 from glm5.bench.serve.handshake import ServerFacts, flush_cache, meet, token_counter
 from glm5.bench.serve.http import Address, Open, Pool, opener
-from glm5.bench.serve.load import Outcome, Plan, Tell, run
+from glm5.bench.serve.load import Outcome, Plan, Report, run
 from glm5.bench.serve.statistics import Result, summarize
 from glm5.bench.serve.texts import Source, Words
 from glm5.bench.serve.workload import Conversation, generate
@@ -25,11 +25,11 @@ from glm5.config.bench_serve import MAX_OPEN, REQUESTS_A_CLIENT, BenchServeConfi
 
 logger = logging.getLogger(__name__)
 
-WARMUP_SEED = 1 << 33  # added to the seed: no prompt of a warm-up is one of the run
+WARMUP_SEED = 1 << 33  # added to the seed, so that warm-up prompts differ from those of the run
 
 
 class Facts(NamedTuple):
-    """What was found out before the first run. `server`: what it calls itself. Tokens: see `glm5.bench.serve.texts`."""
+    """Facts from before the first run. `server`: its Server header. Token counts: see `glm5.bench.serve.texts`."""
 
     model: str
     server: str
@@ -38,15 +38,15 @@ class Facts(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A run that has ended: as it was, and in figures."""
+    """A finished run: its records and its statistics."""
 
     facts: Facts
     outcome: Outcome
     result: Result
 
 
-Started = Callable[[Plan], Tell]
-"""Told of a run before it starts; gives who is told how far it is."""
+Started = Callable[[Plan], Report]
+"""Called before a run; returns the receiver of its progress."""
 Connect = Callable[[Address], Awaitable[Open]]
 
 
@@ -57,10 +57,10 @@ async def measure(
     ended: Callable[[Done], None],
     connect: Connect | None = None,
 ) -> list[Done]:
-    """Every run that `settings` asks for; `ended` is told of each. Cancelled, it ends early, the last run partial.
+    """Run every number of clients in `settings`; `ended` is called with each result. If cancelled, the last run is
+    partial. `connect` replaces how connections are opened.
 
-    Raises ConfigError for files that cannot be used, GlmError for a server that does not answer or refuses the first
-    request. `connect` replaces how connections are opened.
+    Raises ConfigError for unusable files, GlmError for a server that does not answer or refuses the first request.
     """
     open_files.allow_many()
     address = Address.of(settings.url)
@@ -73,7 +73,7 @@ async def measure(
         used = 0
         for clients in settings.max_concurrency or (None,):
             num = _num_requests(settings, clients, len(rows), len(given or ()))
-            conversations = _take(settings, met.source, rows, num, clients, used)
+            conversations = _conversations_for(settings, met.source, rows, num, clients, used)
             used += len(conversations)
             runs.append(await _run(settings, met, _plan(settings, conversations, given, clients), started))
             ended(runs[-1])
@@ -133,7 +133,8 @@ def _read_file(settings: BenchServeConfig, met: ServerFacts) -> list[Conversatio
 
 
 def _num_requests(settings: BenchServeConfig, clients: int | None, num_rows: int, num_times: int) -> int:
-    """Requests of a run: as many as asked for, else as there are arrival times and lines, else by the clients."""
+    """Requests of a run: by the settings, else by arrival times and lines of the file, else by the number of
+    clients."""
     if settings.num_prompts is not None:
         return settings.num_prompts
     turns = settings.multi_turn_num_turns if settings.dataset_name == "multi-turn" else 1
@@ -141,13 +142,13 @@ def _num_requests(settings: BenchServeConfig, clients: int | None, num_rows: int
         return min(num_times, num_rows or num_times) * turns
     if clients is None:
         return num_rows or MAX_OPEN
-    return clients * turns * math.ceil(REQUESTS_A_CLIENT / turns)  # as many conversations for every client
+    return clients * turns * math.ceil(REQUESTS_A_CLIENT / turns)  # the same number of conversations for every client
 
 
-def _take(
+def _conversations_for(
     settings: BenchServeConfig, source: Source, rows: Sequence[Conversation], num: int, clients: int | None, used: int
 ) -> list[Conversation]:
-    """What a run sends. A file is gone through in order, on from where the run before it ended."""
+    """The conversations of a run. A file is read in order, from where the previous run ended."""
     if not rows:
         return generate(settings, source, num, clients or 0)
     if used + num > len(rows):
@@ -161,7 +162,7 @@ def _plan(
     num = len(conversations)
     if given is not None and len(given) < num:
         raise ConfigError(f"--arrival-times has {len(given)} times for {num} conversations; lower --num-prompts")
-    # Conversations of several turns start more rarely, so that the rate is that of requests.
+    # The request rate counts turns, so conversations of several turns start less often.
     rate = settings.request_rate * num / sum(len(conversation.turns) for conversation in conversations)
     times = given[:num] if given is not None else arrival_times(num, rate, settings.burstiness, settings.seed)
     return Plan(conversations, times, clients, settings.multi_turn_pause)

@@ -1,9 +1,9 @@
-"""The figures of a run, from the records of its requests. Only requests with a whole answer count in them.
+"""Statistics of a run, from the records of its requests. Only requests with a complete answer count.
 
-    output tok/s        tokens of whole answers / duration; duration is from the first request sent to the last end
-    steady tok/s        closed load only: tokens that came while every client was busy and past its first request
+    output tok/s        tokens of complete answers / duration; duration is from the first request sent to the last end
+    steady tok/s        closed load only: tokens that arrived while every client was busy and past its first request
     goodput             requests within all limits / duration
-    concurrency         mean number of requests under way: sum of E2E / duration
+    concurrency         mean number of running requests: sum of E2E / duration
     peak tok/s          most tokens in one second of the run
 
 Percentiles interpolate linearly between ranks, as numpy and vLLM do.
@@ -24,7 +24,7 @@ MAX_LAG, MAX_CPU, MAX_LATE = 0.010, 0.80, 0.050  # seconds, share of a core, sec
 
 @dataclass(frozen=True)
 class Times:
-    """One kind of time over a set of requests, in milliseconds. `num` values; all else 0 if there are none."""
+    """Statistics of one metric over a set of requests, in milliseconds. Without values (`num` 0) all others are 0."""
 
     num: int = 0
     mean: float = 0.0
@@ -43,10 +43,10 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Honesty:
-    """What the client itself may have added. Lag and lateness in milliseconds; CPU as a share of one core.
+class ClientOverhead:
+    """Overhead of the client itself. Lag and lateness in milliseconds; CPU as a share of one core.
 
-    `warnings`: sentences for what makes the figures doubtful.
+    `warnings`: sentences about overhead that makes results unreliable.
     """
 
     lag_p99: float
@@ -60,7 +60,7 @@ class Honesty:
 
 @dataclass(frozen=True)
 class Result:
-    """One run. Times by metric: of all requests, of the first wave, and of those after it."""
+    """Results of one run. Times by metric: of all requests, of the first wave, and of later ones."""
 
     clients: int | None
     partial: bool
@@ -88,18 +88,18 @@ class Result:
     num_first_wave: int
     tokens_counted_by: Mapping[str, int]
     num_held: int
-    honesty: Honesty
+    honesty: ClientOverhead
     server: Gained
     steps_acceptance: float | None = None
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens of a step, by the server's counters or by the steps that its answers report."""
+        """Tokens per step, by the server's counters or by the steps that its answers report."""
         return self.server.acceptance_length or self.steps_acceptance
 
     @property
     def speed_per_user(self) -> float:
-        """Tokens a second that one reader sees after the first: 1 / mean TPOT."""
+        """Tokens per second of one answer after the first token: 1 / mean TPOT."""
         mean = self.times["tpot"].mean
         return 1000 / mean if mean else 0.0
 
@@ -107,51 +107,51 @@ class Result:
 def summarize(
     outcome: Outcome, limits: Mapping[str, float], percentiles: Sequence[float], server: Gained | None = None
 ) -> Result:
-    """The figures of a run. `limits`: seconds by metric, for goodput."""
-    whole = [record for record in outcome.records if record.error is None]
+    """The results of a run. `limits`: seconds by metric, for goodput."""
+    complete = [record for record in outcome.records if record.error is None]
     failed = [record for record in outcome.records if record.error not in (None, CANCELLED)]
-    first = [record for record in whole if record.first_wave]
+    first = [record for record in complete if record.first_wave]
     start = min((record.sent for record in outcome.records), default=outcome.start)
     duration = max(outcome.end - start, 1e-9)
-    num_output = sum(record.num_tokens for record in whole)
-    num_input = sum(record.usage.prompt_tokens or 0 for record in whole)
-    cached = [record.usage.cached_tokens for record in whole if record.usage.cached_tokens is not None]
-    good = sum(is_good(record, limits) for record in whole)
+    num_output = sum(record.num_tokens for record in complete)
+    num_input = sum(record.usage.prompt_tokens or 0 for record in complete)
+    cached = [record.usage.cached_tokens for record in complete if record.usage.cached_tokens is not None]
+    num_good = sum(is_good(record, limits) for record in complete)
     return Result(
         clients=outcome.plan.clients,
         partial=outcome.partial,
         duration=duration,
-        completed=len(whole),
+        completed=len(complete),
         failed=len(failed),
-        unfinished=outcome.plan.num_requests - len(whole) - len(failed),
+        unfinished=outcome.plan.num_requests - len(complete) - len(failed),
         errors=dict(Counter(str(record.error) for record in failed).most_common()),
         error_examples={str(record.error): record.message for record in reversed(failed)},
-        finish_reasons=dict(Counter(str(record.finish) for record in whole).most_common()),
+        finish_reasons=dict(Counter(str(record.finish) for record in complete).most_common()),
         total_input_tokens=num_input,
         total_output_tokens=num_output,
         cached_tokens=sum(cached) if cached else None,
-        request_throughput=len(whole) / duration,
-        request_goodput=good / duration if limits else None,
+        request_throughput=len(complete) / duration,
+        request_goodput=num_good / duration if limits else None,
         output_throughput=num_output / duration,
         total_token_throughput=(num_input + num_output) / duration,
         steady_output_throughput=_steady(outcome),
-        peak_output_throughput=_peak(whole, start),
-        mean_concurrency=sum(record.latency for record in whole) / duration,
-        peak_concurrency=_most_at_once(whole),
-        times=_times(whole, percentiles),
+        peak_output_throughput=_peak(complete, start),
+        mean_concurrency=sum(record.latency for record in complete) / duration,
+        peak_concurrency=_most_at_once(complete),
+        times=_times(complete, percentiles),
         first_wave=_times(first, percentiles) if first else {},
-        later=_times([record for record in whole if not record.first_wave], percentiles) if first else {},
+        later=_times([record for record in complete if not record.first_wave], percentiles) if first else {},
         num_first_wave=len(first),
-        tokens_counted_by=dict(Counter(record.counted for record in whole).most_common()),
+        tokens_counted_by=dict(Counter(record.counted for record in complete).most_common()),
         num_held=outcome.num_held,
-        honesty=_honesty(outcome, whole),
+        honesty=_client_overhead(outcome, complete),
         server=server or Gained(),
-        steps_acceptance=_tokens_a_step(whole),
+        steps_acceptance=_tokens_a_step(complete),
     )
 
 
 def is_good(record: Record, limits: Mapping[str, float]) -> bool:
-    """Whether a request kept every limit. One of a single token has no TPOT, and keeps any."""
+    """Whether a request is within every limit. An answer of one token has no TPOT and meets any limit of it."""
     taken = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
     return all(taken[name] <= limit for name, limit in limits.items())
 
@@ -168,21 +168,23 @@ def _times(records: Sequence[Record], percentiles: Sequence[float]) -> dict[str,
 
 
 def _steady(outcome: Outcome) -> float | None:
-    """From when the last of the first wave has ended to when the first client has nothing more to do."""
+    """Tokens per second from the end of the first wave to when the first client has no more requests."""
     plan = outcome.plan
     if not plan.has_waves or plan.clients is None:
         return None
-    whole = [record for record in outcome.records if record.error is None]
-    ends_of_first = [record.end for record in whole if record.first_wave]
+    complete = [record for record in outcome.records if record.error is None]
+    ends_of_first = [record.end for record in complete if record.first_wave]
     last_start = max(record.sent for record in outcome.records if record.turn == 0)
     ends: dict[int, float] = {}
-    for record in whole:
+    for record in complete:
         ends[record.conversation] = max(record.end, ends.get(record.conversation, 0.0))
     stops = [end for end in ends.values() if end >= last_start]
     if not ends_of_first or not stops or min(stops) <= max(ends_of_first):
         return None
     begin, stop = max(ends_of_first), min(stops)
-    num = sum(n for record in whole for at, n in zip(record.arrivals, record.tokens, strict=True) if begin < at <= stop)
+    num = sum(
+        n for record in complete for at, n in zip(record.arrivals, record.tokens, strict=True) if begin < at <= stop
+    )
     return num / (stop - begin)
 
 
@@ -195,7 +197,7 @@ def _peak(records: Sequence[Record], start: float) -> float:
 
 
 def _most_at_once(records: Sequence[Record]) -> int:
-    # At the same instant an end comes first: the client that it frees starts then.
+    # Ends sort before starts at the same time: a client starts when its last request has ended.
     steps = sorted([(record.sent, 1) for record in records] + [(record.end, -1) for record in records])
     return max(np.cumsum([step for _, step in steps]).tolist(), default=0)
 
@@ -206,7 +208,7 @@ def _tokens_a_step(records: Sequence[Record]) -> float | None:
     return sum(record.num_tokens for record in stepped) / steps if steps else None
 
 
-def _honesty(outcome: Outcome, records: Sequence[Record]) -> Honesty:
+def _client_overhead(outcome: Outcome, records: Sequence[Record]) -> ClientOverhead:
     lags = Times.of(outcome.lags, (99.0,))
     late = Times.of(outcome.late if not outcome.plan.is_closed else [], (99.0,))
     seconds = max(outcome.end - outcome.start, 1e-9)
@@ -232,7 +234,7 @@ def _honesty(outcome: Outcome, records: Sequence[Record]) -> Honesty:
             "the load was not fully open"
         )
     per_chunk = outcome.cpu_seconds / outcome.num_chunks * 1e6 if outcome.num_chunks else 0.0
-    return Honesty(
+    return ClientOverhead(
         lags.percentiles[99.0],
         lags.max,
         late.percentiles[99.0],

@@ -1,8 +1,8 @@
 """Random prompts of a wanted length in tokens.
 
-Without a tokenizer a text is random short English words, one token each or nearly so in most vocabularies; how many
-tokens a word has with this server is measured by two requests before the run (`Words.measured`). With a tokenizer the
-length is exact. Token ids need neither, only the size of the vocabulary.
+Without a tokenizer a text is random short English words, about one token each in most vocabularies; the tokens per word
+of the server are measured by two requests before the run (`Words.measured`). With a tokenizer the length is exact.
+Token ids need only the size of the vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ WORDS = _COMMON.split()
 
 
 class Source(Protocol):
-    """Where random prompts come from. `overhead`: tokens that the server adds to each, by its template."""
+    """A source of random prompts. `overhead`: tokens that the server's chat template adds to each."""
 
     overhead: int
 
     def draw(self, rng: np.random.Generator, num_tokens: int) -> str | list[int]:
-        """A random prompt of `num_tokens` tokens, exactly or nearly."""
+        """A random prompt of about `num_tokens` tokens."""
         ...
 
 
@@ -48,7 +48,7 @@ class Words:
 
     @classmethod
     def of_tokenizer(cls, count: Callable[[str], int]) -> "Words":
-        """Texts of exact length: `count` tells the tokens of a text."""
+        """Texts of exact length. `count` returns the number of tokens of a text."""
         return cls([count(f" {word}") for word in WORDS])
 
     @classmethod
@@ -66,7 +66,7 @@ class Words:
             picks = rng.integers(len(WORDS), size=max(1, num_tokens))
             picks = picks[: np.searchsorted(self._counts[picks].cumsum(), num_tokens, side="right")]
             missing = num_tokens - int(self._counts[picks].sum())
-            if missing > 0 and 1 in self._counts:  # a vocabulary without short words gets within a word's length
+            if missing > 0 and 1 in self._counts:  # without words of one token, the text is short by less than a word
                 picks = np.append(picks, rng.choice(np.flatnonzero(self._counts == 1), missing))
         return " " + " ".join(self._words[picks].tolist())
 

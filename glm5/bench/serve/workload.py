@@ -1,13 +1,13 @@
-"""What is sent: conversations of one turn or several, drawn from a seed.
+"""Workloads: conversations of one or several turns, drawn from a seed.
 
-    random          prompts of a length, with nothing in common
-    shared-prefix   groups of prompts that begin alike, in random order
-    multi-turn      agents: one system prompt for all, a task, then turn by turn the server's own answer, a tool call
-                    that stands for it, and the tool's result. What a prefix cache holds, it can use.
+    random          independent prompts of a length
+    shared-prefix   groups of prompts with a common prefix, in random order
+    multi-turn      agents: a common system prompt and a task; every turn adds the server's answer, a made-up tool call
+                    and its result. The server can use its prefix cache.
     file            glm5/bench/serve/files.py
 
-The same seed and the same number of clients give the same prompts, whatever else a sweep runs; other numbers of
-clients give others, so that no run profits from what the one before left in a cache.
+Prompts depend on the seed and the number of clients only. Runs with other numbers of clients have other prompts, so
+that no run benefits from the cache of an earlier one.
 """
 
 import json
@@ -35,7 +35,7 @@ TOOL: Message = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One request: what it adds to the conversation, and how many tokens it asks for."""
+    """One request: the content that it adds to the conversation, and its maximum number of output tokens."""
 
     content: Prompt
     max_tokens: int
@@ -43,14 +43,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns that are sent one after the other, each with everything before it."""
+    """Turns that are sent one after the other, each with all earlier ones."""
 
     turns: Sequence[Turn]
     tools: tuple[Message, ...] = ()
 
 
 def generate(settings: BenchServeConfig, source: Source, num_requests: int, clients: int) -> list[Conversation]:
-    """Conversations with `num_requests` turns in all, or a few more where they do not divide."""
+    """Conversations with `num_requests` turns in total, rounded up to full conversations."""
     rng = np.random.default_rng([settings.seed, clients])
     match settings.dataset_name:
         case "shared-prefix":
@@ -64,15 +64,15 @@ def generate(settings: BenchServeConfig, source: Source, num_requests: int, clie
             return [_random(settings, source, rng) for _ in range(num_requests)]
 
 
-def extend(prompt: Prompt, said: ReplyText, following: Turn) -> Prompt:
-    """The prompt of the next turn: everything so far, the answer, and what comes after it."""
+def extend(prompt: Prompt, reply: ReplyText, following: Turn) -> Prompt:
+    """The prompt of the next turn: the last prompt, its answer and the turn's content."""
     if isinstance(prompt, str):
-        return prompt + said.text + cast("str", following.content)
+        return prompt + reply.text + cast("str", following.content)
     new = cast("list[Message]", following.content)
-    answer: Message = {"role": "assistant", "content": said.text}
-    if said.reasoning:
-        answer["reasoning_content"] = said.reasoning
-    if new[0]["role"] == "tool":  # the protocol wants the call that a result belongs to; models under load make none
+    answer: Message = {"role": "assistant", "content": reply.text}
+    if reply.reasoning:
+        answer["reasoning_content"] = reply.reasoning
+    if new[0]["role"] == "tool":  # a result needs its tool call, which random answers do not contain
         arguments = json.dumps({"command": "next"})
         call = {"id": new[0]["tool_call_id"], "type": "function", "function": {"name": "run", "arguments": arguments}}
         answer["tool_calls"] = [call]
@@ -80,7 +80,7 @@ def extend(prompt: Prompt, said: ReplyText, following: Turn) -> Prompt:
 
 
 def random_length(rng: np.random.Generator, mean: int, ratio: float) -> int:
-    """A whole number drawn evenly from mean * (1 - ratio) to mean * (1 + ratio), as vLLM draws lengths."""
+    """A uniform integer from mean * (1 - ratio) to mean * (1 + ratio), as in vLLM."""
     return int(rng.integers(math.floor(mean * (1 - ratio)), math.ceil(mean * (1 + ratio)), endpoint=True)) or 1
 
 
@@ -121,7 +121,7 @@ def _agent(
 def _dialogue(
     settings: BenchServeConfig, source: Source, rng: np.random.Generator, system: str | list[int]
 ) -> Conversation:
-    """The same as one growing text, for routes without messages."""
+    """The same as `_agent`, as one growing text for routes without messages."""
     ratio = settings.random_range_ratio
     new: Any = system + cast("Any", source.draw(rng, random_length(rng, settings.random_input_len, ratio)))
     turns: list[Turn] = []

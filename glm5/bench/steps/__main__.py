@@ -1,4 +1,4 @@
-"""`python -m glm5.bench.steps`: a table of steps, then the anatomy of each."""
+"""`python -m glm5.bench.steps`: milliseconds of steps, and time by kernel."""
 
 import argparse
 import json
@@ -14,10 +14,11 @@ from glm5.bench.command import command, need_gpus
 from glm5.bench.latency.expert_coverage import expected_experts
 from glm5.bench.steps.breakdown import kernels_of, timed
 from glm5.bench.steps.case import Load, Prompts, StepCase, rank_config, with_codes
+from glm5.common.console import out
 from glm5.config.bench import RECIPES
 from glm5.config.presets import preset
 
-_SHOWN = 24  # kernels of an anatomy
+_SHOWN = 24  # kernels of a breakdown
 
 
 def main() -> int:
@@ -50,7 +51,7 @@ def main() -> int:
         cfg = rank_config(args.ranks, count)
         cfg = with_codes(cfg, args.dtype) if args.dtype in RECIPES else cfg
         case = StepCase(cfg, loads, fp8=args.dtype != "bfloat16", layout=args.kv_cache_dtype)
-        say(f"{count} layers, {args.dtype} weights, {args.kv_cache_dtype} cache, one of {args.ranks} ranks")
+        out(f"{count} layers, {args.dtype} weights, {args.kv_cache_dtype} cache, one of {args.ranks} ranks")
         for load in loads:
             anatomy = load.batch in args.anatomy and count == args.layers[0]
             found.append({"layers": count, **_measure(case, load, anatomy=anatomy)})
@@ -69,41 +70,37 @@ def _measure(case: StepCase, load: Load | Prompts, *, anatomy: bool) -> dict[str
     step = lambda: case.step(plan, specs, load)  # noqa: E731
     time = timed(step)
     line = f"batch {load.batch:4} context {load.context:7} depth {load.depth}: {time.gpu_ms:7.3f} ms"
-    out: dict[str, Any] = {**asdict(load), **asdict(time)}
+    found: dict[str, Any] = {**asdict(load), **asdict(time)}
     if isinstance(load, Prompts):
-        say(f"{line}, host {time.host_ms:.3f}; {load.num_tokens} tokens of prompts from {load.start} on")
+        out(f"{line}, host {time.host_ms:.3f}; {load.num_tokens} tokens of prompts from {load.start} on")
     else:
         distinct = case.experts(load)
         even = expected_experts(case.runner.model.cfg, load.batch * (1 + load.depth))
         case.enter(load)
-        say(f"{line}, host {time.host_ms:.3f}; experts {[round(n) for n in distinct]} of {even:.1f} expected")
-        out |= {"experts": distinct, "expected_experts": even}
+        out(f"{line}, host {time.host_ms:.3f}; experts {[round(n) for n in distinct]} of {even:.1f} expected")
+        found |= {"experts": distinct, "expected_experts": even}
     if anatomy:
         kernels = kernels_of(step)
         total = sum(kernel.micros for kernel in kernels)
         count = sum(kernel.launches for kernel in kernels)
-        say(f"  {count:.0f} kernels, {total:.0f} us, {1e3 * time.gpu_ms - total:.0f} us between them")
+        out(f"  {count:.0f} kernels, {total:.0f} us, {1e3 * time.gpu_ms - total:.0f} us between them")
         for kernel in kernels[:_SHOWN]:
-            say(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
-        out["kernels"] = [asdict(kernel) for kernel in kernels]
-    return out
+            out(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
+        found["kernels"] = [asdict(kernel) for kernel in kernels]
+    return found
 
 
 def _project(found: list[dict[str, Any]], loads: Sequence[Load | Prompts], few: int, more: int) -> None:
-    """The whole model, all of whose further layers have experts, without what ranks say to each other."""
-    whole = preset("glm-5").num_hidden_layers
+    """Print milliseconds projected to all layers, without collectives. All further layers have experts."""
+    num_layers = preset("glm-5").num_hidden_layers
     for load, short, long in zip(loads, found[: len(loads)], found[len(loads) :], strict=True):
         layer = (long["gpu_ms"] - short["gpu_ms"]) / (more - few)
-        total = short["gpu_ms"] + (whole - few) * layer
+        total = short["gpu_ms"] + (num_layers - few) * layer
         short["projected_ms"] = total
-        say(
-            f"batch {load.batch:4} context {load.context:7}: {1e3 * layer:6.1f} us a layer, {total:6.2f} ms for {whole}"
+        out(
+            f"batch {load.batch:4} context {load.context:7}: {1e3 * layer:6.1f} us a layer, {total:6.2f} ms for "
+            f"{num_layers}"
         )
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

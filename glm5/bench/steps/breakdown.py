@@ -1,4 +1,4 @@
-"""Where a step's time goes: events around replays, and the kernels that the profiler sees in them."""
+"""The time of steps by CUDA events, and of their kernels by the profiler."""
 
 import time
 from collections import defaultdict
@@ -13,7 +13,7 @@ _STEPS = 30
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds of a step on the GPU (median), and of the host to enqueue it."""
+    """Median milliseconds of a step on the GPU, and mean milliseconds of the host to enqueue it."""
 
     gpu_ms: float
     host_ms: float
@@ -21,7 +21,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Kernel:
-    """`micros` and `launches` of a step."""
+    """`micros` and `launches` per step."""
 
     name: str
     micros: float
@@ -29,12 +29,12 @@ class Kernel:
 
 
 def timed(step: Callable[[], None], num_steps: int = _STEPS) -> Timed:
-    """Of steps one after the other, the queue never empty."""
+    """Times of successive steps with a queue that never runs empty."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
-    # The device has something to do until the host is ahead of it.
+    # The sleep keeps the device busy until the host is ahead of it.
     torch.cuda._sleep(int(4e7))  # pyright: ignore[reportPrivateUsage]
     events[0].record()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A runner over a model of one rank's shape, and sequences that are somewhere in the middle of decoding."""
+"""A runner with a model of one rank's shape, and sequences in the middle of decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _ROWS = 1 << 16  # written to the cache at a time
 
 
 def rank_config(ranks: int, layers: int, name: str = "glm-5") -> ModelConfig:
-    """What one of `ranks` has of the first `layers` layers: heads, a part of every expert, of the vocabulary."""
+    """The config of one rank's shard of the first `layers` layers: its heads, expert slices and vocabulary."""
     cfg = preset(name, layers)
     return cfg.replace(
         num_attention_heads=cfg.num_attention_heads // ranks,
@@ -37,14 +37,14 @@ def rank_config(ranks: int, layers: int, name: str = "glm-5") -> ModelConfig:
 
 
 def with_codes(cfg: ModelConfig, recipe: str) -> ModelConfig:
-    """`cfg` as a quantized checkpoint has it, by one of `glm5 quantize`'s own recipes (w4a8-channel, w8a8)."""
+    """`cfg` of a checkpoint quantized by a built-in recipe of `glm5 quantize` (w4a8-channel, w8a8)."""
     schemes = make_plan(cfg, built_in(recipe), "glm5").schemes
     return cfg.replace(quantization_config=Glm5Format().config(cfg, schemes))
 
 
 @dataclass(frozen=True)
 class Load:
-    """`batch` sequences of `context` tokens, each step with `depth` drafts."""
+    """Decoding of `batch` sequences of `context` tokens, with `depth` drafts per step."""
 
     batch: int
     context: int
@@ -53,7 +53,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A step of `batch` prompts, each from its token `start` to its token `context`, which samples one more."""
+    """A prefill step of `batch` prompts, tokens `start` to `context` of each, which samples one token."""
 
     batch: int
     context: int
@@ -66,8 +66,8 @@ class Prompts:
 
 
 class StepCase:
-    """A model with random weights and a cache for the largest of `loads`, filled with random keys. `group`: of ranks
-    that share the model, each with a case."""
+    """A model with random weights and a cache for the largest of `loads`, filled with random keys. `group`: the ranks
+    that share the model, each with its own case."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class StepCase:
 
     @torch.inference_mode()
     def enter(self, load: Load | Prompts) -> tuple[StepPlan, dict[int, SeqSpec]]:
-        """Sequences with random last tokens, or prompts of random tokens, take their slots; the plan of their steps."""
+        """Enter sequences with random last tokens, or random prompts, into slots; returns the plan of their steps."""
         runner, B = self.runner, load.batch
         pages = -(-(load.context + 4 * (1 + self.depth)) // PAGE_SIZE)
         order = torch.randperm(runner.cache.num_pages, generator=torch.Generator().manual_seed(B)).tolist()
@@ -125,7 +125,7 @@ class StepCase:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan, specs: dict[int, SeqSpec], load: Load | Prompts) -> None:
-        """One step, enqueued; the sequences then are where they were."""
+        """Enqueue one step, then reset the sequences' lengths."""
         self.runner.launch(plan, specs)
         self.runner.slots.len_Y[: load.batch] = load.context
 

@@ -1,10 +1,10 @@
-"""Prompts on GPUs that share GLM-5, what ranks say to each other included: `python -m glm5.bench.steps.shared`.
+"""Prompts on GPUs that share GLM-5, including collectives: `python -m glm5.bench.steps.shared`.
 
-One process a GPU. Rows sharded over ranks (engine/runner/fused/row_sharding.py) and, for comparison, all rows on every
-rank, of one model with random weights. Hidden states are the same on every rank and nearly the same both ways, or
-nothing is timed.
+One process a GPU, one model with random weights. Rows are sharded over ranks (engine/runner/fused/row_sharding.py) and,
+for comparison, replicated. Before a case is timed, hidden states must be equal on all ranks and close between both
+modes.
 
-`--of N` gives each rank the widths that it has as one of N: what a machine with more GPUs computes, between fewer.
+`--of N` gives each rank the widths of one rank of N, to measure a larger machine's shapes on fewer GPUs.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from glm5.bench.command import command, need_gpus
 from glm5.bench.ranks import run_ranks
-from glm5.bench.steps.__main__ import say
 from glm5.bench.steps.breakdown import kernels_of, timed
 from glm5.bench.steps.case import Prompts, StepCase, rank_config
+from glm5.common.console import out
 from glm5.engine.runner.fused import row_sharding
 from glm5.parallel.group import Group
 from glm5.parallel.rendezvous import open_group, store_at
@@ -27,10 +27,10 @@ from glm5.parallel.table import Shard
 from glm5.testing.numerics import rel_rms
 
 SECONDS = 300
-# Ways add up norms and products in another order, and with random weights a last bit decides codes and choices of
-# experts that later layers depend on: 0.07 and 0.09 after 6 layers, 0.25 after 12. Others' rows would be 1.4 apart.
+# Relative RMS. Both modes sum in different orders, and with random weights the last bit changes codes and chosen
+# experts of later layers: 0.07 and 0.09 after 6 layers, 0.25 after 12. Unrelated rows would be 1.4 apart.
 BUDGET = 0.5
-_SHOWN = 24
+_SHOWN = 24  # kernels of a breakdown
 
 
 def rank_main(group: Group, of: int, layers: Sequence[int], loads: Sequence[Prompts]) -> None:
@@ -40,23 +40,26 @@ def rank_main(group: Group, of: int, layers: Sequence[int], loads: Sequence[Prom
         case = StepCase(cfg, loads, fp8=True, device=f"cuda:{group.shard.rank}", group=group)
         for load in loads:
             found: dict[str, Tensor] = {}
-            for way, min_rows in (("whole", sys.maxsize), ("dealt", row_sharding.MIN_SHARDED_ROWS)):
-                found[way], milliseconds = _measured(
-                    case, group, load, min_rows, anatomy=is_first and count == layers[0]
+            for mode, min_rows in (("replicated", sys.maxsize), ("sharded", row_sharding.MIN_SHARDED_ROWS)):
+                found[mode], milliseconds = _measured(
+                    case, group, load, min_rows, show_kernels=is_first and count == layers[0]
                 )
                 if is_first:
-                    say(
-                        f"{count} layers, {load.num_tokens} tokens to {load.context}, rows {way}: {milliseconds:.3f} ms"
+                    out(
+                        f"{count} layers, {load.num_tokens} tokens to {load.context}, rows {mode}: "
+                        f"{milliseconds:.3f} ms"
                     )
-            off = rel_rms(found["dealt"], found["whole"].double())
-            assert off < BUDGET, f"{off=}"
+            error = rel_rms(found["sharded"], found["replicated"].double())
+            assert error < BUDGET, f"{error=}"
             if is_first:
-                say(f"  hidden states of both ways are {off:.4f} apart, the same on every rank")
+                out(f"  hidden states of both modes are {error:.4f} apart, equal on all ranks")
         del case
         torch.cuda.empty_cache()
 
 
-def _measured(case: StepCase, group: Group, load: Prompts, min_rows: int, *, anatomy: bool) -> tuple[Tensor, float]:
+def _measured(
+    case: StepCase, group: Group, load: Prompts, min_rows: int, *, show_kernels: bool
+) -> tuple[Tensor, float]:
     """(hidden states, milliseconds of a step)."""
     usual, row_sharding.MIN_SHARDED_ROWS = row_sharding.MIN_SHARDED_ROWS, min_rows
     case.runner.passes.generation += 1  # graphs are captured anew
@@ -68,8 +71,8 @@ def _measured(case: StepCase, group: Group, load: Prompts, min_rows: int, *, ana
         assert all(torch.equal(other, hidden_TD) for other in others), "ranks differ"
         milliseconds = timed(step).gpu_ms
         kernels = kernels_of(step)  # by all ranks, as they wait for each other
-        for kernel in kernels[: _SHOWN * anatomy]:
-            say(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
+        for kernel in kernels[: _SHOWN * show_kernels]:
+            out(f"  {kernel.micros:8.1f} us {kernel.launches:6.1f} x  {kernel.name[:90]}")
     finally:
         row_sharding.MIN_SHARDED_ROWS = usual
     return hidden_TD, milliseconds

@@ -1,1 +1,1 @@
-"""How fast training is on a GPU, and what it holds: a full-size layer, its optimizer, attention, small models."""
+"""Speed and memory of training on GPUs: a full-size layer, its optimizer, attention, small models."""

@@ -1,4 +1,4 @@
-"""Operations of a training step, as MFU counts them: nothing twice, though it be computed again.
+"""Operations of a training step for MFU. Recomputation is not counted.
 
 MFU = (6 N_active T + 3 attention forward) / seconds / peak
 """
@@ -10,7 +10,7 @@ PEAK = 989e12
 
 
 def layer_active(cfg: ModelConfig, *, indexer: bool) -> int:
-    """Parameters of a layer with experts that a token goes through."""
+    """Active parameters per token of an MoE layer."""
     heads, width = cfg.num_attention_heads, cfg.hidden_size
     attention = width * cfg.q_lora_rank + cfg.q_lora_rank * heads * cfg.qk_head_dim
     attention += width * (cfg.kv_lora_rank + cfg.qk_rope_head_dim)
@@ -21,22 +21,22 @@ def layer_active(cfg: ModelConfig, *, indexer: bool) -> int:
 
 
 def dense_attention(cfg: ModelConfig, num_tokens: int) -> float:
-    """Forward, of one causal sequence, keys and values expanded."""
+    """FLOPs of the forward pass of one causal sequence, with expanded keys and values."""
     pairs = num_tokens * (num_tokens + 1) / 2
     return 2 * cfg.num_attention_heads * (cfg.qk_head_dim + cfg.v_head_dim) * pairs
 
 
 def sparse_attention(cfg: ModelConfig, num_tokens: int) -> float:
-    """Forward, absorbed, over what is selected."""
+    """FLOPs of the forward pass with absorbed weights, over selected keys."""
     width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
     return 2 * cfg.num_attention_heads * (width + cfg.kv_lora_rank) * selected_pairs(cfg, num_tokens)
 
 
 def index_scores(cfg: ModelConfig, num_tokens: int) -> float:
-    """Forward, of every key."""
+    """FLOPs of the forward pass of the indexer, over all keys."""
     return 2 * cfg.index_n_heads * cfg.index_head_dim * num_tokens * (num_tokens + 1) / 2
 
 
 def selected_pairs(cfg: ModelConfig, num_tokens: int) -> float:
-    few = min(num_tokens, cfg.index_topk)
-    return few * (few + 1) / 2 + (num_tokens - few) * cfg.index_topk
+    short_len = min(num_tokens, cfg.index_topk)
+    return short_len * (short_len + 1) / 2 + (num_tokens - short_len) * cfg.index_topk

@@ -1,4 +1,4 @@
-"""One layer with experts at full size: forward, backward and optimizer, dense and sparse, by parts."""
+"""One MoE layer of full size: forward, backward and optimizer, dense and sparse."""
 
 import statistics
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.bench.kernels.clock import milliseconds
 from glm5.bench.train.counts import PEAK, dense_attention, index_scores, layer_active, sparse_attention
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
@@ -22,7 +23,7 @@ WARM, REPEATS = 2, 5
 
 
 def layer_figures(num_tokens: int, *, stage: str) -> dict[str, Any]:
-    """Milliseconds of forward and of both passes, MFU, memory; `stage` dense or sparse (then the indexer learns)."""
+    """Milliseconds of forward and of forward plus backward, MFU, memory. In `stage` sparse the indexer is trained."""
     cfg = preset("glm-5")
     layer = _made(cfg)
     x_TD = torch.randn(num_tokens, cfg.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -36,7 +37,7 @@ def layer_figures(num_tokens: int, *, stage: str) -> dict[str, Any]:
         rope = Rope.at(view.positions_T, cfg.qk_rope_head_dim, cfg.rope_theta, x_TD)
         return layer(x_TD, rope, view, None)[0], view
 
-    def both() -> None:
+    def forward_backward() -> None:
         out_TD, view = forward()
         if learns:
             torch.autograd.backward([out_TD, view.index_loss()], [grad_TD, None])
@@ -46,26 +47,26 @@ def layer_figures(num_tokens: int, *, stage: str) -> dict[str, Any]:
         x_TD.grad = None
 
     torch.cuda.reset_peak_memory_stats()
-    seconds = _timed(both)
+    seconds = _timed(forward_backward)
     peak = torch.cuda.max_memory_allocated()
-    ahead = _timed(forward)
+    forward_seconds = _timed(forward)
     attention = sparse_attention(cfg, num_tokens) if learns else dense_attention(cfg, num_tokens)
-    count = 6 * layer_active(cfg, indexer=learns) * num_tokens + 3 * attention
-    count += index_scores(cfg, num_tokens) * learns
+    num_flops = 6 * layer_active(cfg, indexer=learns) * num_tokens + 3 * attention
+    num_flops += index_scores(cfg, num_tokens) * learns
     return {
         "stage": stage,
         "tokens": num_tokens,
         "parameters": sum(one.numel() for one in layer.parameters()),
-        "forward ms": ahead * 1e3,
+        "forward ms": forward_seconds * 1e3,
         "forward and backward ms": seconds * 1e3,
-        "TFLOP": count / 1e12,
-        "mfu": count / seconds / PEAK,
+        "TFLOP": num_flops / 1e12,
+        "mfu": num_flops / seconds / PEAK,
         "peak GiB": peak / 2**30,
     }
 
 
 def optimizer_figures() -> dict[str, Any]:
-    """Milliseconds of a step of Muon and AdamW with gradients and momentum in bfloat16, and the memory with it."""
+    """Milliseconds and memory of a step of Muon and AdamW with gradients and momentum in bfloat16."""
     layer = _made(preset("glm-5"))
     named = {f"model.layers.{LAYER}.{name}": weight for name, weight in layer.named_parameters()}
     optimizers = Optimizers(named, preset("glm-5"), OptimizerConfig(momentum_dtype="bfloat16"))
@@ -84,7 +85,7 @@ def optimizer_figures() -> dict[str, Any]:
 
 
 def split_figures() -> dict[str, Any]:
-    """q_b_proj's orthogonalisation, whole and by heads."""
+    """GFLOPs and milliseconds of q_b_proj's orthogonalisation, as one matrix and by heads."""
     cfg = preset("glm-5")
     rows, cols = cfg.num_attention_heads * cfg.qk_head_dim, cfg.q_lora_rank
     grad = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
@@ -113,15 +114,7 @@ def _made(cfg: ModelConfig) -> DecoderLayer:
 
 
 def _timed(run: Callable[[], object], *, repeats: int = REPEATS) -> float:
-    """Seconds, the median."""
+    """Median seconds."""
     for _ in range(WARM):
         run()
-    seconds = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(seconds)
+    return statistics.median(milliseconds(run) for _ in range(repeats)) / 1e3

@@ -1,4 +1,4 @@
-"""What attention with its gradient takes beside its inputs, by length: selected keys, and every earlier one."""
+"""Memory and time of attention forward and backward by length, over selected keys and over all earlier keys."""
 
 import gc
 from collections.abc import Callable
@@ -16,8 +16,8 @@ WARM = 4096
 
 
 def memory_figures(num_tokens: int, *, dense: bool) -> dict[str, Any]:
-    """GiB at the peak of both passes, beside what goes in; milliseconds. `dense`: keys and values expanded; else
-    selected keys of random places."""
+    """Peak GiB of both passes without the inputs, and milliseconds. `dense`: expanded keys and values; otherwise
+    selected keys."""
     made = _dense if dense else _sparse
     _timed(made(WARM))
     gc.collect()
@@ -72,7 +72,7 @@ def _leaf(*shape: int) -> torch.Tensor:
 
 
 def _keys(end_T: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Distinct visible keys of every query, ascending: evenly spread, from a place of its own."""
+    """Distinct visible keys of every query, ascending and evenly spaced, with an offset that depends on the query."""
     place_K = torch.arange(top_k, device="cuda", dtype=torch.int32)
     step_T1 = (end_T[:, None] // top_k).clamp_min(1)
     keys_TK = place_K * step_T1 + (end_T[:, None] % step_T1)

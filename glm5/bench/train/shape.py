@@ -1,7 +1,7 @@
 """Steps of a model of 30 billion parameters over all GPUs of this machine: GLM-4.7-Flash's geometry, random weights.
 
-Rank by rank weights, gradients and Muon's momentum in bfloat16, sharded by FSDP2; whole experts dealt out. Dense
-attention, no MTP, tokens at random: none of it changes what a step costs.
+Weights, gradients and Muon's momentum are bfloat16 and sharded by FSDP2; experts by expert parallelism. Attention is
+dense, without MTP; tokens are random, which does not change the time of a step.
 """
 
 import logging
@@ -52,9 +52,9 @@ TIMEOUT_S = 120.0
 
 
 def shape_figures(num_layers: int, passes: int, sequences: int, *, steps: int = STEPS) -> dict[str, Any]:
-    """Milliseconds of a step and of its optimizer, tokens/s and MFU of one GPU, its memory at the peak. A step of each
-    GPU has `passes` of `sequences`, one after the other."""
-    # One indexer, which nobody asks: the published model has none.
+    """Milliseconds of a step and of its optimizer, tokens/s, MFU and peak memory of one GPU. A step has `passes`
+    micro-batches of `sequences` on each GPU."""
+    # One unused indexer; the published model has none.
     few = {"num_hidden_layers": num_layers, "index_topk_pattern": "F" + "S" * (num_layers - 1)}
     cfg = preset("glm-5").replace(**(FLASH | few))
     world = torch.cuda.device_count()
@@ -78,19 +78,19 @@ def _rank(
     configure("info" if rank == 0 else "warning")
     parallel = ParallelConfig(expert=world)
     device = torch.device("cuda", rank)
-    team = TrainingGroup(mesh_of(parallel, world), rank, device, store_at(port, world), timeout_s=TIMEOUT_S)
+    group = TrainingGroup(mesh_of(parallel, world), rank, device, store_at(port, world), timeout_s=TIMEOUT_S)
     dtype, losses = torch.bfloat16, LossConfig(mtp_depth=0, chunk=1024)
     model = outline(cfg, dtype)
     for name, weight in model.named_parameters():
         weight.requires_grad_(INDEXER not in name)
-    part = build(model, team, parallel, dtype=dtype, compute=dtype, mtp_depth=0)
+    part = build(model, group, parallel, dtype=dtype, compute=dtype, mtp_depth=0)
     _randomize(part, rank)
     optimizer = OptimizerConfig(momentum_dtype="bfloat16")
-    optimizers = Optimizers(part.local, cfg, optimizer, shards_of(part.layout, team))
-    step = DistributedStep(part.roots[0], team, optimizers, losses, Phase("dense"))
+    optimizers = Optimizers(part.local, cfg, optimizer, shards_of(part.layout, group))
+    step = DistributedStep(part.roots[0], group, optimizers, losses, Phase("dense"))
     gen = torch.Generator().manual_seed(rank)
     seconds: list[float] = []
-    of_optimizer: list[float] = []
+    optimizer_seconds: list[float] = []
     for number in range(steps):
         batches = [_batch(cfg, sequences, gen).to(device) for sequences in passes]
         torch.cuda.synchronize()
@@ -98,16 +98,16 @@ def _rank(
         figures = step.run(batches, 1e-4)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-        of_optimizer.append(step.optimizer_time.seconds())
+        optimizer_seconds.append(step.optimizer_time.seconds())
         peak = torch.cuda.max_memory_allocated() / 2**30
         logger.info(
             "step %d: %.3f s, optimizer %.3f, loss %.3f, %.1f GiB at most",
-            number + 1, seconds[-1], of_optimizer[-1], figures["loss"], peak,
+            number + 1, seconds[-1], optimizer_seconds[-1], figures["loss"], peak,
         )  # fmt: skip
-    team.wait()
+    group.wait()
     if rank == 0:
-        found.put(_figures(cfg, world, sum(passes), seconds, of_optimizer, optimizers))
-    team.close()
+        found.put(_figures(cfg, world, sum(passes), seconds, optimizer_seconds, optimizers))
+    group.close()
 
 
 def _figures(
@@ -115,22 +115,22 @@ def _figures(
     world: int,
     sequences: int,
     seconds: list[float],
-    of_optimizer: list[float],
+    optimizer_seconds: list[float],
     optimizers: Optimizers,
 ) -> dict[str, Any]:
     count, tokens = count_parameters(cfg), sequences * SEQ_LEN
-    took, optimizing = (statistics.median(one[WARM:]) for one in (seconds, of_optimizer))
+    step_seconds, optimizer_median = (statistics.median(one[WARM:]) for one in (seconds, optimizer_seconds))
     return {
         "GPUs": world,
         "layers": cfg.num_hidden_layers,
         "parameters": count.total,
         "active": count.active,
         "tokens a step and GPU": tokens,
-        "ms": took * 1e3,
-        "optimizer ms": optimizing * 1e3,
-        "optimizer share": optimizing / took,
-        "tokens/s a GPU": tokens / took,
-        "mfu": flops_per_token(cfg, SEQ_LEN, Phase("dense")) * tokens / took / PEAK,
+        "ms": step_seconds * 1e3,
+        "optimizer ms": optimizer_median * 1e3,
+        "optimizer share": optimizer_median / step_seconds,
+        "tokens/s a GPU": tokens / step_seconds,
+        "mfu": flops_per_token(cfg, SEQ_LEN, Phase("dense")) * tokens / step_seconds / PEAK,
         "state GiB": optimizers.state_bytes() / 2**30,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
         "steps": len(seconds),

@@ -1,4 +1,4 @@
-"""A small model's steps: tokens a second, stage by stage."""
+"""Steps of a small model: tokens per second by stage."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ from glm5.train.optim.build import INDEXER, Optimizers
 from glm5.train.step import Phase, Step
 
 RECIPE = Path("recipes/active-100m.toml")
-"""Whose model it is; `glm5 train` trains it."""
+"""The recipe of the model; `glm5 train` trains it."""
 PHASES = {
     "dense": Phase("dense"),
     "warmup": Phase("warmup", learn_index=True),
@@ -30,7 +30,7 @@ PHASES = {
 
 
 def small_figures(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
-    """Of RECIPE's architecture with random weights, in bfloat16 with masters in float32, on random tokens."""
+    """Steps of RECIPE's architecture with random weights, in bfloat16 with float32 masters, on random tokens."""
     step = _step(stage)
     cfg, count = step.model.cfg, count_parameters(step.model.cfg)
     active = count.active + cfg.vocab_size * cfg.hidden_size
@@ -39,7 +39,7 @@ def small_figures(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
 
 
 def ordered_figures(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
-    """Steps of the same model by the default algorithms, then by those that give the same bits each time."""
+    """Steps of the same model with default algorithms, then with deterministic ones."""
     step = _step(stage)
     plain = _steps(step, seq_len, sequences)
     with deterministic(asked=True):
@@ -65,7 +65,7 @@ def _step(stage: str) -> Step:
 
 
 def _steps(step: Step, seq_len: int, sequences: int, *, steps: int = 6) -> dict[str, Any]:
-    """Medians of those behind the second."""
+    """Medians over steps after the second."""
     cfg, gen = step.model.cfg, torch.Generator().manual_seed(0)
     num_tokens, seconds, losses = seq_len * sequences, [], []
     torch.cuda.reset_peak_memory_stats()

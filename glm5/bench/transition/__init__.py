@@ -1,1 +1,1 @@
-"""The transition from dense attention to DSA in miniature, with the ablations of the report beside it (2.1)."""
+"""The transition from dense attention to DSA with a small model, and the ablations of GLM-5's report (2.1)."""

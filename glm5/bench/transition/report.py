@@ -1,4 +1,4 @@
-"""A transition as a table, a picture and verdicts: means over seeds, and their spread."""
+"""A transition as a table, a plot and verdicts, with means and standard deviations over seeds."""
 
 import json
 import math
@@ -13,9 +13,9 @@ from glm5.quantize.report import styled
 from glm5.quantize.report import table as html_table
 
 DENSE_AT_LEAST = 0.93
-"""Accuracy below which dense attention has not learnt the task, and nothing behind it means anything."""
+"""Minimum accuracy of dense attention. Below it, the task was not learnt and later results mean nothing."""
 GAP, WINDOW_GAP = 0.02, 0.40
-"""DSA stays within the first of dense attention that trained as long; windows in all layers, below it by the second."""
+"""DSA is at most the first below dense attention trained as long; windows in all layers at least the second."""
 _ALL_LAYERS = WINDOWS["S"]
 ORDER = (
     DENSE,
@@ -33,8 +33,8 @@ WIDTH, BAR, LABELS = 760, 26, 220  # of the picture, in pixels
 
 @dataclass(frozen=True)
 class Line:
-    """One kind of attention over all seeds. `spread`: standard deviation among them; `gap`: mean of what dense
-    attention with as many steps of training has more."""
+    """One kind of attention over all seeds. `spread`: standard deviation of the accuracy; `gap`: mean accuracy below
+    dense attention with as many training steps."""
 
     name: str
     keys: float
@@ -47,7 +47,7 @@ class Line:
 
 
 def lines(done: Sequence[Done]) -> list[Line]:
-    """In the order of the story: zero-shot, the transition, what was trained as long as it."""
+    """In the order zero-shot, transition, controls with as many training steps."""
     rows = [row for one in done for row in one.rows]
     more = {row.seed: row.accuracy for row in rows if row.name == DENSE_MORE}
     base = {row.seed: row.accuracy for row in rows if row.name == DENSE}
@@ -77,7 +77,7 @@ def _line(name: str, rows: Sequence[Row], dense: Mapping[int, float]) -> Line:
 
 
 def verdicts(found: Sequence[Line]) -> dict[str, bool]:
-    """What the transition is to show, each with whether it does."""
+    """The claims that the transition should show, and whether it does."""
     by_name = {line.name: line for line in found}
     window, adapted = by_name[_ALL_LAYERS], by_name[f"{_ALL_LAYERS}, adapted"]
     dsa, dense = by_name[DSA], by_name[DENSE]
@@ -122,9 +122,9 @@ def write_report(folder: Path, done: Sequence[Done], settings: Mapping[str, Any]
         handle.write(json.dumps(document(done, settings, seconds), indent=1) + "\n")
     with atomic_write(folder / "transition.svg") as handle:
         handle.write(picture(found) + "\n")
-    said = [f"<p>{'' if holds else 'NOT SHOWN: '}{text}</p>" for text, holds in verdicts(found).items()]
+    claims = [f"<p>{'' if holds else 'NOT SHOWN: '}{text}</p>" for text, holds in verdicts(found).items()]
     title = "From dense attention to selected keys"
-    body = [f"<h1>{title}</h1>", picture(found), html_table(_HEAD, [_cells(line) for line in found]), *said]
+    body = [f"<h1>{title}</h1>", picture(found), html_table(_HEAD, [_cells(line) for line in found]), *claims]
     with atomic_write(folder / "transition.html") as handle:
         handle.write(styled(title, body))
 

@@ -1,4 +1,4 @@
-"""All trainings of a transition, several at a time, each with what it is measured as."""
+"""Runs and measures all trainings of a transition, several at a time."""
 
 import os
 import time
@@ -31,13 +31,13 @@ DENSE, DENSE_MORE = "dense", "dense, trained on"
 DSA_NEW, DSA_WARM, DSA = "DSA, indexers random", "DSA after warm-up", "DSA after joint steps"
 WINDOWS = {"S": "SWA, all layers", "SF": "SWA Interleave"}
 PATTERN = "SWA Pattern"
-SEARCHED = 16  # sequences that a pattern is judged by
+SEARCHED = 16  # sequences by which a pattern is chosen
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one kind of attention does on held-out rows: share of right answers, cross-entropy, and the share of its
-    keys that the last token reads. `recall`: what the selected keys hold of dense attention."""
+    """One kind of attention on held-out rows: accuracy, cross-entropy, and the share of keys that the last token reads.
+    `recall`: the share of dense attention's probability on the selected keys."""
 
     name: str
     seed: int
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Done:
-    """A training: its rows, and what it took."""
+    """A finished training: its rows and its time."""
 
     part: str
     seed: int
@@ -60,7 +60,7 @@ class Done:
 
 
 class Measure:
-    """Rows of one seed's checkpoints, all on the same held-out sequences: those of the sparse stage."""
+    """Measures one seed's checkpoints, all on the same held-out sequences of the sparse stage."""
 
     def __init__(self, transition: Transition, beside: Path, num_sequences: int) -> None:
         self.seed, self.stage = transition.seed, transition.sparse
@@ -82,7 +82,7 @@ class Measure:
         return Row(name, self.seed, accuracy, loss, self._keys(model, phase), kept, pattern)
 
     def pattern(self, model: Glm5, size: int) -> str:
-        """The best one of as many windows as full layers, by loss on other held-out sequences."""
+        """The best pattern with equally many window and full layers, by loss on other held-out sequences."""
 
         def loss(pattern: str) -> float:
             window = WindowConfig(size=size, pattern=pattern)
@@ -92,7 +92,7 @@ class Measure:
         return search_pattern(loss, num_layers, num_layers // 2)[0]
 
     def _keys(self, model: Glm5, phase: Phase) -> float:
-        """Of the last token, in the mean over layers."""
+        """The share of keys that the last token reads, mean over layers."""
         seq_len, num_layers = self.stage.seq_len, model.cfg.num_hidden_layers
         if phase.keys == "sparse":
             return min(1.0, model.cfg.index_topk / seq_len)
@@ -103,13 +103,13 @@ class Measure:
 
 
 def transitions(settings: TransitionConfig) -> list[Done]:
-    """Everything that was trained, for all seeds."""
+    """Run all trainings of all seeds."""
     recipe = read_recipe(settings.recipe, settings.set)
     beside = Path(settings.recipe).parent
     seeds = [Transition(recipe, seed, Path(settings.out)) for seed in settings.seeds]
     processes = settings.processes or os.cpu_count() or 1
     total = len(seeds) * (len(WINDOWS) + 4)
-    # Spawned: a forked child would share the parent's threads' locks.
+    # Spawned: a forked child would inherit locks that the parent's threads hold.
     with (
         ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
         Progress(total=total, unit="training", desc="transition") as progress,
@@ -126,7 +126,7 @@ def transitions(settings: TransitionConfig) -> list[Done]:
 
 
 def _as_they_end(seeds: Sequence[Transition], start: Callable[..., Future[Done]]) -> Iterator[Done]:
-    """Results as they come; behind each seed's dense training, the others that begin where it ended."""
+    """Results as they finish. After a seed's dense training, the trainings that start from its checkpoint follow."""
     first = {start(transition, "dense"): transition for transition in seeds}
     later: list[Future[Done]] = []
     for future in as_completed(first):
@@ -143,7 +143,7 @@ def _as_they_end(seeds: Sequence[Transition], start: Callable[..., Future[Done]]
 def _train_and_measure(
     transition: Transition, part: str, beside: Path, settings: TransitionConfig, pattern: str | None
 ) -> Done:
-    """One training, in a process of its own; what it says goes to a file beside it. `pattern`: of its windows."""
+    """One training in its own process, with its log in a file. `pattern`: of its windows."""
     window = None if pattern is None else WindowConfig(size=settings.window, pattern=pattern)
     recipes = {"dense": transition.dense, "dsa": transition.dsa}
     recipe = recipes[part]() if part in recipes else transition.control(part, window)
@@ -167,7 +167,7 @@ def _train_and_measure(
 
 
 def _of_dense(measure: Measure, model: Glm5, size: int) -> list[Row]:
-    """Dense attention, and what is left of it where the model reads less without having been trained for it."""
+    """Dense attention, and zero-shot results with windows and with selected keys."""
     windows = {name: WindowConfig(size=size, pattern=pattern) for pattern, name in WINDOWS.items()}
     windows[PATTERN] = WindowConfig(size=size, pattern=measure.pattern(model, size))
     rows = [measure.row(DENSE, model, Phase())]

@@ -1,10 +1,10 @@
-"""A recipe's transition, cut into trainings that depend on each other only through checkpoints.
+"""Splits a recipe's transition into trainings that depend on each other only through checkpoints.
 
     dense      the stages before warm-up                                                from the recipe's start
     dsa        warmup and sparse                                                        from dense's checkpoint
     control    the sparse stage's steps, data and rates under another attention         from dense's checkpoint
 
-so every control sees what the sparse stage sees, and trains as long.
+so every control has the sparse stage's data and number of steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from glm5.config.train import ModelSection, Recipe, StageConfig
 
 
 class Transition:
-    """Recipes of one seed's trainings under `out`. Raises ConfigError where the recipe holds no transition."""
+    """Recipes of one seed's trainings under `out`. Raises ConfigError if the recipe has no transition."""
 
     def __init__(self, recipe: Recipe, seed: int, out: Path) -> None:
         kinds = [stage.kind for stage in recipe.stage]
@@ -34,7 +34,7 @@ class Transition:
         return self._part("dsa", self._from_dense(), [self._warmup, self.sparse])
 
     def control(self, name: str, window: WindowConfig | None) -> Recipe:
-        """Dense attention for as long, or windows."""
+        """Dense attention (None) or windows, with the steps of the sparse stage."""
         change = {"kind": "midtrain", "keys": None, "window": window}
         return self._part(name, self._from_dense(), [self.sparse.model_copy(update=change)])
 

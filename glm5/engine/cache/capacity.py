@@ -10,7 +10,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.engine import check_count, check_length
 from glm5.config.model import ModelConfig
 from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
-from glm5.engine.sampling.parts import MOST_SOUGHT, SEARCH_BYTES
+from glm5.engine.sampling.parts import MAX_SEARCHED, SEARCH_BYTES
 
 _SCORES_BYTES = 1 << 29  # of the indexer for a part of a prompt, with the workspace of top-k
 _PROMPT_LOGITS = 256  # rows
@@ -36,7 +36,7 @@ def workspace_bytes(
     absorbed = heads * (cfg.qk_nope_head_dim + cfg.v_head_dim) * cfg.kv_lora_rank * dtype.itemsize
     rows = num_tokens * (cfg.num_experts_per_tok + 1) * cfg.hidden_size * 8
     num_logits = max(num_seqs * (1 + depth), _PROMPT_LOGITS) * vocab_size
-    logits = num_logits * 16 + min(num_logits, MOST_SOUGHT) * SEARCH_BYTES
+    logits = num_logits * 16 + min(num_logits, MAX_SEARCHED) * SEARCH_BYTES
     tables = num_seqs * (cfg.vocab_size * 5 + cfg.max_position_embeddings * 8)
     graphs = cfg.num_layers_with_mtp * _GRAPH_BYTES
     return absorbed * cfg.num_layers_with_mtp + rows + logits + tables + graphs + _SCORES_BYTES

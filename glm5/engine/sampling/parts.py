@@ -21,7 +21,7 @@ from glm5.kernels.top_k import top_k
 _BITS, _BINS = 8, 256  # of each of four passes over the 31 bits of a magnitude
 _NO_CUT = torch.iinfo(torch.int64).max
 # Logits among which cuts are sought at a time: a search takes SEARCH_BYTES for each.
-MOST_SOUGHT, SEARCH_BYTES = 1 << 22, 92
+MAX_SEARCHED, SEARCH_BYTES = 1 << 22, 92
 
 
 class Exchange(Protocol):
@@ -38,8 +38,8 @@ class VocabShard(Vocabulary):
     rank: int
 
     def best(self, values_TW: Tensor) -> Best:
-        mine = values_TW.max(dim=-1)
-        pairs_2T = torch.stack([mine.values.double(), (mine.indices + self.first).double()])
+        local = values_TW.max(dim=-1)
+        pairs_2T = torch.stack([local.values.double(), (local.indices + self.first).double()])
         value_by_rank, token_by_rank = self.exchange.all_gather(pairs_2T).unbind(dim=1)
         value_T = value_by_rank.amax(dim=0)
         token_T = token_by_rank.masked_fill(value_by_rank != value_T, torch.inf).amin(dim=0)
@@ -50,7 +50,7 @@ class VocabShard(Vocabulary):
         return self.exchange.all_gather(part).sum(dim=0)
 
     def keep_head(self, z_TW: Tensor, top_k_T: Tensor, top_p_T: Tensor) -> None:
-        num_rows = max(1, MOST_SOUGHT // self.size)
+        num_rows = max(1, MAX_SEARCHED // self.size)
         for rows in (slice(first, first + num_rows) for first in range(0, len(z_TW), num_rows)):
             z_TW[rows].masked_fill_(_dropped(z_TW[rows], top_k_T[rows], top_p_T[rows], self), -torch.inf)
 
@@ -59,12 +59,12 @@ class VocabShard(Vocabulary):
     ) -> Logprobs:
         logits_TW = logits_TW.float()
         drawn_from_TW = logits_TW if drawn_from_TW is None else drawn_from_TW
-        place_R = token_T - self.first
-        is_mine_T = (place_R >= 0) & (place_R < self.size)
+        place_T = token_T - self.first
+        is_local_T = (place_T >= 0) & (place_T < self.size)
         rows: list[Tensor] = []
         for each_TW in (logits_TW, drawn_from_TW):
-            mine_T = each_TW.gather(1, place_R.clamp(0, self.size - 1)[:, None])[:, 0]
-            rows += [torch.where(is_mine_T, mine_T, 0.0), *_spread(each_TW)]
+            local_logit_T = each_TW.gather(1, place_T.clamp(0, self.size - 1)[:, None])[:, 0]
+            rows += [torch.where(is_local_T, local_logit_T, 0.0), *_max_and_exp_sum(each_TW)]
         gathered_bins = self.exchange.all_gather(torch.stack([row.double() for row in rows]))
         chosen_T, drawn_T = gathered_bins[:, 0].sum(dim=0).float(), gathered_bins[:, 3].sum(dim=0).float()
         whole_T, tempered_T = _log_sum(gathered_bins[:, 1:3]), _log_sum(gathered_bins[:, 4:6])
@@ -151,7 +151,7 @@ def _find_cut(size_TW: Tensor, mass_TW: Tensor, wanted_T: Tensor, part: VocabSha
     return _Cut(prefix_T1[:, 0], num_ties_T, above_T2[:, 1] + num_ties_T * mass_each_T)
 
 
-def _spread(logits_TW: Tensor) -> tuple[Tensor, Tensor]:
+def _max_and_exp_sum(logits_TW: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row, and the sum of exponentials relative to it."""
     # Of a part, all tokens may be left out; their sum is 0 then, relative to anything.
     largest_T = logits_TW.amax(dim=-1).clamp_min(torch.finfo(torch.float32).min)

@@ -112,8 +112,8 @@ class Sampler:
         spans = [slice(first, first + step) for first in range(0, num_rows, step)]
         parts = ((logits_TW[span], rows[span]) for span in spans)
         # Each part does its own rows' work.
-        mine = ((logits, part, self.tables.features_of(part.slots) & features | shown) for logits, part in parts)
-        return _joined(self._sample(logits, part, drafts_Y, work, num_likeliest) for logits, part, work in mine)
+        selected = ((logits, part, self.tables.features_of(part.slots) & features | shown) for logits, part in parts)
+        return _joined(self._sample(logits, part, drafts_Y, work, num_likeliest) for logits, part, work in selected)
 
     def _sample(
         self,

@@ -1,4 +1,4 @@
-"""act_quant in one pass: a program quantizes one row's values, some groups of 128 at a time."""
+"""act_quant in one pass: a program quantizes up to 16 groups of 128 values of a row."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from glm5.kernels.block_scaled import BLOCK, FP8, num_blocks
 from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
-_GROUPS = 16  # of a program
+_GROUPS = 16  # per program
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _act_quant(x_ptr, out_ptr, scale_ptr, D, stride_x, stride_t, stride_b, GROUP
 
 
 def act_quant(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.act_quant`, bit for bit. The scale lies column by column, as tiles of tokens read it."""
+    """As `reference.act_quant`, bit for bit. The scale is column-major, as linear layers read it."""
     if x_TD.stride(-1) != 1:
         x_TD = x_TD.contiguous()
     num_tokens, width = x_TD.shape

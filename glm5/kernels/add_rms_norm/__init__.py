@@ -22,6 +22,6 @@ def add_rms_norm(
 def add_rms_norm_quantized(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, kind: Kind = "blocks", *, impl: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, sum, codes, scale): `add_rms_norm`, and `row_codes.quantize` of out, for the products that read it."""
+    """(out, sum, codes, scale): `add_rms_norm`, and `row_codes.quantize` of out, for linear layers that read it."""
     run = TABLE.module(impl, x_TD, residual_TD, weight_D).add_rms_norm_quantized
     return run(x_TD, residual_TD, weight_D, eps, kind)

@@ -1,8 +1,8 @@
-"""What stands between two blocks of a layer: the residual stream takes a block's output, the next reads its norm.
+"""Residual add and norm between the blocks of a layer.
 
     sum = x + residual          out = rms_norm(sum, weight, eps)
 
-Both in x's dtype, as if computed one after the other.
+Both are rounded to x's dtype, as by two separate ops.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Rows added to those of a matrix that they name, in the order in which they lie: the same bits in every run."""
+"""Adds rows to rows of a matrix by index, in a fixed order: the result is deterministic."""
 
 from torch import Tensor
 

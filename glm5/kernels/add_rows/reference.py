@@ -1,4 +1,4 @@
-"""Rows added where they belong.
+"""Rows added to a matrix by index.
 
 to[slot[g]] += row[g]        for g in order, where slot[g] >= 0
 """

@@ -1,4 +1,4 @@
-"""add_rows on a GPU without atomic additions: rows are sorted by slot, and a program adds up those of one slot."""
+"""add_rows on a GPU without atomics: rows are sorted by slot, and a program sums those of one slot."""
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def _add(to_ptr, row_ptr, order_ptr, begin_ptr, L, BLOCK: tl.constexpr):
 
 @torch.no_grad()
 def add_rows(to_SL: Tensor, slot_G: Tensor, row_GL: Tensor) -> None:
-    """As `reference.add_rows`; `to_SL` in one piece."""
+    """As `reference.add_rows`; `to_SL` is contiguous."""
     num_slots, width = to_SL.shape
     sorted_G, order_G = slot_G.sort(stable=True)
     slots = torch.arange(num_slots + 1, dtype=sorted_G.dtype, device=slot_G.device)

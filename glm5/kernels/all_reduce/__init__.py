@@ -1,4 +1,4 @@
-"""Sums over ranks. The reference takes all parts at once; `triton.py` has kernels that write to other GPUs."""
+"""Sums over ranks: a reference over gathered parts, and Triton kernels that write to other GPUs (`triton*.py`)."""
 
 from glm5.kernels.all_reduce.reference import all_reduce_reference, is_transposed
 

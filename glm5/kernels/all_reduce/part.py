@@ -1,4 +1,4 @@
-"""What each rank brings to a sum over ranks: rows, or what makes them, where who sends them does that better."""
+"""A rank's part of a sum over ranks: rows, unsummed expert outputs, or a pending linear layer."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ PartialSum = Tensor | ExpertOutputs | PendingLinear
 
 
 def computed(part: PartialSum) -> Tensor | ExpertOutputs:
-    """The rows of a product that nobody sends on their way."""
+    """The part, with a pending linear layer computed."""
     return part.computed() if isinstance(part, PendingLinear) else part
 
 

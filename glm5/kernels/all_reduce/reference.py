@@ -1,4 +1,4 @@
-"""What every collective that adds up is held to: the ranks' parts, gathered.
+"""The definition of a sum over ranks, from all parts:
 
 sum = part_0 + part_1 + ... in the order of ranks, in float32 (float64 stays float64), rounded once to the parts' dtype
 """
@@ -17,5 +17,5 @@ def all_reduce_reference(parts: Tensor) -> Tensor:
 
 
 def is_transposed(part: Tensor) -> bool:
-    """Whether columns of [O, Y] lie in one piece, as they do then in all ranks' rows."""
+    """Whether [O, Y] has contiguous columns, which gathering then preserves."""
     return part.dim() == 2 and part.stride(0) == 1

@@ -1,10 +1,11 @@
-"""Sums over GPUs that write into each other's memory (triton_buffers.py), a launch each.
+"""All-reduce over GPUs that write into each other's memory (triton_buffers.py), one launch each.
 
-    one shot    every rank sends its rows to all others, and each adds all of them up: one way, N times the bytes
-    two shots   a row's pieces are sharded over owners, who add up what they get and send the sum to all: twice the way
-    gather      words of all ranks, side by side
+    one shot    every rank sends its rows to all others, which sum them: lowest latency, N times the bytes
+    two shots   pieces of rows are sharded over ranks, which sum them and send the sums to all
+    gather      all-gather of words
 
-All programs of a launch must run at once, as they wait for each other's data: grids are at most as large as the GPU.
+Programs of a launch wait for each other's data, so all must run at once: a grid has at most one program per
+multiprocessor.
 """
 
 import torch
@@ -30,8 +31,8 @@ from glm5.kernels.all_reduce.triton_buffers import (
 from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
 from glm5.kernels.row_codes import Quantized
 
-PIECE = 1024  # elements that have one owner in two shots
-_CHUNK = 1024  # words that a program empties or gathers at a time
+PIECE = 1024  # elements summed by one rank in two shots
+_CHUNK = 1024  # words cleared or gathered by a program at a time
 
 Given = tuple[Tensor, Tensor, int, float]  # residual, weight, the residual's stride, eps
 
@@ -62,7 +63,7 @@ def _one_shot(
     CHUNK: tl.constexpr,
     NUM: tl.constexpr,
 ):
-    """Programs: SPLITS a row send a part of it each, and the first of them adds up."""
+    """SPLITS programs per row send a part each; the first of them sums."""
     turn = tl.load(state)
     slot = turn.to(tl.int64)
     t, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
@@ -115,17 +116,18 @@ def _two_shots(
     SHARED: tl.constexpr,
     place_ptr=None,
 ):
-    """Pieces of rows are owned in turns. Every program sends pieces, adds some up and sends the sums, finishes rows."""
+    """Rank r owns every SIZE-th piece from r on. A program sends pieces, sums owned ones, sends the sums, finishes
+    rows."""
     turn = tl.load(state)
     slot = turn.to(tl.int64)
     program, programs = tl.program_id(0), tl.num_programs(0)
     pieces_a_row = tl.cdiv(D, PIECE)
     pieces = T * pieces_a_row
     owned = tl.cdiv(pieces, SIZE)
-    sums = SIZE * owned * PIECE  # where sums lie, behind parts
+    sums = SIZE * owned * PIECE  # offset of sums, after the parts
     e = tl.arange(0, PIECE)
     for index in range(program, pieces, programs):
-        piece = (index + rank * owned) % pieces  # not all ranks to the same owner at once
+        piece = (index + rank * owned) % pieces  # ranks begin with different owners
         t, d = (piece // pieces_a_row).to(tl.int64), (piece % pieces_a_row) * PIECE + e
         x = new_row(part_ptr, t, d, T, D, A, SHARED, place_ptr)
         place = buffer(pointers, piece % SIZE, slot, num_words, part_ptr) + (rank * owned + piece // SIZE) * PIECE
@@ -183,7 +185,7 @@ def _gather(
 
 
 def fits(buffers: Buffers, part: Tensor | ExpertOutputs, num_rows: int, *, two_shots: bool) -> bool:
-    """Whether `num_rows` rows of [T, D] can go this way at once."""
+    """Whether `num_rows` rows of [T, D] fit the buffers and the grid."""
     if len(part.shape) != 2 or part.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     width, size, words_a = part.shape[1], buffers.size, part.dtype.itemsize / 4
@@ -252,7 +254,8 @@ def two_shots(
     max_rows: int | None = None,
     quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same; for more rows. `max_rows`: at a time. Terms that go at once are added up by who sends them."""
+    """The same, for more rows. `max_rows`: rows of a launch. In a single launch expert outputs are summed by the
+    sender."""
     num_rows = part.shape[0]
     max_rows = max_rows or num_rows
     part = summed(part) if num_rows > max_rows else part
@@ -304,8 +307,8 @@ def _two_shots_of(
 
 
 def gather(buffers: Buffers, part: Tensor) -> Tensor | None:
-    """[N, ...] of whatever is a whole number of words; None where it is too large. A word 0x80008000 becomes
-    0x80008001, on every rank."""
+    """[ranks, ...] of a part of a multiple of 4 bytes; None if it is too large. A word 0x80008000 becomes 0x80008001,
+    on every rank."""
     words = part.contiguous().view(-1).view(torch.int32)
     count = len(words)
     programs = triton.cdiv(count, _CHUNK)
@@ -329,7 +332,7 @@ def gather(buffers: Buffers, part: Tensor) -> Tensor | None:
 
 
 def _outputs(part: Tensor | ExpertOutputs, norm: tuple[Tensor, Tensor, float] | None) -> tuple[Tensor, Tensor, Given]:
-    """(out, sum, what the kernel takes of `norm`)."""
+    """(out, sum, the kernel's arguments for `norm`)."""
     some = part.y if isinstance(part, ExpertOutputs) else part
     out_TD = some.new_empty(part.shape)
     if norm is None:

@@ -1,12 +1,11 @@
-"""What the collectives of this folder share: a rank's buffers as all ranks see them. No flags and no barriers: data
-says of itself that it has come.
+"""Symmetric buffers of the collectives in this folder, which need no flags and no barriers.
 
-A buffer is full of EMPTY, a bit pattern that is never sent (minus zero in 16 bits), so a reader waits until none is
-left. Calls take three buffers in turns: while one is read, a faster rank may write to the next, and the one before is
-emptied again. Sums are taken in the order of ranks in float32 and rounded once, so every rank has the same bits.
+A buffer is filled with EMPTY, a bit pattern that is never sent (minus zero in 16 bits), and a reader waits until none
+is left. Calls rotate through three buffers: while one is read, a faster rank may write to the next, and the previous
+one is cleared. Sums are taken in the order of ranks in float32 and rounded once, so every rank has the same bits.
 
-`Buffers.state`, int32 on the device: whose turn it is of the buffers, programs that have ended, words used of each
-buffer; a CUDA graph can hold any number of calls. One stream at a time, and all ranks make the same calls.
+`Buffers.state`, int32 on the device: the index of the current buffer, the number of finished programs, and the words
+used of each buffer. A CUDA graph can hold any number of calls. One stream at a time, and all ranks make the same calls.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.grouped_experts.expert_outputs import ExpertOutputs
-from glm5.kernels.grouped_experts.triton_few import sum_of_terms
+from glm5.kernels.grouped_experts.triton_few import sum_of_outputs
 from glm5.kernels.triton_rows import put_codes
 
 NUM_BUFFERS = 3
@@ -26,8 +25,8 @@ MAX_WIDTH = 1 << 14
 
 @dataclass(frozen=True)
 class Buffers:
-    """A rank's and its peers' buffers: `pointers` int64 [N], `num_words` of 4 bytes each (one of NUM_BUFFERS).
-    `max_programs`: how many run at once."""
+    """The buffers of all ranks: `pointers` int64 [ranks], each to NUM_BUFFERS buffers of `num_words` 4-byte words.
+    `max_programs`: how many programs run at once."""
 
     pointers: Tensor
     state: Tensor
@@ -38,12 +37,12 @@ class Buffers:
 
 
 def empty_state(device: torch.device) -> Tensor:
-    """The state of buffers that were never used."""
+    """The state of unused buffers."""
     return torch.zeros(2 + NUM_BUFFERS, dtype=torch.int32, device=device)
 
 
 def empty(words: Tensor) -> None:
-    """Fill int32 memory with what means that nothing has come."""
+    """Fill int32 memory with EMPTY."""
     words.fill_(EMPTY_WORD)
 
 
@@ -61,7 +60,7 @@ def is_empty(x):
 
 @triton.jit
 def sendable(x):
-    """The same, but never EMPTY: minus zero becomes zero, and in 32 bits one number next to zero its neighbour."""
+    """x without EMPTY: in 16 bits minus zero becomes zero; in 32 bits one number next to zero becomes its neighbour."""
     if x.dtype.primitive_bitwidth == 16:
         sendable = tl.where(is_empty(x), tl.zeros_like(x), x)
     else:
@@ -72,16 +71,16 @@ def sendable(x):
 
 @triton.jit
 def new_row(part_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr, place_ptr):
-    """Row t of what is new: the sum of A terms and the shared expert's, or, if there are none, what lies there."""
+    """Row t of a part: the sum of its A expert outputs and the shared expert's; for A = 0 the row itself."""
     if A > 0:
-        x = sum_of_terms(part_ptr, t, d, T, D, A, SHARED, place_ptr).to(part_ptr.dtype.element_ty)
+        x = sum_of_outputs(part_ptr, t, d, T, D, A, SHARED, place_ptr).to(part_ptr.dtype.element_ty)
     else:
         x = tl.load(part_ptr + t * D + d, mask=d < D, other=0.0)
     return x
 
 
 def new_rows(part: Tensor | ExpertOutputs) -> tuple[Tensor, dict[str, object]]:
-    """What `new_row` reads, and its options."""
+    """The tensor that `new_row` reads, and its options."""
     if isinstance(part, ExpertOutputs):
         return part.y, {"A": part.active, "SHARED": part.has_shared, "place_ptr": part.places}
     return part.contiguous(), {"A": 0, "SHARED": False, "place_ptr": None}
@@ -89,14 +88,14 @@ def new_rows(part: Tensor | ExpertOutputs) -> tuple[Tensor, dict[str, object]]:
 
 @triton.jit
 def buffer(pointers, rank, slot, num_words, like):
-    """Where a rank's buffer begins, as a pointer to what `like` points to."""
+    """The start of a rank's buffer as a pointer of `like`'s type."""
     address = tl.load(pointers + rank) + slot * num_words * 4
     return tl.multiple_of(address.to(like.dtype), 16)
 
 
 @triton.jit
 def empty_last(pointers, state, rank, turn, num_words, CHUNK: tl.constexpr, NUM: tl.constexpr):
-    """Empty the buffer of the call before this one; every program its part."""
+    """Clear the previous call's buffer; each program clears a part."""
     slot = (turn + NUM - 1) % NUM
     used = tl.load(state + 2 + slot)
     words = (tl.load(pointers + rank) + slot.to(tl.int64) * num_words * 4).to(tl.pointer_type(tl.int32))
@@ -108,7 +107,7 @@ def empty_last(pointers, state, rank, turn, num_words, CHUNK: tl.constexpr, NUM:
 
 @triton.jit
 def end(state, turn, slot, used, NUM: tl.constexpr):
-    """The last program to come here passes the turn on. (Calls are not counted: a server makes 2^31 in two days.)"""
+    """The last program to arrive advances to the next buffer. (A counter of calls would overflow in two days.)"""
     tl.debug_barrier()
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
@@ -116,12 +115,12 @@ def end(state, turn, slot, used, NUM: tl.constexpr):
         tl.store(state, (turn + 1) % NUM)
 
 
-# Loops carry no tensor: Triton 3.6 does not compile those. What has come is read once more.
+# Triton 3.6 does not compile loops that carry tensors, so data is loaded again after the loop.
 
 
 @triton.jit
 def wait(place, mask):
-    """What lies at `place`, once all of it has come."""
+    """The data at `place`, once all of it has arrived."""
     missing = 1
     while missing != 0:
         x = tl.load(place, mask=mask, other=1, volatile=True)
@@ -131,13 +130,13 @@ def wait(place, mask):
 
 @triton.jit
 def unless(mask, rank, r):
-    """The mask, of nothing where r is this rank."""
+    """The mask, all False if r is this rank."""
     return mask & (tl.zeros(mask.shape, tl.int32) + r != rank)
 
 
 @triton.jit
 def wait_sum(place, stride, mask, rank, own, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum over ranks of what lies `stride` apart; of this rank `own`, which need not have come."""
+    """The sum over ranks of data `stride` apart, with `own` for this rank, whose slot is not read."""
     missing = 1
     while missing != 0:
         is_missing = tl.zeros((BLOCK,), tl.int32)
@@ -169,7 +168,8 @@ def finish(
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
-    """Write a row's sum, or add it to the residual stream and write that and its norm, as codes too if wanted."""
+    """Store a row's sum. With NORM, add it to the residual stream, and store that and its norm; with QUANTIZE also its
+    codes."""
     mask = d < D
     if NORM:
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)

@@ -1,16 +1,15 @@
-"""Many rows over GPUs that write into each other's memory (triton_buffers.py), half of a sum at a time.
+"""Reduce-scatter and all-gather of many rows over GPUs that write into each other's memory (triton_buffers.py).
 
     add_rms_norm_sharded    rank r gets the r-th of N equal shares of rows: the sum over ranks, added to the residual
                             stream, and its norm
-    gather                  the shares of all ranks, one below the other, of several things at once
+    gather                  the shares of all ranks, concatenated along rows, of several tensors at once
 
-One launch each, in which some programs send and wait for nothing; each other waits for what peers send in programs of
-smaller numbers, and empties the place where it came. Programs begin in the order of their numbers, so none waits for
-one that cannot begin, and grids may be of any size: the link is busy while memory is.
+One launch each. Some programs only send. Every other one waits for data from programs of smaller numbers on peers, and
+clears the buffer where it arrived. Programs begin in the order of their numbers, so a grid may be of any size without
+deadlock, and the link and device memory are busy at the same time.
 
-What experts make of each token (terms) is added up on its way to the rank that keeps the row: read once, and no sums
-are written and read again. Rows of a product with FP8 weights are sent by who computes it (fp8_linear/rows.cu), while
-other rows are computed; then nothing is left to send here.
+Outputs of a token's experts are summed while they are sent, so no sums are written and read again. Rows of an FP8
+linear layer are sent by its kernel (fp8_linear/rows.cu) while other rows are computed; then nothing is sent here.
 """
 
 import math
@@ -43,15 +42,15 @@ from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_ear
 from glm5.kernels.triton_rows import row_codes, row_scale
 from glm5.kernels.triton_support import dependent_launch
 
-_CHUNK_BYTES = 8192  # that a program of `gather` sends, or takes in
-_PIECE = 2048  # values of a row that a program of `add_rms_norm_sharded` holds at a time
-_LEAST_SENT = 8 << 20  # bytes that a rank sends, for which a product of its own is worth it: 23 us of the link
+_CHUNK_BYTES = 8192  # sent or received by a program of `gather`
+_PIECE = 2048  # values of a row that a program of `add_rms_norm_sharded` processes at a time
+_MIN_SENT_BYTES = 8 << 20  # from which on the overlapped product is faster: 23 us of the link
 
 Norm = tuple[Tensor, Tensor, float]  # residual of this rank's rows, weight, eps
 
 
 @triton.jit
-def _deal(
+def _reduce_scatter_norm(
     pointers,
     state,
     part_ptr,
@@ -81,8 +80,8 @@ def _deal(
     PDL: tl.constexpr,
     place_ptr=None,
 ):
-    """Of `num_rows` rows of every rank's share, from `first` on: for each, a program for each peer that sends it the
-    row of its share, unless all were sent before, and one that adds up this rank's."""
+    """For each of `num_rows` rows of every rank's share, from `first` on: one program per peer sends the peer's row,
+    unless all rows were SENT before, and one program sums this rank's row."""
     PROGRAMS: tl.constexpr = 1 if SENT else SIZE  # of a row
     wait_for_earlier(PDL)
     turn = tl.load(state)
@@ -145,8 +144,8 @@ def _put_normed(
     PIECE: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
-    """Row t of the stream times `inverse`, one over its root mean square, and the norm's weight; as codes too if
-    wanted, in blocks where they are e4m3, else under one scale."""
+    """Row t of the residual stream times `inverse`, the reciprocal of its RMS, and the norm's weight. With QUANTIZE
+    also its codes: e4m3 in blocks, or int8 with one scale."""
     IN_BLOCKS: tl.constexpr = QUANTIZE and codes_ptr.dtype.element_ty != tl.int8
     largest = 0.0
     for begin in range(0, D, PIECE):
@@ -190,10 +189,11 @@ def _gather(
     NUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For each piece of CHUNK words, a program that sends it to all peers and keeps it, and one for each peer that
-    takes in its piece. Pieces of all parts are numbered through; this launch's begin at `first`.
+    """For each piece of CHUNK words, one program sends it to all peers and stores it, and one per peer receives the
+    peer's piece. Pieces are numbered across all parts; this launch begins at `first`.
 
-    BY_RUNS: bits of parts whose words lie in runs, of which `outs` have all ranks' first ones, then all second ones.
+    BY_RUNS: a bit for each part that consists of runs; in `outs` the first runs of all ranks come first, then the
+    second.
     """
     wait_for_earlier(PDL)
     turn = tl.load(state)
@@ -210,7 +210,7 @@ def _gather(
             if k == 0:
                 _send(pointers, parts[p], outs[p], rank, slot, num_words, width, at, RUNS, SIZE)
             else:
-                _take_in(pointers, outs[p], (rank + k) % SIZE, rank, slot, num_words, width, at, RUNS, SIZE)
+                _receive(pointers, outs[p], (rank + k) % SIZE, rank, slot, num_words, width, at, RUNS, SIZE)
         before += pieces
     empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
     end(state, turn, slot, 0, NUM)
@@ -218,28 +218,28 @@ def _gather(
 
 @triton.jit
 def _send(pointers, part, out, rank, slot, num_words, width, at, RUNS: tl.constexpr, SIZE: tl.constexpr):
-    """`at`: where words lie in a buffer's piece and in the part, of how many, in runs of how many."""
+    """`at`: (index in the buffer's piece, index in the part, number of words of the part, length of its runs)."""
     place, e, count, run = at
     x = sendable(tl.load(part + e, mask=e < count, other=0))
-    tl.store(out + _among(e, tl.cast(rank, tl.int64), count, run, RUNS, SIZE), x, mask=e < count)
+    tl.store(out + _gathered_index(e, tl.cast(rank, tl.int64), count, run, RUNS, SIZE), x, mask=e < count)
     for other in tl.static_range(SIZE - 1):
         peer = tl.cast((rank + 1 + other) % SIZE, tl.int64)
         tl.store(buffer(pointers, peer, slot, num_words, part) + rank * width + place, x, mask=e < count)
 
 
 @triton.jit
-def _take_in(pointers, out, r, rank, slot, num_words, width, at, RUNS: tl.constexpr, SIZE: tl.constexpr):
+def _receive(pointers, out, r, rank, slot, num_words, width, at, RUNS: tl.constexpr, SIZE: tl.constexpr):
     place, e, count, run = at
-    came = buffer(pointers, rank, slot, num_words, out) + r * width + place
-    x = wait(came, e < count)
+    received = buffer(pointers, rank, slot, num_words, out) + r * width + place
+    x = wait(received, e < count)
     tl.debug_barrier()
-    _empty(came, e < count)
-    tl.store(out + _among(e, r.to(tl.int64), count, run, RUNS, SIZE), x, mask=e < count)
+    _empty(received, e < count)
+    tl.store(out + _gathered_index(e, r.to(tl.int64), count, run, RUNS, SIZE), x, mask=e < count)
 
 
 @triton.jit
-def _among(e, r, count, run, RUNS: tl.constexpr, SIZE: tl.constexpr):
-    """Where word e of rank r lies among all ranks'."""
+def _gathered_index(e, r, count, run, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    """The index of word e of rank r in the gathered output."""
     return (e // run * SIZE + r) * run + e % run if RUNS else r * count + e
 
 
@@ -252,7 +252,7 @@ def _empty(place, mask):
 
 
 def can_shard(buffers: Buffers, part: PartialSum) -> bool:
-    """Whether rows [T, D] can go this way."""
+    """Whether rows [T, D] are supported."""
     num_rows, width = part.shape
     is_known = part.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return is_known and num_rows % buffers.size == 0 and width % 8 == 0 and width <= MAX_WIDTH
@@ -274,7 +274,7 @@ def add_rms_norm_sharded(
     room = max(1, buffers.num_words * 4 // (size * width * part.dtype.itemsize) // 16 * 16)  # of few kinds of numbers
     share = num_rows // size
     step = min(share, room, max(1, (max_rows or num_rows) // size))
-    sent = _sent(buffers, part) if step == share else None
+    sent = _overlapped(buffers, part) if step == share else None
     new, options = new_rows(computed(part) if sent is None else sent)
     residual_OD, weight_D, eps = norm
     residual_OD = residual_OD if residual_OD.stride(-1) == 1 else residual_OD.contiguous()
@@ -282,7 +282,7 @@ def add_rms_norm_sharded(
     data, scale = (out_OD, out_OD) if quantized is None else quantized
     for first in range(0, share, step):
         count = min(step, share - first)
-        _deal[(count * (size if sent is None else 1),)](
+        _reduce_scatter_norm[(count * (size if sent is None else 1),)](
             buffers.pointers,
             buffers.state,
             new,
@@ -314,23 +314,22 @@ def add_rms_norm_sharded(
     return out_OD, sum_OD
 
 
-def _sent(buffers: Buffers, part: PartialSum) -> Tensor | None:
-    """The product whose rows, all at once, went to their ranks while it was computed, of which this rank's are there;
-    None where it is no such product."""
+def _overlapped(buffers: Buffers, part: PartialSum) -> Tensor | None:
+    """Compute a pending linear layer and send its rows to their ranks meanwhile; returns the product with this rank's
+    rows. None if `part` is not suited."""
     if not isinstance(part, PendingLinear) or cuda_rows.refusal(part.x_TD, part.weight):
         return None
     share, num_bytes = part.shape[0] // buffers.size, math.prod(part.shape) * part.dtype.itemsize
-    is_much = num_bytes // buffers.size * (buffers.size - 1) >= _LEAST_SENT
+    is_much = num_bytes // buffers.size * (buffers.size - 1) >= _MIN_SENT_BYTES
     if not is_much or share % cuda_rows.SAME_OWNER:
         return None
-    to = cuda_rows.Places(buffers.pointers, buffers.state, buffers.rank, buffers.num_words)
+    to = cuda_rows.PeerBuffers(buffers.pointers, buffers.state, buffers.rank, buffers.num_words)
     return cuda_rows.fp8_linear(part.x_TD, part.weight, part.quantized, to=to)
 
 
 def gather(buffers: Buffers, *parts: Tensor) -> list[Tensor]:
-    """All ranks' rows [O, ...] of each part, one below the other, in one launch; of a part that `is_transposed`,
-    columns in one piece. A part is a whole number of words. A word 0x80008000 becomes 0x80008001, on every rank.
-    """
+    """All ranks' rows [O, ...] of each part, concatenated, in one launch; with contiguous columns if the part
+    `is_transposed`. A part is a multiple of 4 bytes. A word 0x80008000 becomes 0x80008001, on every rank."""
     size, transposed = buffers.size, [is_transposed(part) for part in parts]
     own = [(part.T if flips else part).contiguous() for part, flips in zip(parts, transposed, strict=True)]
     outs = [

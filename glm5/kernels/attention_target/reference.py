@@ -1,8 +1,8 @@
-"""What the indexer should learn to score: the attention that the heads pay, averaged.
+"""The target of the indexer: attention probabilities averaged over heads.
 
     target[t, s] = mean_h exp( (q[t, h] . latent[s]) * scale - lse[t, h] )
 
-Over the keys that took part in the softmax (visible, and selected where `keys` is given); 0 elsewhere.
+Over the keys of the softmax (visible, and selected if `keys` is given); 0 elsewhere.
 """
 
 import torch

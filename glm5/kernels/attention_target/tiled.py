@@ -1,4 +1,4 @@
-"""head_mean_probs tile by tile: logits live in cache, and only those of selected keys are exponentiated."""
+"""head_mean_probs tile by tile: logits stay in cache, and only those of selected keys are exponentiated."""
 
 import torch
 from torch import Tensor

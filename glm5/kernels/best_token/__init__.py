@@ -8,5 +8,5 @@ TABLE = Table(__name__, triton=Impl("two launches", on="triton", gradient=False)
 
 
 def best_token(logits_TW: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
-    """(token [T] int64, the first of equals; whether there is none, as all are barred or one is no number, bool)."""
+    """(token [T] int64, the first among equals; no_valid_token [T] bool: all logits are -inf, or one is NaN)."""
     return TABLE.module(impl, logits_TW).best_token(logits_TW)

@@ -1,4 +1,4 @@
-"""best_token in two launches: pieces of rows, then the best of each row's pieces."""
+"""best_token in two launches: the maximum of pieces of rows, then of each row."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ def _pieces(x_ptr, value_ptr, index_ptr, W, stride, PIECE: tl.constexpr, PDL: tl
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     x = tl.load(x_ptr + row * stride + w, mask=w < W, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("inf"))  # what is no number wins, and is noticed
+    x = tl.where(x == x, x, float("inf"))  # NaN wins and is detected
     value, place = tl.max(x, 0, return_indices=True)
     at = row * tl.num_programs(1) + piece
     tl.store(value_ptr + at, value)

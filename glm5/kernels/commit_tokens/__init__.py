@@ -1,4 +1,4 @@
-"""What a decoding step comes to: which drawn tokens stand, and everything that is written down for it."""
+"""The end of a decoding step: which drawn tokens are accepted, and the update of the slots."""
 
 from torch import Tensor
 
@@ -28,11 +28,11 @@ def commit_tokens(
     *,
     impl: str = "auto",
 ) -> None:
-    """Row t drew `token_T[t]` for `position_T[t]` of the sequence in slot `slot_T[t]`, assuming `offset_T[t]` drafts.
+    """Row t drew `token_T[t]` for `position_T[t]` of the sequence in slot `slot_T[t]`, after `offset_T[t]` drafts.
 
-    A sequence gains the tokens drawn up to the first draft, of `drafts_Y`, that is not the token drawn in its place.
-    Writes what was drawn to `token_YS`, adds what was gained to `len_Y`, and fills `committed` for `sampling_slot_B`.
-    The last slot is padding's, and gains nothing. All int64, pieces of `committed` contiguous.
+    A sequence gains the drawn tokens up to and including the first that differs from its draft in `drafts_Y`. Writes
+    drawn tokens to `token_YS`, adds the gains to `len_Y`, and fills `committed` for `sampling_slot_B`. The last slot is
+    for padding and gains nothing. All tensors are int64; those of `committed` are contiguous.
     """
     where = token_T, slot_T, offset_T, position_T, drafts_Y, sampling_slot_B, token_YS, len_Y, committed
     TABLE.module(impl, token_T).commit_tokens(*where)

@@ -1,4 +1,4 @@
-"""gained[s] = 1 + number of drafts before the first that was not drawn; 0 for slots without rows."""
+"""gained[s] = 1 + number of drafts before the first that differs from the drawn token; 0 for slots without rows."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class CommittedTokens(NamedTuple):
-    """Of the slots asked after: tokens drawn [C, 1 + K], how many of them count [C], the drafts they assumed [C, K]."""
+    """For the sampling slots, with n drafts: drawn tokens [B, 1 + n], the number accepted [B], the drafts [B, n]."""
 
     tokens_B: Tensor
     count_B: Tensor
@@ -27,12 +27,12 @@ def commit_tokens(
 ) -> None:
     num_slots, depth = drafts_Y.shape
     tokens_Y = token_T.new_zeros(num_slots, depth + 1)
-    alive_Y = torch.zeros(num_slots, depth + 1, dtype=torch.bool, device=token_T.device)
+    accepted_Y = torch.zeros(num_slots, depth + 1, dtype=torch.bool, device=token_T.device)
     tokens_Y[slot_T, offset_T] = token_T
-    alive_Y[slot_T, offset_T] = torch.ones_like(slot_T, dtype=torch.bool)
-    alive_Y[:, 1:] &= tokens_Y[:, :-1] == drafts_Y
-    alive_Y[-1:] &= torch.zeros_like(alive_Y[-1:])
-    count_Y = alive_Y.int().cumprod(dim=1).sum(dim=1)
+    accepted_Y[slot_T, offset_T] = torch.ones_like(slot_T, dtype=torch.bool)
+    accepted_Y[:, 1:] &= tokens_Y[:, :-1] == drafts_Y
+    accepted_Y[-1:] &= torch.zeros_like(accepted_Y[-1:])
+    count_Y = accepted_Y.int().cumprod(dim=1).sum(dim=1)
     token_YS[slot_T, position_T] = token_T
     len_Y += count_Y
     for part, now in zip(

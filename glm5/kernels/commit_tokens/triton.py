@@ -1,4 +1,4 @@
-"""commit_tokens in one launch: a program a slot, which looks through all rows for its own."""
+"""commit_tokens in one launch: one program per slot, which searches all rows for those of its slot."""
 
 import triton
 import triton.language as tl
@@ -16,15 +16,15 @@ def _commit_tokens(
     offset_ptr,
     position_ptr,
     draft_ptr,
-    asked_ptr,
-    known_ptr,
+    sampling_slot_ptr,
+    token_out_ptr,
     len_ptr,
     drawn_ptr,
     count_ptr,
-    told_ptr,
+    assumed_ptr,
     num_rows,
-    num_asked,
-    known_stride,
+    num_sampling,
+    token_out_stride,
     K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -37,21 +37,21 @@ def _commit_tokens(
     token = tl.load(token_ptr + r, mask=of_slot, other=0)
     offset = tl.load(offset_ptr + r, mask=of_slot, other=-1)
     position = tl.load(position_ptr + r, mask=of_slot, other=0)
-    tl.store(known_ptr + s.to(tl.int64) * known_stride + position, token, mask=of_slot)
-    asks = tl.load(asked_ptr + c, mask=c < num_asked, other=-1) == s
-    stands = s < tl.num_programs(0) - 1
+    tl.store(token_out_ptr + s.to(tl.int64) * token_out_stride + position, token, mask=of_slot)
+    is_sampling = tl.load(sampling_slot_ptr + c, mask=c < num_sampling, other=-1) == s
+    accepted = s < tl.num_programs(0) - 1
     count = tl.zeros([], tl.int64)
     for j in tl.static_range(K + 1):
-        here = of_slot & (offset == j)
-        stands = stands & (tl.max(here.to(tl.int32), 0) > 0)
-        count += stands.to(tl.int64)
-        drawn = tl.sum(tl.where(here, token, 0), 0)
-        tl.store(drawn_ptr + c * (K + 1) + j, drawn, mask=asks)
+        at_offset = of_slot & (offset == j)
+        accepted = accepted & (tl.max(at_offset.to(tl.int32), 0) > 0)
+        count += accepted.to(tl.int64)
+        drawn = tl.sum(tl.where(at_offset, token, 0), 0)
+        tl.store(drawn_ptr + c * (K + 1) + j, drawn, mask=is_sampling)
         if j < K:
             draft = tl.load(draft_ptr + s * K + j)
-            tl.store(told_ptr + c * K + j, draft, mask=asks)
-            stands = stands & (drawn == draft)
-    tl.store(count_ptr + c, count, mask=asks)
+            tl.store(assumed_ptr + c * K + j, draft, mask=is_sampling)
+            accepted = accepted & (drawn == draft)
+    tl.store(count_ptr + c, count, mask=is_sampling)
     tl.store(len_ptr + s, tl.load(len_ptr + s) + count)
 
 
@@ -67,7 +67,7 @@ def commit_tokens(
     committed: CommittedTokens,
 ) -> None:
     """As `reference.commit_tokens`."""
-    (num_slots, depth), num_asked = drafts_Y.shape, len(sampling_slot_B)
+    (num_slots, depth), num_sampling = drafts_Y.shape, len(sampling_slot_B)
     _commit_tokens[(num_slots,)](
         token_T.contiguous(),
         slot_T.contiguous(),
@@ -79,11 +79,11 @@ def commit_tokens(
         len_Y,
         *committed,
         len(token_T),
-        num_asked,
+        num_sampling,
         token_YS.stride(0),
         K=depth,
         BLOCK_R=max(32, triton.next_power_of_2(len(token_T))),
-        BLOCK_C=max(32, triton.next_power_of_2(num_asked)),
+        BLOCK_C=max(32, triton.next_power_of_2(num_sampling)),
         num_warps=4,
         **dependent_launch(token_T.device),
     )

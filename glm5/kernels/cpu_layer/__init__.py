@@ -1,8 +1,8 @@
-"""A whole decoder layer on a CPU, in one call of native code (layer.cpp), and the norms and products around layers.
+"""A decoder layer on a CPU in one call of native code (layer.cpp), and the norms and linear layers around it.
 
-Of a small model, a layer on torch is a hundred operations of a few microseconds that compute for less than one each.
-What it computes is the model's layer (model spec, section 3) in float32; the torch layers are the tests' reference. The
-result of a row does not depend on the rows beside it, bit for bit.
+For small models, a layer in torch is a hundred ops of a few microseconds each, most of it overhead. The native layer
+computes the model's layer (model spec, section 3) in float32; tests compare it with the torch layers. The result of a
+row does not depend on other rows, bit for bit.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def identity() -> str | None:
-    """Tells these layers from any that might give other bits; None where there are none."""
+    """A key of these layers, which differs for layers with other rounding; None without native layers."""
     return native_code.identity(_SOURCE, _WITHOUT)
 
 
@@ -63,7 +63,7 @@ def available() -> bool:
 
 
 class HostStep:
-    """Rows of a step and what they see, in host memory.
+    """Rows of a step and their page tables, in host memory.
 
     `table_BN` int32 pages of each request, `request_T` int32, `end_T` int32 keys that a row sees, `slot_mapping_T`
     int64 slot of its own key (page * page_size + offset).
@@ -84,8 +84,8 @@ class HostStep:
 
 
 class HostKeys(NamedTuple):
-    """Where a layer finds keys: the step, its latents, its index keys (of a layer that has any), and whether every row
-    sees so few keys that nothing is to be selected."""
+    """The keys of a layer: the step, latents, index keys (None without an indexer), and whether every row sees so few
+    keys that all are selected."""
 
     step: HostStep
     latents: HostPool
@@ -94,7 +94,7 @@ class HostKeys(NamedTuple):
 
 
 def host_pool(pool_PZX: Tensor) -> HostPool:
-    """A float32 pool [P, Z, X] in host memory, whose rows may lie apart."""
+    """A float32 pool [P, Z, width] in host memory, which may be strided by page and by row."""
     if not (pool_PZX.is_cpu and pool_PZX.dtype == torch.float32 and pool_PZX.stride(2) == 1):
         raise ValueError(f"native layers need float32 rows in host memory, got {pool_PZX.dtype} on {pool_PZX.device}")
     return HostPool(pool_PZX.data_ptr(), pool_PZX.stride(0), pool_PZX.stride(1))
@@ -131,8 +131,8 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
 
 
 class CpuLayer:
-    """One layer's weights, read where they lie: they may change in place, and must not move. TrainingError
-    where a gradient is asked for."""
+    """A layer over torch's weights, read in place: they may change, but must not be reallocated. Raises TrainingError
+    if a gradient is required."""
 
     def __init__(self, sizes: Sizes, constants: Constants, weights: Weights[Tensor]):
         self._run: Callable[..., Any] = _native().glm5_layer
@@ -142,8 +142,8 @@ class CpuLayer:
     def __call__(
         self, x_TD: Tensor, turn_TR2: Tensor, keys: HostKeys, selected_TK: Tensor | None, *, is_given: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output [T, D] and the keys that its rows read, int32 [T, index_topk], or None for all that they
-        see. `turn_TR2`: cos + i sin, complex64. `selected_TK` is another layer's choice if `is_given`."""
+        """The layer's output [T, D] and the selected keys, int32 [T, index_topk], or None for all visible ones.
+        `turn_TR2`: cos + i sin of RoPE, complex64. `selected_TK`: another layer's selection if `is_given`."""
         refuse_gradient("a native layer", x_TD, self._weights)
         x_TD = x_TD.contiguous()
         if not is_given and not keys.sees_few:
@@ -168,7 +168,7 @@ class CpuLayer:
 
 
 def _traced(call: Callable[[], int]) -> int:
-    """A profiler sees what it is told of alone; telling takes as long as a norm."""
+    """Run `call`, inside a `record_function` only if a profiler is active, as that takes as long as a norm."""
     if not torch.autograd.profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
         return call()
     with torch.profiler.record_function("glm5::decoder_layer"):

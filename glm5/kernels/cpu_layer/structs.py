@@ -1,4 +1,4 @@
-"""What native code is handed, field by field as in layer.h."""
+"""Arguments of native code, field by field as in layer.h."""
 
 import ctypes
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
-    """Of a layer, by the names of layer.h. `experts` 0: a dense layer."""
+    """Sizes of a layer, named as in layer.h. `experts` 0: a dense layer."""
 
     hidden: int
     heads: int
@@ -40,7 +40,7 @@ Part = TypeVar("Part")
 
 
 class Weights(NamedTuple, Generic[Part]):
-    """Of a layer, [out, in]; None where it has no such part. `gate`, `up`, `down`: dense MLP or shared expert."""
+    """Weights of a layer, [out, in]; None for missing parts. `gate`, `up`, `down`: dense MLP or shared expert."""
 
     input_norm: Part
     q_a: Part
@@ -89,7 +89,7 @@ class SelectionStruct(ctypes.Structure):
 
 
 def shapes(sizes: Sizes) -> Weights[tuple[int, ...]]:
-    """Of the weights that native code reads, by name; None for parts that a dense layer lacks."""
+    """Shapes of the weights; None for parts that a dense layer lacks."""
     s, latent = sizes, sizes.kv_rank + sizes.rope
     of_moe = s.experts > 0
     return Weights(
@@ -118,7 +118,7 @@ def shapes(sizes: Sizes) -> Weights[tuple[int, ...]]:
 
 
 def layer_struct(sizes: Sizes, constants: Constants, weights: Weights[Tensor]) -> LayerStruct:
-    """Raises ValueError for weights that cannot be read in place."""
+    """The struct of a layer. Raises ValueError for weights that are not contiguous float32 of these shapes."""
     pointers: dict[str, Any] = {}
     wanted = shapes(sizes)._asdict()
     for name, tensor in weights._asdict().items():

@@ -1,4 +1,4 @@
-"""Linear layer with FP8 weights kept as they are in the checkpoint."""
+"""Linear layer with the checkpoint's FP8 weights."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.fp8_linear import cuda, scaled_mm
 
-_FEW_ROWS = 16  # that Triton's kernels take as they are
+_FEW_ROWS = 16  # up to which Triton's kernels do not quantize x
 MAX_TILED_ROWS = 128  # beyond, cuBLASLt's tiles are faster than ours (docs/performance-kernels.md)
 
 
@@ -20,18 +20,18 @@ def fp8_linear(
 ) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D], [T, O] in x's dtype; x is quantized by `act_quant` first.
 
-    `triton` leaves x as it is for up to 16 rows, which is nearer to the exact product; `cuda` is for a step's rows on
-    Hopper, `scaled_mm` cuBLASLt's. On a GPU `auto` takes these, by the number of rows and the weight's shape.
+    `triton` does not quantize up to 16 rows, which is more accurate; `cuda` is for decoding on Hopper; `scaled_mm` is
+    cuBLASLt. On a GPU `auto` chooses by the number of rows and the weight's shape.
 
-    `quantized`: `act_quant(x_TD)`, for those who have it already.
+    `quantized`: `act_quant(x_TD)`, if the caller has it.
 
-    Inference only: backward raises RuntimeError. Raises ValueError where data and scale do not fit (BlockScaled.check).
+    Inference only: backward raises RuntimeError. Raises ValueError if data and scale do not match (BlockScaled.check).
     """
     return TABLE.module(impl, x_TD, weight).fp8_linear(x_TD, weight, quantized)
 
 
 def few_rows(device: torch.device) -> int:
-    """Up to so many rows are not quantized, so nobody need do it for them."""
+    """The number of rows up to which `auto` does not quantize."""
     return cuda.MIN_TOKENS - 1 if cuda.runs_on(device) else _FEW_ROWS
 
 

@@ -1,4 +1,5 @@
-"""fp8_linear on Hopper for a step's rows, in CUDA C++ (linear.cu): clusters of programs share the weights' columns."""
+"""fp8_linear of decoding on Hopper, in CUDA C++ (linear.cu): a cluster of thread blocks splits the columns
+(split-K)."""
 
 from functools import cache
 from pathlib import Path
@@ -14,14 +15,14 @@ from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
 SOURCE = Path(__file__).with_name("linear.cu")
 MAX_ROWS = 128
 _THREADS, _ROOM = 320, 220 << 10  # as in linear.cu; bytes of shared memory
-_PROGRAMS = 128  # that run at once where they come in clusters
-_MOST_STAGES = 8
-_LEAST_BLOCKS = 12  # of columns that a program has, where they are shared
+_PROGRAMS = 128  # clustered thread blocks that run at once
+_MAX_STAGES = 8
+_MIN_BLOCKS = 12  # of columns per program, if they are split
 MIN_TOKENS = 5
 
 
 class Cut(NamedTuple):
-    """Programs that share the columns of weights."""
+    """The split of the weight's columns: `shares` programs."""
 
     shares: int
 
@@ -29,19 +30,18 @@ class Cut(NamedTuple):
 def cut_for(rows: int, cols: int) -> Cut:
     """What was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
     tiles, blocks = num_blocks(rows), num_blocks(cols)
-    return Cut(next(n for n in (4, 2, 1) if n == 1 or (n * tiles <= _PROGRAMS and _LEAST_BLOCKS * n <= blocks)))
+    return Cut(next(n for n in (4, 2, 1) if n == 1 or (n * tiles <= _PROGRAMS and _MIN_BLOCKS * n <= blocks)))
 
 
 def is_faster(num_tokens: int, rows: int, cols: int) -> bool:
-    """Than Triton's tiles, there: not of few rows, nor where a program has so many that a cluster would have to share
-    them to add them up."""
-    if num_blocks(rows) > _PROGRAMS // 2 - 1:  # Triton's programs share these out more evenly
+    """Whether it is faster than Triton's tiles: not for few rows, nor for many rows without a split."""
+    if num_blocks(rows) > _PROGRAMS // 2 - 1:  # Triton's programs balance these better
         return False
     return MIN_TOKENS <= num_tokens <= (MAX_ROWS if cut_for(rows, cols).shares > 1 else MAX_ROWS // 2)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether there is a GPU for it, and a compiler."""
+    """Whether `device` is Hopper and NVRTC is installed."""
     return not cuda_code.missing_on(device)
 
 
@@ -88,7 +88,5 @@ def fp8_linear(
 @cache
 def _kernel(columns: int, device: torch.device) -> cuda_code.CudaKernel:
     stage = -(-(128 * 128 + columns * 128 + 4 * (columns + 1)) // 1024) * 1024
-    stages = min(_MOST_STAGES, _ROOM // (stage + 16))
-    kernel = cuda_code.build(SOURCE, "linear", 1024 + stages * (stage + 16), device, COLS=columns, STAGES=stages)
-    assert kernel is not None
-    return kernel
+    stages = min(_MAX_STAGES, _ROOM // (stage + 16))
+    return cuda_code.build(SOURCE, "linear", 1024 + stages * (stage + 16), device, COLS=columns, STAGES=stages)

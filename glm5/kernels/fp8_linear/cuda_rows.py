@@ -1,5 +1,5 @@
-"""fp8_linear of many rows on Hopper, in CUDA C++ (rows.cu): of ranks that have some of the weights' columns each, rows
-are sent to those who add them up, while others are computed."""
+"""fp8_linear of many rows on Hopper, in CUDA C++ (rows.cu). For a row-parallel weight, partial rows are sent to the
+ranks that sum them, while other rows are computed."""
 
 from functools import cache
 from pathlib import Path
@@ -14,13 +14,13 @@ from glm5.kernels.block_scaled import BLOCK, BlockScaled
 
 SOURCE = Path(__file__).with_name("rows.cu")
 SHARED_BYTES = 231_520  # of a program of rows.cu, which checks that it needs as many
-SAME_OWNER = 16  # neighbours, whose rows go to one rank
+SAME_OWNER = 16  # neighbouring rows that go to one rank
 _THREADS, _PEERS, _ROWS = 384, 2, 128  # as in rows.cu
 
 
-class Places(NamedTuple):
-    """Of ranks that rows are sharded over, the r-th of equal shares to rank r: addresses of their buffers [N], which of
-    a rank's buffers has its turn [1], this rank, words of a buffer. As triton_buffers.py has them."""
+class PeerBuffers(NamedTuple):
+    """Symmetric buffers of ranks (triton_buffers.py), over which rows are sharded in equal shares: their addresses
+    [ranks], the index of the current buffer [1], this rank, and the words of a buffer."""
 
     buffers: Tensor
     turn: Tensor
@@ -43,11 +43,11 @@ def fp8_linear(
     weight: BlockScaled,
     quantized: tuple[Tensor, Tensor] | None = None,
     *,
-    to: Places | None = None,
+    to: PeerBuffers | None = None,
 ) -> Tensor:
     """[T, O] in bfloat16. Raises ValueError where `refusal` has a reason.
 
-    `to`: where the rows of other ranks go; in what is returned they are not there.
+    `to`: where rows of other ranks are sent; they are not in the result.
     """
     if reason := refusal(x_TD, weight.check()):
         raise ValueError(f"fp8_linear[rows] {reason}; use impl='scaled_mm'")
@@ -81,12 +81,10 @@ def fp8_linear(
 
 @cache
 def _kernel(blocks: int, device: torch.device) -> cuda_code.CudaKernel:
-    kernel = cuda_code.build(SOURCE, "rows", SHARED_BYTES, device, **constants(blocks))
-    assert kernel is not None
-    return kernel
+    return cuda_code.build(SOURCE, "rows", SHARED_BYTES, device, **constants(blocks))
 
 
 def constants(blocks: int) -> dict[str, int]:
-    """What rows.cu is compiled with, for so many blocks of columns."""
+    """Constants of rows.cu for a number of blocks of columns."""
     group = next(n for n in (16, 8, 4, 2) if not blocks % n)
     return {"BLOCKS": blocks, "GROUP": group, "SHARED_BYTES": SHARED_BYTES}

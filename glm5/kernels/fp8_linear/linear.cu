@@ -1,8 +1,8 @@
-// x W^T in FP8 for a step's rows, on Hopper: what triton.py computes in `_tiles`.
+// x W^T in FP8 for decoding on Hopper, as `_tiles` in triton.py.
 //
-// Weights are the rows of the matrix units' tile, 128 a program, and rows of x its columns, COLS of them. The columns of
-// W are shared out over a cluster of programs, each of which then adds up some rows of all: in the same order for any
-// number of rows. Weights are asked for before the kernel waits for its input.
+// Weights are the rows of the MMA tile, 128 per program, and rows of x its columns, COLS of them. A cluster of programs
+// splits the columns of W; each then sums some rows over all programs, in an order that does not depend on the number
+// of rows. Weights are requested before the kernel waits for its input.
 //
 // Compiled with COLS (16, 32, 64 or 128, as many as rows of x or more) and STAGES; D is a multiple of 128.
 
@@ -13,7 +13,7 @@ constexpr int OUTPUTS = 128;
 constexpr int WEIGHTS = OUTPUTS * 128, ROWS = COLS * 128;
 constexpr int SCALES = WEIGHTS + ROWS;
 constexpr int STAGE = (SCALES + 4 * (COLS + 1) + 1023) / 1024 * 1024;
-constexpr int PITCH = OUTPUTS + 4;  // of a row's sums: neighbours lie in other banks
+constexpr int PITCH = OUTPUTS + 4;  // of a row's sums, padded to avoid bank conflicts
 
 static __device__ void fetch(const Map* w, const Map* x, int first, int count, u32 data, u32 full, u32 empty) {
     const int output = blockIdx.y * OUTPUTS, ahead = min(count, STAGES);
@@ -63,7 +63,7 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
     let_later_begin();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = blockIdx.x, shares = gridDim.x;
     const int blocks = D / 128, first = share * blocks / shares, count = (share + 1) * blocks / shares - first;
-    float* const sums = (float*)memory;  // where the stages were: [COLS][PITCH]
+    float* const sums = (float*)memory;  // reuses the stages: [COLS][PITCH]
     float sum[COLS / 2];
     if (warp == COMPUTING / 32) {
         if (lane == 0) fetch(&w, &x, first, count, data, full, empty);
@@ -86,7 +86,7 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
         };
         float part[COLS / 2];
         int k = 0;
-        if constexpr (COLS <= 64) {  // two at a time, as long as there are registers for them
+        if constexpr (COLS <= 64) {  // two products at a time, if registers suffice
             float other[COLS / 2];
             for (; k + 1 < count; k += 2) {
                 begin(k, part);
@@ -112,7 +112,7 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
             for (int i = 0; i < 4; ++i)
                 sums[(8 * j + lane % 4 * 2 + i % 2) * PITCH + output + i / 2 * 8] = sum[4 * j + i];
     }
-    wait_for_earlier();  // y may be what an earlier kernel reads
+    wait_for_earlier();  // an earlier kernel may read y
     meet_peers();
     const int columns = 4 * lane, o = blockIdx.y * OUTPUTS + columns;
     for (int t = share + shares * warp; t < T; t += shares * (THREADS / 32)) {

@@ -1,4 +1,4 @@
-"""A product that whoever reads it computes: where its rows belong to several ranks, it can send them on the way."""
+"""A linear layer computed by its consumer, which can send rows to other ranks while others are computed."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from glm5.kernels.fp8_linear import fp8_linear
 
 @dataclass(frozen=True)
 class PendingLinear:
-    """`fp8_linear` of these."""
+    """The arguments of `fp8_linear`."""
 
     x_TD: Tensor
     weight: BlockScaled

@@ -3,7 +3,7 @@
     y[t, o] = sum over 128-blocks b of x:  (x_fp8[t, b] . w_fp8[o, b]) * x_scale[t, b] * w_scale[o, b]
 
 Each block's dot product is exact, then rounded to float32; scales and the sum over blocks, in order, are float32. So
-the result has one value, whatever the matmul library.
+the result does not depend on the matmul library.
 """
 
 import torch

@@ -1,13 +1,13 @@
-// x W^T in FP8 for many rows, on Hopper: what cuBLASLt's block-scaled product computes, for ranks that share the columns
-// of W and deal its rows out. Row t belongs to rank t / share: it goes straight to a buffer there, while other rows are
-// computed, and only this rank's own lie in y afterwards (all_reduce/triton_sharded.py adds up what came).
+// x W^T in FP8 for many rows on Hopper, for a row-parallel weight with a reduce-scatter of the result. Row t belongs to
+// rank t / share: it is sent to a buffer there while other rows are computed, and only this rank's rows are stored in y
+// (all_reduce/triton_sharded.py sums the received rows).
 //
-// A program has 128 rows of x by 128 outputs at a time; a cluster of two has the same rows, of which each fetches half for
-// both. One thread fetches, and runs ahead of the eight warps that compute by STAGES blocks of 128 columns, across tiles;
-// a group of four warps has half of the rows. While it scales a product, the next one is under way.
+// A program computes tiles of 128 rows of x by 128 outputs. A cluster of two has the same rows, and each loads half of
+// them for both. One thread issues loads, up to STAGES blocks of 128 columns ahead of the eight computing warps, also
+// across tiles. A warp group has half of the rows; the next product runs while it scales one.
 //
-// Compiled with BLOCKS of 128 columns, and GROUP, an even number that divides them: the compiler keeps products under way
-// within as many, not round a loop.
+// Compiled with BLOCKS of 128 columns, and GROUP, an even divisor of it: an unrolled group, within which the compiler
+// keeps products in flight.
 
 #include "hopper.cuh"
 
@@ -15,12 +15,12 @@ constexpr int PEERS = 2, COMPUTING = 256, THREADS = 384;
 constexpr int ROWS = 128, OUTPUTS = 128;
 constexpr int HALF = ROWS / 2 * 128, WEIGHTS = OUTPUTS * 128, STAGE = 2 * HALF + WEIGHTS;  // bytes: rows, then weights
 constexpr int STAGES = 6;
-constexpr int PITCH = 2 * OUTPUTS + 16;  // of a row on its way to memory: neighbours lie in other banks
+constexpr int PITCH = 2 * OUTPUTS + 16;  // of a row in shared memory, padded to avoid bank conflicts
 constexpr int AT_RESULT = STAGES * STAGE, RESULT = 16 * PITCH;  // of a warp
 constexpr int AT_BARRIER = AT_RESULT + COMPUTING / 32 * RESULT;
 static_assert(AT_BARRIER + 16 * STAGES == SHARED_BYTES, "cuda_rows.py counts others");
 
-// Where rows go: to `y`, or to the buffers of other ranks, in which each rank has its place.
+// Destination of rows: `y`, or a slot of this rank in the buffers of other ranks.
 struct Ranks {
     const u64* buffers;
     int rank, words, share;
@@ -35,10 +35,10 @@ struct Ranks {
 
 struct Tile { int row, output; };
 
-// What clusters compute, in their order: all rows for some outputs, then for others, so that weights are read once. Rows
-// of other ranks come first, each rank's in turn; while this one's own are computed, the link delivers what is left.
+// Order of tiles: all rows for some outputs, then for others, so that weights are read once. Rows of other ranks come
+// first, round robin; this rank's own rows are computed while the link sends the rest.
 struct Tiles {
-    int sent, own, outputs;  // tiles of others' rows and of this rank's (of all, where one may have several owners')
+    int sent, own, outputs;  // tiles of other ranks' rows and of this rank's (or of all, if a tile may have several owners)
     int owners, rank, share;
 
     __device__ Tiles(int T, int O, int rank, int share) : outputs(O / (PEERS * OUTPUTS)), rank(rank), share(share) {
@@ -82,7 +82,7 @@ static __device__ void fetch(const Map* x, const Map* w, const Tiles& tiles, int
     }
 }
 
-// Of a block of 128 columns: of two rows that a thread has a part of, and of the weights.
+// Scales of a block of 128 columns: of a thread's two rows, and of the weights.
 struct Scales {
     float upper, lower, weight;
 
@@ -91,8 +91,8 @@ struct Scales {
     }
 };
 
-// 16 rows of a warp, of 128 outputs, on their way to memory: a few leave at a time, while the next tile is computed. All
-// programs' at once would stand before the link, and what they fetch behind them.
+// Output of a warp, 16 rows of 128 outputs in shared memory. A few rows are stored at a time while the next tile is
+// computed; if all programs stored at once, the link would be congested and delay loads.
 struct Leaving {
     static constexpr int MOST = BLOCKS >= 32 ? 8 : 4, EVERY = GROUP < MOST ? GROUP : MOST, TIMES = BLOCKS / EVERY;
     static constexpr int AT_ONCE = (16 + TIMES - 1) / TIMES;
@@ -102,7 +102,7 @@ struct Leaving {
 
     __device__ void take(const float (&sum)[64], u16* place, int count) {
         const int lane = threadIdx.x % 32;
-        wait_until_read();  // those of the tile before
+        wait_until_read();  // the previous tile's rows
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 64; i += 2)
@@ -194,5 +194,5 @@ rows(const __grid_constant__ Map x, const __grid_constant__ Map w, const float* 
         leaving.go(16, O);
         wait_until_copied();
     }
-    meet_peers();  // before one leaves to whom the other still sends
+    meet_peers();  // a program must not exit while its peer still sends to it
 }

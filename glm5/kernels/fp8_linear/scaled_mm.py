@@ -11,7 +11,7 @@ _FOURS = 4  # cuBLASLt reads rows of either scale in fours
 
 
 def refusal(weight: BlockScaled, dtype: torch.dtype) -> str | None:
-    """Why a product cannot be computed so; None if it can."""
+    """Why cuBLASLt does not support this product; None if it does."""
     rows, cols = weight.data.shape
     if weight.data.device.type != "cuda" or torch.cuda.get_device_capability(weight.data.device) != (9, 0):
         return f"needs a Hopper GPU, got {weight.data.device}"

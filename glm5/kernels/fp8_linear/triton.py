@@ -227,7 +227,7 @@ def fp8_linear(
     if num_tokens == 1 and not tiling.quantize:
         _run_vector(x_TD.contiguous(), data, scale, y_TO, tiling)
         return y_TO
-    operands = _columns(*(quantized or act_quant(x_TD))) if tiling.quantize else (x_TD.contiguous(),)
+    operands = with_column_scale(*(quantized or act_quant(x_TD))) if tiling.quantize else (x_TD.contiguous(),)
     kernel = _tiles if tiling.quantize else _few
     split = tiling.split
     partial = torch.empty(split if split > 1 else 0, num_tokens, rows, dtype=torch.float32, device=x_TD.device)
@@ -253,8 +253,8 @@ def fp8_linear(
     return y_TO
 
 
-def _columns(x_fp8: Tensor, x_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale column by column."""
+def with_column_scale(x_fp8: Tensor, x_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Contiguous codes [T, D], and their scale transposed to [blocks, T]."""
     return x_fp8.contiguous(), x_scale.T.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""A block of GPTQ's columns, rounded one by one."""
+"""Rounds a block of columns by GPTQ."""
 
 from torch import Tensor
 

@@ -14,7 +14,7 @@ def _gptq_block(
     factor_ptr,
     scale_ptr,
     codes_ptr,
-    wrong_ptr,
+    errors_ptr,
     O,
     K,
     w_stack,
@@ -36,7 +36,7 @@ def _gptq_block(
     there, inside = row < O, (row < O)[:, None] & (k < K)[None, :]
     w = tl.load(w_ptr + b * w_stack + row[:, None] * w_row + k[None, :], mask=inside, other=0.0)
     codes = tl.zeros([ROWS, WIDTH], tl.float32)
-    wrong = tl.zeros([ROWS, WIDTH], tl.float32)
+    errors = tl.zeros([ROWS, WIDTH], tl.float32)
     factor_ptr += b * factor_stack
     scale_ptr += b * scale_stack + row * scale_row
     for at in range(K):
@@ -51,10 +51,10 @@ def _gptq_block(
         error = tl.div_rn(column - near * scale, tl.broadcast_to(diagonal, column.shape))
         w -= error[:, None] * factor[None, :]
         codes = tl.where(here[None, :], near[:, None], codes)
-        wrong = tl.where(here[None, :], error[:, None], wrong)
+        errors = tl.where(here[None, :], error[:, None], errors)
     at = b * O * K + row[:, None] * K + k[None, :]
     tl.store(codes_ptr + at, codes, mask=inside)
-    tl.store(wrong_ptr + at, wrong, mask=inside)
+    tl.store(errors_ptr + at, errors, mask=inside)
 
 
 def gptq_block(
@@ -64,15 +64,15 @@ def gptq_block(
     if w_BOK.dtype != torch.float32:
         raise ValueError(f"gptq_block[triton] computes in float32, got {w_BOK.dtype}: use impl='reference'")
     num_stacks, num_rows, width = w_BOK.shape
-    codes, wrong = (torch.empty(w_BOK.shape, dtype=torch.float32, device=w_BOK.device) for _ in range(2))
+    codes, errors = (torch.empty(w_BOK.shape, dtype=torch.float32, device=w_BOK.device) for _ in range(2))
     if w_BOK.stride(-1) != 1 or factor_BKK.stride(-1) != 1:
-        raise ValueError("gptq_block[triton] needs rows in one piece")
+        raise ValueError("gptq_block[triton] needs contiguous rows")
     _gptq_block[(triton.cdiv(num_rows, _ROWS), num_stacks)](
         w_BOK,
         factor_BKK,
         scale_BOK,
         codes,
-        wrong,
+        errors,
         num_rows,
         width,
         *w_BOK.stride()[:2],
@@ -86,4 +86,4 @@ def gptq_block(
         WIDTH=triton.next_power_of_2(width),
         num_warps=4,
     )
-    return codes, wrong
+    return codes, errors

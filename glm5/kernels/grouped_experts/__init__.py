@@ -28,19 +28,18 @@ def grouped_experts(
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
     `gate_up_proj` [E, 2F, D] holds gate rows first, `down_proj` [E, D, F]; either may be BlockScaled (then through
-    fp8_linear, no gradient; the gate_up scale has 2 * ceil(F/128) rows, gate's first). Each term is rounded to x's
-    dtype and summed in it, in expert order (model spec 3.6). Differentiable in x, both weights and weight_TA.
+    fp8_linear, no gradient; the gate_up scale has 2 * ceil(F/128) rows, gate's first). Each expert's output is
+    rounded to x's dtype and summed in it, in expert order (model spec 3.6). Differentiable in x, weights and weight_TA.
 
-    `shared`: an expert that every token visits with weight 1; its term comes last. `quantized`: what `act_quant` makes
-    of x, where that is known; it is what `triton` reads of more than FEW_TOKENS.
+    `shared`: an expert that every token visits with weight 1; its output is added last. `quantized`: `act_quant` of x,
+    if the caller has it; `triton` reads it for more than FEW_TOKENS.
 
-    `trained`: with plain weights and a gradient, in grouped products that do not wait for a GPU; sums in float32.
-    `invariant`, and `invariant_triton` on a GPU for BlockScaled weights: a row's result does not depend on the others,
-    bit for bit; no gradient. `grouped_mm`: on a CPU, with
-    plain weights; no gradient. `one_by_one`: likewise, for a token or two. `on_device`: with plain weights on a GPU,
-    without waiting for it; no gradient. `triton`: on a GPU, BlockScaled weights, no
-    gradient. It sums in float32, does not quantize x for few tokens, and rounds terms to x's dtype for many only:
-    nearer to float64 than the reference. `cuda`: many tokens on Hopper, likewise.
+    `trained`: plain weights with a gradient, in grouped GEMMs without host synchronization; sums in float32. The others
+    have no gradient. `invariant`, and `invariant_triton` for BlockScaled weights on a GPU: a row's result does not
+    depend on other rows, bit for bit. `grouped_mm`: plain weights on a CPU; `one_by_one`: the same for one or two
+    tokens. `on_device`: plain weights on a GPU without host synchronization. `triton`: BlockScaled weights on a GPU; it
+    sums in float32, does not quantize x for few tokens, and rounds outputs to x's dtype for many tokens only, so it is
+    more accurate than the reference. `cuda`: many tokens on Hopper, likewise.
     """
     run = TABLE.module(impl, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared).grouped_experts
     return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized)
@@ -56,7 +55,7 @@ def expert_outputs(
     shared: SharedExpert | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> ExpertOutputs | None:
-    """What `grouped_experts` would add up, for those who do so on their way; None where only sums are to be had."""
+    """The summands of `grouped_experts`, for callers that sum them later; None if only sums are available."""
     given = x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared
     run = getattr(TABLE.module("auto", *given), "expert_outputs", None)
     return None if run is None else run(*given, quantized)

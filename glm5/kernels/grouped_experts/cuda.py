@@ -1,5 +1,5 @@
-"""grouped_experts of many tokens on Hopper, in CUDA C++ (rows.cu): the two products in one launch, behind plan.cu,
-which finds tiles of rows. What adds up a token's terms is Triton's."""
+"""grouped_experts of many tokens on Hopper, in CUDA C++: plan.cu finds tiles of rows, rows.cu computes both products in
+one launch. A Triton kernel sums the outputs of each token."""
 
 from functools import cache
 from pathlib import Path
@@ -20,8 +20,8 @@ SHARED_BYTES = 232_320  # of a program of rows.cu, which checks that it needs as
 
 
 def is_faster(num_pairs: int, num_experts: int, inner: int) -> bool:
-    """Than Triton's, on an H200 at GLM-5's sizes (docs/performance-kernels.md): where most experts' rows are one tile,
-    and narrow ones have many."""
+    """Whether it is faster than Triton, measured on an H200 at GLM-5's sizes (docs/performance-kernels.md): if most
+    experts have one tile of rows, and for a small `inner` at least 32 rows."""
     least = 16 if inner >= 512 else 32
     return least * num_experts <= num_pairs <= 80 * num_experts
 
@@ -36,8 +36,8 @@ def refusal(
     width, inner = down[0].shape[1:]
     if width % _SLICE or inner % BLOCK:
         return f"needs widths of a multiple of {_SLICE} and {BLOCK}, got {list(down[0].shape)}"
-    if len(down[0]) > plan.MOST_EXPERTS:
-        return f"needs at most {plan.MOST_EXPERTS} experts, got {len(down[0])}"
+    if len(down[0]) > plan.MAX_EXPERTS:
+        return f"needs at most {plan.MAX_EXPERTS} experts, got {len(down[0])}"
     return cuda_code.missing_on(x_TD.device)
 
 
@@ -50,7 +50,7 @@ def grouped_experts(
     shared: SharedExpert | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """[T, D] in bfloat16. `quantized`: what `act_quant` makes of x, where that is known.
+    """[T, D] in bfloat16. `quantized`: `act_quant` of x, if the caller has it.
 
     Raises ValueError where `refusal` has a reason.
     """
@@ -68,7 +68,7 @@ def expert_outputs(
     shared: SharedExpert | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> ExpertOutputs:
-    """What `grouped_experts` adds up. Raises ValueError where `refusal` has a reason."""
+    """The summands of `grouped_experts`. Raises ValueError where `refusal` has a reason."""
     if reason := refusal(x_TD, gate_up, down, shared):
         raise ValueError(f"grouped_experts[cuda] {reason}; use impl='triton'")
     assert isinstance(gate_up, BlockScaled)
@@ -85,7 +85,7 @@ def weighted_outputs(
     expert_TA: Tensor,
     shared: SharedExpert | None,
 ) -> ExpertOutputs:
-    """In bfloat16, those of an expert side by side. `expert_TA` in int32."""
+    """Outputs in bfloat16, grouped by expert. `expert_TA` is int32."""
     (x_fp8, x_scale), device = quantized, weight_TA.device
     (num_tokens, active), (num_experts, width, inner) = weight_TA.shape, down.data.shape
     rows = num_tokens * (active + 1)
@@ -93,7 +93,7 @@ def weighted_outputs(
     gate, up, shared_down = (weight for weight in own if isinstance(weight, BlockScaled))
     weights = gate_up, gate, up, down, shared_down
     shared_tiles = 0 if shared is None else -(-num_tokens // ROWS)
-    planned = plan.planned(expert_TA, num_experts, ROWS, shared_tiles)
+    planned = plan.plan_on_hopper(expert_TA, num_experts, ROWS, shared_tiles)
     h = torch.empty(rows, inner, dtype=FP8, device=device)
     h_scale = torch.empty(inner // BLOCK, rows, dtype=torch.float32, device=device)
     y = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
@@ -124,12 +124,10 @@ def _map(weight: BlockScaled) -> cuda_code.TileMap:
 
 
 def constants(active: int, width: int, inner: int) -> dict[str, int]:
-    """What rows.cu is compiled with."""
+    """Constants of rows.cu."""
     return {"A": active, "D": width, "F": inner, "SHARED_BYTES": SHARED_BYTES}
 
 
 @cache
 def _kernel(active: int, width: int, inner: int, device: torch.device) -> cuda_code.CudaKernel:
-    kernel = cuda_code.build(SOURCE, "experts", SHARED_BYTES, device, **constants(active, width, inner))
-    assert kernel is not None
-    return kernel
+    return cuda_code.build(SOURCE, "experts", SHARED_BYTES, device, **constants(active, width, inner))

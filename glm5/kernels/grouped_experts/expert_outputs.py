@@ -1,4 +1,4 @@
-"""What each token's experts make of it, before it is added up: by whoever reads it, where that saves a pass."""
+"""Unsummed outputs of each token's experts, which the reader sums to save a pass over memory."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 from glm5.kernels.triton_support import dependent_launch
 
-FEW_TOKENS = 32  # up to here products in FP8 take rows as they are, and terms are another way's
+FEW_TOKENS = 32  # up to which x is not quantized and other kernels are used
 _BLOCK = 1024
 
 
 @dataclass
 class ExpertOutputs:
-    """`y` [T * A + T, D]: row t * A + a of the a-th choice of token t, weighted; row T * A + t of the shared expert,
-    read only if there is one. With `places` [T * A] the a-th choice's is row places[t * A + a]. Their sum over a token
-    runs in float32, in this order, and is rounded to y's dtype.
+    """`y` [T * A + T, D]: row t * A + a is the weighted output of token t's a-th expert, or row places[t * A + a] with
+    `places` [T * A]; row T * A + t is the shared expert's, valid only with `has_shared`. The sum over a token runs in
+    float32, in this order, and is rounded to y's dtype.
 
-    They are A times as much memory as their sums: who has read them for the last time calls `release`, for others up
-    the stack may still know of them.
+    y takes A times the memory of the sums. The last reader calls `release`, because callers up the stack may still hold
+    a reference.
     """
 
     y: Tensor
@@ -38,7 +38,7 @@ class ExpertOutputs:
         return self.y.dtype
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         del self.y
 
     def summed(self) -> Tensor:
@@ -49,7 +49,7 @@ class ExpertOutputs:
 
 
 def combine(y: Tensor, out_TD: Tensor, active: int, *, has_shared: bool, places: Tensor | None = None) -> None:
-    """Writes what terms `y` [T * A + T, D] of each token are together; `places`: as of `ExpertOutputs`."""
+    """Write the sums of `y` [T * A + T, D] over each token to `out_TD`. `places`: as in `ExpertOutputs`."""
     from glm5.kernels.grouped_experts.triton_few import combine as kernel
 
     kernel[(len(out_TD), -(-out_TD.shape[1] // _BLOCK))](

@@ -1,6 +1,7 @@
-"""The routed experts' sum without a gradient, on a CPU: NumPy sorts the rows, one grouped product does all experts.
+"""The routed experts' sum without a gradient, on a CPU: NumPy sorts the rows, and one grouped GEMM computes all
+experts.
 
-Decoding has few rows an expert: there, half of the reference's time goes into sorting and into one call an expert.
+With few rows per expert, as in decoding, half of the reference's time is sorting and calls per expert.
 """
 
 import numpy as np

@@ -1,21 +1,18 @@
-"""The routed experts' sum with a fixed number of rows per matmul: what an expert makes of a row is its own.
+"""The routed experts' sum with a fixed number of rows per matmul, so that a row's result depends on no other row.
 
-An expert's rows are cut into tiles of `tile_rows`, the last one filled up with zeros. Terms, rounding and order of the
-sum are the reference's. Forward only.
-
-Rows whose experts are all -1 are nobody's: they get anything finite.
+An expert's rows are split into tiles of `tile_rows`, the last one padded with zeros. Rounding and order of the sum are
+the reference's. Forward only. Padding rows, whose experts are all -1, get any finite values.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import forward_only
-from glm5.kernels.fp8_linear import fp8_linear
-from glm5.kernels.grouped_experts.shared import SharedExpert
+from glm5.kernels.grouped_experts.reference import unstack
+from glm5.kernels.grouped_experts.shared import SharedExpert, linear
 from glm5.kernels.invariant import silu, tile_rows
 from glm5.kernels.row_codes import Quantized
 
@@ -35,14 +32,14 @@ def grouped_experts(
         return torch.zeros_like(x_TD)
     expert_TA, column_TA = expert_TA.long().clamp_min(0).sort(dim=-1, stable=True)
     weight_TA = weight_TA.gather(1, column_TA)
-    gate_ups, downs = _unstack(gate_up_proj), _unstack(down_proj)
+    gate_ups, downs = unstack(gate_up_proj), unstack(down_proj)
     num_rows = tile_rows(x_TD.device)
     place_G, experts = _tiles(expert_TA.flatten(), len(gate_ups), num_rows)
 
     x_UD = x_TD.new_zeros(len(experts) * num_rows, x_TD.shape[1])
     x_UD.index_copy_(0, place_G, x_TD.repeat_interleave(expert_TA.shape[1], dim=0))
     if isinstance(gate_up_proj, BlockScaled):
-        gate_UF, up_UF = (_project(x_UD, _unstack(half), experts) for half in gate_up_proj.split_gate_up())
+        gate_UF, up_UF = (_project(x_UD, unstack(half), experts) for half in gate_up_proj.split_gate_up())
     else:
         gate_UF, up_UF = _project(x_UD, gate_ups, experts).chunk(2, dim=-1)
     y_UD = _project(silu(gate_UF) * up_UF, downs, experts)
@@ -66,10 +63,4 @@ def _tiles(expert_G: Tensor, num_experts: int, num_rows: int) -> tuple[Tensor, l
 def _project(x_UI: Tensor, weights: Sequence[Tensor] | Sequence[BlockScaled], experts: list[int]) -> Tensor:
     """Each tile of rows times the transpose of its expert's weight, [U, O]."""
     tiles = zip(x_UI.split(tile_rows(x_UI.device)), (weights[expert] for expert in experts), strict=True)
-    return torch.cat([fp8_linear(x, w) if isinstance(w, BlockScaled) else F.linear(x, w) for x, w in tiles])
-
-
-def _unstack(weight: Tensor | BlockScaled) -> Sequence[Tensor] | Sequence[BlockScaled]:
-    if isinstance(weight, BlockScaled):
-        return [BlockScaled(*pair) for pair in zip(*weight, strict=True)]
-    return weight.unbind(0)
+    return torch.cat([linear(x, w) for x, w in tiles])

@@ -1,7 +1,7 @@
-"""The routed experts' sum on a GPU with plain weights, without waiting for the device: graphs can hold it.
+"""The routed experts' sum on a GPU with plain weights, without host synchronization: CUDA graphs can capture it.
 
-bfloat16 goes through torch's grouped product, rows sorted by expert on the device. Other dtypes, which only small
-models have, are computed for all experts, and what was not chosen weighs nothing.
+bfloat16 uses torch's grouped GEMM with rows sorted by expert on the device. Other dtypes, which only small models have,
+are computed for all experts, with weight 0 for those not chosen.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""The routed experts' sum for a token or two without a gradient, on a CPU: expert after expert, nothing is sorted.
+"""The routed experts' sum for a token or two without a gradient, on a CPU: expert after expert, without sorting.
 
-Each of them is read as it lies. Where a row or two visit a few experts, gathering rows takes longer than computing.
+With one or two rows and few experts, gathering rows would take longer than computing.
 """
 
 import torch
@@ -11,7 +11,7 @@ from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.dispatch import forward_only
 from glm5.kernels.grouped_experts.shared import adds_shared
 
-MAX_PAIRS = 4  # of token and expert; beyond, experts meet several tokens at a time
+MAX_PAIRS = 4  # of token and expert
 
 
 @adds_shared

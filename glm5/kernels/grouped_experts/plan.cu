@@ -1,8 +1,8 @@
-// Pairs of a token and a choice in the order of their experts, and tiles of up to ROWS of them that share one. What
-// triton_plan.py finds in two launches, by one cluster of PROGRAMS.
+// Sorts (token, choice) pairs by expert, and splits them into tiles of up to ROWS pairs of one expert. One cluster of
+// PROGRAMS computes what triton_plan.py does in two launches.
 //
-// A warp has neighbouring pairs and counts those of each expert; a thread for each expert then adds up what warps and
-// programs before have. So pairs of an expert keep their order, whoever comes first.
+// A warp counts its consecutive pairs by expert; one thread per expert then sums the counts of earlier warps and
+// programs. So the sort is stable and deterministic.
 //
 // Compiled with E, the number of experts (up to 1024), ROWS and PROGRAMS.
 
@@ -11,7 +11,7 @@
 constexpr int WARPS = 32, THREADS = 32 * WARPS;
 static_assert(E <= THREADS);
 
-// The sum over threads of smaller numbers; `of_warp`: room for WARPS.
+// Exclusive prefix sum over threads. `of_warp`: scratch of WARPS ints.
 static __device__ int sum_before(int mine, int* of_warp) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int sum = mine;
@@ -26,11 +26,11 @@ static __device__ int sum_before(int mine, int* of_warp) {
     return sum - mine;
 }
 
-// order [num_pairs], and places, where each pair is in it; tiles [room + 1, 3]: expert, first place in the order, rows;
-// none in those left over; in the last row how many there are. Clears `num_counters` of `counters`.
+// order [num_pairs]: sorted pairs; places: position of each pair; tiles [room + 1, 3]: expert, first position, rows (0
+// if unused), and in the last entry the number of used tiles. Clears `num_counters` of `counters`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 plan(const int* expert, int* order, int* places, int* tiles, int* counters, int num_pairs, int room, int num_counters) {
-    int* const count = (int*)shared_memory;  // [WARPS, E]: of a warp's pairs, then where its next one goes
+    int* const count = (int*)shared_memory;  // [WARPS, E]: a warp's number of pairs, then the position of its next one
     int* const own = count + WARPS * E, *const of_warp = own + E;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, program = blockIdx.x;
     const int rounds = (num_pairs + PROGRAMS * THREADS - 1) / (PROGRAMS * THREADS);

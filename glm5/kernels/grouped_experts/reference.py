@@ -2,7 +2,7 @@
 
     out[t] = sum over t's experts e, in index order:  ( down_e( silu(gate_e x_t) * up_e x_t ) * weight[t, e] ).to(dtype)
 
-The weight multiplies in its own float32, each term is rounded to x's dtype, and the sum runs in x's dtype.
+The weight multiplies in float32, each summand is rounded to x's dtype, and the sum runs in x's dtype.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
-from glm5.kernels.grouped_experts.shared import adds_shared
+from glm5.kernels.grouped_experts.shared import adds_shared, linear
 
 
 class _Dispatch(torch.autograd.Function):
@@ -48,10 +48,11 @@ def _swiglu(x_GD: Tensor, gate_up: Tensor | BlockScaled, down: Tensor | BlockSca
     else:
         gate_GF, up_GF = F.linear(x_GD, gate_up).chunk(2, dim=-1)
     hidden_GF = F.silu(gate_GF) * up_GF
-    return fp8_linear(hidden_GF, down) if isinstance(down, BlockScaled) else F.linear(hidden_GF, down)
+    return linear(hidden_GF, down)
 
 
-def _unstack(weight: Tensor | BlockScaled) -> list[Tensor] | list[BlockScaled]:
+def unstack(weight: Tensor | BlockScaled) -> list[Tensor] | list[BlockScaled]:
+    """The weight of each expert."""
     # unbind, not weight[e]: its backward stacks once, where each select would fill a gradient of the whole stack.
     if isinstance(weight, BlockScaled):
         return [BlockScaled(*pair) for pair in zip(*(t.unbind(0) for t in weight), strict=True)]
@@ -74,7 +75,7 @@ def grouped_experts(
     place_TA = torch.empty_like(order_G).scatter_(0, order_G, torch.arange(len(order_G), device=x_TD.device))
     place_TA = place_TA.view_as(expert_TA)
 
-    gate_ups, downs = _unstack(gate_up_proj), _unstack(down_proj)
+    gate_ups, downs = unstack(gate_up_proj), unstack(down_proj)
     counts = flat_G.bincount(minlength=len(gate_ups)).tolist()
     pieces = _Dispatch.apply(x_TD, order_G, place_TA).split(counts)
     outs = [

@@ -1,18 +1,19 @@
-// Experts of many tokens on Hopper, FP8 on both sides: what triton_rows.py computes, from a plan's tiles.
+// Experts of many tokens on Hopper with FP8 activations and weights, over the tiles of plan.cu; as triton_rows.py.
 //
-//     h[p] = silu(gate x) * up x, quantized    up: a task is a tile of rows of an expert, and 128 values of h
-//     y[p] = down(h[p]) * weight               down: a tile, and 256 outputs
+//     h[p] = silu(gate x) * up x, quantized    up: a task is a tile of rows of an expert and 128 values of h
+//     y[p] = down(h[p]) * weight               down: a tile and 256 outputs
 //
-// A program stays on its multiprocessor. One thread claims the next task, tells the others, and fetches weights, 128 x 128
-// by one copy; three warps fetch rows. They run ahead of the eight warps that compute by STAGES blocks, across tasks.
+// Persistent, warp-specialized programs. One thread claims the next task, publishes it in the program, and loads
+// weights by TMA, 128 x 128 per copy; three warps load rows. They run up to STAGES blocks ahead of the eight computing
+// warps, also across tasks.
 //
-// Tasks of `up` are few and long, so not all programs end them at once: who finds none left begins with `down`, of the
-// first tiles. `progress`: tasks that were claimed, those of `up` that are done, and those of each tile, for whose h `down`
-// waits. What it waits for was claimed before by a program that runs, and waits for nobody.
+// Tasks of `up` are few and long, so programs finish them at different times, and then begin with `down` of the first
+// tiles. `progress`: the number of claimed tasks, of finished `up` tasks, and of finished `up` tasks of each tile, for
+// which `down` waits. These were claimed earlier by running programs that wait for nothing, so there is no deadlock.
 //
-// Weights are the rows of the matrix units' tile and tokens its columns, as many as there are (32 to 96). A block of
-// 128 columns of weights is multiplied, then scaled in registers. Rows of a tile are places in the order of experts, as
-// those of h and y are; T * A + t for the shared expert, whose tiles come first.
+// Weights are the rows of the MMA tile and tokens its columns, 32 to 96 of them. A block of 128 inputs is multiplied,
+// then scaled in registers. Rows of a tile, of h and of y are positions in the sorted pairs; T * A + t for the shared
+// expert, whose tiles come first.
 //
 // Compiled with A, D, F and SHARED_BYTES; D is a multiple of 256, F of 128.
 
@@ -22,17 +23,17 @@ constexpr int COMPUTING = 256, FETCHING = 96, THREADS = 384;
 constexpr int ROWS = 96;  // of a tile
 constexpr int DB = D / 128, FB = F / 128, SLICES = D / 256;
 constexpr int STAGES = 4, WEIGHTS = 256 * 128, STAGE = WEIGHTS + ROWS * 128;  // bytes: weights, then rows
-constexpr int CLAIMS = 4;  // tasks that some have begun and others have not ended
-constexpr int MOST_TOGETHER = 80;  // rows of two products under way: registers
-constexpr int PITCH = 144, WIDE = 256;  // of h and of terms on their way to memory
+constexpr int CLAIMS = 4;  // tasks between the fastest and the slowest warp
+constexpr int MOST_TOGETHER = 80;  // rows up to which two products in flight fit in registers
+constexpr int PITCH = 144, WIDE = 256;  // row pitch of h and of outputs in shared memory
 constexpr int AT_SCALES = STAGES * STAGE, SCALES = 4 * (ROWS + 4);  // of a stage's rows, then of weights
 constexpr int AT_BARRIER = AT_SCALES + STAGES * SCALES;
 constexpr int AT_CLAIMS = AT_BARRIER + 16 * STAGES;
-constexpr int AT_RESULT = (AT_CLAIMS + 48 * CLAIMS + 127) / 128 * 128;  // terms, or
+constexpr int AT_RESULT = (AT_CLAIMS + 48 * CLAIMS + 127) / 128 * 128;  // outputs, or
 constexpr int AT_AMAX = AT_RESULT, AT_COLUMN = AT_AMAX + 32 * ROWS, AT_H = AT_COLUMN + 8 * ROWS;
 static_assert(1024 + AT_RESULT + 2 * ROWS * WIDE == SHARED_BYTES && AT_H + ROWS * PITCH <= AT_RESULT + 2 * ROWS * WIDE);
 
-struct Tile { int expert, first, count; };  // -1: the shared expert; position of its first row
+struct Tile { int expert, first, count; };  // expert -1: the shared one; first: position of the first row
 
 struct Tiles {
     const int* planned;  // [room, 3], then how many there are
@@ -65,12 +66,12 @@ struct alignas(16) Task {
     }
 };
 
-static_assert(16 + sizeof(Task) == 48);  // of a claim: its barriers, and what it is
+static_assert(16 + sizeof(Task) == 48);  // bytes of a claim: two barriers and the task
 
-// What this program has claimed, in a ring of its own, as one role follows it.
+// A role's position in the ring of tasks that this program has claimed.
 struct Claims {
     Task* const taken;
-    const u32 told, known;  // barriers: all may read, all have read
+    const u32 told, known;  // barriers: the task is published; all have read it
     int n = 0;
 
     __device__ void tell(const Task& task) {
@@ -90,7 +91,7 @@ struct Claims {
     }
 };
 
-// What a task reads: two boxes of 128 rows of weights, their scales, rows and theirs.
+// Inputs of a task: two boxes of 128 rows of weights with scales, and rows with scales.
 struct Source {
     const Map *map, *shared_map, *other_shared_map;
     const float *scale, *shared_scale, *other_shared_scale;
@@ -102,7 +103,7 @@ struct Source {
 template <bool UP> struct Work {
     static constexpr int steps = UP ? DB : FB, width = UP ? D : F;
 
-    // The row of weights where the first or second box begins, and their row of scales.
+    // The first row of weights of either box, and its row of scales.
     static __device__ int box(const Tile& tile, int slice, int second) {
         const int expert = max(tile.expert, 0);
         if (!UP) return expert * D + slice * 256 + second * 128;
@@ -118,14 +119,14 @@ template <bool UP> struct Work {
         return all + box(tile, slice, second) / 128 * steps;
     }
 
-    // The row of x at a position in the order of experts.
+    // The row of x of a position in the sorted pairs.
     static __device__ int row(const Tile& tile, const int* order, int place, int T) {
         if (!UP) return place;
         return tile.expert < 0 ? place - T * A : order[place] / A;
     }
 };
 
-// Where a role is in the ring of stages.
+// A role's position in the ring of stages.
 struct Ring {
     u8* memory;
     u32 data, full, empty;
@@ -140,7 +141,7 @@ struct Ring {
     }
 };
 
-// By one thread, who claims.
+// By one thread, which claims tasks.
 template <bool UP> static __device__ void fetch_weights(const Source& from, const Task& task, Ring& ring) {
     using Its = Work<UP>;
     const Map *first = Its::map(from, task.tile, 0), *second = Its::map(from, task.tile, 1);
@@ -159,7 +160,7 @@ static __device__ void claim_tasks(const Source& to_up, const Source& to_down, c
     Task task(tiles, atomicAdd(claimed, 1));
     int after = atomicAdd(claimed, 1);
     while (true) {
-        const Task next(tiles, after);  // comes while this one's weights are fetched, as does the number of the one after
+        const Task next(tiles, after);  // loaded while this task's weights are, as is the number of the one after
         after = atomicAdd(claimed, 1);
         claims.tell(task);
         if (task.kind == NONE) return;
@@ -171,7 +172,8 @@ static __device__ void claim_tasks(const Source& to_up, const Source& to_down, c
     }
 }
 
-// Rows and all scales, by FETCHING threads: eight have a row, 16 bytes each, in the order that the matrix units expect.
+// Loads rows and all scales with FETCHING threads: eight threads per row, 16 bytes each, in the swizzled layout of
+// wgmma.
 struct Rows {
     static constexpr int AT_ONCE = FETCHING / 8, PASSES = ROWS / AT_ONCE, UNDER_WAY = STAGES - 2;
     static_assert(FETCHING == ROWS);  // of which each has a scale to fetch
@@ -230,7 +232,7 @@ struct Rows {
             }
             if (!has_all) has_all = come_to(done) == tiles.count() * FB;
             if (!has_all && come_to(done + 1 + task.index) < FB) {
-                tell_all();  // it may be this program that others wait for
+                tell_all();  // other programs may wait for this one
                 await_count(done + 1 + task.index, FB);
             }
             fetch<false>(to_down, task);
@@ -238,8 +240,8 @@ struct Rows {
     }
 };
 
-// 64 rows of a stage's first weights and 64 of its second, by N rows, over STEPS stages. While one product is scaled the
-// next is under way, but at the end of a group of stages; there are registers for that up to MOST_TOGETHER rows.
+// 64 rows of a stage's first weights and 64 of its second, by N rows, over STEPS stages. The next product runs while
+// one is scaled, except at the end of a group of stages; registers suffice for that up to MOST_TOGETHER rows.
 template <int N, int STEPS>
 static __device__ void accumulate(Ring& ring, float (&first)[N / 2], float (&second)[N / 2]) {
     constexpr bool TOGETHER = N <= MOST_TOGETHER;
@@ -286,7 +288,7 @@ static __device__ void accumulate(Ring& ring, float (&first)[N / 2], float (&sec
 
 static __device__ void together() { meet(1, COMPUTING); }
 
-// 128 values of h of a tile's rows, in FP8. Their scale carries the row's weight, which nobody asks for then.
+// 128 values of h of a tile's rows, in FP8. The routing weight is multiplied into their scale.
 template <int N>
 static __device__ void make_h(Ring& ring, const Tile& tile, int slice, const int* order, const float* weight, u8* h,
                               float* h_scale, int T) {
@@ -341,7 +343,7 @@ static __device__ void make_h(Ring& ring, const Tile& tile, int slice, const int
     for (int i = threadIdx.x; i < 8 * tile.count; i += COMPUTING)
         *(uint4*)(h + (u64)(tile.first + i / 8) * F + slice * 128 + 16 * (i % 8)) =
             *(const uint4*)(result + i / 8 * PITCH + 16 * (i % 8));
-    together();  // all is stored, and who makes terms may write where it was
+    together();  // all is stored, so `down` may overwrite the buffer
 }
 
 // 256 outputs of a tile's rows.
@@ -351,9 +353,9 @@ static __device__ void make_terms(Ring& ring, const Tile& tile, int slice, u16* 
     float first[N / 2], second[N / 2];
     accumulate<N, FB>(ring, first, second);
     u8* const result = ring.memory + AT_RESULT + half * ROWS * WIDE;
-    const u32 mine = shared_at(result) + lane % 8 * WIDE;  // 16-byte parts in an order of which 8 rows fill 8 banks
+    const u32 mine = shared_at(result) + lane % 8 * WIDE;  // 16-byte parts, swizzled to avoid bank conflicts
     const auto part = [&](int i) { return (2 * warp + lane / 8 % 2 + i ^ lane % 8) * 16; };
-    meet(2 + half, 128);  // the task before has left
+    meet(2 + half, 128);  // the previous task's copies have finished
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
         store_turned(mine + 8 * j * WIDE + part(0), as_pair(first[4 * j], first[4 * j + 1]),

@@ -1,4 +1,4 @@
-"""The shared expert: what every token visits besides its routed experts, with weight 1."""
+"""The shared expert, which every token visits besides its routed experts, with weight 1."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,7 +14,7 @@ Weight = Tensor | BlockScaled
 
 
 class SharedExpert(NamedTuple):
-    """`gate` and `up` [F, D], `down` [D, F]: the weights where they are, plain or in FP8, of one kind."""
+    """`gate` and `up` [F, D], `down` [D, F]: views of the weights, all plain or all FP8."""
 
     gate: Weight
     up: Weight
@@ -22,15 +22,16 @@ class SharedExpert(NamedTuple):
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """down(silu(gate x) * up x), [T, D]."""
-        return _linear(F.silu(_linear(x_TD, self.gate)) * _linear(x_TD, self.up), self.down)
+        return linear(F.silu(linear(x_TD, self.gate)) * linear(x_TD, self.up), self.down)
 
 
-def _linear(x: Tensor, weight: Tensor | BlockScaled) -> Tensor:
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """x times the transpose of a plain or FP8 weight."""
     return fp8_linear(x, weight) if isinstance(weight, BlockScaled) else F.linear(x, weight)
 
 
 def adds_shared(routed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Of a function for routed experts alone, one that adds what the shared expert makes of x."""
+    """Decorates a function of routed experts: adds the output of the shared expert."""
 
     @wraps(routed)
     def both(x_TD: Tensor, *given: Any) -> Tensor:

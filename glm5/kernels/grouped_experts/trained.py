@@ -1,12 +1,12 @@
-"""The routed experts' sum with its gradient in grouped products, without waiting for a device: for training on a GPU.
+"""The routed experts' sum with its gradient in grouped GEMMs, without host synchronization: for training on a GPU.
 
     u = x[token] Wgu^T      h = silu(gate) * up      out[t] = sum_a w[t, a] (h Wd^T)[slot of (t, a)]
 
     dh' = dout[token] Wd   dw = dh' . h   dWd = dout[token]^T (w h)   du from w dh'   dWgu = du^T x[token]   dx = du Wgu
 
-A slot is a row of an expert: experts follow each other, each filled up to a multiple of _ALIGN rows, which grouped
-products ask for; what fills up has weight 0. Kept for backward are x, u and the routing, not the rows of x or of the
-result: both are gathered again, and dw needs no result.
+A slot is a row of an expert. Rows are sorted by expert, each padded to a multiple of _ALIGN rows, as the grouped GEMM
+needs; padding has weight 0. Saved for backward are x, u and the routing. Rows of x and of the gradient are gathered
+again, and dw does not need the result.
 """
 
 from typing import NamedTuple
@@ -27,13 +27,13 @@ _ALIGN = 8  # rows of 16 bits in 16 bytes
 def grouped_experts(
     x_TD: Tensor, gate_up_proj: Tensor, down_proj: Tensor, weight_TA: Tensor, expert_TA: Tensor
 ) -> Tensor:
-    """As `reference.grouped_experts`, but for terms, which are summed in float32 and rounded once."""
+    """As `reference.grouped_experts`, except that outputs are summed in float32 and rounded once."""
     return _Experts.apply(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA)
 
 
 class Slots(NamedTuple):
-    """Where (token, choice) pairs lie: `slot_TA`; of each slot its token and its pair (0, and -1, where it fills up);
-    and where each expert's slots end."""
+    """The slot of each (token, choice) pair; the token and pair of each slot (0 and -1 for padding); the end of each
+    expert's slots."""
 
     slot_TA: Tensor
     token_G: Tensor
@@ -42,7 +42,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, expert_TA: Tensor, num_experts: int) -> "Slots":
-        """For experts [T, A]. How many slots there are follows from shapes alone."""
+        """From experts [T, A]. The number of slots depends on shapes only."""
         expert_G, num_chosen = expert_TA.flatten().long(), expert_TA.shape[1]
         num_pairs, device = len(expert_G), expert_TA.device
         order_G = expert_G.argsort(stable=True)
@@ -59,7 +59,7 @@ class Slots(NamedTuple):
         return cls(slot_TA, pair_G.clamp_min(0) // num_chosen, pair_G, end_E.int())
 
     def weights_of(self, weight_TA: Tensor) -> Tensor:
-        """Of each slot its pair's weight, 0 where it fills up."""
+        """The weight of each slot's pair, 0 for padding."""
         return weight_TA.flatten()[self.pair_G.clamp_min(0)].masked_fill(self.pair_G < 0, 0.0)
 
 

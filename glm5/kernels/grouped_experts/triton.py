@@ -1,12 +1,12 @@
-"""The routed experts' sum, and the shared expert's part, over block-scaled FP8 weights: four ways by number of tokens.
+"""The sum over routed experts and the shared expert with block-scaled FP8 weights: four kernels by number of tokens.
 
     1..VECTOR_TOKENS    matrix-vector products, two kernels      (triton_few.py)
     ..FEW_TOKENS       matrix units, x as it is, three kernels  (triton_few.py)
     a few an expert     FP8 matrix units, four kernels           (triton_tiles.py)
     more                likewise, tiles found by a plan, five    (plan.py, triton_rows.py)
 
-Terms are not rounded to x's dtype before they are summed, except in the last two, and the sum runs in float32: nearer
-to float64 than the reference.
+The sum runs in float32. Outputs are rounded to x's dtype before only in the last two. So results are more accurate than
+the reference.
 """
 
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor
 from glm5.kernels import tuned
 from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, FP8, BlockScaled, num_blocks
+from glm5.kernels.fp8_linear.triton import with_column_scale
 from glm5.kernels.grouped_experts import triton_few as few
 from glm5.kernels.grouped_experts import triton_rows as by_rows
 from glm5.kernels.grouped_experts import triton_tiles as by_tiles
@@ -28,12 +29,13 @@ from glm5.kernels.row_codes import Quantized
 from glm5.kernels.triton_support import dependent_launch
 
 VECTOR_TOKENS = 4
-_MOST_SOUGHT = 2048  # pairs, among which a program finds its expert's
-_HELD_BLOCKS = 4  # of h, that a program keeps for all of its outputs
+_MAX_SEARCHED_PAIRS = 2048  # pairs that a program searches for those of its expert
+_HELD_BLOCKS = 4  # of h, up to which a program keeps h in registers for all of its outputs
 
 
 class Weights(NamedTuple):
-    """Data and scale of the stacks and of the shared expert; without one, the stacks stand in and are not read."""
+    """Weights of the routed experts and of the shared expert; without one, `shared` is a placeholder that is not
+    read."""
 
     gate_up: BlockScaled
     down: BlockScaled
@@ -55,7 +57,7 @@ class Weights(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How the kernels cut their work: values of h and outputs of a tile, rows of a tile, tiles of a program."""
+    """Tile sizes of the kernels: values of h, outputs and rows of a tile, and tiles of a program."""
 
     way: str
     block_f: int
@@ -68,7 +70,7 @@ class Tiling(NamedTuple):
     down_stages: int = 3
     block_t: int = 8
     down_t: int = 0
-    """Of rows, that the second product takes at a time; 0: as many as the first."""
+    """Rows of a tile of the second product; 0: as in the first."""
 
 
 def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) -> Tiling:
@@ -82,14 +84,14 @@ def tiling_for(num_tokens: int, num_pairs: int, num_experts: int, inner: int) ->
     if num_tokens <= FEW_TOKENS:
         return Tiling("pairs", 64, 4, block_d=64, down_tiles=8, up_stages=6 if wide or num_tokens <= 16 else 4)
     rows = num_pairs // num_experts
-    if rows >= 16 or num_pairs > _MOST_SOUGHT:
+    if rows >= 16 or num_pairs > _MAX_SEARCHED_PAIRS:
         return Tiling("rows", 128, 8, 64, 4, down_tiles=16, up_stages=4, block_t=128, down_t=64)
     block_t = min(32, max(16, triton.next_power_of_2(rows + rows // 2)))
     return Tiling("tiles", 128, 8, 128, 8, down_tiles=8, up_stages=5 if block_t == 16 else 3, block_t=block_t)
 
 
 def sizes_of(sizes: tuple[int, int, int]) -> str:
-    """Under which an entry of `kernels/tuned` is found."""
+    """The key of an entry in `kernels/tuned`."""
     num_experts, width, inner = sizes
     return f"E={num_experts} D={width} F={inner}"
 
@@ -104,7 +106,7 @@ def grouped_experts(
     quantized: Quantized | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """[T, D] in x's dtype. `quantized`: what `act_quant` makes of x, where that is known.
+    """[T, D] in x's dtype. `quantized`: `act_quant` of x, if the caller has it.
 
     Raises ValueError for weights that are not BlockScaled.
     """
@@ -133,7 +135,7 @@ def expert_outputs(
     shared: SharedExpert | None = None,
     quantized: Quantized | None = None,
 ) -> ExpertOutputs | None:
-    """What `grouped_experts` adds up of many tokens; None for few, whose terms are another way's."""
+    """The summands of `grouped_experts` for many tokens; None for few tokens, which use other kernels."""
     weights = _weights(gate_up_proj, down_proj, shared)
     tiling = _tiling(x_TD, weights, expert_TA)
     if tiling.way in ("vector", "pairs"):
@@ -152,8 +154,8 @@ def _tiling(x_TD: Tensor, weights: Weights, expert_TA: Tensor) -> Tiling:
 def _many(
     x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling, quantized: Quantized | None
 ) -> Tensor:
-    """The terms [T * A + T, D] in x's dtype."""
-    run = _tiles if tiling.way == "tiles" and expert_TA.numel() <= _MOST_SOUGHT else _rows
+    """Outputs [T * A + T, D] in x's dtype."""
+    run = _tiles if tiling.way == "tiles" and expert_TA.numel() <= _MAX_SEARCHED_PAIRS else _rows
     return run(x_TD, weights, weight_TA, expert_TA, tiling, quantized)
 
 
@@ -202,7 +204,7 @@ def _vector(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor
 
 
 def _pairs(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling) -> Tensor:
-    """The terms [T * A + T, D] in float32."""
+    """Outputs [T * A + T, D] in float32."""
     _, width, inner = weights.sizes
     num_tokens, active = expert_TA.shape
     slots = num_tokens * active + (triton.cdiv(num_tokens, 8) if weights.has_shared else 0)
@@ -246,14 +248,9 @@ def _pairs(x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor,
     return y
 
 
-def _columns(x_fp8: Tensor, x_scale: Tensor) -> Quantized:
-    """The scale column by column."""
-    return x_fp8.contiguous(), x_scale.T.contiguous()
-
-
 class _Rows(NamedTuple):
-    """Room for what experts make of their rows: h, quantized by the kernel that makes it if a program has whole blocks
-    of it, and the terms [T * A + T, D] in x's dtype."""
+    """Buffers of h, which its kernel quantizes if a program computes complete blocks of it, and of the outputs
+    [T * A + T, D] in x's dtype."""
 
     h: Tensor
     h_scale: Tensor
@@ -268,7 +265,7 @@ class _Rows(NamedTuple):
         return cls(h, scale, torch.empty(rows, width, dtype=x_TD.dtype, device=device))
 
     def quantized(self) -> tuple[Tensor, Tensor]:
-        """h and its scale, column by column."""
+        """h and its column-major scale."""
         if self.h.dtype == FP8:
             return self.h, self.h_scale
         h, scale = act_quant(self.h)
@@ -278,10 +275,10 @@ class _Rows(NamedTuple):
 def _tiles(
     x_TD: Tensor, weights: Weights, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling, quantized: Quantized | None
 ) -> Tensor:
-    """The terms [T * A + T, D] in x's dtype."""
+    """Outputs [T * A + T, D] in x's dtype."""
     num_experts, width, inner = weights.sizes
     (num_tokens, active), block_t, options = expert_TA.shape, tiling.block_t, dependent_launch(x_TD.device)
-    x_fp8, x_scale = _columns(*(quantized or act_quant(x_TD)))
+    x_fp8, x_scale = with_column_scale(*(quantized or act_quant(x_TD)))
     made = _Rows.like(x_TD, active, inner, whole=tiling.block_f == BLOCK)
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0
     count = torch.empty(num_experts, dtype=torch.int32, device=x_TD.device)
@@ -338,7 +335,7 @@ def _rows(
     """As `_tiles`."""
     num_experts, width, inner = weights.sizes
     (num_tokens, active), block_t, options = expert_TA.shape, tiling.block_t, dependent_launch(x_TD.device)
-    x_fp8, x_scale = _columns(*(quantized or act_quant(x_TD)))
+    x_fp8, x_scale = with_column_scale(*(quantized or act_quant(x_TD)))
     order, tiles = tiles_by_expert(expert_TA, num_experts, block_t)
     made = _Rows.like(x_TD, active, inner, whole=tiling.block_f == BLOCK)
     shared_tiles = triton.cdiv(num_tokens, block_t) if weights.has_shared else 0

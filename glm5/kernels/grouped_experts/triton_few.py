@@ -1,11 +1,10 @@
-"""The experts of few tokens: every weight that is needed is read once, and nothing is sorted.
+"""The experts of few tokens, without sorting: every needed weight is read once.
 
-One token, or a few: each (token, expert) pair is a matrix-vector product. A second kernel, whose programs do some
-outputs of a token for all of its experts, ends the sum.
+`*_vector`, for up to a few tokens: each (token, expert) pair is a matrix-vector product. A program of the second kernel
+computes some outputs of a token for all of its experts, and sums them.
 
-Some tokens: a program stands for a (token, choice) pair and does all pairs with the same expert, if it is the first of
-them; else it leaves at once. Pairs are the columns of the matrix units' tile, 8 at a time. A third kernel adds up each
-token's terms.
+`*_pairs`: a program is launched per (token, choice) pair. The first pair of each expert computes all of its pairs, the
+others exit. Pairs are the columns of the MMA tile, 8 at a time. A third kernel sums the outputs of each token.
 """
 
 import triton
@@ -45,7 +44,7 @@ def gate_up_vector(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h [T, A + SHARED, F] = silu(gate x) * up x, float32. A program does TILES times BLOCK_F values of a pair."""
+    """h [T, A + SHARED, F] = silu(gate x) * up x, float32. A program computes TILES * BLOCK_F values of a pair."""
     K: tl.constexpr = GROUPS * 128
     t = tl.program_id(1).to(tl.int64)
     a = tl.program_id(2)
@@ -69,7 +68,7 @@ def gate_up_vector(
     row = tl.minimum(f, F - 1).to(tl.int64)[:, None] * D + k[None, :]
     next_gate = tl.load(gate_ptr + row, mask=(k < D)[None, :], other=0.0)
     next_up = tl.load(up_ptr + row, mask=(k < D)[None, :], other=0.0)
-    # All of x on its way before the first is put in order, which takes a barrier.
+    # All loads of x are issued before the first layout conversion, which needs a barrier.
     loads, xs, gate_scales, up_scales = (), (), (), ()
     for step in tl.static_range(STEPS):
         here = step * GROUPS + g < scale_cols
@@ -120,10 +119,8 @@ def down_vector(
 ):
     """out [T, D]: TILES times BLOCK_D outputs of a token, all of its experts at once.
 
-    PAIRS and BLOCKS are A and F / 128, rounded up to powers of two.
-
-
-    Weights are on their way before the kernel that makes h has ended: it did not begin before the router's had.
+    PAIRS and BLOCKS are A and F / 128, rounded up to powers of two. Weights are loaded before the kernel that computes
+    h has ended, which is safe because that kernel began after the router's had ended.
     """
     FP: tl.constexpr = BLOCKS * 128
     K: tl.constexpr = PAIRS * FP
@@ -194,7 +191,7 @@ def gate_up_pairs(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h [T * A + T, F] in x's dtype: pairs, then tokens at the shared expert."""
+    """h [T * A + T, F] in x's dtype: rows of pairs, then of tokens at the shared expert."""
     p = tl.program_id(1)
     r = tl.arange(0, 8)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -317,9 +314,9 @@ def down_pairs(
 
 
 @triton.jit
-def sum_of_terms(y_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr, place_ptr=None):
-    """Values d of token t's terms together: in the order of its choices, then the shared expert's; float32. `place`: of
-    each pair's row, where they are not in order."""
+def sum_of_outputs(y_ptr, t, d, T, D, A: tl.constexpr, SHARED: tl.constexpr, place_ptr=None):
+    """The float32 sum over token t's experts at columns d, in the order of its choices, then the shared expert.
+    `place_ptr`: the row of each pair, if they are not in order."""
     total = tl.zeros(d.shape, tl.float32)
     for a in tl.static_range(A):
         row = t * A + a
@@ -344,12 +341,12 @@ def combine(
     plus_ptr=None,
     place_ptr=None,
 ):
-    """out [T, D]: the sum of each token's terms. `plus`, if there is one, is added to the rounded sum."""
+    """out [T, D]: the sum of each token's outputs. `plus`, if given, is added to the rounded sum."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     wait_for_earlier(PDL)
     let_later_begin(PDL)
-    out = sum_of_terms(y_ptr, t, d, T, D, A, SHARED, place_ptr).to(out_ptr.dtype.element_ty)
+    out = sum_of_outputs(y_ptr, t, d, T, D, A, SHARED, place_ptr).to(out_ptr.dtype.element_ty)
     if plus_ptr is not None:
         plus = tl.load(plus_ptr + t * D + d, mask=d < D, other=0.0)
         out = (out.to(tl.float32) + plus.to(tl.float32)).to(out.dtype)

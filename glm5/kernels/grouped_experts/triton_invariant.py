@@ -1,6 +1,6 @@
-"""The routed experts' sum over block-scaled weights on a GPU, of a row alone: by Triton's kernels whose tiles are an
-expert's rows, always cut the same way. They quantize rows, and sum terms in float32, in expert order, the shared
-expert last. Rows whose experts are all -1 are nobody's: they go to no expert, and get zeros."""
+"""The routed experts' sum over block-scaled weights on a GPU, where a row's result depends on no other row: Triton's
+`tiles` kernels with one fixed tiling. They quantize rows, and sum outputs in float32, in expert order, the shared
+expert last. Padding rows, whose experts are all -1, get zeros."""
 
 import torch
 from torch import Tensor

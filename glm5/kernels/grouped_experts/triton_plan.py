@@ -1,4 +1,4 @@
-"""Tiles of rows that share an expert, found by a plan in two kernels, for very many tokens.
+"""Sorts (token, choice) pairs by expert and splits them into tiles, in two kernels, for very many tokens.
 
 `order` lists the (token, choice) pairs by expert, in ascending order within one. A tile is up to BLOCK_T of them, or of
 the tokens at the shared expert, which come after all pairs: position T * A + t.
@@ -12,8 +12,8 @@ from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 
 @triton.jit
 def count(expert_ptr, count_ptr, rank_ptr, num_pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """count [chunks, EXPERTS]: how many of a chunk's pairs each expert has; what is beyond the pairs, the last one.
-    rank [pairs]: how many of them come before a pair.
+    """count [chunks, EXPERTS]: the number of a chunk's pairs by expert; padding counts for the last one.
+    rank [pairs]: the number of earlier pairs of the same chunk and expert.
     """
     i = tl.arange(0, CHUNK)
     j = tl.program_id(0) * CHUNK + i
@@ -21,8 +21,8 @@ def count(expert_ptr, count_ptr, rank_ptr, num_pairs, EXPERTS: tl.constexpr, CHU
     let_later_begin(PDL)
     experts = tl.load(expert_ptr + j, mask=j < num_pairs, other=EXPERTS - 1)
     tl.store(count_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(experts, EXPERTS))
-    alike = (experts[:, None] == experts[None, :]) & (i[None, :] < i[:, None])
-    tl.store(rank_ptr + j, tl.sum(alike.to(tl.int32), 1), mask=j < num_pairs)
+    is_earlier = (experts[:, None] == experts[None, :]) & (i[None, :] < i[:, None])
+    tl.store(rank_ptr + j, tl.sum(is_earlier.to(tl.int32), 1), mask=j < num_pairs)
 
 
 @triton.jit
@@ -41,8 +41,8 @@ def plan(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Places a chunk's pairs in `order`. The first program writes the tiles: (expert, first position, rows), the rest
-    of them without rows, and then how many it wrote. EXPERTS: a power of two greater than E.
+    """Writes a chunk's pairs to their positions in `order`. The first program writes the tiles (expert, first position,
+    rows), unused ones without rows, then the number of used ones. EXPERTS: a power of two greater than E.
     """
     e = tl.arange(0, EXPERTS)
     c = tl.arange(0, 16)

@@ -1,9 +1,9 @@
-"""The experts of very many tokens, in FP8 on both sides, where most experts have dozens of rows: as in triton_tiles.py,
-with rows in place of columns.
+"""The experts of very many tokens with FP8 activations and weights, for dozens of rows per expert: as triton_tiles.py,
+but tokens are the rows of the MMA tile.
 
-A tile is up to BLOCK_T rows and reads its weights once; half as many rows take products of half the size. With a row's
-values in one thread or four, its scale is two numbers a thread, where it would be one for every column; the weights'
-scale is one number.
+A tile is up to BLOCK_T rows and reads its weights once; tiles of at most half as many rows use products of half the
+size. With tokens as rows, a thread needs two activation scales instead of one per column; the weights' scale is one
+number.
 """
 
 import triton

@@ -1,9 +1,9 @@
-"""The experts of some tokens, in FP8 on both sides, where an expert has a few rows.
+"""The experts of some tokens with FP8 activations and weights, for a few rows per expert.
 
-A program stands for an expert, or for a tile of tokens at the shared one. Those that make h find by themselves which
-(token, choice) pairs their expert has, so no plan is made before, and write them down for those that read h. Pairs are
-the columns of the matrix units' tile, BLOCK_T at a time. Rows of h and of y are pairs in their own order, then tokens
-at the shared expert: T * A + t.
+A program handles an expert, or a tile of tokens at the shared one. Programs of the first kernel find the (token,
+choice) pairs of their expert, so no plan is needed, and store them for the second kernel. Pairs are the columns of the
+MMA tile, BLOCK_T at a time. Rows of h and y are pairs in their original order, then tokens at the shared expert: T * A
++ t.
 """
 
 import triton
@@ -19,8 +19,8 @@ from glm5.kernels.triton_fp8 import (
 
 @triton.jit
 def _rows_of(found, expert, tile, T, A: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The `tile`-th BLOCK_T rows of an expert, anything behind the last; of the shared one, which has one tile a
-    program, tokens. found: where its pairs are written down."""
+    """The `tile`-th BLOCK_T rows of an expert, arbitrary past the last; for the shared one, with one tile per program,
+    tokens. found: the stored pairs of the expert."""
     if expert < 0:
         rows = T * A + tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     else:
@@ -31,8 +31,7 @@ def _rows_of(found, expert, tile, T, A: tl.constexpr, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _find(expert_ptr, expert, count_ptr, found_ptr, T, A: tl.constexpr, PAIRS: tl.constexpr):
-    """Writes down which pairs an expert has, and how many they are, which is returned. Programs of one expert write the
-    same."""
+    """Stores the pairs of an expert and returns their number. Programs of one expert store the same."""
     j = tl.arange(0, PAIRS)
     is_expert = (tl.load(expert_ptr + j, mask=j < T * A, other=-1) == expert).to(tl.int32)
     count = tl.sum(is_expert)

@@ -1,10 +1,10 @@
-"""How far an indexer's scores are from the attention that they stand for, summed over queries.
+"""KL divergence of the indexer's softmax from the attention probabilities, summed over queries.
 
     P[t, s] = mean over served layers and heads of attention[h, t, s]
     KL      = sum over t of sum_s P[t, s] (log P[t, s] - log softmax(score[t, :])[s])
 
-over the visible keys, or those of them that `keys` names. This file is the definition: it holds scores and attention of
-all queries with all keys at once.
+over the visible keys, or the selected ones if `keys` is given. This file is the definition: it computes scores and
+attention of all queries with all keys at once.
 """
 
 import torch

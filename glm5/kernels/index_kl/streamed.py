@@ -1,10 +1,10 @@
-"""index_kl some queries at a time, with its gradient on the way: nothing of size T x S, or T x K x L, ever exists.
+"""index_kl for some queries at a time, with the gradient computed in forward: no tensor of size T x S or T x K x L.
 
     dKL / dscore[t, s] = softmax(score[t, :])[s] - P[t, s]        (exact where P sums to 1)
 
-The loss is a scalar, so its gradient is known before anyone asks but for a factor: forward leaves it behind, and no
-query, latent or probability of the attention is kept for backward. Two ways: `by_tiles` multiplies with every key up to
-the last visible one, `by_keys` gathers the K selected ones, which is cheaper where the context is many times K.
+The loss is a scalar, so forward can compute its gradient up to a factor. No query, latent or probability of attention
+is saved for backward. `by_tiles` multiplies with every key up to the last visible one; `by_keys` gathers the K selected
+ones, which is cheaper if the context is many times K.
 """
 
 import torch
@@ -59,7 +59,7 @@ class _IndexKl(torch.autograd.Function):
 
 
 class _Pass:
-    """One sweep over the queries: `loss`, and with `learns` the gradients, grow tile by tile."""
+    """One pass over the queries that accumulates `loss` and, with `learns`, the gradients."""
 
     def __init__(self, q_TJI, key_PZI, w_TJ, served: list[Served], where, index_scale: float, scale: float, *, learns):
         self.q_TJI, self.key_PZI, self.w_TJ, self.served = q_TJI, key_PZI, w_TJ, served

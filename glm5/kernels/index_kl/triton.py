@@ -23,7 +23,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _compare(score_ptr, target_ptr, count_ptr, loss_ptr, S, BLOCK: tl.constexpr):
-    """A row's KL; in place of its scores, their gradient. -inf: not a key."""
+    """The KL of a row; its scores are overwritten by their gradient. Scores of -inf are not keys."""
     t = tl.program_id(0).to(tl.int64)
     s, count = tl.arange(0, BLOCK), tl.load(count_ptr + t)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -74,7 +74,7 @@ class _IndexKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_TJI, key_PZI, w_TJ, served: list[Served], where, index_scale: float, scale: float):
         learns = any(ctx.needs_input_grad)
-        way = triton_dense.Way if where[0] is None else triton_selected.Way
+        way = triton_dense.QueryPass if where[0] is None else triton_selected.QueryPass
         found = way(q_TJI.contiguous(), key_PZI.contiguous(), w_TJ.float().contiguous(), served, where)
         losses = []
         step = max(1, _SCORES // found.num_columns)

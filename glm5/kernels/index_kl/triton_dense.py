@@ -1,7 +1,7 @@
 """Scores, attention and gradients over every earlier token of each query's sequence: tiles of queries and of keys.
 
-Queries are whole sequences, one after the other, and so are keys: token s is a key of token t if begin[t] <= s <= t. It
-stands in column s - begin[t] of t's row.
+Queries are whole sequences, one after the other, and so are keys: token s is a key of token t if begin[t] <= s <= t.
+Its column in t's row is s - begin[t].
 """
 
 import torch
@@ -138,8 +138,8 @@ def _key_gradients(
     tl.store(at, total_NI, mask=inside)
 
 
-class Way:
-    """One pass over the queries, piece by piece."""
+class QueryPass:
+    """One pass over the queries, some at a time."""
 
     def __init__(self, q_TJI: Tensor, key_PZI: Tensor, w_TJ: Tensor, served: list[Served], where):
         _, page_table_BN, row_T, end_T = where
@@ -162,7 +162,7 @@ class Way:
         self._block_i = max(16, triton.next_power_of_2(I))
 
     def scores(self, part: slice, index_scale: float) -> tuple[Tensor, Tensor]:
-        """Of these queries, and how many columns they have."""
+        """Scores of these queries, and their number of columns."""
         first, stop = self._range(part)
         score_TS = torch.empty(stop - first, self.num_columns, dtype=torch.float32, device=self.q_TJI.device)
         of = self.q_TJI, self._key_TI, self.w_TJ, self._begin_T, score_TS, first, stop

@@ -84,8 +84,8 @@ def _gradients(
     tl.store(grad_w_ptr + t * J + j, grad_w_J, mask=j < J)
 
 
-class Way:
-    """One pass over the queries, piece by piece."""
+class QueryPass:
+    """One pass over the queries, some at a time."""
 
     def __init__(self, q_TJI: Tensor, key_PZI: Tensor, w_TJ: Tensor, served: list[Served], where):
         self.q_TJI, self.key_PZI, self.w_TJ = q_TJI, key_PZI, w_TJ
@@ -102,7 +102,7 @@ class Way:
         }
 
     def scores(self, part: slice, index_scale: float) -> tuple[Tensor, Tensor]:
-        """Of these queries, and in how many places their keys lie."""
+        """Scores of these queries, and the number of columns of each row."""
         keys_TK, page_size = self.keys_TK[part], self.key_PZI.shape[1]
         self._slots = slots_or_none(keys_TK, self.page_table_BN, self.row_T[part], self.end_T[part], page_size)
         score_TK = torch.empty(keys_TK.shape, dtype=torch.float32, device=keys_TK.device)

@@ -2,8 +2,8 @@
 
     hits[s, (t, j)] = key[s] . q[t, j]        score[t, s] = (sum_j w[t, j] relu(hits[s, (t, j)])) scale
 
-A program has every n-th block of keys that its queries see, so blocks that nobody sees cost nothing. FP8 keys are
-widened to q's dtype, which is exact, and their scales (positive) multiply the sum.
+A program computes every n-th block of keys that its queries see; blocks that no query sees are skipped. FP8 keys are
+cast to q's dtype, which is exact, and their positive scales multiply the sum.
 """
 
 from typing import NamedTuple
@@ -28,13 +28,13 @@ def _places(page, slot, page_stride, row_stride, scale_page_stride, scale_row_st
 
 
 @triton.jit
-def _store_groups(score_SQ, mine_Q, group, t_Q, group_stride, block, GROUP: tl.constexpr):
-    """The largest of every GROUP scores of a block."""
-    BLOCK_S: tl.constexpr = score_SQ.shape[0]
-    group_GQ = tl.max(tl.reshape(score_SQ, [BLOCK_S // GROUP, GROUP, score_SQ.shape[1]]), axis=1)
+def _store_groups(score_ST, same_T, group, t_T, group_stride, block, GROUP: tl.constexpr):
+    """Store the maxima of every GROUP scores of a block."""
+    BLOCK_S: tl.constexpr = score_ST.shape[0]
+    largest_UT = tl.max(tl.reshape(score_ST, [BLOCK_S // GROUP, GROUP, score_ST.shape[1]]), axis=1)
     g = block * (BLOCK_S // GROUP) + tl.arange(0, BLOCK_S // GROUP)
-    at = group + t_Q[None, :] * group_stride + g[:, None]
-    tl.store(at, group_GQ, mask=mine_Q[None, :] & (g[:, None] < group_stride))
+    at = group + t_T[None, :] * group_stride + g[:, None]
+    tl.store(at, largest_UT, mask=same_T[None, :] & (g[:, None] < group_stride))
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _queries(
     return tl.trans(q)
 
 
-# Whether these are multiples of 16 tells the compiler nothing that it can use, and would make more kernels.
+# Specializing on multiples of 16 would not help the compiler, and would compile more kernels.
 @triton.jit(do_not_specialize=["num_queries", "num_columns"])
 def _score(
     q_ptr,
@@ -99,14 +99,15 @@ def _score(
     IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """score[t, s] of the blocks that a query sees, -inf behind its end; if GROUP, the largest of so many, too."""
+    """score[t, s] of the blocks that a query sees, -inf past its end; and the maxima of every GROUP scores, if above
+    1."""
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     tile, share, num_shares = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     query = tl.arange(0, QUERIES)
-    t_Q = (tile * QUERIES + query).to(tl.int64)
-    row_Q = tl.load(row_ptr + t_Q, mask=t_Q < num_queries, other=-1)
-    end_Q = tl.load(end_ptr + t_Q, mask=t_Q < num_queries, other=0)
+    t_T = (tile * QUERIES + query).to(tl.int64)
+    row_T = tl.load(row_ptr + t_T, mask=t_T < num_queries, other=-1)
+    end_T = tl.load(end_ptr + t_T, mask=t_T < num_queries, other=0)
     pair = tl.arange(0, QUERIES * BLOCK_J)
     t, j, i = (tile * QUERIES + pair // BLOCK_J).to(tl.int64), pair % BLOCK_J, tl.arange(0, BLOCK_I)
     real = (t < num_queries) & (j < J)
@@ -114,12 +115,12 @@ def _score(
     q_I = _queries(q_ptr, cos_ptr, sin_ptr, t, j, i, real, q_stride, num_queries - 1, I, QUERIES, HALF)
 
     for first in range(QUERIES):
-        # The request of the tile's query `first`, unless an earlier query has the same: then all is done already.
-        its_row = tl.max(tl.where(query == first, row_Q, -1), axis=0)
-        mine_Q = (row_Q == its_row) & (t_Q < num_queries)
-        is_new = tl.min(tl.where(row_Q == its_row, query, QUERIES), axis=0) == first
-        last_end = tl.where(is_new, tl.max(tl.where(mine_Q, end_Q, 0), axis=0), 0)
-        pages = table_ptr + its_row.to(tl.int64) * num_columns
+        # The request of the tile's query `first`. Nothing is left to do if an earlier query is of the same request.
+        request = tl.max(tl.where(query == first, row_T, -1), axis=0)
+        same_T = (row_T == request) & (t_T < num_queries)
+        is_new = tl.min(tl.where(row_T == request, query, QUERIES), axis=0) == first
+        last_end = tl.where(is_new, tl.max(tl.where(same_T, end_T, 0), axis=0), 0)
+        pages = table_ptr + request.to(tl.int64) * num_columns
         stop = tl.cdiv(last_end, BLOCK_S)
         next_page = tl.load(pages + share * BLOCK_S // Z, mask=share < stop, other=0).to(tl.int64)
         for block in range(share, stop, num_shares):
@@ -135,18 +136,18 @@ def _score(
             key_SI = tl.load(key, mask=(s[:, None] < last_end) & (i[None, :] < I), other=0.0)
             hits = tl.dot(key_SI.to(q_I.dtype), q_I, input_precision="ieee")
             hits = tl.maximum(hits, 0.0) * w[None, :]
-            score_SQ = tl.sum(tl.reshape(hits, [BLOCK_S, QUERIES, BLOCK_J]), axis=2) * scale
+            score_ST = tl.sum(tl.reshape(hits, [BLOCK_S, QUERIES, BLOCK_J]), axis=2) * scale
             if IS_FP8:
-                score_SQ *= tl.load(key_scale_ptr + scales, mask=s < last_end, other=0.0)[:, None]
-            score_SQ = tl.where(s[:, None] < end_Q[None, :], score_SQ, float("-inf"))
-            at = score_ptr + t_Q[None, :] * score_stride
-            tl.store(at + s[:, None], score_SQ, mask=mine_Q[None, :] & (s[:, None] < num_columns * Z))
+                score_ST *= tl.load(key_scale_ptr + scales, mask=s < last_end, other=0.0)[:, None]
+            score_ST = tl.where(s[:, None] < end_T[None, :], score_ST, float("-inf"))
+            at = score_ptr + t_T[None, :] * score_stride
+            tl.store(at + s[:, None], score_ST, mask=same_T[None, :] & (s[:, None] < num_columns * Z))
             if GROUP > 1:
-                _store_groups(score_SQ, mine_Q, group_ptr, t_Q, group_stride, block, GROUP)
+                _store_groups(score_ST, same_T, group_ptr, t_T, group_stride, block, GROUP)
 
 
 class Tiling(NamedTuple):
-    """Keys and queries at a time, and how many programs there may be for a few queries."""
+    """Keys and queries of a tile, and the number of programs for a few queries."""
 
     keys: int
     queries: int
@@ -165,8 +166,7 @@ def tiling_for(*, crowded: bool, is_float32: bool) -> Tiling:
 
 
 def tiling_of(q_TJI: Tensor, key_PZI: Pool, page_table_BN: Tensor, num_shares: int = 1) -> Tiling:
-    """For these queries together, and others if they are one of several shares: they are crowded where a request has
-    many."""
+    """The tiling for these queries and those of the other shares. They are crowded if requests have many queries."""
     num_queries, J, I = num_shares * q_TJI.shape[0], *q_TJI.shape[1:]
     crowded = num_queries >= _QUERIES * page_table_BN.shape[0]
     tiling = None
@@ -201,11 +201,10 @@ def score_visible(
     rotation: tuple[Tensor, Tensor] | None = None,
     tiling: Tiling | None = None,
 ) -> None:
-    """Writes the scores of what each query sees into `score_TS`, and the largest of every `group` of them.
+    """Write the scores of visible keys into `score_TS`, and the maximum of every `group` of them into `group_TG`.
 
-    `rotation`: (cos, sin) as in `rope`, with which the first dimensions of queries are rotated first.
-    Of what a query does not see, only what shares a block with what it does is written. Raises ValueError for pools
-    that it cannot read.
+    `rotation`: (cos, sin) as in `rope`, applied to the first dimensions of queries. Blocks without a visible key are
+    not written. Raises ValueError for pools that it cannot read.
     """
     num_queries, J, I = q_TJI.shape
     if isinstance(key_PZI, Fp8Latents):

@@ -1,4 +1,4 @@
-"""What stands between the first products of attention and the next: norms, rotation, and both writes to the cache."""
+"""Norms, rotation and cache writes of latents and index keys, after the first projections of attention."""
 
 from torch import Tensor
 

@@ -1,5 +1,4 @@
-"""What `mla_keys` makes beside latents in the cache: an indexer's keys and weights, and latents for whoever expands
-them."""
+"""Optional outputs of `mla_keys`: an indexer's keys and head weights, and unquantized latents."""
 
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ from glm5.kernels.fp8_pool import Pool
 
 
 class HeadWeights(NamedTuple):
-    """`x_TD`, the layer's input, times the transpose of `weight_JD` goes to `out_TJ`. For a few tokens."""
+    """`x_TD`, the layer's input, times the transpose of `weight_JD` is written to `out_TJ`. For a few tokens."""
 
     x_TD: Tensor
     weight_JD: Tensor
@@ -17,7 +16,7 @@ class HeadWeights(NamedTuple):
 
 
 class PlainLatents(NamedTuple):
-    """Room for each token's latent, normed, and its rotated part, in the dtype of the product that they come from."""
+    """Buffers for each token's normed latent and its rotated part, in the dtype of `qkv_TY`."""
 
     kv_TC: Tensor
     rope_TR: Tensor

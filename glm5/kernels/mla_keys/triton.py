@@ -1,5 +1,5 @@
-"""mla_keys in one launch: a token has three programs, one for each thing that is made of it, and one a weight of an
-index head."""
+"""mla_keys in one launch. A token has one program each for query, latent and index key, and one per index head
+weight."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from torch import Tensor
 from glm5.kernels.block_scaled import BLOCK
 from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.mla_keys.index_keys import IndexKeys, PlainLatents
-from glm5.kernels.row_codes import Kind, room
+from glm5.kernels.row_codes import Kind, empty_codes
 from glm5.kernels.store_rows.triton import PoolTensors, kind_of, put_fp8_key, put_fp8_latent, put_plain
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_rows import put_codes
@@ -18,7 +18,7 @@ from glm5.kernels.triton_support import dependent_launch
 
 @triton.jit
 def _rms_normed(x, weight, eps, WIDTH: tl.constexpr):
-    """As `rms_norm` of a row, zeros behind the WIDTH that are there; in x's dtype."""
+    """`rms_norm` of a row of WIDTH values padded with zeros, in x's dtype."""
     wide = x.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)).to(x.dtype)
     return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
@@ -191,12 +191,12 @@ def mla_keys(
     plain: PlainLatents | None = None,
     kind: Kind | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.mla_keys`, then its codes and their scale, empty of no kind."""
+    """As `reference.mla_keys`; codes and scale are empty if `kind` is None."""
     num_tokens, device = len(qkv_TY), qkv_TY.device
     qkv_TY = qkv_TY if qkv_TY.stride(-1) == 1 else qkv_TY.contiguous()
     Q, C, R = len(q_weight_Q), len(kv_weight_C), 2 * cos_TR2.shape[1]
     out_TQ = torch.empty(num_tokens, Q, dtype=qkv_TY.dtype, device=device)
-    codes_TQ, scale = room(num_tokens, Q, kind, device)
+    codes_TQ, scale = empty_codes(num_tokens, Q, kind, device)
     latents = PoolTensors.of(latent_PZL)
     keys, key_kind = (latents, "plain") if index is None else (PoolTensors.of(index.pool_PZI), kind_of(index.pool_PZI))
     x = qkv_TY if index is None else index.x_TI if index.x_TI.stride(-1) == 1 else index.x_TI.contiguous()

@@ -1,4 +1,4 @@
-"""What stands between the products that make queries and the kernels that use them: absorption and rotation."""
+"""Absorption and rotation of queries, between their projection and attention."""
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ def mla_queries(
 
     cos and sin as in `rope`. `triton`: on a GPU. No gradient passes.
 
-    `early`: room for the result, which may then be made while the kernel before this one runs. That one has nothing to
-    do with what this one reads and writes, waited for those before it, and was launched when `early` was there.
+    `early`: a buffer for the result, which is then computed while the previous kernel runs. That kernel must not touch
+    inputs or result, must wait for earlier kernels, and must be launched after `early` was allocated.
     """
     return TABLE.module(impl, q_THX).mla_queries(q_THX, w_HNC, cos_TR2, sin_TR2, early=early)

@@ -1,6 +1,6 @@
 """mla_queries in one launch: programs for values of a head, one for its rotated part.
 
-Of many tokens, the values are a batched product of the library, which writes them where they belong.
+For many tokens, the values are computed by torch.bmm, which writes them in place.
 """
 
 from typing import NamedTuple
@@ -16,14 +16,15 @@ from glm5.kernels.triton_support import dependent_launch
 
 
 @triton.jit
-def _product(x, known, w, o, O: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr):
-    """float32 rows at `x`, where known, by a matrix [I, O] at `w`, its columns `o`. Every load comes before the sum."""
+def _product(x, valid, w, o, O: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Valid rows at `x` times columns `o` of a matrix [I, O] at `w`, in float32. All loads are issued before the
+    sum."""
     i, xs, ws = tl.arange(0, BLOCK_I), (), ()
     for start in tl.static_range(0, I, BLOCK_I):
         at = w + (start + i)[:, None] * O + o[None, :]
         ws = ws + (tl.load(at, mask=(start + i < I)[:, None] & (o < O)[None, :], other=0.0),)
-        known_TI = known[:, None] & (start + i < I)[None, :]
-        xs = xs + (tl.load(x[:, None] + (start + i)[None, :], mask=known_TI, other=0.0),)
+        valid_TI = valid[:, None] & (start + i < I)[None, :]
+        xs = xs + (tl.load(x[:, None] + (start + i)[None, :], mask=valid_TI, other=0.0),)
     out = tl.zeros([x.shape[0], o.shape[0]], tl.float32)
     for piece in tl.static_range(len(xs)):
         out = tl.dot(xs[piece], ws[piece], out, input_precision="ieee")
@@ -31,18 +32,18 @@ def _product(x, known, w, o, O: tl.constexpr, I: tl.constexpr, BLOCK_I: tl.const
 
 
 @triton.jit
-def _rotate(x, known, out, cos, sin, HALF: tl.constexpr):
-    """Rows at `x`, where known, rotated by the tables' rows at `cos` and `sin`, to `out`."""
+def _rotate(x, valid, out, cos, sin, HALF: tl.constexpr):
+    """Rotate valid rows at `x` by the tables' rows at `cos` and `sin`, and store them at `out`."""
     PAIRS: tl.constexpr = triton.next_power_of_2(HALF)
     r, j = tl.arange(0, 2 * PAIRS)[None, :], tl.arange(0, PAIRS)[None, :]
-    row = tl.load(x[:, None] + r, mask=known[:, None] & (r < 2 * HALF), other=0.0)
-    cos = tl.load(cos[:, None] + j, mask=known[:, None] & (j < HALF), other=0.0).to(tl.float32)
-    sin = tl.load(sin[:, None] + j, mask=known[:, None] & (j < HALF), other=0.0).to(tl.float32)
+    row = tl.load(x[:, None] + r, mask=valid[:, None] & (r < 2 * HALF), other=0.0)
+    cos = tl.load(cos[:, None] + j, mask=valid[:, None] & (j < HALF), other=0.0).to(tl.float32)
+    sin = tl.load(sin[:, None] + j, mask=valid[:, None] & (j < HALF), other=0.0).to(tl.float32)
     a, b = tl.split(tl.reshape(row.to(tl.float32), [row.shape[0], PAIRS, 2]))
     first = (a * cos).to(row.dtype).to(tl.float32) - (b * sin).to(row.dtype).to(tl.float32)
     second = (b * cos).to(row.dtype).to(tl.float32) + (a * sin).to(row.dtype).to(tl.float32)
     rotated = tl.reshape(tl.join(first, second), [row.shape[0], 2 * PAIRS]).to(row.dtype)
-    tl.store(out[:, None] + r, rotated, mask=known[:, None] & (r < 2 * HALF))
+    tl.store(out[:, None] + r, rotated, mask=valid[:, None] & (r < 2 * HALF))
 
 
 @triton.jit
@@ -67,35 +68,35 @@ def _mla_queries(
 ):
     """program_id(0): blocks of C of each head, then rotated parts of heads; (1): tile of tokens.
 
-    EARLY: beside the kernel before this one, which must end before this one does.
+    EARLY: runs concurrently with the previous kernel, but does not end before it.
     """
     job = tl.program_id(0)
     t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    known = t < num_tokens
+    valid = t < num_tokens
     if not EARLY:
         wait_for_earlier(PDL)
     let_later_begin(PDL)
     q, out = q_ptr + t * q_stride, out_ptr + t * (H * (C + 2 * HALF))
-    turned, to = q + N, out + C
+    q_rope, out_rope = q + N, out + C
     cos, sin = cos_ptr + t * HALF, sin_ptr + t * HALF
     if BLOCK_O:
         BLOCKS: tl.constexpr = (C + BLOCK_O - 1) // BLOCK_O
         if job < H * BLOCKS:
             h, o = job // BLOCKS, (job % BLOCKS) * BLOCK_O + tl.arange(0, BLOCK_O)
-            values = _product(q + h * q_head, known, w_ptr + h * N * C, o, C, N, BLOCK_I)
+            values = _product(q + h * q_head, valid, w_ptr + h * N * C, o, C, N, BLOCK_I)
             at = (out + h * (C + 2 * HALF))[:, None] + o[None, :]
-            tl.store(at, values.to(out_ptr.dtype.element_ty), mask=known[:, None] & (o < C)[None, :])
+            tl.store(at, values.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (o < C)[None, :])
         else:
             h = job - H * BLOCKS
-            _rotate(turned + h * q_head, known, to + h * (C + 2 * HALF), cos, sin, HALF)
+            _rotate(q_rope + h * q_head, valid, out_rope + h * (C + 2 * HALF), cos, sin, HALF)
     else:
-        _rotate(turned + job * q_head, known, to + job * (C + 2 * HALF), cos, sin, HALF)
+        _rotate(q_rope + job * q_head, valid, out_rope + job * (C + 2 * HALF), cos, sin, HALF)
     if EARLY:
         wait_for_earlier(PDL)
 
 
 class Tiling(NamedTuple):
-    """Tokens and outputs of a program, and its warps. With 0 outputs, the product is the library's."""
+    """Tokens and outputs of a program, and its warps. With 0 outputs, torch.bmm computes the product."""
 
     tokens: int
     outputs: int

@@ -1,4 +1,4 @@
-"""What stands between latent attention and the product behind it: each head's values, side by side."""
+"""Values of heads from attended latents, between latent attention and o_proj."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from glm5.kernels.block_scaled import BLOCK
 from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.row_codes import Kind, quantize
 
-_FEW = 128  # rows up to which the library's product takes longer than a kernel that quantizes along the way
+_FEW = 128  # rows up to which a kernel with quantization is faster than torch.bmm
 TABLE = Table(
     __name__,
     triton=Impl(
@@ -29,7 +29,7 @@ def mla_values(out_THC: Tensor, w_HCV: Tensor, *, impl: str = "auto") -> Tensor:
 def mla_values_quantized(
     out_THC: Tensor, w_HCV: Tensor, kind: Kind = "blocks", *, impl: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, then what `row_codes.quantize` makes of it."""
+    """`mla_values`, and `row_codes.quantize` of it."""
     if kind == "int8":
         values = mla_values(out_THC, w_HCV, impl=impl)
         return values, *quantize(values, kind)

@@ -1,4 +1,4 @@
-"""mla_values in one launch, and FP8 beside it where a program has 128 values of a head: those of one scale."""
+"""mla_values in one launch, optionally with FP8 codes: a program then computes 128 values of a head, with one scale."""
 
 import torch
 import triton
@@ -33,7 +33,7 @@ def _mla_values(
     h, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK_V
     t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     c, v = tl.arange(0, BLOCK_C), first + tl.arange(0, BLOCK_V)
-    known, inside = t < num_tokens, v < V
+    valid, inside = t < num_tokens, v < V
     w_ptr += h * C * V
     for start in tl.static_range(0, C, BLOCK_C):
         line = first + tl.arange(0, (BLOCK_V + 63) // 64) * 64
@@ -45,18 +45,18 @@ def _mla_values(
     sums = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     for start in tl.range(0, C, BLOCK_C, num_stages=4):
         here = start + c < C
-        x = tl.load(x_at + start, mask=known[:, None] & here[None, :], other=0.0)
+        x = tl.load(x_at + start, mask=valid[:, None] & here[None, :], other=0.0)
         w = tl.load(w_at + start * V, mask=here[:, None] & inside[None, :], other=0.0)
         sums = tl.dot(x, w, sums, input_precision="ieee")
     out = sums.to(out_ptr.dtype.element_ty)
     at = t[:, None] * (H * V) + h * V + v[None, :]
-    tl.store(out_ptr + at, out, mask=known[:, None] & inside[None, :])
+    tl.store(out_ptr + at, out, mask=valid[:, None] & inside[None, :])
     if QUANTIZE:
         value = out.to(tl.float32)
         scale, inverse = scale_of(tl.max(tl.abs(value), 1))
         wide, inverse = tl.broadcast_to(scale[:, None], value.shape), tl.broadcast_to(inverse[:, None], value.shape)
-        tl.store(fp8_ptr + at, quotient(value, wide, inverse), mask=known[:, None] & inside[None, :])
-        tl.store(scale_ptr + t + (h * V + first) // 128 * stride_b, scale, mask=known)
+        tl.store(fp8_ptr + at, quotient(value, wide, inverse), mask=valid[:, None] & inside[None, :])
+        tl.store(scale_ptr + t + (h * V + first) // 128 * stride_b, scale, mask=valid)
 
 
 def mla_values(out_THC: Tensor, w_HCV: Tensor) -> Tensor:
@@ -65,10 +65,7 @@ def mla_values(out_THC: Tensor, w_HCV: Tensor) -> Tensor:
 
 
 def mla_values_quantized(out_THC: Tensor, w_HCV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, H * V], then what `act_quant` makes of it.
-
-    Raises ValueError where scales of a head's values would be another's too.
-    """
+    """[T, H * V], and `act_quant` of it. Raises ValueError if a scale would cover values of two heads."""
     return _run(out_THC, w_HCV, quantize=True)
 
 

@@ -1,4 +1,4 @@
-"""Attention of a prompt's tokens to one another, heads' keys and values expanded from the latents."""
+"""Causal attention within prompts, with keys and values of heads expanded from latents."""
 
 from torch import Tensor
 
@@ -31,10 +31,10 @@ def prompt_attention(
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, V] in q's dtype, lse [T, H] float32, natural log): token t sees tokens first_T[t]..t of the pass.
 
-    `first_T` int32 is the index, in the pass, of the first token of each token's request; that of a padding row lies
-    behind it: it sees nothing, which gives zeros and -inf. `k_THN` and `v_THV` may be strided pieces of one product.
-    Where every visible key is read, this takes less than half the operations of `sparse_mla`, which never expands.
-    `cuda`: on Hopper, for heads as GLM-5 has them, in bfloat16.
+    `first_T` int32: the index, in the pass, of the first token of each token's request. For a padding row it is past
+    the row, which then sees nothing and gives zeros and -inf. `k_THN` and `v_THV` may be strided views of one tensor.
+    If every visible key is read, this takes less than half the operations of `sparse_mla` over latents.
+    `cuda`: on Hopper, for GLM-5's head sizes, in bfloat16.
     """
     run = TABLE.module(impl, q_THX, k_THN, rope_TR, v_THV).prompt_attention
     return run(q_THX, k_THN, rope_TR, v_THV, first_T, scale=scale)
@@ -50,9 +50,9 @@ def prompt_attention_quantized(
     scale: float,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [T, H * V], codes, scale): `prompt_attention` and what `act_quant` makes of it, for products that read that.
+    """(out [T, H * V], codes, scale): `prompt_attention`, and `act_quant` of it for linear layers that read it.
 
-    `cuda` writes no `out`: what stands for it has its shape and dtype.
+    `cuda` does not write `out`: it returns an uninitialized tensor of the same shape and dtype.
     """
     module, given = TABLE.module(impl, q_THX, k_THN, rope_TR, v_THV), (q_THX, k_THN, rope_TR, v_THV, first_T)
     if module is cuda:

@@ -1,16 +1,16 @@
-// Attention of a prompt's tokens to one another on Hopper, over expanded keys and values of 256 in bfloat16.
+// Causal attention within prompts on Hopper, with expanded keys and values of 256 in bfloat16.
 //
-// A program has 128 queries of a head, a group of four warps half of them, and reads their keys in blocks of 64. One
-// thread fetches: blocks of keys and of values take turns in a ring of places, in the order in which they are read. While
-// the matrix units multiply p by values, a group computes the next p, and the other group's products run beside both.
+// A program has 128 queries of a head, half of them per warp group, and reads their keys in blocks of 64. One thread issues
+// loads of blocks of keys and values into a ring, in the order of use. While wgmma multiplies p by values, a warp group
+// computes the next p, and the other group's products overlap with both.
 //
 //     logits[t, s] = q[t] . [k[s], rope[s]]      out[t] = sum_s p[t, s] v[s]
 //
-// With SHARES 2 a cluster of two programs has half of the blocks each. In the end the first one merges what both found for
+// With SHARES 2 each program of a cluster of two has half of the blocks. At the end the first one merges both results for
 // the first group's queries, the second one for the second group's.
 //
-// `scale` is a float's bits: of logits, by the logarithm of 2. With QUANTIZE the result is as act_quant has it, of values
-// that were rounded to bfloat16.
+// `scale` has the bits of a float: the scale of logits times log2(e). With QUANTIZE the result is act_quant of the values
+// rounded to bfloat16.
 
 #include "hopper.cuh"
 
@@ -31,14 +31,14 @@ static_assert(sizeof(Beside) <= BESIDE, "cuda.py counts less");
          "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
          "%120, %121, %122, %123, %124, %125, %126, %127"
 
-// 64 rows of 16 values in bfloat16 by 64 rows of as many; `more`: added to d.
+// wgmma of 64 rows by 64 columns over 16 bfloat16 values; `more`: added to d.
 static __device__ void add_logits(float (&d)[32], u64 q, u64 k, int more) {
     asm volatile("{\n.reg .pred more;\nsetp.ne.b32 more, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TO31 "}, %32, %33, more, 1, 1, 0, 0;\n}"
                  : R16(0), R16(16) : "l"(q), "l"(k), "r"(more));
 }
 
-// 64 rows of 16 values of p, which lie as logits do, by 16 rows of 256.
+// wgmma of 64 rows of 16 values of p, from registers in the layout of logits, by 16 rows of 256.
 static __device__ void add_values(float (&d)[128], const u32* p, u64 v) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TO127 "}, {%128, %129, %130, %131}, %132, "
                  "1, 1, 1, 1;"
@@ -46,8 +46,8 @@ static __device__ void add_values(float (&d)[128], const u32* p, u64 v) {
                  : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
 }
 
-// Before anything behind this begins, a sum is known, which is not negative: the assembler would put off what leads to it
-// until products have ended.
+// Forces a sum, which is not negative, to be computed before later instructions: the assembler would delay it until the
+// products have ended.
 static __device__ void known_first(float sum, u32 at) {
     asm volatile("{\n.reg .pred is;\nsetp.lt.f32 is, %0, 0f00000000;\n@is st.volatile.shared.f32 [%1], %0;\n}"
                  ::"f"(sum), "r"(at) : "memory");
@@ -59,7 +59,7 @@ template <int N> static __device__ void kept(u32 (&x)[N]) {
 }
 #endif
 
-// What a product is told of 16 rows of values: boxes of 64 columns, one after the other.
+// wgmma descriptor of 16 rows of values, in consecutive boxes of 64 columns.
 static __device__ u64 values_at(u32 at) { return (u64)(at >> 4 & 0x3FFF) | (u64)(BOX / 16) << 16 | 64ull << 32 | 1ull << 62; }
 
 static __device__ void begin_logits(float (&s)[32], u32 q, u32 k) {
@@ -89,7 +89,7 @@ struct Softmax {
     float top[2], sum[2], shrink[2];
     int t[2], first[2];
 
-    // s becomes p; `shrink` is what sums so far count for.
+    // Replaces logits s by p; `shrink` is the factor of earlier sums.
     template <bool MASKED> __device__ void take(float (&s)[32], int block, float scale) {
         const int key = block * KEYS + threadIdx.x % 4 * 2;
         float most[2] = {-infinity(), -infinity()}, base[2];
@@ -120,7 +120,7 @@ static __device__ void round_p(const float (&s)[32], u32 (&p)[16]) {
     for (int i = 0; i < 16; ++i) p[i] = as_pair(s[2 * i], s[2 * i + 1]);
 }
 
-// Places of blocks in the ring: keys 0, keys 1, values 0, keys 2, values 1, .., of `count` blocks.
+// Order of blocks in the ring: keys 0, keys 1, values 0, keys 2, values 1, .., of `count` blocks.
 struct Ring {
     u32 data, full, empty;
     int count;
@@ -171,7 +171,7 @@ static __device__ void add_block(const Ring& ring, u32 q, int from, int j, float
     round_p(s, p);
 }
 
-// Softmax and sums over the first `count` blocks from `from` on, which all see from `whole` to `diagonal`.
+// Softmax and sums over `count` blocks from `from` on; those from `whole` to `diagonal` need no mask.
 static __device__ void add_up(const Ring& ring, u32 q, int from, int count, int whole, int diagonal, float scale,
                               Softmax& soft, float (&out)[128]) {
     float s[32];
@@ -190,7 +190,7 @@ static __device__ void add_up(const Ring& ring, u32 q, int from, int count, int 
     kept(p);
 }
 
-// Rows of a group's queries, 16 a warp, by way of its part of shared memory.
+// Stores the results of a group's queries, 16 rows per warp, through shared memory.
 static __device__ void store(const float (&out)[128], const float (&factor)[2], u8* memory, u16* to, int t0, int num_tokens,
                              u64 step) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane / 4;
@@ -216,7 +216,7 @@ static __device__ void store(const float (&out)[128], const float (&factor)[2], 
     }
 }
 
-// The same in e4m3, 128 values under a scale.
+// The same in e4m3 with a scale per 128 values.
 static __device__ void store_codes(const float (&out)[128], const float (&factor)[2], u8* memory, u8* to, float* scales,
                                    int t0, int num_tokens, u64 step) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane / 4;
@@ -260,9 +260,9 @@ static __device__ void store_codes(const float (&out)[128], const float (&factor
     }
 }
 
-// What one group of each program found for the other program's queries: merged by the group whose queries they are.
+// Merges the two programs' results; each warp group merges those of its queries.
 static __device__ void merge(Softmax& soft, float (&out)[128], u8* there, int group, int share) {
-    meet(1, CONSUMERS);  // places of the ring have been read
+    meet(1, CONSUMERS);  // all slots of the ring have been read
     if (group != share) {
 #pragma unroll
         for (int i = 0; i < 128; i += 4)
@@ -282,7 +282,7 @@ static __device__ void merge(Softmax& soft, float (&out)[128], u8* there, int gr
         }
 #pragma unroll
         for (int part = 0; part < 128; part += 32) {
-            float4 theirs[8];  // all under way before the first is waited for
+            float4 theirs[8];  // all loads are issued before the first is used
 #pragma unroll
             for (int i = 0; i < 8; ++i) theirs[i] = of_peer(shared_at(there + 512 * (part + 4 * i)), 1 - share);
 #pragma unroll
@@ -304,7 +304,7 @@ attend_prompt(const __grid_constant__ Map q, const __grid_constant__ Map k, cons
     Beside& beside = *(Beside*)(memory + (GROUPS + SLOTS) * TILE);
     const int head = blockIdx.x / SHARES, share = blockIdx.x % SHARES, t0 = (gridDim.y - 1 - blockIdx.y) * GROUPS * QUERIES;
     const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // which the compiler knows then to be all of a warp's
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // tells the compiler that it is uniform in a warp
     const u32 data = shared_at(memory), q_full = shared_at(&beside.q_full);
     if (threadIdx.x == 0) {
         make_barrier(q_full, 1);

@@ -1,4 +1,4 @@
-"""prompt_attention on Hopper, in CUDA C++ (attend.cu): heads as GLM-5 has them, in bfloat16."""
+"""prompt_attention on Hopper, in CUDA C++ (attend.cu): for GLM-5's head sizes in bfloat16."""
 
 import math
 import struct
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from glm5.kernels import cuda_code, triton_support
-from glm5.kernels.row_codes import Quantized, room
+from glm5.kernels.row_codes import Quantized, empty_codes
 
 SOURCE = Path(__file__).with_name("attend.cu")
-_WIDTHS = (192, 64, 256)  # of a head: what is not rotated of q and k, what is, and values
+_WIDTHS = (192, 64, 256)  # of a head: unrotated and rotated part of q and k, and values
 _QUERIES, _KEYS, _THREADS, _BESIDE = 128, 64, 384, 128  # as in attend.cu
 _SHARED_BYTES = 1023 + (2 + 5) * 4 * 64 * 128 + _BESIDE
 
@@ -44,8 +44,8 @@ def prompt_attention(
 def prompt_attention_quantized(
     q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor, first_T: Tensor, *, scale: float
 ) -> Quantized:
-    """What `act_quant` makes of the same, [T, H * V], which is written nowhere."""
-    codes_TV, scale_TB = room(len(v_THV), v_THV.shape[1] * v_THV.shape[2], "blocks", v_THV.device)
+    """`act_quant` of the same [T, H * V], without writing the unquantized result."""
+    codes_TV, scale_TB = empty_codes(len(v_THV), v_THV.shape[1] * v_THV.shape[2], "blocks", v_THV.device)
     _attend((q_THX, k_THN, rope_TR, v_THV), first_T, scale, codes_TV, scale_TB)
     return codes_TV, scale_TB
 
@@ -53,7 +53,7 @@ def prompt_attention_quantized(
 def _attend(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor], first_T: Tensor, scale: float, to: Tensor, scale_TB: Tensor | None
 ) -> Tensor:
-    """lse [T, H]; fills `to` with values, or with codes if there is room for their scales."""
+    """lse [T, H]; fills `to` with values, or with codes if a buffer for scales is given."""
     q_THX, k_THN, rope_TR, v_THV = inputs
     if reason := refusal(*inputs):
         raise ValueError(f"prompt_attention[cuda] {reason}; use impl='triton'")
@@ -74,9 +74,10 @@ def _attend(
 
 
 def num_shares(num_heads: int, tiles: int, multiprocessors: int) -> int:
-    """Programs that share a tile's keys, 1 or 2, so that all end soonest if the tokens are one request's.
+    """Number of programs that split a tile's keys, 1 or 2, by the estimated time if all tokens are of one request.
 
-    In blocks of keys: a tile's own work, what a program costs beside it, and what is left to the longest one alone.
+    The estimate, in blocks of keys, adds the work per multiprocessor, the overhead of programs, and the longest
+    program.
     """
     blocks, count = num_heads * tiles * (tiles + 1), num_heads * tiles
     whole = max(2 * tiles + 3.0, (blocks + 4.2 * count) / multiprocessors)
@@ -87,6 +88,4 @@ def num_shares(num_heads: int, tiles: int, multiprocessors: int) -> int:
 @cache
 def _kernel(shares: int, quantize: bool, device: torch.device) -> cuda_code.CudaKernel:
     constants = {"SHARES": shares, "BESIDE": _BESIDE, "QUANTIZE": int(quantize)}
-    kernel = cuda_code.build(SOURCE, "attend_prompt", _SHARED_BYTES, device, **constants)
-    assert kernel is not None
-    return kernel
+    return cuda_code.build(SOURCE, "attend_prompt", _SHARED_BYTES, device, **constants)

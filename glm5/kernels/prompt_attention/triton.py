@@ -1,7 +1,7 @@
-"""prompt_attention on a GPU, in Triton: a program has a head's queries of a tile, and reads their keys block by block.
+"""prompt_attention on a GPU, in Triton: a program computes a tile of queries of one head, block of keys by block.
 
-The widths of a head need not be powers of two: its key is read in pieces that are (192 = 3 x 64). Blocks that every
-query of the tile sees whole are added without a mask; those at the diagonal and before a request's first token with it.
+Head sizes need not be powers of two: a key is read in pieces that are (192 = 3 x 64). Blocks that every query of the
+tile sees completely need no mask; those at the diagonal and at a request's first token do.
 """
 
 import math
@@ -18,7 +18,7 @@ from glm5.kernels.triton_support import dependent_launch, multiprocessors
 
 @triton.jit
 def _pieces(x, known, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """Rows at `x` in PIECES pieces of BLOCK values, of which WIDTH are there."""
+    """Valid rows at `x` of WIDTH values, in PIECES pieces of BLOCK values."""
     c, pieces = tl.arange(0, BLOCK)[None, :], ()
     for g in tl.static_range(PIECES):
         mask = known[:, None] & (g * BLOCK + c < WIDTH)
@@ -141,7 +141,7 @@ def _attend(
 
 
 class Tiling(NamedTuple):
-    """Queries and keys of a step."""
+    """Queries and keys of a tile."""
 
     queries: int
     keys: int

@@ -1,4 +1,4 @@
-"""The sum over a token's routed experts, whose weights are kept as codes under scales."""
+"""The sum over a token's routed experts with integer or FP8 codes as weights."""
 
 from torch import Tensor
 
@@ -20,14 +20,13 @@ def quantized_experts(
 ) -> Tensor:
     """out[t] = sum over experts e of t: down_e(silu(gate_e x) * up_e x) * weight[t, e], [T, D] in x's dtype.
 
-    `gate_up_proj` [E, 2F, D] holds gate rows first, `down_proj` [E, D, F]; what each multiplies is quantized per row
-    where its format says so. Terms are rounded to x's dtype and summed in it, in expert order, as in `grouped_experts`.
+    `gate_up_proj` [E, 2F, D] holds gate rows first, `down_proj` [E, D, F]; their inputs are quantized per row if the
+    format says so. Each expert's output is rounded to x's dtype and summed in it, as in `grouped_experts`.
 
-    `plus_TD`: added to that, when it is rounded.
+    `plus_TD`: added to the rounded sum.
 
-    `invariant`: a row's result does not depend on the others, bit for bit. `triton`: on a GPU, codes are widened in
-    registers; terms are summed in float32. `cuda`: likewise, for few tokens and int4 codes on Hopper. No gradient
-    passes.
+    `invariant`: a row's result does not depend on other rows, bit for bit. `triton`: on a GPU, codes are unpacked in
+    registers; sums are float32. `cuda`: likewise, for few tokens and int4 codes on Hopper. No gradient passes.
     """
     if impl == "triton" and (why := refusal(gate_up_proj) or refusal(down_proj)):
         raise ValueError(f"quantized_experts[triton] {why}; use impl='reference'")

@@ -1,5 +1,5 @@
-"""quantized_experts of few tokens on Hopper, in CUDA C++ (few.cu): rows are prepared, then an expert's two products,
-each of which is there, with its weights under way, before the kernel before has ended. x in bfloat16, int4 codes."""
+"""quantized_experts of few tokens on Hopper, in CUDA C++ (few.cu), for bfloat16 x and int4 codes. One kernel prepares
+rows, two compute the products. Each starts and loads its weights before the previous one has ended (PDL)."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,14 +14,14 @@ from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 
 SOURCE = Path(__file__).with_name("few.cu")
 # As in few.cu.
-_WARPS, _CHUNK, _TILE, _MOST_PAIRS = 8, 128, 8, 256
-_HELD = 8  # chunks of a row, at most, that a warp has under way
-_MOST_INNER, _MOST_ACTIVE = 512, 16
-_MOST_ROWS = 4  # of x, that a program holds
+_WARPS, _CHUNK, _TILE, _MAX_PAIRS = 8, 128, 8, 256
+_HELD = 8  # maximum chunks of a row that a warp loads ahead
+_MAX_INNER, _MAX_ACTIVE = 512, 16
+_MAX_ROWS = 4  # rows of x in a program
 
 
 class Kernels(NamedTuple):
-    """Of few.cu, in the order in which they run."""
+    """The kernels of few.cu, in launch order."""
 
     prepare: Callable[..., None]
     gate_up: Callable[..., None]
@@ -41,12 +41,12 @@ def refusal(x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, exper
         got = f"{x_TD.dtype} and {weight_format}"
         return f"needs rows in bfloat16 and int4 codes in groups of a multiple of {_CHUNK}, got {got}"
     most = most_tokens(weight_format)
-    if not 0 < len(x_TD) <= most or expert_TA.numel() > _MOST_PAIRS or active > _MOST_ACTIVE:
-        return f"is for 1 to {most} tokens of at most {_MOST_ACTIVE} experts, got {tuple(expert_TA.shape)}"
+    if not 0 < len(x_TD) <= most or expert_TA.numel() > _MAX_PAIRS or active > _MAX_ACTIVE:
+        return f"is for 1 to {most} tokens of at most {_MAX_ACTIVE} experts, got {tuple(expert_TA.shape)}"
     if gate_up.width % _CHUNK or gate_up.width > _HELD * _CHUNK * _WARPS:
         return f"takes inputs of a multiple of {_CHUNK}, up to {_HELD * _CHUNK * _WARPS}, got {gate_up.width}"
-    if down.width % _CHUNK or down.width > _MOST_INNER:
-        return f"takes experts of a multiple of {_CHUNK} values, up to {_MOST_INNER}, got {down.width}"
+    if down.width % _CHUNK or down.width > _MAX_INNER:
+        return f"takes experts of a multiple of {_CHUNK} values, up to {_MAX_INNER}, got {down.width}"
     return cuda_code.missing_on(x_TD.device)
 
 
@@ -58,8 +58,8 @@ def quantized_experts(
     expert_TA: Tensor,
     plus_TD: Tensor | None = None,
 ) -> Tensor:
-    """[T, D] in bfloat16; terms are summed in float32, in the order of a token's choices. Raises ValueError where
-    `refusal` has a reason."""
+    """[T, D] in bfloat16, summed in float32 in the order of a token's choices. Raises ValueError where `refusal` has a
+    reason."""
     gate_up_proj, down_proj = gate_up_proj.check(), down_proj.check()
     if reason := refusal(x_TD, gate_up_proj, down_proj, expert_TA):
         raise ValueError(f"quantized_experts[cuda] {reason}; use impl='triton'")
@@ -77,7 +77,7 @@ def run(
     expert_TA: Tensor,
     plus_TD: Tensor | None = None,
 ) -> Tensor:
-    """The kernels, made for these sizes, one after the other: nothing comes between, or choices are read too early."""
+    """Launch the compiled kernels. No other kernel may come between, or choices would be read too early."""
     (num_tokens, width), inner = x_TD.shape, down_proj.width
     num_pairs, active = expert_TA.numel(), expert_TA.shape[1]
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
@@ -95,7 +95,7 @@ def run(
 
 
 def constants_for(weight_format: WeightFormat, width: int, inner: int, active: int, many: bool) -> dict[str, int]:
-    """What few.cu is compiled with: what was fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
+    """Constants of few.cu, measured as fastest on an H200 at GLM-5's sizes (docs/performance-kernels.md)."""
     return {
         "ACT": {None: 0, "int8": 1, "fp8": 2}[weight_format.act],
         "GROUP": weight_format.group or 0,
@@ -103,7 +103,7 @@ def constants_for(weight_format: WeightFormat, width: int, inner: int, active: i
         "F": inner,
         "A": active,
         "MANY": int(many),
-        "ROWS": _MOST_ROWS if many else 1,
+        "ROWS": _MAX_ROWS if many else 1,
         "TILES": _tiles(many),
         "UP_BLOCKS": 2 if many and weight_format.act != "int8" else 3,
         "DOWN_BLOCKS": 3 if many else 4,
@@ -111,12 +111,12 @@ def constants_for(weight_format: WeightFormat, width: int, inner: int, active: i
 
 
 def _tiles(many: bool) -> int:
-    """Of 16 outputs, of a program."""
+    """Tiles of 16 outputs per program."""
     return 2 if many else 1
 
 
 def _row_bytes(weight_format: WeightFormat, width: int) -> int:
-    """Of a row of x that is prepared: e4m3 in float16."""
+    """Bytes of a prepared row of x; e4m3 is stored as float16."""
     return width * (1 if weight_format.act == "int8" else 2)
 
 
@@ -128,8 +128,6 @@ def _kernels(
     shared_bytes = constants["ROWS"] * (_row_bytes(weight_format, width) + 64)
 
     def made(name: str, shared_bytes: int = 0) -> cuda_code.CudaKernel:
-        kernel = cuda_code.build(SOURCE, name, shared_bytes, device, **constants)
-        assert kernel is not None
-        return kernel
+        return cuda_code.build(SOURCE, name, shared_bytes, device, **constants)
 
     return Kernels(made("prepare"), made("gate_up", shared_bytes), made("down"))

@@ -1,15 +1,13 @@
-// The experts of few tokens over int4 codes, on Hopper: each matrix that is needed is read once, by matrix units whose
-// columns are tokens.
+// Experts of few tokens with int4 codes on Hopper. Each needed weight is read once; tokens are the columns of the MMA tile.
 //
-// A lane has 16 bytes of a row of codes, 32 of them; which inputs meet in a product is free, as long as codes and rows
-// agree. So nothing is shuffled: a word's codes are taken apart by masks, and rows are put into the order in which they
-// come out (`prepare`). All that a warp reads of the weights is under way before the first product, and before the
-// kernel whose result it multiplies has ended.
+// A lane loads 16 bytes of a row, 32 codes. The order of inputs in a product is arbitrary if codes and activations agree, so
+// no shuffles are needed: codes are unpacked by masks, and `prepare` permutes activations to their order. A warp requests
+// all of its weights before the first product, and before the previous kernel, whose result it multiplies, has ended.
 //
 //     ACT   rows                     operands of the matrix units
-//     0     bfloat16, as they are    bfloat16: 128 + 8 + code by putting bits together, less 136
-//     1     int8, a scale each       int8: 16 code, a half of a byte moved to its upper end
-//     2     e4m3, a scale each       float16, which holds them: 1024 + 8 + code, or 16 times the code, less as much
+//     0     bfloat16, as they are    bfloat16: 136 + code, assembled from bits, minus 136
+//     1     int8, a scale each       int8: 16 * code, a nibble shifted to the upper half of its byte
+//     2     e4m3, a scale each       float16, which represents them: 1032 + code, or 16 * code, minus the offset
 //
 // Compiled with ACT, GROUP (inputs that share a scale, a multiple of 128; 0: all of a row), D, F, A (experts a token),
 // MANY (tokens may share an expert), ROWS (of x, held at a time), TILES (of 16 outputs, of a program of the second
@@ -19,15 +17,15 @@
 
 constexpr int BYTES = ACT == 1 ? 1 : 2;       // of a value of a row
 constexpr int CHUNK = 128;                    // inputs of which a lane has a quarter of 64 bytes
-constexpr int WARPS = 8;                      // of the first kernel, which share out the inputs
+constexpr int WARPS = 8;                      // of the first kernel, which split the inputs
 constexpr int CHUNKS = D / CHUNK, A_WARP = (CHUNKS + WARPS - 1) / WARPS;
 constexpr int DOWN_CHUNKS = F / CHUNK;
-constexpr int PITCH = D * BYTES + 64;         // of rows in shared memory: neighbours lie in other banks
+constexpr int PITCH = D * BYTES + 64;         // of rows in shared memory, padded to avoid bank conflicts
 constexpr int UP_SCALES = GROUP ? (D + GROUP - 1) / GROUP : 1, DOWN_SCALES = GROUP ? (F + GROUP - 1) / GROUP : 1;
 constexpr float UNIT = ACT == 1 ? 0.0625f : 1.0f;
 constexpr float HIGHEST = ACT == 1 ? 127.0f : 448.0f;
 
-// Elsewhere, tests say what these are (tests/support/cuda_on_cpu.h).
+// For CPU tests, tests/support/cuda_on_cpu.h defines these functions.
 #ifndef ON_CPU
 static __device__ Four load_row(const u8* at) {
     Four v;
@@ -124,7 +122,7 @@ static __device__ void add_word(Sum (&sum)[4], u32 first, u32 second, const u32*
 #endif
 }
 
-// total += sum of rows r and r + 8 in columns of their own, by the rows' scales; sum = 0.
+// total += sum times the scales of rows r and r + 8; sum = 0.
 static __device__ void add_scaled(float (&total)[4], Sum (&sum)[4], const float (&scale)[2]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -140,7 +138,7 @@ static __device__ int place(int unit) {
     return chunk * 256 + word * 64 + lane * 16;
 }
 
-// Of the scale of a chunk.
+// Index of the scale of a chunk.
 static __device__ int group_of(int chunk) { return GROUP ? chunk * CHUNK / (GROUP ? GROUP : 1) : 0; }
 
 static __device__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
@@ -177,7 +175,7 @@ static __device__ u32 four_int8(float a, float b, float c, float d) {
     return bytes_of(low, bytes_of(__float_as_uint(c + magic), __float_as_uint(d + magic), 0x0040), 0x5410);
 }
 
-// Eight neighbours, quantized, into a row.
+// Stores eight consecutive values, quantized, in a row.
 static __device__ void put(u8* row, int unit, const Four& x, float scale, float inverse) {
     u8* const to = row + place(unit);
 #if ACT == 0
@@ -197,7 +195,7 @@ static __device__ void put(u8* row, int unit, const Four& x, float scale, float 
 #endif
 }
 
-// What a lane needs of a chunk of its row, four words' inputs; zeros where there is no row.
+// A lane's activations of a chunk, for four words of codes; zeros without a row.
 struct Inputs {
     u32 x[4][2 * BYTES];
 
@@ -212,7 +210,7 @@ struct Inputs {
     }
 };
 
-// rows [T, D] as the products take them, and their scales.
+// rows [T, D] in the order of the products, and their scales.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 prepare(const u8* x, u8* rows, float* row_scales) {
     __shared__ float most[WARPS];
@@ -245,7 +243,7 @@ prepare(const u8* x, u8* rows, float* row_scales) {
     }
 }
 
-// h [T * A, F] in bfloat16, pair by pair; the first pair of an expert does all of its pairs.
+// h [T * A, F] in bfloat16 by pair; the program of an expert's first pair computes all of its pairs.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, UP_BLOCKS)
 gate_up(const u8* rows, const float* row_scales, const int* experts, const u8* codes, const float* scales, u16* h,
         int num_pairs) {
@@ -253,7 +251,7 @@ gate_up(const u8* rows, const float* row_scales, const int* experts, const u8* c
     __shared__ int pairs[MANY ? 256 : 1];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const int p = blockIdx.y;
-    const int expert = experts[p];  // choices are not those of the kernel before, and the one before that has ended
+    const int expert = experts[p];  // written by the kernel before the previous one, which has ended
     int count = 1, first = p;
     if (MANY) {
         count = 0, first = -1;
@@ -291,8 +289,8 @@ gate_up(const u8* rows, const float* row_scales, const int* experts, const u8* c
             wait_for_earlier();
             let_later_begin();
         }
-        __syncthreads();  // pairs are known, and nobody reads the last parts any more
-        // A warp fetches of the rows what it multiplies itself.
+        __syncthreads();  // pairs are stored, and the last parts have been read
+        // A warp loads the part of the rows that it multiplies.
         constexpr int PIECES = A_WARP * CHUNK * BYTES / 16;
         for (int c = 0; c < columns; ++c) {
             const int mine = start * (CHUNK * BYTES);

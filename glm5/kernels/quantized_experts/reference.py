@@ -1,9 +1,9 @@
-"""The routed experts' sum (model spec 3.6), expert by expert, over weights as codes:
+"""The routed experts' sum (model spec 3.6), expert by expert, with quantized weights:
 
     out[t] = sum over t's experts e, in index order:  ( down_e( silu(gate_e x_t) * up_e x_t ) * weight[t, e] ).to(dtype)
 
-Invariant: an expert's rows are cut into tiles of `tile_rows`, the last one filled up with zeros, so that products of
-rows that are no codes have fixed shapes too.
+Invariant: an expert's rows are split into tiles of `tile_rows`, the last one padded with zeros, so that products of
+unquantized rows have fixed shapes, too.
 """
 
 import torch
@@ -28,13 +28,13 @@ def quantized_experts(
     gate_up_proj.check()
     expert_TA, column_TA = expert_TA.long().sort(dim=-1, stable=True)
     weight_TA = weight_TA.gather(1, column_TA)
-    terms_TAD = x_TD.new_zeros(*expert_TA.shape, x_TD.shape[1])
+    outputs_TAD = x_TD.new_zeros(*expert_TA.shape, x_TD.shape[1])
     for expert in expert_TA.unique().tolist():
         row_G, choice_G = (expert_TA == expert).nonzero(as_tuple=True)
         y_GD = _expert(x_TD[row_G], gate_up_proj.of(expert), down_proj.of(expert), invariant=invariant)
-        terms_TAD[row_G, choice_G] = (y_GD * weight_TA[row_G, choice_G, None]).to(x_TD.dtype)
-    terms = terms_TAD.unbind(1)
-    return sum(terms[1:], start=terms[0])
+        outputs_TAD[row_G, choice_G] = (y_GD * weight_TA[row_G, choice_G, None]).to(x_TD.dtype)
+    outputs = outputs_TAD.unbind(1)
+    return sum(outputs[1:], start=outputs[0])
 
 
 def _expert(x_GD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, *, invariant: bool) -> Tensor:

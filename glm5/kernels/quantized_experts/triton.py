@@ -1,10 +1,10 @@
-"""quantized_experts: the expert's two products in one kernel each, codes widened in registers; two ways by tokens.
+"""quantized_experts: one kernel for each of the expert's two products, with codes unpacked in registers.
 
-    1..PAIR_TOKENS      a program stands for a (token, choice) pair and does all pairs of its expert, if it is the first
-    more                pairs are sorted by expert first, and a program does a tile of them (as in grouped_experts)
+    1..PAIR_TOKENS      a program per (token, choice) pair; the first pair of an expert computes all of its pairs
+    more                pairs are sorted by expert, and a program computes a tile of them (as in grouped_experts)
 
-Rows are prepared by `prepare_rows` before either product: x once, what an expert makes of it again. Terms are added up
-in float32, in the order of a token's choices. Few tokens over int4 codes are faster in cuda.py, where that runs.
+`prepare_rows` quantizes x before the first product and h before the second. Outputs are summed in float32, in the order
+of a token's choices. For few tokens with int4 codes, cuda.py is faster.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ from glm5.kernels.triton_fp8 import experts_of, let_later_begin, pairs_of, wait_
 from glm5.kernels.triton_support import dependent_launch
 
 PAIR_TOKENS = 32
-BLOCK_K = 128  # inputs of one product of matrix units
-_HELD = 512  # values of h, at most, that a program keeps for all of its outputs
+BLOCK_K = 128  # inputs of one MMA step
+_HELD = 512  # maximum width of h that a program keeps in registers for all of its outputs
 
 
 class Tiling(NamedTuple):
@@ -260,7 +260,7 @@ def quantized_experts(
     if tiling is None:
         tiling = tiling_for(num_tokens, expert_TA.numel(), num_experts, gate_up_proj.format)
     x_TD, weight_TA, expert_TA = x_TD.contiguous(), weight_TA.float().contiguous(), expert_TA.int().contiguous()
-    y = _terms(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, tiling)
+    y = _outputs(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, tiling)
     out_TD = torch.empty_like(x_TD)
     combine[(num_tokens, triton.cdiv(width, 1024))](
         y,
@@ -276,10 +276,10 @@ def quantized_experts(
     return out_TD
 
 
-def _terms(
+def _outputs(
     x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, weight_TA: Tensor, expert_TA: Tensor, tiling: Tiling
 ) -> Tensor:
-    """The terms [T * A, D]: in float32; in x's dtype where there are many, which are then most of what is moved."""
+    """Outputs [T * A, D] in float32; in x's dtype for many tokens, where they dominate memory traffic."""
     num_experts, width, _ = down.codes.shape
     inner, num_pairs, few = down.width, expert_TA.numel(), tiling.way == "pairs"
     if few:

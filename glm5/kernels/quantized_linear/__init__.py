@@ -1,4 +1,4 @@
-"""Linear layer whose weight is kept as codes under scales."""
+"""Linear layer with integer or FP8 codes as weight."""
 
 from torch import Tensor
 
@@ -18,12 +18,12 @@ def quantized_linear(
 ) -> Tensor:
     """`x_TD` times the transpose of `weight` [O, D]: [T, O] in x's dtype. x is quantized first if the format says so.
 
-    `triton`: on a GPU, codes are widened in registers; groups of a multiple of 64. `cuda`: up to 128 tokens over int8
-    codes on Hopper; `auto` takes it where `kernels/tuned` says that it is faster.
+    `triton`: on a GPU, codes are unpacked in registers; groups of a multiple of 64. `cuda`: up to 128 tokens with int8
+    codes on Hopper; `auto` takes it where `kernels/tuned` has it as faster.
 
-    `x_quantized`: `token_quant` of x as int8, for those who have it already; for weights in int8.
+    `x_quantized`: `token_quant` of x as int8, if the caller has it, for int8 weights.
 
-    Inference only: no gradient passes. Raises ValueError where codes and scale do not fit (QuantizedWeight.check).
+    Inference only: no gradient passes. Raises ValueError if codes and scale do not match (QuantizedWeight.check).
     """
     if impl == "triton" and (why := refusal(weight)):
         raise ValueError(f"quantized_linear[triton] {why}; use impl='reference'")

@@ -1,8 +1,8 @@
-"""quantized_linear of a step's tokens on Hopper, in CUDA C++: int8 codes with a scale a row under int8 tokens, as
-attention and shared experts have them. x in bfloat16.
+"""quantized_linear of decoding on Hopper, in CUDA C++: int8 weights with one scale per row, int8 activations (w8a8), as
+in attention and shared experts. x is bfloat16.
 
     few.cu     up to 16 tokens: 16 rows of weights a program
-    tiles.cu   17 to 128: 128 rows a program, or a cluster of programs that share the inputs
+    tiles.cu   17 to 128: 128 rows a program, or a cluster of programs that splits the inputs
 """
 
 from collections.abc import Callable
@@ -21,22 +21,22 @@ from glm5.kernels.token_quant import token_quant
 
 FEW, TILES = Path(__file__).with_name("few.cu"), Path(__file__).with_name("tiles.cu")
 FORMAT = WeightFormat("int8", None, "int8")
-FEW_TOKENS, MOST_TOKENS = 16, 128
+FEW_TOKENS, MAX_TOKENS = 16, 128
 _UNIT = 128  # of inputs
 # As in few.cu.
 _FEW_ROWS, _FEW_THREADS = 16, 256
-_FEW_SHARED = 100_000  # bytes, with which a multiprocessor has room for two programs
+_FEW_SHARED = 100_000  # bytes of shared memory, so that two programs fit on a multiprocessor
 # As in tiles.cu; bytes of shared memory.
 _TILE_ROWS, _TILE_THREADS, _TILE_SHARED = 128, 288, 220 << 10
-_MOST_STAGES = 12
+_MAX_STAGES = 12
 
 
 def refusal(x_TD: Tensor, weight: QuantizedWeight) -> str:
     """Why these cannot be handled; empty if they can."""
     if x_TD.dtype != torch.bfloat16 or weight.format != FORMAT:
         return f"needs rows in bfloat16 and weights in {FORMAT}, got {x_TD.dtype} and {weight.format}"
-    if not 0 < len(x_TD) <= MOST_TOKENS:
-        return f"is for 1 to {MOST_TOKENS} tokens, got {len(x_TD)}"
+    if not 0 < len(x_TD) <= MAX_TOKENS:
+        return f"is for 1 to {MAX_TOKENS} tokens, got {len(x_TD)}"
     width, is_few = weight.width, len(x_TD) <= FEW_TOKENS
     if width % _UNIT or (is_few and _few_bytes(width, len(x_TD)) > _FEW_SHARED):
         return f"takes inputs of a multiple of {_UNIT}, as long as few tokens fit into shared memory, got {width}"
@@ -50,7 +50,7 @@ def quantized_linear(
 ) -> Tensor:
     """[T, O] in bfloat16, the reference's bits. Raises ValueError where `refusal` has a reason.
 
-    Clusters are those of `tiling`, or of what was measured, or else as large as for FP8, whose bytes are as many.
+    The cluster size is that of `tiling`, else the measured one, else that of FP8, which has as many bytes.
     """
     weight.check()
     if reason := refusal(x_TD, weight):
@@ -68,7 +68,7 @@ def quantized_linear(
 def run_few(
     kernel: Callable[..., None], x_TD: Tensor, weight: QuantizedWeight, x_quantized: Quantized | None = None
 ) -> Tensor:
-    """The kernel, made for these sizes, behind what quantizes tokens."""
+    """Launch the compiled kernel after the one that quantizes tokens."""
     rows, scale_T, out_TO = _prepared(x_TD, weight, x_quantized)
     num_tokens, num_rows = out_TO.shape
     programs = (-(-num_rows // _FEW_ROWS), 1)
@@ -84,7 +84,7 @@ def run_tiles(
     cluster: int,
     x_quantized: Quantized | None = None,
 ) -> Tensor:
-    """Likewise; the kernel is made for as many `columns`."""
+    """Likewise; the kernel is compiled for `columns` tokens."""
     rows, scale_T, out_TO = _prepared(x_TD, weight, x_quantized)
     (num_tokens, num_rows), width = out_TO.shape, weight.width
     kernel(
@@ -104,12 +104,12 @@ def run_tiles(
 
 
 def constants_for(width: int, num_tokens: int) -> dict[str, int]:
-    """What few.cu is compiled with."""
+    """Constants of few.cu."""
     return {"K": width, "TILES": _eights(num_tokens), "BLOCKS": 2}
 
 
 def _prepared(x_TD: Tensor, weight: QuantizedWeight, x_quantized: Quantized | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes of x, their scales, room for what comes out)."""
+    """(codes of x, their scales, a buffer for the result)."""
     rows, scale_T = x_quantized or token_quant(x_TD, "int8")
     return rows, scale_T, torch.empty(len(x_TD), len(weight.codes), dtype=x_TD.dtype, device=x_TD.device)
 
@@ -125,16 +125,12 @@ def _few_bytes(width: int, num_tokens: int) -> int:
 @cache
 def _few_kernel(width: int, eights: int, device: torch.device) -> cuda_code.CudaKernel:
     num_tokens = 8 * eights
-    kernel = cuda_code.build(FEW, "few", _few_bytes(width, num_tokens), device, **constants_for(width, num_tokens))
-    assert kernel is not None
-    return kernel
+    return cuda_code.build(FEW, "few", _few_bytes(width, num_tokens), device, **constants_for(width, num_tokens))
 
 
 @cache
 def _tiles_kernel(columns: int, device: torch.device) -> cuda_code.CudaKernel:
     stage = _UNIT * (_TILE_ROWS + columns)
-    stages = min(_MOST_STAGES, _TILE_SHARED // (stage + 16))
+    stages = min(_MAX_STAGES, _TILE_SHARED // (stage + 16))
     shared_bytes = 1024 + stages * (stage + 16)
-    kernel = cuda_code.build(TILES, "tiles", shared_bytes, device, COLS=columns, STAGES=stages)
-    assert kernel is not None
-    return kernel
+    return cuda_code.build(TILES, "tiles", shared_bytes, device, COLS=columns, STAGES=stages)

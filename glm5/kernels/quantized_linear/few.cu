@@ -1,8 +1,8 @@
-// A linear layer of few tokens over int8 codes with a scale a row, on Hopper, by matrix units whose columns are tokens.
+// Linear layer of few tokens with int8 codes and one scale per row on Hopper; tokens are the columns of the MMA tile.
 //
-// A program has 16 rows of weights, and its warps share out the inputs. A lane has 16 bytes of two rows of each chunk of
-// 64 inputs, and the same bytes of a token: which inputs meet in a product is free, as long as both agree. All that a
-// warp reads of the weights is under way before the kernel that quantizes the tokens has ended.
+// A program has 16 rows of weights, and its warps split the inputs. A lane loads 16 bytes of two rows of each chunk of 64
+// inputs, and the same bytes of a token; the order of inputs in a product is arbitrary if both agree. A warp requests all
+// of its weights before the kernel that quantizes the tokens has ended.
 //
 // Compiled with K (inputs, a multiple of 128), TILES (of 8 tokens, 1 or 2) and BLOCKS (programs that a multiprocessor has
 // room for).
@@ -11,11 +11,11 @@
 
 constexpr int CHUNK = 64, WARPS = 8;
 constexpr int CHUNKS = K / CHUNK, A_WARP = (CHUNKS + WARPS - 1) / WARPS;
-constexpr int STEP = A_WARP < 12 ? A_WARP : 12;  // chunks of a warp that are under way
+constexpr int STEP = A_WARP < 12 ? A_WARP : 12;  // chunks that a warp loads ahead
 constexpr int COLUMNS = 8 * TILES;
-constexpr int PITCH = K + 64;  // of tokens in shared memory: neighbours lie in other banks
+constexpr int PITCH = K + 64;  // of tokens in shared memory, padded to avoid bank conflicts
 
-// Elsewhere, tests say what these are (tests/support/cuda_on_cpu.h).
+// For CPU tests, tests/support/cuda_on_cpu.h defines these functions.
 #ifndef ON_CPU
 static __device__ u16 bfloat16_of(float x) {
     u16 d;
@@ -55,7 +55,7 @@ few(const u8* x, const float* x_scales, const u8* codes, const float* scales, u1
         if (base == 0) {
             wait_for_earlier();
             let_later_begin();
-            // A warp fetches of the tokens what it multiplies itself.
+            // A warp loads the part of the tokens that it multiplies.
             const int mine = start * CHUNK, size = min(A_WARP * CHUNK, K - mine);
             for (int c = 0; c < num_tokens; ++c)
                 for (int i = 16 * lane; i < size; i += 512)

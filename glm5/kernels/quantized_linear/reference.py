@@ -1,10 +1,10 @@
-"""x W^T with W as codes under scales, and x as codes of its own, or as it is.
+"""x W^T with quantized W, and x quantized per token or not.
 
     y[t, o] = x_scale[t] * sum over groups g of  (x[t, g] . code[o, g]) * scale[o, g]
 
-The dot product of a group is taken in float64, which holds it exactly where x has codes, and rounded to float32;
-scales, and the sum over groups in order, are float32 (float64 for float64). So a result has one value, whatever the
-matmul library and whatever rows stand beside it.
+The dot product of a group is computed in float64, exactly if x is quantized, and rounded to float32. Scales, and the
+sum over groups in order, are float32 (float64 for float64). So results do not depend on the matmul library or other
+rows.
 """
 
 import torch

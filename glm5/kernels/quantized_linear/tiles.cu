@@ -1,8 +1,8 @@
-// x W^T of int8 codes with a scale a row each, for a step's rows, on Hopper.
+// x W^T of int8 codes with one scale per row of each, for decoding on Hopper.
 //
-// Weights are the rows of the matrix units' tile, 128 a program, and tokens its columns, COLS of them. The inputs are
-// shared out over a cluster of programs, each of which then adds up some tokens of all, exactly. As many weights as
-// there is room for are asked for before the kernel waits for the one that quantizes the tokens.
+// Weights are the rows of the MMA tile, 128 per program, and tokens its columns, COLS of them. A cluster of programs splits
+// the inputs; each then sums some tokens over all programs, exactly. The first STAGES blocks of weights are requested
+// before the kernel waits for the one that quantizes the tokens.
 //
 // Compiled with COLS (32, 64 or 128, as many as tokens or more) and STAGES; D is a multiple of 128, O one of 4.
 
@@ -11,10 +11,10 @@
 constexpr int COMPUTING = 256, THREADS = 288;
 constexpr int OUTPUTS = 128;
 constexpr int WEIGHTS = OUTPUTS * 128, ROWS = COLS * 128, STAGE = WEIGHTS + ROWS;
-constexpr int PITCH = OUTPUTS + 4;  // of a token's sums: neighbours lie in other banks
+constexpr int PITCH = OUTPUTS + 4;  // of a token's sums, padded to avoid bank conflicts
 
 #ifndef ON_CPU
-// 64 rows of 32 codes by N columns of as many, added to d.
+// wgmma of 64 rows by N columns over 32 int8 codes, added to d.
 template <int N> struct IntegerProduct;
 
 #define I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
@@ -69,7 +69,7 @@ tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float*
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = blockIdx.x, shares = gridDim.x;
     const int blocks = D / 128, first = share * blocks / shares, count = (share + 1) * blocks / shares - first;
     const int columns = 4 * lane, o = blockIdx.y * OUTPUTS + columns;
-    int* const sums = (int*)memory;  // where the stages were: [COLS][PITCH]
+    int* const sums = (int*)memory;  // reuses the stages: [COLS][PITCH]
     int sum[COLS / 2];
     float scales[4];
 #pragma unroll
@@ -107,7 +107,7 @@ tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float*
             for (int i = 0; i < 4; ++i)
                 sums[(8 * j + lane % 4 * 2 + i % 2) * PITCH + output + i / 2 * 8] = sum[4 * j + i];
     }
-    wait_for_earlier();  // y may be what an earlier kernel reads
+    wait_for_earlier();  // an earlier kernel may read y
     meet_peers();
     for (int t = share + shares * warp; t < T; t += shares * (THREADS / 32)) {
         const u32 at = data + 4 * (t * PITCH + columns);

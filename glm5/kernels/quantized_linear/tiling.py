@@ -1,4 +1,4 @@
-"""How a product of codes is cut, by implementation; and what was measured as fastest."""
+"""Tile sizes of quantized_linear by implementation, with measured ones."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 
 
 class Tiling(NamedTuple):
-    """Rows and columns of a tile, inputs of a product, products of a step, how many loads are under way, and programs
-    that share the inputs of a tile: Triton's. Or, in CUDA C++, programs of a cluster, and nothing else."""
+    """Triton: rows and columns of a tile, inputs of an MMA step, MMA steps of a loop iteration, pipeline stages, warps,
+    and split-K. CUDA C++: only the cluster size."""
 
     block_o: int = 64
     block_t: int = 16
@@ -23,7 +23,7 @@ class Tiling(NamedTuple):
 
 
 def sizes_of(weight_format: WeightFormat, rows: int, width: int) -> str:
-    """A weight's name in `kernels/tuned`."""
+    """The key of a weight in `kernels/tuned`."""
     return f"{weight_format} O={rows} D={width}"
 
 
@@ -34,7 +34,7 @@ def measured_for(x_TD: Tensor, weight: QuantizedWeight) -> Tiling | None:
 
 
 def tiling_for(num_tokens: int, rows: int) -> Tiling:
-    """Of Triton's, without an entry in `kernels/tuned`. Guesses; nothing of this has been measured on a GPU yet."""
+    """Triton's default without an entry in `kernels/tuned`. Not measured."""
     if num_tokens <= 16:
         return Tiling(block_o=64 if rows >= 8192 else 32)
     if num_tokens <= 64:

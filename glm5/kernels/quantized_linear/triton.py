@@ -1,8 +1,7 @@
-"""quantized_linear: matrix units multiply codes that are widened in registers; weights are rows, tokens are columns.
+"""quantized_linear: MMA on codes unpacked in registers; weights are rows, tokens are columns of the tile.
 
-Few tokens: a tile of 16 columns reads each weight once, in as many programs as there are tiles of rows, or, where
-int8 meets one scale a row, in `split` times as many: each has a part of the inputs, and the last to arrive adds up
-their sums in int32, which are exact.
+For few tokens, a tile of 16 columns reads each weight once, with one program per tile of rows. For w8a8 with one scale
+per row, `split` programs each compute a slice of the inputs, and the last to arrive sums the exact int32 results.
 """
 
 import math
@@ -22,7 +21,7 @@ from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch
 
 
 def block_k_of(weight: QuantizedWeight, block_k: int) -> int:
-    """Inputs of a step: no step may cross groups."""
+    """Inputs of a step, which may not cross groups."""
     return 64 if weight.format.group is not None and weight.format.group % block_k else block_k
 
 
@@ -83,7 +82,7 @@ def _quantized_linear(
 
 @triton.jit
 def _store(y, x_scale_ptr, out_ptr, column, at, known, QUANTIZED: tl.constexpr):
-    """A tile [BLOCK_O, BLOCK_T], transposed, under its tokens' scales."""
+    """Store a tile [BLOCK_O, BLOCK_T], transposed and times its tokens' scales."""
     if QUANTIZED:
         y *= tl.load(x_scale_ptr + column)[None, :]
     tl.store(out_ptr + at, tl.trans(y).to(out_ptr.dtype.element_ty), mask=known)

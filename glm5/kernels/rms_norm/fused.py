@@ -1,4 +1,4 @@
-"""rms_norm with few operations forward, and its backward written out: a third of the passes that autograd makes.
+"""rms_norm with few ops in forward and an explicit backward, which takes a third of autograd's passes over memory.
 
 n = x / rms(x)      y = n * weight      dn = dy * weight
 dx = (dn - n * mean(n * dn)) / rms(x)           dweight = sum over rows of dy * n
@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _mirrored(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Of few rows on a CPU, in half the time: the mean of (x, -x) is 0, and layer_norm is one operation."""
+    """For few rows on a CPU, in half the time: layer_norm of (x, -x), whose mean is 0, is a single op."""
     width = x.shape[-1]
     return torch.layer_norm(torch.cat((x, -x), -1), (2 * width,), None, None, eps)[..., :width] * weight
 
@@ -54,6 +54,6 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number as a tensor: on a CPU, an operation with a plain number takes twice as long where rows are few."""
+    """A number as a tensor: on a CPU, an op with a Python number takes twice as long for few rows."""
     with torch.inference_mode(mode=False):
         return torch.full((), value, dtype=dtype, device=device)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK
-from glm5.kernels.row_codes import Kind, room
+from glm5.kernels.row_codes import Kind, empty_codes
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_rows import put_codes
 from glm5.kernels.triton_support import dependent_launch
@@ -78,7 +78,7 @@ def _run(
     device = x_TD.device
     out = torch.empty(num_rows, width, dtype=x_TD.dtype, device=device)
     total = torch.empty_like(out) if add else out
-    codes, scale = room(num_rows, width, kind, device)
+    codes, scale = empty_codes(num_rows, width, kind, device)
     if num_rows:
         block = max(BLOCK, triton.next_power_of_2(width))
         _rms_norm[(num_rows,)](

@@ -1,4 +1,4 @@
-"""rms_norm with its gradient, a pass over the rows each.
+"""rms_norm and its gradient, in one pass over the rows each.
 
 n = x r    y = cast(n) w    dn = dy w    dx = r (dn - n mean(dn n))    dw = sum over rows of dy cast(n)
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_PROGRAMS = 528  # that add up dw, each over its own rows in order: the same bits in every run
+_PROGRAMS = 528  # that sum dw, each over its own rows in order, so the result is deterministic
 
 
 @triton.jit

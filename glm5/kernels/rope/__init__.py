@@ -29,14 +29,14 @@ def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) 
 
 
 def rope_turns(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Tensor | None:
-    """`rope_turn` of `rope_table`, looked up, where that is faster: on a CPU. Else None."""
+    """`rope_turn` of `rope_table` from a cached table, on a CPU; None elsewhere."""
     if not positions_T.is_cpu or torch.is_grad_enabled() or dtype not in _COMPLEX:
         return None
     return _complex.turns_at(positions_T, dim, theta, dtype)
 
 
 def rope_turn(cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor | None:
-    """cos + i sin in one tensor, where torch has complex numbers of the dtype: `rope` saves making it."""
+    """cos + i sin (freqs_cis), if torch has complex numbers of the dtype, else None. `rope` can reuse it."""
     return torch.complex(cos_TR2, sin_TR2) if cos_TR2.dtype in _COMPLEX else None
 
 
@@ -50,15 +50,15 @@ def rope(
 ) -> Tensor:
     """`x` [T, R] or [T, H, R] rotated pair by pair (x[2j], x[2j+1]), pairs kept in place, in x.dtype.
 
-    `turn_TR2`: `rope_turn` of the same table, for those who rotate by it more than once.
+    `turn_TR2`: `rope_turn` of the same table, for repeated rotations.
     """
     return TABLE.module(impl, x).rope(x, cos_TR2, sin_TR2, turn_TR2)
 
 
 def rope_part(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None, start: int, stop: int) -> Tensor:
-    """`x` [T, W] or [T, H, W] with its dimensions `start` to `stop` rotated, the others as they were.
+    """`x` [T, width] or [T, H, width] with its dimensions `start` to `stop` rotated, the others unchanged.
 
-    x is given away: where no gradient is asked for, the result lies in its place.
+    Without a gradient x is mutated and returned; the caller must not use it afterwards.
     """
     if torch.is_grad_enabled():
         return torch.cat([x[..., :start], rope(x[..., start:stop], cos_TR2, sin_TR2, turn_TR2), x[..., stop:]], dim=-1)

@@ -1,4 +1,4 @@
-"""rope as one complex multiplication: pairs are read and written in place, 20 times faster than even and odd slices.
+"""rope as one complex multiplication: pairs are read and written in place, 20 times as fast as even and odd slices.
 
 Only where torch has complex numbers of the dtype: float32 and float64.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from glm5.kernels.rope.reference import rope_table
 
-_CAPACITY = 1 << 12  # positions that are computed at once, at least
+_CAPACITY = 1 << 12  # minimum number of cached positions
 
 
 def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None = None) -> Tensor:
@@ -21,7 +21,7 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None = 
         turn_TR2 = torch.complex(cos_TR2, sin_TR2)
     if x.dim() == 3:
         turn_TR2 = turn_TR2.unsqueeze(1)
-    if not fits(x):  # a slice of one row counts as contiguous: copy all the same
+    if not fits(x):  # clone, because contiguous() does not copy a slice of one row
         x = x.clone(memory_format=torch.contiguous_format)
     if torch.is_grad_enabled():
         return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn_TR2).flatten(-2)
@@ -29,7 +29,7 @@ def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None = 
 
 
 def fits(x: Tensor) -> bool:
-    """Whether x can be looked at as complex numbers: whole pairs at even offsets."""
+    """Whether x can be viewed as complex: pairs are contiguous, at even offsets."""
     strides = x.stride()
     even = strides[0] % 2 == 0 and strides[-2] % 2 == 0 and x.storage_offset() % 2 == 0
     return even and strides[-1] == 1

@@ -36,8 +36,8 @@ def router(
 
     Differentiable in x and weight through the chosen sigmoid scores; the choice itself and the bias get no gradient.
     `invariant`, and `invariant_triton` on a GPU: for one T, a row's result does not depend on the others, bit for bit;
-    no gradient at all. `triton`: no gradient, one group, and a score that is no number counts as the lowest. Raises
-    ValueError where groups and experts do not fit each other.
+    no gradient at all. `triton`: no gradient, one group, and a NaN score counts as the lowest. Raises ValueError if
+    groups and experts do not match.
     """
     num_experts = weight_ED.shape[0]
     per_group = num_experts // n_group

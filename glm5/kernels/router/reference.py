@@ -1,10 +1,10 @@
-"""Which experts a token visits, and with what weight (model spec 3.6). All in float32.
+"""The experts of each token and their weights (model spec 3.6), in float32.
 
     p = sigmoid(x W^T);   chosen = top_k of p + bias, within the topk_group best of n_group groups of experts
     weight = p[chosen] / (sum p[chosen] + 1e-20) * scaling_factor          (the division only with norm_topk_prob)
 
-The bias steers the choice and stays out of the weight. A group is as good as the sum of its two best experts. Ties at
-both steps: larger first, then smaller index.
+The bias affects the choice but not the weight. The score of a group is the sum of its two best experts. Order in both
+steps: larger score first, then smaller index.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from glm5.kernels.top_k import top_k as best
 
-_FEW = 1 << 11  # scores up to which calls take longer than what they compute
+_FEW = 1 << 11  # scores up to which the overhead of ops dominates
 
 
 def router(
@@ -51,7 +51,7 @@ def choose(
     norm_topk_prob: bool,
     scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """What follows from the scores p."""
+    """The experts and weights for scores p."""
     choice_TE = p_TE.detach() + bias_E.to(p_TE.dtype)
     if n_group > 1:
         choice_TGE = choice_TE.unflatten(-1, (n_group, -1))
@@ -66,6 +66,6 @@ def choose(
 
 
 def _few_best(choice_TE: Tensor, top_k: int) -> Tensor:
-    """`best` of few numbers, int64: whole rows are sorted, which takes fewer operations."""
+    """The best of few scores, int64, by sorting rows, which takes fewer ops."""
     order_TE = choice_TE.sort(dim=-1, descending=True, stable=True).indices
     return order_TE[:, :top_k].sort(dim=-1).values

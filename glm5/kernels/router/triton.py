@@ -1,8 +1,7 @@
-"""The router in two kernels: programs share out the product over experts and columns; then a warp a token adds up its
-scores, in order, and chooses. (In one kernel, where the last program to arrive chooses for several tokens, choosing
-takes 8 to 16 us on an H200.)
+"""The router in two kernels: a split-K product, then one warp per token sums the splits in order and chooses. (In a
+single kernel, where the last program to arrive chooses for several tokens, choosing takes 8 to 16 us on an H200.)
 
-One group of experts only. A score that is no number counts as the lowest, so that experts are always valid.
+One group of experts only. A NaN score counts as the lowest, so that experts are always valid.
 """
 
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from glm5.kernels import tuned
 from glm5.kernels.triton_fp8 import let_later_begin, prefetch, wait_for_earlier
 from glm5.kernels.triton_support import dependent_launch
 
-_FEW = 32  # tokens up to which the product waits for weights, not for the units that multiply
+_FEW = 32  # tokens up to which the product is memory-bound
 _LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -36,9 +35,9 @@ def _scores(
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """logit [SPLIT, T, E]: what a share of the columns adds to x W^T.
+    """logit [SPLIT, T, E]: partial sums of x W^T over splits of the columns.
 
-    AHEAD: weights begin to move to the L2 cache while x is made.
+    AHEAD: prefetch weights to the L2 cache while the previous kernel computes x.
     """
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -82,7 +81,7 @@ def _choose(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token's A best of p + bias, in ascending order of experts, and their weights; ties go to the smaller expert."""
+    """The A best experts of a token by p + bias, ascending, and their weights; ties go to the smaller expert."""
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     bias = tl.load(bias_ptr + e, mask=e < E, other=0.0)

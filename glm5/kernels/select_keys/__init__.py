@@ -1,4 +1,4 @@
-"""Which keys each query reads: the best by index score."""
+"""Selection of each query's keys: the best by index score."""
 
 from torch import Tensor
 
@@ -35,13 +35,13 @@ def select_keys(
     num_shares: int = 1,
     impl: str = "auto",
 ) -> Tensor:
-    """`top_k` of `index_score` (which says what the arguments are), int32 [T, top_k], in bounded memory.
+    """`top_k` of `index_score`, with its arguments, int32 [T, top_k], in bounded memory.
 
-    `rotation`: (cos, sin) as in `rope`: the first dimensions of queries are yet to be rotated; q is then given away.
-    `num_shares`: these are one of so many shares of queries, and are scored as all of them would be.
+    `rotation`: (cos, sin) as in `rope`, to be applied to the first dimensions of queries; q may be mutated.
+    `num_shares`: these queries are one of so many shares, and get the same results as in one call for all shares.
     Queries are scored some at a time, so that a prompt's [T, S] scores never exist at once. `grouped`: for few queries
     of each of many requests, on a CPU; `triton`: on a GPU, in two launches; `invariant_triton`: the same two launches
-    with a program a query, whatever else there is; else `impl` is that of index_score. No gradient passes.
+    with one program per query, whatever the batch; else `impl` is that of index_score. No gradient passes.
     """
     run = TABLE.module(impl, q_TJI, page_table_BN, end_T).select_keys
     where = page_table_BN, row_T, end_T

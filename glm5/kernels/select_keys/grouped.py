@@ -35,7 +35,7 @@ def select_keys(
 
 
 def select_few(few: FewQueries, q_TJI: Tensor, key_PZI: Pool, w_TJ: Tensor, *, top_k: int, scale: float) -> Tensor:
-    """The same for queries that are planned already. No gradient may be asked for."""
+    """The same for queries that are already grouped. No gradient may be required."""
     wide = torch.promote_types(q_TJI.dtype, torch.float32)
     # relu(a scale) w = relu(a) (w scale), and w is smaller by far.
     if q_TJI.dtype != wide or w_TJ.dtype != wide:

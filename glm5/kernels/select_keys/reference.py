@@ -1,7 +1,7 @@
 """keys[t] = top_k(index_score[t]), some queries at a time.
 
-A chunk of 2,048 queries in a context of 64k tokens has 512 MB of scores. In pieces of 16 MB, what they, a copy of them
-and the search take stays below 64 MB.
+A chunk of 2,048 queries in a context of 64k tokens has 512 MB of scores. With pieces of 16 MB, scores, a copy and the
+search take less than 64 MB.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ def select_in_pieces(
     rotation: tuple[Tensor, Tensor] | None = None,
     num_shares: int = 1,
 ) -> Tensor:
-    """int32 [T, top_k], ascending, then -1 where a query sees fewer keys. Pieces are scored alike in any share."""
+    """int32 [T, top_k], ascending, then -1 if a query sees fewer keys. Results do not depend on `num_shares`."""
     del num_shares
     q_TJI = rotated(q_TJI, rotation)
     on_cpu, page_size = q_TJI.device.type == "cpu", key_PZI.shape[1]
-    if on_cpu and len(end_T):  # what no query sees is never taken; elsewhere, asking would wait for the device
+    if on_cpu and len(end_T):  # skip keys that no query sees; on a GPU this would need a synchronization
         page_table_BN = page_table_BN[:, : -(-int(end_T.max()) // page_size)]
     num_keys = page_table_BN.shape[1] * page_size
     step = max(1, (_SCORES_CPU if on_cpu else _SCORES) // max(1, num_keys))
@@ -53,7 +53,7 @@ def select_in_pieces(
 
 
 def rotated(q_TJI: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Queries with their first dimensions rotated, if that is yet to be done; they are given away."""
+    """Queries with their first dimensions rotated by `rotation`, if given. May mutate q."""
     return q_TJI if rotation is None else rope_part(q_TJI, *rotation, None, 0, 2 * rotation[0].shape[1])
 
 

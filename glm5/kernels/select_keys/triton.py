@@ -31,7 +31,7 @@ def select_keys(
 ) -> Tensor:
     """As `reference.select_keys`. Rows of more than `longest` keys go through groups of them (`top_k/triton.py`).
 
-    `tiling`: of the scores, by default that of all queries, however many are looked at together.
+    `tiling`: of the scores; by default that for all queries of all shares.
     """
     tiling = tiling or tiling_of(q_TJI, key_PZI, page_table_BN, num_shares)
     num_keys = page_table_BN.shape[1] * key_PZI.shape[1]

@@ -1,4 +1,4 @@
-"""Causal attention within each of the sequences that a training pass packs, over keys and values of every head."""
+"""Causal attention within each packed sequence of a training pass, with keys and values of every head."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def sequence_attention(
     """(out [T, H, V] in q's dtype, lse [T, H] float32, natural log): token t sees its own sequence up to itself.
 
     Sequences of `lengths` tokens lie one after the other. Differentiable in q, k and v through `out`. `flash`: on a
-    GPU, 16 bits, heads of up to 256 values; deterministic where torch is asked to be.
+    GPU, 16 bits, heads of up to 256 values; deterministic if torch's deterministic mode is on.
     """
     run = TABLE.module(impl, q_THX, v_THV).sequence_attention
     return run(q_THX, k_THX, v_THV, lengths, scale=scale)

@@ -1,7 +1,7 @@
 """Causal attention of packed sequences by torch's own GPU kernels: nothing of size T x T exists, forward or backward.
 
-Sequences of one length are a batch for cuDNN; unlike ones go through FlashAttention's packed form, which is slower.
-Both want values as wide as keys: the narrower of the two is filled up with zeros.
+Sequences of equal length are a batch for cuDNN; others use FlashAttention's varlen kernel, which is slower. Both need
+values as wide as keys, so the narrower one is padded with zeros.
 """
 
 from functools import lru_cache
@@ -46,7 +46,7 @@ def _packed(q_THX: Tensor, k_THX: Tensor, v_THX: Tensor, lengths: list[int], sca
 
 @lru_cache(maxsize=8)
 def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where sequences begin, and where the last one ends: made once for all layers."""
+    """Cumulative sequence lengths, cached for all layers."""
     ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     return ends.pin_memory().to(device, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""Latent attention over the keys that an indexer picked."""
+"""Latent attention over the keys selected by an indexer."""
 
 from typing import Any
 

@@ -1,15 +1,15 @@
-// Attention of one query over a share of its keys, on Hopper: what sparse_mla/triton.py computes in `_attend`, for few
-// heads (8 or 16) and latents in bfloat16.
+// Attention of one query over a split of its keys on Hopper, as `_attend` in sparse_mla/triton.py, for 8 or 16 heads and
+// latents in bfloat16.
 //
-// Four warps fetch: blocks of 64 latents are under way or being read at any time. Eight warps compute. Keys are the rows
-// of the matrix units' tile and heads its columns, so 8 heads are not padded:
+// Four warps load blocks of 64 latents ahead, eight warps compute. Keys are the rows of the MMA tile and heads its columns,
+// so 8 heads need no padding:
 //
 //     logits[n, h] = latent[n] . q[h]       warp w: keys 16 (w % 4).., half w / 4 of the dimensions
 //     out[c, h] = sum_n latent[n, c] p[n, h]     warp w: c in C / 8 (w..w+1)
 //
-// Each of the eight has the softmax of all 64 keys, so one barrier a block is enough.
+// Each of the eight warps computes the softmax of all 64 keys, so one barrier per block is enough.
 //
-// `scale` is a float's bits: of logits, by the logarithm of 2.
+// `scale` has the bits of a float: the scale of logits times log2(e).
 //
 // Compiled with H, C, R, Z (slots of a page), STAGES; C a multiple of 128, C + R of 64.
 
@@ -17,12 +17,12 @@
 
 constexpr int L = C + R, WARPS = COMPUTING / 32, TILES = H / 8;
 constexpr int ROW = 2 * L;                              // bytes
-constexpr int PITCH = ROW + (ROW / 16 % 2 ? 0 : 16);    // between rows here: those read together lie in other banks
+constexpr int PITCH = ROW + (ROW / 16 % 2 ? 0 : 16);    // of rows in shared memory, padded to avoid bank conflicts
 constexpr int STAGE = KEYS * PITCH;
 constexpr int LOGITS = H + 4;                 // floats between keys' logits, for the same reason
 constexpr int HALF = KEYS * LOGITS;
 constexpr int STEPS = L / 32;                 // of 16 dimensions, in half of them
-constexpr int CHAINS = 2;                     // of products, which take turns
+constexpr int CHAINS = 2;                     // independent chains of products, to hide latency
 constexpr int ROWS = C / (16 * WARPS);        // tiles of 16 values of a warp
 
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + FETCHING), 1)
@@ -79,7 +79,7 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
 #pragma unroll
             for (int i = 0; i < 4; ++i) total[m][n][i] = 0;
     }
-    // What a lane reads of a tile of 16 keys by 16 dimensions, and of one that is transposed.
+    // Addresses for ldmatrix of a tile of 16 keys by 16 dimensions, and of a transposed one.
     const u32 here = (16 * tile + lane % 16) * PITCH + lane / 16 * 16 + 32 * half * STEPS;
     const u32 across = (lane % 8 + lane / 16 * 8) * PITCH + 2 * (C / WARPS * warp + lane / 8 % 2 * 8);
 

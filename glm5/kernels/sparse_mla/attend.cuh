@@ -1,5 +1,5 @@
-// What the programs of attend.cu and attend_fp8.cu have in common: latents that are fetched, tiles that are read,
-// products of a warp. Compiled with Z (slots of a page) and STAGES.
+// Common parts of attend.cu and attend_fp8.cu: loads of latents, reads of tiles, products of a warp. Compiled with Z
+// (slots of a page) and STAGES.
 
 #include "hopper.cuh"
 
@@ -28,7 +28,7 @@ template <bool F16> static __device__ void add_product_of(float (&d)[4], const u
         ADD_PRODUCT("bf16");
 }
 
-// 16 bytes, or as many zeros.
+// Copies 16 bytes, or writes zeros.
 static __device__ void fetch_or_clear(u32 to, const u8* from, bool is) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  ::"r"(to), "l"(from), "r"(is ? 16 : 0) : "memory");
@@ -44,9 +44,9 @@ struct Keys {
     __device__ int page(int key) const { return pages[is(key) ? key / Z : 0]; }
 };
 
-// Blocks start..stop-1 to shared memory, one after the other, as places there become free; zeros for keys that are none.
-// Eight threads have a row, 16 bytes of each of its lines; a thread has rows of four. `copy` takes (the stage, row in it,
-// which 16 bytes, where they lie, whether the key is one).
+// Loads blocks start..stop-1 to shared memory as stages become free; zeros for invalid keys. Eight threads load a row, 16
+// bytes of each of its 128-byte lines; a thread loads parts of four rows. `copy` takes (stage, row in it, index of the 16
+// bytes, source, whether the key is valid).
 template <int STAGE, class Copy>
 static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u32 row_stride, int start, int stop,
                              u32 data, int* seen, u32 full, u32 empty, const Copy& copy) {
@@ -77,8 +77,8 @@ static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u
             }
             arrive_with_copies(full + 8 * s);
             __syncwarp();
-            if (lane == 0) arrive(full + 8 * s);  // what was written to `seen`, too
-            // Known long before they are needed: keys of the block that comes here next, and pages of the one before it.
+            if (lane == 0) arrive(full + 8 * s);  // after writes to `seen`, too
+            // Prefetch: keys of the next block of this stage, and pages of the next block of the previous stage.
             const int before = (s + STAGES - 1) % STAGES, ahead = first + STAGES + s;
 #pragma unroll
             for (int r = 0; r < 4; ++r) {

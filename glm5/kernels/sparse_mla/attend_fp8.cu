@@ -1,21 +1,21 @@
-// Attention of one query over a share of its keys, on Hopper, for 8 or 16 heads and FP8 latents: rows of 512 codes, four
+// Attention of one query over a split of its keys on Hopper, for 8 or 16 heads and FP8 latents: rows of 512 codes, four
 // scales and a rotated part of 64 values in bfloat16 (kernels/fp8_pool.py).
 //
-// Four warps fetch: blocks of 64 keys are under way or being read at any time. Two teams of four warps have every other
-// block each, a softmax of their own and sums of their own:
+// Four warps load blocks of 64 keys ahead. Two teams of four warps compute alternate blocks, each with its own softmax and
+// sums:
 //
 //     logits[n, h] = latent[n] . q[h]            keys are rows, 16 a warp
 //     out[c, h] = sum_n latent[n, c] p[n, h]     values are rows, 128 a warp: those of one scale
 //
-// Logits of codes are products of FP8 as they lie there: q is taken apart into two codes of four bits each, as many as
-// bfloat16 has, and both are columns of one product. For out, codes become float16, which holds each of them, and p of a
-// key is multiplied by its scale.
+// Logits are FP8 products of the stored codes: q is split into two codes of four significant bits each, which together have
+// those of bfloat16, and both are columns of one product. For out, codes are converted exactly to float16, and p of a key
+// is multiplied by its scale.
 //
-// The shares of a query are a cluster of programs, each of which adds up a part of the values of all, in order.
+// The splits of a query are a cluster of programs, each of which sums some values over all programs, in order.
 //
-// `scale` is a float's bits: of logits, by the logarithm of 2.
+// `scale` has the bits of a float: the scale of logits times log2(e).
 //
-// Compiled with H, Z (slots of a page), STAGES and BESIDE, the bytes that there are beside these.
+// Compiled with H, Z (slots of a page), STAGES and BESIDE, the bytes of shared memory besides the stages.
 
 #include "sparse_mla/attend.cuh"
 
@@ -26,15 +26,15 @@ constexpr int CODES = 128 * KEYS, TURNED = GROUPS * CODES;  // of a group; where
 constexpr int SCALES = TURNED + 2 * R * KEYS, STAGE = SCALES + 4 * GROUPS * KEYS;
 constexpr int QUERY = 2 * H * 128;          // of a group of q: its upper codes, then the lower ones
 constexpr int WEIGHTS = TILES * KEYS * 16;  // of p times the scales of a group
-constexpr int PITCH = C + 8;                // between heads' sums: neighbours lie in other banks
-constexpr float UNIT = 256;                 // of p times a scale, so that float16 has all that matters of it
+constexpr int PITCH = C + 8;                // of heads' sums, padded to avoid bank conflicts
+constexpr float UNIT = 256;                 // factor of p times a scale, to use the range of float16
 constexpr float NOTHING = -1e30f;
 
-// What a program has beside its stages.
+// Shared memory besides the stages.
 struct Beside {
     u8 query[GROUPS * QUERY], weights[TEAMS * GROUPS * WEIGHTS];
     float4 found[TEAMS * H];              // the largest logit and the sum of exponentials
-    float shares[H * 2 * 16];             // what a team's sums count for
+    float shares[H * 2 * 16];             // factors of the teams' sums
     float top[TEAMS * WARPS * H], sum[TEAMS * WARPS * H], q_scale[H];
     int seen[STAGES * KEYS];
     u64 barriers[2 * STAGES];
@@ -90,7 +90,7 @@ static __device__ void take_apart(const u16* q, int head, u8* query, float* q_sc
         most = fmaxf(most, fabsf(x[i]));
     }
     most = most_of<1>(most);
-    const float inverse = most > 1e-30f ? 448 / most : 1;  // of less, no logit shows
+    const float inverse = most > 1e-30f ? 448 / most : 1;  // smaller ones do not affect logits
     u32 upper[4], lower[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -223,7 +223,7 @@ static __device__ void add_up(const u16* q, int start, int stop, float scale, u8
         if (lane == 0) arrive(empty + 8 * stage);
     }
 
-    __syncthreads();  // nobody reads the stages any more: [team][head][PITCH] from here on
+    __syncthreads();  // the stages have been read and are reused: [team][head][PITCH]
     float* const sums = (float*)memory + team * H * PITCH;
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
@@ -248,7 +248,7 @@ static __device__ void add_up(const u16* q, int start, int stop, float scale, u8
     }
 }
 
-// This program's part of what the teams of all programs of the cluster came to.
+// Sums this program's part of the results over teams and programs of the cluster.
 static __device__ void merge(u32 data, Beside& beside, int share, int num_shares, u16* out, float* lse) {
     const int lane = threadIdx.x % 32, parts = TEAMS * num_shares;
     for (int head = threadIdx.x / 32; head < H; head += THREADS / 32) {

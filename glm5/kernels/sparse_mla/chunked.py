@@ -1,10 +1,10 @@
-"""Latent attention over selected keys, gathered some queries at a time, backward too: for training at long contexts.
+"""Latent attention over selected keys, gathered for some queries at a time, also in backward, for long contexts.
 
     dp = dout . latent[:C]      dlogits = p * (dp - sum_k p dp + dlse)      dq = scale dlogits latent
     dlatent[key[t, k]] += scale dlogits q  +  p dout  in the first C values
 
-What is kept for backward is what went in, and lse: indices, no gathered latents, no probabilities. Those are gathered
-and computed again, so that no more than a chunk of them exists: memory grows with T (H L + K), not with T K L.
+Saved for backward are the inputs and lse, but no gathered latents or probabilities. Those are recomputed chunk by
+chunk, so memory grows with T (H L + K), not with T K L.
 """
 
 import torch
@@ -84,7 +84,7 @@ def _forward(q_THL, latent_PZL: Pool, keys_TK, page_table_BN, row_T, end_T, scal
 
 
 def _chunks(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN, row_T, end_T):
-    """Some queries at a time: which, the slots of their keys, and which of these take no part."""
+    """Chunks of queries as (slice, slots of their keys, mask of keys that are hidden)."""
     page_size = latent_PZL.shape[1]
     num_keys = page_table_BN.shape[1] * page_size if keys_TK is None else keys_TK.shape[1]
     step = queries_at_a_time(q_THL, num_keys)

@@ -1,7 +1,7 @@
-"""sparse_mla on Hopper for a step's queries, in CUDA C++: 8 or 16 heads, a program a multiprocessor.
+"""sparse_mla of decoding on Hopper, in CUDA C++: 8 or 16 heads, one program per multiprocessor.
 
-attend.cu       latents in bfloat16. Where keys are shared out, Triton's kernel merges the shares, in order
-attend_fp8.cu   FP8 latents. Programs that share a query's keys are a cluster, and merge what they found
+attend.cu       latents in bfloat16. With split keys, Triton's kernel merges the splits, in order
+attend_fp8.cu   FP8 latents. Programs that split a query's keys form a cluster, and merge their results
 """
 
 import math
@@ -19,8 +19,8 @@ from glm5.kernels.fp8_pool import Fp8Latents, Pool
 SOURCE, FP8_SOURCE = (Path(__file__).with_name(name) for name in ("attend.cu", "attend_fp8.cu"))
 KEYS, _THREADS = 64, 384  # as in both
 _STAGES, _FP8_STAGES = 2, 4
-_START = 1.5  # what a program costs beside its blocks, in blocks
-_MOST_SHARES = 16  # of a cluster
+_START = 1.5  # overhead of a program, in blocks of keys
+_MAX_SHARES = 16  # of a cluster
 
 
 def refusal(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, page_table_BN: Tensor, value_dim: int) -> str:
@@ -90,9 +90,9 @@ def sparse_mla(
 
 
 def num_shares(num_queries: int, num_keys: int, at_once: Callable[[int], int], most: int) -> int:
-    """Into how many pieces a query's keys are cut, so that programs end soonest.
+    """The number of splits of a query's keys with the shortest estimated time.
 
-    `at_once`: how many queries run side by side in so many pieces.
+    `at_once`: the number of queries that run concurrently with a number of splits.
     """
     blocks = max(1, -(-num_keys // KEYS))
     return min(
@@ -106,24 +106,21 @@ def _kernel(num_heads: int, value_dim: int, width: int, page_size: int, device: 
     pitch = 2 * width + (0 if width // 8 % 2 else 16)
     shared_bytes = KEYS * (_STAGES * pitch + 2 * 2 * 4 * (num_heads + 4))
     sizes = {"H": num_heads, "C": value_dim, "R": width - value_dim, "Z": page_size, "STAGES": _STAGES}
-    kernel = cuda_code.build(SOURCE, "attend", shared_bytes, device, **sizes)
-    assert kernel is not None
-    return kernel
+    return cuda_code.build(SOURCE, "attend", shared_bytes, device, **sizes)
 
 
 @cache
 def _fp8_kernel(num_heads: int, page_size: int, device: torch.device) -> tuple[cuda_code.CudaKernel, list[int]]:
-    """Also how many clusters of 1, 2, .. programs run side by side."""
+    """The kernel, and how many clusters of 1, 2, .. programs run concurrently."""
     beside = _beside_bytes(num_heads, _FP8_STAGES)
     shared_bytes = 1023 + _FP8_STAGES * KEYS * (512 + 2 * 64 + 4 * 4) + beside
     sizes = {"H": num_heads, "Z": page_size, "STAGES": _FP8_STAGES, "BESIDE": beside}
     kernel = cuda_code.build(FP8_SOURCE, "attend_fp8", shared_bytes, device, **sizes)
-    assert kernel is not None
     alone = triton_support.multiprocessors(device)
-    return kernel, [alone, *(kernel.num_clusters(_THREADS, shares) for shares in range(2, _MOST_SHARES + 1))]
+    return kernel, [alone, *(kernel.num_clusters(_THREADS, shares) for shares in range(2, _MAX_SHARES + 1))]
 
 
 def _beside_bytes(num_heads: int, stages: int) -> int:
-    """Of what attend_fp8.cu has in shared memory beside its stages."""
+    """Shared memory of attend_fp8.cu without its stages."""
     a_head = 4 * 2 * 128 + 2 * 4 * 2 * KEYS + 2 * 16 + 2 * 16 * 4 + 2 * 8 * 4 + 4
     return num_heads * a_head + stages * (4 * KEYS + 2 * 8)

@@ -1,7 +1,7 @@
 """Latent attention for few queries of each of many requests, on a CPU and without a gradient.
 
-Of selected keys, K rows a query are gathered, and NumPy says which. Where every visible key is read, requests that are
-alike share one batched product (groups.py). With few queries the definition spends most of its time on small tensors.
+Selected keys are gathered, K rows per query, with indices computed by NumPy. If every visible key is read, requests of
+similar length share one batched product (groups.py). The reference would spend most time on small tensors here.
 """
 
 import numpy as np
@@ -50,8 +50,8 @@ def attend_few(
     lse_TH: Tensor | None = None,
     every: EveryRow | None = None,
 ) -> Tensor:
-    """[T, H, value_dim] for queries that are planned already; `lse_TH` is filled if it is given. No gradient may be
-    asked for. `every`: of the pool, where it is known."""
+    """[T, H, value_dim] for queries that are already grouped; fills `lse_TH` if given. No gradient may be required.
+    `every`: the pool as `EveryRow`, if the caller has it."""
     if keys_TK is None or not len(keys_TK):
         return _attend_to_all(few, q_THL, latent_PZL, scale, value_dim, lse_TH)
     hidden_TK = few.hidden(keys_TK)

@@ -44,7 +44,7 @@ def sparse_mla(
 
 
 def _step(q_THL: Tensor, num_keys: int) -> int:
-    """Queries of a piece: all of them, halved as long as that comes out even and their keys are too many."""
+    """Queries of a piece: all of them, halved while they are even and have too many keys."""
     limit = _GATHERED_CPU if q_THL.device.type == "cpu" else _GATHERED
     step = len(q_THL)
     while step * num_keys * q_THL.shape[2] > limit and step % 2 == 0:

@@ -1,15 +1,14 @@
 """sparse_mla on a GPU, in Triton: split over keys, merged in a fixed order.
 
-A program has a share of the keys of one query, or, where every visible key is read, of a few queries in a row; its rows
-are (query, head) pairs, 16 of one query (the least that a product takes; a rank may hold 8 heads) or 64 of several:
+A program computes a split of the keys of one query, or, if every visible key is read, of several consecutive queries.
+Its rows are (query, head) pairs, 16 of one query (the MMA minimum; a rank may have 8 heads) or 64 of several:
 
     logits[r, n] = q[r] . latent[n]        out[r, c] = sum_n p[r, n] latent[n, c]
 
-A latent goes from the pool to shared memory once for both products, in groups of 128 values: more would take more
-registers than there are. FP8 latents come as bytes, some blocks ahead, and are widened to q's dtype on the way from
-there to where both products read them, 128 values having one scale. The sum over a share is taken in float32, in base
-2. Shares are added up in order: few by the last program to arrive, many by a second kernel. How many there are follows
-from shapes alone, so results are the same in every run.
+A latent is loaded to shared memory once for both products, in groups of 128 values, because more would not fit in
+registers. FP8 latents are prefetched as bytes and dequantized to q's dtype; 128 values have one scale. Softmax is in
+float32 with base 2. Splits are merged in order: few by the last program to arrive, many by a second kernel. The number
+of splits depends on shapes only, so results are deterministic.
 """
 
 import math
@@ -188,7 +187,7 @@ def _add_fp8_blocks(
 
 @triton.jit
 def _store(out_ptr, lse_ptr, at, real, top_H, sum_H, out_GHC, lse_unit, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """What a share comes to: zeros and -inf where no key is seen."""
+    """Store the result of a split: zeros and -inf if no key is visible."""
     divisor_H = tl.where(sum_H > 0, sum_H, 1.0)
     tl.store(lse_ptr + at, tl.where(sum_H > 0, (top_H + tl.log2(divisor_H)) * lse_unit, float("-inf")), mask=real)
     for g in tl.static_range(len(out_GHC)):
@@ -336,7 +335,7 @@ def _merge(
 
 
 class Tiling(NamedTuple):
-    """What a program does, and how many a multiprocessor has at a time."""
+    """Tile sizes of a program, and programs per multiprocessor."""
 
     queries: int
     rows: int
@@ -345,7 +344,7 @@ class Tiling(NamedTuple):
     stages: int
     programs: int
     registers: int = 0
-    """Of a thread, at most; 0: as the compiler likes."""
+    """Maximum registers per thread; 0: the compiler's choice."""
 
 
 def tiling_for(q_THL: Tensor, is_fp8: bool, crowded: bool) -> Tiling:
@@ -439,7 +438,7 @@ def sparse_mla(
 
 
 def merge(part: Tensor, part_lse: Tensor, out_THC: Tensor, lse_TH: Tensor, launch: dict[str, bool]) -> None:
-    """Adds up, in order, what shares came to: part [T, shares, H, C], part_lse [T, shares, H] in base 2."""
+    """Merge splits in order: part [T, splits, H, C], part_lse [T, splits, H] in base 2."""
     num_queries, num_shares, H, value_dim = part.shape
     sizes = {"H": H, "C": value_dim, "BLOCK_C": BLOCK, "BLOCK_SHARES": triton.next_power_of_2(num_shares)}
     _merge[(num_queries * H, triton.cdiv(value_dim, BLOCK))](

@@ -1,5 +1,5 @@
-"""Latent attention by Triton's kernel with a fixed number of shares and one tiling: a program has one query, and the
-order in which it takes keys, sums of shares and the merge knows nothing of others."""
+"""Latent attention by Triton's kernel with a fixed number of splits and one tiling: a program has one query, so the
+order of keys and of the merge does not depend on other queries."""
 
 from typing import Any
 

@@ -3,13 +3,12 @@
     s = q . latent scale      p = exp(s - lse)      dp = dout . latent[:C]      ds = p (dp - delta) scale
     delta = dout . out - dlse    dq = sum_k ds latent[k]    dlatent[k] += ds q + p dout (of C values)
 
-A program has all heads of one query. Backward goes over the keys twice: once for what each key gets, which needs ds,
-and once with ds from memory for what the query gets; both at once would take more registers than there are. Kept for
-backward is what went in, and lse: ds exists for _DS values at a time.
+A program has all heads of one query. Backward goes over the keys twice: once for the gradients of keys, which needs ds,
+and once with ds from memory for the gradient of the query, as both at once would not fit in registers. Saved for
+backward are the inputs and lse; ds exists for _DS values at a time.
 
-What queries give to a key is added up by atomic additions in float32, in the order in which they come; where torch is
-asked for deterministic algorithms it is written down, query by query, and added up in the order of the queries
-(`add_rows`).
+Gradients of a key are summed over queries by float32 atomics, in any order. With torch's deterministic algorithms they
+are stored per query and summed in the order of queries (`add_rows`).
 """
 
 from collections.abc import Sequence

@@ -34,7 +34,7 @@ _TYPES = {
 
 
 def available() -> bool:
-    """Whether it can run here. The first call may compile it."""
+    """Whether native code is available. The first call may compile it."""
     return library(_SOURCE, _WITHOUT) is not None
 
 

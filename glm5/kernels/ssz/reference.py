@@ -1,12 +1,14 @@
-"""SSZ: codes and scale by turns, from every start; then on from the best until it stays.
+"""SSZ: alternates between codes and scale from every start, then continues from the best until it converges.
 
     q = clamp(round(w / s), quant_min, quant_max)    s = sum h w q / sum h q^2    explained = (sum h w q)^2 / sum h q^2
 
-What a step explains of sum h w^2 is the error's complement for the codes it came from; the most explained is best.
+`explained` is the part of sum h w^2 that is not error, for the codes it was computed from; the largest is best.
 """
 
 import torch
 from torch import Tensor
+
+from glm5.kernels.block_scaled import divided
 
 _NOTHING = 1e-30  # sums of squares of codes that are all zero
 
@@ -23,8 +25,7 @@ def ssz(
     """Scale [B, O, G] in float32, or float64 for float64. 1 for rows of zeros."""
     w = w_BOGI.to(torch.promote_types(w_BOGI.dtype, torch.float32))
     h = None if h_BGI is None else h_BGI.to(w.dtype).unsqueeze(1)
-    first = w.abs().amax(-1)
-    first = first / torch.full_like(first, quant_max)
+    first = divided(w.abs().amax(-1), quant_max)
     first = first.masked_fill(first == 0, 1.0)
     hw, room = (w if h is None else w * h), torch.empty_like(w)
     best, most = first, torch.full_like(first, -torch.inf)

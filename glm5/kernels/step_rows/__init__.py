@@ -1,4 +1,4 @@
-"""Where the rows of a step are: position, token, what they see, and where their keys go."""
+"""Position, token, visible keys and cache slot of the rows of a step."""
 
 from torch import Tensor
 
@@ -28,10 +28,10 @@ def step_rows(
     dump_page: int,
     impl: str = "auto",
 ) -> StepRows:
-    """Row t is of the sequence in slot `slot_T[t]`, at `start_T[t]` + offset, or, where start is negative, counted from
-    the sequence's last known token. `len_Y`: tokens known, `token_YS` token ids, `table_YP` int32 pages, a row a slot;
-    the last column of pages is nobody's. Where `live_T` is not positive, the row is padding: it sees nothing and writes
-    to the dump page. Integers are int64 unless said.
+    """Row t belongs to the sequence in slot `slot_T[t]`, at position `start_T[t]` + offset; with a negative start, at
+    the sequence's last known token + offset. By slot: `len_Y` known tokens, `token_YS` token ids, `table_YP` int32
+    pages, whose last column is the dump page. A row is padding if `live_T` is not positive: it sees nothing and writes
+    to the dump page. Other integers are int64.
     """
     where = slot_T, start_T, offset_T, live_T, len_Y, token_YS, table_YP
     return TABLE.module(impl, slot_T).step_rows(*where, page_size=page_size, dump_page=dump_page)

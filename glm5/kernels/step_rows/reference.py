@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class StepRows(NamedTuple):
-    """`position_T` and `id_T` int64; `end_T` int32, keys that are seen; `slot_mapping_T` int64, slot of the pool."""
+    """`position_T`, `id_T` int64; `end_T` int32, number of visible keys; `slot_mapping_T` int64, slot in the pool."""
 
     position_T: Tensor
     id_T: Tensor

@@ -1,4 +1,4 @@
-"""step_rows in one launch: where a step begins, a dozen small ones would take as long as a layer."""
+"""step_rows in one launch, as a dozen small ones would take as long as a layer."""
 
 import torch
 import triton

@@ -25,7 +25,7 @@ def store_rows(
 ) -> None:
     """Write row t, in the pool's format, to slot_T[t] (int64, page * Z + offset). Mutates the pool only.
 
-    Where several rows have one slot, one of them is found there afterwards. No gradient passes. `in_place`: on a CPU,
-    to a plain pool. `triton`: on a GPU; of FP8 rows that have one slot, parts of several may be found.
+    If several rows have the same slot, any one of them is stored. No gradient passes. `in_place`: on a CPU, to a plain
+    pool. `triton`: on a GPU; for FP8 rows with the same slot, parts of several may be mixed.
     """
     TABLE.module(impl, row_TX, pool_PZX, slot_T).store_rows(pool_PZX, slot_T, row_TX)

@@ -35,6 +35,6 @@ def write_rows(pool_PZX: NDArray[Any], where: Where, row_TX: Tensor) -> None:
 
 
 def as_array(values: Tensor) -> NDArray[Any]:
-    """The tensor's memory as NumPy sees it; it has no bfloat16, and need not know what it moves."""
+    """A NumPy view of the tensor's memory; bfloat16, which NumPy lacks, is viewed as int16."""
     values = values.detach()
     return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()

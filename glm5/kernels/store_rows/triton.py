@@ -1,4 +1,4 @@
-"""store_rows on a GPU, in Triton: a program a row. `put_*` are for kernels that make the row they write."""
+"""store_rows on a GPU, in Triton: one program per row. `put_*` are for kernels that also compute the row."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from glm5.kernels.triton_support import dependent_launch
 
 
 class PoolTensors(NamedTuple):
-    """What rows of a pool consist of, and where the first one begins; parts that are not there are the first again."""
+    """The tensors of a pool's parts; missing parts repeat the first one."""
 
     values: Tensor
     scales: Tensor
@@ -22,7 +22,7 @@ class PoolTensors(NamedTuple):
 
     @classmethod
     def of(cls, pool_PZX: Pool) -> "PoolTensors":
-        """Of any pool whose rows lie in one piece; ValueError for others."""
+        """Of any pool with contiguous rows; raises ValueError for others."""
         if isinstance(pool_PZX, Fp8Keys):
             return cls(pool_PZX.data, pool_PZX.scale, pool_PZX.data)
         if isinstance(pool_PZX, Fp8Latents):

@@ -1,4 +1,4 @@
-"""The gated unit of MLPs and experts, and its gradient with a weight for each row."""
+"""SwiGLU of MLPs and experts, and its gradient with a weight for each row."""
 
 from torch import Tensor
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.row_codes import Kind, room
+from glm5.kernels.row_codes import Kind, empty_codes
 from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
 from glm5.kernels.triton_rows import put_codes
 from glm5.kernels.triton_support import dependent_launch
@@ -71,7 +71,7 @@ def swiglu_quantized(gate_up_GY: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Te
     gate_up_GY = gate_up_GY.contiguous()
     num_rows, width = gate_up_GY.shape[0], gate_up_GY.shape[1] // 2
     out_GF = gate_up_GY.new_empty(num_rows, width)
-    codes, scale = room(num_rows, width, kind, out_GF.device)
+    codes, scale = empty_codes(num_rows, width, kind, out_GF.device)
     block = max(128, triton.next_power_of_2(width))
     if num_rows:
         _swiglu_quantized[(num_rows,)](

@@ -1,4 +1,4 @@
-"""Rows of activations as codes under one scale each."""
+"""Quantization of activations with one scale per row."""
 
 from torch import Tensor
 

@@ -1,14 +1,14 @@
-"""Activations as codes, one scale a token:
+"""Dynamic quantization of activations with one scale per token:
 
     scale = max|x| / highest        code = clamp(round(x / scale), -highest, highest)        highest 127, or 448 of e4m3
 
-A row of zeros has scale 1. The same numbers as the fake quantization of `glm5.quant.minmax`.
+A row of zeros has scale 1. Results are those of the fake quantization of `glm5.quant.minmax`.
 """
 
 import torch
 from torch import Tensor
 
-from glm5.kernels.block_scaled import FP8, FP8_MAX
+from glm5.kernels.block_scaled import FP8, FP8_MAX, divided
 from glm5.kernels.quantized_weight import Act
 
 HIGHEST: dict[Act, float] = {"int8": 127.0, "fp8": FP8_MAX}
@@ -19,9 +19,7 @@ def token_quant(x_TD: Tensor, kind: Act) -> tuple[Tensor, Tensor]:
     """(codes [T, D], scale [T])."""
     wide = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
     highest = HIGHEST[kind]
-    scale_T = wide.abs().amax(-1)
-    # A tensor as divisor: by a plain number, torch on CUDA multiplies with the rounded reciprocal instead.
-    scale_T = scale_T / torch.full_like(scale_T, highest)
+    scale_T = divided(wide.abs().amax(-1), highest)
     scale_T = scale_T.masked_fill(scale_T == 0, 1.0)
     codes = wide / scale_T[:, None]
     if kind == "fp8":

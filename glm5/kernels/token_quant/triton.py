@@ -1,4 +1,4 @@
-"""token_quant in one pass, a program a row; and rows in halves, as int4 codes meet them (triton_codes.py)."""
+"""token_quant in one pass, one program per row; and rows split in halves, as int4 products need (triton_codes.py)."""
 
 import torch
 import triton

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
 
-_LONG_ROW = 64  # keys for each key wanted, from which on torch does so
+_LONG_ROW = 64  # keys per selected key, from which on torch uses a faster algorithm
 _TRITON_ROW, _TRITON_K = 1 << 20, 1 << 14  # the longest row and the largest k for which the Triton kernel is meant
 
 TABLE = Table(

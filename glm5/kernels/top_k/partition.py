@@ -1,4 +1,4 @@
-"""top_k on a CPU: NumPy's vectorised partition finds each row's k best, which are sorted; ties are seen to by a mask.
+"""top_k on a CPU: NumPy's vectorised partition finds each row's k best, which are sorted; ties are resolved by a mask.
 
 torch.topk on rows of hundreds of keys takes four times as long, and leaves the indices to be sorted.
 """
@@ -34,7 +34,7 @@ def top_k(score_TS: Tensor, k: int) -> Tensor:
 
 
 def _are_all(scores: Floats, kth_T1: Floats, k: int) -> bool:
-    """Whether k scores of each row, and no more, are as good as its k-th, and are scores."""
+    """Whether exactly k scores of each row are at least its k-th, and all of them are above -inf."""
     if len(scores) == 1:
         return bool(kth_T1[0, 0] != -np.inf) and np.count_nonzero(scores >= kth_T1) == k
     return bool((np.add.reduce(scores >= kth_T1, axis=1) == k).all()) and not (kth_T1 == -np.inf).any()

@@ -1,14 +1,14 @@
 """top_k on a GPU, in Triton: one program a row, which finds the k-th best score by counting.
 
-Scores are compared as integers of the same order. With a row in registers, a step counts how many are at least m1, and
-at least m2, and goes on with the range that holds the k-th; m1 and m2 lie about where it would be if scores were spread
-evenly, or, where that gets nowhere, at the thirds of the range. Six to eight steps for random scores. A running sum
-over the row then gives every chosen key its place, in index order.
+Scores are compared as integers of the same order (ranks). With a row in registers, a step counts the scores of at least
+m1 and of at least m2, and continues with the range that contains the k-th. m1 and m2 are near its position under
+uniform scores or, if that makes no progress, at the thirds of the range. Random scores take six to eight steps. A
+prefix sum over the row then gives every chosen key its position, in index order.
 
-Of long rows, the maxima of groups of neighbours come first, about 4,096 of them. If k groups have a maximum of at least
-m, then k keys are at least m, so none below m is among the best. Many programs write down which scores reach m, each of
-its own stretch of the row; what remains, some 3,300 of random scores, is taken in runs of 4,096: the best so far and
-the next ones. However unlike the scores, the result is the same, only later.
+For long rows, the maxima of about 4,096 groups of neighbours are computed first. If k groups have a maximum of at least
+m, k keys are at least m, so no key below m is among the best. Many programs collect the scores of at least m, each in
+its stretch of the row. The remaining ones, about 3,300 for random scores, are merged in runs of 4,096 with the best so
+far. The result is exact for any scores; only the time depends on them.
 """
 
 import torch
@@ -24,13 +24,13 @@ LONGEST = 8192
 _MAX_K = 1 << 14
 GROUPS = 4096  # of a long row, about
 _RUN, _LARGEST_GROUP = 4096, 64
-_STRETCH = 2048  # scores that a program sifts
+_STRETCH = 2048  # scores filtered by a program
 _ABSENT = tl.constexpr(-(2**31))
 _LARGEST = tl.constexpr(0x7F7FFFFF)  # rank of the largest finite number; the rank of its negative is its complement
 
 
 def group_size(num_keys: int, num_groups: int = GROUPS) -> int:
-    """Neighbours that are looked at together in rows of `num_keys` scores, a power of two."""
+    """Size of a group in rows of `num_keys` scores, a power of two."""
     return min(_LARGEST_GROUP, triton.next_power_of_2(triton.cdiv(num_keys, num_groups)))
 
 
@@ -139,7 +139,7 @@ def _threshold(
     HAS_END: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """least[t]: a rank that k groups reach, and not many more; below all ranks if there are not so many groups."""
+    """least[t]: a rank that at least k groups reach, and few more; below all ranks if there are fewer groups."""
     wait_for_earlier(PDL)
     let_later_begin(PDL)
     t = tl.program_id(0).to(tl.int64)

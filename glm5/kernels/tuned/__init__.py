@@ -1,9 +1,9 @@
-"""Parameters of kernels that were measured as fastest on a kind of GPU: `<its name>.json` in this folder.
+"""Tuned parameters of kernels by GPU: `<GPU name>.json` in this folder.
 
     {op: {sizes: [{"upto": number of tokens, **parameters}, ...]}}
 
-`glm5 bench kernels --tune` writes such a file. An entry holds for as many tokens as it says or fewer, down to the one
-before it. Where a file, an op, sizes or an entry are missing, the op's own `tiling_for` decides.
+`glm5 bench kernels --tune` writes such a file. An entry applies up to its number of tokens, down to the
+previous entry. If a file, an op, sizes or an entry are missing, the op's `tiling_for` decides.
 """
 
 import json
@@ -19,12 +19,12 @@ Table = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def file_of(name: str) -> Path:
-    """The file of a kind of GPU, by the name that torch has for it."""
+    """The file of a GPU by its torch device name."""
     return FOLDER / ("".join(c if c.isalnum() else "_" for c in name) + ".json")
 
 
 def find(kind: type[Tiling], op: str, sizes: str, num_tokens: int, device: torch.device) -> Tiling | None:
-    """What was measured for `num_tokens` of an op of these sizes, as a `kind`; None if nothing was."""
+    """The tuned parameters of an op with these sizes for `num_tokens`, as a `kind`; None without an entry."""
     for entry in _table(device).get(op, {}).get(sizes, ()):
         if num_tokens <= entry["upto"]:
             return kind(**{name: value for name, value in entry.items() if name != "upto"})

@@ -1,4 +1,4 @@
-"""weighted_rows in one pass: each row is read where it lies, and nothing but the sum is written."""
+"""weighted_rows in one pass: rows are read in place, and only the sum is written."""
 
 import torch
 import triton

@@ -20,7 +20,7 @@ INTERLEAVED = "interleaved-thinking"  # begins the name of a beta
 
 class ThinkingConfig(StrictModel):
     """`adaptive` thinks without a budget. `display` "omitted": what is thought is not shown, and travels in the
-    signature. `clear_thinking`: Z.ai's; forget what was thought in earlier turns."""
+    signature. `clear_thinking`: Z.ai's; drop the reasoning of earlier turns."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -52,7 +52,7 @@ class OutputConfig(StrictModel):
 
 
 class PromptFields(Body):
-    """What an answer is asked to."""
+    """Fields that determine the prompt."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "mcp_servers": ([],),
@@ -109,7 +109,7 @@ class PromptFields(Body):
         return new, "tools" if new is None else "output_config.format"
 
     def clears_thinking(self) -> bool | None:
-        """Whether what was thought in earlier turns is forgotten; None leaves it to the model's template. Raises
+        """Whether the reasoning of earlier turns is dropped; None leaves it to the chat template. Raises
         RequestError for other ways to manage the context."""
         clears = None if self.thinking is None else self.thinking.clear_thinking
         edits = self.context_management.get("edits") or []

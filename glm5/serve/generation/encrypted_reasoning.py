@@ -15,12 +15,12 @@ def seal(text: str) -> str:
     return _TEXT + base64.urlsafe_b64encode(text.encode(errors="surrogatepass")).decode()
 
 
-def unseal(sealed: str) -> str | None:
+def unseal(encrypted: str) -> str | None:
     """Decode `seal`; None for a `mark`, and for text from another server."""
-    if not sealed.startswith(_TEXT):
+    if not encrypted.startswith(_TEXT):
         return None
     try:
-        return base64.urlsafe_b64decode(sealed.removeprefix(_TEXT)).decode(errors="surrogatepass")
+        return base64.urlsafe_b64decode(encrypted.removeprefix(_TEXT)).decode(errors="surrogatepass")
     except ValueError:
         return None
 

@@ -2,7 +2,7 @@
 
     wrong Host header                always refused (`glm5.serve.http.hosts`)
     pages, health, /openapi.json     open to all
-    /metrics, /get_server_info       role "metrics" or "admin", or the only user key: they show all tenants' figures
+    /metrics, /get_server_info       role "metrics" or "admin", or the only user key: they show values of all tenants
     admin routes                     role "admin"; refused if no key has it
     all other routes                 any key of a user or admin; open to all if the server has no keys
 

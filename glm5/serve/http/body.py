@@ -1,4 +1,4 @@
-"""Bodies of requests: read whole, then checked by a model of theirs.
+"""Bodies of requests: read completely, then validated by a pydantic model.
 
 A field that this server knows and cannot honour is refused by name, unless it says what happens anyway; ignoring it
 would give an answer that the client did not ask for. A field that it does not know is ignored and logged once.
@@ -23,11 +23,11 @@ from glm5.serve.service.service import Service
 logger = logging.getLogger(__name__)
 
 MAX_NESTING = 128  # what is written by people nests less, and what looks through it may recurse
-# What one body may hold beside its texts: reading it is one call, during which nobody else is served.
+# Limits of a body besides its texts: parsing is one call, during which no other request is served.
 MAX_VALUES = 1 << 21  # values of lists and objects: token ids, ten times what a context holds
 MAX_PARTS = 1 << 18  # lists, objects, and fields of objects, which take ten times as long
 MAX_LOGGED_FIELDS = 100  # different unknown names of fields; a client may invent any number
-_LARGE = 1 << 16  # bytes that are parsed aside: the event loop serves everyone
+_LARGE = 1 << 16  # bytes from which on a body is parsed in a thread, to keep the event loop free
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _SEPARATORS, _PARTS = (b",",), (b"[", b"{", b":")
@@ -189,7 +189,7 @@ def _finite(text: str) -> float:
 
 
 def _refuse_many(raw: bytes) -> None:
-    """Raises ApiError for a body of so many values that reading it would hold everybody up."""
+    """Raises ApiError for a body of so many values that parsing it would block other requests."""
     for separators, most, what in (
         (_SEPARATORS, MAX_VALUES, "values in lists and objects"),
         (_PARTS, MAX_PARTS, "lists, objects and fields"),
@@ -223,7 +223,7 @@ def _refuse_halves(content: Mapping[str, Any]) -> None:
 
 
 def log_unknown(body: Body, service: Service, where: str = "") -> None:
-    """Log the fields that no one has heard of, each once."""
+    """Log unknown fields, each once."""
     room = MAX_LOGGED_FIELDS - len(service.logged_fields)
     if room <= 0:
         return

@@ -63,9 +63,9 @@ class ServerMetrics:
         drafts = "vllm:spec_decode_num_"
         self.drafts = counter(f"{drafts}drafts_total", "Steps of an answer with drafted tokens.")
         self.drafted = counter(f"{drafts}draft_tokens_total", "Tokens that were drafted.")
-        self.accepted = counter(f"{drafts}accepted_tokens_total", "Drafted tokens that stood.")
+        self.accepted = counter(f"{drafts}accepted_tokens_total", "Accepted draft tokens.")
         self.accepted_at = counter(
-            f"{drafts}accepted_tokens_per_pos_total", "Drafted tokens that stood, by place.", "position"
+            f"{drafts}accepted_tokens_per_pos_total", "Accepted draft tokens by position.", "position"
         )
         self.steps = counter("glm5:engine_steps_total", "Steps that computed something.")
         self.rows = counter("glm5:engine_tokens_total", "Tokens that were computed in steps, of prompts and answers.")

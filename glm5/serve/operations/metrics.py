@@ -1,4 +1,4 @@
-"""GET /metrics for Prometheus. The figures sum up all tenants, so the route needs a key of the role metrics."""
+"""GET /metrics for Prometheus. Values are sums over all tenants, so the route needs a key of the role metrics."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from glm5.serve.service.service import Service, get_service
 
 router = APIRouter(tags=["health"])
 
-STATS_SECONDS = 1.0  # an engine answers after its current step; if that is too late, the last figures stay
+STATS_SECONDS = 1.0  # an engine answers after its current step; after this timeout, the last values are used
 
 
 @router.get("/metrics", response_class=Response)

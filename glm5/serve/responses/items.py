@@ -133,8 +133,8 @@ def _reasoning(item: Item, where: str) -> str:
     """The text of reasoning: its content, else the encrypted content, else the summary (from another model)."""
     if content := _parts(item.get("content"), "reasoning_text", f"{where}.content"):
         return content
-    sealed = item.get("encrypted_content")
-    if isinstance(sealed, str) and (text := unseal(sealed)):
+    encrypted = item.get("encrypted_content")
+    if isinstance(encrypted, str) and (text := unseal(encrypted)):
         return text
     return _parts(item.get("summary"), "summary_text", f"{where}.summary")
 

@@ -1,11 +1,11 @@
 """The table of tokens per verification: means over seeds with their range, by depth, way and number of drafts."""
 
-from glm5.bench.drafts.__main__ import Found, table
+from glm5.bench.drafts.__main__ import Measured, table
 
 
 def test_the_table_has_a_line_for_each_depth_and_way():
     found = [
-        Found(depth, seed, steps, way, 5000 + seed, 1 + depth * steps / 10 + seed / 100)
+        Measured(depth, seed, steps, way, 5000 + seed, 1 + depth * steps / 10 + seed / 100)
         for depth in (1, 3)
         for seed in (0, 1, 2)
         for steps in (1, 2)

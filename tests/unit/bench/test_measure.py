@@ -9,9 +9,10 @@ from glm5.bench import measure as module
 from glm5.bench import workload
 from glm5.bench.measure import measure, ordinary_ids, thread_counts
 from glm5.bench.peer import Peer
-from glm5.bench.report import document, table, write_json
+from glm5.bench.report import document, table
 from glm5.bench.run import Answer, Run
 from glm5.bench.workload import draw_jobs
+from glm5.common.atomic import atomic_write_json
 from glm5.common.errors import ConfigError, GlmError
 from glm5.config.bench import LatencyConfig, ThroughputConfig
 from glm5.engine.llm import LLM
@@ -87,7 +88,7 @@ def test_both_sides_have_the_same_useful_tokens(llm, config):
 def test_what_is_said_and_written(llm, tmp_path):
     settings = ThroughputConfig(model="m", num_prompts=2, num_iters=1, json=str(tmp_path / "r.json"))
     found = document("throughput", settings, measure(settings, llm, Slow(token_id=3)), dict(llm.table))
-    write_json(tmp_path / "r.json", found)
+    atomic_write_json(tmp_path / "r.json", found)
     read = json.loads((tmp_path / "r.json").read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
     assert read["ratio"] == pytest.approx(read["ours"]["tokens_per_second"] / read["peer"]["tokens_per_second"])

@@ -6,7 +6,7 @@ import torch
 from glm5.kernels.add_rms_norm import add_rms_norm
 from glm5.kernels.all_reduce import all_reduce_reference
 from glm5.kernels.block_scaled import FP8
-from glm5.kernels.row_codes import room
+from glm5.kernels.row_codes import empty_codes
 from glm5.kernels.token_quant import token_quant
 from glm5.testing.numerics import rel_rms
 from tests.support.interpreter import DTYPES, interpreted
@@ -77,7 +77,7 @@ def test_kernels_with_one_rank(dtype, seed):
     assert rel_rms(_widened(quantized), out.double()) < E4M3
     assert torch.equal(again[1], quantized[1][:1])
     assert torch.equal(again[0].view(torch.uint8), quantized[0][:1].view(torch.uint8))
-    tokens = room(3, 136, "int8", x.device)
+    tokens = empty_codes(3, 136, "int8", x.device)
     two_shots(buffer, x, (residual, weight, 1e-5), programs=1, max_rows=2, quantized=tokens)
     assert all(torch.equal(mine, right) for mine, right in zip(tokens, token_quant(out, "int8"), strict=True))
 

@@ -55,7 +55,7 @@ def test_rows_go_to_their_ranks(rows_on_cpu, gen, ranks, T, O, D):
     buffers = torch.full((ranks, 3, T * O // 2), nothing, dtype=torch.int32)
     addresses, turn = torch.tensor([each.data_ptr() for each in buffers]), torch.tensor([1], dtype=torch.int32)
     for rank in range(ranks):
-        places = cuda_rows.Places(addresses, turn, rank, T * O // 2)
+        places = cuda_rows.PeerBuffers(addresses, turn, rank, T * O // 2)
         y = cuda_rows.fp8_linear(x, weight, to=places).unflatten(0, (ranks, share))
         assert torch.equal(y[rank], whole.unflatten(0, (ranks, share))[rank])
     assert (buffers[:, [0, 2]] == nothing).all()

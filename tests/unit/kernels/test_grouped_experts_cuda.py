@@ -71,7 +71,7 @@ def test_plans_pairs_in_the_order_of_experts(on_cpu, gen, num_pairs):
     num_experts, block_t, num_shared = 40, 96, 7
     expert = torch.randint(0, num_experts - 1, (num_pairs, 1), generator=gen, dtype=torch.int32)  # one gets none
     expert[num_pairs // 3 : num_pairs // 2] = 17
-    found = plan.planned(expert, num_experts, block_t, num_shared)
+    found = plan.plan_on_hopper(expert, num_experts, block_t, num_shared)
     assert found.order.equal(expert.flatten().argsort(stable=True).int())
     assert found.places.equal(found.order.argsort().int())
     wanted, first = [], 0
@@ -110,7 +110,7 @@ def test_refusals(monkeypatch, gen):
     case = case._replace(x=case.x.bfloat16())
     with pytest.raises(ValueError, match="needs Hopper, got cpu"):
         grouped_experts(*case[:5], impl="cuda")
-    monkeypatch.setattr(plan, "MOST_EXPERTS", 3)
+    monkeypatch.setattr(plan, "MAX_EXPERTS", 3)
     with pytest.raises(ValueError, match="needs at most 3 experts, got 4"):
         grouped_experts(*case[:5], impl="cuda")
     case = make_experts(3, 4, 2, 384, 128, gen)

@@ -135,7 +135,7 @@ def work(rank, _port, ranks, folder, calls):
         assert torch.equal(few, all_reduce_reference(parts[:, :1]))
         product, rows = _product(rank, ranks, call), residual.repeat(SENT, 1)[:SENT]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(triton_sharded, "_LEAST_SENT", 0)
+            patch.setattr(triton_sharded, "_MIN_SENT_BYTES", 0)
             apart = run(buffers, product, (rows, weight, EPS))
             patch.setattr(triton_sharded.cuda_rows, "refusal", lambda *given: "")
             patch.setattr(triton_sharded.cuda_rows, "fp8_linear", _sends(memory))

@@ -6,7 +6,7 @@
     queries of attention and indexer           one product, absorbed and rotated by one kernel: `mla_queries`
     all visible keys are read                  the indexer's queries are not computed
     only full prompts in this pass             keys and values are expanded to heads: `prompt_attention`
-    routed and shared experts                  one sum: `grouped_experts` with `shared`, or terms that are added later
+    routed and shared experts                  one sum: `grouped_experts` with `shared`, or outputs summed later
     gate and up of dense layers                one product, and one kernel for the gated unit
     inputs of products in codes or FP8         quantized by the kernel that computes them
     angles of positions                        looked up
@@ -294,8 +294,8 @@ class FusedMoE:
             # Otherwise padding rows would all go to the same experts, one tile after another.
             given = *given[:-1], expert_TA.masked_fill(view.end_T[:, None] == 0, -1)
             return grouped_experts(*given, shared=shared, impl=experts.impl)
-        terms = expert_outputs(*given, shared=shared, quantized=x.quantized)
-        return grouped_experts(*given, shared=shared, quantized=x.quantized) if terms is None else terms
+        outputs = expert_outputs(*given, shared=shared, quantized=x.quantized)
+        return grouped_experts(*given, shared=shared, quantized=x.quantized) if outputs is None else outputs
 
     def wants(self, num_rows: int, row_sharding: RowSharding) -> Kind | None:
         """How input rows should be quantized."""

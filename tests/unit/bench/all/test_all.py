@@ -99,7 +99,7 @@ def test_what_is_done_is_recorded_beside_other_entries(tmp_path):
 class Called(list):
     """In place of commands: writes their files."""
 
-    def __call__(self, command, _ends, _beside=None):
+    def __call__(self, command, _ends, _server=None):
         self.append(command)
         content = STEPS if command[1] == "latency" else {"runs": [RUN], "partial": False}
         Path(command[-1]).write_text(json.dumps(content))
@@ -120,7 +120,7 @@ def called(monkeypatch):
     """Commands of parts, which are not run."""
     commands = Called()
     monkeypatch.setattr(module, "_call", commands)
-    monkeypatch.setattr(module, "_served", lambda _command, _port, _ends: nullcontext())
+    monkeypatch.setattr(module, "_running_server", lambda _command, _port, _ends: nullcontext())
     return commands
 
 
@@ -222,7 +222,7 @@ def test_places_that_cannot_be_written_to_are_refused_first(tmp_path, called, ca
 
 def test_a_part_ends_with_the_server_that_it_measures(monkeypatch):
     waits = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    monkeypatch.setattr(module, "_begin", lambda _command: waits)
+    monkeypatch.setattr(module, "_start", lambda _command: waits)
     with subprocess.Popen([sys.executable, "-c", ""]) as server:
         server.wait()
         with pytest.raises(GlmError, match="glm5 serve has ended"):
@@ -234,7 +234,7 @@ def test_a_part_ends_with_the_server_that_it_measures(monkeypatch):
 ORPHAN = """
 import os, signal
 from glm5.bench.all import run
-run._begin(["generate", "nowhere"])  # which reads its standard input, and that does not end
+run._start(["generate", "nowhere"])  # which reads its standard input, and that does not end
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -268,5 +268,6 @@ def test_the_command_measures_steps_and_a_server(tmp_path):
 
 @pytest.mark.slow
 def test_a_server_that_ends_is_an_error():
-    with pytest.raises(GlmError, match="glm5 serve ended before"), module._served(["serve", "/nowhere"], 9, 1e12):
+    server = module._running_server(["serve", "/nowhere"], 9, 1e12)
+    with pytest.raises(GlmError, match="glm5 serve ended before"), server:
         pass

@@ -1,6 +1,6 @@
 """What the tests of the load generator share: a client of a scripted server, in virtual time."""
 
-from glm5.bench.serve.api_formats import DIALECTS, Asking
+from glm5.bench.serve.api_formats import DIALECTS, RequestParams
 from glm5.bench.serve.client import Client
 from glm5.bench.serve.http import Address, Pool
 from glm5.bench.serve.load import Outcome, Plan, run
@@ -8,7 +8,7 @@ from glm5.bench.serve.workload import Conversation, Turn
 from tests.support.scripted_server import in_memory
 from tests.support.virtual_time import virtual_time
 
-ASKING = Asking("m", 0.0, None, ignore_eos=True, extra={})
+ASKING = RequestParams("m", 0.0, None, ignore_eos=True, extra={})
 
 
 async def client_of(handler, backend="openai", timeout=3600.0) -> Client:

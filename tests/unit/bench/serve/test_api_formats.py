@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from glm5.bench.serve.api_formats import Asking, OpenAIChat, OpenAICompletions, Piece, SGLang, Usage, message_of
+from glm5.bench.serve.api_formats import OpenAIChat, OpenAICompletions, Piece, RequestParams, SGLang, Usage, message_of
 from glm5.bench.serve.failure import BAD_ANSWER, IN_STREAM, RequestFailed
 from glm5.common.errors import ConfigError
 
-ASKING = Asking("m", 0.0, None, ignore_eos=True, extra={})
+ASKING = RequestParams("m", 0.0, None, ignore_eos=True, extra={})
 CHAT, TEXT, SGLANG = OpenAIChat(ASKING), OpenAICompletions(ASKING), SGLang(ASKING)
 
 
@@ -128,7 +128,7 @@ def test_tools_and_messages_go_as_they_are():
 
 def test_what_is_added_is_merged_and_ignore_eos_can_be_left_out():
     extra = {"stream_options": {"continuous_usage_stats": True}, "top_k": 3, "temperature": 1.0}
-    body = json.loads(OpenAIChat(Asking("m", 0.0, 0.9, ignore_eos=False, extra=extra)).body("hi", 1))
+    body = json.loads(OpenAIChat(RequestParams("m", 0.0, 0.9, ignore_eos=False, extra=extra)).body("hi", 1))
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert (body["top_k"], body["temperature"], body["top_p"]) == (3, 1.0, 0.9)
     assert "ignore_eos" not in body

@@ -66,7 +66,7 @@ def test_a_body_is_the_same_however_it_is_divided(message):
         answer, body, connection = exchange(pieces, ends=message is TO_END)
         assert not isinstance(answer, RequestFailed)
         assert body == b"hello, world!"
-        assert answer.whole
+        assert answer.complete
         assert answer.status == (201 if b"201" in message else 200)
         assert connection.usable == (message not in (TO_END, OLD))
 
@@ -94,7 +94,7 @@ def test_what_is_no_answer_fails_by_kind(message, kind):
 
 def test_bytes_that_nobody_asked_for_end_the_connection():
     answer, _, connection = exchange([LENGTH + b"more"])
-    assert answer.whole
+    assert answer.complete
     assert not connection.usable
 
 

@@ -191,7 +191,7 @@ def test_it_tells_every_second_and_at_the_end():
     async def main():
         plan = Plan(single(2), [0.0, 0.0], clients=1)
         outcome = await run(await client_of(steady), plan, lambda out, now: told.append((now, out.num_ended)))
-        assert outcome.whole_tokens == outcome.whole_chunks == 8
+        assert outcome.completed_tokens == outcome.completed_chunks == 8
 
     with virtual_time() as runner:
         runner.run(main())

@@ -4,7 +4,7 @@ import pytest
 
 from glm5.bench.serve.api_formats import Piece, Usage
 from glm5.bench.serve.failure import CUT_OFF, NO_TOKENS, RequestFailed
-from glm5.bench.serve.record import Record, spread
+from glm5.bench.serve.record import Record, distribute
 
 EXACT = pytest.approx
 
@@ -145,10 +145,10 @@ def test_what_is_no_whole_answer(pieces, kind):
     assert caught.value.kind == kind
 
 
-def test_spread_keeps_the_sum_and_is_even(rng):
+def test_distribute_keeps_the_sum_and_is_even(rng):
     for _ in range(300):
         total, num_chunks = rng.randint(1, 200), rng.randint(1, 60)
-        tokens = spread(total, num_chunks)
+        tokens = distribute(total, num_chunks)
         assert (sum(tokens), len(tokens)) == (total, num_chunks)
         assert tokens[0] >= 1
         assert max(tokens[1:], default=1) - min(tokens[1:], default=1) <= 1

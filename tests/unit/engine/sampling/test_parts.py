@@ -88,7 +88,7 @@ def sampled(params, logits_TW, drafts_Y, part=None, num_rounds=6):
 @pytest.mark.parametrize("kind", ["wide", "ties", "peaked"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_same_tokens_as_from_all_logits(size, kind, most_sought, seed, monkeypatch):
-    monkeypatch.setattr(parts, "MOST_SOUGHT", most_sought)
+    monkeypatch.setattr(parts, "MAX_SEARCHED", most_sought)
     generator = torch.Generator().manual_seed(seed)
     logits = (
         torch.randn(6, 2 * len(PARAMS), VOCAB, generator=generator) * {"wide": 1.0, "ties": 1.0, "peaked": 20.0}[kind]
