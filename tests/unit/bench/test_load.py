@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from glm5.bench.load import __main__ as bench
-from glm5.checkpoint.init import Numbers
+from glm5.checkpoint.init import RandomTensors
 from glm5.common.errors import GlmError, UsageError
 from glm5.config.presets import preset
 
