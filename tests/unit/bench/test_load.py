@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_cut_off_leaves_nothing(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(Numbers, "blocks", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(RandomTensors, "blocks", lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         run()
     assert list(tmp_path.iterdir()) == []
