@@ -34,12 +34,12 @@ def template_kwargs(
     template: ChatTemplate, given: Mapping[str, Any], thinking: Thinking | None, effort: str | None
 ) -> dict[str, Any]:
     """The keywords for the template. Raises RequestError naming the field."""
-    if given.get("add_generation_prompt") is True:  # some clients send it; it is the default
-        given = {key: value for key, value in given.items() if key != "add_generation_prompt"}
-    if taken := sorted(_NOT_FOR_TEMPLATES & given.keys()):
+    kwargs = {key: value for key, value in given.items() if value is not None}
+    if kwargs.get("add_generation_prompt") is True:  # some clients send it; it is the default
+        del kwargs["add_generation_prompt"]
+    if taken := sorted(_NOT_FOR_TEMPLATES & kwargs.keys()):
         param = f"chat_template_kwargs.{taken[0]}"
         raise RequestError(f"{param} is not for chat_template_kwargs: leave it out", param)
-    kwargs = {key: value for key, value in given.items() if value is not None}
     switches = {f"chat_template_kwargs.{key}": kwargs[key] for key in ("enable_thinking", "thinking") if key in kwargs}
     if thinking is not None:
         switches["thinking"] = thinking.type == "enabled"

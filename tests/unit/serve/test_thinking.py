@@ -91,7 +91,8 @@ def test_what_contradicts_itself():
     with pytest.raises(RequestError, match="thinking and reasoning_effort contradict"):
         template_kwargs(template, {}, on, "none")
     assert template_kwargs(template, {}, off, "none")["enable_thinking"] is False
-    assert template_kwargs(template, {"add_generation_prompt": True}, None, None) == {}
+    for given in (True, None):
+        assert template_kwargs(template, {"add_generation_prompt": given}, None, None) == {}
 
 
 HISTORY = [
