@@ -15,7 +15,7 @@ def refuses(num_passes, *, ranks, stages, zero_bubble):
         _queue=object() if zero_bubble else None,
     )
     try:
-        PipelineStep._check(step, num_passes)
+        PipelineStep._check_num_passes(step, num_passes)
     except ConfigError:
         return True
     return False
