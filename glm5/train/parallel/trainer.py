@@ -36,8 +36,6 @@ from glm5.train.step import Phase
 class DistributedTrainer(StageTrainer):
     """`StageTrainer` for one rank of a distributed run."""
 
-    step: DistributedStep
-
     def __init__(self, team: TrainingGroup, recipe: Recipe, builder: Builder, saved: Mapping[str, Any] | None) -> None:
         self.recipe, self.builder, self.team = recipe, builder, team
         self.device, self.is_first = team.device, team.is_first
@@ -63,7 +61,7 @@ class DistributedTrainer(StageTrainer):
             step = DistributedStep(part.roots[0], team, optimizers, losses, phase)
         else:
             step = PipelineStep(part, team, optimizers, losses, phase, tokens=self._most_tokens(stage))
-        self.step = step  # type: ignore[assignment]
+        self.step = step
         return step
 
     def share(self, draws: range) -> range:
@@ -181,6 +179,7 @@ class DistributedTrainer(StageTrainer):
     def _on_hidden_states(self, batch: Batch, view: Any, work: Callable[[Tensor], Any]) -> Any:
         """Call `work` with the hidden states of a forward pass; None on other stages than the last."""
         step, model = self.step, self.step.model
+        assert isinstance(step, DistributedStep)  # `begin` makes no other
         if not isinstance(step, PipelineStep):
             return step.root(lambda: work(model(batch.ids_T, view)))
 
