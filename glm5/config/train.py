@@ -177,7 +177,11 @@ class QuestionsSource(Source):
 
     kind: Literal["questions"]
     tasks: tuple[str, ...] = ()
-    """copy, sort, think, recall, tool. Default: all."""
+    """copy, sort, think, recall, tool, in turn; a task that is listed twice comes twice as often. Default: all."""
+    turns: dict[str, Annotated[int, Field(ge=1, le=5)]] = {}
+    """Questions of a conversation, by task. Default: 1, 2 or 5 at random."""
+    max_words: Annotated[int, Field(ge=8, le=120)] = 120
+    """Largest number of words in the text of a recall question."""
 
 
 class NeedleSource(Source):

@@ -9,7 +9,6 @@ import torch
 from glm5.chat.template import ChatTemplate
 from glm5.common.console import out as say
 from glm5.common.extras import require
-from glm5.demo.recipe import Recipe
 from glm5.demo.run import train, writable
 from glm5.demo.scoring import Score, score_all
 from glm5.demo.showcase import server, show
@@ -27,7 +26,7 @@ from nothing to a GLM-5 that answers, on one processor core, without a download:
 """
 
 
-def run_demo(out: Path, seed: int = 0, program: str = "glm5", kept: Path | None = None) -> int:
+def run_demo(out: Path, program: str = "glm5", kept: Path | None = None) -> int:
     """Do all of it in `out`; returns 0 if every kind of question is at least REQUIRED right, and enough drafts stand,
     else 1.
 
@@ -51,7 +50,7 @@ def run_demo(out: Path, seed: int = 0, program: str = "glm5", kept: Path | None 
         say(f"using the model of an earlier run, {model}; delete {out} to train anew")
     else:
         say(f"training a small GLM-5 into {model}; Ctrl-C stops, the same command goes on", flush=True)
-        train(out, Recipe(), seed)
+        train(out)
     trained = time.monotonic()
 
     say("scoring held-out questions", flush=True)

@@ -117,7 +117,8 @@ class Builder:
             return RulerRows(data.tasks, tokenizer, stage.seq_len, seed, min_len=data.min_len, **asked)
         if isinstance(data, QuestionsSource):
             template = ChatTemplate.bundled(TEMPLATE, self._require_tokenizer(f"questions of stage {stage.name}"))
-            return DialogueRows(data.tasks, template, stage.seq_len, seed)
+            sizes = {"turns": data.turns, "max_words": data.max_words}
+            return DialogueRows(data.tasks, template, stage.seq_len, seed, **sizes)
         return NeedleRows(stage.seq_len, self.cfg.vocab_size, seed)
 
     def _token_file(self, stage: StageConfig, number: int) -> TokenFile:

@@ -1,6 +1,6 @@
 """Generated questions for training and evaluating small models. The same (kind, split, seed, index) gives the same.
 
-    copy      Repeat KDXAM                                 KDXAM
+    copy      Repeat KDXAM                                 KDXAM; in training also a field or number of tool calls
     sort      Sort KDXAM                                   ADKMX
     think     Which letter of KDXAM comes last?            thinks ADKMX, then answers X
     recall    Read: <a long list of words>. Which colour?  finds the one colour, in a context far over index_topk
@@ -37,6 +37,10 @@ FILLER: tuple[str, ...] = (
 )  # fmt: skip
 NUM_WORDS = 120
 LOOKUP_FIELDS = ("colour", "fruit", "city")
+COPIED_WORDS = (*LOOKUP_FIELDS, *TOPICS["number"])
+"""Arguments of tool calls. After a space they are other tokens than in a call; copying them teaches which belong
+together, which tool calls alone often do not (docs/log.md, 2026-11-26)."""
+COPIED_SHARE = 0.6  # of the copy questions that are trained on
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ def _letters(rng: Random, split: Split) -> str:
 def _spelling(kind: str, ask: str, answer: Callable[[str], str]) -> Callable[[Random, Split, Size], Conversation]:
     def make(rng: Random, split: Split, size: Size) -> Conversation:
         words = [_letters(rng, split) for _ in range(size.turns)]
+        if kind == "copy" and split == "train" and rng.random() < COPIED_SHARE:
+            words = [rng.choice(COPIED_WORDS) for _ in words]
         turns = tuple(Turn(f"{ask} {word}", answer(word)) for word in words)
         return Conversation(kind, turns, thinking=rng.random() < 0.5)
 

@@ -6,7 +6,7 @@ RulerRows      generated tasks like RULER's            NeedleRows   typed needle
 DialogueRows   generated conversations, as many as fit
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -188,10 +188,21 @@ class DialogueRows:
     holds_out = True
     name = "questions"
 
-    def __init__(self, kinds: Sequence[str], template: ChatTemplate, seq_len: int, seed: int) -> None:
-        if unknown := [kind for kind in kinds if kind not in KINDS]:
-            raise DataError(f"tasks: got {unknown[0]!r}; allowed: {', '.join(KINDS)}")
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        template: ChatTemplate,
+        seq_len: int,
+        seed: int,
+        *,
+        turns: Mapping[str, int] | None = None,
+        max_words: int = NUM_WORDS,
+    ) -> None:
+        for key, given in (("tasks", kinds), ("turns", turns or {})):
+            if unknown := [kind for kind in given if kind not in KINDS]:
+                raise DataError(f"{key}: got {unknown[0]!r}; allowed: {', '.join(KINDS)}")
         self._kinds, self._template, self._seq_len, self._seed = tuple(kinds) or tuple(KINDS), template, seq_len, seed
+        self._turns, self._max_words = turns or {}, max_words
 
     def row(self, index: int, split: Split) -> Row:
         rng = Random(key_of("questions", self._seed, split, index))
@@ -200,7 +211,8 @@ class DialogueRows:
         lengths: list[int] = []
         while True:
             kind = self._kinds[len(lengths) % len(self._kinds)]
-            size = Size(rng.choice(TURNS), round(FEW_WORDS * (NUM_WORDS / FEW_WORDS) ** rng.random()))
+            turns = self._turns.get(kind) or rng.choice(TURNS)
+            size = Size(turns, round(FEW_WORDS * (self._max_words / FEW_WORDS) ** rng.random()))
             asked = "held-out" if split == "held out" else "train"
             one = example(self._template, conversation(kind, asked, rng.getrandbits(32), len(lengths), size))
             if lengths and len(ids) + len(one.ids) > self._seq_len:

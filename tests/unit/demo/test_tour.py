@@ -69,7 +69,7 @@ def short_tour(tmp_path, monkeypatch):
     scores = {kind: Score(200, 200, 1000, 1.0) for kind in KINDS}
     calls = []
 
-    def train(out, recipe, seed):
+    def train(out):
         calls.append("train")
         (out / "model").mkdir(parents=True)
         (out / "model" / "config.json").write_text("{}")

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from glm5.chat.template import ChatTemplate
-from glm5.demo.recipe import Recipe
 from glm5.train.data.dialogues import example, messages, train_tokenizer
-from glm5.train.data.questions import KINDS, NUM_WORDS, Size, conversation
+from glm5.train.data.questions import COPIED_WORDS, KINDS, NUM_WORDS, Size, conversation
 
 NUM_DRAWN = 300
 
@@ -81,12 +80,7 @@ def test_recall_is_asked_far_beyond_index_topk(template):
     assert min(lengths) > NUM_WORDS > 3 * preset("nano").index_topk
 
 
-def test_the_plan_grows_contexts_and_switches_mixtures():
-    recipe = Recipe()
-    first, last = recipe.plan(0, 0), recipe.plan(0, recipe.num_steps - 1)
-    assert first == recipe.plan(0, 0)
-    assert max(size.words for _, _, size in first) <= 2 * recipe.min_words
-    assert max(size.words for _, _, size in last) > recipe.max_words // 2
-    assert {kind for kind, _, _ in last} == set(KINDS)
-    stages = [recipe.stage(step) for step in range(recipe.num_steps)]
-    assert list(dict.fromkeys(stages)) == ["dense", "warmup", "sparse"]
+def test_copy_questions_in_training_also_ask_for_arguments_of_tool_calls():
+    trained = {turn.answer for chat in drawn("copy", "train") for turn in chat.turns}
+    assert set(COPIED_WORDS) < trained
+    assert not set(COPIED_WORDS) & {chat.turns[0].answer for chat in drawn("copy", "held-out")}

@@ -6,8 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from glm5.chat.template import ChatTemplate
 from glm5.common.errors import DataError
-from glm5.train.data.sources import ChunkedRows, MixedRows, NeedleRows, PackedRows, RulerRows
+from glm5.train.data.dialogues import train_tokenizer
+from glm5.train.data.sources import ChunkedRows, DialogueRows, MixedRows, NeedleRows, PackedRows, RulerRows
 from glm5.train.data.tokens import TokenFile, writing
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -127,3 +129,17 @@ def test_held_out_rows_come_from_sources_that_hold_some_out(file):
     mixed = MixedRows([PackedRows(file, 32, 0, 0.0), NeedleRows(64, 320, 0)], [3, 1], seed=0)
     assert all(len(mixed.row(draw, "held out").ids) == 64 for draw in range(8))
     assert not MixedRows([PackedRows(file, 32, 0, 0.0)], [1], seed=0).holds_out
+
+
+def test_conversations_have_the_asked_turns_and_lengths():
+    template = ChatTemplate.bundled("glm-5.2", train_tokenizer(768))
+    user = template.tokenizer.id_of("<|user|>")
+    rows = DialogueRows(["recall", "copy"], template, 400, 0, turns={"recall": 3}, max_words=10)
+    row = rows.row(0, "train")
+    starts = np.cumsum([0, *row.lengths[:-1]])
+    counts = [int((row.ids[a : a + n] == user).sum()) - 1 for a, n in zip(starts, row.lengths, strict=True)]
+    assert set(counts[::2]) == {3}
+    assert set(counts[1::2]) <= {1, 2, 5}
+    assert max(row.lengths[::2]) < 10 + 3 * 30
+    with pytest.raises(DataError, match=r"turns: got 'recal'; allowed: copy, sort"):
+        DialogueRows([], template, 400, 0, turns={"recal": 3})
