@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, field_validator
 from glm5.config.command import MANY, Command, Count, Positional, Seconds
 
 _HOST_NAME = re.compile(r"\*|(?:\*\.)?[\w-]+(?:\.[\w-]+)*\.?", flags=re.ASCII)
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", re.IGNORECASE)
 _MAX_NAME = 64
 Rate = Annotated[float, Field(ge=1e-3, le=1e9)]
 """Requests a minute."""
@@ -101,6 +102,13 @@ class Operations(Command):
     def _address(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError("an address that begins with http:// or https://")
+        return value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(_ORIGIN.fullmatch(origin) for origin in value):
+            raise ValueError("scheme and host without a path, such as https://chat.example, or *")
         return value
 
     @field_validator("allowed_hosts")

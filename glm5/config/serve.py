@@ -24,12 +24,12 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     """Port to listen on; 0 for a free one."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API. Default: MODEL as given."""
-    reasoning_parser: Literal["glm45"] = "glm45"
+    reasoning_parser: Annotated[Literal["glm45"], NoEffect("reasoning is always split from the answer")] = "glm45"
     """Splits reasoning from the answer."""
     max_inter_token_ms: MaxInterTokenMs = "auto"
     """While requests decode, compute so few tokens of prompts in a step that these get their next token within about so
     many milliseconds: on a CPU by what steps took before, on a GPU by estimate. auto: 80 on a CPU, none on a GPU."""
-    tool_call_parser: Literal["glm45", "glm47"] = "glm47"
+    tool_call_parser: Annotated[Literal["glm45", "glm47"], NoEffect("one parser reads both formats")] = "glm47"
     """Parses tool calls; both names select the same parser, which reads both formats."""
     enable_auto_tool_choice: Annotated[bool, NoEffect("a request that has tools always lets the model choose")] = False
     """Let the model decide whether to call a tool."""

@@ -62,7 +62,7 @@ def test_random_architectures_equal_transformers():
         ids_T = torch.tensor([token for ids in sequences for token in ids])
         packed = pair.ours.head(pair.ours(ids_T, PackedView(lengths))).split(lengths)
         for ids, got in zip(sequences, packed, strict=True):
-            want, choices = pair.reference(ids)
+            want, choices = pair.witness(ids)
             if pair.smallest_gap(ids) < MIN_GAP:
                 num_forced += 1
                 got = pair.forced(ids, choices)

@@ -1,7 +1,7 @@
 """Our model and the one in `transformers` with the same random weights, and the choices that each made.
 
 A choice (selected keys, routed experts) can flip on a rounding error when two candidates score alike. Rows whose gap
-is below `MIN_GAP` are therefore compared with the reference's choices forced upon our model.
+is below `MIN_GAP` are therefore compared with the witness's choices forced upon our model.
 """
 
 from collections.abc import Iterator
@@ -105,7 +105,7 @@ class Pair:
     theirs: GlmMoeDsaForCausalLM
 
     @torch.no_grad()
-    def reference(self, ids: list[int]) -> tuple[Tensor, Choices]:
+    def witness(self, ids: list[int]) -> tuple[Tensor, Choices]:
         """Logits [T, W] of transformers on one sequence, and its choices."""
         choices = Choices()
 
@@ -139,7 +139,7 @@ class Pair:
 
     @torch.no_grad()
     def forced(self, ids: list[int], choices: Choices) -> Tensor:
-        """Our logits with the reference's keys and experts."""
+        """Our logits with the witness's keys and experts."""
         routed = iter(choices.routed)
         hooks = [r.register_forward_hook(lambda *_: next(routed)) for r in routers(self.ours)]
         try:

@@ -50,6 +50,8 @@ def test_numbers_as_people_write_them(text, number):
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size: got '2'; allowed: 1 "),
         ("--served-model-name=", "--served-model-name: got ''; allowed: a text that is not empty"),
         ("--api-key=", "--api-key: got ''; allowed: a text that is not empty"),
+        ("--allowed-origins a.example", "--allowed-origins: got ['a.example']; allowed: scheme and host"),
+        ("--allowed-origins https://a.example/", "--allowed-origins: got ['https://a.example/']; allowed: scheme and"),
         ("--block-size 16", "--block-size: got '16'; allowed: 64"),
     ],
 )
@@ -84,7 +86,7 @@ def test_flags_of_sglang_are_refused_with_what_to_use():
 def test_flags_without_effect_are_taken_and_said():
     line = (
         "--pipeline-parallel-size 1 --enforce-eager --swap-space 16 --block-size 64 --trust-remote-code"
-        " --disable-log-requests --disable-log-stats"
+        " --disable-log-requests --disable-log-stats --reasoning-parser=glm45 --tool-call-parser=glm47"
     )
     said = [note.split(" has no effect: ")[0] for note in notes(serve(f"{line} --tp 1"))]
-    assert said == [word for word in line.split() if word.startswith("--")]
+    assert said == [word.split("=")[0] for word in line.split() if word.startswith("--")]

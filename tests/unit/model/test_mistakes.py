@@ -217,7 +217,7 @@ def clear_sequence(pair: Pair, length: int) -> list[int]:
 def test_parity_notices(name):
     pair = build_pair({}, seed=7)
     ids = clear_sequence(pair, 48)
-    want, _ = pair.reference(ids)
+    want, _ = pair.witness(ids)
     assert (pair.ours.logits(ids) - want).abs().max() < BUDGET
     with mistaken(pair, MISTAKES[name]):
         assert (pair.ours.logits(ids) - want).abs().max() > BUDGET
@@ -232,7 +232,7 @@ def test_parity_notices_k_norm_epsilon():
                 layer.self_attn.indexer.wk.weight.mul_(1e-3)
                 layer.self_attn.indexer.k_norm.bias.mul_(10)
     ids = clear_sequence(pair, 48)
-    want, _ = pair.reference(ids)
+    want, _ = pair.witness(ids)
     assert (pair.ours.logits(ids) - want).abs().max() < BUDGET
     with mistaken(pair, k_norm_eps):
         assert (pair.ours.logits(ids) - want).abs().max() > BUDGET
@@ -243,6 +243,6 @@ def test_indexer_mistakes_are_invisible_while_all_keys_fit(name):
     """Why the parity cases must be longer than index_topk."""
     pair = build_pair({"index_topk": 48}, seed=7)
     ids = clear_sequence(pair, 48)
-    want, _ = pair.reference(ids)
+    want, _ = pair.witness(ids)
     with mistaken(pair, MISTAKES[name]):
         assert (pair.ours.logits(ids) - want).abs().max() < BUDGET

@@ -97,7 +97,7 @@ def differences(pair: Pair, sequences: list[list[int]], feed) -> list[float]:
     """Largest difference per sequence whose choices cannot flip; the others are compared with choices forced."""
     found = []
     for ids in sequences:
-        want, choices = pair.reference(ids)
+        want, choices = pair.witness(ids)
         got = feed(pair, ids) if pair.smallest_gap(ids) >= MIN_GAP else pair.forced(ids, choices)
         found.append((got - want).abs().max().item())
     return found
