@@ -193,6 +193,7 @@ class _Search:
         self.alpha, self.beta = self.x.new_zeros(members), self.x.new_zeros(members)
         self.error = torch.full_like(self.alpha, torch.inf)
         self.before = self._error(self.scale)
+        self.reached = self.largest_inputs() > 0
 
     def largest_inputs(self) -> Tensor:
         largest = self.x.abs().amax(-2)
@@ -234,7 +235,7 @@ class _Search:
     def _usable(self, scale: Tensor) -> Tensor:
         if not self.normalize:
             return scale.clamp_min(_MIN_SCALE)
-        valid = scale.isfinite() & (scale > 0)
+        valid = scale.isfinite() & (scale > 0) & self.reached
         log = torch.where(valid, scale, torch.ones_like(scale)).log()
         # In float64: else the last bit of a GPU's sum depends on the number of members.
         mean = log.sum(-1, keepdim=True, dtype=torch.float64) / valid.sum(-1, keepdim=True).clamp_min(1)

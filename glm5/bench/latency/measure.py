@@ -75,7 +75,7 @@ def measure(settings: LatencyConfig, llm: LLM, say: Say, keep: Keep = lambda _fo
         )
         keep(results)
     results["kernels_built_late"] = llm.stats()["kernels_built_late"]
-    say(f"kernels compiled after the start: {results['kernels_built_late']}")
+    say(f"kernels compiled or loaded after the start: {results['kernels_built_late']}")
     return results
 
 

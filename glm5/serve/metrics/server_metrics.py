@@ -69,7 +69,9 @@ class ServerMetrics:
         )
         self.steps = counter("glm5:engine_steps_total", "Steps that computed something.")
         self.rows = counter("glm5:engine_tokens_total", "Tokens that were computed in steps, of prompts and answers.")
-        self.kernels = counter("glm5:kernels_built_late_total", "GPU kernels that were compiled after the start.")
+        self.kernels = counter(
+            "glm5:kernels_built_late_total", "GPU kernels that were compiled, or loaded from disk, after the start."
+        )
         self.simulated = gauge(
             "glm5:simulated_acceptance", "Tokens a step where drafts stand at random, to measure speed; else 0."
         )

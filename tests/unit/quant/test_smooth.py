@@ -198,6 +198,18 @@ def test_channels_that_no_token_used_stay_as_they_are(seed):
     assert flex_awq(x, [Target(weight, W4A8)], upstream=True).scale[11] == pytest.approx(1e-5)
 
 
+def test_nor_do_they_follow_their_columns_without_a_share_of_the_inputs(seed):
+    gen = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(40, 64, generator=gen), torch.randn(24, 64, generator=gen)
+    x[:, 11] = 0
+    weight[:, 7] *= 300
+    found = flex_smooth(x, [Target(weight, W8A8)], alpha=0.0)
+    assert (found.alpha, found.beta) != (0, 0)
+    assert found.scale[7] < 0.1
+    assert found.scale[11] == 1
+    assert found.scale.log().sum().item() == pytest.approx(0, abs=1e-4)
+
+
 def test_given_exponents_are_not_searched(seed):
     gen = torch.Generator().manual_seed(seed)
     x, weight = bursty(gen, 40, 64).double(), laplace(gen, 24, 64).double()
