@@ -10,14 +10,14 @@ _CUTS = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def wait_for_earlier(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Wait until earlier kernels have ended (triton_support.dependent_launch)."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def let_later_begin(PDL: tl.constexpr):
+def pdl_launch_dependents(PDL: tl.constexpr):
     """Allow the next kernel to start and load its weights."""
     if PDL:
         gdc_launch_dependents()

@@ -28,7 +28,7 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 struct Index { u32 x, y, z; };
-struct __align__(16) Four { u32 x[4]; };
+struct __align__(16) Vector16 { u32 x[4]; };
 
 constexpr int MOST_PEERS = 4, MOST_THREADS = MOST_PEERS * 1024, MOST_WORDS = 8;
 static Index threadIdx, blockIdx, gridDim;
@@ -116,34 +116,34 @@ static u32 __ballot_sync(u32, bool is) {
     return found;
 }
 
-static u32 bytes_of(u32 a, u32 b, u32 which) {
+static u32 byte_perm(u32 a, u32 b, u32 which) {
     const u64 both = (u64)b << 32 | a;
     u32 found = 0;
     for (int i = 0; i < 4; ++i) found |= (u32)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
     return found;
 }
 
-static Four load_once(const u8* at) {
+static Vector16 load_no_allocate(const u8* at) {
     if ((u64)at % 16) abort();
-    return *(const Four*)at;
+    return *(const Vector16*)at;
 }
 
-static Four load_row(const u8* at) { return load_once(at); }
+static Vector16 load_row(const u8* at) { return load_no_allocate(at); }
 static float load_scale(const float* at) { return *at; }
 
-static void begin_to_load(u8* to, const u8* at) {
+static void cp_async(u8* to, const u8* at) {
     if ((u64)to % 16 || (u64)at % 16) abort();
     memcpy(to, at, 16);
 }
 
-static void wait_for_loads() {}
-static void wait_for_earlier() {}
-static void let_later_begin() {}
-static u32 picked(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }
+static void cp_async_wait() {}
+static void pdl_wait() {}
+static void pdl_launch_dependents() {}
+static u32 mask_xor(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }
 
 static float of_bfloat16(u16 x) { return __uint_as_float((u32)x << 16); }
 
-static u16 bfloat16_of(float x) {
+static u16 to_bfloat16(float x) {
     const u32 bits = __float_as_uint(x);
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16;
 }
@@ -161,12 +161,12 @@ static u16 float16_of(float x) {
     return bits;
 }
 
-static u32 times_plus_bf16(u32 a, u32 b, u32 c) {
-    const u16 low = bfloat16_of(of_bfloat16(a) * of_bfloat16(b) + of_bfloat16(c));
-    return low | (u32)bfloat16_of(of_bfloat16(a >> 16) * of_bfloat16(b >> 16) + of_bfloat16(c >> 16)) << 16;
+static u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    const u16 low = to_bfloat16(of_bfloat16(a) * of_bfloat16(b) + of_bfloat16(c));
+    return low | (u32)to_bfloat16(of_bfloat16(a >> 16) * of_bfloat16(b >> 16) + of_bfloat16(c >> 16)) << 16;
 }
 
-static u32 times_plus_f16(u32 a, u32 b, u32 c) {
+static u32 fma_f16x2(u32 a, u32 b, u32 c) {
     const u16 low = float16_of(of_float16(a) * of_float16(b) + of_float16(c));
     return low | (u32)float16_of(of_float16(a >> 16) * of_float16(b >> 16) + of_float16(c >> 16)) << 16;
 }
@@ -179,13 +179,13 @@ static float rounded_to_e4m3(float x) {
     return std::clamp(nearbyintf(x / step) * step, -448.0f, 448.0f);
 }
 
-static u32 e4m3_pair(float low, float high) {
+static u32 through_e4m3x2(float low, float high) {
     return float16_of(rounded_to_e4m3(low)) | (u32)float16_of(rounded_to_e4m3(high)) << 16;
 }
 
 // mma.m16n8k16 of float16 or bfloat16: lane 4 g + t has of a rows g and g + 8, inputs 2 t, 2 t + 1, and those
 // 8 behind; of b column g, the same inputs; of d rows g and g + 8, columns 2 t and 2 t + 1.
-template <bool F16> static void add_product_of(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <bool F16> static void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const auto number = [](u32 pair, int k) {
         const u16 half = k % 2 ? pair >> 16 : pair;
         return F16 ? of_float16(half) : of_bfloat16(half);
@@ -203,10 +203,10 @@ template <bool F16> static void add_product_of(float (&d)[4], const u32 (&a)[4],
 }
 
 #ifdef ACT
-static void add_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { add_product_of<ACT == 2>(d, a, b0, b1); }
+static void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_m16n8k16<ACT == 2>(d, a, b0, b1); }
 
 // mma.m16n8k32 of int8: likewise, with inputs 4 t and on, and those 16 behind.
-static void add_product(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+static void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const auto number = [](u32 four, int k) { return (int)(signed char)(four >> 8 * (k % 4)); };
     const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     u32(*all)[MOST_WORDS] = met(mine, 6);

@@ -32,5 +32,5 @@ static void add_values(float (&d)[128], const u32* p, u64 v) {
     }
 }
 
-template <int N> static void kept(u32 (&)[N]) {}
-static void known_first(float, u32) {}
+template <int N> static void warpgroup_fence_registers(u32 (&)[N]) {}
+static void compute_now(float, u32) {}

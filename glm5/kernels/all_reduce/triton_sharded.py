@@ -38,7 +38,7 @@ from glm5.kernels.all_reduce.triton_buffers import (
 from glm5.kernels.fp8_linear import cuda_rows
 from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.row_codes import Quantized
-from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, quantized_row, pdl_wait
 from glm5.kernels.triton_rows import row_codes, row_scale
 from glm5.kernels.triton_support import dependent_launch
 
@@ -83,9 +83,9 @@ def _reduce_scatter_norm(
     """For each of `num_rows` rows of every rank's share, from `first` on: one program per peer sends the peer's row,
     unless all rows were SENT before, and one program sums this rank's row."""
     PROGRAMS: tl.constexpr = 1 if SENT else SIZE  # of a row
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     turn = tl.load(state)
-    let_later_begin(PDL)
+    pdl_launch_dependents(PDL)
     slot, count = turn.to(tl.int64), num_rows * D
     i, k = (tl.program_id(0) // PROGRAMS).to(tl.int64), tl.program_id(0) % PROGRAMS
     t = first + i
@@ -195,9 +195,9 @@ def _gather(
     BY_RUNS: a bit for each part that consists of runs; in `outs` the first runs of all ranks come first, then the
     second.
     """
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     turn = tl.load(state)
-    let_later_begin(PDL)
+    pdl_launch_dependents(PDL)
     slot = turn.to(tl.int64)
     here, k = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE
     width = tl.num_programs(0) // SIZE * CHUNK  # of a rank's words in a buffer

@@ -13,11 +13,11 @@ import triton.language as tl
 from glm5.kernels.triton_fp8 import (
     eight_times,
     experts_of,
-    let_later_begin,
+    pdl_launch_dependents,
     pairs_of,
     partial_products,
     sixteens,
-    wait_for_earlier,
+    pdl_wait,
     widened,
 )
 
@@ -49,8 +49,8 @@ def gate_up_vector(
     t = tl.program_id(1).to(tl.int64)
     a = tl.program_id(2)
     scale_rows = tl.cdiv(F, 128)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     if a < A:
         expert = tl.load(expert_ptr + t * A + a).to(tl.int64)
         gate_ptr = w_ptr + expert * 2 * F * D
@@ -149,7 +149,7 @@ def down_vector(
     )
     scale *= tl.load(weight_ptr + t * A + a, mask=a < A, other=0.0)[:, None]
     scale = eight_times(tl.reshape(scale, [PAIRS * BLOCKS]))
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     h_at = h_ptr + t * (A + SHARED) * F
     h = sixteens(tl.load(h_at + (k // FP) * F + k % FP, mask=here, other=0.0))
     if SHARED:
@@ -165,7 +165,7 @@ def down_vector(
             if SHARED:
                 shared_w = tl.load(shared_ptr + row + f[None, :], mask=(f < F)[None, :], other=0.0)
         else:
-            let_later_begin(PDL)
+            pdl_launch_dependents(PDL)
         tl.store(out_ptr + t * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
         d += BLOCK_D
 
@@ -198,8 +198,8 @@ def gate_up_pairs(
     i = tl.arange(0, 128)
     scale_rows = tl.cdiv(F, 128)
     row = tl.minimum(f, F - 1).to(tl.int64) * D
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     experts, expert, count = experts_of(expert_ptr, tl.minimum(p, T * A - 1), T * A, PAIRS)
     if p < T * A:
         gate_ptr = w_ptr + expert.to(tl.int64) * 2 * F * D
@@ -277,8 +277,8 @@ def down_pairs(
     at_ptr = tl.multiple_of(at_ptr, 16)
     first = tl.program_id(0) * TILES
     last = min(first + TILES, tl.cdiv(D, BLOCK_D))
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     for tile in range(tl.cdiv(count, 8)):
         here = tile * 8 + r < count
         if p < T * A:
@@ -344,8 +344,8 @@ def combine(
     """out [T, D]: the sum of each token's outputs. `plus`, if given, is added to the rounded sum."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     out = sum_of_outputs(y_ptr, t, d, T, D, A, SHARED, place_ptr).to(out_ptr.dtype.element_ty)
     if plus_ptr is not None:
         plus = tl.load(plus_ptr + t * D + d, mask=d < D, other=0.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glm5.kernels import tuned
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import let_later_begin, once, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, once, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 _QUERIES = 8  # of a prompt, that read the same keys
@@ -101,8 +101,8 @@ def _score(
 ):
     """score[t, s] of the blocks that a query sees, -inf past its end; and the maxima of every GROUP scores, if above
     1."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     tile, share, num_shares = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     query = tl.arange(0, QUERIES)
     t_T = (tile * QUERIES + query).to(tl.int64)

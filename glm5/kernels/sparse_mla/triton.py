@@ -22,7 +22,7 @@ from torch import Tensor
 from glm5.kernels import tuned
 from glm5.kernels.block_scaled import BLOCK, FP8
 from glm5.kernels.fp8_pool import ROPE_DTYPE, Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, once, wait_for_earlier
+from glm5.kernels.triton_fp8 import last_to_arrive, pdl_launch_dependents, once, pdl_wait
 from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch, multiprocessors
 
 _SHARED_ROWS = 64
@@ -263,8 +263,8 @@ def _attend(
 
     program_id(0): share of the keys; (1): tile of queries, the last first; (2): block of heads.
     """
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     share, tile, pair = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.arange(0, BLOCK_H)
     place, h = (pair // H) * (QUERIES > 1), tl.program_id(2) * BLOCK_H + (pair % H if QUERIES > 1 else pair)
     t = (tile * QUERIES + place).to(tl.int64)
@@ -318,8 +318,8 @@ def _merge(
     t, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     s, c = tl.arange(0, BLOCK_SHARES), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     place_S = (t * SHARES + s) * H + h
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     lse_S = tl.load(part_lse_ptr + place_S, mask=s < SHARES, other=float("-inf"))
     known = (s[:, None] < SHARES) & (c[None, :] < C)
     part_SC = tl.load(part_ptr + place_S[:, None] * C + c[None, :], mask=known, other=0.0)

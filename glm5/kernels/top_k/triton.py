@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 # Scores that a program compares at once; longer rows go through groups.
@@ -117,8 +117,8 @@ def _best_of_row(
     PDL: tl.constexpr,
 ):
     """Best keys of row program_id(0), of which the first end_ptr[row] scores count."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     t = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
     i = tl.arange(0, WIDTH)
@@ -140,8 +140,8 @@ def _threshold(
     PDL: tl.constexpr,
 ):
     """least[t]: a rank that at least k groups reach, and few more; below all ranks if there are fewer groups."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     t = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
     i = tl.arange(0, WIDTH)
@@ -164,8 +164,8 @@ def _sift(
     PDL: tl.constexpr,
 ):
     """kept[t, n, :count[t, n]]: which scores of stretch n = program_id(1) reach least[t], in order."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     t, n, num_stretches = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
     i = n * STRETCH + tl.arange(0, STRETCH)
@@ -193,8 +193,8 @@ def _best_of_kept(
     PDL: tl.constexpr,
 ):
     """As `_best_of_row`, of what is kept, in runs: the best so far, then the next ones. STRETCHES is 2 ** STEPS."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     t, n, p = tl.program_id(0).to(tl.int64), tl.arange(0, STRETCHES), tl.arange(0, RUN)
     score, out, kept = score_ptr + t * score_stride, out_ptr + t * k, kept_ptr + t * num_stretches * STRETCH
     count = tl.load(count_ptr + t * num_stretches + n, mask=n < num_stretches, other=0)
@@ -228,8 +228,8 @@ def _largest(
     PDL: tl.constexpr,
 ):
     """out[t, g] = the largest value of a group, a NaN if it has one."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     i = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
