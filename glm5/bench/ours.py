@@ -50,7 +50,7 @@ class Drafts:
     def __init__(self, llm: LLM):
         self._llm, self._before = llm, llm.stats()["speculation"]
 
-    def figures(self, num_tokens: int) -> dict[str, Any]:
+    def metrics(self, num_tokens: int) -> dict[str, Any]:
         """For JSON. `num_tokens`: output tokens since creation. A rate is None if nothing was drafted at its
         position."""
         config, now = self._llm.config, self._llm.stats()["speculation"]

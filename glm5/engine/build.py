@@ -54,7 +54,7 @@ from glm5.model.lowering import use_invariant, weight_bytes
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Group, all_reduce_min
 from glm5.parallel.rendezvous import Rendezvous, open_group, store_at
-from glm5.parallel.table import WHOLE, Shard, local_config
+from glm5.parallel.table import UNSHARDED, Shard, local_config
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None =
     load_tokenizer = lambda: Tokenizer.from_dir(folder)  # noqa: E731
     size = config.tensor_parallel_size
     if size == 1:
-        model = _load(start, config, WHOLE, _device(start, 0, size), on_progress)
+        model = _load(start, config, UNSHARDED, _device(start, 0, size), on_progress)
         return build_core(model, config, source=path, load_tokenizer=load_tokenizer, on_progress=on_progress)
     cfg, device = ModelConfig.from_file(path), _device(start, size - 1, size)
     local_config(cfg, size)

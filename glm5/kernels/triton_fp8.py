@@ -89,13 +89,13 @@ def last_to_arrive(arrivals_ptr, tile, count):
 
 
 @triton.jit
-def sixteens(x):
+def split_by_16(x):
     """A row [K] in float32, as [K / 16, 16]: what a thread has of it, beside its 16 bytes of weights."""
     return tl.reshape(x.to(tl.float32), [x.shape[0] // 16, 16])
 
 
 @triton.jit
-def eight_times(scale):
+def repeat_8(scale):
     """Scales [G] of 128 values as those of 16, [8 G]."""
     return tl.reshape(tl.broadcast_to(scale[:, None], [scale.shape[0], 8]), [scale.shape[0] * 8])
 
@@ -128,8 +128,8 @@ def quantized_row(x):
     x = tl.reshape(x, [K // 16, 16])
     amax = tl.max(tl.reshape(tl.max(tl.abs(x), 1), [K // 128, 8]), 1)
     scale, inverse = scale_of(amax)
-    wide = tl.broadcast_to(eight_times(scale)[:, None], [K // 16, 16])
-    inverse = tl.broadcast_to(eight_times(inverse)[:, None], [K // 16, 16])
+    wide = tl.broadcast_to(repeat_8(scale)[:, None], [K // 16, 16])
+    inverse = tl.broadcast_to(repeat_8(inverse)[:, None], [K // 16, 16])
     return tl.reshape(quotient(x, wide, inverse), [K]), scale
 
 

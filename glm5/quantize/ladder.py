@@ -281,10 +281,10 @@ def _row(quality: Quality, right_before: Sequence[bool], right: Sequence[bool]) 
 
 
 def _append(
-    file: Path, settings: LadderConfig, number: int, rung: str, seed: int, figures: dict[str, Any]
+    file: Path, settings: LadderConfig, number: int, rung: str, seed: int, metrics: dict[str, Any]
 ) -> dict[str, Any]:
     setting = dict(zip(_SETTING, _setting(settings), strict=True))
-    row = {"model": number, "rung": rung, "seed": seed, **setting, **figures}
+    row = {"model": number, "rung": rung, "seed": seed, **setting, **metrics}
     with file.open("a", encoding="utf-8") as handle:
         handle.write(json.dumps(row) + "\n")
     logger.info(

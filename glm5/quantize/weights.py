@@ -228,12 +228,12 @@ def find_scale(
         return minmax(weight, grid)
     if upstream and grid.symmetric:
         return ssz_upstream(weight, grid, ext.step or UPSTREAM_STEPS), None
-    weighs = None
+    weights = None
     if importance is not None and ext.weighted:
         # Without inputs all count the same.
         empty = importance.amax(-1, keepdim=True) == 0
-        weighs = torch.where(empty, torch.ones_like(importance), importance)
-    return ssz_asymmetric(weight, grid, weighs) if not grid.symmetric else (ssz(weight, grid, weighs), None)
+        weights = torch.where(empty, torch.ones_like(importance), importance)
+    return ssz_asymmetric(weight, grid, weights) if not grid.symmetric else (ssz(weight, grid, weights), None)
 
 
 def shared_tensor_scale(weights: list[Tensor]) -> Tensor:

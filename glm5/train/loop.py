@@ -63,7 +63,7 @@ def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
 def execution_settings(recipe: Recipe) -> Iterator[None]:
     """Set the recipe's number of threads, and deterministic algorithms if it asks for them."""
     on_gpu = device_of(recipe.device).type == "cuda"
-    with _threads(recipe.threads or (HOST_THREADS if on_gpu else None)), deterministic(asked=recipe.deterministic):
+    with _threads(recipe.threads or (HOST_THREADS if on_gpu else None)), deterministic(enabled=recipe.deterministic):
         yield
 
 
@@ -254,11 +254,11 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic(*, asked: bool) -> Iterator[None]:
+def deterministic(*, enabled: bool) -> Iterator[None]:
     """Deterministic algorithms inside the block, if asked for; the previous settings are restored."""
     filling: Any = torch.utils.deterministic
     before, filled = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
-    if asked:
+    if enabled:
         torch.use_deterministic_algorithms(mode=True)
         filling.fill_uninitialized_memory = False  # a debugging aid that costs time
     try:

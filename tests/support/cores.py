@@ -36,14 +36,14 @@ class Counting:
 
 @dataclass
 class ScriptedCore:
-    """`tokens_per_step` for each running answer; `asks` are all requests that came, `heard` the names of messages."""
+    """`tokens_per_step` for each running answer; `asks` are all requests that came, `received` all messages' names."""
 
     script: str = ""
     facts: Facts = FACTS
     tokens_per_step: int = 1
     running: dict[int, Counting] = field(default_factory=dict)
     asks: list[AddRequest] = field(default_factory=list)
-    heard: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
     num_steps: int = 0
     is_closed: bool = False
     paused: bool = False
@@ -55,7 +55,7 @@ class ScriptedCore:
         return bool(self.out or (self.running and not self.paused))
 
     def receive(self, message: Any) -> None:
-        self.heard.append(type(message).__name__)
+        self.received.append(type(message).__name__)
         match message:
             case AddRequest():
                 self.asks.append(message)
@@ -72,7 +72,7 @@ class ScriptedCore:
                 self.paused = isinstance(message, wire.PauseCall)
                 self.out.append(Answer(message.call_id))
             case wire.StatsCall():
-                stats = {"heard": self.heard, "running": len(self.running), "pid": os.getpid()}
+                stats = {"heard": self.received, "running": len(self.running), "pid": os.getpid()}
                 self.out.append(Answer(message.call_id, stats))
             case wire.SleepCall():
                 self.out.append(Answer(message.call_id, {"freed_bytes": 10 * message.level}))

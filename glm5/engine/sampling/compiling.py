@@ -66,15 +66,15 @@ class _Job:
 
 
 class Compilation:
-    """A grammar on its way; `tend` is called while it is waited for. Who does not want it any more forgets it."""
+    """A grammar on its way; `refill` is called while it is waited for. Who does not want it any more forgets it."""
 
-    def __init__(self, future: Future[Any], timeout_s: float, tend: Callable[[], None] = lambda: None) -> None:
-        self._future, self._timeout_s, self._tend = future, timeout_s, tend
+    def __init__(self, future: Future[Any], timeout_s: float, refill: Callable[[], None] = lambda: None) -> None:
+        self._future, self._timeout_s, self._refill = future, timeout_s, refill
         self._deadline = time.monotonic() + timeout_s
 
     def ready(self) -> bool:
         """Whether `result` answers at once."""
-        self._tend()
+        self._refill()
         return self._future.done() or time.monotonic() >= self._deadline
 
     def wait(self, timeout_s: float) -> None:
@@ -126,7 +126,7 @@ class Compiler:
                 raise _refusal(f"cannot be compiled now, as {_MAX_WAITING} others wait for it; try again later")
             if job is None or begins:
                 job = self._grammars[key] = _Job(wanted)
-            compilation = Compilation(job.future, self._timeout_s, workers.tend)
+            compilation = Compilation(job.future, self._timeout_s, workers.refill)
             job.waiters.add(compilation)
         if begins:
             workers.put(job)

@@ -107,9 +107,9 @@ def _complaints(here: Mapping[str, Any], root: Any) -> Iterator[tuple[str, str]]
         return
     kinds = _kinds(here)
     for owners, keywords in _OWNERS.items():
-        stray = [keyword for keyword in keywords if keyword in here and "type" not in here and not owners & kinds]
-        if stray:
-            yield stray[0], f'is only enforced where "type" says {" or ".join(sorted(owners))}; add the type'
+        unenforced = [keyword for keyword in keywords if keyword in here and "type" not in here and not owners & kinds]
+        if unenforced:
+            yield unenforced[0], f'is only enforced where "type" says {" or ".join(sorted(owners))}; add the type'
     yield from _number_complaints(here, kinds)
     yield from _string_complaints(here)
     if here.get("uniqueItems") and here.get("maxItems", 2) > 1:
@@ -123,11 +123,11 @@ def _complaints(here: Mapping[str, Any], root: Any) -> Iterator[tuple[str, str]]
 
 def _choice_complaints(here: Mapping[str, Any], choosers: list[str], root: Any) -> Iterator[tuple[str, str]]:
     chooser = choosers[0]
-    stray = [*choosers[1:], *(keyword for keyword in _ASSERTIONS if keyword in here)]
+    unenforced = [*choosers[1:], *(keyword for keyword in _ASSERTIONS if keyword in here)]
     if chooser not in ("const", "enum") and "type" in here:
-        stray.append("type")
-    if stray:
-        yield stray[0], f"is not enforced beside {chooser}; move it into the schema there"
+        unenforced.append("type")
+    if unenforced:
+        yield unenforced[0], f"is not enforced beside {chooser}; move it into the schema there"
     if chooser == "allOf" and len(here["allOf"]) != 1:
         yield "allOf", f"has {len(here['allOf'])} schemas; allowed: 1, merge them"
     if chooser == "oneOf" and len(here["oneOf"]) > _MAX_ALTERNATIVES:

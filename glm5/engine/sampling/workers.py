@@ -20,7 +20,7 @@ _NICENESS = 5  # of a slow thread: it gets a third of what others get
 
 
 class Workers(Generic[Job]):
-    """`run` is called with each job, in order, on some thread; it may not raise. Any thread may `put` and `tend`."""
+    """`run` is called with each job, in order, on some thread; it may not raise. Any thread may `put` and `refill`."""
 
     def __init__(self, run: Callable[[Job], None], *, num_threads: int, max_slow: int, slow_s: float) -> None:
         self._run, self._num_threads, self._max_slow, self._slow_s = run, num_threads, max_slow, slow_s
@@ -41,9 +41,9 @@ class Workers(Generic[Job]):
         with self._changed:
             self._jobs.append(job)
             self._changed.notify()
-        self.tend()
+        self.refill()
 
-    def tend(self) -> None:
+    def refill(self) -> None:
         """Start threads where there are too few. Whoever waits for a job calls this now and then."""
         with self._changed:
             slow = {thread for thread in self._since if self._is_slow(thread)}
@@ -76,7 +76,7 @@ class Workers(Generic[Job]):
             self.threads.remove(thread)
             self._behind.discard(thread)
             if self._jobs:
-                self.tend()
+                self.refill()
 
     def _next(self, thread: threading.Thread) -> Job | None:
         """None: this thread is to end, as another has taken its place or nothing more will come."""

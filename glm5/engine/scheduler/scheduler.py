@@ -281,15 +281,15 @@ class Scheduler:
         if self._youngest().rank[0] <= head.rank[0] or head.in_flight or self._must_hold(head):
             return
         running = self.running
-        worse = [seq for seq in running if seq.rank[0] > head.rank[0]]
-        while worse:
-            headroom = 0 if len(worse) == len(running) else self._headroom()
+        lower_priority = [seq for seq in running if seq.rank[0] > head.rank[0]]
+        while lower_priority:
+            headroom = 0 if len(lower_priority) == len(running) else self._headroom()
             found = self.page_manager.find(head, self._donor(head), headroom)
             if self._free_slots and not found.num_short:
                 return
-            if found.num_short > self.page_manager.exclusive_pages(worse):
+            if found.num_short > self.page_manager.exclusive_pages(lower_priority):
                 return
-            self._preempt(worse.pop(), plan)
+            self._preempt(lower_priority.pop(), plan)
             running = self.running
 
     def _plan_decodes(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:

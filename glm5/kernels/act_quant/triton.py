@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8, num_blocks
-from glm5.kernels.triton_fp8 import pdl_launch_dependents, quantized_row, pdl_wait
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, quantized_row
 from glm5.kernels.triton_support import dependent_launch
 
 _GROUPS = 16  # per program

@@ -120,14 +120,14 @@ inline void select_of_request(const Layer& layer, const Step& step, const Pool& 
 
 // Writes the index keys of the rows, and picks theirs.
 inline void run_indexer(const Layer& layer, const Step& step, const Pool& pool, const Selection& selection,
-                        const float* turn, Scratch& scratch) {
+                        const float* cis, Scratch& scratch) {
     int T = step.rows, width = layer.index_dim, query_width = layer.index_heads * width;
     float* key = sized(scratch.values, int64_t(T) * width);
     multiply(scratch.x.data(), layer.hidden, T, layer.index_k, layer.hidden, width, key, width);
     for (int row = 0; row < T; ++row) {
         float* one = key + int64_t(row) * width;
         layer_norm(one, layer.index_k_weight, layer.index_k_bias, width, layer.index_eps);
-        rotate(one, turn + int64_t(row) * layer.rope, layer.rope);
+        rotate(one, cis + int64_t(row) * layer.rope, layer.rope);
         std::memcpy(pool.row(step.place[row] / step.page_size, step.place[row] % step.page_size), one, width * sizeof(float));
     }
     if (!selection.keys) return;
@@ -138,7 +138,7 @@ inline void run_indexer(const Layer& layer, const Step& step, const Pool& pool, 
     float scale = 1 / std::sqrt(float(layer.index_heads)) / std::sqrt(float(width));
     for (int64_t at = 0; at < int64_t(T) * layer.index_heads; ++at) w[at] *= scale;
     for (int64_t head = 0; head < int64_t(T) * layer.index_heads; ++head)
-        rotate(q + head * width, turn + head / layer.index_heads * layer.rope, layer.rope);
+        rotate(q + head * width, cis + head / layer.index_heads * layer.rope, layer.rope);
     for (int first = 0, stop; first < T; first = stop) {
         int64_t most = seen_by(step, first) + BLOCK;
         for (stop = first + 1; stop < T && step.request[stop] == step.request[first]; ++stop) {
@@ -184,7 +184,7 @@ inline void attend(const Layer& layer, const Step& step, const Pool& pool, int r
 }
 
 // Latents of the rows go to their places, and q becomes what reads latents: [heads, kv_rank + rope] a row.
-inline float* prepare(const Layer& layer, const Step& step, const Pool& pool, const float* turns, Scratch& scratch) {
+inline float* prepare(const Layer& layer, const Step& step, const Pool& pool, const float* all_cis, Scratch& scratch) {
     int T = step.rows, head_width = layer.nope + layer.rope, width = layer.kv_rank + layer.rope;
     float* q_latent = sized(scratch.q_latent, int64_t(T) * layer.q_rank);
     multiply(scratch.x.data(), layer.hidden, T, layer.q_a, layer.hidden, layer.q_rank, q_latent, layer.q_rank);
@@ -198,19 +198,19 @@ inline float* prepare(const Layer& layer, const Step& step, const Pool& pool, co
     multiply(scratch.x.data(), layer.hidden, T, layer.kv_a, layer.hidden, width, kv, width);
     float* absorbed = sized(scratch.absorbed, int64_t(T) * layer.heads * width);
     for (int row = 0; row < T; ++row) {
-        const float* turn = turns + int64_t(row) * layer.rope;
+        const float* cis = all_cis + int64_t(row) * layer.rope;
         float* latent = pool.row(step.place[row] / step.page_size, step.place[row] % step.page_size);
         const float* one = kv + int64_t(row) * width;
         rms_norm(one, layer.kv_a_norm, layer.kv_rank, layer.lora_eps, latent);
         std::memcpy(latent + layer.kv_rank, one + layer.kv_rank, layer.rope * sizeof(float));
-        rotate(latent + layer.kv_rank, turn, layer.rope);
+        rotate(latent + layer.kv_rank, cis, layer.rope);
         for (int head = 0; head < layer.heads; ++head) {
             const float* from = q + (int64_t(row) * layer.heads + head) * head_width;
             float* to = absorbed + (int64_t(row) * layer.heads + head) * width;
             const float* w_k = layer.kv_b + int64_t(head) * (layer.nope + layer.v_dim) * layer.kv_rank;
             multiply_across(from, layer.nope, w_k, layer.kv_rank, to);
             std::memcpy(to + layer.kv_rank, from + layer.nope, layer.rope * sizeof(float));
-            rotate(to + layer.kv_rank, turn, layer.rope);
+            rotate(to + layer.kv_rank, cis, layer.rope);
         }
     }
     return absorbed;
@@ -218,10 +218,10 @@ inline float* prepare(const Layer& layer, const Step& step, const Pool& pool, co
 
 // y += attention(scratch.x), the normed input.
 inline void run_attention(const Layer& layer, const Step& step, const Pool& latents, const Pool& index_keys,
-                          const Selection& selection, const float* turn, Scratch& scratch, float* y) {
+                          const Selection& selection, const float* cis, Scratch& scratch, float* y) {
     int T = step.rows, width = layer.kv_rank + layer.rope, heads = layer.heads;
-    float* absorbed = prepare(layer, step, latents, turn, scratch);
-    if (layer.index_q && !selection.is_given) run_indexer(layer, step, index_keys, selection, turn, scratch);
+    float* absorbed = prepare(layer, step, latents, cis, scratch);
+    if (layer.index_q && !selection.is_given) run_indexer(layer, step, index_keys, selection, cis, scratch);
     float* out = sized(scratch.out, int64_t(T) * heads * layer.kv_rank);
     for (int row = 0; row < T; ++row) {
         const int32_t* keys = selection.keys ? selection.keys + int64_t(row) * layer.index_topk : nullptr;

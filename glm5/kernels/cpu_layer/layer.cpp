@@ -67,12 +67,12 @@ static void norm_rows(const float* x, const float* weight, int T, int width, flo
 }
 
 static void run_layer(const Layer& layer, const Step& step, const Pool& latents, const Pool& index_keys,
-                      const Selection& selection, const float* turn, const float* x, float* y) {
+                      const Selection& selection, const float* cis, const float* x, float* y) {
     static thread_local Scratch scratch;
     int T = step.rows, D = layer.hidden;
     std::memcpy(y, x, int64_t(T) * D * sizeof(float));
     norm_rows(y, layer.input_norm, T, D, layer.eps, scratch);
-    run_attention(layer, step, latents, index_keys, selection, turn, scratch, y);
+    run_attention(layer, step, latents, index_keys, selection, cis, scratch, y);
     norm_rows(y, layer.post_norm, T, D, layer.eps, scratch);
     if (layer.experts) run_experts(layer, T, scratch, y);
     float* sum = sized(scratch.y, int64_t(T) * D);
@@ -84,10 +84,10 @@ static void run_layer(const Layer& layer, const Step& step, const Pool& latents,
 
 // x [T, hidden] to y [T, hidden]. Rows are written to the pools; `selection` is read or filled. 1: out of memory.
 extern "C" int glm5_layer(const glm5::Layer* layer, const glm5::Step* step, const glm5::Pool* latents,
-                          const glm5::Pool* index_keys, const glm5::Selection* selection, const float* turn,
+                          const glm5::Pool* index_keys, const glm5::Selection* selection, const float* cis,
                           const float* x, float* y) {
     try {
-        glm5::run_layer(*layer, *step, *latents, *index_keys, *selection, turn, x, y);
+        glm5::run_layer(*layer, *step, *latents, *index_keys, *selection, cis, x, y);
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;

@@ -172,12 +172,12 @@ inline float exponential(float x) {
     return x == x ? found : x;
 }
 
-// Pairs of x turned by pairs of (cos, sin).
-inline void rotate(float* x, const float* turn, int width) {
+// Pairs of x rotated by pairs of (cos, sin).
+inline void rotate(float* x, const float* cis, int width) {
     for (int at = 0; at < width; at += 2) {
         float even = x[at], odd = x[at + 1];
-        x[at] = even * turn[at] - odd * turn[at + 1];
-        x[at + 1] = even * turn[at + 1] + odd * turn[at];
+        x[at] = even * cis[at] - odd * cis[at + 1];
+        x[at + 1] = even * cis[at + 1] + odd * cis[at];
     }
 }
 

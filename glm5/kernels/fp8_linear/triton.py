@@ -20,12 +20,12 @@ from glm5.kernels import tuned
 from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
 from glm5.kernels.triton_fp8 import (
-    eight_times,
     last_to_arrive,
-    pdl_launch_dependents,
     partial_products,
-    sixteens,
+    pdl_launch_dependents,
     pdl_wait,
+    repeat_8,
+    split_by_16,
     widened,
 )
 from glm5.kernels.triton_support import arrivals, dependent_launch
@@ -58,7 +58,7 @@ def _vector(
     scales = ()
     for step in tl.static_range(STEPS):
         scale = tl.load(scale_at + step * GROUPS, mask=step * GROUPS + g < scale_cols, other=0.0)
-        scales = scales + (eight_times(scale),)
+        scales = scales + (repeat_8(scale),)
     w = tl.load(w_ptr + tl.minimum(o, O - 1).to(tl.int64)[:, None] * D + k[None, :], mask=(k < D)[None, :], other=0.0)
     pdl_wait(PDL)
     # All on their way before the first is put in order, which takes a barrier.
@@ -66,7 +66,7 @@ def _vector(
     for step in tl.static_range(STEPS):
         loads = loads + (tl.load(x_ptr + step * K + k, mask=step * K + k < D, other=0.0),)
     for step in tl.static_range(STEPS):
-        xs = xs + (sixteens(loads[step]),)
+        xs = xs + (split_by_16(loads[step]),)
     for tile in tl.static_range(TILES):
         sums = tl.zeros([BLOCK_O, K // 16], tl.float32)
         for step in tl.static_range(STEPS):

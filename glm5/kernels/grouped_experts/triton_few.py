@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from glm5.kernels.triton_fp8 import (
-    eight_times,
     experts_of,
-    pdl_launch_dependents,
     pairs_of,
     partial_products,
-    sixteens,
+    pdl_launch_dependents,
     pdl_wait,
+    repeat_8,
+    split_by_16,
     widened,
 )
 
@@ -74,11 +74,11 @@ def gate_up_vector(
         here = step * GROUPS + g < scale_cols
         gate_scale = tl.load(gate_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
         up_scale = tl.load(up_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
-        gate_scales = gate_scales + (eight_times(gate_scale),)
-        up_scales = up_scales + (eight_times(up_scale),)
+        gate_scales = gate_scales + (repeat_8(gate_scale),)
+        up_scales = up_scales + (repeat_8(up_scale),)
         loads = loads + (tl.load(x_ptr + t * D + step * K + k, mask=step * K + k < D, other=0.0),)
     for step in tl.static_range(STEPS):
-        xs = xs + (sixteens(loads[step]),)
+        xs = xs + (split_by_16(loads[step]),)
     for tile in tl.static_range(TILES):
         gate_F = tl.zeros([BLOCK_F, K // 16], tl.float32)
         up_F = tl.zeros([BLOCK_F, K // 16], tl.float32)
@@ -148,10 +148,10 @@ def down_vector(
         other=0.0,
     )
     scale *= tl.load(weight_ptr + t * A + a, mask=a < A, other=0.0)[:, None]
-    scale = eight_times(tl.reshape(scale, [PAIRS * BLOCKS]))
+    scale = repeat_8(tl.reshape(scale, [PAIRS * BLOCKS]))
     pdl_wait(PDL)
     h_at = h_ptr + t * (A + SHARED) * F
-    h = sixteens(tl.load(h_at + (k // FP) * F + k % FP, mask=here, other=0.0))
+    h = split_by_16(tl.load(h_at + (k // FP) * F + k % FP, mask=here, other=0.0))
     if SHARED:
         shared_h = tl.load(h_at + A * F + f, mask=f < F, other=0.0)
         shared_h = tl.reshape(tl.reshape(shared_h, [BLOCKS, 128]) * shared_scale[:, None], [FP])

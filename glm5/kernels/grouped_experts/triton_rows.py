@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from glm5.kernels.grouped_experts.triton_plan import tile_at
-from glm5.kernels.triton_fp8 import pdl_launch_dependents, quotient, scale_of, pdl_wait
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, quotient, scale_of
 
 
 @triton.jit

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from glm5.kernels.triton_fp8 import (
     pdl_launch_dependents,
+    pdl_wait,
     quotient,
     scale_of,
-    pdl_wait,
 )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glm5.kernels import tuned
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import pdl_launch_dependents, once, pdl_wait
+from glm5.kernels.triton_fp8 import once, pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 _QUERIES = 8  # of a prompt, that read the same keys
@@ -156,24 +156,24 @@ class Tiling(NamedTuple):
     programs: int
 
 
-def tiling_for(*, crowded: bool, is_float32: bool) -> Tiling:
+def tiling_for(*, many_queries: bool, is_float32: bool) -> Tiling:
     """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance-kernels.md). 64 keys make the
     smallest product of a warp group; of 528 programs, two at a time, every multiprocessor has four.
     """
     if is_float32:  # products of float32 take registers where others take matrix units
-        return Tiling(64, _QUERIES if crowded else 1, warps=4, stages=3, programs=1056)
-    return Tiling(64, _QUERIES, 4, 2, programs=528) if crowded else Tiling(64, 1, 4, 2, programs=2112)
+        return Tiling(64, _QUERIES if many_queries else 1, warps=4, stages=3, programs=1056)
+    return Tiling(64, _QUERIES, 4, 2, programs=528) if many_queries else Tiling(64, 1, 4, 2, programs=2112)
 
 
 def tiling_of(q_TJI: Tensor, key_PZI: Pool, page_table_BN: Tensor, num_shares: int = 1) -> Tiling:
     """The tiling for these queries and those of the other shares. They are crowded if requests have many queries."""
     num_queries, J, I = num_shares * q_TJI.shape[0], *q_TJI.shape[1:]
-    crowded = num_queries >= _QUERIES * page_table_BN.shape[0]
+    many_queries = num_queries >= _QUERIES * page_table_BN.shape[0]
     tiling = None
     if q_TJI.element_size() == 2:
-        sizes = f"J={J} I={I}{' fp8' if isinstance(key_PZI, Fp8Keys) else ''}{' crowded' if crowded else ''}"
+        sizes = f"J={J} I={I}{' fp8' if isinstance(key_PZI, Fp8Keys) else ''}{' many_queries' if many_queries else ''}"
         tiling = tuned.find(Tiling, "index_score", sizes, num_queries, q_TJI.device)
-    return tiling or tiling_for(crowded=crowded, is_float32=q_TJI.element_size() > 2)
+    return tiling or tiling_for(many_queries=many_queries, is_float32=q_TJI.element_size() > 2)
 
 
 def index_score(

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8
-from glm5.kernels.triton_fp8 import pdl_launch_dependents, prefetch, quotient, scale_of, pdl_wait
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, prefetch, quotient, scale_of
 from glm5.kernels.triton_support import dependent_launch
 
 

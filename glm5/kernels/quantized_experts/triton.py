@@ -20,7 +20,7 @@ from glm5.kernels.quantized_linear.triton import block_k_of
 from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import int4_product, product, unit, weight_times_rows
-from glm5.kernels.triton_fp8 import experts_of, pdl_launch_dependents, pairs_of, pdl_wait
+from glm5.kernels.triton_fp8 import experts_of, pairs_of, pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 PAIR_TOKENS = 32

@@ -43,7 +43,7 @@ def _rope(
     tl.store(out_ptr + t * out_stride_t + h[:, None] * out_stride_h + r[None, :], out, mask=inside)
 
 
-def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, _turn_TR2: Tensor | None = None) -> Tensor:
+def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, _cis_TR2: Tensor | None = None) -> Tensor:
     """As `reference.rope`; x may be strided."""
     asks = torch.is_grad_enabled() and x.requires_grad
     return _Rope.apply(x, cos_TR2, sin_TR2) if asks else rotate(x, cos_TR2, sin_TR2)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels import tuned
-from glm5.kernels.triton_fp8 import pdl_launch_dependents, prefetch, pdl_wait
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, prefetch
 from glm5.kernels.triton_support import dependent_launch
 
 _FEW = 32  # tokens up to which the product is memory-bound

@@ -18,7 +18,7 @@ constexpr int LANES = 32;
 template <class T> struct Search {
     const T *w, *h, *starts;  // w [rows, width]; h [matrices or 1, groups, width] or null
     int64_t rows, width, rows_per_matrix, groups, one_h;
-    int num_starts, steps, polish;
+    int num_starts, steps, refine;
     T quant_min, quant_max;
     T* out;  // [rows]
 };
@@ -58,7 +58,7 @@ template <class T, bool WEIGHTED> T search(const Search<T>& of, const T* w, cons
             if (explained > most) most = explained, best = scale;
         }
     }
-    for (int i = 0; i < of.polish; ++i) {
+    for (int i = 0; i < of.refine; ++i) {
         T scale;
         step<T, WEIGHTED>(w, hw, h, padded, best, of.quant_min, of.quant_max, scale, explained);
         if (!(explained > most)) break;  // nothing would change any more

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8, num_blocks
 from glm5.kernels.fp8_pool import ROPE_DTYPE, Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import pdl_launch_dependents, quantized_row, quotient, pdl_wait
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, quantized_row, quotient
 from glm5.kernels.triton_support import dependent_launch
 
 

@@ -190,9 +190,9 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
     tenant = caller().name
     engine_id = service.running.enter(tenant, job.id)
     try:
-        asked = service.engine.generate(job.prompt_ids, job.params, request_id=engine_id, **vars(job.options))
+        generation = service.engine.generate(job.prompt_ids, job.params, request_id=engine_id, **vars(job.options))
         with named(job.names):
-            async with asked as deltas:
+            async with generation as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "abort" and service.engine.stopped_because is not None:
                         raise _closing()
