@@ -58,8 +58,8 @@ class Drafts:
         rates = [good / made if made else None for made, good in zip(*counts, strict=True)]
         num_accepted = min(sum(counts[1]), num_tokens - 1)
         return {
-            "on": self._llm.client.facts.max_depth > 0,
-            "max_depth": self._llm.client.facts.max_depth,
+            "on": self._llm.client.info.max_depth > 0,
+            "max_depth": self._llm.client.info.max_depth,
             "adaptive": config.adaptive_speculation,
             "accepted_by_position": rates,
             "tokens_per_step": num_tokens / (num_tokens - num_accepted),

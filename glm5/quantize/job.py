@@ -71,7 +71,7 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
     recipe in place of the settings'."""
     source = Source(settings.model)
     if settings.out is not None:
-        source.check_apart(Path(settings.out))
+        source.check_output(Path(settings.out))
     resolved = resolved or resolve(settings)
     for note in resolved.notes:
         logger.info("%s", note)

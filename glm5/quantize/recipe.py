@@ -83,8 +83,8 @@ def read_recipe(path: Path) -> Recipe:
     except _UNREADABLE as err:
         raise ConfigError(f"{path}: cannot be understood: {' '.join(str(err).split())}") from None
     recipe = parse_recipe(raw, str(path))
-    if recipe.dataset is not None and (beside := path.parent / recipe.dataset).is_file():
-        recipe = recipe.model_copy(update={"dataset": str(beside)})
+    if recipe.dataset is not None and (sibling := path.parent / recipe.dataset).is_file():
+        recipe = recipe.model_copy(update={"dataset": str(sibling)})
     elif recipe.dataset is not None:
         logger.info("%s: dataset %s is not beside it: --calibration decides", path, recipe.dataset)
         recipe = recipe.model_copy(update={"dataset": None})

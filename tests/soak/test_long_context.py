@@ -58,7 +58,7 @@ class Meter:
             async_scheduling=False,
         )
         self.core = build_core(random_model(3, cfg), config)
-        self.is_native = "native code" in dict(self.core.facts.table)["threads"]
+        self.is_native = "native code" in dict(self.core.info.table)["threads"]
         self.num_tokens, self.num_submitted, self.num_answered = 0, 0, 0
         self._counts: dict[str, int] | None = None
         runner = self.core.runner

@@ -10,7 +10,7 @@ from glm5.engine.core.engine_core import EngineCore
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
-from glm5.engine.transport.wire import AddRequest, Answer, Facts, RoutedExperts, Update, Updates
+from glm5.engine.transport.wire import AddRequest, Answer, EngineInfo, RoutedExperts, Update, Updates
 from tests.support.fake_runner import FakeRunner, FakeWeights, lone_run
 
 MAX_TURNS = 5000
@@ -79,7 +79,7 @@ class CoreDriver:
             draft_quality=draft_quality,
         )
         self.copies = self._copies(tiers, host_pages) if tiers is not None else None
-        facts = Facts(
+        info = EngineInfo(
             self.config.page_size,
             self.config.num_pages,
             self.config.max_num_seqs,
@@ -93,7 +93,7 @@ class CoreDriver:
         self.core = EngineCore(
             self.runner,
             self.config,
-            facts,
+            info,
             weights=self.weights,
             cache=self.runner,
             compiler=compiler,

@@ -221,9 +221,9 @@ def _compile(compiler: Any, wanted: StructuredOutputsParams) -> Any:
     return compiler.compile_structural_tag(wanted.text)
 
 
-def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, escaping: bool, markup_apart: bool) -> Any:
+def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, escaping: bool, separate_markup: bool) -> Any:
     """The vocabulary as xgrammar takes it. `escaping`: without tokens that hold a control character but line ends.
-    `markup_apart`: tags are no text; structural tags can still name them by id.
+    `separate_markup`: tags are no text; structural tags can still name them by id.
 
     xgrammar (0.2.8) lets strings of bounded length hold tabs and other control characters, all but line ends, as they
     are. No JSON may. Without the tokens it cannot be said; the price are tabs between JSON's tokens.
@@ -231,7 +231,7 @@ def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, escaping: bool
     if not vocabulary.eos_ids:
         raise _refusal("needs a model with an end token: nothing could follow a complete answer")
     spelled = [vocabulary.bytes_of(token_id) for token_id in range(vocabulary.size)]
-    if markup_apart:
+    if separate_markup:
         spelled = [_NO_TEXT + spelling if vocabulary.is_markup(i) else spelling for i, spelling in enumerate(spelled)]
     if escaping:
         spelled = [b"" if _CONTROL.search(spelling) else spelling for spelling in spelled]

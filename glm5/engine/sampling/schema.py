@@ -260,11 +260,11 @@ def _chooses(here: Mapping[str, Any]) -> list[str]:
 def _disjoint(alternatives: Any) -> bool:
     """Whether no value can be of two of the alternatives, as far as one can see."""
     return all(
-        _apart(first, second) for index, first in enumerate(alternatives) for second in alternatives[index + 1 :]
+        _are_disjoint(first, second) for index, first in enumerate(alternatives) for second in alternatives[index + 1 :]
     )
 
 
-def _apart(first: Any, second: Any) -> bool:
+def _are_disjoint(first: Any, second: Any) -> bool:
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
         return False
     kinds = [_kinds(side) | ({"integer"} if "number" in _kinds(side) else set()) for side in (first, second)]
@@ -276,7 +276,7 @@ def _apart(first: Any, second: Any) -> bool:
     if not kinds[0] == kinds[1] == {"object"}:
         return False
     shared = set(first.get("required", ())) & set(second.get("required", ()))
-    return any(_apart(*(side.get("properties", {}).get(name) for side in (first, second))) for name in shared)
+    return any(_are_disjoint(*(side.get("properties", {}).get(name) for side in (first, second))) for name in shared)
 
 
 def _key(value: Any) -> Any:

@@ -28,7 +28,7 @@ import zmq
 
 from glm5.common.errors import reason_of
 from glm5.engine.transport.failure import LOST, reason_of_exit, reason_of_silence
-from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
+from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, EngineInfo, Ready, Start, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Core(Protocol):
     """The part of `EngineCore` that a link needs."""
 
     @property
-    def facts(self) -> Facts: ...
+    def info(self) -> EngineInfo: ...
     @property
     def has_work(self) -> bool: ...
     def receive(self, message: ToEngine) -> None: ...
@@ -94,7 +94,7 @@ class InlineLink:
             return []
         if not self._is_ready:
             self._is_ready = True
-            return [Ready(self.core.facts)]
+            return [Ready(self.core.info)]
         try:
             with suppress(Empty):
                 wait = 0.0 if self.core.has_work else timeout

@@ -26,7 +26,7 @@ from glm5.kernels.triton_fp8 import (
     pdl_wait,
     repeat_8,
     split_by_16,
-    widened,
+    upcast,
 )
 from glm5.kernels.triton_support import arrivals, dependent_launch
 
@@ -133,7 +133,7 @@ def _few(
         inside = block * 128 + i < D
         w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)
         x = tl.load(x_at + block * 128, mask=(t < M)[None, :] & inside[:, None], other=0.0)
-        sums += tl.dot(widened(w, x), x, input_precision="ieee") * tl.load(scale_at + block)
+        sums += tl.dot(upcast(w, x), x, input_precision="ieee") * tl.load(scale_at + block)
     _finish(sums, y_ptr, partial_ptr, arrivals_ptr, o, t, M, O, SPLIT, PDL)
 
 

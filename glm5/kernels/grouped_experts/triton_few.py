@@ -18,7 +18,7 @@ from glm5.kernels.triton_fp8 import (
     pdl_wait,
     repeat_8,
     split_by_16,
-    widened,
+    upcast,
 )
 
 
@@ -229,8 +229,8 @@ def gate_up_pairs(
             gate_w = tl.load(gate_at + block * 128, mask=inside[None, :], other=0.0)
             up_w = tl.load(up_at + block * 128, mask=inside[None, :], other=0.0)
             x = tl.load(x_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0)
-            gate += tl.dot(widened(gate_w, x), x, input_precision="ieee") * tl.load(gate_scale_ptr + scale_at + block)
-            up += tl.dot(widened(up_w, x), x, input_precision="ieee") * tl.load(up_scale_ptr + scale_at + block)
+            gate += tl.dot(upcast(gate_w, x), x, input_precision="ieee") * tl.load(gate_scale_ptr + scale_at + block)
+            up += tl.dot(upcast(up_w, x), x, input_precision="ieee") * tl.load(up_scale_ptr + scale_at + block)
         h = gate / (1 + tl.exp(-gate)) * up
         h_at = h_ptr + pair.to(tl.int64)[None, :] * F + f[:, None]
         tl.store(h_at, h.to(h_ptr.dtype.element_ty), mask=here[None, :] & (f < F)[:, None])
@@ -302,13 +302,13 @@ def down_pairs(
             if HELD:
                 for block in tl.static_range(BLOCKS):
                     w = tl.load(w_at + block * 128, mask=(block * 128 + i < F)[None, :], other=0.0)
-                    y += tl.dot(widened(w, hs[block]), hs[block], input_precision="ieee") * tl.load(scale_at + block)
+                    y += tl.dot(upcast(w, hs[block]), hs[block], input_precision="ieee") * tl.load(scale_at + block)
             else:
                 for block in tl.range(BLOCKS, num_stages=STAGES):
                     inside = block * 128 + i < F
                     w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)
                     h = tl.load(h_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0)
-                    y += tl.dot(widened(w, h), h, input_precision="ieee") * tl.load(scale_at + block)
+                    y += tl.dot(upcast(w, h), h, input_precision="ieee") * tl.load(scale_at + block)
             stored = here[None, :] & (step * BLOCK_D + d < D)[:, None]
             tl.store(y_at + step * BLOCK_D, y * weight[None, :], mask=stored)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glm5.kernels import tuned
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import once, pdl_launch_dependents, pdl_wait
+from glm5.kernels.triton_fp8 import materialize, pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 _QUERIES = 8  # of a prompt, that read the same keys
@@ -45,9 +45,9 @@ def _rotated(q, cos_ptr, sin_ptr, t, QUERIES: tl.constexpr, HALF: tl.constexpr):
     cos = tl.load(cos_ptr + at, mask=(p < HALF)[None, :], other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + at, mask=(p < HALF)[None, :], other=0.0).to(tl.float32)
     a, b = tl.split(tl.reshape(q.to(tl.float32), [q.shape[0], q.shape[1] // 2, 2]))
-    # `once`: a product that is added in the same instruction would skip its rounding.
-    first = once((a * cos).to(q.dtype)).to(tl.float32) - once((b * sin).to(q.dtype)).to(tl.float32)
-    second = once((b * cos).to(q.dtype)).to(tl.float32) + once((a * sin).to(q.dtype)).to(tl.float32)
+    # `materialize`: a product that is added in the same instruction would skip its rounding.
+    first = materialize((a * cos).to(q.dtype)).to(tl.float32) - materialize((b * sin).to(q.dtype)).to(tl.float32)
+    second = materialize((b * cos).to(q.dtype)).to(tl.float32) + materialize((a * sin).to(q.dtype)).to(tl.float32)
     return tl.reshape(tl.join(first, second), q.shape).to(q.dtype)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from glm5.kernels import tuned
 from glm5.kernels.block_scaled import BLOCK, FP8
 from glm5.kernels.fp8_pool import ROPE_DTYPE, Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import last_to_arrive, once, pdl_launch_dependents, pdl_wait
+from glm5.kernels.triton_fp8 import last_to_arrive, materialize, pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch, multiprocessors
 
 _SHARED_ROWS = 64
@@ -85,7 +85,7 @@ def _bytes(
 def _widened(bytes_GNC, scale_GN, GROUPS: tl.constexpr, dtype: tl.constexpr):
     values_GNC = ()
     for g in tl.static_range(GROUPS):
-        values_GNC = values_GNC + (once((bytes_GNC[g].to(tl.float32) * scale_GN[g][:, None]).to(dtype)),)
+        values_GNC = values_GNC + (materialize((bytes_GNC[g].to(tl.float32) * scale_GN[g][:, None]).to(dtype)),)
     return values_GNC
 
 

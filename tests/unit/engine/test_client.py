@@ -15,7 +15,7 @@ from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams, answer_seeds
 from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs, Update
-from tests.support.cores import FACTS, ScriptedCore
+from tests.support.cores import INFO, ScriptedCore
 from tests.support.tokenizers import tiny_tokenizer
 
 PLAIN = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -281,12 +281,12 @@ class TestRefusals:
         assert llm.core.received == []
 
     def test_more_pages_than_there_are(self, scripted):
-        llm = scripted(facts=replace(FACTS, num_pages=2))
+        llm = scripted(info=replace(INFO, num_pages=2))
         with pytest.raises(RequestError, match="need 4 pages of 64 tokens, the cache has 2; lower max_tokens"):
             llm.generate([1] * 100, PLAIN.but(max_tokens=150), use_tqdm=False)
 
     def test_experts_that_are_not_recorded(self, scripted):
-        llm = scripted(facts=replace(FACTS, routed_experts=False))
+        llm = scripted(info=replace(INFO, routed_experts=False))
         with pytest.raises(RequestError, match="start it with enable_return_routed_experts"):
             llm.generate([1], PLAIN, use_tqdm=False, routed_experts=True)
 
@@ -423,7 +423,7 @@ def test_numbers_beyond_the_context_are_asked_for_as_its_end(scripted):
     (ask,) = llm.core.asks
     params, left = ask.params, llm.max_model_len - 2
     assert (ask.max_tokens, params.max_tokens, params.min_tokens, params.thinking_token_budget) == (left,) * 4
-    assert ask.max_depth <= FACTS.max_depth
+    assert ask.max_depth <= INFO.max_depth
     msgspec.msgpack.encode(ask)
 
 

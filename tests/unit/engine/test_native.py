@@ -171,7 +171,7 @@ def test_what_an_engine_runs(settings, dtype, native, seed):
     core = build_core(model, EngineConfig(num_gpu_blocks_override=4, max_num_seqs=2, **settings))
     assert (core.runner.model.model.layers[0].impl is not None) == native
     assert model.model.layers[0].impl is None  # the caller's
-    assert dict(core.facts.table)["threads"].endswith("native code" if native else "torch")
+    assert dict(core.info.table)["threads"].endswith("native code" if native else "torch")
 
 
 @pytest.mark.compiler

@@ -67,7 +67,7 @@ def test_an_engine_gains_it_and_says_so():
         llm.generate([[5, 6, 7], [8, 9]], params, use_tqdm=False)
         counts = llm.stats()["speculation"]
         assert "SIMULATED" in dict(llm.table)["drafts"]
-        assert llm.client.facts.simulated_acceptance == MEAN
+        assert llm.client.info.simulated_acceptance == MEAN
         assert counts["simulated_acceptance"] == MEAN
     gained = 1 + sum(counts["accepted"]) / counts["drafted"][0]
     assert gained == pytest.approx(MEAN, abs=0.35)  # of 130 steps
