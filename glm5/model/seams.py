@@ -57,7 +57,7 @@ class KVView(Protocol):
 
     @property
     def reads_all(self) -> bool:
-        """Whether indexers need not be asked: every query reads every visible key, and nobody keeps index keys."""
+        """Whether indexers can be skipped: every query reads every visible key, and no index keys are stored."""
         ...
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:

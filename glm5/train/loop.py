@@ -38,7 +38,7 @@ from glm5.train.step import Step
 logger = logging.getLogger(__name__)
 
 FINISHING = "the step is finished and the state written first; a second one ends the run at once"
-"""Message when a run is asked to stop."""
+"""Message when a run is requested to stop."""
 HOST_THREADS = 4
 """Torch threads of a run on a GPU, where the host only computes positions and masks. With a thread for each of 64
 cores, beside processes that make sequences, a small model's step took 1.3 s; the GPU needed 0.4 s (docs/tuning.md)."""
@@ -255,7 +255,7 @@ def _threads(number: int | None) -> Iterator[None]:
 
 @contextmanager
 def deterministic(*, enabled: bool) -> Iterator[None]:
-    """Deterministic algorithms inside the block, if asked for; the previous settings are restored."""
+    """Deterministic algorithms inside the block, if `enabled`; the previous settings are restored."""
     filling: Any = torch.utils.deterministic
     before, filled = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     if enabled:

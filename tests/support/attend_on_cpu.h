@@ -1,4 +1,4 @@
-// What attend.cuh leaves out on a CPU: reading of tiles and conversions.
+// The functions of attend.cuh on a CPU: loads of tiles and conversions.
 
 #include "hopper_on_cpu.h"
 
@@ -21,16 +21,16 @@ static void cp_async_or_zero(u32 to, const u8* from, bool is) {
 // on.
 static void ldmatrix_x4(u32 (&x)[4], u32 at) {
     if (at % 16) abort();
-    u32(*all)[MOST_WORDS] = met(&at, 1);
+    u32(*all)[MAX_WORDS] = warp_exchange(&at, 1);
     for (int i = 0; i < 4; ++i)
         memcpy(&x[i], memory + all[8 * i + current % 32 / 4][0] + 4 * (current % 4), 4);
     __syncwarp();
 }
 
-// The same, turned: of rows 2 (lane % 4) and the next, bytes 2 (lane / 4) and the next.
+// The same, transposed: of rows 2 (lane % 4) and the next, bytes 2 (lane / 4) and the next.
 static void ldmatrix_x4_transposed(u32 (&x)[4], u32 at) {
     if (at % 16) abort();
-    u32(*all)[MOST_WORDS] = met(&at, 1);
+    u32(*all)[MAX_WORDS] = warp_exchange(&at, 1);
     for (int i = 0; i < 8; ++i)
         memcpy((u16*)x + i, memory + all[8 * (i / 2) + current % 4 * 2 + i % 2][0] + 2 * (current % 32 / 4), 2);
     __syncwarp();

@@ -1,4 +1,4 @@
-// hopper_on_cpu.h, and products of int8 as quantized_linear/tiles.cu has them.
+// hopper_on_cpu.h, and the int8 products of quantized_linear/tiles.cu.
 
 #include "hopper_on_cpu.h"
 

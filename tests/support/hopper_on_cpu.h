@@ -1,4 +1,4 @@
-// What hopper.cuh stands for, on a CPU: copies that run on their own are done at once, products where they are begun.
+// The functions of hopper.cuh on a CPU: asynchronous copies and products are executed where they are issued.
 
 #include "cuda_on_cpu.h"
 
@@ -18,8 +18,8 @@ static u8 *&shared_memory = memory, *&aligned_memory = memory;
 static float __int_as_float(int x) { return __uint_as_float(x); }
 static float exp2_approx(float x) { return exp2f(x); }
 static float __shfl_sync(u32, float x, int lane) {
-    const u32 mine = __float_as_uint(x);
-    return __uint_as_float(met(&mine, 1)[lane][0]);
+    const u32 own_words = __float_as_uint(x);
+    return __uint_as_float(warp_exchange(&own_words, 1)[lane][0]);
 }
 
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
@@ -27,10 +27,10 @@ static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 static u32 shared_at(const void* p) { return (const u8*)p - memory; }
-static void rest() { swapcontext(&fibers[current], &scheduler); }
+static void yield_fiber() { swapcontext(&fibers[current], &scheduler); }
 
-static Barrier named[MOST_PEERS][16], of_cluster;
-static void named_barrier_sync(int barrier, int count) { named[own][barrier].come(count); }
+static Barrier named[MAX_PEERS][16], of_cluster;
+static void named_barrier_sync(int barrier, int count) { named[own][barrier].arrive_and_wait(count); }
 
 struct Arrivals {
     int wanted, missing, bytes;
@@ -41,13 +41,13 @@ struct Arrivals {
     }
 };
 
-static std::map<u32, Arrivals> arrivals_of[MOST_PEERS];
+static std::map<u32, Arrivals> arrivals_of[MAX_PEERS];
 #define arrivals arrivals_of[own]
 
 static void mbarrier_init(u32 at, int count) { arrivals[at] = {count, count, 0, 0}; }
 
 static void mbarrier_wait(u32 barrier, u32 parity) {
-    while (arrivals[barrier].phase == parity) rest();
+    while (arrivals[barrier].phase == parity) yield_fiber();
 }
 
 static void mbarrier_arrive_expect_tx(u32 barrier, int bytes) {
@@ -62,13 +62,13 @@ static void add_release(int* count) { ++*count; }
 static int load_acquire(const int* count) { return *count; }
 
 static void wait_for_count(const int* count, int wanted) {
-    while (*count < wanted) rest();
+    while (*count < wanted) yield_fiber();
 }
 
 // Place of a byte in a matrix of rows of 128 bytes at a multiple of 1024.
 static u32 place_of(u32 byte) { return byte ^ byte / 128 % 8 * 16; }
 
-// Zeros behind the last row.
+// Rows behind the last are zeros.
 static void tma_load_evict_first(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
     const Matrix& from = *map->matrix;
     if (to % 1024 || row < 0 || row >= (int)from.rows || column + 128 > (int)from.cols) abort();
@@ -84,23 +84,23 @@ static void tma_load(u32 to, const TensorMap* map, int column, int row, u32 barr
     tma_load_evict_first(to, map, column, row, barrier);
 }
 
-static void in_place_of(int peer) { own = peer, memory = memories[peer]; }
+static void switch_to_peer(int peer) { own = peer, memory = memories[peer]; }
 
 static void tma_load_multicast(u32 to, const TensorMap* map, int column, int row, u32 barrier, u16 peers) {
-    const int mine = own;
-    for (int peer = 0; peer < MOST_PEERS; ++peer) {
+    const int caller = own;
+    for (int peer = 0; peer < MAX_PEERS; ++peer) {
         if (!(peers >> peer & 1)) continue;
-        in_place_of(peer);
+        switch_to_peer(peer);
         tma_load_evict_first(to, map, column, row, barrier);
     }
-    in_place_of(mine);
+    switch_to_peer(caller);
 }
 
 static void mbarrier_arrive_at_peer(u32 barrier, int peer) {
-    const int mine = own;
-    in_place_of(peer);
+    const int caller = own;
+    switch_to_peer(peer);
     mbarrier_arrive(barrier);
-    in_place_of(mine);
+    switch_to_peer(caller);
 }
 
 // Matrices of heads, zeros behind the last row of each.
@@ -119,8 +119,8 @@ static void tma_load_3d(u32 to, const TensorMap* map, int column, int row, int h
 
 static void cluster_sync() {
     int all = 0;
-    for (int peer = 0; peer < MOST_PEERS; ++peer) all += living[peer];
-    of_cluster.come(all);
+    for (int peer = 0; peer < MAX_PEERS; ++peer) all += living[peer];
+    of_cluster.arrive_and_wait(all);
 }
 
 static void cluster_sync_relaxed() { cluster_sync(); }
@@ -177,7 +177,7 @@ static u16 to_e4m3x2(float low, float high) { return e4m3_of(low) | e4m3_of(high
 static void stmatrix_transposed(u32 at, u32 first, u32 second) {
     const int lane = current % 32;
     if (lane < 16 && at % 16) abort();
-    u32(*all)[MOST_WORDS] = met(&at, 1);
+    u32(*all)[MAX_WORDS] = warp_exchange(&at, 1);
     for (int i = 0; i < 4; ++i) {
         const u16 value = (i / 2 ? second : first) >> 16 * (i % 2);
         memcpy(memory + all[i / 2 * 8 + lane % 4 * 2 + i % 2][0] + 2 * (lane / 4), &value, 2);

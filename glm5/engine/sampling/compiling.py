@@ -1,8 +1,8 @@
 """Grammars compiled off the step's path: a few threads, a cache, a bound on size and one on time.
 
-A request asks (`Compiler.compile`) and polls (`Compilation.ready`) until it has a grammar or a reason why not. One that
-is stuck in a hostile grammar keeps nobody waiting: not its request, which is refused after `timeout_s`, not those with
-other grammars (`workers`), and not the process's end.
+A request starts a compilation (`Compiler.compile`) and polls it (`Compilation.ready`) until there is a grammar or an
+error. A hostile grammar that never finishes blocks nothing: its request is refused after `timeout_s`, other grammars
+compile in other threads (`workers`), and the process can end.
 """
 
 import json
@@ -34,7 +34,7 @@ _OPERATOR = re.compile(r"[*+?{]")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\n]*', re.DOTALL)
 _CONTENT_OF = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}  # in a structural tag
 _MAX_GRAMMARS = 1024  # in the cache
-_MAX_WAITING = 256  # that nobody has begun to compile
+_MAX_WAITING = 256  # that are not being compiled yet
 _MAX_WHITESPACE = 64  # between two JSON tokens: enough to indent, and a model cannot go on for ever
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _NO_TEXT = b"\xff"  # begins no character in UTF-8
@@ -47,7 +47,7 @@ class Vocabulary:
     """What tokens spell: `bytes_of(id)` for ids below `size`, empty for control tokens, which no grammar lets through.
 
     `size` is the model's, `eos_ids` are the tokens that end an answer once its grammar is complete. `is_markup`: tokens
-    that are tags to whoever reads the answer. A grammar that does not spell one lets none of them through as text.
+    that parsers of the answer read as tags. A grammar that does not name such a token never allows it as text.
     """
 
     size: int
@@ -58,7 +58,7 @@ class Vocabulary:
 
 @dataclass(eq=False)
 class _Job:
-    """`waiters`: who has not gone; a job that nobody waits for is not begun."""
+    """`waiters`: compilations still in use; a job without waiters is not started."""
 
     wanted: StructuredOutputsParams
     future: "Future[Any]" = field(default_factory=Future)
@@ -66,7 +66,7 @@ class _Job:
 
 
 class Compilation:
-    """A grammar on its way; `refill` is called while it is waited for. Who does not want it any more forgets it."""
+    """A grammar that is being compiled; each poll calls `refill`. To cancel it, drop the last reference."""
 
     def __init__(self, future: Future[Any], timeout_s: float, refill: Callable[[], None] = lambda: None) -> None:
         self._future, self._timeout_s, self._refill = future, timeout_s, refill
@@ -114,7 +114,7 @@ class Compiler:
         self._joining = threading.Lock()  # a job is either joined, or given up
 
     def compile(self, wanted: StructuredOutputsParams, salt: bytes = b"") -> Compilation:
-        """Start compiling, or join whoever of the same salt does: how long it takes says what others have asked for.
+        """Start compiling, or join a job of the same salt only: its duration would reveal other tenants' grammars.
         Raises RequestError while too many wait."""
         if self._workers is None:
             self._workers = self._new_workers()
@@ -165,7 +165,7 @@ class Compiler:
             job.future.set_result(self._compiled(job.wanted))
         except GlmError as error:
             job.future.set_exception(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the request's to hear, and ends nobody else
+        except Exception as error:  # noqa: BLE001 - any error fails only this request
             job.future.set_exception(_refusal(f"is not understood: {_reason(error)}"))
 
     def _compiled(self, wanted: StructuredOutputsParams) -> Any:

@@ -133,5 +133,5 @@ def _descending(z_TW: Tensor) -> Tensor:
     """Values of each row, largest first."""
     if z_TW.device.type != "cpu":
         return z_TW.sort(dim=-1, descending=True).values
-    # Which of equals comes first is nobody's business here, and NumPy's vector sort of values is 25 times faster.
+    # The order of equal values does not matter here, and NumPy's vector sort of values is 25 times faster.
     return torch.from_numpy(np.sort(-z_TW.numpy(), axis=-1)).neg_()

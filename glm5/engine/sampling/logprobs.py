@@ -22,7 +22,7 @@ class Logprobs:
     """Of each row's token: float32 [T], its rank (1: likeliest) int64 [T]; then the N likeliest, likeliest first, and
     their `tempered`, -inf for those that could not be drawn.
 
-    Equals rank by smaller token id. N is the most that any row asked for: a row's own are the first of them.
+    Equals rank by smaller token id. N is the maximum of the rows' numbers: each row uses the first of them.
     """
 
     logprob_T: Tensor

@@ -29,7 +29,7 @@ _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's
 
 @dataclass
 class Sampled:
-    """Tokens int64 [T]; rows without a valid token (all barred, or NaN), bool [T]; log-probabilities if asked."""
+    """Tokens int64 [T]; rows without a valid token (all barred, or NaN), bool [T]; log-probabilities if requested."""
 
     token_T: Tensor
     no_valid_token_T: Tensor
@@ -146,7 +146,7 @@ class Sampler:
         return self.vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)
 
     def _untruncated(self, edited_TW: Tensor, rows: Rows, features: int) -> Tensor | None:
-        """What tokens would be drawn from if nothing were cut; None where nobody asks, or it is the model's own."""
+        """The distribution before top-k and top-p; None if it is not needed, or is the model's own."""
         if not features & Feature.LOGPROBS or not features & (Feature.TEMPERED | EDITS | CUTS):
             return None
         return drawn_from(edited_TW, self.tables.numbers_of(rows.slot_T)("temperature"), None)

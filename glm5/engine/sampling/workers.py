@@ -34,7 +34,7 @@ class Workers(Generic[Job]):
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that nobody has begun."""
+        """Jobs that no thread has started."""
         return len(self._jobs)
 
     def put(self, job: Job) -> None:
@@ -69,7 +69,7 @@ class Workers(Generic[Job]):
         thread = threading.current_thread()
         while (job := self._next(thread)) is not None:
             self._run(job)
-            del job  # nobody may be waiting for it any more
+            del job  # this may be the last reference to it
             with self._changed:
                 del self._since[thread]
         with self._changed:

@@ -173,7 +173,7 @@ class CopyQueue:
 
     def stats(self) -> dict[str, int]:
         """Counters and sizes for the metrics."""
-        figures = asdict(self.counts) | {
+        stats = asdict(self.counts) | {
             "in_flight": len(self._copies),
             "host_leased": self.host.num_leased,
             "host_pages": len(self.host),
@@ -181,14 +181,14 @@ class CopyQueue:
             "host_evicted": self.host.num_evicted,
         }
         if self.disk is not None:
-            figures |= {
+            stats |= {
                 "disk_files": len(self.disk),
                 "disk_bytes": self.disk.num_bytes,
                 "disk_evicted": self.disk.num_evicted,
                 "disk_damaged": self.disk.num_damaged,
                 "disk_is_writable": int(self.disk.is_writable),
             }
-        return figures
+        return stats
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for all copies and files, at most `timeout_s`. False if some are still under way then."""

@@ -111,7 +111,7 @@ def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `kernels.rms_norm`. float32; TrainingError where a gradient is asked for."""
+    """As `kernels.rms_norm`. float32; TrainingError where a gradient is required."""
     refuse_gradient("cpu_layer.rms_norm", x, weight)
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     sizes = x.numel() // x.shape[-1], x.shape[-1]

@@ -210,8 +210,8 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
     finally:
         service.running.leave(tenant, job.id)
         seconds = time.monotonic() - start
-        figures = (job.id, usage.prompt_tokens, usage.completion_tokens, seconds, reason)
-        logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *figures)
+        values = (job.id, usage.prompt_tokens, usage.completion_tokens, seconds, reason)
+        logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *values)
 
 
 def _closing() -> ApiError:

@@ -144,7 +144,7 @@ def fit(service: Service, prompt_tokens: int, wanted: int | None, *, prompt: str
 
 
 def context_exceeded(max_context: int, found: str, *, param: str) -> ApiError:
-    """The refusal of a prompt that is too long, alone or with the answer that was asked for."""
+    """The refusal of a prompt that is too long, alone or with the requested answer."""
     return ApiError(
         400,
         f"the context holds {max_context} tokens, prompt and answer together; the prompt has {found}; "

@@ -192,7 +192,7 @@ class _EngineSupervisor:
 
 
 def _end(setup: ServerSetup, server: Server, engine: Killable | None, signals: _Signals) -> None:
-    """Shut down: drain if SIGTERM asked for it, close the engine, then stop the server."""
+    """Shut down: drain if SIGTERM requested it, close the engine, then stop the server."""
     state, left = setup.state, CLOSE_SECONDS
     state.is_draining = True
     if engine is not None:

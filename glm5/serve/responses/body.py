@@ -30,8 +30,8 @@ _OF_OTHER_TOOLS = (
 
 
 class Reasoning(StrictModel):
-    """`effort`: none switches it off. `context`: whether what was thought in earlier turns is kept. Reasoning is told
-    as it is; there is no `summary` of it."""
+    """`effort`: none switches it off. `context`: whether reasoning of earlier turns is kept. Reasoning is returned
+    in full; there is no `summary` of it."""
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
@@ -96,7 +96,7 @@ class ResponsesBody(SamplingFields):
     chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
-        """RequestError for what is asked to be included and cannot be, and for what every answer would repeat."""
+        """RequestError for values of `include` without support, and for fields that every answer would repeat."""
         known = (LOGPROBS, ENCRYPTED_REASONING, *_OF_OTHER_TOOLS)
         if unknown := [one for one in self.include if one not in known]:
             raise RequestError(f"include holds {unknown[0]!r:.60}; allowed: {', '.join(known)}", "include")

@@ -175,7 +175,7 @@ class GenerateBody(Body):
     extra_key: Annotated[Any, Field(json_schema_extra=_TEXT)] = ""
 
     def prompts(self) -> tuple[list[TextOrIds], bool]:
-        """Each prompt by itself, and whether they were asked for as a batch. Raises RequestError."""
+        """Each prompt by itself, and whether the request has a batch of them. Raises RequestError."""
         if (self.text is None) == (self.input_ids is None):
             raise RequestError("text and input_ids: exactly one of them is needed", "text")
         name, given = ("text", self.text) if self.input_ids is None else ("input_ids", self.input_ids)
@@ -206,7 +206,7 @@ class GenerateBody(Body):
         return found
 
     def logprobs(self, count: int) -> list[LogprobRange]:
-        """The log-probabilities asked for, of each prompt. Raises RequestError."""
+        """The log-probabilities requested for each prompt. Raises RequestError."""
         flags = self._each("return_logprob", bool, count, "true or false")
         starts = self._each("logprob_start_len", int, count, "-1 (none of the prompt), or the first token of it")
         numbers = self._each("top_logprobs_num", int, count, "a number of tokens")

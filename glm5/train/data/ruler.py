@@ -113,7 +113,7 @@ def _needles(
     num_values: int = 1,
     num_queried: int = 1,
 ) -> Sample:
-    """`num_keys` keys with `num_values` values each; the first `num_queried` keys are asked for."""
+    """`num_keys` keys with `num_values` values each; the first `num_queried` keys are queried."""
     draw = {"words": prose.words, "numbers": prose.numbers, "uuids": prose.uuids}
     total = num_keys + (size if filler == "needles" else 0)
     keys, values = draw[key](rng, total), draw[value](rng, total * num_values)
@@ -189,7 +189,7 @@ def _frequent_words(rng: Random, size: int, _more: int) -> Sample:
     coded = prose.letters(rng, max(6, total // 50), 6, _LETTERS)
     share = [rank**-2.0 for rank in range(1, len(coded) + 2)]
     counts = [max(1, round(total * each / sum(share))) for each in share]
-    for rank in range(NUM_FREQUENT, -1, -1):  # no ties among those that are asked for
+    for rank in range(NUM_FREQUENT, -1, -1):  # no ties among the queried words
         counts[rank] = max(counts[rank], counts[rank + 1] + 1)
     drawn = ["..."] * counts[0]
     for word, times in zip(coded, counts[1:], strict=True):
