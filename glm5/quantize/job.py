@@ -112,8 +112,8 @@ def _rounds_as_trained(plan: Plan) -> bool:
 
 
 def _refuse_trained_experts(run: Run, source: Source) -> None:
-    """Refuse experts on int4's grid whose checkpoint does not mark them. The first planned expert is checked here, because
-    a run would reach it minutes later."""
+    """Refuse experts on int4's grid that the checkpoint does not mark. The first planned expert is checked here,
+    because a run would reach it minutes later."""
     for layer_idx, linears in sorted(run.plan.linears.items()):
         stacks = {module: linear for module, linear in linears.items() if module.startswith(STACK)}
         for module, linear in stacks.items():

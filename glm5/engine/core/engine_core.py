@@ -50,7 +50,7 @@ from glm5.engine.transport.wire import (
 )
 
 # How long an iteration without work waits for another thread. This also bounds how long a message waits.
-PATIENCE_S = 0.01
+MAX_WAIT_S = 0.01
 
 
 class EngineCore:
@@ -125,7 +125,7 @@ class EngineCore:
         self._inbox.append(message)
 
     def step(self) -> list[ToClient]:
-        """Run one iteration. It waits for the device as long as a step takes, for other work at most `PATIENCE_S`."""
+        """Run one iteration. It waits for the device as long as a step takes, for other work at most `MAX_WAIT_S`."""
         self._receive_all()
         begins = any(isinstance(message, Submit | Resume) for message in self._messages)
         self.control.take_changes(closely=begins)
@@ -348,11 +348,11 @@ class EngineCore:
         """Nothing was launched or read: wait briefly for the thread whose result is needed next."""
         if self._wait == "copies":
             assert self.tiering is not None
-            self._messages += self.tiering.messages(PATIENCE_S)
+            self._messages += self.tiering.messages(MAX_WAIT_S)
         elif self.intake.num_waiting:
-            self.intake.wait(PATIENCE_S)
+            self.intake.wait(MAX_WAIT_S)
         else:
-            self.control.wait(PATIENCE_S)
+            self.control.wait(MAX_WAIT_S)
 
     def _outgoing(self) -> list[ToClient]:
         messages: list[ToClient] = [Updates(self._updates)] if self._updates else []

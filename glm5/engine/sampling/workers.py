@@ -48,7 +48,7 @@ class Workers(Generic[Job]):
         with self._changed:
             slow = {thread for thread in self._since if self._is_slow(thread)}
             for thread in slow - self._behind:
-                _step_back(thread)
+                _lower_priority(thread)
             self._behind |= slow
             missing = self._num_threads + len(self._behind) - len(self.threads)
             for _ in range(min(missing, self._max_slow + self._num_threads - len(self.threads))):
@@ -89,7 +89,7 @@ class Workers(Generic[Job]):
             return self._jobs.popleft()
 
 
-def _step_back(thread: threading.Thread) -> None:
+def _lower_priority(thread: threading.Thread) -> None:
     if sys.platform == "linux" and thread.native_id is not None:  # where a thread has a priority of its own
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread.native_id, _NICENESS)

@@ -492,7 +492,7 @@ class Scheduler:
         """What a plan without items waits for."""
         if self._unread:
             return "results"
-        if self.page_manager.transfers.num_under_way:
+        if self.page_manager.transfers.num_in_flight:
             return "copies"
         if self.is_paused:
             return "pause"

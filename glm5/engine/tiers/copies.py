@@ -32,7 +32,7 @@ Tier = Literal["host", "disk"]
 # The most blocks of the host tier that may wait for their file: they must be flushed at exit.
 MAX_WAITING_WRITES = 256
 # How long `clear` waits for files being written; a disk that hangs longer may write some after it.
-CLEAR_PATIENCE_S = 5.0
+CLEAR_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class CopyQueue:
         """Drop all pages that are not being copied; delete files of this layout, including other processes'."""
         with self._changed:
             self._drop_writes()
-            self._changed.wait_for(lambda: not self._num_writing, CLEAR_PATIENCE_S)
+            self._changed.wait_for(lambda: not self._num_writing, CLEAR_TIMEOUT_S)
         self.host.clear()
         if self.disk is not None:
             self.disk.clear()

@@ -329,14 +329,14 @@ class _Ends:
         self.receiving.release()
 
 
-def _release(owner: int, ends: _Ends, folder: str, patience: float) -> None:
+def _release(owner: int, ends: _Ends, folder: str, timeout_s: float) -> None:
     """End a process that still runs, and release sockets, pipes and the folder. Does nothing in a fork of the owner."""
     if os.getpid() != owner:
         return
     if ends.process.poll() is None:
         ends.send_close()
         try:
-            ends.process.wait(patience)
+            ends.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             ends.process.kill()
             ends.process.wait()

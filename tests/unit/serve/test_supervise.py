@@ -247,7 +247,7 @@ def test_an_engine_that_does_not_last_is_given_up():
 
 
 def test_an_engine_that_has_lasted_is_always_started_again(monkeypatch):
-    monkeypatch.setattr(supervise, "SETTLED_SECONDS", -1)
+    monkeypatch.setattr(supervise, "STABLE_SECONDS", -1)
     engines = [scripted() for _ in range(3 * supervise.MAX_STARTS)]
     for engine in engines:
         engine.stopped_because = "it fell over"

@@ -87,7 +87,7 @@ class Graphs:
                     if getattr(error, "error_code", None) not in _GC_INTERFERES or attempt == _ATTEMPTS:
                         raise
                     reason = str(error).partition("\n")[0]
-                    self._abandon_pool()
+                    self._drop_pool()
                     logger.warning("another thread disturbed the capture of a CUDA graph (%s); trying again", reason)
         self.num_captured += 1
 
@@ -104,7 +104,7 @@ class Graphs:
             piece()
         return graph
 
-    def _abandon_pool(self) -> None:
+    def _drop_pool(self) -> None:
         """Use a new pool: after a failed capture, torch would keep recording allocations for the old one."""
         assert self._pool is not None
         end_recording = torch._C._cuda_endAllocateToPool  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
