@@ -64,7 +64,7 @@ def _sends(memory):
         shares = y.unflatten(0, (len(memory), -1))
         from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS
 
-        slot = int(to.turn[0])
+        slot = int(to.slot_index[0])
         for owner, each in enumerate(memory):
             if owner != to.rank:
                 place = each.view(NUM_BUFFERS, -1)[slot].view(DTYPE)[to.rank * shares[0].numel() :]
